@@ -3,6 +3,7 @@
 # make playground-lm  a published ablation of Canon and RoPE on the quickstart's text, 14 models
 # make test         unit, property and a few end-to-end tests
 # make test-system  faults, ranks, browser and compilers
+# make test-long    100,000 answers of each synthetic task, where test-system has 20,000
 # make test-learning  small models of the playground, trained until they solve their task
 # make test-slurm   the Slurm scripts on a real Slurm of two nodes (root; Debian's slurm packages)
 # make slurm-demo   text to report by Slurm jobs, command by command
@@ -56,7 +57,7 @@ DONE := $(RUN)/run/DONE
 
 # make deletes the target of an interrupted recipe, which here would be a checkpoint's heart
 .PRECIOUS: $(SHARDS) $(STOPPED) $(DONE)
-.PHONY: quickstart playground playground-lm test test-system test-learning test-slurm snapshots slurm-demo check constraints install clean-quickstart
+.PHONY: quickstart playground playground-lm test test-system test-long test-learning test-slurm snapshots slurm-demo check constraints install clean-quickstart
 
 quickstart: $(INSTALLED)
 	@$(MAKE) --no-print-directory $(DONE)
@@ -88,6 +89,9 @@ test: $(INSTALLED)
 
 test-system: $(INSTALLED)
 	$(PYTEST) -m system
+
+test-long: $(INSTALLED)
+	$(PYTEST) -m long
 
 test-learning: $(INSTALLED)
 	$(PYTEST) -m learning

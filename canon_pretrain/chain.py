@@ -29,7 +29,13 @@ from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.run.config import read_experiment, to_toml
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
-from canon_pretrain.run.source import check_snapshot, differences, newest_snapshot, take_snapshot
+from canon_pretrain.run.source import (
+    check_private,
+    check_snapshot,
+    differences,
+    newest_snapshot,
+    take_snapshot,
+)
 from canon_pretrain.run.status import Status, read_status
 
 RESTARTS = 3  # without a new checkpoint, after which a job chain ends
@@ -105,13 +111,14 @@ def launch_code(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path |
     """Return the snapshot and the config that `job` uses; None for the current ones.
 
     Restarts use both. Other jobs use the snapshot if the run has a checkpoint, except with
-    --checkpoint.fresh or `--run.allow_changes code`.
+    --checkpoint.fresh or `--run.allow_changes code`. Raises UserError if others may write the run.
     """
     try:
         launch = parse_launch(arguments)
     except UserError:
         return None, None  # the check of the job comes next, with a better message
     run = RunFolder(Path(launch.folder).absolute())
+    check_private(run)
     snapshot, (start, _), config = (
         newest_snapshot(run),
         _read_both(run),

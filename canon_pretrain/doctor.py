@@ -23,8 +23,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
+from canon_pretrain.core.children import kill_tree, start_child
 from canon_pretrain.core.cli import Parser, available_cores, command, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError, reason_in
 from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
@@ -375,28 +376,40 @@ def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
     for name in GROUPS:
         output = tempfile.TemporaryFile("w+", errors="replace")
         words, nothing = [sys.executable, "-c", CHILD, name, str(folder)], subprocess.DEVNULL
-        child = subprocess.Popen(words, stdin=nothing, stdout=output, stderr=subprocess.STDOUT)
+        child = start_child(words, stdin=nothing, stdout=output, stderr=subprocess.STDOUT)
         started.append((name, output, child))
-    for name, output, child in started:
-        problem, found = None, list[Finding]()
-        try:
-            child.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            problem = _late("end", GROUP_TIMEOUT_S)
-            child.kill()
-            with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
-                child.wait(1.0)
-        with output:
-            output.seek(0)
-            lines = output.read().splitlines()
-        for line in lines:
-            with suppress(ValueError, TypeError):  # a library printed it
-                found.append(Finding(**json.loads(line)))
-        if child.returncode and problem is None:
-            problem = f"ended with code {child.returncode}: {''.join(lines[-1:])}"
-        if problem:
-            found.append(judge(name, "", problem, "this group of checks"))
-        yield name, found
+    try:
+        for name, output, child in started:
+            yield name, _findings_of(name, output, child, end)
+    finally:
+        for _, _, child in started:
+            if child.poll() is None:
+                kill_tree(child.pid)
+
+
+def _findings_of(
+    name: str, output: IO[str], child: "subprocess.Popen[bytes]", end: float
+) -> list[Finding]:
+    """Return the findings of a group's process, which is killed at `end`."""
+    problem, found = None, list[Finding]()
+    try:
+        child.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        problem = _late("end", GROUP_TIMEOUT_S)
+        kill_tree(child.pid)
+        with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
+            child.wait(1.0)
+    with output:
+        output.seek(0)
+        lines = output.read().splitlines()
+    for line in lines:
+        with suppress(ValueError, TypeError):  # a library printed it
+            found.append(Finding(**json.loads(line)))
+    if child.returncode and problem is None:
+        problem = f"ended with code {child.returncode}: {''.join(lines[-1:])}"
+    if problem:
+        found.append(judge(name, "", problem, "this group of checks"))
+    return found
 
 
 def _late(awaited: str, seconds: float) -> str:
@@ -552,7 +565,7 @@ def _run(words: Sequence[str], log: Path, watch: Callable[[], int]) -> str | Non
     awaited, limit_s, step, since = "progress", START_TIMEOUT_S, 0, time.monotonic()
     with log.open("wb") as output:
         words, nothing = [sys.executable, *words], subprocess.DEVNULL
-        child = subprocess.Popen(words, stdin=nothing, stdout=output, stderr=output, env=environ)
+        child = start_child(words, stdin=nothing, stdout=output, stderr=output, env=environ)
     try:
         while child.poll() is None and time.monotonic() - since < limit_s:
             time.sleep(0.1)
@@ -561,7 +574,7 @@ def _run(words: Sequence[str], log: Path, watch: Callable[[], int]) -> str | Non
         code = child.poll()
     finally:
         if child.poll() is None:  # else the number may be another's
-            _kill(child.pid)
+            kill_tree(child.pid)
         with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
             child.wait(5.0)
     if code == 0:
@@ -570,14 +583,6 @@ def _run(words: Sequence[str], log: Path, watch: Callable[[], int]) -> str | Non
     lines = [line for line in text.splitlines() if line.strip()]
     why = _late(awaited, limit_s) if code is None else f"exit code {code}"
     return "\n".join([why, reason_in(text) or "\n".join(lines[-8:])])
-
-
-def _kill(pid: int) -> None:
-    """Kill a process and its descendants: torchrun's ranks are in sessions of their own."""
-    with suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            _kill(int(child))
-        os.kill(pid, signal.SIGKILL)
 
 
 # -- the command

@@ -23,6 +23,7 @@ from canon_pretrain.kernels.hardware import available_memory, check_cuda, cpu_in
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.run.config import to_toml
+from data_prep.plan import MAX_HOLDOUT, holdout_for
 from data_prep.survey import Survey, survey
 
 SIZES = {
@@ -45,7 +46,7 @@ LEAST_BYTES = 20_000
 BYTES_PER_TOKEN = 3.5
 """Assumed until the tokenizer of the chosen size is trained."""
 PAPER_LR, LR, LR_WIDTH = 1e-3, 4e-3, 128
-DOCUMENTS, HELD_OUT_DOCUMENTS = 200, 20
+DOCUMENTS = 200
 HELD_OUT_BYTES, LEAST_BUILT_BYTES = 4_000_000, 20_000_000
 MEASURE_S, MEASUREMENTS = 1.0, 3
 TRAINER_SHARE = 0.8  # of forward and backward alone: measured 0.85 at width 64 on a CPU
@@ -216,15 +217,15 @@ def propose(machine: Machine, num_bytes: float, seconds: float) -> Proposal:
 def cut_and_holdout(found: Survey, share: float = 1.0) -> tuple[int, float]:
     """Return --max-document-bytes (0: none) and --holdout, for a build of `share` of the text.
 
-    HELD_OUT_DOCUMENTS or more, and of a large text no more than HELD_OUT_BYTES beyond them.
+    Enough documents to tell losses apart, and of a large text no more than HELD_OUT_BYTES beyond.
     """
     cut, documents = 0, float(found.num_documents)
     if documents < DOCUMENTS:
         cut = min(20_000, max(1_000, found.num_bytes // (2 * DOCUMENTS)))
         cut = round(cut, 1 - len(str(cut)))
         documents = found.num_bytes / cut
-    most = max(HELD_OUT_DOCUMENTS / documents, min(0.02, HELD_OUT_BYTES / found.num_bytes))
-    most = min(0.2, most / share)
+    most = min(0.02, HELD_OUT_BYTES / found.num_bytes) / share
+    most = max(holdout_for(share * documents), min(MAX_HOLDOUT, most))
     digits = max(2, 1 - math.floor(math.log10(most)))
     return cut, math.ceil(most * 10**digits) / 10**digits
 
@@ -451,10 +452,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="of NAME.toml and of outputs/NAME")
-    files = "files or folders: .txt, .jsonl (.zst, .gz), .parquet, or other plain text"
+    files = "files or folders: .txt, .jsonl or .json (.zst, .gz), .parquet, or other plain text"
     add("--data", nargs="+", type=Path, required=True, metavar="PATH", help=files)
     add("--minutes", type=positive, default=10, help="of training here (default: %(default)s)")
-    add("--text-field", metavar="F", help="name of the text in .jsonl and .parquet (default: text)")
+    add("--text-field", metavar="F", help="name of the text in rows, also a.b (default: text)")
     suffixes = "read files of these suffixes as plain text too, such as .md .rst"
     add("--text-suffixes", nargs="+", default=(), metavar=".S", help=suffixes)
     with command():

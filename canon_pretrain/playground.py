@@ -33,9 +33,13 @@ architecture, DIR/sweep.json the runs, DIR/board.json the board. BOARD.toml:
 `run --race` trains all arms of a task in stages and stops those that are worse at equal steps
 (canon_pretrain/report/race.py); DIR/race.json lists them, and none of their runs is started again.
 
+Until a run has started, `plan` and `run` take any change of BOARD.toml, then only --extend adds to
+the board. A folder that holds a run of another plan, or an earlier one, has failed: it is neither
+trained nor counted. DIR/failures.json has the reason of each run that failed.
+
 `run` trains several runs at once, one core or GPU each. The first Ctrl-C saves and stops, the
-second stops at once; the same command continues. `report`, and `run` at its end, write
-DIR/report.html, .json and .md. No torch.
+second stops at once; the same command continues. A signal that is ignored, such as nohup's SIGHUP,
+stays so. `report`, and `run` at its end, write DIR/report.html, .json and .md. No torch.
 """
 
 import argparse
@@ -47,12 +51,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import reduce
-from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -61,7 +64,7 @@ from pydantic import Field
 from rich.live import Live
 from rich.text import Text
 
-from canon_pretrain.core.children import ForkedChild, ForkServer, end_with
+from canon_pretrain.core.children import ForkedChild, ForkServer, kill_tree, start_child
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
     Parser,
@@ -72,11 +75,26 @@ from canon_pretrain.core.cli import (
     run_process,
 )
 from canon_pretrain.core.errors import EPILOG, UserError, suggestion
-from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    open_file,
+    read_bytes,
+    read_record,
+    write_atomic,
+    write_json,
+)
 from canon_pretrain.core.lock import live_holder, locked
 from canon_pretrain.core.terminal import Console, duration
-from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.report.status import summarize_run
+from canon_pretrain.model.args import ModelArgs, fill_sizes
+from canon_pretrain.report.planned import (
+    Promises,
+    has_started,
+    nested,
+    num_steps,
+    planned_values,
+    read_planned,
+)
+from canon_pretrain.report.status import ACTIVE_STATES, summarize_run
 from canon_pretrain.run.config import Data, build, merge, read_experiment, to_toml
 from canon_pretrain.run.folder import PLAN, RunFolder, is_run_folder
 from canon_pretrain.sweep import (
@@ -88,13 +106,15 @@ from canon_pretrain.sweep import (
     Row,
     Seed,
     Sweep,
-    config_hash,
+    check_planned,
+    merge_plan,
     print_rows,
     read_sweep,
     run_name,
     show_table,
     sweep_rows,
     train_command,
+    values_hash,
     write_plan,
 )
 from canon_pretrain.synthetic.evaluation import metrics
@@ -104,11 +124,13 @@ if TYPE_CHECKING:  # scipy takes a while to import
     from canon_pretrain.report.race import Arm, BoardRace, Entry
 
 BOARD, CONFIGS, OUTPUT, LOCK = "board.json", "configs", "output.log", ".playground.lock"
-RACE = "race.json"
+RACE, FAILURES = "race.json", "failures.json"
+MARK = "# Written by `playground plan`: change BOARD.toml instead.\n"
 NAME = re.compile(r"\w+", re.ASCII)  # no "-": it separates the parts of a run's name
 MODEL_KEYS = {each.name for each in dataclasses.fields(ModelArgs)} - {"max_seq_len"} | {
     *("flavor", "tokenizer_path", "attention_backend", "mixer_backend", "canon_backend")
 }
+WINDOWS = 128  # of a synthetic task that score a run; a trainer's 16 have few questions
 POLL_S, SHOW_S, REPORT_S = 0.2, 1.0, 30.0
 PATIENCE_S = 120.0  # a run whose driver was killed saves its last step before it ends
 # imports what a trainer does once, for all runs
@@ -249,11 +271,7 @@ def _check(board: Board, path: Path) -> None:
             text = f"{path}: unknown key {table}.{key}, expected one of [model]."
             raise UserError("board.unknown_key", text + suggestion(key, MODEL_KEYS), key=key)
         _check_free(f"model.{key}", {*SEED_KEYS["both"]}, path)
-    both = {*chain(*board.architectures.values())} & {*chain(*board.sizes.values())}
-    if both:
-        key = min(both)
-        text = f"{path}: an architecture and a size set {key}: set it in one of them"
-        raise UserError("board.repeated", text, key=key)
+    _check_sizes(board, path)
     for name, values in board.settings.values():
         rates = {RATE_KEY} if board.tasks[name].learning_rates else set()
         for key in values:
@@ -275,6 +293,34 @@ def _check(board: Board, path: Path) -> None:
             raise UserError("board.claim", text, given=word)
 
 
+def _check_sizes(board: Board, path: Path) -> None:
+    """Raise UserError for a key of [model] that is set twice, or that a mixer sets otherwise."""
+    tables = {f"architectures.{name}": model for name, model in board.architectures.items()}
+    tables |= {f"sizes.{name}": model for name, model in board.sizes.items()}
+    for setting, (_, values) in board.settings.items():
+        own = {key: x for key, x in values.items() if key.startswith("model.")}
+        tables[f"tasks.{setting}"] = {key.removeprefix("model."): x for key, x in own.items()}
+
+    for (one, model), (other, values) in itertools.combinations(tables.items(), 2):
+        if one.partition(".")[0] != other.partition(".")[0]:
+            if both := model.keys() & values.keys():
+                key = min(both)
+                text = f"{path}: {one} and {other} set {key} of [model]: set it in one of them"
+                raise UserError("board.repeated", text, key=key)
+
+    # a flavor is completed for each mixer; sizes of attention would replace what another needs
+    for name, model in board.architectures.items():
+        needed = fill_sizes(ModelArgs(), model)
+        for table, values in tables.items():
+            others = values.keys() & needed.keys() - model.keys()
+            if wrong := [key for key in sorted(others) if values[key] != needed[key]]:
+                key = wrong[0]
+                text = f"{path}: {table} sets {key}, but architectures.{name} has another {key} "
+                text += "than attention at the same size: set flavor instead, or set "
+                text += f"{key} in each architecture"
+                raise UserError("board.size", text, key=key)
+
+
 def _check_free(key: str, owned: set[str], path: Path) -> None:
     if key in owned:
         text = f"{path} sets {key}: the board sets it for each run (seeds, learning_rates, --out)"
@@ -285,26 +331,32 @@ def _check_free(key: str, owned: set[str], path: Path) -> None:
 
 
 def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Sweep, int]:
-    """Write the board's configs, sweep.json and board.json; return the sweep and its new runs."""
+    """Write the board's configs, sweep.json and board.json; return the sweep and its new runs.
+
+    Nothing is written if the board is refused.
+    """
     paths = {place: _path(folder, stem) for stem, place in board.places.items()}
-    texts = {path: _config(board, *place) for place, path in paths.items()}
+    windows = _windows(board, paths)
+    values = {place: _values(board, *place, windows) for place in paths}
+    for place, path in paths.items():
+        check_planned(path, values[place])
+        _check_score(board.tasks[board.settings[place[0]][0]].score, path, values[place])
+
+    _check_files(folder, paths.values())
     if (folder / PLAN).exists():
         _relocate(folder)
-        _check_unchanged(board, folder, {str(path): text for path, text in texts.items()})
+    hashes = {str(path): values_hash(values[place]) for place, path in paths.items()}
+    promises = {str(path): _promises(board, setting) for (setting, _), path in paths.items()}
+    new = Sweep(_planned_runs(board, folder), hashes, promises=promises)
+    _check_promises(new, folder, _old_promises(folder))
+    _check_configs(new, folder)
+    merge_plan(folder, new, extend=extend)  # which may refuse it
+
     (folder / CONFIGS).mkdir(parents=True, exist_ok=True)
-    for path, text in texts.items():
-        if not path.exists() or path.read_text() != text:
-            write_atomic(path, text.encode())
-    for (setting, _), path in paths.items():
-        _check_score(board.tasks[board.settings[setting][0]].score, path)
-    runs = []
-    for (setting, (name, _)), seed in itertools.product(board.settings.items(), board.seeds):
-        rates: list[float | None] = [*board.tasks[name].learning_rates]
-        for rate, arm in itertools.product(rates or [None], board.arms):
-            path = paths[setting, arm]
-            runs.append(PlannedRun(run_name(path, rate, seed), str(path), rate, seed))
-    hashes = {str(path): config_hash(str(path)) for path in paths.values()}
-    planned = write_plan(folder, Sweep(runs, hashes), extend=extend)
+    for place, path in paths.items():
+        if not _holds(path, values[place]):
+            write_atomic(path, (MARK + _toml(board, *place, windows)).encode())
+    planned = write_plan(folder, new, extend=extend)
     with suppress(UnreadableFile):
         if read_record(folder / BOARD, Board) == board:
             return planned
@@ -312,24 +364,80 @@ def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Swe
     return planned
 
 
+def read_plan(folder: Path) -> tuple[Board, Sweep]:
+    """Return the planned board and its runs. Raises UserError if they do not belong together."""
+    sweep = read_sweep(folder)
+    try:
+        board = read_record(folder / BOARD, Board)
+    except UnreadableFile as error:
+        raise UserError("board.damaged", f"{error}: plan the board again") from None
+    planned = {(run.name, Path(run.config).stem) for run in _planned_runs(board, folder)}
+    if planned != {(run.name, Path(run.config).stem) for run in sweep.runs}:
+        text = f"{folder / BOARD} and {PLAN} are of different boards, as after a full disk or a "
+        text += "kill while the board was planned: plan it again, with --extend if it has new runs"
+        raise UserError("board.other_plan", text)
+    return board, sweep
+
+
+def _planned_runs(board: Board, folder: Path) -> list[PlannedRun]:
+    paths = {place: _path(folder, stem) for stem, place in board.places.items()}
+    runs = []
+    for (setting, (name, _)), seed in itertools.product(board.settings.items(), board.seeds):
+        rates: list[float | None] = [*board.tasks[name].learning_rates]
+        for rate, arm in itertools.product(rates or [None], board.arms):
+            path = paths[setting, arm]
+            runs.append(PlannedRun(run_name(path, rate, seed), str(path), rate, seed))
+    return runs
+
+
 def _path(folder: Path, stem: str) -> Path:
     return folder.absolute() / CONFIGS / f"{stem}.toml"
 
 
-def _config(board: Board, setting: str, arm: str) -> str:
-    """Return the TOML of an arm at a task/difficulty."""
+def _windows(board: Board, paths: Mapping[tuple[str, str], Path]) -> int | None:
+    """Return WINDOWS; None if an earlier version, which did not set them, planned the board."""
+    for place, path in paths.items():
+        is_older = _holds(path, _values(board, *place, None))
+        if is_older and not _holds(path, _values(board, *place, WINDOWS)):
+            return None
+    return WINDOWS
+
+
+def _own_values(board: Board, setting: str, arm: str, windows: int | None) -> Settings:
+    """Return what an arm at a task/difficulty adds to the task's config.
+
+    `windows`: of a synthetic task, unless the board or the config sets them.
+    """
     name, values = board.settings[setting]
     dotted = values | {f"model.{key}": x for key, x in board.arms[arm].items()}
-    tables = (
-        reduce(lambda inner, word: {word: inner}, reversed(key.split(".")), x)
-        for key, x in dotted.items()
-    )
-    return to_toml(reduce(merge, tables, {"extends": board.tasks[name].config}))
+    config = read_experiment(Path(board.tasks[name].config))
+    is_synthetic = "task" in config.get("data", {})
+    if windows and is_synthetic and "windows" not in config.get("validation", {}):
+        dotted.setdefault("validation.windows", windows)
+    return reduce(merge, (nested(key, x) for key, x in dotted.items()), {})
 
 
-def _check_score(score: str, config: Path) -> None:
+def _toml(board: Board, setting: str, arm: str, windows: int | None) -> str:
+    """Return the TOML of an arm at a task/difficulty."""
+    config = board.tasks[board.settings[setting][0]].config
+    return to_toml({"extends": config} | _own_values(board, setting, arm, windows))
+
+
+def _values(board: Board, setting: str, arm: str, windows: int | None) -> Settings:
+    """Return the values of that TOML, with those of the config that it extends."""
+    base = read_experiment(Path(board.tasks[board.settings[setting][0]].config))
+    return merge(base, _own_values(board, setting, arm, windows))
+
+
+def _holds(config: Path, values: Settings) -> bool:
+    """Return whether a config exists and has these values."""
+    with suppress(UserError):
+        return read_experiment(config) == values
+    return False
+
+
+def _check_score(score: str, config: Path, values: Settings) -> None:
     """Raise UserError if a config's data is bad, or its task has no such score."""
-    values = read_experiment(config)
     task = build(Data, dict(values.get("data", {})), str(config), "data.").task
     known = ["loss"]
     if task.name:
@@ -348,36 +456,85 @@ def _relocate(folder: Path) -> None:
     if any(path != old for old, path in paths.items()):
         runs = [dataclasses.replace(run, config=paths[run.config]) for run in sweep.runs]
         hashes = {paths[path]: digest for path, digest in sweep.configs.items()}
-        write_json(folder / PLAN, asdict(dataclasses.replace(sweep, runs=runs, configs=hashes)))
+        promises = {paths[path]: promised for path, promised in sweep.promises.items()}
+        moved = dataclasses.replace(sweep, runs=runs, configs=hashes, promises=promises)
+        write_json(folder / PLAN, asdict(moved))
 
 
-def _check_unchanged(board: Board, folder: Path, texts: Mapping[str, str]) -> None:
-    """Raise UserError if a planned config, or a claim on runs that have started, has changed."""
-    sweep = read_sweep(folder)
-    for path in sweep.configs:
-        with suppress(FileNotFoundError):
-            if path in texts and Path(path).read_text() != texts[path]:
-                text = f"{folder} was planned with another {Path(path).name}: undo the change of "
-                text += "the board, or choose another --out"
-                raise UserError("board.changed", text, path=path)
+def _check_files(folder: Path, paths: Iterable[Path]) -> None:
+    """Raise UserError if the plan would overwrite a file that no board wrote."""
+    is_board = (folder / PLAN).exists()
+    ours = set[Path]()
+    if is_board:
+        old = read_sweep(folder)
+        ours = {_path(folder, Path(config).stem) for config in old.configs}
+        is_own = old.promises or (folder / BOARD).exists() or all(path.exists() for path in ours)
+        if not is_own:
+            text = f"{folder / PLAN} is a sweep, not a board: choose another --out"
+            raise UserError("board.other_file", text, path=folder / PLAN)
+    for path in paths:
+        if path not in ours and os.path.lexists(path) and not _is_ours(path):
+            text = f"{path} is not a board's: remove it, or choose another --out"
+            raise UserError("board.other_file", text, path=path)
     try:
-        old = read_record(folder / BOARD, Board)
-    except UnreadableFile:
-        return  # written last: the plan was interrupted
-    started = {r.config for r in sweep.runs if is_run_folder(folder / r.name)}
-    for setting in {**old.settings, **board.settings}:
-        before, now = (_promises(each, setting) for each in (old, board))
-        stems = (stem for stem, (name, _) in old.places.items() if name == setting)
-        if before != now and any(str(_path(folder, stem)) in started for stem in stems):
-            text = f"{folder}: runs of {setting} have started, and its score or a claim on it has "
-            text += "changed: claims are written before the runs; choose another --out"
-            raise UserError("board.claims_changed", text, task=setting)
+        read_record(folder / BOARD, Board)
+    except UnreadableFile as error:
+        if not is_board and not error.is_missing:
+            text = f"{error}: remove it, or choose another --out"
+            raise UserError("board.other_file", text, path=folder / BOARD) from None
 
 
-def _promises(board: Board, setting: str) -> tuple[Any, ...]:
+def _is_ours(config: Path) -> bool:
+    with suppress(UnreadableFile):
+        return read_bytes(config).startswith(MARK.encode())
+    return False
+
+
+def _check_configs(new: Sweep, folder: Path) -> None:
+    """Raise UserError if a config whose runs have started has changed."""
+    if not (folder / PLAN).exists():
+        return
+    old = read_sweep(folder)
+    for path in {run.config: None for run in old.runs if has_started(folder / run.name)}:
+        if new.configs.get(path, old.configs[path]) != old.configs[path]:
+            text = f"{folder}: runs of {Path(path).name} have started with other values: undo the "
+            text += "change of the board, or choose another --out"
+            raise UserError("board.changed", text, path=path)
+
+
+def _promises(board: Board, setting: str) -> Promises:
     """Return what the board says about the scores of a task/difficulty."""
-    score = board.tasks[board.settings[setting][0]].score if setting in board.settings else ""
-    return score, sorted(repr(claim) for claim in board.claims if claim.task == setting)
+    score = board.tasks[board.settings[setting][0]].score
+    claims = [claim for claim in board.claims if claim.task == setting]
+    return Promises(score, [asdict(claim) | {"margin": float(claim.margin)} for claim in claims])
+
+
+def _old_promises(folder: Path) -> dict[str, Promises]:
+    """Return a plan's promises by path of a config: by board.json, or if it is lost sweep.json."""
+    with suppress(UnreadableFile):
+        old = read_record(folder / BOARD, Board)
+        places = old.places.items()
+        return {str(_path(folder, stem)): _promises(old, setting) for stem, (setting, _) in places}
+    return read_sweep(folder).promises if (folder / PLAN).exists() else {}
+
+
+def _check_promises(new: Sweep, folder: Path, old: Mapping[str, Promises]) -> None:
+    """Raise UserError if a claim on runs that have started, or their score, has changed.
+
+    A run's planned.json says under which claims it started, also if the plan is lost. Of a run
+    without one the `old` plan is asked; a claim that none of them knows was added later.
+    """
+    for run in new.runs:
+        path, promised = folder / run.name, new.promises[run.config]
+        if not has_started(path):
+            continue
+        launch = read_planned(path)
+        unknown = Promises(promised.score)
+        before = launch.promises if launch else old.get(run.config, unknown)
+        if not before.same(promised):
+            text = f"{path} has started, and the score or a claim of its task has changed since: "
+            text += "claims are written before the runs; choose another --out"
+            raise UserError("board.claims_changed", text, run=run.name)
 
 
 # -- the driver
@@ -415,8 +572,11 @@ class Driver:
         self._server: ForkServer | None = None
         self._began = time.monotonic()
         self._trained = 0  # steps of this driver's runs that have ended
-        lengths = {x: read_experiment(Path(x))["training"]["steps"] for x in sweep.configs}
-        self._steps = {run.name: int(lengths[run.config]) for run in sweep.runs}
+        lengths = {x: num_steps(planned_values(Path(x))) for x in sweep.configs}
+        self._steps = {run.name: lengths[run.config] for run in sweep.runs}
+        problems = {run.name: sweep.other_plan(run, folder) for run in sweep.runs}
+        self._others = {name: problem for name, problem in problems.items() if problem}
+        """Why the run in a folder is not the planned one."""
         self._at = {run.name: self._step(run) for run in sweep.runs}
 
     def _step(self, run: PlannedRun) -> int:
@@ -426,15 +586,20 @@ class Driver:
         return self._summary(run).get("step") or 0
 
     def _is_done(self, run: PlannedRun) -> bool:
-        return RunFolder(self.folder / run.name).done_file.exists()
+        is_own = run.name not in self._others
+        return is_own and RunFolder(self.folder / run.name).done_file.exists()
 
     def _summary(self, run: PlannedRun) -> dict[str, Any]:
         path = self.folder / run.name
-        return summarize_run(path, datetime.now(UTC)) if is_run_folder(path) else {}
+        is_own = run.name not in self._others and is_run_folder(path)
+        return summarize_run(path, datetime.now(UTC)) if is_own else {}
 
     def train(self) -> None:
         """Train until each run is DONE or has failed, or until a second request to stop."""
         waiting = [run for run in self.sweep.runs if not self._is_done(run)]
+        for other in [run for run in waiting if run.name in self._others]:
+            waiting.remove(other)
+            self._fail(other, self._others[other.name])
         shown, before = 0.0, [""]
         screen = Live(console=self.console, auto_refresh=False, transient=True)
         with self._signals(), screen as live:
@@ -486,6 +651,7 @@ class Driver:
 
     def _start(self, run: PlannedRun) -> None:
         """Train a run in a child process that is stopped if this one is killed."""
+        self._forget_failure(run)
         path, busy = self.folder / run.name, [child.gpu for child in self._children]
         gpu = min(self.gpus, key=busy.count, default=None)
         try:
@@ -493,35 +659,45 @@ class Driver:
             if (target := self._target(run)) < self._steps[run.name]:
                 words += ["--run.stop_at", str(target)]
             path.mkdir(parents=True, exist_ok=True)
-            with open(path / OUTPUT, "ab") as output:
+            with open_file(path / OUTPUT, "ab") as output:
                 process = self._launch(words, output, gpu)
-        except (UserError, OSError) as error:
+        except UserError as error:
             return self._fail(run, str(error))
+        except OSError as error:
+            return self._fail(run, f"{error.filename or path}: {error.strerror or error}")
+        if process is None:
+            return
         self._children.append(_Child(run, process, self._at[run.name], gpu))
         if self.stops:  # since the child was started
             process.terminate()
 
     def _launch(
         self, words: Sequence[str], output: BinaryIO, gpu: str | None
-    ) -> "subprocess.Popen[bytes] | ForkedChild":
-        """Start a trainer, forked from a process that has imported torch if there is no GPU."""
+    ) -> "subprocess.Popen[bytes] | ForkedChild | None":
+        """Start a trainer, forked from a process that has imported torch if there is no GPU.
+
+        Returns None if a request to stop comes first: the imports take seconds, or minutes on a
+        busy machine.
+        """
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
         environ |= TRAINER_ENVIRONMENT | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         if gpu is None:
             try:
                 self._server = self._server or ForkServer(SERVER, environ)
-                return self._server.start(["--config", *words], output)
+                process = self._server.start(
+                    ["--config", *words], output, gives_up=lambda: self.stops > 0
+                )
+                if process is None:
+                    self._close_server()
+                return process
             except OSError:  # the trainer that is started next says why
                 self._close_server()
-        parent = os.getpid()
-        return subprocess.Popen(
+        return start_child(
             train_command(words),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environ,
-            start_new_session=True,  # Ctrl-C is for the driver, which passes it on
-            preexec_fn=lambda: end_with(parent),
         )
 
     def _close_server(self) -> None:
@@ -532,6 +708,12 @@ class Driver:
     def _fail(self, run: PlannedRun, reason: str) -> None:
         self.failures[run.name] = reason
         self._say(f"{run.name}: failed: {reason}")
+        write_failures(self.folder, read_failures(self.folder) | {run.name: reason})
+
+    def _forget_failure(self, run: PlannedRun) -> None:
+        known = read_failures(self.folder)
+        if known.pop(run.name, None) is not None:
+            write_failures(self.folder, known)
 
     def _reap(self) -> list[PlannedRun]:
         """Report the children that have ended; return those that a race continues."""
@@ -551,7 +733,7 @@ class Driver:
                 elif not self.stops:
                     self.failures[run.name] = "stopped"
             else:
-                self._fail(run, f"exit code {code}, {_last_line(output)} ({output})")
+                self._fail(run, f"{_ending(code)}, {_last_line(output)} ({output})")
         return paused
 
     def _advance(self, race: "BoardRace", waiting: Sequence[PlannedRun]) -> list[PlannedRun]:
@@ -584,9 +766,15 @@ class Driver:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Stop the children at SIGINT, SIGTERM and SIGHUP, and whenever the block ends."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._stop) for number in numbers}
+        """Stop the children at SIGINT, SIGTERM and SIGHUP, and whenever the block ends.
+
+        A signal that is ignored stays so: nohup's SIGHUP.
+        """
+        before = {
+            number: signal.signal(number, self._stop)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         try:
             yield
         finally:
@@ -597,13 +785,16 @@ class Driver:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Ask the children to save and stop; the second time kill them, and end all waits."""
         self.stops += 1
-        for child in self._children:
-            if self.stops == 1:
+        if self.stops == 1:
+            for child in self._children:
                 child.process.terminate()
-            elif child.process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(child.process.pid, signal.SIGKILL)  # and its compilers
+            return
+        for child in self._children:
+            if child.process.returncode is None:
+                kill_tree(child.process.pid)  # and its compilers
+        raise KeyboardInterrupt
 
 
 def visible_gpus() -> list[str]:
@@ -618,14 +809,40 @@ def visible_gpus() -> list[str]:
     return [str(number) for number, _ in enumerate(listed.stdout.splitlines())]
 
 
-def _last_line(path: Path) -> str:
-    """Return the last line of a log, or of it the error's."""
+def read_failures(folder: Path) -> dict[str, str]:
+    """Return why runs failed when they were last started, by name."""
+    with suppress(UnreadableFile):
+        return read_record(folder / FAILURES, dict[str, str])
+    return {}
+
+
+def write_failures(folder: Path, reasons: Mapping[str, str]) -> None:
+    with suppress(OSError):  # a full disk, which is why runs fail
+        write_json(folder / FAILURES, reasons)
+
+
+def failure_of(folder: Path, run: PlannedRun, failures: Mapping[str, str]) -> str:
+    """Return why a run failed; "" if it did not. Earlier versions kept its output only."""
+    is_known = run.name in failures or is_run_folder(folder / run.name)
+    return failures.get(run.name, "") if is_known else _last_line(folder / run.name / OUTPUT, "")
+
+
+def _ending(code: int) -> str:
+    """Say how a process ended, by the exit code of subprocess."""
+    if code < 0:
+        with suppress(ValueError):  # a real-time signal
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
+def _last_line(path: Path, missing: str = "without output") -> str:
+    """Return the last line of a log, or of it the error's; `missing` if there is none."""
     with suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
         lines = file.read().decode(errors="replace").split("\n")
         lines = [line.strip() for line in lines if line.strip()]
-        return next((x for x in reversed(lines) if x.startswith("error[")), [*lines, ""][-1])
-    return ""
+        return next((x for x in reversed(lines) if x.startswith("error[")), [missing, *lines][-1])
+    return missing
 
 
 # -- the command
@@ -649,7 +866,7 @@ def run(given: argparse.Namespace) -> None:
     """Plan, train all runs that are not DONE, and print the table; exit with 1 if one failed."""
     sweep = plan(given)
     with locked(given.out / LOCK, f"the board {given.out}"):
-        board, stopped = read_record(given.out / BOARD, Board), _stopped(sweep, given.out)
+        (board, sweep), stopped = read_plan(given.out), _stopped(given.out)
         left = dataclasses.replace(sweep, runs=[x for x in sweep.runs if x.name not in stopped])
         race = None
         if given.race:
@@ -681,8 +898,8 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
         setting, arm = board.places[Path(run.config).stem]
         runs = arms.setdefault((setting, size_of(arm)), {})
         runs.setdefault((arm, run.learning_rate), []).append(run.name)
-    lengths = {x: read_experiment(Path(x))["training"]["steps"] for x in sweep.configs}
-    steps = {board.places[Path(x).stem][0]: int(length) for x, length in lengths.items()}
+    lengths = {x: num_steps(planned_values(Path(x))) for x in sweep.configs}
+    steps = {board.places[Path(x).stem][0]: length for x, length in lengths.items()}
     entries = []
     for (setting, size), runs in arms.items():
         claims = [TestedClaim(**asdict(x)) for x in board.claims if x.task == setting]
@@ -692,13 +909,13 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
     return entries
 
 
-def _stopped(sweep: Sweep, folder: Path) -> dict[str, str]:
+def _stopped(folder: Path) -> dict[str, str]:
     """Return why runs were stopped by a race."""
     if not (folder / RACE).exists():
         return {}
     from canon_pretrain.report.race import read_race
 
-    board = read_record(folder / BOARD, Board)
+    board, sweep = read_plan(folder)
     by_arm = {(x.task, x.arm, x.learning_rate): str(x) for x in read_race(folder).stops}
     found = dict[str, str]()
     for run in sweep.runs:
@@ -708,14 +925,16 @@ def _stopped(sweep: Sweep, folder: Path) -> dict[str, str]:
 
 
 def _rows(folder: Path) -> list[Row]:
-    sweep = read_sweep(folder)
-    stopped = _stopped(sweep, folder)
-    return [
-        row._replace(state="raced", reason=stopped[row.name])
-        if row.name in stopped and row.state != "done"
-        else row
-        for row in sweep_rows(sweep, folder, datetime.now(UTC))
-    ]
+    sweep, stopped, failures = read_sweep(folder), _stopped(folder), read_failures(folder)
+    rows = []
+    for run, row in zip(sweep.runs, sweep_rows(sweep, folder, datetime.now(UTC)), strict=True):
+        reason = failure_of(folder, run, failures)
+        if run.name in stopped and row.state != "done":
+            row = row._replace(state="raced", reason=stopped[run.name])
+        elif reason and row.state not in ("done", *ACTIVE_STATES):
+            row = row._replace(state="failed", reason=row.reason or reason)
+        rows.append(row)
+    return rows
 
 
 def status(given: argparse.Namespace) -> None:
@@ -733,21 +952,24 @@ def report(given: argparse.Namespace) -> None:
     from canon_pretrain.report.board_results import BoardPlan, BoardRun
     from canon_pretrain.report.race import read_race
 
-    sweep = read_sweep(given.out)
-    board = read_record(given.out / BOARD, Board)
+    board, sweep = read_plan(given.out)
+    settings = {run.config: board.places[Path(run.config).stem][0] for run in sweep.runs}
+    promises = {path: _promises(board, setting) for path, setting in settings.items()}
+    _check_promises(dataclasses.replace(sweep, promises=promises), given.out, promises)
+    failures, problems = read_failures(given.out), dict[str, str]()
     runs = []
     for run in sweep.runs:
         setting, arm = board.places[Path(run.config).stem]
-        path = given.out / run.name
-        problem = "" if is_run_folder(path) else _last_line(path / OUTPUT)
+        problem = failure_of(given.out, run, failures)
         runs.append(BoardRun(run.name, setting, arm, run.learning_rate, run.seed or 0, problem))
+        problems |= {run.name: other} if (other := sweep.other_plan(run, given.out)) else {}
     tasks = {setting: board.tasks[name].score for setting, (name, _) in board.settings.items()}
     claims = [statistics.Claim(**asdict(claim)) for claim in board.claims]
     reference = asdict(board.reference) if board.reference else None
     race = asdict(read_race(given.out))
     raced = {"stops": race["stops"], "orders": race["orders"], "share": race["share"]}
     named = (given.out, given.board.stem, [*board.arms], tasks, runs, claims)
-    plan = BoardPlan(*named, reference=reference, **raced)
+    plan = BoardPlan(*named, reference=reference, others=problems, **raced)
     for line in write_page(plan, datetime.now(UTC)):
         print(line)
 

@@ -27,6 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from canon_pretrain.core.children import end_with_torchrun
 from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
@@ -185,6 +186,7 @@ def report_ranks(gpus: int) -> Report:
     import torch
     import torch.distributed as dist
 
+    end_with_torchrun()
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", timeout=timeout)
     try:

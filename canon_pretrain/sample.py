@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # imports torch
 TEMPERATURE = 0.8
 MAX_TOKENS = 128
 STDIN = Path("-")
+MAX_PROMPT = 16 << 20  # characters: about 4M tokens, more than any model reads
 SHOWN_PROMPT = 300  # characters, the last ones, in a terminal
 SHOWN_SEGMENTS = 64  # of a compared prompt, the last ones
 COLORS = ((1.0, "green"), (3.0, "default"), (6.0, "yellow"), (math.inf, "red"))
@@ -93,14 +94,20 @@ def read_prompt(file: Path | None) -> str | None:
     """
     try:
         if file is not None and file != STDIN:
-            return file.read_text(encoding="utf-8").removesuffix("\n")
-        if sys.stdin is None or (file is None and sys.stdin.isatty()):
+            with open(file, encoding="utf-8") as opened:
+                text = opened.read(MAX_PROMPT + 1)
+        elif sys.stdin is None or (file is None and sys.stdin.isatty()):
             return None
-        text = sys.stdin.read().removesuffix("\n")
-        return text if file else text or None
+        else:
+            text = sys.stdin.read(MAX_PROMPT + 1)
     except UnicodeDecodeError as error:
         message = f"{file or STDIN} is not UTF-8: {error.reason} at byte {error.start}"
         raise UserError("sample.not_utf8", message, path=file) from None
+    if len(text) > MAX_PROMPT:
+        message = f"{file or STDIN} has more than {MAX_PROMPT:,} characters: no model reads so many"
+        raise UserError("sample.prompt_too_long", message, path=file, expected=MAX_PROMPT)
+    text = text.removesuffix("\n")
+    return text if file else text or None
 
 
 def print_records(sampler: "Sampler", answers: Sequence["Answer"], settings: "Settings") -> None:

@@ -6,7 +6,9 @@
     python -m canon_pretrain.sweep run SWEEP NUMBER [--ranks N]
 
 `run` trains into SWEEP/NAME on this machine, slurm/sweep.sh as a task of an array.
-A run that is DONE is skipped, others resume from their newest checkpoint. No torch.
+A run that is DONE is skipped, others resume from their newest checkpoint. A folder that holds a run
+of another plan is neither: it has failed. Until a run has started, `plan` replaces the plan; then
+only --extend adds to it. No torch.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -34,10 +36,21 @@ from rich.text import Text
 
 from canon_pretrain.core.cli import Parser, command, positive, program, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
-from canon_pretrain.core.files import UnreadableFile, read_record, write_json
+from canon_pretrain.core.files import UnreadableFile, parsing, read_record, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console, printable
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
+from canon_pretrain.report.planned import (
+    PlannedLaunch,
+    Promises,
+    check_values,
+    data_fingerprint,
+    has_started,
+    other_plan,
+    planned_identity,
+    planned_values,
+    record_launch,
+)
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import format_number, summarize_run
 from canon_pretrain.run.config import Data, read_experiment
@@ -83,19 +96,28 @@ class Sweep:
     arguments: list[str] = field(default_factory=list)
     """--section.key value ..., passed to every run."""
     version: Literal[1] = 1
+    promises: dict[str, Promises] = field(default_factory=dict)
+    """Path of a config -> what a board says of the scores of its runs before they start."""
 
-    def options(self, run: PlannedRun, folder: Path) -> list[str]:
-        """Return the run's options of canon_pretrain.train, except for --config."""
-        words = [f"--{FOLDER_KEY}", str(folder.absolute() / run.name)]
+    def settings(self, run: PlannedRun) -> list[str]:
+        """Return the options that the plan gives a run."""
+        words = []
         if run.learning_rate is not None:
-            words += [f"--{RATE_KEY}", repr(run.learning_rate)]
+            words += [f"--{RATE_KEY}", repr(float(run.learning_rate))]
         if run.seed is not None:
             for key in SEED_KEYS[self.seed_of]:
                 words += [f"--{key}", str(run.seed)]
         return words + self.arguments
 
+    def options(self, run: PlannedRun, folder: Path) -> list[str]:
+        """Return the run's options of canon_pretrain.train, except for --config."""
+        return [f"--{FOLDER_KEY}", str(folder.absolute() / run.name), *self.settings(run)]
+
     def launch(self, run: PlannedRun, folder: Path) -> list[str]:
-        """Return the run's config and `options`. Raises UserError if the config has changed."""
+        """Return the run's config and `options`, and record the plan in its folder.
+
+        Raises UserError if the config has changed, or the folder holds a run of another plan.
+        """
         # a requeued job uses the config that it started with
         is_restart = read_count(os.environ, "SLURM_RESTART_COUNT") > 0
         if not is_restart and config_hash(run.config) != self.configs[run.config]:
@@ -104,7 +126,40 @@ class Sweep:
                 f"{run.config} (or a config that it extends) has changed since the sweep was "
                 "planned: restore it, or plan another sweep",
             )
+        if problem := self.other_plan(run, folder):
+            raise UserError("sweep.other_run", problem)
+        record_launch(folder / run.name, self._planned(run))
         return [run.config, *self.options(run, folder)]
+
+    def other_plan(self, run: PlannedRun, folder: Path) -> str | None:
+        """Say how the run in SWEEP/`name` differs from the planned one; None if it does not."""
+        identity = _identity(run.config, self.configs[run.config], tuple(self.arguments))
+        if identity is not None and run.learning_rate is not None:
+            identity = identity | {RATE_KEY: run.learning_rate}
+        if identity is not None and run.seed is not None:
+            identity = identity | dict.fromkeys(SEED_KEYS[self.seed_of], run.seed)
+        return other_plan(folder / run.name, self._planned(run), identity)
+
+    def is_done(self, run: PlannedRun, folder: Path) -> bool:
+        """Return whether the planned run, and no other, is DONE."""
+        done_file = RunFolder(folder / run.name).done_file
+        return done_file.exists() and self.other_plan(run, folder) is None
+
+    def _planned(self, run: PlannedRun) -> PlannedLaunch:
+        promises = self.promises.get(run.config, Promises())
+        return PlannedLaunch(run.name, self.configs[run.config], self.settings(run), promises)
+
+
+@functools.lru_cache(maxsize=4096)
+def _identity(config: str, digest: str, arguments: tuple[str, ...]) -> dict[str, Any] | None:
+    """Return the identity that a config trains; None if it is not the planned one any more."""
+    with suppress(UserError):
+        if config_hash(config) == digest:
+            values = planned_values(Path(config), arguments)
+            fingerprint = data_fingerprint(values)
+            known = {} if fingerprint is None else {"data_fingerprint": fingerprint}
+            return planned_identity(values) | known
+    return None
 
 
 def make_sweep(
@@ -135,7 +190,18 @@ def make_sweep(
             f"{count} runs would be named {name}: give each config, learning rate and seed once, "
             "and configs different file names",
         )
+    for path in paths:
+        check_planned(Path(path), planned_values(Path(path), arguments))
     return Sweep(runs, {path: config_hash(path) for path in paths}, seed_of, list(arguments))
+
+
+def check_planned(config: Path, values: dict[str, Any]) -> None:
+    """Raise UserError, which names `config`, for values that no run can train."""
+    try:
+        check_values(values)
+    except UserError as error:
+        error.message = f"{config.name}: {error.message}"
+        raise
 
 
 def _value(option: str, word: str, kind: Any) -> Any:
@@ -160,8 +226,12 @@ def run_name(config: Path, rate: float | None, seed: int | None) -> str:
 
 def config_hash(path: str) -> str:
     """Return the SHA-256 of a config's values, including the configs that it extends."""
-    values = json.dumps(read_experiment(Path(path)), sort_keys=True, default=str)
-    return hashlib.sha256(values.encode()).hexdigest()
+    return values_hash(read_experiment(Path(path)))
+
+
+def values_hash(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def data_differences(sweep: Sweep) -> list[str]:
@@ -183,7 +253,10 @@ def data_differences(sweep: Sweep) -> list[str]:
 def read_sweep(folder: Path) -> Sweep:
     """Read SWEEP/sweep.json. Raises UserError if it is missing or damaged."""
     try:
-        return read_record(folder / PLAN, Sweep)
+        sweep = read_record(folder / PLAN, Sweep)
+        with parsing(folder / PLAN):
+            _ = [sweep.configs[run.config] for run in sweep.runs]
+        return sweep
     except UnreadableFile as error:
         if error.is_missing:
             text = f"{folder} has no {PLAN}, which `canon_pretrain.sweep plan` writes"
@@ -193,12 +266,29 @@ def read_sweep(folder: Path) -> Sweep:
 
 def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
     """Write sweep.json, or `extend` it by new runs; return the sweep and the number of new runs."""
+    sweep, old = merge_plan(folder, new, extend=extend)
+    if sweep != old:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / PLAN, asdict(sweep))
+    known = {run.name for run in old.runs} if old else set[str]()
+    return sweep, sum(run.name not in known for run in sweep.runs)
+
+
+def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, Sweep | None]:
+    """Return what sweep.json will be, and what it is. Raises UserError if they do not fit.
+
+    What has not started may change: all of a plan without --extend, or the values of a config.
+    """
     path = folder / PLAN
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(new))
-        return new, len(new.runs)
+        return new, None
     old = read_sweep(folder)
+    if old.promises and not new.promises:
+        text = f"{path} is a board's, of `canon_pretrain.playground`: choose another folder"
+        raise UserError("sweep.other_plan", text)
+    started = {run.name for run in old.runs if has_started(folder / run.name)}
+    if not started and not extend:
+        return new, old
     known, wanted = ({run.name: run.config for run in each.runs} for each in (old, new))
     added = [run for run in new.runs if run.name not in known]
     faults = []
@@ -210,9 +300,9 @@ def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
     for name, config in known.items():
         if wanted.get(name, config) != config:
             faults.append(f"the config of its {name} is {config}, not {wanted[name]}")
-    for config, digest in old.configs.items():
-        if new.configs.get(config, digest) != digest:
-            faults.append(f"{config} (or what it extends) has changed")
+    for config in {known[name]: None for name in known if name in started}:
+        if new.configs.get(config, digest := old.configs[config]) != digest:
+            faults.append(f"{config} (or what it extends) has changed, and its runs have started")
     if missing := ", ".join(name for name in known if name not in wanted):
         faults.append(f"it also has {missing}")
     if added and not extend:
@@ -222,11 +312,14 @@ def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
             "sweep.other_plan",
             f"{path} is another sweep: {'; '.join(faults)}. Use --extend or another folder",
         )
-    if added:
-        configs = old.configs | new.configs
-        old = replace(old, runs=old.runs + added, configs=configs, seed_of=new.seed_of)
-        write_json(path, asdict(old))
-    return old, len(added)
+    merged = replace(
+        old,
+        runs=old.runs + added,
+        configs=old.configs | new.configs,
+        seed_of=new.seed_of,
+        promises=old.promises | new.promises,
+    )
+    return merged, old
 
 
 # -- the command
@@ -278,7 +371,7 @@ def run(given: argparse.Namespace) -> None:
     if not 1 <= given.number <= len(sweep.runs):
         raise UserError("sweep.value", f"no run {given.number}: expected 1 to {len(sweep.runs)}")
     planned = sweep.runs[given.number - 1]
-    if RunFolder(folder / planned.name).done_file.exists():
+    if sweep.is_done(planned, folder):
         print(f"{planned.name}: DONE, nothing to do", file=sys.stderr)
         return
     words = sweep.launch(planned, folder)
@@ -297,13 +390,16 @@ def train_command(words: Sequence[str], ranks: int = 1) -> list[str]:
 
 def print_todo(given: argparse.Namespace) -> None:
     """Print the runs that are not DONE and one of them per config, for slurm/sweep.sh."""
-    left = {
-        str(k): planned.config
-        for k, planned in enumerate(read_sweep(given.sweep).runs, 1)
-        if not RunFolder(given.sweep / planned.name).done_file.exists()
-        and str(k) not in given.besides.split(",")
-    }
-    first = {config: k for k, config in reversed(left.items())}
+    sweep, skipped = read_sweep(given.sweep), given.besides.split(",")
+    left: dict[str, str] = {}
+    for number, planned in enumerate(sweep.runs, 1):
+        if problem := sweep.other_plan(planned, given.sweep):
+            print(f"NOTE: {planned.name} is skipped: {problem}", file=sys.stderr)
+        elif RunFolder(given.sweep / planned.name).done_file.exists() or str(number) in skipped:
+            continue
+        else:
+            left[str(number)] = planned.config
+    first = {config: number for number, config in reversed(left.items())}
     print(",".join(left), " ".join(k for k in left if k in first.values()), sep="\n")
 
 
@@ -329,10 +425,14 @@ class Row(NamedTuple):
 def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     """Return the rows, by number; damaged run folders raise no error."""
     rows = []
-    source, step, losses = _held_out_losses(sweep, folder)
+    others = {run.name: sweep.other_plan(run, folder) for run in sweep.runs}
+    own = [run for run in sweep.runs if others[run.name] is None]
+    source, step, losses = _held_out_losses(own, folder)
     for place, run in enumerate(sweep.runs, 1):
         found: dict[str, Any] = {}
-        if is_run_folder(folder / run.name):
+        if others[run.name] is not None:
+            found |= {"state": "failed", "reason": others[run.name]}
+        elif is_run_folder(folder / run.name):
             seen = summarize_run(folder / run.name, now)
             names = ("state", "step", "steps", "loss", "job_id", "reason")
             found |= {name: seen[name] for name in names}
@@ -342,11 +442,11 @@ def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     return rows
 
 
-def _held_out_losses(sweep: Sweep, folder: Path) -> tuple[str, int, dict[str, float]]:
+def _held_out_losses(runs: Sequence[PlannedRun], folder: Path) -> tuple[str, int, dict[str, float]]:
     """Return the source (evaluations, else logs), the last step that most runs have, the losses."""
     for source, losses_of in (("suite validation", suite_losses), ("training logs", logged_losses)):
         by_run = {}
-        for run in sweep.runs:
+        for run in runs:
             with suppress(UserError):  # damaged: reported by `run status` and `eval report`
                 losses = losses_of(RunRecord(folder / run.name))
                 by_run[run.name] = {at: x for at, x in losses.items() if math.isfinite(x)}

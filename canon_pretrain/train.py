@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from canon_pretrain.core.children import serve
+from canon_pretrain.core.children import end_with_torchrun, separate_sessions, serve
 from canon_pretrain.core.cli import check_encoding, resilient_output, run_process
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Console
@@ -28,6 +28,7 @@ QUIET_S = 10.0  # that a rank waits for another one to print the error that both
 def main(argv: list[str] | None = None) -> None:
     """Train one job; exit with code 2 on bad input."""
     argv = sys.argv[1:] if argv is None else argv
+    end_with_torchrun()
     # print an error of all ranks once per node: a file may be missing on one node only
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
     try:
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     except UserError as error:
         _exit_with(error, quiet=quiet)
     device.prepare_device()
-    with resilient_output(), device.single_rank_environment():
+    with separate_sessions(), resilient_output(), device.single_rank_environment():
         import torch.distributed
 
         try:
@@ -109,7 +110,7 @@ def _run(argv: list[str], *, quiet: bool) -> None:
             device.check_compiler_cache(device.CACHE_BYTES)
         if not options.force:
             dry_run.check_memory(job, device_here, world_size)
-        notes = [*data.notices, *dry_run.startup_warnings(job, device_here, world_size)]
+        notes = [*data.notices, *dry_run.startup_notes(job, data.training, device_here, world_size)]
     init_logging(rank)
     for note in notes:
         logger.info(f"NOTE: {note}")

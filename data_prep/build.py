@@ -30,6 +30,7 @@ from data_prep import folder as folders
 from data_prep import sources
 from data_prep.finish import is_finished, write_manifests
 from data_prep.folder import SPLITS, TRAIN, is_complete, log, plan_lock
+from data_prep.formats import SUFFIXES
 from data_prep.input_groups import InputGroupJob, new_counts, run_jobs
 from data_prep.plan import (
     MAX_LINE_BYTES,
@@ -42,7 +43,6 @@ from data_prep.plan import (
     load_plan,
 )
 from data_prep.planning import TokenizerRequest, prepare_plan
-from data_prep.readers import SUFFIXES
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     folders.add_workers(parser, "processes; the result is the same for any number")
     folders.add_limits(parser)
     text = parser.add_argument_group("inputs and texts")
-    text.add_argument("--text-field", metavar="F", help="name of the text field (source local)")
+    text.add_argument(
+        "--text-field", metavar="F", help="name of the text field, also a.b (source local)"
+    )
     more = "read files of these suffixes as .txt too, such as .md .rst (source local)"
     text.add_argument("--text-suffixes", nargs="+", default=(), metavar=".S", help=more)
     cut = "cut longer documents, after a blank line or a line (default: never)"
@@ -117,9 +119,20 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
-    """Print, NUL-terminated: the unbuilt i of --shard as i,j,...; DATA; the arguments of finish."""
+    """Print, NUL-terminated: the unbuilt i of --shard as i,j,...; DATA; the arguments of finish.
+
+    Raises UserError for what a job would refuse first: options, folder, tokenizer, files.
+    """
     if arguments.shard:
         raise UserError("option.conflict", "--shard: each job gets its own", option="--shard")
+    _check_folder(arguments.out)
+    Options(arguments.holdout, max_document_bytes=arguments.max_document_bytes)
+    TokenizerRequest.parse(arguments.tokenizer, arguments.eos)
+    names = ("files", "revision", "text_field", "text_suffixes")
+    how = {name: getattr(arguments, name) for name in names}
+    is_remote = arguments.source in sources.HUB_SOURCES and not arguments.files
+    # jobs may have the network that this machine lacks
+    (sources.check_options if is_remote else sources.select)(arguments.source, **how)
     left = unbuilt_slices(arguments.out, arguments.unbuilt_of, limits)
     words = [",".join(map(str, left)), str(arguments.out), str(arguments.out)]
     for name, limit in vars(limits).items():

@@ -6,7 +6,9 @@ The manifests depend on plan and limits alone, whether or not there are shards b
 """
 
 import argparse
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +23,14 @@ from canon_pretrain.data.shard_writer import read_commits, remove_changed_record
 from canon_pretrain.data.shards import MANIFEST, WITHOUT_BYTE_ENDS, Cut, NamedRecord
 from data_prep import folder as folders
 from data_prep.folder import INPUT_GROUP_LOCKS, SPLITS, TRAIN, VALIDATION, is_complete, log
-from data_prep.plan import Limits, Plan, load_plan
+from data_prep.plan import (
+    LEAST_HELD_OUT,
+    Limits,
+    Plan,
+    all_held_out,
+    holdout_for,
+    load_plan,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +78,7 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
     """Write both manifests. Raises UserError if a required input group is not built."""
     train, num_groups, cut = _training_stream(out, plan, limits)
     held_out = read_commits(out / VALIDATION, range(num_groups))
+    check_documents(out, plan, train, held_out)
     manifests = {
         split: shards.make_manifest(records, **plan.header(), limits=asdict(limits), cut=own_cut)
         for split, records, own_cut in ((TRAIN, train, cut), (VALIDATION, held_out, None))
@@ -84,8 +94,8 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
             f"({manifest.num_bytes / max(manifest.num_tokens, 1):.3f} bytes/token), "
             f"fingerprint {manifest.fingerprint[:12]}"
         )
-    if plan.options.holdout and not manifests[VALIDATION].num_documents:
-        log("WARNING: no document was held out: use more and smaller ones, or raise --holdout")
+    if plan.options.holdout:
+        _warn_of_few_held_out(*(manifests[split].num_documents for split in (TRAIN, VALIDATION)))
     # of whole input groups: their last commit record counts the rows without a document
     whole = [*held_out, *read_commits(out / TRAIN, range(num_groups))]
     for what in ("repaired", "skipped"):
@@ -96,6 +106,36 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
     if not (out / INPUT_GROUP_LOCKS).exists():  # no other process is building here
         for folder in (out, *(out / split for split in SPLITS)):
             remove_leftovers(folder)
+
+
+def check_documents(
+    out: Path, plan: Plan, train: Sequence[NamedRecord], held_out: Sequence[NamedRecord]
+) -> None:
+    """Raise UserError if there is no document to train on."""
+    if sum(named.record.documents for named in train):
+        return
+    if num_held_out := sum(named.record.documents for named in held_out):
+        raise all_held_out(f"{out}: ", num_held_out, plan.options.holdout)
+    skipped = sum((Counter(named.record.skipped) for named in train), Counter[str]())
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+    message = f"{out}: the source has no documents (skipped: {counts or 'none'}); build other files"
+    raise UserError("data.no_documents", message, path=out, skipped=dict(skipped))
+
+
+def _warn_of_few_held_out(training: int, held_out: int) -> None:
+    """Log a warning if comparisons of held-out loss have too few documents."""
+    if held_out >= LEAST_HELD_OUT:
+        return
+
+    total = training + held_out
+    share = holdout_for(total)
+    advice = f"build again with --holdout {math.ceil(1000 * share) / 1000:g}"
+    if share * total < LEAST_HELD_OUT:
+        advice += " and more or smaller documents (--max-document-bytes)"
+    log(
+        f"WARNING: {held_out} of {total:,} documents are held out. Comparisons of held-out loss "
+        f"need {LEAST_HELD_OUT}, and have no interval below 8: {advice}"
+    )
 
 
 def _training_stream(

@@ -23,6 +23,9 @@ MAX_LINE_BYTES = 64_000_000
 MIN_CUT_BYTES = 100
 HASH_AHEAD_BYTES = 256 << 20
 """Inputs of at most this total size are hashed before the plan is made (about a second)."""
+LEAST_HELD_OUT, AIMED_HELD_OUT, MAX_HOLDOUT = 20, 30, 0.2
+"""Held-out documents that comparisons need; the number to expect, so that a hash nearly always
+chooses that many; the largest share to propose."""
 MAX_DIFFERENCES = 8
 """Shown in an error: another Python version changes hundreds of inputs."""
 
@@ -223,3 +226,17 @@ def is_held_out(utf8: bytes, holdout: float) -> bool:
     """Return whether a document is for validation, by a hash of its text alone."""
     digest = hashlib.sha256(b"holdout" + utf8).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < holdout
+
+
+def all_held_out(where: str, num_documents: int, holdout: float) -> UserError:
+    """Return the error of a build without a document to train on."""
+    message = (
+        f"{where}all {num_documents:,} documents were held out: --holdout {holdout:g} chooses by a "
+        "hash of the text, equal texts alike; add different documents, or lower --holdout"
+    )
+    return UserError("data.all_held_out", message, given=holdout, documents=num_documents)
+
+
+def holdout_for(num_documents: float) -> float:
+    """Return the share that holds out LEAST_HELD_OUT documents, or MAX_HOLDOUT if they are few."""
+    return min(MAX_HOLDOUT, AIMED_HELD_OUT / max(num_documents, 1.0))

@@ -61,6 +61,8 @@ def prepare_plan(
         # trained once: only the request is compared
         record = replace(old.tokenizer, requested=request.name)
     else:
+        if not old:
+            sources.check_formats(selection)
         tokenizer = tokenizer or _train(selection, options, request)
         record = record_of(tokenizer, request.name)
     if options.bos and record.bos_id < 0:
@@ -116,17 +118,23 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
         count = min(TRAIN_INPUTS, len(inputs))
         inputs = tuple(inputs[k * len(inputs) // count] for k in range(count))
     total = sum(known.size for known in inputs)
+    num_held_out = num_texts = 0
     for known in inputs:
         sources.fetch(selection.source, selection.version, selection.root, [known])
         fields = selection.text_field, selection.group_field
         reader = InputReader(selection.root, known, *fields, options.max_line_bytes)
         left = TRAIN_BYTES * known.size // max(total, 1)
         for row in cut_documents(reader.rows(), options.max_document_bytes):
-            if isinstance(row, Document) and not is_held_out(row.utf8, options.holdout):
+            if isinstance(row, Document) and is_held_out(row.utf8, options.holdout):
+                num_held_out += 1
+            elif isinstance(row, Document):
+                num_texts += 1
                 yield row.text
                 left -= len(row.utf8)
             if left <= 0:
                 break
+    if num_held_out and not num_texts:
+        raise plans.all_held_out("--tokenizer train: ", num_held_out, options.holdout)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
@@ -159,7 +167,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
         # "INTERNAL: src/file.cc(12) [(condition)] The reason."
         reason = str(error).rpartition("] ")[2].strip() or "there is no text to train on"
         message = f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}"
-        raise UserError("tokenizer.training", message) from None
+        raise UserError("tokenizer.training", message, reason=reason) from None
     return model.getvalue()
 
 

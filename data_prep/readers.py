@@ -23,6 +23,14 @@ from typing import IO, Any, NoReturn
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import open_nonblocking
+from data_prep.formats import (
+    JSON_SUFFIXES,
+    PROBE_BYTES,
+    check_content,
+    has_rows,
+    promised_content,
+    suffix_of,
+)
 from data_prep.plan import MAX_LINE_BYTES, Input
 
 INVALID_UTF8 = "invalid UTF-8"
@@ -36,10 +44,15 @@ STEP_BYTES = 1 << 10
 BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-# longest first; a file of another suffix is read as text
-SUFFIXES = (".jsonl.zst", ".jsonl.gz", ".jsonl", ".parquet", ".txt")
+MAX_EXPANSION, FREE_EXPANSION = 1000, 16 << 20
+"""A file of n bytes may unpack to MAX_EXPANSION * n + FREE_EXPANSION: text is packed 3- to
+100-fold, what is made to take hours 30,000-fold."""
 
+# Arrow's; a column without any value has the type null
+_TEXT_TYPES = ("string", "string_view", "binary", "binary_view", "null")
 _MISSING = object()
+_LINE_END = re.compile(rb"\n?(?:[ \t\r\n]*\n)?")
+"""With the blank lines after it: a file may have billions of them."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -118,6 +131,9 @@ def _cut(utf8: bytes, most: int) -> Iterator[bytes]:
 
 def stdlib_rows(path: str, content: bytes) -> Rows:
     """Yield the rows of stdlib's input `path`, decoded by its PEP 263 encoding line."""
+    if b"\0" in content:  # no source of Python's, perhaps UTF-16
+        yield Skipped("undecodable")
+        return
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         text = content.decode(encoding)
@@ -160,18 +176,26 @@ class InputReader:
 
         Raises UserError.
         """
-        read, decoder_errors = self._format()
-        errors: tuple[type[Exception], ...] = (OSError, *decoder_errors)
         self.sha256, self._row = "", 0
-        self._digest, self.bytes_read = hashlib.sha256(), 0
+        self._digest, self.bytes_read, self._expanded = hashlib.sha256(), 0, 0
+        errors: tuple[type[Exception], ...] = (OSError,)
         try:
             with open(self.path, "rb", buffering=0, opener=open_nonblocking) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise OSError(errno.ENXIO, "not a regular file")
                 self._check_size(status.st_size)
-                if not status.st_size and self.path.name.endswith((".zst", ".gz", ".parquet")):
+
+                suffix = suffix_of(self.path.name) if has_rows(self.path) else ""
+                read, decoder_errors = self._format(suffix)
+                errors += decoder_errors
+                if not status.st_size and suffix.endswith((".zst", ".gz", ".parquet")):
                     raise EOFError("the file is empty")
+                if self.path.suffix != ".py":
+                    promised = promised_content(suffix) if suffix else ""
+                    check_content(self.path, file.read(PROBE_BYTES), promised)
+                    file.seek(0)
+
                 for row in read(file):
                     self._row += 1
                     yield row
@@ -185,26 +209,27 @@ class InputReader:
             message = f"{where}: damaged: {error}; download or copy the file again"
             raise UserError("input.damaged", message, **place) from None
 
-    def _format(self) -> tuple[Callable[[IO[bytes]], Rows], tuple[type[Exception], ...]]:
-        """Return the function that reads the file, and the errors of its decoder."""
-        name = self.path.name
-        if name.endswith(".jsonl.zst"):
+    def _format(
+        self, suffix: str
+    ) -> tuple[Callable[[IO[bytes]], Rows], tuple[type[Exception], ...]]:
+        """Return the function that reads files of `suffix`, and the errors of its decoder."""
+        if suffix == ".parquet":
+            from pyarrow import ArrowException  # takes 0.3 s, and the other formats need none
+
+            return self._read_parquet, (EOFError, ArrowException, ValueError, OverflowError)
+        if suffix not in JSON_SUFFIXES:
+            return self._read_whole, ()
+        if suffix.endswith(".zst"):
             from zstandard import ZstdDecompressor, ZstdError
 
             # allocated only for frames that need it (zstd --long)
             unpacker = ZstdDecompressor(max_window_size=1 << 31)
             return partial(self._read_json, new_frame=unpacker.decompressobj), (EOFError, ZstdError)
-        if name.endswith(".jsonl.gz"):
+        if suffix.endswith(".gz"):
             new_frame = partial(zlib.decompressobj, 31)  # with gzip's header and checksum
             read = partial(self._read_json, new_frame=new_frame, padding=b"\0")
             return read, (EOFError, zlib.error)
-        if name.endswith(".jsonl"):
-            return self._read_json, ()
-        if name.endswith(".parquet"):
-            from pyarrow import ArrowException  # takes 0.3 s, and the other formats need none
-
-            return self._read_parquet, (EOFError, ArrowException, ValueError, OverflowError)
-        return self._read_whole, ()
+        return self._read_json, ()
 
     def _read_whole(self, file: IO[bytes]) -> Rows:
         content = b"".join(self._chunks(file, READ_BYTES))
@@ -221,7 +246,7 @@ class InputReader:
     ) -> Rows:
         chunks = self._chunks(file, PACKED_READ_BYTES if new_frame else READ_BYTES)
         if new_frame:
-            chunks = _decompress(chunks, new_frame, padding)
+            chunks = self._decompressed(chunks, new_frame, padding)
         for number, line in enumerate(self._lines(chunks)):
             line = line if number else line.removeprefix(BYTE_ORDER_MARK)
             # `datasets` and pandas skip blank lines too
@@ -229,17 +254,28 @@ class InputReader:
                 yield self._parse(line)
         self._check_end()
 
+    def _decompressed(
+        self, chunks: Iterator[bytes], new_frame: Callable[[], Any], padding: bytes
+    ) -> Iterator[bytes]:
+        """Yield decompressed chunks. Raises UserError if they are no lines of JSON, or too many."""
+        for content in _decompress(chunks, new_frame, padding):
+            if not self._expanded:
+                check_content(self.path, content[:PROBE_BYTES], promised_content(".jsonl"))
+            self._expanded += len(content)
+            self._check_expansion()
+            yield content
+
     def _lines(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        """Yield lines without their end."""
+        """Yield lines without their end; some of the blank ones are left out."""
         pending: list[bytes] = []
         length = 0
         for chunk in chunks:
-            start = 0
+            start = 0 if length else _after_line_end(chunk, 0)
             while (end := chunk.find(b"\n", start)) >= 0:
                 self._check_line(length + end - start)
                 yield b"".join([*pending, chunk[start:end]])
                 pending, length = [], 0
-                start = end + 1
+                start = _after_line_end(chunk, end)
             pending.append(chunk[start:])
             length += len(chunk) - start
             self._check_line(length)
@@ -294,30 +330,31 @@ class InputReader:
             batch_rows = min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * total // max(size, 1)))
             for batch in parquet.iter_batches(batch_rows, columns=columns, use_threads=False):
                 # by name, because the batch has them in the file's order
-                texts = _as_bytes(batch.column(columns[0]))
-                groups = _as_bytes(batch.column(columns[1])) if len(columns) > 1 else None
+                texts = _as_bytes(_column(batch, columns[0]))
+                groups = _as_bytes(_column(batch, columns[1])) if len(columns) > 1 else None
                 for index, text in enumerate(texts):
+                    self._expanded += 1 + len(text or b"")
                     group = (groups[index] or b"") if groups else b""
                     yield from_utf8(text or b"", group.decode(errors="replace"))
+                self._check_expansion()
             if self._row != total:
                 raise EOFError(f"{self._row:,} rows, {total:,} in the footer")
 
     def _columns(self, schema: Any) -> list[str]:
-        """Return the column of the text, and of the group if there is one."""
+        """Return the path of the text's column, and of the group's if there is one."""
         from pyarrow import types
 
-        names: list[str] = schema.names
-        if names.count(self.text_field) != 1:
-            self._fail_field(names)
-        columns = [self.text_field]
-        if self.group_field and names.count(self.group_field) == 1:
-            columns.append(self.group_field)
-        for name in columns:
-            kind = schema.field(name).type
+        text = _find_column(schema, self.text_field)
+        if text is None:
+            self._fail_field(schema.names)
+        group = _find_column(schema, self.group_field) if self.group_field else None
+
+        columns = [column for column in (text, group) if column]
+        for path, kind in columns:
             kind = kind.value_type if types.is_dictionary(kind) else kind
-            if str(kind).removeprefix("large_") not in ("string", "string_view", "binary"):
-                self._fail(f"the column {name!r} holds {kind}, expected strings")
-        return columns
+            if str(kind).removeprefix("large_") not in _TEXT_TYPES:
+                self._fail(f"the column {path!r} holds {kind}, expected strings")
+        return [path for path, _ in columns]
 
     # Bytes, checks and errors
 
@@ -339,6 +376,15 @@ class InputReader:
         if self.known.sha256 and sha256 != self.known.sha256:
             self._fail_changed(f"sha256 {sha256[:16]}..., expected {self.known.sha256[:16]}...")
         self.sha256 = sha256
+
+    def _check_expansion(self) -> None:
+        """Raise UserError for a file that is made to take hours."""
+        most = MAX_EXPANSION * self.bytes_read + FREE_EXPANSION
+        if self._expanded > most:
+            size = f"{self._expanded:,} bytes in the first {self.bytes_read:,}"
+            self._fail(
+                f"unpacks to more than {MAX_EXPANSION:,} times its size ({size}); leave it out"
+            )
 
     def _fail_changed(self, problem: str) -> NoReturn:
         message = f"{self.path}: {problem}: it was changed; restore it, or build into a new folder"
@@ -372,14 +418,59 @@ def _decompress(
         raise EOFError("truncated inside a compressed frame")
 
 
+def _after_line_end(chunk: bytes, at: int) -> int:
+    """Return the place after the line end, if there is one, and the blank lines at `at`."""
+    found = _LINE_END.match(chunk, at)
+    return found.end() if found else at
+
+
 def _look_up(row: dict[str, Any], field: str) -> Any:
     """Return the value of `field`, where "a.b" is b within a; _MISSING if there is none."""
     if field in row:
         return row[field]
     outer, dot, inner = field.partition(".")
-    if dot and isinstance(row.get(outer), dict):
-        return _look_up(row[outer], inner)
-    return _MISSING
+    if not dot or outer not in row:
+        return _MISSING
+    if row[outer] is None:
+        return None
+    return _look_up(row[outer], inner) if isinstance(row[outer], dict) else _MISSING
+
+
+def has_field(row: dict[str, Any], field: str) -> bool:
+    """Return whether a row of JSON has the field."""
+    return _look_up(row, field) is not _MISSING
+
+
+def _find_column(schema: Any, name: str) -> tuple[str, Any] | None:
+    """Return path and type of the column that `name` means, as in _look_up; None if there is none.
+
+    A struct that has no values has the type null, and none of its fields.
+    """
+    import pyarrow
+
+    if schema.names.count(name) == 1:
+        return name, schema.field(name).type
+    outer, dot, inner = name.partition(".")
+    if not dot or schema.names.count(outer) != 1:
+        return None
+
+    kind = schema.field(outer).type
+    if pyarrow.types.is_null(kind):
+        return outer, kind
+    if not pyarrow.types.is_struct(kind):
+        return None
+    found = _find_column(pyarrow.schema(list(kind)), inner)
+    return (f"{outer}.{found[0]}", found[1]) if found else None
+
+
+def _column(batch: Any, path: str) -> Any:
+    """Return the values of a path of _find_column; null where a struct around them is."""
+    import pyarrow
+
+    if path in batch.schema.names:
+        return batch.column(path)
+    outer, _, inner = path.partition(".")
+    return _column(pyarrow.RecordBatch.from_struct_array(batch.column(outer)), inner)
 
 
 def _as_bytes(column: Any) -> list[bytes | None]:

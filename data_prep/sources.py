@@ -7,15 +7,16 @@ move, and a copy gives the same plan as a download.
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.data import hub
 from data_prep.folder import log
+from data_prep.formats import SUFFIXES, check_file, first_object, has_rows, suffix_of
 from data_prep.plan import Input
-from data_prep.readers import SUFFIXES, TOPICS
+from data_prep.readers import TOPICS, has_field
 
 STDLIB = "stdlib"
 LOCAL = "local"
@@ -83,6 +84,27 @@ class Selection:
     unit_bytes: int | None = None
 
 
+def check_options(
+    source: str,
+    files: Sequence[Path] = (),
+    *,
+    revision: str | None = None,
+    text_field: str | None = None,
+    text_suffixes: Sequence[str] = (),
+) -> None:
+    """Raise UserError for options of these names that do not fit together."""
+    check_choice("--source", source, SOURCES)
+    for option, value, takers in (
+        ("--text-field", text_field, (LOCAL,)),
+        ("--text-suffixes", text_suffixes or None, (LOCAL,)),
+        ("--revision", revision, tuple(HUB_SOURCES)),
+        ("--files", files or None, (*HUB_SOURCES, LOCAL)),
+    ):
+        if value is not None and source not in takers:
+            message = f"{option} with --source {source}: it is for {', '.join(takers)} only"
+            raise UserError("option.conflict", message, option=option)
+
+
 def select(
     source: str,
     files: Sequence[Path] = (),
@@ -96,16 +118,9 @@ def select(
 
     Raises UserError.
     """
-    check_choice("--source", source, SOURCES)
-    for option, value, takers in (
-        ("--text-field", text_field, (LOCAL,)),
-        ("--text-suffixes", text_suffixes or None, (LOCAL,)),
-        ("--revision", revision, tuple(HUB_SOURCES)),
-        ("--files", files or None, (*HUB_SOURCES, LOCAL)),
-    ):
-        if value is not None and source not in takers:
-            message = f"{option} with --source {source}: it is for {', '.join(takers)} only"
-            raise UserError("option.conflict", message, option=option)
+    check_options(
+        source, files, revision=revision, text_field=text_field, text_suffixes=text_suffixes
+    )
     if source == STDLIB:
         return _select_stdlib()
     if source == LOCAL:
@@ -147,21 +162,61 @@ def _select_local(
     found = [path for path in listed if path.exists()]
     if dangling := set(listed).difference(found):
         log(f"{LOCAL}: skipped {len(dangling):,} dangling links: {summarize_paths(dangling)}")
-    suffixes = (*SUFFIXES, *text_suffixes)
-    others = [path for path in found if not path.name.endswith(suffixes)]
-    readable = [path for path in found if path.name.endswith(suffixes)]
-    if not readable or named.intersection(others):
-        given = summarize_paths(named.intersection(others) or files)
-        message = (
-            f"{files_option} {given}: unknown format; expected one of: {', '.join(suffixes)}; "
-        )
-        message += "--text-suffixes .md .rst reads other files as text"
-        raise UserError("input.unknown_format", message)
+    readable, others = divide_files(found, named, text_field, text_suffixes)
+    if wrong := named.intersection(others) if readable else others or files:
+        raise _unknown_format(wrong, text_suffixes, files_option)
     if others:
         log(f"{LOCAL}: skipped {len(others):,} files of other formats: {summarize_paths(others)}")
     root = Path(os.path.commonpath([path.parent for path in readable]))
     inputs = to_inputs({path.relative_to(root).as_posix(): path for path in readable}, {})
     return Selection(LOCAL, ON_DISK, root, inputs, text_field, unit_bytes=INPUT_GROUP_BYTES)
+
+
+def divide_files(
+    found: Sequence[Path], named: Set[Path], text_field: str, text_suffixes: Sequence[str]
+) -> tuple[list[Path], list[Path]]:
+    """Return the files that are read, and the others.
+
+    A .json is read if it is lines of JSON objects, or as text if `text_suffixes` have it. Unless it
+    is `named`, its first object must have the `text_field` if other files are read: it may describe
+    them.
+    """
+    as_text = tuple(suffix.lower() for suffix in text_suffixes)
+    readable = []
+    lines_of_json = []
+    for path in found:
+        if as_text and path.name.lower().endswith(as_text):
+            readable.append(path)
+        elif suffix_of(path.name) != ".json":
+            readable += [path] if suffix_of(path.name) else []
+        elif first := first_object(path):
+            lines_of_json.append(path)
+            if path in named or has_field(first, text_field):
+                readable.append(path)
+    readable = readable or lines_of_json
+    chosen = set(readable)
+    return readable, [path for path in found if path not in chosen]
+
+
+def _unknown_format(
+    paths: Iterable[Path], text_suffixes: Sequence[str], files_option: str
+) -> UserError:
+    expected = ", ".join((*SUFFIXES, *text_suffixes))
+    advice = "--text-suffixes .md .rst reads other files as text"
+    if any(suffix_of(path.name) == ".json" for path in paths):
+        advice = "a .json must have an object a line: convert a list with `jq -c '.[]' OLD > NEW`"
+    given = summarize_paths(paths)
+    message = f"{files_option} {given}: unknown format; expected one of: {expected}; {advice}"
+    return UserError("input.unknown_format", message)
+
+
+def check_formats(selection: Selection) -> None:
+    """Raise UserError if a text of the user is no text; files of rows are checked when read."""
+    if selection.source != LOCAL:
+        return
+    for known in selection.inputs:
+        if not has_rows(path := selection.root / known.path):
+            check_file(path)
 
 
 def _list_hub(source: str, known: HubSource, commit: str) -> tuple[str, Path, tuple[Input, ...]]:

@@ -15,20 +15,21 @@ from typing import IO
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.cached_encoder import SPACE
 from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep.formats import PROBE_BYTES, check_file, has_rows, other_content, suffix_of
 from data_prep.plan import Input
 from data_prep.planning import train_tokenizer
-from data_prep.readers import SUFFIXES, Document, InputReader, from_utf8
-from data_prep.sources import FILES_OPTION, LOCAL, find_files, select
+from data_prep.readers import Document, InputReader, from_utf8
+from data_prep.sources import FILES_OPTION, LOCAL, TEXT_FIELD, divide_files, find_files, select
 
 SAMPLE_BYTES = 4 << 20
 SPREAD_FILES = 16
 """Fewest files of a sample: the first of a source may be of one language."""
 MAX_SAMPLED_FILES = 2000
-PROBE_BYTES = 4096
 PROBED_FILES = 5
-ROW_SUFFIXES = tuple(suffix for suffix in SUFFIXES if suffix != ".txt")
 SPECIAL_TOKENS = 3 + 256
+MAX_LEFT_OUT = 3
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,24 @@ class Survey:
     def tokens_per_byte(self, vocab_size: int) -> tuple[int, float]:
         """Train a tokenizer on the sample; return its vocab_size and the sample's tokens per byte.
 
-        The size is doubled for texts of many characters, halved for few words. Raises UserError.
+        The size is doubled for texts of many characters, halved for few words, and for the fewest
+        (such as digits) that of the characters alone. Raises UserError.
         """
-        while vocab_size < SPECIAL_TOKENS + 2 * len(set().union(*self.sample)):
+        characters = set().union(*self.sample) - {"\n"} | {SPACE}
+        while vocab_size < SPECIAL_TOKENS + 2 * len(characters):
             vocab_size *= 2
+        # SentencePiece leaves out up to one in 20,000 characters, perhaps the space
+        fewest = SPECIAL_TOKENS + len(characters - {" "})
         while True:
             try:
                 tokenizer = Tokenizer(train_tokenizer(self.sample, vocab_size), "sample")
                 break
-            except UserError:
-                if vocab_size <= 2 * SPECIAL_TOKENS:
-                    raise
-                vocab_size //= 2
+            except UserError as error:
+                if vocab_size <= fewest - MAX_LEFT_OUT:
+                    reason = error.fields.get("reason", error.message)
+                    message = f"no tokenizer can be trained on this text: {reason}"
+                    raise UserError("input.no_tokenizer", message, reason=reason) from None
+                vocab_size = max(vocab_size // 2, fewest) if vocab_size > fewest else vocab_size - 1
         num_tokens = sum(len(tokenizer.encode(text)) + 1 for text in self.sample)
         return vocab_size, num_tokens / self.sampled
 
@@ -80,7 +87,7 @@ def survey(
     """Look at the files; without any of a known format, at plain text. Raises UserError."""
     found, named = find_files(files, files_option)
     found = [path for path in found if path.exists()]
-    others = [path for path in found if not path.name.endswith((*SUFFIXES, *suffixes))]
+    _, others = divide_files(found, named, text_field or TEXT_FIELD, suffixes)
     text_suffixes = _text_suffixes(others)
     if len(others) == len(found) or named.intersection(others):
         suffixes = sorted({*suffixes, *text_suffixes})
@@ -96,31 +103,33 @@ def survey(
     kept = budget if by_size >= count else SAMPLE_BYTES // count
     sample: list[str] = []
     num_probed = num_damaged = 0
-    texts = [known for known in inputs if not known.path.endswith(ROW_SUFFIXES)]
+    texts = [known for known in inputs if not has_rows(selection.root / known.path)]
     counts, sampled = np.zeros(2), 0
     for known in (inputs[k * len(inputs) // count] for k in range(count)):
-        if known.path.endswith(ROW_SUFFIXES):
+        if has_rows(selection.root / known.path):
             own, share = _read_rows(selection.root, known, selection.text_field, budget)
             counts += np.array([len(own), sum(len(row.utf8) for row in own)]) / share
             sampled += known.size
         else:
+            check_file(selection.root / known.path)
             own = _read_head(selection.root / known.path, kept)
         num_probed += len(own)
         num_damaged += sum(bool(row.repaired) or "\0" in row.text for row in own)
         before = accumulate((len(row.utf8) for row in own), initial=0)
         sample += [row.text for row, size in zip(own, before, strict=False) if size <= kept]
-    skipped = [path for path in others if path.suffix not in suffixes]
+    read = tuple(suffix.lower() for suffix in suffixes)
+    skipped = [path for path in others if _suffix(path) not in read]
     skipped_text = Counter[str]()
     for path in skipped:
-        if path.suffix in text_suffixes:
-            skipped_text[path.suffix] += path.stat().st_size
+        if _suffix(path) in text_suffixes:
+            skipped_text[_suffix(path)] += path.stat().st_size
     num_text_bytes = sum(known.size for known in texts)
     share = sampled / max(file_bytes - num_text_bytes, 1)
     return Survey(
         num_files=len(inputs),
         file_bytes=file_bytes,
         suffixes=suffixes,
-        skipped=Counter(path.suffix for path in skipped),
+        skipped=Counter(map(_suffix, skipped)),
         skipped_text=dict(skipped_text.most_common()),
         sample=sample,
         num_documents=len(texts) + round(counts[0] / (share or 1)),
@@ -132,12 +141,17 @@ def survey(
 
 
 def _text_suffixes(paths: Sequence[Path]) -> list[str]:
-    """Return the suffixes of the files that look like text: the first few of each decode."""
+    """Return the suffixes of the files that look like text: the first few of each do."""
     by_suffix = defaultdict(list)
     for path in paths:
-        by_suffix[path.suffix].append(path)
+        if not suffix_of(path.name):  # such as a .json that is no lines of JSON
+            by_suffix[_suffix(path)].append(path)
     groups = by_suffix.items()
     return [name for name, group in groups if name and all(map(_is_text, group[:PROBED_FILES]))]
+
+
+def _suffix(path: Path) -> str:
+    return path.suffix.lower()
 
 
 def _is_text(path: Path) -> bool:
@@ -146,9 +160,10 @@ def _is_text(path: Path) -> bool:
     with open(path, "rb") as file:
         head = file.read(PROBE_BYTES)
     try:  # the last character may be cut
-        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(head)
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         return False
+    return "\0" not in text and other_content(head) is None
 
 
 class _UnhashedParquet(InputReader):
@@ -172,7 +187,7 @@ def _read_rows(
     root: Path, known: Input, text_field: str, budget: int
 ) -> tuple[list[Document], float]:
     """Return documents of the start of a file, and the share of its rows that were read."""
-    is_parquet = known.path.endswith("parquet")
+    is_parquet = suffix_of(known.path) == ".parquet"
     kind = _UnhashedParquet if is_parquet else InputReader
     reader = kind(root, known, text_field, None)
     documents: list[Document] = []

@@ -1,51 +1,55 @@
-"""Load a suite's tasks through lm_eval, evaluate them, and convert the results to our records."""
+"""Load a suite's tasks through lm_eval, and plan what each of them asks; scoring.py scores them."""
 
 import functools
 import hashlib
 import inspect
 import json
 import logging
-import math
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol
 
 import datasets
 import lm_eval.api.task
 import numpy as np
 import torch
 from lm_eval.api.task import ConfigurableTask, Task
-from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import env as TEMPLATES
-from lm_eval.utils import handle_non_serializable
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.report.noise import Clusters, mean_variance
-from canon_pretrain.run.results import (
-    GOLD_BITS,
-    Score,
-    TaskResult,
-    source_of_record,
-    wilson_bound,
-)
+from canon_pretrain.run.results import GOLD_BITS, TaskAnswers, TaskResult
+from eval.fewshot import leave_out_asked_item
 from eval.model.lm import CanonLM, request_cost
+from eval.scoring import ask, is_multiple_choice, score_task, to_json
 from eval.suite_names import TASKS, harness_names, harness_tasks
 
 # the seeds of lm_eval's simple_evaluate
 PYTHON_SEED, OTHER_SEED = 0, 1234
 # lm_eval's own tasks in our groups: reading all of its 14,683 takes 12 seconds
 HARNESS_FOLDERS = "arc hellaswag lambada piqa siqa super_glue wikitext winogrande".split()
-# fields that identify an item when two checkpoints are compared
-ITEM_KEYS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target")
-NUMBERS = (bool, int, float, np.number, np.bool_)
 # files in a task file's folder that count as part of it
 TASK_FILE_SUFFIXES = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
+
+
+Remember = Callable[[Callable[[], TaskAnswers]], TaskAnswers]
+"""Returns stored answers of a task, or calls its argument and stores what it returns."""
+
+
+def no_memory(ask_model: Callable[[], TaskAnswers]) -> TaskAnswers:
+    """Ask the model, and store nothing."""
+    return ask_model()
+
+
+class RunTask(Protocol):
+    """Evaluates one task: returns results by name of the reported task."""
+
+    def __call__(self, lm: CanonLM, remember: Remember = ...) -> dict[str, TaskResult]: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class TaskPlan:
 
     description: dict[str, Any]
     cost: int
-    run: Callable[[CanonLM], dict[str, TaskResult]]
+    run: RunTask
 
 
 def open_tasks(
@@ -117,11 +121,14 @@ def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan
     config, metadata = task.config.to_dict(), task.config.metadata or {}
     for key in ("metadata", "custom_dataset", "dataset_kwargs"):  # places on this machine
         config.pop(key, None)
-    with quiet_harness():  # evaluation builds the requests again with the same seeds
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(OTHER_SEED)
-        task.build_all_requests(limit=limit, rank=0, world_size=1)
+    for unsupported in ("UNSAFE_CODE", "MULTIMODAL"):
+        if getattr(task, unsupported, False):
+            raise UserError("eval.task_file", f"{name}: {unsupported} tasks are not supported")
+    if task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=0)
+    if isinstance(task, ConfigurableTask) and task.get_config("num_fewshot") > 0:
+        leave_out_asked_item(task)
+    build_requests(task, limit)
     requests = [[each.request_type, each.arguments, each.doc_id] for each in task.instances]
     cost = sum(map(request_cost, task.instances))
     task._instances = None
@@ -147,12 +154,32 @@ def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan
         "files_sha256": hashlib.sha256(content).hexdigest(),
         "config_sha256": hashlib.sha256(own.encode()).hexdigest(),
         **({"counts": counts[0]} if counts else {}),
-        "documents_sha256": _sha256(map(_json, task.eval_docs)),
+        "documents_sha256": _sha256(map(to_json, task.eval_docs)),
         "requests_sha256": _sha256(json.dumps(values, default=str) for values in requests),
     }
-    return TaskPlan(
-        description, max(1, cost), lambda lm: {name: evaluate_task(lm, name, task, limit)}
-    )
+
+    def run(lm: CanonLM, remember: Remember = no_memory) -> dict[str, TaskResult]:
+        return {name: evaluate_task(lm, task, limit, remember)}
+
+    return TaskPlan(description, max(1, cost), run)
+
+
+def build_requests(task: Task, limit: int | None) -> None:
+    """Build the requests of the first `limit` items, the same ones in each call."""
+    with quiet_harness():
+        task.set_fewshot_seed(OTHER_SEED)
+        task.build_all_requests(limit=limit, rank=0, world_size=1)
+
+
+def evaluate_task(
+    lm: CanonLM, task: Task, limit: int | None, remember: Remember = no_memory
+) -> TaskResult:
+    """Return the scores and item records of `lm` on the first `limit` items of a task."""
+    build_requests(task, limit)
+    with quiet_harness():
+        # not lm_eval's `evaluate`, which loses all answers if one metric raises
+        answers = remember(lambda: ask(lm, task))
+        return score_task(task, answers, limit)
 
 
 def _sha256(lines: Iterable[str]) -> str:
@@ -160,109 +187,6 @@ def _sha256(lines: Iterable[str]) -> str:
     for line in lines:
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, default=handle_non_serializable)
-
-
-def evaluate_task(lm: CanonLM, name: str, task: Task, limit: int | None) -> TaskResult:
-    """Return the scores and item records of `lm` on the first `limit` items of a task."""
-    lm.truncated.clear()
-    metadata = task.config.metadata or {}
-    answers = f"answers_{metadata['part']}" if metadata.get("part") else "answers"
-    # items with equal values of these fields are one sample of the standard error
-    fields = metadata.get("source") or []
-    fields = [fields] if isinstance(fields, str) else fields
-    with quiet_harness():
-        task.set_fewshot_seed(OTHER_SEED)
-        # not `simple_evaluate`, which reseeds the global generators
-        found = evaluate(lm, {"tasks": {name: task}}, limit=limit, bootstrap_iters=0)
-    assert found is not None  # None on ranks above 0, but lm_eval sees every rank as rank 0
-    items = found["samples"][name]
-    if is_multiple_choice(task):
-        _add_gold_bits(task, items, found["results"][name])
-    records: dict[tuple[int, str], dict[str, Any]] = {}
-    for item in items:
-        known = {key: item[key] for key in ITEM_KEYS}
-        record = records.setdefault((item["doc_id"], item["filter"]), known)
-        if fields:
-            text = _json([item["doc"][field] for field in fields])
-            record["source"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-        record[answers] = item["filtered_resps"]
-        record |= {metric: item[metric] for metric in item["metrics"]}
-    filters, aggregations = {item["filter"] for item in items}, task.aggregation()
-    scores = {}
-    for key, value in found["results"][name].items():
-        metric, _, filtered = key.partition(",")
-        if not filtered or metric.endswith("_stderr"):
-            continue
-        here = [item for item in items if item["filter"] == filtered and metric in item]
-        if aggregations.get(metric) is sum:  # a count has no standard error
-            here = []
-        sources = [source_of_record(records[item["doc_id"], filtered]) for item in here]
-        label = metric if len(filters) == 1 else f"{metric}, {filtered}"
-        scores[label] = _score(float(value), [item[metric] for item in here], sources)
-    return TaskResult(
-        scores,
-        num_samples=found["n-samples"][name]["effective"],
-        samples=json.loads(_json([*records.values()])),
-        truncated=len(lm.truncated),
-    )
-
-
-def is_multiple_choice(task: Task) -> TypeGuard[ConfigurableTask]:
-    """Return whether the log-likelihoods of given answers decide the task."""
-    return isinstance(task, ConfigurableTask) and task.OUTPUT_TYPE == "multiple_choice"
-
-
-def _add_gold_bits(
-    task: ConfigurableTask, items: Sequence[dict[str, Any]], results: dict[str, Any]
-) -> None:
-    """Add the metric GOLD_BITS to the items and results, unless an item has no gold answer."""
-    found = [gold_bits_per_byte(task, item) for item in items]
-    bits = [value for value in found if value is not None]
-    if len(bits) < len(items):
-        return
-    by_filter: dict[str, list[float]] = {}
-    for item, value in zip(items, bits, strict=True):
-        item[GOLD_BITS] = value
-        item["metrics"].append(GOLD_BITS)
-        by_filter.setdefault(item["filter"], []).append(value)
-    results |= {f"{GOLD_BITS},{name}": np.mean(values) for name, values in by_filter.items()}
-
-
-def gold_bits_per_byte(task: ConfigurableTask, item: Mapping[str, Any]) -> float | None:
-    """Return -log2 p(gold answer | context) / bytes of the gold answer, with the space before it.
-
-    The bytes are those whose likelihood it is, as in OLMES (`bits_per_byte_corr`). The smallest of
-    several gold answers; None if there is none.
-    """
-    choices: list[str] = task.doc_to_choice(item["doc"])
-    # such a task has the choices in its contexts, and one continuation
-    gold = task.doc_to_text(item["doc"]) if task.multiple_input else item["target"]
-    bits = []
-    for given in gold if isinstance(gold, list) else [gold]:
-        place = choices.index(given) if given in choices else given
-        if isinstance(place, int) and 0 <= place < len(choices):
-            scored = len(item["arguments"][place][1].encode())
-            likelihood = item["filtered_resps"][place][0]
-            bits += [-likelihood / math.log(2) / scored] if scored else []
-    return min(bits, default=None)
-
-
-def _score(value: float, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
-    # items of perplexities are pairs (log-likelihood, weight)
-    if not by_item or not all(isinstance(x, NUMBERS) for x in by_item):
-        return Score(value)
-    values_N = np.array(by_item, dtype=np.float64)
-    if not np.isfinite(values_N).all() or not math.isclose(values_N.mean(), value, abs_tol=1e-12):
-        return Score(value)
-    codes_N = np.unique(sources, return_inverse=True)[1]
-    if value in (0, 1) and (values_N == value).all():
-        return Score(value, bound=wilson_bound(value, int(codes_N.max()) + 1))
-    variance = mean_variance(Clusters.of(values_N, np.ones(values_N.size), codes_N))
-    return Score(value, math.sqrt(variance) if math.isfinite(variance) else None)
 
 
 @contextmanager

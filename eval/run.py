@@ -5,7 +5,7 @@ torchrun the batches of each task are distributed over the ranks (model/ranks.py
 """
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +22,23 @@ from canon_pretrain.core.terminal import Console, Progress
 from canon_pretrain.hf.loading import dtype_for, locate
 from canon_pretrain.kernels.hardware import check_cuda
 from canon_pretrain.run import results as stored
-from canon_pretrain.run.results import RESULTS, PartialResults, Results, TaskResult
+from canon_pretrain.run.results import (
+    RESULTS,
+    Failures,
+    PartialResults,
+    Results,
+    TaskAnswers,
+    TaskResult,
+    source_of_record,
+)
 from eval.harness import TaskPlan, open_tasks
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
 from eval.model.target import EvalTarget
+from eval.run_command import check_options
 from eval.staged import staged_folder
-from eval.suite_names import VALIDATION, find_suite, split_suites, suite_settings, task_folder
+from eval.suite_names import VALIDATION, suite_settings, task_folder
 from eval.tasks.birth_year.task import FrozenSets, find_corpus
 from eval.validation import validation_task
 
@@ -68,34 +77,19 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.out and len(arguments.checkpoint) > 1:
         raise UserError("option.conflict", "--out is for one --checkpoint", option="--out")
     check_cuda()
+    problems: list[str] = []
     # on an error, exit without waiting for busy ranks
     with Ranks.from_environment() as ranks:
         for checkpoint in arguments.checkpoint:
             one = argparse.Namespace(**{**vars(arguments), "checkpoint": checkpoint})
-            Evaluation(one, ranks).run(suites)
-
-
-def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
-    """Return the task file by suite; raises UserError for invalid options."""
-    for name in ("limit", "max_length", "batch_tokens"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            message = f"--{name} {value}: expected at least 1"
-            raise UserError("eval.option_range", message, option=name)
-    found = [find_suite(suite) for suite in split_suites(arguments.suite)]
-    suites = dict(found)
-    if len(suites) < len(found):
-        message = f"--suite {arguments.suite}: two suites of one name; rename a file"
-        raise UserError("eval.ambiguous_suite", message)
-    has_probes = any(task_folder(path) == "birth_year" for path in suites.values())
-    for name, suite, is_served in (
-        ("must_beat", VALIDATION, VALIDATION in suites),
-        ("junk", "birth-year", has_probes),
-    ):
-        if getattr(arguments, name) is not None and not is_served:
-            message = f"--{name} is for --suite {suite}, not for {arguments.suite}"
-            raise UserError("eval.option_suite", message, option=name)
-    return suites
+            problems += Evaluation(one, ranks).run(suites)
+    if problems and ranks.rank == 0:
+        raise UserError(
+            "eval.incomplete",
+            f"all else is evaluated and stored, but {len(problems)} scores are missing or without "
+            f"some items. The first: {problems[0]}",
+            problems=problems,
+        )
 
 
 class Evaluation:
@@ -113,20 +107,24 @@ class Evaluation:
         found = ranks.rank_zero_first(lambda: locate(given) if ranks.rank == 0 else None)
         checkpoint, run = ranks.broadcast(found)
         self.target = EvalTarget.open(checkpoint, arguments.data, run, arguments.held_out)
+        self._problems: list[str] = []
 
     def log(self, line: str) -> None:
         """Print a line on rank 0."""
         self.console.print(line, soft_wrap=True, highlight=False, markup=False)
 
-    def run(self, suites: Mapping[str, Path | None]) -> None:
-        """Evaluate the suites without stored results, and print the scores of all."""
+    def run(self, suites: Mapping[str, Path | None]) -> list[str]:
+        """Evaluate the suites without stored results, and print the scores of all.
+
+        Returns what could not be scored.
+        """
         # rank 0 reads and writes the run folder before the others
         plans = self.ranks.rank_zero_first(
             lambda: [self._plan(*suite, len(suites)) for suite in suites.items()]
         )
         missing = [plan for plan in plans if not self._report_stored(plan)]
         if not missing:
-            return
+            return self._problems
         longest = max(plan.settings["max_length"] for plan in missing)
         lm = CanonLM(
             self.target.load(self.device, self.dtype, longest),
@@ -144,6 +142,7 @@ class Evaluation:
             for plan in missing:
                 lm.max_length = plan.settings["max_length"]
                 self._run_suite(plan, lm, work)
+        return self._problems
 
     def _plan(self, name: str, path: Path | None, num_suites: int) -> SuitePlan:
         target, arguments = self.target, self.arguments
@@ -255,20 +254,41 @@ class Evaluation:
                 answers[name] = done[name]
                 continue
             lm.on_done = partial(work.advance, " ".join(dict.fromkeys([plan.name, name])))
-            answers |= task.run(lm)
+            answers |= task.run(lm, partial(self._remember, plan, unfinished, name, work))
             if self.ranks.rank == 0 and len(plan.tasks) > 1:
                 with report_disk_errors(plan.folder):
                     unfinished.add(name, answers[name])
         return answers
 
+    def _remember(
+        self,
+        plan: SuitePlan,
+        unfinished: PartialResults,
+        name: str,
+        work: TotalProgress,
+        ask: Callable[[], TaskAnswers],
+    ) -> TaskAnswers:
+        """Return the answers to a task that an earlier call stored, or ask and store them."""
+        known: TaskAnswers | None = self.ranks.broadcast(unfinished.read_answers(name))
+        if known is not None:
+            self.log(f"{name}: answered by an earlier call")
+            work.total -= plan.tasks[name].cost
+            return known
+        answers = ask()
+        if self.ranks.rank == 0:
+            with report_disk_errors(plan.folder):
+                unfinished.add_answers(name, answers)
+        return answers
+
     def _report(self, plan: SuitePlan, results: Results, how: str) -> None:
         print_results(self.console, str(self.target.checkpoint), results)
         self.log(f"{how} {plan.folder / RESULTS}")
+        self._problems += results.problems()
         rival = self.arguments.must_beat
         if rival is None or plan.name != VALIDATION:
             return
-        ours, theirs = (results.scores[t]["bits_per_byte"].value for t in (VALIDATION, rival))
-        if ours >= theirs:
+        ours, theirs = (results.scores[t]["bits_per_byte"].number for t in (VALIDATION, rival))
+        if not ours < theirs:
             message = f"{ours:.4f} bits/byte do not beat the {rival} model's {theirs:.4f}"
             raise UserError("eval.not_beaten", message, ours=ours, rival=theirs)
 
@@ -285,9 +305,13 @@ def merge_tasks(
         results.num_samples.setdefault(reported, given.num_samples)
         truncated = max(results.truncated.get(reported, 0), given.truncated)
         results.truncated[reported] = truncated
+        failures = results.failures.get(reported, Failures()), given.failures
+        results.failures[reported] = max(failures, key=lambda each: each.count)
         for item in given.samples:
             kept = records.setdefault(reported, {}).setdefault((item["doc_id"], item["filter"]), {})
             kept.update({**item, **kept})  # the first task's prompt hash counts
+    for name, items in records.items():
+        results.num_sources[name] = len({source_of_record(item) for item in items.values()})
     return results, {name: [*items.values()] for name, items in records.items()}
 
 
@@ -308,14 +332,18 @@ def print_results(console: Console, target: str, results: Results) -> None:
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = []
     if asked["suite"] == VALIDATION:
-        title = f"held-out loss over {counts[VALIDATION]:,} tokens: {target}"
+        documents = results.num_sources.get(VALIDATION)
+        text = f"{counts[VALIDATION]:,} tokens"
+        if documents is not None:
+            text += f" of {documents:,} document{'s' * (documents != 1)}"
+        title = f"held-out loss over {text}: {target}"
         columns, num_labels = ("model", "nats/token", "+-", "bits/byte"), 1
-        losses = [(scores["bits_per_byte"].value, name) for name, scores in results.scores.items()]
+        losses = [(scores["bits_per_byte"].number, name) for name, scores in results.scores.items()]
         for bits, name in sorted(losses):
             model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
             nats = results.scores[name]["nats_per_token"]
             noise = "" if nats.stderr is None else f"{nats.stderr:.4f}"
-            rows.append((model, f"{nats.value:.4f}", noise, f"{bits:.4f}"))
+            rows.append((model, f"{nats.number:.4f}", noise, f"{bits:.4f}"))
     else:
         limit = asked["limit"]
         cut = "" if limit is None else f"; only the first {limit:,} items"
@@ -325,8 +353,9 @@ def print_results(console: Console, target: str, results: Results) -> None:
             for metric, score in metrics.items():
                 noise = "" if score.stderr is None else f"{score.stderr:.4f}"
                 if score.bound is not None:
-                    noise = stored.format_bound(score.value, score.bound)
-                rows.append((task, metric, f"{score.value:.4f}", noise, f"{counts[task]:,}"))
+                    noise = stored.format_bound(score.number, score.bound)
+                shown = "none" if score.value is None else f"{score.value:.4f}"
+                rows.append((task, metric, shown, noise, f"{counts[task]:,}"))
     table = Table(title=Text(title), title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < num_labels else "right", no_wrap=True)
@@ -338,6 +367,7 @@ def print_results(console: Console, target: str, results: Results) -> None:
         for task, count in results.truncated.items()
         if count
     ]
+    lines += results.problems()
     for task, described in asked["tasks"].items():
         if found := described.get("counts"):
             words = ", ".join(f"{name} {count:,}" for name, count in found.items())

@@ -3,6 +3,9 @@
 import argparse
 from pathlib import Path
 
+from canon_pretrain.core.errors import UserError
+from eval.suite_names import VALIDATION, find_suite, split_suites, task_folder
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval run`."""
@@ -44,6 +47,29 @@ def _option(words: str) -> tuple[str, str]:
     if not name or "=" not in words:
         raise argparse.ArgumentTypeError(f"{words!r}: expected NAME=VALUE")
     return name, value
+
+
+def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
+    """Return the task file by suite; raises UserError for invalid options."""
+    for name in ("limit", "max_length", "batch_tokens"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            message = f"--{name} {value}: expected at least 1"
+            raise UserError("eval.option_range", message, option=name)
+    found = [find_suite(suite) for suite in split_suites(arguments.suite)]
+    suites = dict(found)
+    if len(suites) < len(found):
+        message = f"--suite {arguments.suite}: two suites of one name; rename a file"
+        raise UserError("eval.ambiguous_suite", message)
+    has_probes = any(task_folder(path) == "birth_year" for path in suites.values())
+    for name, suite, is_served in (
+        ("must_beat", VALIDATION, VALIDATION in suites),
+        ("junk", "birth-year", has_probes),
+    ):
+        if getattr(arguments, name) is not None and not is_served:
+            message = f"--{name} is for --suite {suite}, not for {arguments.suite}"
+            raise UserError("eval.option_suite", message, option=name)
+    return suites
 
 
 def execute(arguments: argparse.Namespace) -> None:

@@ -21,15 +21,16 @@ from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
 from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, Lease, Leases, Slurm
-from canon_pretrain.core.cli import run_process
+from canon_pretrain.core.cli import command, run_process
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
-from canon_pretrain.core.lock import locked
+from canon_pretrain.core.lock import live_holder, locked
 from canon_pretrain.data.held_out import open_validation
 from canon_pretrain.report.record import is_outdated
 from canon_pretrain.run.folder import EVALS, RunFolder
 from canon_pretrain.run.results import RESULTS, read_results
-from eval.run_command import add_evaluation_options
+from eval.run_command import add_arguments, add_evaluation_options, check_options
+from eval.staged import check_staged, staged_folder
 from eval.suite_names import SUITES, is_file, suite_name, suite_settings, task_files, task_folder
 
 DEFAULT_RETRIES = 2
@@ -40,7 +41,12 @@ EXIT_NO_PROGRESS, EXIT_TAKEN_OVER = 1, 3
 ACTIVE_STATES = ("claimed", "queued", "running")
 FINAL_STATES = ("done", "failed", "missing", "damaged")
 # files added to a suite's folder as tasks are evaluated
-PROGRESS_FILES = ("*/unfinished/*.task.json", "*/samples-*.jsonl", "*/results.json")
+PROGRESS_FILES = (
+    "*/unfinished/*.answers.json",
+    "*/unfinished/*.task.json",
+    "*/samples-*.jsonl",
+    "*/results.json",
+)
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,17 @@ class Schedule:
             message = f"--every {request.every}: expected a multiple of {path}'s {interval} steps"
             raise UserError("schedule.every", message, given=request.every, expected=interval)
         self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
+        self._is_settled = False
+
+    def is_training(self) -> bool:
+        """Return whether a launch trains the run now."""
+        return live_holder(self.run.lock_file) is not None
+
+    def settle(self) -> None:
+        """Wait for no further checkpoints: the run was stopped, or has failed."""
+        newest = max(self.checkpoints.steps(), default=0)
+        self.steps = [step for step in self.steps if step <= newest]
+        self._is_settled = True
 
     def entries(self, queue: Slurm) -> list[Entry]:
         """Return every suite of every step; poll `queue` before, or new results may be missed."""
@@ -163,9 +180,10 @@ class Schedule:
         return how if is_probe else to_argv(given | {"junk": None})
 
     def is_finished(self, overview: Sequence[Entry]) -> bool:
-        """Return whether training is complete and nothing is left to evaluate."""
+        """Return whether training is complete, or settled, and nothing is left to evaluate."""
         is_done = self.run.done_file.exists() and not self.checkpoints.leftovers()
-        return is_done and all(entry.state in FINAL_STATES for entry in overview)
+        is_last = is_done or self._is_settled
+        return is_last and all(entry.state in FINAL_STATES for entry in overview)
 
     def has_results(self, step: int, suite: str) -> bool:
         """Return whether this checkpoint has a complete results.json with the request's options."""
@@ -262,16 +280,49 @@ def start_job(leases: Leases, job: str, lease_id: str | None, restarts: int) -> 
     return 0, ""
 
 
+def check_work(words: Sequence[str]) -> None:
+    """Raise UserError if `eval run` would refuse these arguments of slurm/eval.sh in a job."""
+    if len(words) < 2 or words[0].startswith("-") or words[1].startswith("-"):
+        message = "expected RUN/checkpoint/step-N and SUITE; see bash slurm/eval.sh --help"
+        raise UserError("slurm.usage", message)
+    parser = argparse.ArgumentParser(prog="slurm/eval.sh")
+    add_arguments(parser)
+    given, suite, *options = words
+    arguments = parser.parse_args(["--checkpoint", given, "--suite", suite, *options])
+    suites = check_options(arguments)
+    check_staged(suites, staged_folder(arguments.staged))
+
+    # without the hashes, which the job verifies
+    checkpoint = Path(os.path.abspath(given))
+    if checkpoint.name.startswith("step-"):
+        faults = find_faults(checkpoint, Manifest.read(checkpoint), hashes=False)
+        if faults:
+            raise DamagedCheckpoint("checkpoint.damaged", f"{checkpoint}: {faults[0]}")
+    elif not checkpoint.is_dir():
+        message = f"{given} does not exist: expected RUN/checkpoint/step-N"
+        raise UserError("checkpoint.none", message, path=checkpoint)
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Run `begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]` for slurm/eval.sh."""
+    """For slurm/eval.sh: `begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]` in a job,
+    and before it is queued `check CHECKPOINT SUITE [options of eval run]`."""
+    words = sys.argv[1:] if argv is None else argv
+    with command():
+        if words[:1] == ["check"]:
+            check_work(words[1:])
+        else:
+            _begin(words)
+
+
+def _begin(words: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m eval.schedule")
-    parser.add_argument("command", choices=("begin",))
+    parser.add_argument("command", choices=("begin", "check"))
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("suite")
     parser.add_argument("--job", required=True)
     parser.add_argument("--lease")
     parser.add_argument("--restarts", type=int, default=3)
-    given = parser.parse_args(argv)
+    given = parser.parse_args(words)
     # not resolved: RUN/checkpoint may be a link to a larger disk
     run, checkpoint = find_checkpoint(Path(os.path.abspath(given.checkpoint)))
     leases = leases_of(run.path, checkpoint.name, given.suite)

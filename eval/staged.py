@@ -10,7 +10,7 @@ CATALOGUE lists their repositories, columns and sizes. A task's YAML reads them 
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -130,6 +130,14 @@ class Manifest:
 def staged_folder(given: str | Path | None = None) -> Path:
     """Return the folder of staged data: `given`, else $CANON_EVAL_DATA, else outputs/eval_data."""
     return Path(given or os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
+
+
+def check_staged(suites: Collection[str], folder: Path) -> None:
+    """Raise UserError if a data set of these suites is not in `folder`; reads no rows."""
+    for key, data in CATALOGUE.items():
+        if data.suite in suites and not (folder / key / MANIFEST).is_file():
+            message = f"{folder / key}: not staged; {stage_command(key, folder)}"
+            raise UserError("stage.missing", message, path=folder / key / MANIFEST)
 
 
 def data_set(key: str) -> DataSet:

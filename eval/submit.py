@@ -23,12 +23,13 @@ from rich.text import Text
 
 from canon_pretrain.cluster import leases as cluster
 from canon_pretrain.cluster.leases import LOCAL, SCRIPTS, Lease, Leases, Slurm
+from canon_pretrain.core.children import kill_tree, start_child
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.run.folder import RunFolder, named_runs
 from eval import schedule as schedules
 from eval.run_command import add_evaluation_options
-from eval.schedule import ACTIVE_STATES, Entry, Schedule, leases_of
+from eval.schedule import ACTIVE_STATES, FINAL_STATES, Entry, Schedule, leases_of
 from eval.suite_names import ALL, TASKS, is_task_file, split_suites, suite_name
 
 MAX_IN_FLIGHT = 8
@@ -82,6 +83,8 @@ def execute(arguments: argparse.Namespace) -> None:
     absent = [run for run in runs if not RunFolder(run).config_file.exists()]
     if len(absent) < len(runs):
         runs = [run for run in runs if run not in absent]
+    elif arguments.suites:
+        split_suites(arguments.suites)  # before a watch of runs to come is refused or queued
     requests = [schedules.read_request(run, change=arguments.change) for run in runs]
     known = [suite for request in requests if request is not None for suite in request.suites]
     given = {
@@ -206,6 +209,27 @@ class Watcher:
         is_over = failed > self.schedules[0].request.retries
         return state or ("failed" if is_over else "waiting"), ended
 
+    def is_stalled(self, overview: Overview) -> bool:
+        """Return whether nothing is left to do here, and no launch trains any of the runs."""
+        entries = [entry for _, found in overview for entry in found]
+        is_idle = all(entry.state in ("to come", *FINAL_STATES) for entry in entries)
+        return is_idle and not any(schedule.is_training() for schedule in self.schedules)
+
+    def settle(self) -> None:
+        """Wait for no further checkpoints and runs, and say of which."""
+        for run in self.absent:
+            self.log(f"{run}: not started, not waited for")
+        self.absent = ()
+        for schedule in self.schedules:
+            if not schedule.run.done_file.exists():
+                schedule.settle()
+                where = f"evaluated to step {max(schedule.steps, default=0):,}"
+                text = f"{schedule.run.path}: no launch trains it, {where}; once it is resumed, "
+                self.log(text + "the same command evaluates the rest")
+        if not any(schedule.steps for schedule in self.schedules):
+            message = "no checkpoint to evaluate, and no launch that would save one"
+            raise UserError("submit.no_checkpoint", message)
+
     def _is_evaluated(self, overview: Overview) -> bool:
         return not self.absent and all(s.is_finished(found) for s, found in overview)
 
@@ -299,17 +323,22 @@ class Watcher:
         self.log(f"local: {work.name}")
         command = ["bash", str(SCRIPTS / work.script), "--local", *words]
         environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
-        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL)
+        process = start_child(command, env=environ, stdin=subprocess.DEVNULL)
         try:
             while process.poll() is None:
                 try:
                     process.wait(cluster.BEAT_S)
                 except subprocess.TimeoutExpired:
                     work.leases.beat(lease)
-        except BaseException:  # the child has received Ctrl-C too
+        except BaseException:
             process.terminate()
-            process.wait()
-            work.leases.record(lease, job=None, ended="given back: interrupted")
+            try:
+                process.wait()
+            finally:  # a second Ctrl-C does not wait
+                if process.returncode is None:
+                    kill_tree(process.pid)
+                    process.wait()
+                work.leases.record(lease, job=None, ended="given back: interrupted")
             raise
         work.leases.record(lease, ended=f"exit code {process.returncode}")
 
@@ -319,7 +348,12 @@ class Watcher:
 
 
 def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
-    """Poll until all is done; exit with code 1 if some evaluations failed."""
+    """Poll until all is done; exit with code 1 if some evaluations failed.
+
+    With --local, checkpoints are waited for only while a launch trains: not after two polls without
+    one, since sweep.sh restarts failed runs.
+    """
+    stalled = 0
     while True:
         if any(RunFolder(run).config_file.exists() for run in watcher.absent):
             return execute(arguments)  # a run has started: add its schedule
@@ -330,6 +364,11 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
                 raise
             watcher.log(f"{error}; retrying in {arguments.interval_s:.0f} s")
         else:
+            is_stalled = arguments.local and watcher.is_stalled(overview)
+            stalled = stalled + 1 if is_stalled else 0
+            if stalled > 1 and not watcher.is_finished(overview):
+                watcher.settle()
+                continue
             if watcher.is_finished(overview):
                 watcher.log("finished")
                 failed = any(e.state == "failed" for _, found in overview for e in found)

@@ -14,6 +14,7 @@ from typing import Any
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_json
+from canon_pretrain.data.hf_tokenizer import RANDOM_OPTIONS
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import HF_FILE, load_tokenizer
 
@@ -73,11 +74,16 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
     if not (folder / HF_FILE).is_file():
         kind = transformers.AutoTokenizer
         options = {"trust_remote_code": False, "revision": revision or "main"}
+        options["sp_model_kwargs"] = {}  # SentencePiece's sampling, if the config asks for it
     try:
         found = kind.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(f"no tokenizer can be loaded ({error})".split())
         raise UserError("eval.task_tokenizer", f"{name}: {reason}; {TOKENIZER_HINT}") from None
+    if found.is_fast:
+        model = found.backend_tokenizer.model
+        for option in (option for option in RANDOM_OPTIONS if hasattr(model, option)):
+            setattr(model, option, None)
     try:
         sha256 = str(read_json(folder / RECORD)["tokenizer"]["sha256"])
     except (UnreadableFile, KeyError, TypeError):

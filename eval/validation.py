@@ -14,9 +14,9 @@ import numpy as np
 
 from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.report.noise import Clusters, mean_variance
+from canon_pretrain.report.noise import MIN_CLUSTERS, Clusters, mean_variance
 from canon_pretrain.run.results import VALIDATION, Score, TaskResult
-from eval.harness import TaskPlan
+from eval.harness import Remember, TaskPlan, no_memory
 from eval.model.lm import CanonLM
 
 METRICS = ("nats_per_token", "bits_per_byte")
@@ -32,7 +32,7 @@ def validation_task(
 ) -> TaskPlan:
     """Return the suite's one task: losses of the model and of count models of `train`."""
 
-    def evaluate(lm: CanonLM) -> dict[str, TaskResult]:
+    def evaluate(lm: CanonLM, remember: Remember = no_memory) -> dict[str, TaskResult]:
         loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
         log("counting the training shards' unigrams and bigrams")
         baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
@@ -100,12 +100,12 @@ def model_loss(
 
 
 def relative_error(documents: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the standard error of the loss over its value; None if it is unknown.
+    """Return the standard error of the loss over its value; None below MIN_CLUSTERS documents.
 
     Tokens of a document are not independent, so it is over the records of documents.
     """
     sums = np.array([record["nats_per_token"] for record in documents], float).reshape(-1, 2)
-    if len(sums) < 2 or not np.isfinite(sums).all() or not sums[:, 0].any():
+    if len(sums) < MIN_CLUSTERS or not np.isfinite(sums).all() or not sums[:, 0].any():
         return None
     clusters = Clusters(*sums.T)
     return abs(math.sqrt(mean_variance(clusters)) / clusters.mean)

@@ -128,6 +128,7 @@ submit_build() {
     local comment queued array='' last flags
     take_options "$@"
     [[ -n $SHARDS ]] || die slurm.usage "expected --shards N, the number of jobs"
+    need sbatch squeue
     plan_build
     comment=canon-data:$OUT
     queued=$(squeue --me --noheader --format='%A %k' | while read -r id text; do

@@ -67,7 +67,7 @@ submit_next() {
     for name in "${!SLURM_@}"; do # not for the next job
         [[ $name == SLURM_CONF || $name == SLURM_CLUSTERS ]] || unset "$name"
     done
-    bash "$CANON_REPO/slurm/submit.sh" "${flags[@]}" "$CANON_REPO/slurm/eval_watch.sh" "$@" |
+    CANON_JOB_CHECKED=1 bash "$CANON_REPO/slurm/submit.sh" "${flags[@]}" "$CANON_REPO/slurm/eval_watch.sh" "$@" |
         cut -d ';' -f 1
 }
 

@@ -78,6 +78,15 @@ load_cluster() {
     fi
 }
 
+# need COMMAND...: exit unless these commands of Slurm are on PATH
+need() {
+    local name
+    for name in "$@"; do
+        command -v "$name" >/dev/null ||
+            die slurm.no_slurm "$name not found: submit on a login node of the cluster, or pass --local to a job script"
+    done
+}
+
 # on_head COMMAND...: run it on the batch host, in the container if there is one
 on_head() {
     if [[ -n ${SLURM_JOB_ID:-} ]] && ((${#SRUN_FLAGS[@]})); then
@@ -162,6 +171,12 @@ find_code() {
     use_code "${lines[0]}"
     CODE_NOTE=${lines[1]:-}
     CONFIG=${lines[2]:-$CONFIG}
+}
+
+# make_run_folder: create RUN, which only this user may write: its jobs run RUN/code
+make_run_folder() {
+    { mkdir -p "${RUN%/*}/" && (umask go-w && mkdir -p "$RUN"); } ||
+        die run.unwritable "the run folder $RUN cannot be created"
 }
 
 # plan_job NODES [--data]: check the job; set RUN and CHECKPOINT_BYTES, or exit
@@ -371,7 +386,7 @@ pretrain_link() { # CONFIG and ARGUMENTS are set
     NODES=$SLURM_JOB_NUM_NODES
     mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     plan_job "$NODES" --data
-    mkdir -p "$RUN" || die run.unwritable "the run folder $RUN cannot be created"
+    make_run_folder
     say "job $SLURM_JOB_ID on ${HOSTS[*]}: continued in $RUN/slurm.log"
     exec >>"$RUN/slurm.log" 2>&1
     say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}, on ${HOSTS[*]}, $RANKS rank(s) each"
@@ -413,7 +428,7 @@ local_links() {
     set_ranks "${GPUS_PER_NODE:-}"
     prepare_node
     plan_job 1 --data
-    mkdir -p "$RUN" || die run.unwritable "the run folder $RUN cannot be created"
+    make_run_folder
     trap on_term INT TERM HUP
     NEXT=requeue
     while [[ $NEXT == requeue ]]; do

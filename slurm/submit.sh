@@ -6,9 +6,12 @@
 # cluster.env may set sbatch's SBATCH_* variables (partition, account, time limit and so on) and the
 # array SBATCH_FLAGS, which the flags given here override. For jobs with GPUs (pretrain_1b3, sweep,
 # eval) it also sets the resources per node, which replace the script's #SBATCH lines: GPUS_PER_NODE,
-# EVAL_GPUS, GPU_FLAG, SHARED_NODES, CPUS_PER_GPU, MEM_PER_GPU. A job of slurm/pretrain_1b3.sh is
-# checked before it is queued: its config and options, and that the nodes divide the global batch.
-# Prints the output of sbatch. Errors print a code and exit with 2.
+# EVAL_GPUS, GPU_FLAG, SHARED_NODES, CPUS_PER_GPU, MEM_PER_GPU. Before it is queued, a job is checked
+# as in its first seconds: of pretrain_1b3.sh the config, options and data, that the nodes divide the
+# global batch, and the run's code; of eval.sh the checkpoint, suite, options and staged data; of
+# eval_watch.sh the options, as its runs may not exist yet; of eval_report.sh the runs. With
+# --dependency or --begin, data, checkpoints and runs may not exist yet either. Prints the output of
+# sbatch. Errors print a code and exit with 2.
 set -euo pipefail
 
 # shellcheck source=slurm/lib.sh
@@ -28,10 +31,11 @@ script=$1
 shift
 [[ -f $script ]] || die slurm.usage "$script does not exist"
 
-# read_flags: set NODES, GPUS_ASKED per node, and HAS, what sbatch's flags and variables set
+# read_flags: set NODES, GPUS_ASKED per node, HAS, what sbatch's flags and variables set, and WAITS, 1
+# if the job starts after others or later, when its data, checkpoint or runs may exist
 read_flags() {
     local words=("${SBATCH_FLAGS[@]}" "${flags[@]}") i name value total=''
-    NODES=1 GPUS_ASKED=${SBATCH_GPUS_PER_NODE:-} HAS=' '
+    NODES=1 GPUS_ASKED=${SBATCH_GPUS_PER_NODE:-} HAS=' ' WAITS=0
     [[ -z ${SBATCH_GPUS_PER_NODE:-}${SBATCH_GPUS:-}${SBATCH_GRES:-} ]] || HAS+='gpus '
     [[ -z ${SBATCH_EXCLUSIVE:-} ]] || HAS+='share '
     [[ -z ${SBATCH_MEM_PER_NODE:-}${SBATCH_MEM_PER_CPU:-}${SBATCH_MEM_PER_GPU:-} ]] || HAS+='memory '
@@ -52,6 +56,7 @@ read_flags() {
             --exclusive | --oversubscribe | -s) HAS+='share ' ;;
             --mem | --mem-per-*) HAS+='memory ' ;;
             --cpus-per-* | -c) HAS+='cores ' ;;
+            --dependency | -d | --begin | -b) WAITS=1 ;;
         esac
     done
     [[ $NODES =~ ^[1-9][0-9]*$ ]] || die slurm.value "--nodes $NODES: expected one integer above 0"
@@ -84,12 +89,49 @@ set_resources() {
     fi
 }
 
+# check_job SCRIPT [arguments]: exit if the job would fail in its first seconds
+check_job() {
+    local name=$1 with_data=(--data) code=0 said
+    shift
+    ((!WAITS)) || with_data=()
+    case $name in
+        pretrain_1b3.sh)
+            split_arguments "$@"
+            words_of python -m canon_pretrain.chain code --job none -- --config "$CONFIG" "${ARGUMENTS[@]}"
+            plan_job "$NODES" "${with_data[@]}"
+            printf 'run folder: %s\n' "$RUN" >&2
+            ;;
+        sweep.sh) words_of python -m canon_pretrain.sweep todo "$@" ;;
+        eval.sh) ((WAITS)) || words_of python -m eval.schedule check "$@" ;;
+        eval_watch.sh)
+            # 1: not finished; a watch may be submitted before there is a run
+            said=$(on_head python -m eval submit "$@" --is_finished 2>&1 >/dev/null) || code=$?
+            if ((code > 1)) && [[ $said != *'error[run.not_a_run]'* ]]; then
+                printf '%s\n' "$said" >&2
+                exit 2
+            fi
+            ;;
+        eval_report.sh)
+            [[ ${1:--} != -* ]] || die slurm.usage "expected RUN...; see bash slurm/eval_report.sh --help"
+            while (($# && !WAITS)) && [[ $1 != -* ]]; do
+                [[ -d $1 ]] || die run.not_a_run "$1 does not exist: expected a run (job.dump_folder) or a sweep"
+                shift
+            done
+            ;;
+    esac
+}
+
 SBATCH_FLAGS=()
+need sbatch
 load_cluster
 unset "${!SLURM_GPUS@}" # set in an interactive job
 export CANON_REPO
 read_flags
 name=${script##*/}
+# set by our own programs, which have checked what they submit
+is_checked=${CANON_JOB_CHECKED:-0}
+unset CANON_JOB_CHECKED
+RESOURCES=()
 case $name in
     pretrain_1b3.sh | sweep.sh)
         set_ranks "${GPUS_ASKED:-${GPUS_PER_NODE:-8}}"
@@ -99,12 +141,10 @@ case $name in
         set_ranks "${GPUS_ASKED:-${EVAL_GPUS:-1}}"
         set_resources 1
         ;;
-    *) exec sbatch "${SBATCH_FLAGS[@]}" "${flags[@]}" "$script" "$@" ;;
 esac
-if [[ $name == pretrain_1b3.sh ]]; then
-    split_arguments "$@"
-    plan_job "$NODES"
-    printf 'run folder: %s\n' "$RUN" >&2
+[[ $is_checked == 1 ]] || check_job "$name" "$@"
+if [[ $name != @(pretrain_1b3|sweep|eval).sh ]]; then
+    exec sbatch "${SBATCH_FLAGS[@]}" "${flags[@]}" "$script" "$@"
 fi
 copy=$(mktemp -d)
 trap 'rm -rf "$copy"' EXIT

@@ -73,6 +73,7 @@ sweep_submit() {
     done
     [[ -z $throttle || $throttle =~ ^[1-9][0-9]*$ ]] ||
         die slurm.value "--throttle $throttle: expected an integer above 0"
+    need sbatch squeue
     comment="canon-sweep:$(cd "$SWEEP" && pwd -P)" || exit 2
     queue=$(squeue --me --noheader --array --format='%K %k') ||
         die slurm.queue "squeue failed, nothing was submitted: a run might be in the queue already"
@@ -92,7 +93,7 @@ sweep_submit() {
             "$CANON_REPO/slurm/pretrain_1b3.sh" "${WORDS[@]}" || exit
     done
     mkdir -p "$SWEEP/logs"
-    exec bash "$CANON_REPO/slurm/submit.sh" --array="$LEFT${throttle:+%$throttle}" \
+    CANON_JOB_CHECKED=1 exec bash "$CANON_REPO/slurm/submit.sh" --array="$LEFT${throttle:+%$throttle}" \
         --output="${SWEEP//%/%%}/logs/%A_%a.log" "${flags[@]}" --comment="$comment" \
         "$CANON_REPO/slurm/sweep.sh" "$SWEEP"
 }

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.playground import main
+from canon_pretrain.report.planned import planned_identity
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.sweep import PlannedRun, read_sweep
 from tests.report_runs import launch, plant_run, step
@@ -28,8 +29,7 @@ ROPE = '[architectures.rope]\ncanon_set = ""\n'
 CANON = '[architectures.rope_canon]\ncanon_set = "ABCD"\n'
 NOPE = '[architectures.nope]\ncanon_set = ""\nposition = "nope"\n'
 BOARD = HEAD + ROPE + CANON + NOPE
-KEPT = ("model", "optimizer", "data", "training")
-MODEL = {"vocab_size": 70, "num_layers": 2, "dim": 64, "num_heads": 2, "ffn_dim": 176}
+VOCABULARY = 70  # of the task
 
 
 def plant_board(
@@ -53,13 +53,10 @@ def plant_board(
 def plant_score_run(
     folder: Path, run: PlannedRun, config: Mapping[str, Any], scores: Mapping[int, float]
 ) -> None:
-    identity = {f"data.task.{key}": x for key, x in config["data"]["task"].items()}
-    identity |= {f"model.{key}": x for key, x in (MODEL | config["model"]).items()}
-    identity |= {"model.flavor": None, "model.max_seq_len": config["training"]["seq_len"]}
-    identity |= {f"training.{key}": x for key, x in config["training"].items()}
-    identity |= {"held_out_fingerprint": "0f" * 32, "data.data_seed": run.seed}
+    identity = planned_identity(dict(config)) | {"model.vocab_size": VOCABULARY}
+    identity |= {"held_out_fingerprint": "0f" * 32, "model.init_seed": run.seed}
     identity |= {"optimizer.lr": run.learning_rate or config["optimizer"]["lr"]}
-    del identity["model.flavor"]
+    identity |= {"data.data_seed": run.seed}
     events = [launch("start", 1, canon_pretrain="0.1.0", git_commit="5b" * 20, hosts=["laptop"])]
     about = f"{config['data']}{config['training']['seq_len']}{run.seed}".encode()
     first, logged = int(hashlib.sha256(about).hexdigest()[:15], 16), 0

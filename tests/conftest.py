@@ -16,6 +16,8 @@ from tests.support import debug_run, train, write_data
 # tensors are small here: on a busy machine, threads cost much more than they save. Child processes,
 # such as ranks, inherit this
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# inductor compiles in the process that asks: each of its worker processes would import torch
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 torch.set_num_threads(1)
 prepare_device()  # before test files import torchtitan, which looks for a device
 

@@ -15,6 +15,7 @@ from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from data_prep.planning import train_tokenizer
 from tests.support import ROOT
+from tests.variants import prefer_ids_from
 
 VOCAB_SIZE = 300
 WORDS = "the a one no river stone light house year born was in of and said went saw".split()
@@ -66,16 +67,23 @@ def document(seed: int) -> str:
     return "\n".join(" ".join(words[i : i + 8]).capitalize() + "." for i in range(0, 400, 8))
 
 
-def write_run(base: Path, vocab_size: int = VOCAB_SIZE, more: Sequence[str] = ()) -> Path:
-    """Write shards of text to base/data, and untrained checkpoints 2 and 3 to base/run."""
+def write_run(
+    base: Path, vocab_size: int = VOCAB_SIZE, more: Sequence[str] = (), padding: int = 0
+) -> Path:
+    """Write shards of text to base/data, and untrained checkpoints 2 and 3 to base/run.
+
+    The model has `padding` more ids than the tokenizer, one of which is always the likeliest.
+    """
     texts = [document(seed) for seed in range(6)]
     write_texts(base / "data", texts[:3], texts[3:], vocab_size, more)
     args = ModelArgs(
-        vocab_size=vocab_size, num_layers=1, dim=32, num_heads=2, ffn_dim=48, max_seq_len=1000,
-        canon_set="ABCD", position="nope",
+        vocab_size=vocab_size + padding, num_layers=1, dim=32, num_heads=2, ffn_dim=48,
+        max_seq_len=1000, canon_set="ABCD", position="nope",
     )  # fmt: skip
     model = Transformer(args)
     model.init_weights()
+    if padding:
+        prefer_ids_from(model, vocab_size)
     run = base / "run"
     for step in (2, 3):
         save_no_dist(dict(model.named_parameters()), run / "checkpoint" / f"step-{step}", step=step)

@@ -22,8 +22,8 @@ TOKEN, USER = "hf_fake", "me"
 class ModelHub(FakeHub):
     """Server of `models`: repository -> branch -> commits, the files of each; `private` ones.
 
-    `statuses` maps a part of "METHOD path" to a status that is returned instead; after `cut` bytes
-    of a large file the connection is closed.
+    `statuses` maps a part of "METHOD path" to a status that is returned instead, `answers` to a
+    status, a body and its type; after `cut` bytes of a large file the connection is closed.
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,7 @@ class ModelHub(FakeHub):
         self.models: dict[str, dict[str, list[Files]]] = {}
         self.private: set[str] = set()
         self.statuses: dict[str, int] = {}
+        self.answers: dict[str, tuple[int, bytes, str]] = {}
         self.large: Files = {}
         self.cut: int | None = None
 
@@ -52,6 +53,9 @@ class _ModelHandler(_Handler):
         for part, status in server.statuses.items():
             if part in server.asked[-1]:
                 return self.json({"error": "refused by the test"}, status)
+        for part, (status, answer, kind) in server.answers.items():
+            if part in server.asked[-1]:
+                return self.reply(answer, status, {"Content-Type": kind})
         if self.command == "PUT":
             return self.large(path, body)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":

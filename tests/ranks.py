@@ -4,7 +4,6 @@ A rank calls `before(rank)` first, a function that patches what a test breaks.
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -13,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,12 @@ import pytest
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.run.status import Status, read_status
+from tests.commands import fork_server
 from tests.support import error_codes
 
 TIMEOUT_S = 120.0
 Before = Callable[..., None] | tuple[Any, ...] | None
 """What a rank runs first: a function of its rank, or that and further arguments."""
-_context: ForkServerContext = multiprocessing.get_context("forkserver")
-# this module too, which defines the ranks' functions
-_context.set_forkserver_preload(["tests.ranks_preload", "tests.ranks"])
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Launch:
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             variables |= environment or {}
             words, out = list(map(str, arguments)), self._outputs[rank]
-            process = _context.Process(target=_rank, args=(words, out, variables, before))
+            process = fork_server.Process(target=_rank, args=(words, out, variables, before))
             process.start()
             self.processes.append(process)
 

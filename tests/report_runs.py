@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from canon_pretrain.core.files import write_json
+from canon_pretrain.report.planned import planned_identity, planned_values
 from canon_pretrain.run.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
 from canon_pretrain.run.results import Results, Score, results_folder, write_results
 from canon_pretrain.run.status import Status
+from canon_pretrain.sweep import PlannedRun, Sweep
 
 TOKENS_A_STEP = 2048
 FINGERPRINT = "3ae1b18e23821c84" * 4
@@ -68,6 +70,20 @@ def plant_run(
     if done:
         run.write_done(max(event.get("step", 0) for event in events))
     return run
+
+
+def plant_planned_run(
+    folder: Path,
+    sweep: Sweep,
+    run: PlannedRun,
+    events: Sequence[Mapping[str, Any]],
+    **options: Any,
+) -> RunFolder:
+    """Plant a run of a sweep in `folder` with the planned identity."""
+    identity = planned_identity(planned_values(Path(run.config), sweep.settings(run)))
+    identity |= options
+    changes = {name.replace(".", "__"): value for name, value in identity.items()}
+    return plant_run(folder / run.name, events, **changes)
 
 
 def plant_results(
@@ -127,7 +143,7 @@ def plant_answers(
     suite: str,
     tasks: Mapping[str, Sequence[Mapping[str, Any]]],
     *,
-    scores: Mapping[str, Mapping[str, float]] | None = None,
+    scores: Mapping[str, Mapping[str, float | Score]] | None = None,
     described: Mapping[str, Mapping[str, Any]] | None = None,
     **asked: Any,
 ) -> Path:
@@ -139,8 +155,12 @@ def plant_answers(
     found: dict[str, dict[str, Score]] = {}
     for name, items in tasks.items():
         metrics = [metric for metric in (items[0] if items else ()) if metric not in NOT_METRICS]
-        found[name] = {x: _score(x, [item[x] for item in items]) for x in metrics}
-        found[name] |= {x: Score(value) for x, value in (scores or {}).get(name, {}).items()}
+        scored = [item for item in items if "error" not in item]
+        found[name] = {x: _score(x, [item[x] for item in scored]) for x in metrics}
+        given = (scores or {}).get(name, {}).items()
+        found[name] |= {
+            x: value if isinstance(value, Score) else Score(value) for x, value in given
+        }
     about = {name: {"version": 1.0, **(described or {}).get(name, {})} for name in tasks}
     more = {"items": max(map(len, tasks.values())), "samples": tasks, "max_length": 256} | asked
     return plant_results(run, at, suite, found, tasks=about, **more)

@@ -22,6 +22,7 @@ class ScriptedLM(LM):
         self.answer, self.score = answer, score
         self.asked: list[Instance] = []
         self.truncated: set[int] = set()
+        self.failures: dict[int, str] = {}
 
     def generate_until(self, requests: list[Instance], **_: Any) -> list[str]:
         assert self.answer is not None

@@ -4,8 +4,10 @@
 
 A board has 8 tasks x 4 architectures. Kinds of seed noise: `normal` (one variance per task),
 `mixed` (of every cell its own), `logit` (256 items, normal on the logit scale, cells from chance to
-ceiling), `bimodal` (a run learns the task, or does not). Races are of learning curves: sigmoids
-whose seeds differ in when they learn and in their final level.
+ceiling), `bimodal` (a run learns the task, or does not), `beside steady` (one architecture is
+bimodal, the others always score what it does on average). Races are of learning curves: sigmoids
+whose seeds differ in when they learn and in their final level; with `failing`, a run that fails
+stays where it began.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from canon_pretrain.report import board
 from canon_pretrain.report import race as racing
 
 TASKS, NAMES, ITEMS = 8, ("a", "b", "c", "d"), 256
-KINDS = ("normal", "mixed", "logit", "bimodal")
+KINDS = ("normal", "mixed", "logit", "bimodal", "beside steady")
 LEVELS = (0.1, 0.3, 0.5, 0.8, 0.95, 0.995)
 OTHERS = [
     ("equal", (), 1.0),
@@ -46,8 +48,11 @@ def _cell(rng, kind, level, spread, seeds):
         center = np.log(level / (1 - level))
         scores = rng.binomial(ITEMS, _sigmoid(center + spread * rng.normal(size=seeds))) / ITEMS
         return _sigmoid(center + spread * rng.normal(size=10_000)).mean(), scores
-    scores = np.where(rng.random(seeds) < level, 0.98, 0.12) + rng.normal(0, 0.01, seeds)
-    return 0.12 + 0.86 * level, np.clip(scores, 0, 1)
+    mean = 0.12 + 0.86 * level
+    scores = mean + rng.normal(0, 0.01, seeds)
+    if kind == "bimodal":
+        scores += np.where(rng.random(seeds) < level, 0.98, 0.12) - mean
+    return mean, np.clip(scores, 0, 1)
 
 
 def scores_of(rng, kind, seeds, *, null):
@@ -60,7 +65,8 @@ def scores_of(rng, kind, seeds, *, null):
                 level = rng.choice(LEVELS)
             if kind == "mixed" or (kind == "logit" and not null):
                 spread = np.exp(rng.normal(-0.7, 0.5))
-            means[name][task], scores[name][task] = _cell(rng, kind, level, spread, seeds)
+            own = "bimodal" if kind == "beside steady" and name == NAMES[0] else kind
+            means[name][task], scores[name][task] = _cell(rng, own, level, spread, seeds)
     return means, scores
 
 
@@ -112,12 +118,12 @@ class Curves(NamedTuple):
     level: np.ndarray  # [task, name, rate]
 
 
-def curves(rng, design, levels=(), slower=1.0):
+def curves(rng, design, levels=(), slower=1.0, failing=0.0):
     """Return the curves of a board; `levels` are of the architectures but the first.
 
     At its best rate an architecture has its level (the first 0.9; without `levels` all are equal).
     Other rates are worse by a curvature of its own, which may be 0, and learn later. The last
-    architecture learns `slower`.
+    architecture learns `slower`; a share `failing` of all runs does not learn.
     """
     names, rates, seeds = design
     level = rng.choice([0.05, 0.5, 0.9], (TASKS, 1)).repeat(names, 1)
@@ -134,6 +140,7 @@ def curves(rng, design, levels=(), slower=1.0):
     at = np.arange(1, LOOKS + 1) / LOOKS
     middle = middle[..., None, None] * np.exp(0.15 * rng.normal(size=shape))
     learned = _sigmoid((at - middle) / (0.2 * middle))
+    learned *= rng.random(shape) >= failing
     seen = _sigmoid(center[..., None, None] + 0.3 * rng.normal(size=shape)) * learned
     return Curves(rng.binomial(ITEMS, seen) / ITEMS, _sigmoid(center))
 
@@ -164,14 +171,15 @@ def calls(arms_by_task, share=1.0):
     }
 
 
-def race(drawn):
-    """Return the orders called by the race and at its end, and its share of the fixed tokens."""
+def race(drawn, final=True):
+    """Return the orders called by the race and, if `final`, at its end; and its share of tokens."""
     seen = drawn.scores
     names, rates, seeds = seen.shape[1:4]
-    found, ends, spent = set(), {}, 0
+    found, ends, spent, cells = set(), {}, 0, {}
     for t in range(TASKS):
         stages = racing.race_stages(seeds, LOOKS)
-        run, at = racing.Race(str(t), stages, TASKS), np.zeros(seen.shape[1:4], int)
+        run = racing.Race(str(t), stages, TASKS, seen=cells)
+        at = np.zeros(seen.shape[1:4], int)
         arms = {(f"a{k}", float(r)): (k, r) for k in range(names) for r in range(rates)}
         for stage in stages:
             for place in arms.values():
@@ -186,7 +194,8 @@ def race(drawn):
                 del arms[stop.arm, stop.learning_rate]
         spent += at.sum()
         found |= {(str(t), *pair) for pair in run.decided}
-    found |= calls(ends, 1 - racing.RACE_SHARE)
+    if final:
+        found |= calls(ends, 1 - racing.RACE_SHARE)
     return found, spent / seen.size
 
 
@@ -214,18 +223,20 @@ def _rates_of(found, level):
     return is_false, len(worse)
 
 
-def races(boards, rng, design, levels=(), slower=1.0):
+def races(boards, rng, design, levels=(), slower=1.0, failing=0.0, final=True):
     """Return the error rates of both designs, and the race's power and tokens.
+
+    Without `final`, only of the orders that the race decides before its last stage.
 
     Power is the share of architectures below the best of their task that are called worse than
     another.
     """
     sums = np.zeros(6)
     for _ in range(boards):
-        drawn = curves(rng, design, levels, slower)
+        drawn = curves(rng, design, levels, slower, failing)
         best = drawn.level.max(axis=2)
-        run, tokens = race(drawn)
-        fix = fixed(drawn)
+        run, tokens = race(drawn, final)
+        fix = fixed(drawn) if final else set()
         false, power = _rates_of(run, drawn.level)
         fixed_false, fixed_power = _rates_of(fix, drawn.level)
         worse = (best < best.max(axis=1, keepdims=True)).sum()
@@ -251,6 +262,9 @@ def main():
         found = chosen_boards(4, seeds, boards, np.random.default_rng(0))
         row = dict(zip(names, found, strict=True))
         print(json.dumps({"rates": 4, "seeds": seeds} | row), flush=True)
+    for failing in (0.05, 0.1, 0.2, 0.4):
+        found = races(boards, np.random.default_rng(0), (4, 1, 3), failing=failing)
+        print(json.dumps({"failing": failing, "design": (4, 1, 3)} | found), flush=True)
     for design in DESIGNS:
         for name, levels, slower in OTHERS:
             found = races(boards, np.random.default_rng(0), design, levels, slower)

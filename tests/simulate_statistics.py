@@ -18,11 +18,14 @@ from scipy import stats
 
 from canon_pretrain.report.decide import ALPHA, detectable, holm, two_sided_p
 from canon_pretrain.report.noise import (
+    MIN_CLUSTERS,
     OTHER_GENERATIVE,
     RANGE_OF_8,
+    Clusters,
     Difference,
     ItemScores,
     expected_maximum,
+    items_interval,
     mean_variance,
     paired_difference,
     published_spread,
@@ -273,6 +276,32 @@ def _naive(experiments: Sequence[Sequence[Test]]) -> dict[str, float]:
     return {rule: float((p <= level).mean()) for rule, p in smallest.items()}
 
 
+DOCUMENTS = ("equal", "skewed", "of unequal length")
+"""Kinds of `coverage`: of the differences of two models on the documents of a held-out text."""
+
+
+def coverage(
+    kind: str, num_documents: int, experiments: int, generator: np.random.Generator
+) -> float:
+    """Return how often the interval over documents has the true difference of one pair of runs.
+
+    Documents "of unequal length" have a lognormal number of tokens; "skewed" differences are
+    exponential, so that a few documents have most of the difference.
+    """
+    shape = experiments, num_documents
+    values, tokens, true = generator.normal(0.01, 0.03, shape), np.full(shape, 1000.0), 0.01
+    if kind == "skewed":
+        values, true = generator.exponential(size=shape), 1.0
+    if kind == "of unequal length":
+        tokens = np.ceil(1000 * generator.lognormal(0, 1, shape))
+    covered = 0
+    for values_G, tokens_G in zip(values, tokens, strict=True):
+        interval = items_interval(Clusters(values_G * tokens_G, tokens_G), bounded=False)
+        assert interval is not None
+        covered += interval[0] <= true <= interval[1]
+    return covered / experiments
+
+
 def main(argv: list[str] | None = None) -> None:
     """Print the rates of each scenario as a line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulate_statistics")
@@ -281,6 +310,10 @@ def main(argv: list[str] | None = None) -> None:
     for scenario in (*SCENARIOS, *BREACHES):
         planted = (0.05, 0.1) if scenario in SCENARIOS else ()
         print(json.dumps(asdict(simulate(scenario, count, generator, planted))), flush=True)
+    for kind in DOCUMENTS:
+        for size in (MIN_CLUSTERS, 20, 50):
+            share = coverage(kind, size, count, generator)
+            print(json.dumps({"documents": size, "kind": kind, "coverage": share}), flush=True)
     apart = 1 - (1 - 2 * stats.norm.sf(RANGE_OF_8 / math.sqrt(2))) ** len(SPREADS)
     print(json.dumps({"false_alarms_beyond_the_range_of_8": apart, "bias": expected_maximum(2)}))
 

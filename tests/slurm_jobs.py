@@ -56,11 +56,11 @@ class Job:
         while not happened():
             if time.monotonic() > end:
                 pytest.fail(f"waited {TIMEOUT_S} s for {what}: {self.state}\n{self.text()}")
-            # let a requeued job start in a few seconds; Slurm revokes its old credential first
+            # let a requeued job start soon; Slurm revokes its old credential first
             state, restarts = self.fields("JobState", "Restarts")
             if state == "PENDING" and int(restarts) > self._hurried:
                 # refused if no node is left for it
-                command = ("scontrol", "update", f"JobId={self.id}", "StartTime=now+4")
+                command = ("scontrol", "update", f"JobId={self.id}", "StartTime=now+2")
                 if self.cluster.run(*command, check=False).returncode == 0:
                     self._hurried = int(restarts)
             time.sleep(0.2)

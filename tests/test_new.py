@@ -9,12 +9,15 @@ import sys
 from dataclasses import replace
 
 import pytest
+from scipy import stats
 
 from canon_pretrain import new
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import count_memory, on_meta
 from canon_pretrain.titan.job_config import check_job, micro_batch_size
+from data_prep.plan import AIMED_HELD_OUT
+from data_prep.planning import train_tokenizer
 from tests.support import ROOT, error_codes
 
 CPU = new.Machine("2 cores", False, 1, 8e9)
@@ -173,6 +176,10 @@ def test_text_of_another_encoding_is_refused(tmp_path, capsys):
     for path in folder.iterdir():
         path.write_text(path.read_text(errors="replace"), encoding="utf-16")
     run("other", "--data", folder, "fails")
+    assert error_codes(capsys.readouterr().err) == ["input.other_format"]
+    for path in folder.iterdir():
+        path.write_bytes(prose(1, 5000).replace("e", "é").encode("latin-1"))
+    run("third", "--data", folder, "fails")
     assert error_codes(capsys.readouterr().err) == ["new.not_utf8"]
 
 
@@ -255,11 +262,12 @@ def test_large_text_is_held_out_and_built_in_part():
     def found(num_files, num_bytes):
         return new.Survey(num_files, 0, (), {}, {}, [], num_files, num_bytes, 0, 0, 0)
 
-    assert new.cut_and_holdout(found(1000, 10**6)) == (0, 0.02)
-    for num_files in (1000, 10**6):
+    assert new.cut_and_holdout(found(10_000, 10**6)) == (0, 0.02)
+    for num_files in (200, 1000, 10**6):
         holdout = new.cut_and_holdout(found(num_files, 10**10))[1]
-        assert holdout * num_files >= new.HELD_OUT_DOCUMENTS
-        assert holdout * 10**10 <= 1.1 * max(4e6, new.HELD_OUT_DOCUMENTS * 1e10 / num_files)
+        # a hash chooses 20 or more in 98 % of such texts
+        assert stats.binom.cdf(19, num_files, holdout) < 0.03
+        assert holdout * 10**10 <= 1.1 * max(4e6, AIMED_HELD_OUT * 1e10 / num_files)
     one = new.propose(CPU, 1e10, 6000.0)
     needed = one.steps * one.batch * one.args.max_seq_len
     assert 4 * needed > new.LEAST_BUILT_BYTES / 3.5
@@ -305,3 +313,30 @@ def test_one_long_file_to_a_comparison(tmp_path, monkeypatch, capsys):
     manifest = json.loads((tmp_path / "outputs/mine/data/validation/manifest.json").read_text())
     assert len(list(tmp_path.glob("outputs/mine/*/evals/step-12/validation/*/results.json"))) == 2
     assert manifest["plan_sha256"]
+
+
+DIGITS = random.Random(0).choices("0123456789", k=25_000)
+FEW_WORDS = {
+    "digits": "".join(DIGITS),
+    "numbers": " ".join(DIGITS),
+    "words": "the cat sat on the mat. " * 1000,
+    "letter": "a" * 25_000,
+    "lines": "\n".join("ab"[int(digit) % 2] for digit in DIGITS),
+}
+
+
+@pytest.mark.parametrize("text", FEW_WORDS)
+def test_texts_of_few_words_have_a_small_vocabulary(text, tmp_path, capsys):
+    (tmp_path / "few.txt").write_text(FEW_WORDS[text])
+    run("few", "--data", "few.txt")
+    [build] = [line for line in capsys.readouterr().out.splitlines() if " data build " in line]
+    vocab_size = int(build.split("--tokenizer train:")[1].split()[0])
+    assert 259 < vocab_size < 300
+    assert len(train_tokenizer([FEW_WORDS[text]], vocab_size))
+
+
+def test_a_text_without_words_is_refused_by_its_name(tmp_path, capsys):
+    (tmp_path / "blank.txt").write_text("\n" * 25_000)
+    run("x", "--data", "blank.txt", "fails")
+    printed = capsys.readouterr().err
+    assert error_codes(printed) == ["input.no_tokenizer"] and "--tokenizer" not in printed

@@ -1,8 +1,8 @@
 """The READMEs: their commands run, and every path, module, option and link in them exists.
 
 A document's `sh` blocks are one script, which the system tier runs in a copy of the repository
-(QUICK shortens README.md's training; `canon` is this Python's). After `<!-- dry: gpu -->` (or
-network, slurm, minutes, hours) options go through the real parsers, training through its plan,
+(QUICK shortens README.md's training; `canon` runs in forks of a server). After `<!-- dry: gpu -->`
+(or network, slurm, minutes, hours) options go through the real parsers, training through its plan,
 jobs bash -n.
 """
 
@@ -25,6 +25,7 @@ from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import make_plans
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.train import _split_options
+from tests.commands import canon_program
 from tests.support import ROOT
 
 FOLDERS = ("canon_pretrain", "data_prep", "eval", "slurm", "train_configs", "tests")
@@ -154,13 +155,10 @@ def test_commands_run(name, tmp_path):
         script = script.replace(long, short)
     for folder in FOLDERS[:5]:
         shutil.copytree(ROOT / folder, tmp_path / folder)
-    program = tmp_path / "bin" / "canon"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m canon_pretrain "$@"\n')
-    program.chmod(0o755)
-    path = f"{program.parent}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    path = f"{tmp_path / 'bin'}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     own = {"HF_HOME": f"{tmp_path}/hf", "PATH": path, "PYTHONPATH": str(tmp_path)}
     own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     kept = {"capture_output": True, "text": True, "cwd": tmp_path, "env": os.environ | own}
-    done = subprocess.run(["bash", "-euxo", "pipefail", "-c", script], **kept)
+    with canon_program(tmp_path / "bin"):
+        done = subprocess.run(["bash", "-euxo", "pipefail", "-c", script], **kept)
     assert not done.returncode, f"{done.stdout}\n{done.stderr}"

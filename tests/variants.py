@@ -55,6 +55,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "mimetic": {"mimetic_init": True},
     "moe": {"ffn": "moe", "num_experts": 4, "experts_per_token": 2},
     "gated_moe": {"ffn": "moe", "num_experts": 3, "moe_gated": True, "num_shared_experts": 2},
+    "capacity": {"moe_capacity": 0.5},  # drops half of the choices, in training
     **{canon_set: {"canon_set": canon_set} for canon_set in ("AB", "B", "ABC")},
 }
 NAMES = (
@@ -129,6 +130,13 @@ def build(args: ModelArgs, **options: Any) -> Transformer:
             if name.endswith((".D", ".A_log", ".dt_bias")):
                 parameter.uniform_(-1.5, 1.5, generator=generator)
     return model
+
+
+@torch.no_grad()
+def prefer_ids_from(model: Transformer, first: int) -> None:
+    """Make an id of `first` or above the likeliest after every text."""
+    assert model.output is not None
+    model.output.weight[first:] *= 1000
 
 
 def random_tokens(args: ModelArgs, rows: int, num_tokens: int, seed: int = 0) -> torch.Tensor:

@@ -24,7 +24,6 @@ PRODUCT = ("canon_pretrain", "data_prep", "eval")
 LIMITS = {
     "README.md bytes": 14_336,
     "bytes of all .md": 131_072,
-    "test lines": 32_768,
     "tests that compare prose": 60,
     "test names over 60 characters": 0,
     "worn words": 20,
@@ -118,7 +117,6 @@ def words() -> dict[str, int]:
     return {
         "README.md bytes": (ROOT / "README.md").stat().st_size,
         "bytes of all .md": sum(path.stat().st_size for path in pages),
-        "test lines": sum(path.read_text().count("\n") for path in tests),
         "tests that compare prose": sum(len(prose_of(tree)) for tree in tests.values()),
         "test names over 60 characters": sum(len(name) > 60 for name in names),
         "worn words": sum(len(re.findall(WORN, text)) for text in written),

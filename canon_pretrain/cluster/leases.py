@@ -102,9 +102,8 @@ class Slurm:
     def submit(self, script: str, arguments: Sequence[str], flags: Sequence[str]) -> str:
         """Submit slurm/`script`; return the job's id. Raises UserError, SlurmTimeout."""
         command = ("bash", str(SCRIPTS / "submit.sh"), "--parsable", *flags)
-        done = self._run(
-            *command, str(SCRIPTS / script), *arguments, CANON_REPO=str(SCRIPTS.parent)
-        )
+        variables = {"CANON_REPO": str(SCRIPTS.parent), "CANON_JOB_CHECKED": "1"}
+        done = self._run(*command, str(SCRIPTS / script), *arguments, **variables)
         words = done.stdout.split()
         if done.returncode or not words:
             text = (done.stderr or done.stdout).strip()

@@ -1,8 +1,13 @@
-"""Child processes that end with this one, and a server that forks them from what it has imported.
+"""Child processes: each has a session of its own and ends with this process.
 
-Importing torch takes longer than many a small run trains. `ForkServer` starts a process once that
-imports it, and `serve` there forks a child per request. The child is adopted by the process that
-asked (PR_SET_CHILD_SUBREAPER), which waits for it and signals it as its own. Linux only.
+A Ctrl-C in a terminal, or a launcher's signal to a process group, reaches this process only, which
+decides what its children do. Python runs signal handlers between two instructions of the main
+thread: a wait for a child must return often enough, or raise in the handler.
+
+`ForkServer` forks children from a process that has imported what they need. Importing torch takes
+longer than many a small run trains: the server imports it once, and `serve` there forks a child per
+request. The child is adopted by the process that asked (PR_SET_CHILD_SUBREAPER), which waits for it
+and signals it as its own. Linux only.
 """
 
 import ctypes
@@ -12,13 +17,16 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import BinaryIO
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MAX_REQUEST = 1 << 20
 TIMEOUT_S = 300.0  # the first answer comes after the imports
+POLL_S = 0.2
 _libc = ctypes.CDLL(None)
 
 
@@ -27,6 +35,60 @@ def end_with(parent: int) -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def end_with_torchrun() -> None:
+    """Receive SIGTERM when torchrun's agent ends, if this process is one of its ranks."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())
+
+
+def start_child(words: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+    """Start a process in a session of its own that receives SIGTERM when this one ends."""
+    parent = os.getpid()
+    return subprocess.Popen(
+        words, start_new_session=True, preexec_fn=lambda: end_with(parent), **options
+    )
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and its descendants, which may be in other sessions."""
+    found = [pid]
+    for known in found:  # grows while it is read
+        with suppress(OSError):
+            for thread in Path(f"/proc/{known}/task").iterdir():
+                found += map(int, (thread / "children").read_text().split())
+    for known in found:
+        with suppress(ProcessLookupError):
+            os.kill(known, signal.SIGKILL)
+
+
+@contextmanager
+def separate_sessions() -> Iterator[None]:
+    """Start also the processes of libraries in sessions of their own, within the block.
+
+    torch.compile starts compilers in the process group of a rank: a signal to the group, which asks
+    the rank to save and stop, would kill them, and the step with them. A KeyboardInterrupt in the
+    block kills those that run, as threads may wait for them.
+    """
+    original, started = subprocess.Popen.__init__, weakref.WeakSet[Any]()
+
+    def start_apart(process: Any, *arguments: Any, **options: Any) -> None:
+        is_library = "start_new_session" not in options
+        original(process, *arguments, **{"start_new_session": True} | options)
+        if is_library:
+            started.add(process)
+
+    subprocess.Popen.__init__ = start_apart  # type: ignore[assignment]
+    try:
+        yield
+    except KeyboardInterrupt:
+        for process in [*started]:
+            if process.returncode is None:
+                kill_tree(process.pid)
+        raise
+    finally:
+        subprocess.Popen.__init__ = original  # type: ignore[method-assign]
 
 
 class ForkedChild:
@@ -56,7 +118,7 @@ class ForkServer:
     def __init__(self, command: Sequence[str], environ: dict[str, str]) -> None:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(TIMEOUT_S)
+        self._socket.settimeout(POLL_S)
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -67,13 +129,30 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C is for this process
             )
 
-    def start(self, words: Sequence[str], output: BinaryIO) -> ForkedChild:
-        """Run the server's function with `words` in a child. Raises OSError if the server ended."""
+    def start(
+        self,
+        words: Sequence[str],
+        output: BinaryIO,
+        gives_up: Callable[[], bool] = lambda: False,
+    ) -> ForkedChild | None:
+        """Run the server's function with `words` in a child. Raises OSError if the server ended.
+
+        Returns None if `gives_up()` before the child has started: then close the server, and the
+        child does not start.
+        """
         socket.send_fds(self._socket, [json.dumps(words).encode()], [output.fileno()])
-        answer = self._socket.recv(MAX_REQUEST)
-        if not answer:
-            raise ConnectionError("the process that forks trainers has ended")
-        return ForkedChild(int(answer))
+        deadline = time.monotonic() + TIMEOUT_S
+        while not gives_up():
+            try:
+                answer = self._socket.recv(MAX_REQUEST)
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            if not answer:
+                raise ConnectionError("the process that forks trainers has ended")
+            return ForkedChild(int(answer))
+        return None
 
     def close(self) -> None:
         """End the server; its children continue."""

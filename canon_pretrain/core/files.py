@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -43,12 +43,22 @@ def open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
-def _open(path: Path) -> BufferedReader:
-    """Open a regular file for reading. Raises OSError, ENXIO if the file is not regular."""
-    file = open(path, "rb", opener=open_nonblocking)
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.ENXIO, "not a regular file", str(path))
+def open_file(path: Path, mode: Literal["rb", "ab", "wb"]) -> BinaryIO:
+    """Open a regular file, without waiting for the other end of a FIFO.
+
+    Raises OSError, ENXIO if the file is not regular.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            file: BinaryIO = stack.enter_context(open(path, mode, opener=open_nonblocking))
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # of a FIFO without a reader
+                raise
+            is_regular = False
+        if not is_regular:
+            raise OSError(errno.ENXIO, "not a regular file", str(path))
+        stack.pop_all()  # keeps the file open
     return file
 
 
@@ -56,7 +66,7 @@ def _open(path: Path) -> BufferedReader:
 def open_regular(path: Path) -> Iterator[BinaryIO]:
     """Open a regular file for reading; raises UnreadableFile, also for OSErrors of the block."""
     try:
-        with _open(path) as file:
+        with open_file(path, "rb") as file:
             yield file
     except OSError as error:
         text = "is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}"
@@ -148,8 +158,8 @@ def read_record(
 
 def sha256_file(path: Path) -> str:
     """Return the hex SHA-256 of a regular file. Raises OSError, also if it is not regular."""
-    with _open(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_file(path, "rb") as file:
+        return hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
 
 
 def fsync_folder(folder: Path) -> None:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from canon_pretrain.core import holder as files
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import open_file
 from canon_pretrain.core.holder import Holder, link, process_lives, remove, temporary_file
 
 HEARTBEAT_S = 10.0
@@ -280,7 +281,9 @@ class LinkLock:
         remove(claim)
 
     def _run_every_heartbeat(self, action: Callable[[], None]) -> None:
-        while not self._stop.wait(self.heartbeat_s) and not self.lost:
+        # not for a main thread that has ended: what holds the lock is over
+        main = threading.main_thread()
+        while not self._stop.wait(self.heartbeat_s) and not self.lost and main.is_alive():
             action()
 
     def _write_heartbeat(self) -> None:
@@ -374,7 +377,7 @@ def _take(path: Path, link_lock: LinkLock) -> tuple[Callable[[], bool], Callable
         with suppress(FileExistsError):  # removed between mkdir and pathlib's check
             path.parent.mkdir(exist_ok=True)
         with suppress(FileNotFoundError), ExitStack() as stack:  # removed meanwhile: retry
-            file = stack.enter_context(open(path, "ab"))
+            file = stack.enter_context(open_file(path, "ab"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

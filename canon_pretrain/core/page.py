@@ -14,15 +14,21 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from canon_pretrain.core.terminal import printable
+
 COMMON = Path(__file__).parent / "templates"
 
 
 def environment(templates: Path, *, autoescape: bool, **filters: Callable[..., Any]) -> Environment:
-    """Return the environment of `templates` and the common ones; undefined names are errors."""
+    """Return the environment of `templates` and the common ones; undefined names are errors.
+
+    Control characters of values are replaced: a page shows text of logs, configs and models.
+    """
     made = Environment(
         loader=FileSystemLoader([templates, COMMON]),
         autoescape=autoescape,
         undefined=StrictUndefined,
+        finalize=_without_controls,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -31,6 +37,12 @@ def environment(templates: Path, *, autoescape: bool, **filters: Callable[..., A
     made.policies["json.dumps_kwargs"] = compact
     made.filters |= filters
     return made
+
+
+def _without_controls(value: Any) -> Any:
+    """Return text with control characters replaced, except in our own markup and JSON."""
+    is_text = isinstance(value, str) and not isinstance(value, Markup)
+    return printable(value, "\n\t") if is_text else value
 
 
 def html_page(templates: Path, name: str, plotted: Any, *, dark: bool = True, **values: Any) -> str:

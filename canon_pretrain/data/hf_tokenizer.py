@@ -1,8 +1,9 @@
 """Encoder of an HF tokenizer.json with the package `tokenizers`, one of `Tokenizer`'s two formats.
 
-By default that package matches special tokens in texts, and truncates or pads if the file says so;
-both are off here. It needs 5 GB for a document of 30 MB, so texts are encoded in slices for two
-kinds of file: Llama-2's (see `cached_encoder.py`), and those that first split by a known regex.
+By default that package matches special tokens in texts, and if the file says so, it truncates, pads
+or splits words at random (BPE dropout): all of that is off here. It needs 5 GB for a document of
+30 MB, so texts are encoded in slices for two kinds of file: Llama-2's (see `cached_encoder.py`),
+and those that first split by a known regex.
 """
 
 import json
@@ -35,7 +36,9 @@ _LLAMA_NORMALIZER = {
         {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
     ],
 }
-_OTHER_BPE = ("dropout", "ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
+RANDOM_OPTIONS = ("dropout", "alpha", "nbest_size")
+"""Options of a model that draw one of the splits of a word: of BPE, and of Unigram."""
+_OTHER_BPE = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -96,6 +99,7 @@ class HFTokenizer:
         for entry in content["added_tokens"]:
             if entry["id"] in (self.eos_id, self.bos_id):
                 entry["special"] = True  # matching can be turned off for special tokens only
+        content, ignored = without_random_options(content)
         self._tokenizer = _load(content, name)
         # ids may have gaps, so the number of tokens could be too small
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
@@ -112,6 +116,8 @@ class HFTokenizer:
         if faster and np.array_equal(faster.encode(PROBE_TEXT), _ids(self._tokenizer, PROBE_TEXT)):
             self._encoder = faster
         self.method = f"tokenizers, {self._encoder.method if self._encoder else 'whole texts'}"
+        if ignored:
+            self.method += f"; ignores {', '.join(ignored)}, which splits words at random"
         for token in (str(self._tokenizer.id_to_token(i)) for i in self._special):
             for probe in (token, f"a{token}b", f" {token} "):
                 self.encode(probe)
@@ -143,6 +149,16 @@ def _load(content: dict[str, Any], name: str) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def without_random_options(content: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return `content` whose texts always have the same ids, and the options that were removed."""
+    model = content.get("model")
+    if not isinstance(model, dict):
+        return content, []
+    removed = [option for option in RANDOM_OPTIONS if model.get(option)]
+    kept = {key: value for key, value in model.items() if key not in RANDOM_OPTIONS}
+    return {**content, "model": kept}, [f"{option} = {model[option]}" for option in removed]
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -5,6 +5,7 @@ interrupted downloads resume. A listing is saved in the cache, so that other job
 """
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,9 @@ from canon_pretrain.core.terminal import size
 COMMIT = re.compile("[0-9a-f]{40}")
 SHA256 = re.compile("[0-9a-f]{64}")
 TIMEOUT_S = 30.0
+BAD_ANSWER = (json.JSONDecodeError, KeyError, TypeError, AttributeError)
+"""What huggingface_hub raises for an answer that is not the hub's, such as the page of a proxy."""
+NOT_THE_HUB = "what answered is not the hub; check HF_ENDPOINT, and the network's proxy or login"
 
 
 class HubUnavailable(UserError):
@@ -153,7 +157,7 @@ def hub_errors(
     """
     try:
         yield
-    except (transport_error(), OSError, *unexpected) as error:
+    except (transport_error(), OSError, *BAD_ANSWER, *unexpected) as error:
         what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
         detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
         raise _user_error(error, hints, unexpected, what, detail) from None
@@ -166,6 +170,14 @@ def transport_error() -> Any:
     builtin = (Exception, BaseException, object, OSError)
     # it is above the hub's own error
     return [base for base in errors.HfHubHTTPError.__mro__ if base not in builtin][-1]
+
+
+def is_page(response: Any) -> bool:
+    """Return whether the reply to a failed request (None: there is none) is a page of another."""
+    if response is None or response.status_code >= 500:
+        return False
+    headers = response.headers
+    return "html" in headers.get("Content-Type", "") and "X-Error-Code" not in headers
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
@@ -204,6 +216,9 @@ def _user_error(
             "the disk is full, here or in huggingface_hub's cache; free some space or set HF_HOME"
         )
         return HubUnavailable("disk.full", message(problem))
+    replies = [one.response for one in causes if isinstance(one, errors.HfHubHTTPError)]
+    if isinstance(error, BAD_ANSWER) or any(map(is_page, replies)):
+        return UserError("hub.unexpected", message(f"{NOT_THE_HUB}, {hints.without_hub}"))
     login = f"log in (HF_TOKEN), {hints.without_hub}"
     if not is_any(errors.LocalEntryNotFoundError):
         if is_any(errors.GatedRepoError):

@@ -20,6 +20,7 @@ from canon_pretrain.data.id_tokenizer import IdTokenizer, is_id_tokenizer
 SENTENCEPIECE_FILE = "tokenizer.model"
 HF_FILE = "tokenizer.json"
 FILE_NAMES = (SENTENCEPIECE_FILE, HF_FILE)
+HF_CONFIG_FILE = "tokenizer_config.json"
 
 # Mistral-v1 and Llama-2 have the same vocab_size, BOS and EOS; the first of these tells them apart.
 PROBES = ("Hello world.", "    return x[10:]\n", "</s>", "Zürich 2024 \U0001f642")
@@ -111,8 +112,14 @@ class Tokenizer:
 
     @classmethod
     def find(cls, folder: Path, *, eos: str | int | None = None) -> Self:
-        """Load the tokenizer of a data folder; `eos` is its shards'. Raises UserError."""
+        """Load the tokenizer of a data folder or an export; `eos` is its shards'.
+
+        An export may have a SentencePiece model and its conversion: then it is the model. Raises
+        UserError.
+        """
         there = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
+        if (Path(folder) / HF_CONFIG_FILE).is_file():
+            there = there[:1]
         if len(there) != 1:
             names = " and ".join(path.name for path in there) or "no tokenizer"
             message = f"{folder}: has {names}, expected one of {' and '.join(FILE_NAMES)}"

@@ -2,7 +2,8 @@
 
     OUT/model*.safetensors      the weights under the names of LlamaCanonForCausalLM, + index
        /config.json             the model (config.py), generation_config.json
-       /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json
+       /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json,
+                                tokenizer.model of a SentencePiece model
        /modeling_canon.py, ...  the model's code (writing.py), unless transformers has a class
        /canon_pretrain.json     the origin of the weights, and the names of these files
        /README.md               how to load it, or the card that `card` makes of the run
@@ -26,7 +27,7 @@ from canon_pretrain.checkpoint import weights
 from canon_pretrain.checkpoint.architecture import find_checkpoint, model_args_of
 from canon_pretrain.core import files as disk
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.data.tokenizer import Tokenizer
+from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 from canon_pretrain.hf import writing
 from canon_pretrain.hf.config import (
     ARCHITECTURE,
@@ -38,11 +39,12 @@ from canon_pretrain.hf.config import (
 )
 from canon_pretrain.hf.loading import find_tokenizer, run_data
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
-from canon_pretrain.hf.tokenizer_files import tokenizer_files
+from canon_pretrain.hf.tokenizer_files import llama_cpp_reads, sentencepiece_file, tokenizer_files
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import own_version, read_run
+from canon_pretrain.synthetic.evaluation import task_of_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RECORD = "canon_pretrain.json"
@@ -94,7 +96,7 @@ def export(
     args = model_args_of(run)
     like = meta_weights(args)
     manifest = weights.check_weights(checkpoint, like)
-    found, eos_id = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
+    found, ids = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
     facts = read_run(run)
     names = ("sha256", "bos_id", "eos_id", "vocab_size")
     record: dict[str, Any] = {
@@ -114,12 +116,14 @@ def export(
         plans = writing.plan_files(shapes, DTYPES[dtype], max_file_bytes)
         tensors = _tensors(checkpoint, args, like, DTYPES[dtype], kind)
         writing.write_files(temporary, plans, tensors, DTYPES[dtype])
-        texts = _small_files(args, found, eos_id, dtype)
-        about = _about(args, dtype, manifest.step, has_tokenizer=found is not None)
+        texts = _small_files(args, found, ids, dtype)
+        about = _about(args, dtype, manifest.step, found)
         page = {"README.md": "# {title}\n\n{lead}\n\n{loading}".format_map(about).encode()}
         if card is not None:
             page = dict(card(run.path, manifest.step, license_id=license_id, **about))
         contents = page | {name: text.encode() for name, text in texts.items()}
+        if found is not None and (model := sentencepiece_file(found)) is not None:
+            contents[SENTENCEPIECE_FILE] = model
         for name, content in contents.items():
             (temporary / name).write_bytes(content)
         record["files"] = sorted({*(path.name for path in temporary.iterdir()), RECORD})
@@ -178,23 +182,34 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
     disk.fsync_folder(out)
 
 
+@dataclass(frozen=True)
+class _Ids:
+    """What is known of the model's ids: EOS, and how many are in texts; others are padding."""
+
+    eos_id: int | None
+    vocab_size: int
+
+
 def _find_tokenizer(
     run: RunFolder, args: ModelArgs, asked: Path | None, eos: str | None, *, wanted: bool
-) -> tuple[Tokenizer | None, int | None]:
-    """Return the training tokenizer (None unless `wanted`) and the id of EOS if known."""
+) -> tuple[Tokenizer | None, _Ids]:
+    """Return the training tokenizer (None unless `wanted`) and its ids."""
     if not wanted:
+        if (task := task_of_run(run.read_config()["identity"])) is not None:
+            return None, _Ids(None, task.vocab_size)
         _, shards = run_data(run)
-        return None, shards.eos_id if shards else None
+        known = (shards.eos_id, shards.vocab_size) if shards else (None, args.vocab_size)
+        return None, _Ids(*known)
     found = find_tokenizer(run.path, run, asked, eos, hint=_TOKENIZER_HINT)
     if found.vocab_size > args.vocab_size:
         sizes = f"{found.vocab_size} tokens, the model {args.vocab_size}"
         text = f"the tokenizer has {sizes}. {_TOKENIZER_HINT}"
         raise UserError("hf.vocab_size", text, given=found.vocab_size, expected=args.vocab_size)
-    return found, found.eos_id
+    return found, _Ids(found.eos_id, found.vocab_size)
 
 
 def _small_files(
-    args: ModelArgs, tokenizer: Tokenizer | None, eos_id: int | None, dtype: str
+    args: ModelArgs, tokenizer: Tokenizer | None, ids: _Ids, dtype: str
 ) -> dict[str, str]:
     plain = plain_fields(args)
     files = {} if plain else dict(writing.bundled_code(own_version()))
@@ -208,10 +223,13 @@ def _small_files(
         **to_fields(args),
     }
     # EOS also starts a text, see tokenizer_files.py
-    names = () if eos_id is None else ("bos_token_id", "eos_token_id", "pad_token_id")
-    ends = dict.fromkeys(names[:2], eos_id)
+    names = () if ids.eos_id is None else ("bos_token_id", "eos_token_id", "pad_token_id")
+    ends = dict.fromkeys(names[:2], ids.eos_id)
     records = {CONFIG: {**fields, **ends, "torch_dtype": dtype}}
-    records["generation_config.json"] = dict.fromkeys(names, eos_id)
+    records["generation_config.json"] = dict.fromkeys(names, ids.eos_id)
+    if ids.vocab_size < args.vocab_size:
+        unused = list(range(ids.vocab_size, args.vocab_size))
+        records["generation_config.json"]["suppress_tokens"] = unused
     if tokenizer is not None:
         try:
             records |= tokenizer_files(tokenizer, args.max_seq_len)
@@ -251,6 +269,15 @@ in which this state would mix neighboring requests and be lost between steps. So
 `_supports_attention_backend` is not set, and they reject the model.
 """
 _TOKENS = "Keys and values take {:,} bytes per token in bfloat16.\n\n"
+_NO_GGUF = """\
+llama.cpp's converter may misread this tokenizer: compare the token ids of a GGUF file with
+transformers'.
+"""
+# found by trying 4.57.1; 5.23 is right
+_OLD_MAMBA2 = """\
+In transformers 4.57 this class is wrong for padding on the left and for a prompt that is read in
+parts; its beam search needs `use_cache=False`. Transformers 5 is right.
+"""
 _SERVERS = {"smollm3": "vLLM and SGLang serve", "mamba2": "vLLM serves"}
 
 
@@ -271,20 +298,23 @@ def _state_text(args: ModelArgs) -> str:
     return text if sizes else ""
 
 
-def _about(args: ModelArgs, dtype: str, step: int, *, has_tokenizer: bool) -> dict[str, str]:
+def _about(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None) -> dict[str, str]:
     """Return the parts of a README: title, lead (what the weights are) and loading."""
     plain, serving = plain_fields(args), _CUSTOM
     if plain is not None:
         servers = _SERVERS.get(plain["model_type"], "vLLM, SGLang and llama.cpp serve")
         serving = f"A standard {plain['architectures'][0]}, without custom code.\n"
         serving += f"{servers} it like any model of that class.\n"
-        if plain["model_type"] == MAMBA2:  # found by trying 4.57.1; 5.23 is right
-            serving += "Beam search in transformers 4.57 needs `use_cache=False`.\n"
+        if "llama.cpp" in servers and tokenizer is not None and not llama_cpp_reads(tokenizer):
+            serving += _NO_GGUF
+        if plain["model_type"] == MAMBA2:
+            serving += _OLD_MAMBA2
     else:
         serving += _state_text(args)
-    if has_tokenizer:
+    if tokenizer is not None:
         serving += "\nThe tokenizer adds no BOS, as in training; EOS starts an empty context.\n"
-    loads = [("model", "AutoModelForCausalLM"), ("tokenizer", "AutoTokenizer")][: 1 + has_tokenizer]
+    loads = [("model", "AutoModelForCausalLM")]
+    loads += [("tokenizer", "AutoTokenizer")] if tokenizer is not None else []
     trust = "" if plain else "trust_remote_code=True"
     call = f'from_pretrained("{PLACE}"{trust and f", {trust}"})'
     lines = [f"from transformers import {', '.join(loader for _, loader in loads)}"]

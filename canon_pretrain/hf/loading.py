@@ -64,8 +64,8 @@ def find_tokenizer(
     else:
         identity = run.read_config()["identity"]
         args = architecture.model_args(identity, run.config_file)
-        if given is None and task_of_run(identity):
-            return Tokenizer(id_tokenizer(args.vocab_size), "of the task")
+        if given is None and (task := task_of_run(identity)):
+            return Tokenizer(id_tokenizer(task.vocab_size), "of the task")
         folder, shards = run_data(run)
         if shards is None and given is not None:  # the data may have moved there
             with contextlib.suppress(UserError):

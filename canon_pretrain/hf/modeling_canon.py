@@ -42,6 +42,8 @@ class LlamaCanonConfig(PretrainedConfig):
     # class attributes, so that no null is written, which the released class can't read; and
     # transformers 5 has a property rope_scaling, which renames the field and adds to it
     rope_scaling = rope_dim = partial_rotary_factor = num_key_value_heads = head_dim = None
+    # transformers 5 has no such attributes unless a class defines them
+    bos_token_id = eos_token_id = pad_token_id = None
 
     def __init__(self, **kwargs: Any) -> None:
         rope = kwargs.pop("rope_parameters", None) or {}  # as transformers 5 writes a config
@@ -108,7 +110,13 @@ class DecodingCache(HFCache):
 
 
 class _Namespace(nn.Module):
-    pass
+    """A place for names; its forward never runs."""
+
+
+Parts = list[tuple[nn.Module, str, nn.Module, str]]
+"""What is registered: its owner and name in `Transformer`, and its place and name here."""
+READ = ("self_attn.o_norm", "mlp.gate")
+"""Modules of a layer whose weight is read without a call."""
 
 
 class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
@@ -120,9 +128,65 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         object.__setattr__(self, "block", block)  # unregistered: its modules have other names here
         self.self_attn, self.mlp = _Namespace(), _Namespace()
+        self._parts = _register(block, self, BLOCK)
+        bare_parts = _register(block, self, BARE)
+        self._parts += bare_parts
+        self._uncalled = list(dict.fromkeys(place for *_, place, _ in bare_parts))
+        self._uncalled += [module for name, module in self.named_modules() if name in READ]
 
-    def forward(self, *args: Any) -> Tensor:
-        return self.block(*args)
+    def train(self, mode: bool = True) -> "LlamaCanonDecoderLayer":
+        """Set the mode of the block too: its experts drop tokens in training."""
+        super().train(mode)
+        self.block.train(mode)
+        return self
+
+    def forward(self, *args: Any) -> Any:
+        """Return what the block returns; see `TransformerBlock`."""
+        # accelerate loads the offloaded weights of a module when it is called
+        hooked: list[Any] = [module for module in self._uncalled if hasattr(module, "_hf_hook")]
+        for module in hooked:
+            module._hf_hook.pre_forward(module)
+        _update(self._parts)
+        try:
+            return self.block(*args)
+        finally:
+            for module in hooked:
+                module._hf_hook.post_forward(module, None)
+            if hooked:
+                _update(self._parts)  # frees the loaded weights
+
+
+def _register(owner: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]) -> Parts:
+    """Register what `owner` has of `names`, pairs of both names, under `root`."""
+    parts: Parts = []
+    for ours, theirs in names:
+        (*path, name), (*their_path, their_name) = ours.split("."), theirs.split(".")
+        inner: Any = owner
+        for each in path:
+            inner = getattr(inner, each, None)
+        part = getattr(inner, name, None)
+        is_group = isinstance(part, nn.Module) and any(True for _ in part.children())
+        if not isinstance(part, nn.Module | Tensor) or is_group:
+            continue
+        place: Any = root
+        for each in their_path:
+            if not hasattr(place, each):
+                setattr(place, each, _Namespace())
+            place = getattr(place, each)
+        if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
+            place.register_buffer(their_name, part)
+        else:
+            setattr(place, their_name, part)
+        parts.append((inner, name, place, their_name))
+    return parts
+
+
+def _update(parts: Parts) -> None:
+    """Give the owners what is registered now: modules and weights may have been replaced."""
+    for owner, name, place, their_name in parts:
+        part = getattr(place, their_name)
+        if getattr(owner, name) is not part:
+            setattr(owner, name, part)
 
 
 class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
@@ -152,18 +216,16 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         core = Transformer(to_args(given), attention_backend=backend)
         object.__setattr__(self, "core", core)
         self.model = _Namespace()
-        self._parts_by_place: list[tuple[nn.Module, str, nn.Module, str]] = []
         first, *last = ENDS
-        self._register_modules(core, self, [first])
+        self._parts = _register(core, self, [first])
         blocks: Any = core.layers.values()
         self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
         for number, layer in enumerate(self.model.layers):
-            self._register_modules(layer.block, layer, BLOCK + BARE)
             core.layers[str(number)] = layer
-        self._register_modules(core, self, last)
+        self._parts += _register(core, self, last)
         if config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self._parts_by_place.append((core, "output", self, "lm_head"))
+            self._parts.append((core, "output", self, "lm_head"))
         self.post_init()
 
     @classmethod
@@ -175,38 +237,6 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             if isinstance(module, Canon) and not isinstance(module, ShortConv):
                 module.weight.requires_grad_(model.core.args.canon_trainable)
         return loaded
-
-    def _register_modules(
-        self, owner: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]
-    ) -> None:
-        """Register what `owner` has of `names`, pairs of both names, under `root`."""
-        for ours, theirs in names:
-            (*path, name), (*their_path, their_name) = ours.split("."), theirs.split(".")
-            inner: Any = owner
-            for each in path:
-                inner = getattr(inner, each, None)
-            part = getattr(inner, name, None)
-            is_group = isinstance(part, nn.Module) and any(True for _ in part.children())
-            if not isinstance(part, nn.Module | Tensor) or is_group:
-                continue
-            place: Any = root
-            for each in their_path:
-                if not hasattr(place, each):
-                    setattr(place, each, _Namespace())
-                place = getattr(place, each)
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                place.register_buffer(their_name, part)
-            else:
-                setattr(place, their_name, part)
-            self._parts_by_place.append((inner, name, place, their_name))
-
-    def _update_parts(self) -> None:
-        if getattr(self, "_is_replica", False):
-            raise ValueError("nn.DataParallel can't copy this model; use one process per GPU")
-        for owner, name, place, their_name in self._parts_by_place:
-            part = getattr(place, their_name)
-            if getattr(owner, name) is not part:
-                setattr(owner, name, part)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -268,7 +298,9 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
         cache = self._cache(past_key_values, bool(use_cache), tokens_BT)
-        self._update_parts()
+        if getattr(self, "_is_replica", False):
+            raise ValueError("nn.DataParallel can't copy this model; use one process per GPU")
+        _update(self._parts)
         core = self.core
         if core.rope is not None and core.rope.cos_TR.device != tokens_BT.device:
             core.rope.reset(tokens_BT.device)  # transformers builds models on the meta device

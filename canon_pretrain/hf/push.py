@@ -15,7 +15,13 @@ from typing import Any
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json
-from canon_pretrain.data.hub import causes_of, transport_error
+from canon_pretrain.data.hub import (
+    BAD_ANSWER,
+    NOT_THE_HUB,
+    causes_of,
+    is_page,
+    transport_error,
+)
 from canon_pretrain.hf.export import PLACE, RECORD, files_of_export
 
 README, CARD_HASH = "README.md", "card_sha256"
@@ -38,6 +44,10 @@ class Upload:
         README.md names repository and branch, and the record no folder of this machine.
         """
         names = files_of_export(export)
+        # a record that was tampered with may list a link to any file of this machine
+        if links := [name for name in (*names, RECORD) if (export / name).is_symlink()]:
+            text = f"{export}: {', '.join(links)} are links, maybe out of it; export it again"
+            raise UserError("hf.not_an_export", text, path=export, links=links)
         if missing := [name for name in names if not (export / name).is_file()]:
             text = f"{export} is incomplete: {', '.join(missing)} missing; export it again"
             raise UserError("hf.incomplete_export", text, path=export, missing=missing)
@@ -81,6 +91,8 @@ def full_name(repo: str) -> str:
 
     with _errors(repo):
         user = HfApi().whoami()["name"]
+        if not isinstance(user, str):
+            raise TypeError(f"the user's name is {user!r}")
     return repo if "/" in repo else f"{user}/{repo}"
 
 
@@ -137,7 +149,7 @@ def _errors(repo: str) -> Iterator[None]:
 
     try:
         yield
-    except (OSError, RuntimeError, ValueError, transport_error()) as error:
+    except (OSError, RuntimeError, ValueError, *BAD_ANSWER, transport_error()) as error:
         causes = causes_of(error)
         if any(isinstance(each, errors.LocalTokenNotFoundError) for each in causes):
             text = "not logged in: run `hf auth login`, or set HF_TOKEN to a token that may write"
@@ -146,6 +158,9 @@ def _errors(repo: str) -> Iterator[None]:
         detail = f"({type(first).__name__}: {' '.join(str(first).split())[:300]})"
         replies = [e.response for e in causes if isinstance(e, errors.HfHubHTTPError)]
         status = next((x.status_code for x in replies if x is not None), None)
+        if isinstance(error, BAD_ANSWER) or any(map(is_page, replies)):
+            text = f"{repo}: {NOT_THE_HUB}; it confirmed no commit {detail}"
+            raise UserError("hub.unexpected", text, status=status) from None
         if status in (401, 403, 404):
             text = f"{repo}: this token may not write there: log in (`hf auth login` or HF_TOKEN) "
             text += f"with one that may, or choose a name of yours {detail}"

@@ -191,6 +191,7 @@ class Sampler:
             generator=[sample_generator(seed, first + k) for k in range(len(answers))]
             if temperature
             else None,
+            vocab_size=self.tokenizer.vocab_size,
         )
 
     @torch.no_grad()

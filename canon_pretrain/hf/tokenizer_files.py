@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.cached_encoder import SPACE, SentencePieceInfo
+from canon_pretrain.data.hf_tokenizer import without_random_options
 from canon_pretrain.data.id_tokenizer import is_id_tokenizer
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 
@@ -30,11 +31,11 @@ UNKNOWN = " \u2047 "
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
-    """Return the contents of both files by name. Raises UserError if the ids would differ."""
+    """Return the contents of both JSON files by name. Raises UserError if ids would differ."""
     if tokenizer.file_name == SENTENCEPIECE_FILE:
         content = _from_sentencepiece(tokenizer.model)
     else:
-        content = json.loads(tokenizer.model)
+        content, _ = without_random_options(json.loads(tokenizer.model))
     for entry in content["added_tokens"]:
         # only special tokens can be excluded from matching
         entry["special"] = entry["special"] or entry["id"] in (tokenizer.eos_id, tokenizer.bos_id)
@@ -45,13 +46,38 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eos_token),
+        # as in training; llama.cpp adds a BOS unless told not to
+        "add_bos_token": False,
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }
+    if tokenizer.file_name == SENTENCEPIECE_FILE:
+        if not SentencePieceInfo.read(tokenizer.model).dummy_prefix:
+            config["add_prefix_space"] = False  # read by llama.cpp's converter only
     return {"tokenizer.json": content, "tokenizer_config.json": config}
+
+
+def sentencepiece_file(tokenizer: Tokenizer) -> bytes | None:
+    """Return the tokenizer.model of an export, None if there is none.
+
+    llama.cpp's converter reads its scores; from a tokenizer.json alone it gives all tokens the same
+    score, and texts get other ids. It takes every tokenizer.model for BPE with bytes: others are
+    left out, and it refuses them.
+    """
+    if tokenizer.file_name != SENTENCEPIECE_FILE:
+        return None
+    facts = SentencePieceInfo.read(tokenizer.model)
+    return tokenizer.model if facts.model_type == _BPE and facts.byte_fallback else None
+
+
+def llama_cpp_reads(tokenizer: Tokenizer) -> bool:
+    """Return whether a GGUF file that llama.cpp's converter writes has the ids of training."""
+    if sentencepiece_file(tokenizer) is None:
+        return False
+    return not SentencePieceInfo.read(tokenizer.model).drops_spaces
 
 
 def _from_sentencepiece(model: bytes) -> dict[str, Any]:

@@ -234,7 +234,7 @@ def _check(args: ModelArgs) -> None:
     least = dict.fromkeys(("vocab_size", "num_layers", "dim", "num_heads", "ffn_dim"), 1)
     least |= {"max_seq_len": 1, "init_seed": 0, "num_kv_heads": 0, "partial_rope_dim": 0}
     least |= {"state_dim": 1, "output_gate_rank": 0, "num_experts": 1, "experts_per_token": 1}
-    least |= {"num_shared_experts": 0, "moe_capacity": 0, "moe_balance_rate": 0}
+    least |= {"num_shared_experts": 0, "eos_id": 0}
     for name, smallest in least.items():
         if (value := getattr(args, name)) < smallest:
             raise _out_of_range(name, value, f"an integer of at least {smallest}")
@@ -242,6 +242,10 @@ def _check(args: ModelArgs) -> None:
         value = getattr(args, name)
         if not (math.isfinite(value) and value > 0):
             raise _out_of_range(name, value, "a finite number above 0")
+    for name in ("moe_capacity", "moe_balance_rate"):
+        value = getattr(args, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise _out_of_range(name, value, "a finite number of at least 0")
     for name, choices in CHOICES.items():
         check_choice(name, getattr(args, name), choices)
     if args.canon_kernel not in CANON_KERNELS:

@@ -36,6 +36,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    vocab_size: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     read_tokens: int | None = None,
 ) -> list[list[int]]:
@@ -48,7 +49,7 @@ def generate(
     likely token, the lowest id among equals. Above 0: a sample of softmax(logits / temperature)
     from the `top_k` most likely tokens (0: all) with a joint probability of `top_p`. `generator`,
     or one per prompt, draws a number per prompt and position beforehand, so answers do not depend
-    on batches.
+    on batches. Ids from `vocab_size` on only pad the model's vocabulary: none is generated.
 
     `batch_tokens` limits a batch's cache, answers included, except for a longer single sequence;
     `read_tokens` the prompt tokens per forward pass. On a sharded model all ranks must pass the
@@ -67,6 +68,7 @@ def generate(
     answers: list[list[int]] = [[] for _ in prompts]
 
     def next_tokens(batch: list[int], logits_BV: Tensor) -> list[int]:
+        logits_BV = logits_BV[:, :vocab_size]
         if temperature == 0:
             return logits_BV.argmax(-1).tolist()
         draws_B = draws_NT[batch, len(answers[batch[0]])].to(logits_BV.device)

@@ -109,14 +109,15 @@ def plain_name(name: str) -> str:
 def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue:
     """Return the initial value of the parameter `name` of `Transformer(args)`.
 
-    Canon and conv1d: PyTorch's Conv1d default U(-K^-1/2, K^-1/2), +-1/2 at kernel 4 (appendix C,
-    "default initialisation"), for any `init`; dynamic filters begin as these (canon.py). Biases: 0.
-    Norm gains: 1. Recurrences: as in flash-linear-attention and transformers. All others are
-    matrices [.., out, in]: N(0, 0.02) with `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2
-    for w2) cut at 3 sigma. Mamba2's with `paper` are those of transformers 4.47, which the paper's
-    code requires: U(-in^-1/2, in^-1/2), and N(0, 0.1) for the embedding. With
-    `output_gate_rank`, both low-rank products have the deviation 0.02 of one matrix, as the
-    release's. Raises ValueError for an unknown name.
+    Canon and Mamba2's conv1d: PyTorch's Conv1d default U(-K^-1/2, K^-1/2), +-1/2 at kernel 4
+    (appendix C, "default initialisation"), for any `init`; dynamic filters begin as these
+    (canon.py). The conv1d of GLA and GatedDeltaNet: N(0, 0.02) for any `init`, as in
+    flash-linear-attention and PhysicsLM4. Biases: 0. Norm gains: 1. Recurrences: as in
+    flash-linear-attention and transformers. All others are matrices [.., out, in]: N(0, 0.02) with
+    `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2 for w2) cut at 3 sigma. Mamba2's with
+    `paper` are those of transformers 4.47, which the paper's code requires: U(-in^-1/2, in^-1/2),
+    and N(0, 0.1) for the embedding. With `output_gate_rank`, both low-rank products have the
+    deviation 0.02 of one matrix, as the release's. Raises ValueError for an unknown name.
     """
     name = plain_name(name)
     value = partial(InitialValue, name, torch.Size(shape), args.init_seed)
@@ -125,6 +126,8 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
         return found
     if module.startswith("canon_") and own in ("up", "down"):
         return value("constant", 0.0) if own == "up" else value("uniform", shape[-1] ** -0.5)
+    if module == "conv1d" and args.mixer != "mamba2":
+        return value("normal", PAPER_STD)
     if module.startswith("canon_") or module == "conv1d":
         return value("uniform", args.canon_bound)
     if own == "bias":

@@ -8,10 +8,15 @@ most those of the task). Scores of one seed count as independent, which is conse
 The score at the best of several learning rates is optimistic. If `choices` of them are level,
 intervals have 1 / choices of the error on the side of worse scores, and an order in favor of that
 architecture has choices times the p. Rates count by how near they are to the best one.
+
+Some runs learn a task or do not, and seeds that agree by chance show no variance. Where cells of
+the same task or architecture are split (seeds far apart), a cell that is not may be all-or-nothing
+too: what that makes of a difference is added to its p.
 """
 
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,6 +27,8 @@ from scipy.special import gammaln, logsumexp, polygamma, stdtr, stdtrit
 from canon_pretrain.report.decide import ALPHA, Noise, critical_value, holm, two_sided_p
 
 ITEMS = 256  # items behind a score between 0 and 1, if not given
+UNBOUNDED = 1 << 40  # items behind a score that is not a share of right answers
+APART = 0.3  # a gap between the scores of one cell that splits it
 PRIOR_DF = np.array([0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 20, 40, 100])
 USUAL_DF = 4.0  # half of the prior probability of the prior degrees of freedom is below
 DRAWS = 4000
@@ -35,6 +42,8 @@ class Cell(NamedTuple):
 
     `pooled` is the task's pooled variance. A test must reject with both variances: three seeds that
     all fail, or all succeed, do not show that others of a task learned at random would.
+    `is_split`: some seeds are far above the others; None if it cannot be, since scores are not
+    shares. `all_or_nothing`: the probability that a cell which is not split could have been.
     """
 
     mean: float
@@ -45,6 +54,8 @@ class Cell(NamedTuple):
     num_seeds: int
     interval: tuple[float, float] | None
     choices: float = 1.0
+    is_split: bool | None = None
+    all_or_nothing: float = 0.0
 
 
 Cells = dict[str, dict[str, Cell]]
@@ -163,8 +174,57 @@ def measure(
                 interval = max(interval[0], 0.0), min(interval[1], 1.0)
         shared = float(pooled[codes[k]]) / group.size, int(pooled_df[codes[k]])
         noise = (variance, float(df[k]), *shared)
-        cells[task][name] = Cell(mean, *noise, group.size, interval, count)
-    return cells
+        is_split = None
+        if bounded[task] and (items or {}).get(task, ITEMS) < UNBOUNDED:
+            is_split = bool(np.diff(np.sort(group)).max(initial=0.0) > APART)
+        cells[task][name] = Cell(mean, *noise, group.size, interval, count, is_split)
+
+    return _with_all_or_nothing(cells)
+
+
+def _with_all_or_nothing(cells: Cells) -> Cells:
+    """Set `all_or_nothing` by the cells of the same task or architecture."""
+    num_split: Counter[tuple[str, str]] = Counter()
+    expected: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for task, by_name in cells.items():
+        for name, cell in by_name.items():
+            for line in (("task", task), ("name", name)) if cell.is_split is not None else ():
+                num_split[line] += bool(cell.is_split)
+                expected[line] += splits_expected(cell)
+
+    return {
+        task: {
+            name: with_all_or_nothing(
+                cell,
+                num_split["task", task] + num_split["name", name],
+                expected["task", task] + expected["name", name] - splits_expected(cell),
+            )
+            for name, cell in by_name.items()
+        }
+        for task, by_name in cells.items()
+    }
+
+
+def splits_expected(cell: Cell) -> float:
+    """Return the probability that an all-or-nothing cell with as many seeds is split.
+
+    If it learns with an unknown, uniform probability, all n seeds agree in 2 / (n + 1) of boards.
+    """
+    return (cell.num_seeds - 1) / (cell.num_seeds + 1)
+
+
+def with_all_or_nothing(cell: Cell, num_split: float, expected: float) -> Cell:
+    """Set the probability that a cell which is not split is all-or-nothing.
+
+    Of its task and architecture `num_split` cells are split, and `expected` would be if all of them
+    were all-or-nothing.
+    """
+    if cell.is_split is not False or not num_split:
+        return cell
+
+    share = min(1.0, num_split / expected)
+    agrees = share * (1 - splits_expected(cell))
+    return cell._replace(all_or_nothing=agrees / (agrees + 1 - share))
 
 
 def _item_variance(group: np.ndarray, items: int) -> float:
@@ -221,7 +281,30 @@ def difference_p(size: float, x: Cell, y: Cell) -> float | None:
     """Return the two-sided p of a difference; None without noise."""
     if min(x.df, y.df) <= 0:
         return None
-    return max(pooled_p(size, x, y), two_sided_p(size, *_noises(x, y)[0]))
+    p = max(pooled_p(size, x, y), two_sided_p(size, *_noises(x, y)[0]))
+    return min(p + chance_p(x, y), 1.0)
+
+
+def chance_p(x: Cell, y: Cell) -> float:
+    """Return the two-sided p that seeds of all-or-nothing cells with equal means agree by chance.
+
+    Either only the higher cell is all-or-nothing, and its other seeds would score 0; or only the
+    lower one, and its others would score 1; or both learn equally often.
+    """
+    low, high = sorted((x, y), key=lambda cell: abs(cell.mean))
+    a, b = abs(low.mean), abs(high.mean)
+    n, m, total = low.num_seeds, high.num_seeds, low.num_seeds + high.num_seeds
+    if not (low.all_or_nothing or high.all_or_nothing) or a == b:
+        return 0.0
+
+    all_learn = (a / b) ** m
+    none_learns = ((1 - b) / (1 - a)) ** n
+    both = (m / total) ** m * (n / total) ** n
+    return 2 * (
+        high.all_or_nothing * all_learn
+        + low.all_or_nothing * none_learns
+        + high.all_or_nothing * low.all_or_nothing * both
+    )
 
 
 def pooled_p(size: float, x: Cell, y: Cell) -> float:
@@ -315,6 +398,10 @@ def rate_optimum(
     finite = {f"{rate!r}": scores[rate] for rate in rates if np.isfinite(scores[rate]).all()}
     if not finite:
         raise ValueError("no learning rate has finite scores only")
+    if len(finite) == 1:
+        (name,) = finite
+        return RateOptimum(float(name), _edge(rates, float(name)), [], 1.0)
+
     cells = measure({name: {"": group} for name, group in finite.items()})[""]
     sign = -1 if lower_is_better else 1
     best = max(cells, key=lambda name: sign * cells[name].mean)
@@ -324,11 +411,16 @@ def rate_optimum(
         if each.better == best
         for name in (each.a, each.b)
     }
-    place = rates.index(float(best))
-    edge = "lowest" if place == 0 else "highest" if place == len(rates) - 1 else None
     level = [float(name) for name in cells if name != best and name not in worse]
     choices = num_choices(cells[best], cells.values())
-    return RateOptimum(float(best), "only" if len(rates) == 1 else edge, level, choices)
+    return RateOptimum(float(best), _edge(rates, float(best)), level, choices)
+
+
+def _edge(rates: Sequence[float], best: float) -> str | None:
+    if len(rates) == 1:
+        return "only"
+    place = rates.index(best)
+    return "lowest" if place == 0 else "highest" if place == len(rates) - 1 else None
 
 
 def num_choices(best: Cell, cells: Iterable[Cell]) -> float:

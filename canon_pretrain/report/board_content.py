@@ -19,7 +19,6 @@ from canon_pretrain.report import board
 from canon_pretrain.report.board import Cells
 from canon_pretrain.report.board_results import (
     RACED,
-    UNBOUNDED,
     BoardPlan,
     Choice,
     Json,
@@ -39,7 +38,6 @@ from canon_pretrain.run.log import json_value
 VERSION = 1
 PAGE = "report.html"
 POINTS = 200  # of a curve, at most
-APART = 0.3  # a gap between the scores of one cell; if they are not shares, of the task's range
 COUNTS: dict[str, Callable[[ModelArgs], int]] = {
     "parameters": num_parameters,
     "flops_per_token": lambda args: flops_per_token(args, args.max_seq_len),
@@ -64,7 +62,7 @@ def board_content(plan: BoardPlan, now: datetime) -> Json:
     for (task, arm), choice in choices.items():
         if values := [r.score for r in choice.shown if r.score is not None and r.has_score]:
             shown[arm][task] = values
-    items = {task: score.items or UNBOUNDED for task, score in scores.items()}
+    items = {task: score.items or board.UNBOUNDED for task, score in scores.items()}
     how: Json = {"items": items, "lower_is_better": lower}
     how["choices"] = {(arm, task): each.choices for (task, arm), each in choices.items()}
     cells = board.measure(shown, **how) if any(shown.values()) else {}
@@ -221,7 +219,7 @@ def _mark_bimodal(rows: Sequence[Json], scores: Mapping[str, Score]) -> None:
         if not values or max(values) == min(values):
             continue
         low, high = min(values), max(values)
-        apart = APART * (1.0 if scores[task].items else high - low)
+        apart = board.APART * (1.0 if scores[task].items else high - low)
         for row in own:
             ordered = sorted(x for x in known[id(row)] if math.isfinite(x))
             gaps = [b - a for a, b in zip(ordered, ordered[1:], strict=False)]

@@ -16,7 +16,7 @@ from canon_pretrain.core.files import parsing
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.board import Claim, rate_optimum
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.report.status import summarize_run
+from canon_pretrain.report.status import ACTIVE_STATES, summarize_run
 from canon_pretrain.run.folder import is_run_folder
 from canon_pretrain.synthetic.evaluation import (
     SCORED_WINDOWS,
@@ -27,13 +27,12 @@ from canon_pretrain.synthetic.evaluation import (
 
 LOSS = "loss"
 RACED = "stopped by the race"
-UNBOUNDED = 1 << 40  # items behind a score that is not a share of right answers
 
 Json = dict[str, Any]
 
 
 class BoardRun(NamedTuple):
-    """A planned run; `problem`: why it did not start. None: the learning rate of its config."""
+    """A planned run; `problem`: why it failed. None: the learning rate of its config."""
 
     name: str
     task: str
@@ -61,6 +60,8 @@ class BoardPlan:
     """Of ALPHA, what a race left for the final scores."""
     reference: Mapping[str, Any] | None = None
     """`source`, and `values` by task and arm, of a publication."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """How the run in a planned run's folder differs from the planned one, by name."""
 
 
 class Score(NamedTuple):
@@ -129,7 +130,10 @@ class Choice(NamedTuple):
 
 def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
     """Return a planned run's state; its record if it has a readable one."""
-    path, result = plan.folder / run.name, Result(run, reason=printable(run.problem))
+    path, state = plan.folder / run.name, "failed" if run.problem else "waiting"
+    if (other := plan.others.get(run.name)) is not None:
+        return Result(run, "failed", printable(other))
+    result = Result(run, state, printable(run.problem))
     if not is_run_folder(path):
         return result
     record = RunRecord(path, run.name)
@@ -143,10 +147,12 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         result.state, result.reason = "damaged", printable(str(error))
         return result
     if record.is_done:
-        result.state = "done"
-    else:
-        found = summarize_run(path, now)
-        result.state, result.reason = found["state"], printable(found["reason"] or "")
+        result.state, result.reason = "done", ""
+        return result
+    found = summarize_run(path, now)
+    if not run.problem or found["state"] in ACTIVE_STATES:
+        result.state, result.reason = found["state"], ""
+    result.reason = printable(found["reason"] or result.reason)
     return result
 
 
@@ -186,7 +192,11 @@ def _mark_raced(plan: BoardPlan, results: Sequence[Result]) -> None:
     for result in results:
         if result.state != "done" and result.run[1:4] in steps:
             result.state, result.reason = RACED, ""
-            result.raced_score = result.curve.get(steps[result.run[1:4]])
+            score = result.curve.get(steps[result.run[1:4]])
+            if score is not None and math.isfinite(score):
+                result.raced_score = score
+            elif score is not None:
+                result.reason = "diverged"
 
 
 def choose(results: Sequence[Result], lower: bool) -> Choice:

@@ -23,9 +23,9 @@ from canon_pretrain.model.counts import active_parameters, num_parameters
 from canon_pretrain.report import eval_report, evaluations, sections
 from canon_pretrain.report.curves import downsample, segments
 from canon_pretrain.report.items import Evaluation, ItemCache
+from canon_pretrain.report.noise import MIN_CLUSTERS, student_half_width
 from canon_pretrain.report.picture import Line, Panel, charts_png
 from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, is_outdated
-from canon_pretrain.run.results import Z_95
 
 CARD, PICTURE = "README.md", "training_curves.png"
 MAX_POINTS = 400  # segments of a line in the picture
@@ -240,16 +240,20 @@ def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
     """Yield a sentence with the primary scores whose 95 % interval has the task's chance level."""
     found, cache = [], ItemCache()
     for each in shown:
-        for task, metrics in each.results.scores.items():
+        results = each.results
+        for task, metrics in results.scores.items():
             for metric, score in metrics.items():
                 chance = each.chance(task, metric)
                 if chance is None and metric.startswith("acc"):  # as the verdicts do
                     with contextlib.suppress(UserError):  # damaged answers
                         items = cache.get(each.folder, task, metric)
                         chance = items.chance if items else None
-                if chance is not None and score.stderr is not None:
-                    if abs(score.value - chance) <= Z_95 * score.stderr:
-                        found.append(f"{task} {metric} (chance {sections.number(chance, 3)})")
+                count = results.num_sources.get(task, results.num_samples.get(task, 0))
+                if chance is None or score.stderr is None or count < MIN_CLUSTERS:
+                    continue
+
+                if abs(score.number - chance) <= student_half_width(score.stderr, count - 1):
+                    found.append(f"{task} {metric} (chance {sections.number(chance, 3)})")
     if found:
         yield f"Not distinguishable from guessing: {printable(', '.join(dict.fromkeys(found)))}."
 
@@ -261,7 +265,7 @@ def _eval_results(shown: Sequence[Evaluation]) -> Iterator[EvalResult]:
             # the baselines beside a loss are no tasks
             is_task = each.described(task) or not each.results.asked.get("tasks")
             for metric in each.primary_metrics(task) if is_task else ():
-                if math.isfinite(value := metrics[metric].value):
+                if math.isfinite(value := metrics[metric].number):
                     title = task if task == each.suite else f"{each.suite}: {task}"
                     yield EvalResult(
                         task_type="text-generation",

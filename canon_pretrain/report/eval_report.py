@@ -257,6 +257,11 @@ def suite_content(
         for run, each in shown.items()
         if is_outdated(run.folder, each.results)
     ]
+    warnings += [
+        printable(f"{each.run}: {problem}.")
+        for each in columns
+        for problem in each.results.problems()
+    ]
     unequal = evaluations.differing_options(columns)
     warnings += [printable(f"Different options: {x}.") for x in unequal]
     return {

@@ -110,6 +110,7 @@ def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
             "/".join(("eval", *map(chart_name, (heading, task, metric)))): score.value
             for task, metrics in results.scores.items()
             for metric, score in metrics.items()
+            if score.value is not None
         }
         yield Row(step, step * tokens_per_step, last_time, values)
 

@@ -99,10 +99,16 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
 
 
 def score_cell(results: Results, task: str, metric: str) -> Json | None:
-    """Return one score as JSON; None if missing."""
+    """Return one score as JSON, with the reason `why` if it has no value; None if missing."""
     score = results.scores.get(task, {}).get(metric)
-    count = results.num_samples.get(task)
-    return None if score is None else {**json_value(asdict(score)), "num_samples": count}
+    if score is None:
+        return None
+    counts = {
+        "num_samples": results.num_samples.get(task),
+        "num_sources": results.num_sources.get(task),
+    }
+    cell = {**json_value(asdict(score)), **counts}
+    return cell if score.why else {name: cell[name] for name in cell if name != "why"}
 
 
 def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
@@ -220,8 +226,8 @@ def _points(
                 continue
             for metric, score in metrics.items():
                 key = (match[1], metric, int(match[2]))
-                if math.isfinite(score.value) and not is_loss(metric):
-                    points[key] = _Point(label, each, each.chance(task, metric), score.value, *key)
+                if math.isfinite(score.number) and not is_loss(metric):
+                    points[key] = _Point(label, each, each.chance(task, metric), score.number, *key)
     found = list(points.values())
     for metric, length in {key[1:] for key in points if pattern is BABILONG}:
         parts = [points[key] for k in range(1, 6) if (key := (f"qa{k}", metric, length)) in points]

@@ -18,7 +18,7 @@ from canon_pretrain.run.results import VALIDATION, Results, read_samples, source
 
 HELD_OUT = "held_out_fingerprint"
 LOWER_IS_BETTER = ("perplexity", "bits_per", "nats_per", "loss")
-NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "source")
+NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "source", "error")
 
 Record = dict[str, Any]
 
@@ -91,8 +91,14 @@ class Evaluation:
         return not is_loss(key.metric)
 
     def score(self, key: ScoreKey) -> float | None:
+        """Return a score; None if it is missing or could not be computed, see `why_missing`."""
         score = self.results.scores.get(key.task, {}).get(key.metric)
-        return None if score is None else float(score.value)
+        return None if score is None or score.value is None else float(score.value)
+
+    def why_missing(self, key: ScoreKey) -> str:
+        """Return why `score` is None."""
+        score = self.results.scores.get(key.task, {}).get(key.metric)
+        return f"{self.run} has no {key.metric}" + (f" ({score.why})" if score else "")
 
 
 @dataclass(frozen=True)
@@ -147,25 +153,30 @@ class ItemCache:
     """Reads the items of evaluation folders, each once."""
 
     def __init__(self) -> None:
-        self._folders: dict[Path, dict[tuple[str, str], Items]] = {}
+        self._folders: dict[Path, dict[tuple[str, str], Items | list[Record]]] = {}
 
     def get(self, folder: Path, task: str, metric: str) -> Items | None:
         """Return the items that `metric` averages; None if the evaluation has no item records."""
         if folder not in self._folders:
             self._folders[folder] = self._read(folder)
-        name = metric.partition(", ")[2]  # lm_eval's filter, if the task has several
+        name, _, filtered = metric.partition(", ")  # lm_eval's filter, if the task has several
         found = {f: items for (t, f), items in self._folders[folder].items() if t == task}
-        if name:
-            return found.get(name)
-        return next(iter(found.values())) if len(found) == 1 else None
+        if not filtered and len(found) == 1:
+            filtered = next(iter(found))
+        items = found.get(filtered)
+        if not isinstance(items, list):
+            return items
+        scored = [record for record in items if name in record or "error" not in record]
+        return _items(scored) if scored else None
 
-    def _read(self, folder: Path) -> dict[tuple[str, str], Items]:
+    def _read(self, folder: Path) -> dict[tuple[str, str], Items | list[Record]]:
+        """Return items by task and filter; records if some have no score, thus are in no mean."""
         kept: dict[tuple[str, str], list[Record]] = {}
         for task, records in read_samples(folder).items():
             for record in records:
                 kept.setdefault((task, str(record.get("filter"))), []).append(record)
         return {
-            name: _items(records)
+            name: records if any("error" in r for r in records) else _items(records)
             for name, records in kept.items()
             if all("doc_hash" in r and "prompt_hash" in r for r in records)
         }

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import scipy  # imports its other submodules, a second in all, when they are used
-from scipy.special import fdtrc
+from scipy.special import fdtrc, stdtrit
 
-from canon_pretrain.report.decide import Noise
+from canon_pretrain.report.decide import ALPHA, Noise
 
-RESAMPLES = 2000
+MIN_CLUSTERS = 8
+"""Of fewer documents, or other sources of items, no interval and no test is shown."""
 EXACT_BELOW = 1000  # discordant items below which McNemar's test is the exact binomial test
-MAX_DRAWS = 1 << 22  # bootstrap draws in memory at a time: 32 MB
 FEW_CLUSTERS = 20  # degrees of freedom from which the interaction is subtracted
 
 RANGE_OF_8 = 2.847  # expected range of 8 normals in standard deviations (Tippett 1925)
@@ -89,6 +89,12 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
     return mean_variance(clusters)
 
 
+def are_shares(a: ItemScores, b: ItemScores, *, is_loss: bool) -> bool:
+    """Return whether differences of these scores are between -1 and 1, and equally weighted."""
+    in_range = all(((x >= 0) & (x <= 1)).all() for x in (a.values_RN, b.values_RN))
+    return bool(in_range and not is_loss and (a.weights_N == 1).all())
+
+
 def interaction_variance(*tasks: ItemScores) -> float:
     """Return the run-by-item interaction in the variance of a run's mean (of tasks); R >= 2."""
     count = 1 + max(int(task.clusters_N.max()) for task in tasks)
@@ -100,21 +106,23 @@ def interaction_variance(*tasks: ItemScores) -> float:
     return found / (len(residuals[0]) - 1)
 
 
-def bootstrap_interval(
-    clusters: Clusters, generator: np.random.Generator, *, resamples: int = RESAMPLES
-) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean under a bootstrap of whole clusters."""
-    # equal clusters are drawn together by a multinomial: the same distribution with fewer counts
-    distinct, counts = np.unique(np.stack(clusters, axis=1), axis=0, return_counts=True)
-    total = int(counts.sum())
-    means = []
-    step = max(1, MAX_DRAWS // len(distinct))
-    for begin in range(0, resamples, step):
-        drawn = generator.multinomial(total, counts / total, size=min(step, resamples - begin))
-        sums, weights = (drawn @ distinct).T
-        means.append(sums / weights)
-    low, high = np.quantile(np.concatenate(means), [(1 - 0.95) / 2, 1 - (1 - 0.95) / 2])
-    return float(low), float(high)
+def student_half_width(stderr: float, df: float) -> float:
+    """Return half of the 95 % interval of a mean with this estimated standard error."""
+    return stderr * float(stdtrit(df, 1 - ALPHA / 2))
+
+
+def items_interval(clusters: Clusters, *, bounded: bool) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean over clusters, None below MIN_CLUSTERS of them.
+
+    Student's t with the jackknife variance: a bootstrap of few clusters covers less than it says
+    (tests/simulate_statistics.py).
+    """
+    if clusters.sums_G.size < MIN_CLUSTERS:
+        return None
+
+    variance = difference_variance(clusters, bounded=bounded)
+    half = student_half_width(math.sqrt(variance), degrees_of_freedom(clusters))
+    return clusters.mean - half, clusters.mean + half
 
 
 def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
@@ -256,9 +264,7 @@ def paired_difference(
     ]
     if len(a) == 1:
         (clusters,) = differences
-        is_share = all(((x >= 0) & (x <= 1)).all() for x in (a[0].values_RN, b[0].values_RN))
-        bounded = bool(is_share and not is_loss and (a[0].weights_N == 1).all())
-        over_items = difference_variance(clusters, bounded=bounded)
+        over_items = difference_variance(clusters, bounded=are_shares(a[0], b[0], is_loss=is_loss))
     else:
         shares = [1 / (len(a) * x.weights_G.sum()) for x in differences]
         scaled = [k * np.stack(x) for k, x in zip(shares, differences, strict=True)]

@@ -105,7 +105,7 @@ def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]
             known = [e if e is not None and math.isfinite(e) else None for e in errors]
             style = {"mode": "lines+markers", "error_y": {"array": [e or 0 for e in known]}}
             style["text"] = ["" if e is None else f" ± {e:.2g}" for e in known]
-            curve = Curve.of((step, score.value) for step, score in scores.items())
+            curve = Curve.of((step, score.number) for step, score in scores.items())
             curves_of = found.setdefault(suite, {}).setdefault(name, [(None, {})] * len(runs))
             curves_of[k] = curve, style
     return found

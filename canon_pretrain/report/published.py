@@ -253,8 +253,8 @@ def _own_curve(run: RunRecord, key: tuple[str, str]) -> Curve:
     for each in run.evaluations:
         score = each.results.scores.get(key[0], {}).get(key[1])
         tokens_seen = evaluations.tokens_at(run, each.step)
-        if score is not None and each.limit is None and tokens_seen and math.isfinite(score.value):
-            points[tokens_seen] = score.value
+        if score is not None and each.limit is None and tokens_seen and math.isfinite(score.number):
+            points[tokens_seen] = score.number
     return Curve(*np.array(sorted(points.items()), np.float64).reshape(-1, 2).T)
 
 

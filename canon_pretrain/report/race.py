@@ -6,7 +6,7 @@ arms of a task to the same step; further seeds are trained of the arms that are 
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -21,19 +21,23 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.report.board import (
     ITEMS,
+    UNBOUNDED,
     Cell,
     Claim,
     difference_p,
     measure,
     num_choices,
     pooled_p,
+    splits_expected,
+    with_all_or_nothing,
 )
-from canon_pretrain.report.board_results import LOSS, UNBOUNDED, Score, score_curve
+from canon_pretrain.report.board_results import LOSS, Score, score_curve
 from canon_pretrain.report.decide import ALPHA
 from canon_pretrain.report.record import RunRecord
 
 RACE = "race.json"
-FIRST_SEEDS = 2
+DIVERGED = "error[train.not_finite]"  # in the reason of a failed run
+FIRST_SEEDS = 3  # of two seeds of a task that not every run learns, both often fail
 RUNGS = (0.25, 0.5, 1.0)  # shares of the steps after which a race looks
 RACE_SHARE = 0.4  # of ALPHA, for the looks; the rest is for the final scores
 Arm = tuple[str, float | None]
@@ -44,7 +48,8 @@ Arm = tuple[str, float | None]
 class Stop:
     """An arm that was worse than `better` at `step`, over its first `num_seeds` seeds.
 
-    `p` is corrected for all looks, and for the board's orders or the architecture's rates.
+    `p` is corrected for all looks, and for the board's orders or the architecture's rates; None if
+    the arm had diverged, which needs no test.
     """
 
     task: str
@@ -54,7 +59,7 @@ class Stop:
     better_rate: float | None
     num_seeds: int
     step: int
-    p: float
+    p: float | None
     time: str = ""
 
     def __str__(self) -> str:
@@ -62,6 +67,8 @@ class Stop:
             name if rate is None else f"{name} at {rate:g}"
             for name, rate in ((self.arm, self.learning_rate), (self.better, self.better_rate))
         ]
+        if self.p is None:
+            return f"{names[0]} has diverged at step {self.step:,}"
         text = f"{names[0]} is worse than {names[1]} at step {self.step:,}"
         return f"{text} ({self.num_seeds} seeds, p {self.p:.2g})"
 
@@ -116,23 +123,33 @@ class Race:
     claims: Sequence[Claim] = ()  # on this task; until they are decided, both sides are needed
     stopped: dict[Arm, Stop] = field(default_factory=dict)
     decided: dict[tuple[str, str], Stop] = field(default_factory=dict)  # by (worse, better)
+    seen: dict[tuple[str, Arm], Cell] = field(default_factory=dict)
+    """The newest cells of all races of the board, by task: which are all-or-nothing."""
 
     def look(
         self,
         stage: Stage,
-        scores: Mapping[Arm, Sequence[float]],
+        scores: Mapping[Arm, Sequence[float | None]],
         *,
         lower_is_better: bool = False,
         items: int = ITEMS,
     ) -> list[Stop]:
-        """Return the arms to stop after a stage; scores that are not finite decide nothing."""
+        """Return the arms to stop after a stage.
+
+        An arm with an unknown score (None) decides nothing; one that has diverged (NaN) cannot be
+        shown, and is stopped if there is another.
+        """
         sign = -1 if lower_is_better else 1
-        arms = [x for x in scores if x not in self.stopped and np.isfinite(scores[x]).all()]
-        if len(arms) < 2:
+        known = {
+            arm: [x for x in own if x is not None]
+            for arm, own in scores.items()
+            if arm not in self.stopped and None not in own
+        }
+        arms = [arm for arm, own in known.items() if np.isfinite(own).all()]
+        if not arms:
             return []
-        named = {str(k): {"": scores[arm]} for k, arm in enumerate(arms)}
-        found = measure(named, items={"": items})[""].values()
-        cells = {arm: x._replace(mean=sign * x.mean) for arm, x in zip(arms, found, strict=True)}
+
+        cells = self._cells({arm: known[arm] for arm in arms}, items, sign)
         rates: dict[str, list[Arm]] = {}
         for arm in sorted(arms, key=lambda arm: -cells[arm].mean):
             rates.setdefault(arm[0], []).append(arm)
@@ -143,6 +160,9 @@ class Race:
             return Stop(self.task, *worse, *better, *stage, p, time)
 
         new: dict[Arm, Stop] = {}
+        for arm in known.keys() - {*arms}:
+            better = rates.get(arm[0], arms)[0]
+            new[arm] = Stop(self.task, *arm, *better, *stage, None, time)
         for own in rates.values():
             pairs = itertools.combinations(own, 2)
             tests = [(_worse_p(cells, [y], x, share * ALPHA), y, x) for x, y in pairs]
@@ -163,6 +183,27 @@ class Race:
                     new.setdefault(arm, replace(stop, learning_rate=arm[1]))
         self.stopped |= new
         return [*new.values()]
+
+    def _cells(
+        self, scores: Mapping[Arm, Sequence[float]], items: int, sign: int
+    ) -> dict[Arm, Cell]:
+        """Return the cells, of which a higher mean is better, and add them to `seen`."""
+        named = {str(k): {"": own} for k, own in enumerate(scores.values())}
+        found = measure(named, items={"": items})[""].values()
+        cells = {arm: x._replace(mean=sign * x.mean) for arm, x in zip(scores, found, strict=True)}
+        self.seen |= {(self.task, arm): cell for arm, cell in cells.items()}
+        for arm, cell in cells.items():
+            beside = [
+                x
+                for (task, other), x in self.seen.items()
+                if x.is_split is not None
+                and (task == self.task or other[0] == arm[0])
+                and (task, other) != (self.task, arm)
+            ]
+            num_split = sum(bool(x.is_split) for x in beside)
+            expected = math.fsum(map(splits_expected, beside))
+            cells[arm] = with_all_or_nothing(cell, num_split, expected)
+        return cells
 
     def _needs(self, name: str) -> bool:
         """Return whether a claim on this architecture is open."""
@@ -231,7 +272,9 @@ class BoardRace:
             run: (x, arm) for x in entries for arm, runs in x.runs.items() for run in runs
         }
         record = read_race(folder)
+        seen: dict[tuple[str, Arm], Cell] = {}
         for entry in entries:
+            entry.race.seen = seen
             race, stages = entry.race, entry.race.stages
             entry.stage = min(record.stages.get(entry.name, 0), len(stages) - 1)
             own = [stop for stop in record.stops if stop.task == race.task]
@@ -249,10 +292,11 @@ class BoardRace:
         entry, arm = self._places[run]
         return entry.race.stages[entry.stage].step if run in entry.left.get(arm, ()) else 0
 
-    def advance(self, at: Mapping[str, int], failed: Collection[str]) -> list[Stop]:
+    def advance(self, at: Mapping[str, int], failed: Mapping[str, str]) -> list[Stop]:
         """Look at each race whose runs have reached their stage; return the new stops.
 
-        Failed runs are not waited for, and their arms decide nothing.
+        Failed runs, by reason, are not waited for; unless they have diverged, their arms decide
+        nothing.
         """
         new, before = list[Stop](), [entry.stage for entry in self.entries]
         for entry in self.entries:
@@ -262,22 +306,34 @@ class BoardRace:
                 runs = chain.from_iterable(left.values())
                 if any(at[run] < stage.step and run not in failed for run in runs):
                     break
-                new += self._look(entry, stage, left)
+                new += self._look(entry, stage, left, failed)
                 # the last arm has nothing to race with: the rest of its seeds
                 entry.stage = entry.stage + 1 if len(entry.left) > 1 else last
         if before != [entry.stage for entry in self.entries]:
             self._write()
         return new
 
-    def _look(self, entry: Entry, stage: Stage, runs: Mapping[Arm, Sequence[str]]) -> list[Stop]:
-        kind, scores = Score(LOSS, True, None), dict[Arm, list[float]]()
+    def _look(
+        self,
+        entry: Entry,
+        stage: Stage,
+        runs: Mapping[Arm, Sequence[str]],
+        failed: Mapping[str, str],
+    ) -> list[Stop]:
+        kind: Score | None = None  # of the task: equal for all runs
+        scores = dict[Arm, list[float | None]]()
         for arm, names in runs.items():
-            scores[arm] = [math.nan] * len(names)
+            scores[arm] = [None] * len(names)
             for place, name in enumerate(names):
+                if name in failed:  # it may be a run of another plan
+                    if DIVERGED in failed[name]:
+                        scores[arm][place] = math.nan
+                    continue
                 with suppress(UserError, OSError, KeyError, TypeError, ValueError):  # no score
                     record = RunRecord(self.folder / name)
-                    kind = Score.of(record, entry.score)
+                    kind = kind or Score.of(record, entry.score)
                     scores[arm][place] = score_curve(record, kind.name)[stage.step]
+        kind = kind or Score(LOSS, True, None)
         how: dict[str, Any] = {"lower_is_better": kind.lower_is_better}
         return entry.race.look(stage, scores, **how, items=kind.items or UNBOUNDED)
 

@@ -52,9 +52,9 @@ def score_notes(suites: Sequence[Content]) -> Iterator[str]:
     """Yield what a reader must know about the scores in the tables of `suites`."""
     if suites:
         yield (
-            "± is one standard error over the sources of a task’s n items, over the documents of a "
-            "held-out loss, whose n are tokens. If all items are wrong or all are right, ≤ or ≥ is "
-            "the other end of Wilson’s 95 % interval."
+            "± is one standard error over the sources of a task’s n items. Of a held-out loss, n "
+            "are tokens, and the sources documents, at least 8. If all items are wrong or all are "
+            "right, ≤ or ≥ is the other end of Wilson’s 95 % interval."
         )
     if any(row["metric"].startswith(GOLD_BITS) for suite in suites for row in suite["rows"]):
         yield (
@@ -70,16 +70,25 @@ def percent(value: float | None) -> str:
 
 
 def score_parts(cell: Content | None) -> tuple[str, str, str]:
-    """Return value, ± standard error or Wilson bound, and n = items; "" if unknown."""
+    """Return value, ± standard error or Wilson bound, and n = items; "" if unknown.
+
+    A value that could not be computed has the reason instead of its error.
+    """
     if cell is None:
         return MISSING, "", ""
     value, stderr, count = cell["value"], cell["stderr"], cell["num_samples"]
     error = ""
-    if cell["bound"] is not None:
+    if value is None:
+        error = cell.get("why", "")
+    elif cell["bound"] is not None:
         error = format_bound(value, cell["bound"])
     elif stderr is not None and not isinstance(value, str):
         error = f"± {stderr if isinstance(stderr, str) else number(stderr, _decimals(value))}"
-    return rounded(value), error, "" if count is None else f"n = {count:,}"
+    items = "" if count is None else f"n = {count:,}"
+    sources = cell["num_sources"]
+    if count and sources and sources < count:
+        items += f", {sources:,} sources"
+    return rounded(value), error, items
 
 
 def state_text(run: Content) -> str:

@@ -63,7 +63,8 @@ def summarize_run(path: Path, now: datetime) -> Facts:
     try:
         facts |= _RunReader(RunRecord(path), now.astimezone(UTC), problems).facts()
     except Exception as error:  # an unexpected error in one run must not hide the others
-        problems.append(f"{type(error).__name__}: {error}")
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        problems.append(f"{kind}{error}")
     return {key: facts.get(key) for key in JSON_KEYS}
 
 

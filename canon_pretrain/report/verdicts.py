@@ -18,7 +18,13 @@ from canon_pretrain.report.architectures import Recipe
 from canon_pretrain.report.decide import ALPHA
 from canon_pretrain.report.evaluations import differing_task_options
 from canon_pretrain.report.items import Evaluation, ItemCache, Items, Scale, ScoreKey, is_loss
-from canon_pretrain.report.noise import Clusters, Difference, ItemScores, SeedNoise
+from canon_pretrain.report.noise import (
+    MIN_CLUSTERS,
+    Clusters,
+    Difference,
+    ItemScores,
+    SeedNoise,
+)
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.results import GOLD_BITS, VALIDATION
 
@@ -167,7 +173,7 @@ class Comparator:
         if seeds is not None:
             about = {"sigma": seeds.sigma, "df": seeds.df, "source": seeds.source}
             about |= {"words": seeds.description, "scale": "log" if scale.is_log else "metric"}
-            if all(task.sources.size > 1 for task in tasks):
+            if all(task.sources.size >= MIN_CLUSTERS for task in tasks):
                 a, b = zip(*answers, strict=True)
                 found = noise.paired_difference(a, b, seeds, is_loss=is_loss(asked[0].metric))
         row = {
@@ -209,7 +215,7 @@ class Comparator:
         for each in evaluated:
             score = each.score(key)
             if score is None:
-                raise NotComparable(f"{each.run} has no {key.metric}")
+                raise NotComparable(each.why_missing(key))
             try:
                 items = self.items.get(each.folder, key.task, key.metric)
             except UserError as error:
@@ -249,10 +255,11 @@ def _item_statistics(task: TaskPair, base: float) -> Row:
     """Return the statistics over the items of these runs, without seed noise."""
     a, b = (side.values_RN for side in task.sides)
     clusters = Clusters.of(a.mean(axis=0) - b.mean(axis=0), *task.sides[0][1:])
-    ends = noise.bootstrap_interval(clusters, np.random.default_rng(0))
+    bounded = noise.are_shares(*task.sides, is_loss=is_loss(task.key.metric))
+    ends = noise.items_interval(clusters, bounded=bounded)
     single = len(a) == len(b) == 1 and np.isin([a, b], (0.0, 1.0)).all()
     return {
-        "items_ci": [Scale.of(task.key.metric).change(x, base) for x in ends],
+        "items_ci": ends and [Scale.of(task.key.metric).change(x, base) for x in ends],
         "mcnemar": noise.mcnemar_test(a[0], b[0]) if single else None,
     }
 
@@ -353,8 +360,9 @@ def _family(tests: Sequence[Test]) -> Iterator[Row]:
         else:
             of = "of each task" if row["mean_of"] else "TASK:METRIC=SIGMA"
             why = f"unknown seed noise: give a second seed, or --seed_sigma {of}"
-            if row["num_clusters"] == 1:
-                why = "all items have one source, so their noise is unknown"
+            if row["num_clusters"] < MIN_CLUSTERS or row["seed_noise"] is not None:
+                sources = "documents" if row["suite"] == VALIDATION else "sources of items"
+                why = f"fewer than {MIN_CLUSTERS} {sources}, so their noise is unknown"
             yield row | NO_TEST | {"verdict": NOT_JUDGED, "why": why}
 
 
@@ -400,12 +408,16 @@ def held_out_summary(rows: Sequence[Row], refused: Sequence[Row], pair: tuple[Si
             return f"{start} not compared: {row['why']}"
         is_lower = row["difference"] < 0
         size = f"{'lower' if is_lower else 'higher'} by {abs(row['difference']):.3g} nats/token"
-        ends = row["items_ci"] if row["ci"] is None else row["ci"]
-        low, high = sorted(-x if is_lower else x for x in ends)
-        found = f"{side} {size} than {baseline} (95 % {low:.3g} to {high:.3g}"
-        if row["p"] is None:
-            return f"{start} {NOT_JUDGED} ({row['why']}); {found} over documents)"
-        return f"{start} {row['verdict']}; {found}, p {row['p_holm']:.2g})"
+        count = row["num_clusters"]
+        known = [f"over {count:,} document{'s' * (count != 1)}"]
+        if ends := row["items_ci"] if row["ci"] is None else row["ci"]:
+            low, high = sorted(-x if is_lower else x for x in ends)
+            known.insert(0, f"95 % {low:.3g} to {high:.3g}")
+        verdict = f"{NOT_JUDGED} ({row['why']})"
+        if row["p"] is not None:
+            verdict = row["verdict"]
+            known.append(f"p {row['p_holm']:.2g}")
+        return f"{start} {verdict}; {side} {size} than {baseline} ({', '.join(known)})"
     how = "`python -m eval run --suite validation` evaluates a checkpoint"
     logged = [[evaluations.logged_losses(run) for run in of] for of in (runs, base_runs)]
     scored = set.intersection(*(set(losses) for of in logged for losses in of))

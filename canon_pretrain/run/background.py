@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.core.files import open_file
+
 logger = logging.getLogger(__name__)
 
 Process = subprocess.Popen[bytes]
@@ -80,7 +82,7 @@ class LiveExports:
         self._folder = folder
         for target, command in follow_commands(settings, folder):
             try:
-                with open(self._output(target), "wb") as file:
+                with open_file(self._output(target), "wb") as file:
                     self._running[target] = subprocess.Popen(
                         command,
                         stdin=subprocess.PIPE,

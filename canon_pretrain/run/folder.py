@@ -6,6 +6,7 @@
     log.jsonl       one line per event (run/log.py)
     launches/NNN/   the record of each launch (run/launches.py)
     code/NNN/       snapshots of the source, which job scripts use (run/source.py)
+    planned.json    the plan of a sweep or board under which the run started (report/planned.py)
     README.md       this list, and the commands to resume, inspect and evaluate the run
     status.json     the run's state and last heartbeat (run/status.py)
     lock.json       the running launch, if any (run/session.py)
@@ -56,6 +57,7 @@ class RunFolder:
     def __post_init__(self) -> None:
         self.config_file = self.path / "config.json"
         self.run_file = self.path / "run.json"
+        self.planned_file = self.path / "planned.json"
         self.readme_file = self.path / "README.md"
         self.launches = self.path / "launches"
         self.code = self.path / "code"

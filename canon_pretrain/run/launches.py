@@ -30,6 +30,7 @@ import canon_pretrain
 from canon_pretrain.core import files
 from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.core.holder import Holder, boot_of, read_count, utc_now
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.run import folder as run_folder
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunFacts, read_tail
@@ -347,7 +348,7 @@ def _readme(folder: RunFolder, launch: Mapping[str, Any]) -> bytes:
         code = f"commit {git['commit'][:12]} of {git['origin'] or git['folder']}"
         if git["dirty"]:
             code += f", with the changes in launches/{launch['launch']:03}/source.patch"
-    return README.format(
+    page = README.format(
         ours=IS_OURS,
         title=config.get("job", {}).get("description") or run.name,
         step=config.get("training", {}).get("steps", "N"),
@@ -357,4 +358,5 @@ def _readme(folder: RunFolder, launch: Mapping[str, Any]) -> bytes:
         here=shlex.quote(launch["command"]["folder"]),
         folder=shlex.quote(str(run)),
         files=str(run_folder.__doc__).partition("\n\n")[2].rpartition("\n\n")[0],
-    ).encode(errors="replace")
+    )
+    return printable(page, "\n").encode(errors="replace")  # a title may hold control characters

@@ -2,7 +2,7 @@
 
     RUN/evals/step-N/SUITE/QUESTION/results.json         the question and the scores
     RUN/evals/step-N/SUITE/QUESTION/samples-TASK.jsonl   one line per item
-    RUN/evals/step-N/SUITE/QUESTION/unfinished/          finished tasks, until all are
+    RUN/evals/step-N/SUITE/QUESTION/unfinished/          answered and finished tasks, until all are
 
 QUESTION is a hash of the question, so that a trial with --limit never replaces a result. `eval run`
 writes them, `eval report` and `eval compare` read them. No torch.
@@ -31,6 +31,7 @@ VERSION = 1
 RESULTS = "results.json"
 SAMPLES = "samples-{}.jsonl"
 KEPT = "{}.task.json"
+ANSWERS = "{}.answers.json"
 MAX_TASK_BYTES = 1 << 30
 MAX_SAMPLE_BYTES = 1 << 26
 
@@ -64,13 +65,36 @@ PER_CHECKPOINT_KEYS = (*PROVENANCE_KEYS, "content", "written_ns", "step", "train
 class Score:
     """One metric of one task, with its uncertainty.
 
-    `stderr`: standard error, clustered by source; None if the value is not a mean over items, or is
-    0 or 1. `bound`: in the latter case, the other end of Wilson's 95 % interval.
+    `value`: None if it could not be computed, with the reason in `why`. `stderr`: standard error,
+    clustered by source; None if the value is not a mean over items, or is 0 or 1. `bound`: in the
+    latter case, the other end of Wilson's 95 % interval.
     """
 
-    value: float
+    value: float | None
     stderr: float | None = None
     bound: float | None = None
+    why: str = ""
+
+    @property
+    def number(self) -> float:
+        """The value; NaN if it could not be computed."""
+        return math.nan if self.value is None else self.value
+
+
+@dataclass(frozen=True)
+class Failures:
+    """The number of items of a task without a score, and the error of one of them."""
+
+    count: int = 0
+    example: str = ""
+
+    @classmethod
+    def of(cls, errors: Mapping[int, str]) -> "Failures":
+        """Return the failures of documents by their errors."""
+        if not errors:
+            return cls()
+        first = min(errors)
+        return cls(len(errors), f"document {first}: {errors[first]}")
 
 
 def _checked(asked: dict[str, Any]) -> dict[str, Any]:
@@ -101,14 +125,33 @@ class Results:
 
     `asked`: all that the scores depend on (question_of), and PROVENANCE_KEYS.
     `scores[task][metric]`; `num_samples[task]`: items, or predicted tokens of a loss;
-    `truncated[task]`: items whose context was cut to max_length. Older results lack the last two.
+    `truncated[task]`: items whose context was cut to max_length; `failures[task]`: items without a
+    score; `num_sources[task]`: items of one source count once, of a loss its documents. Older
+    results lack the last four.
     """
 
     asked: Annotated[dict[str, Any], AfterValidator(_checked)]
     scores: dict[str, dict[str, Score]]
     num_samples: dict[str, int]
     truncated: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, Failures] = field(default_factory=dict)
+    num_sources: dict[str, int] = field(default_factory=dict)
     written: str = field(default="", compare=False)
+
+    def problems(self) -> list[str]:
+        """Return a sentence per task with items without a score, and per score without a value."""
+        found = [
+            f"{task}: {failed.count:,} items have no score, such as {failed.example}"
+            for task, failed in self.failures.items()
+            if failed.count
+        ]
+        found += [
+            f"{task}: {metric} could not be computed: {score.why}"
+            for task, metrics in self.scores.items()
+            for metric, score in metrics.items()
+            if score.value is None
+        ]
+        return found
 
 
 @dataclass(frozen=True)
@@ -119,6 +162,19 @@ class TaskResult:
     num_samples: int
     samples: list[dict[str, Any]] = field(default_factory=list)
     truncated: int = 0
+    failures: Failures = field(default_factory=Failures)
+
+
+@dataclass(frozen=True)
+class TaskAnswers:
+    """A model's answers to the requests of one task, in their order; several of a repeated one.
+
+    `truncated`: documents whose context was cut; `failures`: reasons by document without an answer.
+    """
+
+    responses: list[list[Any]]
+    truncated: list[int]
+    failures: dict[int, str]
 
 
 def wilson_bound(value: float, count: int) -> float:
@@ -150,7 +206,11 @@ def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
 
 
 class PartialResults:
-    """The finished tasks of an unfinished evaluation, in `folder`/unfinished."""
+    """The finished tasks of an unfinished evaluation, in `folder`/unfinished.
+
+    The answers to a task are stored before they are scored, so that a metric that fails, or takes
+    hours, loses none.
+    """
 
     def __init__(self, folder: Path, asked: Mapping[str, Any]) -> None:
         self._folder = folder / "unfinished"
@@ -180,10 +240,26 @@ class PartialResults:
 
     def add(self, task: str, result: TaskResult) -> None:
         """Write the result of `task`. Raises OSError."""
+        self._write(_file_name(task, KEPT), result)
+
+    def read_answers(self, task: str) -> TaskAnswers | None:
+        """Return the answers to `task`; None if there are none, or they are unreadable."""
+        path = self._folder / _file_name(task, ANSWERS)
+        with suppress(UnreadableFile), parsing(path):
+            content = files.read_bytes(path, MAX_TASK_BYTES)
+            if parse_json(content, finite=False)["question"] == self._question:
+                return files.parse_record(content, TaskAnswers, finite=False)
+        return None
+
+    def add_answers(self, task: str, answers: TaskAnswers) -> None:
+        """Write the answers to `task`. Raises OSError."""
+        self._write(_file_name(task, ANSWERS), answers)
+
+    def _write(self, name: str, record: TaskResult | TaskAnswers) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        content = {"question": self._question, **asdict(result)}
+        content = {"question": self._question, **asdict(record)}
         stored = json.dumps(content, ensure_ascii=False).encode()
-        files.write_atomic(self._folder / _file_name(task, KEPT), stored)
+        files.write_atomic(self._folder / name, stored)
 
     def remove(self) -> None:
         """Remove all task results, which results.json replaces."""
@@ -248,6 +324,7 @@ def read_results(path: Path) -> Results:
     for task, metrics in stored.scores.items():
         for name, score in metrics.items():
             count = stored.num_samples.get(task)
-            if score.stderr == 0 and score.value in (0, 1) and count:  # older results
-                metrics[name] = Score(score.value, bound=wilson_bound(score.value, count))
+            is_extreme = score.value is not None and score.value in (0, 1)
+            if score.stderr == 0 and is_extreme and count:  # older results
+                metrics[name] = Score(score.value, bound=wilson_bound(score.number, count))
     return stored

@@ -9,13 +9,16 @@ import contextlib
 import itertools
 import os
 import signal
+import socket
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from canon_pretrain.core.cli import EXIT_INTERRUPTED
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import remove_leftovers
 from canon_pretrain.core.lock import LinkLock
@@ -23,11 +26,14 @@ from canon_pretrain.run.background import Background
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.status import States, StatusWriter
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 STOP_FILE = "the file STOP"
 LOST_LOCK = "another launch took the run folder over"
 REASONS = (*(number.name for number in SIGNALS), STOP_FILE, LOST_LOCK)
 """In the order of the result of `StopRequests.poll`."""
+WATCH_S = 0.5
+GRACE_S = 5.0  # for the main thread, before the watch ends the process
+TWICE = "KeyboardInterrupt: Ctrl-C twice"
 
 
 def describe(reasons: Sequence[bool]) -> str:
@@ -36,25 +42,63 @@ def describe(reasons: Sequence[bool]) -> str:
 
 
 class StopRequests:
-    """Requests to stop that this process received; as a context manager it catches SIGNALS."""
+    """Requests to stop that this process received; as a context manager it catches SIGNALS.
+
+    Python runs signal handlers in the main thread, and not while that waits in C++ for other ranks.
+    A thread therefore watches too, and calls `on_stuck` with the reason if the main thread has not
+    reacted within GRACE_S to any request while `is_connecting`, or to a second Ctrl-C at any time.
+    """
 
     def __init__(
-        self, stop_file: Path | None = None, lost: Callable[[], bool] = lambda: False
+        self,
+        stop_file: Path | None = None,
+        lost: Callable[[], bool] = lambda: False,
+        on_stuck: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self._stop_file, self._lost = stop_file, lost
+        self._stop_file, self._lost, self._on_stuck = stop_file, lost, on_stuck
         self._has_stop_file = False
         self._checking = Background(self._check_stop_file, "STOP file")
         self._caught: set[str] = set()
         self._old: dict[signal.Signals, signal._HANDLER] = {}
+        self.is_connecting = True
+        """Whether the other ranks may be missing: no step ends, and there is nothing to save."""
+        self._ended = threading.Event()
 
     def __enter__(self) -> "StopRequests":
         self.catch(SIGNALS)
+        # the C-level handler writes each signal's number, whatever the main thread does
+        self._numbers, self._wakeup = socket.socketpair()
+        self._numbers.settimeout(WATCH_S)
+        self._wakeup.setblocking(False)
+        self._old_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, name="stop requests", daemon=True).start()
         return self
+
+    def _watch(self) -> None:
+        """Call `on_stuck` if the main thread does not react to a request."""
+        interrupts = 0
+        while not self._ended.is_set():
+            numbers = b""
+            with contextlib.suppress(TimeoutError):
+                numbers = self._numbers.recv(64)
+            interrupts += numbers.count(signal.SIGINT)
+            if interrupts > 1:
+                if not self._ended.wait(GRACE_S):
+                    self._on_stuck(TWICE)
+            elif self.is_connecting:
+                self._checking.request()
+                reasons = [signal.Signals(number).name for number in numbers]
+                reasons += [STOP_FILE] if self._has_stop_file else []
+                if reasons and not self._ended.wait(GRACE_S) and self.is_connecting:
+                    self._on_stuck(f"{reasons[0]}, while connecting to the other ranks")
+        self._numbers.close()
 
     def catch(self, numbers: Iterable[signal.Signals]) -> None:
         """Treat these signals as requests to stop."""
         for number in numbers:
-            self._old.setdefault(number, signal.signal(number, self._catch))
+            # nohup: the run goes on when its terminal closes
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._old.setdefault(number, signal.signal(number, self._catch))
 
     def restore(self, numbers: Iterable[signal.Signals]) -> None:
         """Restore the previous handlers of these signals; one that was ignored ends the process."""
@@ -64,8 +108,11 @@ class StopRequests:
 
     def __exit__(self, *error: object) -> None:
         self._checking.close()
+        self._ended.set()
+        signal.set_wakeup_fd(self._old_wakeup)
         for number, handler in self._old.items():
             signal.signal(number, handler)
+        self._wakeup.close()  # which wakes the watch
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -118,7 +165,7 @@ class Session:
     def __post_init__(self) -> None:
         self._locks: list[LinkLock] = []
         self.status: StatusWriter | None = None
-        self.stop = StopRequests()
+        self.stop = StopRequests(on_stuck=self._end_process)
 
     def __enter__(self) -> "Session":
         if self.rank == 0:
@@ -134,9 +181,31 @@ class Session:
             self.stop.restore([signal.SIGTERM])
         return self
 
+    def connected(self) -> None:
+        """All ranks are connected: they react to requests between two steps."""
+        self.stop.is_connecting = False
+
     def handle_sigterm(self) -> None:
-        """Treat SIGTERM as a request to save and stop; called once all ranks are connected."""
+        """Treat SIGTERM as a request to save and stop; called before the first step."""
         self.stop.catch([signal.SIGTERM])
+
+    def _end_process(self, reason: str) -> None:
+        """End this process from a thread, as its main thread does not react to a request."""
+        self.log(f"ending without saving: {reason}")
+        step = self.status.status.step if self.status is not None else 0
+
+        def leave() -> None:
+            if self.is_owner():
+                self.end("failed" if reason == TWICE else "stopped", reason, step)
+                with contextlib.suppress(UserError):
+                    self.stop.remove_stop_file()
+            self._release()
+
+        # in a thread: the disk may block
+        leaving = threading.Thread(target=leave, daemon=True)
+        leaving.start()
+        leaving.join(GRACE_S)
+        os._exit(EXIT_INTERRUPTED if reason == TWICE else 1)
 
     def _take_folder(self) -> None:
         path, files, another = self.folder.path, self.folder, "choose another folder with"
@@ -155,7 +224,8 @@ class Session:
         for written in (files.run_file, files.config_file, files.status_file):
             remove_leftovers(path, written.name)
         self.status = StatusWriter(files.status_file, steps=self.steps, world_size=self.world_size)
-        self.stop = StopRequests(files.stop_file, lambda: any(lock.lost for lock in self._locks))
+        is_lost = lambda: any(lock.lost for lock in self._locks)  # noqa: E731
+        self.stop = StopRequests(files.stop_file, is_lost, self._end_process)
         if self.stop.remove_stale_stop_file(began=began):
             self.log(f"removed {files.stop_file}, left over from an earlier launch")
         self.status.write()
@@ -201,7 +271,8 @@ class Session:
         try:
             if self.status is not None and error is not None:
                 first_line = str(error).strip().partition("\n")[0]
-                reason = f"{type(error).__name__}: {first_line}"
+                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+                reason = f"{kind}{first_line}"
                 self.end("failed", reason, self.status.status.step)
             self._release()
         finally:

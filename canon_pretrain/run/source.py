@@ -7,13 +7,16 @@
       manifest.json         each file's SHA-256
 
 slurm/lib.sh takes a snapshot before a run's first launch, and puts the newest one on PYTHONPATH in
-later ones. A git that is missing or slow is a `problem`, not an error. No torch.
+later ones, with the rights of whoever starts the job: others must not be able to write it. A git
+that is missing or slow is a `problem`, not an error. No torch.
 """
 
 import contextlib
+import grp
 import hashlib
 import json
 import os
+import pwd
 import stat
 import subprocess
 import time
@@ -156,7 +159,12 @@ def newest_snapshot(run: RunFolder) -> Path | None:
 
 
 def take_snapshot(run: RunFolder) -> Path:
-    """Return a snapshot of the program's source: RUN/code/NNN, a new one if the newest differs."""
+    """Return a snapshot of the program's source: RUN/code/NNN, a new one if the newest differs.
+
+    Raises UserError if it cannot be written, or others may write it.
+    """
+    run.code.mkdir(mode=0o755, parents=True, exist_ok=True)
+    check_private(run)
     newest = newest_snapshot(run)
     if newest is not None and not _faults(newest) and not differences(newest):
         return newest
@@ -173,6 +181,38 @@ def take_snapshot(run: RunFolder) -> Path:
         text = f"{target} cannot be written: {error.strerror}"
         raise UserError("run.unwritable", text, path=target) from None
     return target
+
+
+def check_private(run: RunFolder) -> None:
+    """Raise UserError if others than this user may write the run's folder, or its `code`.
+
+    Job scripts run what is in it.
+    """
+    for path in (run.path, run.code):
+        with contextlib.suppress(FileNotFoundError):
+            if who := _other_writers(path):
+                text = f"{who} may write {path}: a job would run their code as you. Remove that "
+                text += f"right with `chmod go-w {path}`, or choose another --job.dump_folder"
+                raise UserError("run.others_write", text, path=path)
+
+
+def _other_writers(path: Path) -> str:
+    """Return who may write a folder, besides this user and root; empty if nobody."""
+    info, user = os.stat(path), os.geteuid()
+    if info.st_uid not in (user, 0):
+        return f"user {info.st_uid}"
+    if info.st_mode & stat.S_IWOTH:
+        return "everybody"
+    if not info.st_mode & stat.S_IWGRP:
+        return ""
+    with contextlib.suppress(KeyError, OSError):
+        # many systems give each user a group, and its members the right to write
+        group, own = grp.getgrgid(info.st_gid), pwd.getpwuid(user)
+        is_own = group.gr_gid == own.pw_gid and group.gr_name == own.pw_name
+        has_list = "system.posix_acl_access" in os.listxattr(path)
+        if is_own and not has_list and {*group.gr_mem} <= {own.pw_name}:
+            return ""
+    return f"group {info.st_gid}"
 
 
 def check_snapshot(snapshot: Path) -> None:

@@ -1,6 +1,7 @@
 """The questions of a task's evaluation windows and their scores, in training and in `eval`."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -60,18 +61,22 @@ def evaluation_windows(task: Task, count: int, most: int | None = None) -> list[
     return [asked for asked in found if any(one.questions or one.spans for one in asked)]
 
 
+Pooled = tuple[float, int]
+"""The sum of a score over questions, and their number; of a score of a whole window, it and 1."""
+
+
 def score_window(
     window: Sequence[Asked],
     answers: Iterable[Sequence[int]],
     logs: Iterable[float],
     num_parameters: int,
-) -> tuple[dict[str, float], Counter[str]]:
-    """Return a window's scores, means over questions, and the number of each verdict.
+) -> tuple[dict[str, Pooled], Counter[str]]:
+    """Return a window's scores, to be pooled over windows, and the number of each verdict.
 
     `answers` and log-likelihoods `logs` are to all questions and spans, in the order of `window`.
     """
     answers, logs = iter(answers), iter(logs)
-    scores: dict[str, float] = {}
+    scores: dict[str, Pooled] = {}
     verdicts: Counter[str] = Counter()
     for asked in window:
         task = asked.task
@@ -80,10 +85,16 @@ def score_window(
             for question in asked.questions
         ]
         verdicts.update(each.verdict for each in judged)
-        means = mean_scores([each.values for each in judged])
+        by_metric: dict[str, list[float]] = {}
+        for each in judged:
+            for metric, value in each.values.items():
+                by_metric.setdefault(metric, []).append(value)
         own = [next(logs) for _ in asked.spans]
-        means |= task.score_spans(asked.ids, asked.spans, own, num_parameters)
-        scores |= {asked.label + metric: value for metric, value in means.items()}
+        of_window = task.score_spans(asked.ids, asked.spans, own, num_parameters)
+
+        found = {metric: (sum(values), len(values)) for metric, values in by_metric.items()}
+        found |= {metric: (value, 1) for metric, value in of_window.items()}
+        scores |= {asked.label + metric: each for metric, each in found.items()}
     return scores, verdicts
 
 
@@ -127,8 +138,16 @@ def num_questions(task: Task, score: str, num_windows: int) -> int | None:
     return None
 
 
-def mean_scores(items: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each score over the items that have it."""
-    names = dict.fromkeys(name for scores in items for name in scores)
-    found = {name: [scores[name] for scores in items if name in scores] for name in names}
-    return {name: sum(each) / len(each) for name, each in found.items()}
+def pooled_scores(windows: Iterable[Mapping[str, Pooled]]) -> dict[str, float]:
+    """Return the mean of each score over all questions, so that parts add up to the whole."""
+    found: dict[str, list[Pooled]] = {}
+    for scores in windows:
+        for name, each in scores.items():
+            found.setdefault(name, []).append(each)
+    return {name: pooled_mean(each) for name, each in found.items()}
+
+
+def pooled_mean(parts: Iterable[Pooled]) -> float:
+    """Return the sum of the sums over the sum of the counts."""
+    sums, counts = zip(*parts, strict=True)
+    return float(math.fsum(sums) / sum(counts))

@@ -23,7 +23,13 @@ from canon_pretrain.model.attend import BACKENDS as ATTENTION_BACKENDS
 from canon_pretrain.run import config as experiment
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.synthetic.tasks import TASKS
-from canon_pretrain.titan.job_config import UNSUPPORTED, CanonJobConfig, check_job, value_of
+from canon_pretrain.titan.job_config import (
+    OPTIMIZERS,
+    UNSUPPORTED,
+    CanonJobConfig,
+    check_job,
+    value_of,
+)
 
 PROG = "torchrun -m canon_pretrain.train"
 MAX_MEANT = 3  # keys that an error suggests
@@ -100,7 +106,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     choices: dict[str, Iterable[str]] = {f"model.{name}": own for name, own in CHOICES.items()}
     choices |= {"model.flavor": FLAVORS, "model.attention_backend": ATTENTION_BACKENDS}
     choices |= {"model.canon_backend": BACKENDS, "model.mixer_backend": MIXER_BACKENDS}
-    choices |= {"data.task.name": TASKS}
+    choices |= {"data.task.name": TASKS, "optimizer.name": OPTIMIZERS}
     switch = ("true", "false")
     abouts = re.findall(r"^  --(\w+\.[\w.]+)\b.*?  +(\S.*)$", SHORT_HELP.read_text(), re.MULTILINE)
     for name, kind in _keys(CanonJobConfig):

@@ -24,12 +24,10 @@ from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, TokenShards
 from canon_pretrain.titan.device import has_accelerator
-from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.job_config import HELD_OUT, CanonJobConfig
 from canon_pretrain.titan.tasks import TaskWindows
 
 T = TypeVar("T")
-HELD_OUT = "held_out_fingerprint"
-"""Key of the held-out fingerprint in a run's identity; absent if validation is off."""
 OFF_HINT = "To skip validation: --validation.enable False"
 IDENTITY_FIELDS = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
 """Fields of the loader's state that are also part of the run's identity."""
@@ -67,13 +65,13 @@ def open_data(job: CanonJobConfig) -> OpenedData:
             identity[HELD_OUT] = windows.fingerprint
         return OpenedData(windows, [], [], identity)
     with open_shards(job) as training:
-        prompts: list[list[int]] = []
+        notices, prompts = _padding_notice(job, training), list[list[int]]()
         if job.samples.interval:
             from canon_pretrain.titan.samples import read_prompts  # which loads a tokenizer
 
             prompts = read_prompts(job, training)
         if job.validation.enable is False:
-            return OpenedData(training, [], [], {}, prompts)
+            return OpenedData(training, [], notices, {}, prompts)
         parts: list[TokenShards | None] = []
         try:
             for folder in validation_folders(job):
@@ -84,14 +82,14 @@ def open_data(job: CanonJobConfig) -> OpenedData:
         for part in filter(None, parts):
             part.close()
             text = f"{part.folder} (validation.path = {job.validation.path!r}) "
-            same = part.vocab_size == job.model_args.vocab_size
+            same = part.vocab_size == training.vocab_size
             if not same or part.tokenizer_sha256 != training.tokenizer_sha256:
                 text += f"has another tokenizer: rebuild it with the training data's. {OFF_HINT}"
                 raise UserError("data.tokenizers_differ", text)
             if part.fingerprint in {source.fingerprint for source in training.sources}:
                 text += f"is also training data: choose another text. {OFF_HINT}"
                 raise UserError("data.overlap", text)
-        notices = _resolve_validation(job, parts)
+        notices += _resolve_validation(job, parts)
         return OpenedData(training, parts, notices, {HELD_OUT: joined_fingerprint(parts)}, prompts)
 
 
@@ -116,7 +114,7 @@ def open_shards(job: CanonJobConfig) -> Mixture:
     if job.model.vocab_size is None:
         job.model.vocab_size = mixture.vocab_size
     args = job.model_args
-    if mixture.vocab_size != args.vocab_size:
+    if mixture.vocab_size > args.vocab_size:
         text = f"model.vocab_size = {args.vocab_size}, but {job.data.folders[0]} has "
         text += f"{mixture.vocab_size}: unset model.vocab_size, or choose other shards"
         raise UserError("data.vocab_size", text, given=args.vocab_size, expected=mixture.vocab_size)
@@ -130,6 +128,13 @@ def open_shards(job: CanonJobConfig) -> Mixture:
             text += f"training.seq_len + 1 = {window + 1}"
             raise UserError("data.too_short", text, folder=folder, num_tokens=source.num_tokens)
     return mixture
+
+
+def _padding_notice(job: CanonJobConfig, data: Mixture) -> list[str]:
+    """Return a notice if the model has ids that no text has, as imported ones may."""
+    if (padded := job.model_args.vocab_size) == data.vocab_size:
+        return []
+    return [f"model.vocab_size = {padded:,}: no text has the ids from {data.vocab_size:,} on"]
 
 
 def validation_folders(job: CanonJobConfig) -> list[str]:

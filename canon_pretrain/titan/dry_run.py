@@ -24,6 +24,7 @@ from torchtitan.tools import utils
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console, duration, size
+from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.kernels.hardware import available_memory
 from canon_pretrain.model.args import ModelArgs
@@ -45,6 +46,7 @@ from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from canon_pretrain.titan.parallelize import all_experts
 from canon_pretrain.titan.spec import head_loss
+from canon_pretrain.titan.tasks import TaskWindows
 
 GIB = 2**30
 DAY_S = 86_400
@@ -226,6 +228,33 @@ def on_meta(args: ModelArgs) -> Transformer:
         return Transformer(args)
 
 
+@dataclass(frozen=True)
+class Draws:
+    """The tokens that a whole run draws from one source, on average over data seeds."""
+
+    source: str
+    drawn: int
+    available: int
+
+    @property
+    def epochs(self) -> float:
+        return self.drawn / self.available
+
+    def text(self) -> str:
+        epochs = f"{self.epochs:,.1f}" if self.epochs >= 10 else f"{self.epochs:.2g}"
+        return f"{epochs} of {self.source} ({self.drawn:,} tokens drawn of {self.available:,})"
+
+
+def count_draws(job: CanonJobConfig, data: Mixture) -> list[Draws]:
+    """Return the draws of training.steps steps from each source of `data`."""
+    training = job.training
+    tokens = training.steps * training.global_batch_size * training.seq_len
+    return [
+        Draws(name, round(share * tokens), source.num_tokens)
+        for name, share, source in zip(data.names, data.shares, data.sources, strict=True)
+    ]
+
+
 class Plan:
     """Resources of `job` on `world_size` ranks. Raises UserError for a bad world size."""
 
@@ -234,13 +263,18 @@ class Plan:
         self.device, self.world_size = device, world_size
         self.tokens = training.steps * training.global_batch_size * training.seq_len
         drawn, self.data_fingerprint = self.tokens, ""
+        self.epochs = ["no data yet"]
+        self.data_vocab_size: int | None = None  # unknown
         self.windows = open_task(job)
         if self.windows is not None:
             drawn, self.data_fingerprint = 0, self.windows.fingerprint
+            self.epochs = []  # a task has no end
         with contextlib.suppress(ShardError):  # no data yet; data that do not fit raise UserError
             if job.data.folders:
                 with open_shards(job) as data:
                     drawn, self.data_fingerprint = data.num_tokens, data.fingerprint
+                    self.epochs = [draws.text() for draws in count_draws(job, data)]
+                    self.data_vocab_size = data.vocab_size
         args = job.model_args  # open_shards() has set vocab_size
         model = on_meta(args)
         self.parameters, self.trained = count_parameters(model)
@@ -253,7 +287,7 @@ class Plan:
         self.checkpoint_bytes = (self.parameters + 2 * self.trained) * itemsize
         saves = -(-training.steps // job.checkpoint.interval)
         self.checkpoints_kept = min(job.checkpoint.keep_latest_k or saves, saves)
-        self.data_bytes = drawn * dtype_for(args.vocab_size).itemsize
+        self.data_bytes = drawn * dtype_for(self.data_vocab_size or args.vocab_size).itemsize
         self.flops_per_token = flops_per_token(args, training.seq_len)
         self.seconds = self.tokens * self.flops_per_token / (world_size * device.flops_per_s)
 
@@ -289,8 +323,13 @@ def world_sizes(job: CanonJobConfig) -> list[int]:
     return sizes
 
 
-def startup_warnings(job: CanonJobConfig, device: Device, world_size: int) -> Iterator[str]:
-    """Yield warnings about idle GPUs and about runs of more than a week."""
+def startup_notes(
+    job: CanonJobConfig, data: Mixture | TaskWindows, device: Device, world_size: int
+) -> Iterator[str]:
+    """Yield the epochs over the data, and warnings about idle GPUs and runs of over a week."""
+    if isinstance(data, Mixture):
+        epochs = [draws.text() for draws in count_draws(job, data)]
+        yield f"epochs over the data: {'; '.join(epochs)}"
     ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if has_accelerator() and ranks < devices:
         yield f"this run uses {ranks} of the {devices} GPUs of this node (--nproc-per-node)"
@@ -332,7 +371,12 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     kept, each = plan.checkpoints_kept, plan.checkpoint_bytes
     itemsize = dtype_for(args.vocab_size).itemsize
     where = ", ".join(job.data.folders) or "data.path unset"
-    data = {"disk for data": f"{size(plan.data_bytes)} ({where})"}
+    data = {
+        "disk for data": f"{size(plan.data_bytes)} ({where})",
+        "epochs over the data": "; ".join(plan.epochs),
+    }
+    if plan.data_vocab_size not in (None, args.vocab_size):
+        data["vocabulary"] = f"{args.vocab_size:,}, {plan.data_vocab_size:,} of them in the data"
     if (windows := plan.windows) is not None:
         own = [f"{key} = {json.dumps(value)}" for key, value in windows.task.settings.items()]
         found = windows.windows(job.data.data_seed, 0, SHOWN_WINDOWS)

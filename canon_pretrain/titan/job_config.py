@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
 from torchtitan.config import job_config as titan
 
 from canon_pretrain.core.errors import UserError, check_choice
@@ -17,6 +18,8 @@ from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.run import config as experiment
 from canon_pretrain.run.config import valid_world_sizes
+from canon_pretrain.run.identity import IDENTITY
+from canon_pretrain.run.limits import LIMITED, check_limits, schedule_faults
 from canon_pretrain.synthetic.task import Task
 
 
@@ -143,6 +146,7 @@ class Training(titan.Training):
     """Clip gradients to norm 1 (assumed: the paper states no clipping)."""
 
     max_norm: float | int = 1.0
+    """Gradient norm to clip to; 0: no clipping."""
 
 
 @dataclass
@@ -267,51 +271,49 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     return next(size for size in range(bound, 0, -1) if share % size == 0)
 
 
-COUNT = Annotated[int, Field(ge=1, le=1 << 31)]
-SIZE = Annotated[int, Field(ge=0, le=1 << 31)]
-SECONDS = Annotated[int, Field(ge=1, le=86_400)]
-AMOUNT = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-LIMITS: tuple[tuple[Any, str], ...] = (
-    (COUNT, "training.seq_len training.global_batch_size training.local_batch_size"),
-    (COUNT, "training.gc_freq checkpoint.interval metrics.log_freq validation.freq"),
-    (COUNT, "guards.max_bad_steps parallelism.data_parallel_replicate_degree"),
-    (COUNT, "parallelism.expert_parallel_degree samples.max_tokens"),
-    (SIZE, "lr_scheduler.warmup_steps checkpoint.max_held comm.trace_buf_size"),
-    (SIZE, "loss.chunk_tokens data.read_ahead samples.interval"),
-    (AMOUNT, "optimizer.lr optimizer.eps optimizer.weight_decay training.max_norm"),
-    (AMOUNT, "lr_scheduler.min_lr_factor loss.z_loss loss.squared_loss samples.temperature"),
-    (Annotated[float, Field(ge=0, lt=1)], "optimizer.beta1 optimizer.beta2"),
-    (SECONDS, "comm.init_timeout_seconds comm.train_timeout_seconds"),
-    (Annotated[int, Field(ge=1, le=1 << 40)], "training.steps"),
-    (Annotated[int, Field(ge=1)] | None, "lr_scheduler.decay_steps"),
-    (Annotated[float, Field(gt=0, le=1)] | None, "lr_scheduler.decay_ratio"),
-    (Annotated[float, Field(ge=0, le=1)], "activation_checkpoint.memory_budget"),
-    (Annotated[float, Field(ge=0.01, le=3600)], "run.heartbeat_s"),
-    (Annotated[int, Field(ge=2, le=1024)], "guards.outlier_window"),
-    (Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, "guards.outlier_sigma"),
-    (Annotated[int, Field(ge=0, lt=1 << 64)], "data.data_seed"),
-    # -1: the whole held-out split
-    (Literal[-1] | Annotated[int, Field(ge=1)] | None, "validation.windows"),
-    # 0: all; not 1, because the newest may be incomplete
-    (Literal[0] | Annotated[int, Field(ge=2)], "checkpoint.keep_latest_k"),
-)
-"""By name, since redeclaring a torchtitan field would drop its text in --help-all."""
-
 UNSUPPORTED = """
     model.name job.custom_config_module model.converters model.hf_assets_path model.tokenizer_path
     optimizer.early_step_in_backward training.dataset training.dataset_path training.dataloader
     quantize comm.mode experimental parallelism.data_parallel_shard_degree
     parallelism.tensor_parallel_degree parallelism.pipeline_parallel_degree
-    parallelism.context_parallel_degree parallelism.expert_tensor_parallel_degree
-    parallelism.expert_parallel_comm_backend
+    parallelism.pipeline_parallel_first_stage_less_layers
+    parallelism.pipeline_parallel_last_stage_less_layers
+    parallelism.pipeline_parallel_layers_per_stage parallelism.pipeline_parallel_schedule
+    parallelism.pipeline_parallel_schedule_csv parallelism.pipeline_parallel_microbatch_size
+    parallelism.module_fqns_per_model_part parallelism.context_parallel_degree
+    parallelism.context_parallel_load_balancer parallelism.context_parallel_rotate_method
+    parallelism.expert_tensor_parallel_degree parallelism.expert_parallel_comm_backend
     checkpoint.create_seed_checkpoint checkpoint.initial_load_in_hf checkpoint.last_save_in_hf
     checkpoint.last_save_model_only checkpoint.load_only checkpoint.exclude_from_loading
     checkpoint.export_dtype checkpoint.initial_load_in_hf_quantized
     checkpoint.enable_ft_dataloader_checkpoints memory_estimation.enable
-    metrics.save_for_all_ranks fault_tolerance.enable validation.dataset validation.dataset_path
+    metrics.save_for_all_ranks fault_tolerance debug.seed validation.dataset validation.dataset_path
     validation.dataloader validation.local_batch_size validation.seq_len validation.steps
 """.split()
 """torchtitan's keys that would crash, be ignored, or make the run impossible to resume."""
+INSTEAD = {"debug.seed": "set model.init_seed and data.data_seed"}
+"""Our keys for some of those."""
+
+OPTIMIZERS = ("Adam", "AdamW")
+"""Those that torchtitan builds."""
+
+FOLDERS = """
+    checkpoint.folder profiling.save_traces_folder profiling.save_memory_snapshot_folder
+    comm.save_traces_folder metrics.save_tb_folder
+""".split()
+"""Folders in the run folder (a checkpoint's may be elsewhere), and not that folder itself."""
+PATHS = """
+    job.dump_folder job.save_config_file checkpoint.initial_load_path comm.save_traces_file_prefix
+    data.path data.paths validation.path
+""".split()
+"""Other paths. Their files may be written after a dry run, so only their form is checked."""
+
+CODE = "code"
+"""Name of the source code in `run.allow_changes`; not part of the identity."""
+FINGERPRINT = "data_fingerprint"
+"""Name of the training data in a run's identity."""
+HELD_OUT = "held_out_fingerprint"
+"""Name of the held-out split in a run's identity; absent if validation is off."""
 
 
 def check_job(job: CanonJobConfig) -> None:
@@ -321,20 +323,16 @@ def check_job(job: CanonJobConfig) -> None:
         given, default = value_of(job, name), value_of(defaults, name)
         if given != default:
             text = f"{name} = {given!r} is not supported by this trainer; expected {default!r}"
+            text += f" ({INSTEAD[name]})" if name in INSTEAD else ""
             raise UserError("config.unsupported", text, key=name)
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
     check_choice("canon_backend", job.model.canon_backend, BACKENDS)
     check_choice("mixer_backend", job.model.mixer_backend, MIXER_BACKENDS)
-    for kind, names in LIMITS:
-        for name in names.split():
-            try:
-                _adapter(kind).validate_python(value_of(job, name))
-            except ValidationError as error:
-                expected = " or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
-                expected = expected.replace("Input should be", "expected")
-                text = f"{name} = {value_of(job, name)!r}: {expected}"
-                raise UserError("config.invalid_value", text, key=name) from None
-    for fault in _schedule_faults(job):
+    check_choice("optimizer.name", job.optimizer.name, OPTIMIZERS)
+    _check_compile_backend(job.compile.backend)
+    check_allowed_changes(job.run.allow_changes, _identity_names())
+    check_limits({name: value_of(job, name) for name in LIMITED})
+    for fault in schedule_faults(job.lr_scheduler, job.training.steps):
         raise UserError("config.schedule", fault)
     for name, fault in _conflicts(job):
         raise UserError("config.conflict", fault, key=name)
@@ -344,37 +342,52 @@ def check_job(job: CanonJobConfig) -> None:
     check_order(job.data.order, len(job.data.folders))
 
 
+def split_names(words: list[str]) -> list[str]:
+    """Return the names in `run.allow_changes`; an entry may hold several, comma-separated."""
+    return [name for word in words for name in word.split(",") if name]
+
+
+def check_allowed_changes(allowed: list[str], identity: Iterable[str]) -> None:
+    """Raise UserError unless `run.allow_changes` has names in a run's `identity` only, or CODE."""
+    known = {*identity, HELD_OUT, CODE}
+    if unknown := [name for name in split_names(allowed) if name not in known]:
+        text = f"run.allow_changes: {', '.join(unknown)} is not part of a run's identity. Expected "
+        text += f"{CODE}, {', '.join(sorted(known - {CODE}))}"
+        raise UserError("run.unknown_change", text, names=unknown)
+
+
+def _identity_names() -> Iterator[str]:
+    """Yield the names that the identity of any job may have."""
+    yield FINGERPRINT
+    for section, keys in IDENTITY.items():
+        owner: Any = ModelArgs if section == "model" else getattr(CanonJobConfig(), section)
+        fields = [f.name for f in dataclasses.fields(owner)]
+        yield from (f"{section}.{key}" for key in keys or fields)
+    yield from (f"data.task.{f.name}" for f in dataclasses.fields(experiment.Task))
+
+
+def _check_compile_backend(name: str) -> None:
+    """Raise UserError unless torch.compile has the backend `name`."""
+    if name == CanonJobConfig().compile.backend:
+        return
+    from torch._dynamo import list_backends  # slow to import
+
+    check_choice("compile.backend", name, list_backends(exclude_tags=()))
+
+
 def value_of(job: CanonJobConfig, dotted: str) -> Any:
     return functools.reduce(getattr, dotted.split("."), job)
-
-
-_adapter = functools.cache(TypeAdapter)
-
-
-def _schedule_faults(job: CanonJobConfig) -> Iterator[str]:
-    """Yield conflicts that would make torchtitan truncate the schedule or run past its end."""
-    schedule, steps = job.lr_scheduler, job.training.steps
-    warmup, ratio, total = schedule.warmup_steps, schedule.decay_ratio, schedule.total_steps
-    if schedule.decay_steps is not None:
-        if ratio is not None or total is not None:
-            yield "lr_scheduler.decay_steps: unset decay_ratio and total_steps beside it"
-        return
-    if total is not None and total < steps:
-        yield f"lr_scheduler.total_steps = {total} < training.steps = {steps}: unset total_steps"
-    name, length = ("training.steps", steps) if total is None else ("total_steps", total)
-    decay = 0 if ratio is None else round(length * ratio)
-    if warmup + decay > length:
-        text = f"{warmup} + {decay} decay steps (decay_ratio = {ratio}) exceed "
-        yield f"lr_scheduler.warmup_steps = {text}{name} = {length}: shorten one"
 
 
 def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, fault) of each value that contradicts another key or is no path."""
     data, stop_at, steps, loss = job.data, job.run.stop_at, job.training.steps, job.loss
     checkpoint, profiling, prompts = job.checkpoint, job.profiling, job.samples.prompts
-    for name in ("job.dump_folder", "checkpoint.folder"):
-        if not (value := value_of(job, name)) or "\0" in value or value.startswith("~"):
-            yield name, f"{name} = {value!r}: expected a folder's path (only a shell expands ~)"
+    recompute = job.activation_checkpoint
+    for name in (*FOLDERS, *PATHS):
+        value = value_of(job, name)
+        if not _is_path(name, value):
+            yield name, f"{name} = {value!r}: expected a path (only a shell expands ~)"
     if data.path and data.paths:
         yield "data.path", f"data.path = {data.path!r}, data.paths = {data.paths!r}: set only one"
     if data.task.name:
@@ -409,8 +422,24 @@ def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     if checkpoint.fresh and checkpoint.load_step != -1:
         yield "checkpoint.load_step", "checkpoint.fresh and checkpoint.load_step: set only one"
     warmup, active = profiling.profiler_warmup, profiling.profiler_active
-    possible = warmup >= 0 and active >= 1 and profiling.profile_freq >= warmup + active
-    if profiling.enable_profiling and not possible:
+    if profiling.enable_profiling and profiling.profile_freq < warmup + active:
         text = f"profiling.profile_freq = {profiling.profile_freq}: expected at least "
-        text += f"profiler_warmup = {warmup} (>= 0) plus profiler_active = {active} (>= 1)"
+        text += f"profiler_warmup = {warmup} plus profiler_active = {active}"
         yield "profiling.profile_freq", text
+    name, option = "activation_checkpoint.selective_ac_option", recompute.selective_ac_option
+    if not re.fullmatch("op|[0-9]+", option):
+        yield name, f'{name} = {option!r}: expected "op", or N to recompute every N-th layer'
+    compiled = job.compile.enable and "model" in job.compile.components
+    if recompute.mode == "memory_budget" and not compiled:
+        name = "activation_checkpoint.mode"
+        yield name, f'{name} = "memory_budget" requires compile.enable = true'
+
+
+def _is_path(name: str, value: str | list[str] | None) -> bool:
+    """Return whether a path's value, which may be unset or a list, has the form of one."""
+    values = value if isinstance(value, list) else [value or ""]
+    if any("\0" in each or each.startswith("~") for each in values):
+        return False
+    if name in FOLDERS:
+        return os.path.normpath(values[0]) != os.curdir
+    return name not in ("job.dump_folder", "job.save_config_file") or value != ""

@@ -21,31 +21,32 @@ from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.identity import IDENTITY, Changes, differences
 from canon_pretrain.run.launches import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.checkpoint import DISK_HINT, check_room, full_bytes
-from canon_pretrain.titan.data import HELD_OUT, OpenedData
+from canon_pretrain.titan.data import OpenedData
 from canon_pretrain.titan.device import has_accelerator
-from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.job_config import (
+    CODE,
+    FINGERPRINT,
+    HELD_OUT,
+    CanonJobConfig,
+    check_allowed_changes,
+    split_names,
+)
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.parallelize import CanonChoice
 from canon_pretrain.titan.resume import RankZero, check_initial
 
-Changes = dict[str, list[Any]]
-"""Dotted name -> [old, new]"""
-IDENTITY = {"model": "", "optimizer": "", "lr_scheduler": "", "data": "data_seed order"}
-IDENTITY |= {"loss": "z_loss squared_loss", "guards": "outlier_sigma outlier_window"}
-IDENTITY["training"] = "seq_len global_batch_size steps max_norm dtype "
-IDENTITY["training"] += "mixed_precision_param mixed_precision_reduce"
-"""Section -> its keys in a run's identity; empty: all."""
-CODE = "code"
-"""Name of the source code in `run.allow_changes`; not part of the identity."""
-
 
 @dataclass(frozen=True)
 class Comparison:
-    """A launch's identity, code and resolved config, and their changes against the run so far."""
+    """A launch's identity, code and resolved config, and their changes against the run so far.
+
+    `old_config`: the last launch's, empty in a new run.
+    """
 
     is_new: bool
     identity: dict[str, Any]
@@ -54,6 +55,7 @@ class Comparison:
     changes: Changes = field(default_factory=dict)
     code_changes: Changes = field(default_factory=dict)
     config_changes: Changes = field(default_factory=dict)
+    old_config: dict[str, Any] = field(default_factory=dict)
 
 
 def resolved(job: CanonJobConfig) -> dict[str, Any]:
@@ -72,45 +74,51 @@ def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Compari
     is_new, allowed = not folder.config_file.exists(), job.run.allow_changes
     if is_fresh(job, folder):
         return Comparison(is_new, identity, code, config)
-    changes = check_identity(folder, identity, allowed)
-    refuse = job.run.code == "refuse" and CODE not in _split_names(allowed)
+    changes = check_identity(folder, identity, allowed, config)
+    refuse = job.run.code == "refuse" and CODE not in split_names(allowed)
     changed_code = code_changes(folder, code, refuse=refuse)
     changed = config_changes(folder, config)
+    old_config = _recorded(folder, "config")
     recorded = _recorded(folder, "identity")
     if HELD_OUT in recorded:  # also if this launch does not validate
         identity = {HELD_OUT: recorded[HELD_OUT]} | identity
-    return Comparison(is_new, identity, code, config, changes, changed_code, changed)
+    return Comparison(is_new, identity, code, config, changes, changed_code, changed, old_config)
 
 
 def run_identity(
     job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return by dotted name what must not change between a run's launches unless allowed."""
-    identity = {"data_fingerprint": fingerprint, **(held_out or {})}
+    identity = {FINGERPRINT: fingerprint, **(held_out or {})}
     for section, keys in IDENTITY.items():
         values = asdict(job.model_args if section == "model" else getattr(job, section))
-        identity |= {f"{section}.{key}": values[key] for key in keys.split() or values}
+        identity |= {f"{section}.{key}": values[key] for key in keys or values}
     return identity
 
 
-def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[str]) -> Changes:
-    """Return the allowed changes to the run in `folder`; empty for a new run. Raises UserError."""
-    names = _split_names(allowed)
-    if unknown := [name for name in names if name not in (*identity, HELD_OUT, CODE)]:
-        text = f"run.allow_changes: {', '.join(unknown)} is not part of a run's identity. Expected "
-        text += f"{CODE}, {', '.join(sorted(identity))}"
-        raise UserError("run.unknown_change", text, names=unknown)
+def check_identity(
+    folder: RunFolder,
+    identity: dict[str, Any],
+    allowed: list[str],
+    config: Mapping[str, Any],
+) -> Changes:
+    """Return the allowed changes to the run in `folder`; empty for a new run.
+
+    `config`, the resolved job, names the data in messages. Raises UserError.
+    """
+    names = split_names(allowed)
+    check_allowed_changes(allowed, identity)
     if not folder.config_file.exists():
         return {}
     defaults = run_identity(CanonJobConfig(), "")  # of keys that older runs did not have
     old = {name: old for name, old in defaults.items() if name.startswith(("model.", "loss."))}
     old |= _recorded(folder, "identity")
-    changed = _differences(old, identity)
+    changed = differences(old, identity)
     if HELD_OUT not in old.keys() & identity.keys():
         changed.pop(HELD_OUT, None)
     if refused := {name: pair for name, pair in changed.items() if name not in names}:
-        pairs = "; ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in refused.items())
-        text = f"the run in {folder.path} differs: {pairs}. Undo the change, choose another "
+        lines = "; ".join(describe_changes(refused, _recorded(folder, "config"), config))
+        text = f"the run in {folder.path} differs: {lines}. Undo the change, choose another "
         text += f"--job.dump_folder, or allow it: --run.allow_changes {' '.join(changed)}"
         raise UserError("run.changed", text, changes=refused, allow=list(changed))
     return changed
@@ -119,7 +127,7 @@ def check_identity(folder: RunFolder, identity: dict[str, Any], allowed: list[st
 def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Changes:
     """Return path -> [old, new] hash of source files that changed since the last launch."""
     old = _recorded(folder, "code")
-    changed = _differences(old, code) if old else {}
+    changed = differences(old, code) if old else {}
     if changed and refuse:
         text = f"run.code = refuse, and {', '.join(changed)} changed since the last launch of "
         text += f"{folder.path}: restore the code, or allow it: --run.allow_changes code"
@@ -132,7 +140,7 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
     if not folder.config_file.exists():
         return {}
     old = _flatten(CanonJobConfig().to_dict()) | _flatten(_recorded(folder, "config"))
-    changed = _differences(old, _flatten(config))
+    changed = differences(old, _flatten(config))
     return {name: pair for name, pair in changed.items() if name not in launches.PER_LAUNCH_KEYS}
 
 
@@ -141,14 +149,35 @@ def _recorded(folder: RunFolder, part: str) -> dict[str, Any]:
     return folder.read_config().get(part, {}) if folder.config_file.exists() else {}
 
 
-def _split_names(words: list[str]) -> list[str]:
-    """Return the names in `run.allow_changes`; an entry may hold several, comma-separated."""
-    return [name for word in words for name in word.split(",") if name]
+def describe_changes(
+    changes: Changes, old_config: Mapping[str, Any], new_config: Mapping[str, Any]
+) -> list[str]:
+    """Return "key: old -> new" for each change; for a fingerprint, with the data it belongs to."""
+    lines = []
+    for name, (old, new) in changes.items():
+        if name in (FINGERPRINT, HELD_OUT):
+            before = f"{_data_of(name, old_config)} (fingerprint {_shortened(old)})"
+            after = f"{_data_of(name, new_config)} (fingerprint {_shortened(new)})"
+        else:
+            before, after = repr(old), repr(new)
+        lines.append(f"{name}: {before} -> {after}")
+    return lines
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
-    pairs = {name: [old.get(name), new.get(name)] for name in sorted(old.keys() | new.keys())}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+def _shortened(fingerprint: object) -> str:
+    """Return the first digits of a fingerprint, which may join those of several folders."""
+    return "+".join(part[:8] for part in str(fingerprint).split("+"))
+
+
+def _data_of(name: str, config: Mapping[str, Any]) -> str:
+    """Return the keys and values that select the training data, or the held-out split."""
+    data, validation = config.get("data", {}), config.get("validation", {})
+    if task := data.get("task", {}).get("name"):
+        return f"data.task.name = {task!r}"
+    if name == HELD_OUT and validation.get("path"):
+        return f"validation.path = {validation['path']!r}"
+    keys = ("paths", "weights") if data.get("paths") else ("path",)
+    return ", ".join(f"data.{key} = {data.get(key)!r}" for key in keys)
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -270,7 +299,7 @@ def record_launch(
         "hosts": list(dict.fromkeys(hosts)),
         "torch": torch.__version__,
         "torchtitan": torchtitan.__version__,
-        "data_fingerprint": identity["data_fingerprint"],
+        FINGERPRINT: identity[FINGERPRINT],
         HELD_OUT: identity.get(HELD_OUT),
         "config_hash": config_hash(config, without=launches.PER_LAUNCH_KEYS),
         **(record.header() if record is not None else {}),
@@ -302,8 +331,9 @@ def record_launch(
         own["versions"] = {name: facts.get(name) for name in versions}
         for problem in record.write(folder, own):
             logger.warning(f"{problem}. The run continues")
-    for name, (old, new) in differences.items():
+    lines = describe_changes(differences, compared.old_config, config)
+    for name, line in zip(differences, lines, strict=True):
         mark = " (allowed by run.allow_changes)" if name in compared.changes else ""
-        logger.info(f"NOTE: changed since the last launch: {name}: {old} -> {new}{mark}")
+        logger.info(f"NOTE: changed since the last launch: {line}{mark}")
     if code:
         logger.warning(f"code changed since the last launch: {', '.join(code)}")

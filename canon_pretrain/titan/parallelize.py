@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
@@ -314,8 +314,11 @@ def shard(
 
 
 @torch.no_grad()
-def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
-    """Clip the gradients' total norm; return the norm before clipping, equal on all ranks."""
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+    """Clip the gradients' total norm to `max_norm`, if it is not 0.
+
+    Return the norm before clipping, which is equal on all ranks.
+    """
     groups: dict[DeviceMesh | None, list[Tensor]] = {}  # an operator's tensors are of one mesh
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
@@ -332,8 +335,9 @@ def clip_gradients(parameters: list[Tensor], max_norm: float) -> Tensor:
             norm /= mesh.size(0)
         norms.append(norm)
     norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
-    for group in groups.values():
-        torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm, foreach=True)
+    if max_norm:
+        for group in groups.values():
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm, foreach=True)
     return norm
 
 

@@ -55,7 +55,7 @@ class TextSamples:
 
     def __init__(self, job: CanonJobConfig, data: Mixture, prompts: list[list[int]]) -> None:
         self._config, self._last_step = job.samples, job.last_step
-        self._prompts, self._eos_id = prompts, data.eos_id
+        self._prompts, self._eos_id, self._vocab_size = prompts, data.eos_id, data.vocab_size
         self._tokenizer = find_tokenizer(data) if dist.get_rank() == 0 else None
 
     def is_due(self, step: int) -> bool:
@@ -84,6 +84,7 @@ class TextSamples:
                     temperature=temperature or 1.0,
                     top_k=0 if temperature else 1,
                     generator=[sample_generator(step, k) for k in range(len(self._prompts))],
+                    vocab_size=self._vocab_size,
                 )
         except UserError as error:
             if error.code != "generate.logits_not_finite":

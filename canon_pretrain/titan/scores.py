@@ -13,7 +13,7 @@ from canon_pretrain.synthetic.evaluation import (
     END,
     Asked,
     evaluation_windows,
-    mean_scores,
+    pooled_scores,
     score_window,
 )
 from canon_pretrain.synthetic.task import Question, Task
@@ -25,7 +25,7 @@ class TaskScores:
 
     def __init__(self, task: Task, num_windows: int) -> None:
         self._windows = evaluation_windows(task, num_windows)
-        self._temperature = task.temperature
+        self._temperature, self._vocab_size = task.temperature, task.vocab_size
 
     def measure(self, model: Transformer) -> dict[str, float]:
         """Return the scores by name, none of a model that has diverged; collective."""
@@ -40,7 +40,7 @@ class TaskScores:
         finally:
             reshard(model)
         size = num_parameters(model.args)
-        return mean_scores([score_window(each, answers, logs, size)[0] for each in self._windows])
+        return pooled_scores(score_window(each, answers, logs, size)[0] for each in self._windows)
 
     def _answers(self, model: Transformer) -> list[list[int]]:
         asked: list[tuple[Asked, Question]] = []
@@ -57,6 +57,7 @@ class TaskScores:
             stop=lambda i, tokens: asked[i][0].task.is_complete(tokens),
             temperature=self._temperature,
             generator=[sample_generator(*each) for each in samples] if self._temperature else None,
+            vocab_size=self._vocab_size,
         )
 
     @torch.no_grad()

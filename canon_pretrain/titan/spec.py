@@ -19,7 +19,6 @@ from torchtitan.components.lr_scheduler import LRSchedulersContainer, build_lr_s
 from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.model import BaseModelArgs
 
@@ -30,7 +29,7 @@ from canon_pretrain.model.transformer import HeadLoss, Transformer
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan.device import single_rank_environment
 from canon_pretrain.titan.job_config import CanonJobConfig, LRScheduler
-from canon_pretrain.titan.parallelize import parallelize, write_shard
+from canon_pretrain.titan.parallelize import clip_gradients, parallelize, write_shard
 
 BACKENDS = ("attention_backend", "canon_backend", "mixer_backend")
 
@@ -204,7 +203,7 @@ class BareStep:
     def update(self) -> None:
         assert self.optimizer is not None, "a plain step has none"
         parameters = list(self.model.parameters())
-        dist_utils.clip_grad_norm_(parameters, self.max_norm, foreach=True)
+        clip_gradients(parameters, self.max_norm)
         self.optimizer.step()
 
     def __call__(self) -> None:

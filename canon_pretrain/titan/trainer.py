@@ -32,8 +32,8 @@ from canon_pretrain.run.session import LOST_LOCK, REASONS, Session, describe
 from canon_pretrain.titan import data as titan_data
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
 from canon_pretrain.titan.console import is_terminal
-from canon_pretrain.titan.data import HELD_OUT, CanonDataLoader, OpenedData
-from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
+from canon_pretrain.titan.data import CanonDataLoader, OpenedData
+from canon_pretrain.titan.job_config import HELD_OUT, CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.launch import Comparison, compare, record_launch
 from canon_pretrain.titan.metrics import CanonMetrics, named_data, profiling
 from canon_pretrain.titan.parallelize import choose_canon, choose_mixer, clip_gradients
@@ -212,6 +212,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         """Create the process group, receive rank 0's data, and choose Canon's backend."""
         dims, job = super().init_distributed(), self.job_config
         self.data, self.compared = titan_data.broadcast_data(job, *self._own)
+        self.session.connected()
         self.canon = choose_canon(job, self.device, self.compared.code)
         if self.canon is not None:
             job.model.canon_backend = self.canon.backend

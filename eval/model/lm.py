@@ -1,5 +1,6 @@
 """A checkpoint as an lm_eval model: the three request types, answered by our Transformer."""
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -60,7 +61,8 @@ class CanonLM(TemplateLM):
 
     `batch_tokens` limits the tokens per batch in a cache, `read_tokens` those per pass; `add_bos`
     puts EOS before every text. `on_done` receives the costs of answered requests; `truncated`
-    collects the doc_id of items whose context was cut. All `ranks` must make the same calls.
+    collects the doc_id of items whose context was cut, `failures` the reasons by doc_id of items
+    that cannot be scored and have NaN instead. All `ranks` must make the same calls.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class CanonLM(TemplateLM):
         self.max_length, self.batch_tokens = max_length, batch_tokens
         self.ranks, self.on_done, self.log = ranks or Ranks(), on_done, log
         self.truncated: set[int | None] = set()
+        self.failures: dict[int, str] = {}
         self._device_type = model.tok_embeddings.weight.device.type
         self.read_tokens: int | None = READ_TOKENS.get(self._device_type)
         self._bos = [self.eot_token_id] if add_bos else []
@@ -113,25 +116,51 @@ class CanonLM(TemplateLM):
         return found if add_special_tokens is False else self._bos + found
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
-        """Return (log-likelihood, whether greedy) per (context, continuation)."""
-        pairs = []
-        for request in requests:
-            context, continuation = request.args
-            if context:
-                before, after = self._encode_pair(context, continuation)
-            else:
-                before = [self.prefix_token_id]
-                after = self.tok_encode(continuation, add_special_tokens=False)
-                if after[:1] == before:  # the text begins with EOS already
-                    after = after[1:]
-            pairs.append(self._pair(before + after, len(after), request))
-        return self.score_pairs(pairs, [request_cost(request) for request in requests])
+        """Return (log-likelihood, whether greedy) per (context, continuation); see `failures`."""
+        pairs: list[Pair] = []
+        costs: list[int] = []
+        asked: list[int] = []  # indices of requests
+        for index, request in enumerate(requests):
+            cost = request_cost(request)
+            try:
+                pairs.append(self._request_pair(request))
+            except UserError as error:
+                self.failures.setdefault(request.doc_id, str(error))
+                self.on_done(cost)
+                continue
+            costs.append(cost)
+            asked.append(index)
+        blank = {request.doc_id for request in requests if request.args[0].isspace()}
+        if blank:
+            first = f"{requests[0].task_name}, such as document {min(blank)}"
+            self.log(f"{first}: {len(blank)} contexts of white space only, scored after EOS")
+
+        answers: list[Answer] = [(math.nan, False)] * len(requests)
+        for index, answer in zip(asked, self.score_pairs(pairs, costs), strict=True):
+            answers[index] = answer
+        return answers
+
+    def _request_pair(self, request: Instance) -> Pair:
+        """Return the tokens of a request; EOS precedes those of a context without any."""
+        context, continuation = request.args
+        if context:
+            before, after = self._encode_pair(context, continuation)
+        else:
+            before, after = [], self.tok_encode(continuation, add_special_tokens=False)
+        if not before:  # also of white space, which lm_eval moves to the continuation
+            before = [self.prefix_token_id]
+            if after[:1] == before:  # the text begins with EOS already
+                after = after[1:]
+        if not after and continuation:
+            message = f"no token of {continuation!r:.40} is its own: one crosses the boundary "
+            message += f"from the context {context[-20:]!r}"
+            raise UserError("eval.continuation", message, given=0, expected=self.max_length)
+        return self._pair(before + after, len(after), request)
 
     def _pair(self, tokens: list[int], count: int, request: Instance | None = None) -> Pair:
         if not 0 < count <= self.max_length or count == len(tokens):
-            item = "" if request is None else f"{request.task_name}, document {request.doc_id}: "
             given = f"{count} tokens after {len(tokens) - count}"
-            message = f"{item}a continuation of {given}: expected 1 to {self.max_length}"
+            message = f"a continuation of {given}: expected 1 to {self.max_length}"
             raise UserError("eval.continuation", message, given=count, expected=self.max_length)
         # the last token is only predicted, not read: hence one more than max_length
         kept = tokens[-(self.max_length + 1) :]
@@ -290,6 +319,7 @@ class CanonLM(TemplateLM):
             generator=[sample_generator(*prompt.sample) for prompt in prompts]
             if temperature
             else None,
+            vocab_size=self.text_tokenizer.vocab_size,
             batch_tokens=batch_tokens,
             read_tokens=self.read_tokens,
         )

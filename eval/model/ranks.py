@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from canon_pretrain.core.children import end_with_torchrun
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
 
@@ -43,6 +44,7 @@ class Ranks:
         """Connect the ranks that torchrun started; a single rank without torchrun."""
         if read_count(os.environ, "WORLD_SIZE") <= 1:
             return cls()
+        end_with_torchrun()
         try:
             # not by init_process_group: `map` counts items in the store
             store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))

@@ -396,7 +396,7 @@ def test_the_timeout_restarts_at_each_step(tmp_path, monkeypatch):
 def test_an_ended_process_is_not_killed(tmp_path, monkeypatch):
     """Its number may already be another's."""
     killed = []
-    monkeypatch.setattr(doctor, "_kill", killed.append)
+    monkeypatch.setattr(doctor, "kill_tree", killed.append)
     assert doctor._run(["-c", ""], tmp_path / "out", int) is None
     assert not killed
 

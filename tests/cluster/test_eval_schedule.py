@@ -4,8 +4,11 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from canon_pretrain.checkpoint.manifest import FileEntry, Manifest
 from canon_pretrain.checkpoint.retention import Retention, held_steps
 from canon_pretrain.cluster.leases import LOCAL, Leases, NoQueue, Slurm, SlurmTimeout, new_lease
 from canon_pretrain.core.files import sha256_file
+from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Results, Score, write_results
 from eval import schedule
@@ -26,6 +30,7 @@ from eval.submit import Watcher
 from eval.suite_names import SUITES as ALL
 from eval.suite_names import TASKS
 from tests.fake_slurm import FakeSlurm
+from tests.slurm_jobs import processes_of
 from tests.support import ROOT, error_codes, refused, write_data
 
 SUITES = ["jrt", "validation"]
@@ -334,6 +339,40 @@ def test_a_job_that_lost_its_lease_ends(slurm, run, monkeypatch):
     assert (run / "evals/step-20/jrt,validation/leases/restarts.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["none/checkpoint/step-1", "validation"], "checkpoint.damaged"),
+        (["none", "validation"], "checkpoint.none"),
+        (["run/checkpoint/step-20", "no-such-suite"], "eval.unknown_suite"),
+        (["run/checkpoint/step-20", "validation", "--limit", "0"], "eval.option_range"),
+        (["run/checkpoint/step-20", "jrt", "--staged", "none"], "stage.missing"),
+        (["run/checkpoint/step-20"], "slurm.usage"),
+        (["--limit", "run/checkpoint/step-20"], "slurm.usage"),
+    ],
+)
+def test_what_an_evaluation_would_refuse_is_refused_before_the_queue(
+    words, code, run, monkeypatch, capsys
+):
+    monkeypatch.chdir(run.parent)
+    with pytest.raises(SystemExit, match="2"):
+        schedule.main(["check", *words])
+    assert error_codes(capsys.readouterr().err) == [code]
+    schedule.main(["check", "run/checkpoint/step-20", "validation", "--limit", "3"])
+    schedule.main(["check", "run", "validation"])
+    data = run / "checkpoint" / "step-20" / "data"
+    data.write_text("torn")
+    with pytest.raises(SystemExit, match="2"):
+        schedule.main(["check", "run/checkpoint/step-20", "validation"])
+    assert error_codes(capsys.readouterr().err) == ["checkpoint.damaged"]
+
+
+def test_a_watch_of_runs_to_come_is_of_known_suites(slurm, tmp_path, capsys):
+    for suites, code in (("jrt", "run.not_a_run"), ("no-such-suite", "eval.unknown_suite")):
+        assert submit(tmp_path / "later", "--suites", suites, "--is_finished") == 2
+        assert error_codes(capsys.readouterr().err) == [code]
+
+
 def test_a_job_without_progress_ends(run):
     """After three restarts without a further task; a task resets the count."""
     leases = leases_of(run, 10, "jrt")
@@ -381,6 +420,70 @@ def test_local_evaluations_without_slurm(slurm, run, capsys, monkeypatch):
     submit(run, "--status")
     assert entries[0]["why"] in capsys.readouterr().out
     assert found["finished"] and submit(run, "--is_finished") == 0
+
+
+def test_local_evaluations_do_not_wait_for_a_stopped_run(slurm, run, capsys, monkeypatch):
+    """A folder of a run that is done, one that was stopped, and one that never started."""
+    scripts = run.parent / "slurm"
+    scripts.mkdir()
+    (scripts / "eval_report.sh").write_text('touch "$3"\n')
+    monkeypatch.setattr("eval.submit.SCRIPTS", scripts)
+    folder = run.parent / "sweep"
+    for name, steps in (("done", (20, 40)), ("stopped", (20,))):
+        write_run(folder / name, *steps)
+        for step in steps:
+            store(folder / name, step, "jrt")
+    RunFolder(folder / "done").write_done(40)
+    plan = {"runs": [{"name": name} for name in ("done", "stopped", "later")]}
+    (folder / "sweep.json").write_text(json.dumps(plan))
+    words = (folder, "--suites", "jrt", "--every", 20, "--local", "--interval_s", 0.01)
+    assert submit(*words) == 0
+    printed = capsys.readouterr().out.replace("\n", "")
+    assert str(folder / "stopped") in printed and str(folder / "later") in printed
+    # resumed: the same command waits for it, and evaluates the rest
+    lock = LinkLock.acquire(RunFolder(folder / "stopped").lock_file, log=lambda line: None)
+    entries = Schedule(folder / "stopped", Request(["jrt"], 20))
+    assert entries.is_training() and not entries.is_finished(entries.entries(NoQueue()))
+    lock.release()
+    save(folder / "stopped", 40)
+    RunFolder(folder / "stopped").write_done(40)
+    store(folder / "stopped", 40, "jrt")
+    assert submit(*words) == 0
+
+
+def test_local_evaluations_of_a_run_without_checkpoints_end(slurm, tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    assert submit(run, "--suites", "jrt", "--local", "--interval_s", 0.01) == 2
+    assert error_codes(capsys.readouterr().err) == ["submit.no_checkpoint"]
+
+
+def test_ctrl_c_ends_a_local_evaluation(slurm, run, monkeypatch):
+    """The first waits for the script, which ends its ranks; the second kills it."""
+    scripts, ready = run.parent / "slurm", run.parent / "ready"
+    scripts.mkdir()
+    monkeypatch.setattr("eval.submit.SCRIPTS", scripts)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    for trap, presses, limit_s in (("exit 143", 1, 20), (":", 2, 20)):
+        ready.unlink(missing_ok=True)
+        (scripts / "eval.sh").write_text(
+            f"trap '{trap}' TERM; touch '{ready}'; for ((;;)); do sleep 0.1; done\n"
+        )
+
+        def press(presses=presses):
+            while not ready.exists():
+                time.sleep(0.05)
+            for _ in range(presses):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.5)
+
+        threading.Thread(target=press).start()
+        began = time.monotonic()
+        assert submit(run, "--suites", "jrt", "--every", 20, "--local") == 130
+        assert time.monotonic() - began < limit_s
+        lease = leases_of(run, 20, "jrt").current()
+        assert lease.ended == "given back: interrupted"
+    signal.signal(signal.SIGINT, before)
+    assert not processes_of(str(scripts))
 
 
 def test_a_dead_local_process_is_replaced(run):

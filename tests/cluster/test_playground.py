@@ -1,11 +1,15 @@
 """Boards: what a plan writes, refuses and extends, and a driver that is stopped and killed."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,12 +26,17 @@ from canon_pretrain.playground import (
     main,
     race_entries,
     read_board,
+    read_failures,
+    read_plan,
     visible_gpus,
 )
+from canon_pretrain.report.planned import num_steps, planned_values
 from canon_pretrain.report.race import BoardRace, Stop, read_race
 from canon_pretrain.run.folder import PLAN, RunFolder
+from canon_pretrain.sweep import main as plan_sweep
 from canon_pretrain.sweep import read_sweep, sweep_rows
 from canon_pretrain.titan.command_line import parse_job
+from tests.board_runs import plant_score_run
 from tests.ranks import events, logged_step, status
 from tests.report_runs import plant_run
 from tests.support import ROOT, error_codes
@@ -65,6 +74,7 @@ SMALL = TEXT.replace("[0, 3]", "[0]").partition("[tasks.copy.difficulties.n4]")[
 
 def board(folder, text=TEXT):
     path = folder / "board.toml"
+    folder.mkdir(exist_ok=True)
     path.write_text(text)
     return path
 
@@ -169,7 +179,9 @@ def test_bad_boards_are_refused(old, new, code, tmp_path, capsys):
 
 
 def test_only_extend_changes_the_plan_of_a_board(tmp_path, capsys):
+    """Of which a run has started."""
     old, out = plan(tmp_path), tmp_path / "out"
+    plant_run(out / NAMES[0], [])
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     assert plan(tmp_path) == old
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
@@ -181,6 +193,219 @@ def test_only_extend_changes_the_plan_of_a_board(tmp_path, capsys):
     new = plan(tmp_path, more, "--extend")
     assert new.runs[:8] == old.runs and len(new.runs) == 12
     assert refused(capsys, tmp_path, TEXT, "--extend") == "sweep.other_plan"
+
+
+IMPOSSIBLE = [
+    ('canon_set = ""', 'canon_set = ""\ndim = -5', "model.out_of_range"),
+    ('canon_set = ""', 'canon_set = ""\ndim = "64"', "config.type"),
+    ('canon_set = ""', 'canon_set = ""\nnum_heads = 5', "model.not_divisible"),
+    ('canon_set = ""', 'canon_set = ""\nflavor = "tiny"', "model.unknown_flavor"),
+    ('"nope"', '"none"', "config.unknown_choice"),
+    ('"lr_scheduler.warmup_steps" = 1', '"lr_scheduler.warmup_steps" = 9', "config.schedule"),
+    ('"training.steps" = 5', '"training.steps" = 0', "config.invalid_value"),
+    ('"training.steps" = 5', '"training.steps" = "5"', "config.invalid_value"),
+    ('"training.steps" = 5', '"training.steps" = 5.0', "config.invalid_value"),
+    ('"training.steps" = 5', '"optimizer.eps" = inf', "config.invalid_value"),
+    ('"training.steps" = 5', '"optimizer.beta1" = 1', "config.invalid_value"),
+    ('"training.steps" = 5', '"validation.windows" = 0', "config.invalid_value"),
+    ('"training.steps" = 5', '"data.order" = "any"', "config.type"),
+    ('"training.steps" = 5', '"data.tasks.n" = 3', "config.unknown_key"),
+    ('"data.task.n" = 8', '"data.task.n" = 0', "task.setting"),
+    ('"data.task.n" = 8', '"data.task.n" = 80', "task.too_long"),
+    ("learning_rates = [5e-3]\nset = {", 'set = { "optimizer.lr" = -1,', "config.invalid_value"),
+    ("learning_rates = [5e-3]\nset = {", 'set = { "optimizer.lr" = nan,', "config.invalid_value"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "code"), IMPOSSIBLE)
+def test_impossible_values_are_refused_when_planned(old, new, code, tmp_path, capsys):
+    assert old in TEXT
+    assert refused(capsys, tmp_path, TEXT.replace(old, new)) == code
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mended_board_is_planned_unless_its_runs_have_started(tmp_path, capsys):
+    out = tmp_path / "out"
+    for text in (
+        TEXT.replace("= 5,", "= 6,"),
+        TEXT.replace("[0, 3]", "[4]"),
+        TEXT.replace("[5e-3]", "[1e-3, 2e-3]"),
+        TEXT.replace("nope_canon", "other"),
+        TEXT,
+    ):
+        sweep = plan(tmp_path, text)
+        assert sweep == read_plan(out)[1] and len(sweep.configs) == 4
+        for run in sweep.runs:
+            assert sweep.launch(run, out)[0] == run.config
+
+    # one architecture has started, the other one was wrong in what only the trainer checks
+    plant_run(out / NAMES[0], [])
+    sweep = plan(tmp_path, TEXT.replace('"nope"', '"nope"\nflavor = "4M"'))
+    assert sweep.launch(sweep.runs[1], out)
+    changed = TEXT.replace('canon_set = ""', 'canon_set = ""\nflavor = "4M"')
+    assert refused(capsys, tmp_path, changed) == "board.changed"
+    assert refused(capsys, tmp_path, TEXT.replace("[0, 3]", "[0]")) == "sweep.other_plan"
+
+
+@pytest.mark.parametrize("name", ["configs/copy-n8-rope.toml", "board.json", "sweep.json"])
+@pytest.mark.parametrize("content", ["", "[mine]\nx = 1\n", '{"mine": 1}'])
+def test_a_plan_overwrites_no_file_of_others(name, content, tmp_path, capsys):
+    path = tmp_path / "out" / name
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert refused(capsys, tmp_path, TEXT) in ("board.other_file", "sweep.damaged")
+    assert path.read_text() == content
+    assert [x for x in (tmp_path / "out").rglob("*") if x.is_file()] == [path]
+    path.unlink()
+    plan(tmp_path)
+    for own in (BOARD, PLAN):  # damaged, and removed
+        (tmp_path / "out" / own).unlink()
+    assert plan(tmp_path, TEXT.replace("= 5,", "= 6,")).runs
+
+
+def test_a_board_and_a_sweep_do_not_replace_each_other(tmp_path, capsys):
+    words = ["--configs", str(COPY)]
+    plan_sweep(["plan", str(tmp_path / "out"), *words])
+    before = (tmp_path / "out" / PLAN).read_bytes()
+    assert refused(capsys, tmp_path, TEXT) == "board.other_file"
+    assert (tmp_path / "out" / PLAN).read_bytes() == before
+
+    plan(tmp_path / "other")
+    with pytest.raises(SystemExit):
+        plan_sweep(["plan", str(tmp_path / "other" / "out"), *words])
+    assert error_codes(capsys.readouterr().err) == ["sweep.other_plan"]
+
+
+@pytest.mark.parametrize("command", ["status", "report"])
+def test_files_of_different_boards_are_an_error(command, tmp_path, capsys):
+    """As a full disk while a board is extended leaves them; the same plan mends it."""
+    plan(tmp_path)
+    out, more = tmp_path / "out", TEXT.replace("[0, 3]", "[0, 3, 4]") + REFERENCE
+    written = {name: (out / name).read_bytes() for name in (BOARD, PLAN)}
+    plant_run(out / NAMES[0], [])
+    plan(tmp_path, more, "--extend")
+    BoardRace(out, race_entries(*read_plan(out)))
+    words = [command, str(tmp_path / "board.toml"), "--out", str(out)]
+    for name, content in (*written.items(), (BOARD, b"{"), (BOARD, None)):
+        path = out / name
+        after = path.read_bytes()
+        path.unlink() if content is None else path.write_bytes(content)
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main(words)
+        expected = "board.other_plan" if content in written.values() else "board.damaged"
+        assert error_codes(capsys.readouterr().err) == [expected]
+        plan(tmp_path, more, "--extend")
+        assert path.read_bytes() == after and read_plan(out)
+        main(words)
+
+
+def test_a_config_may_leave_all_settings_to_defaults(tmp_path):
+    """Such as training.steps, which the driver and a race need."""
+    bare = tmp_path / "bare.toml"
+    bare.write_text("[data.task]\nname = 'copy'\nn = 4\n")
+    text = TEXT.replace(str(COPY), str(bare)).replace("set = {", "set = {}\nunused = {")
+    text = text.replace('unused = { "training.steps" = 5, "lr_scheduler.warmup_steps" = 1, '
+                        '"compile.enable" = false }', "")  # fmt: skip
+    sweep, out = plan(tmp_path, text), tmp_path / "out"
+    assert race_entries(*read_plan(out))[0].race.stages[-1].step == 10_000
+    assert {*Driver(sweep, out, parallel=1)._steps.values()} == {10_000}
+
+
+# -- runs that are not those of the plan
+
+
+def trained(folder, text=TEXT):
+    """Plan a board, and plant a DONE run for each of its runs, as a driver would start it."""
+    sweep, out = plan(folder, text), folder / "out"
+    for run in sweep.runs:
+        sweep.launch(run, out)
+        values = planned_values(Path(run.config))
+        scores = dict.fromkeys((2, 3, num_steps(values)), 0.5)  # at each stage of a race
+        plant_score_run(out / run.name, run, values, scores)
+    return sweep
+
+
+def rows_of(folder, capsys):
+    capsys.readouterr()
+    words = [str(folder / "board.toml"), "--out", str(folder / "out")]
+    main(["status", *words, "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    main(["report", *words])
+    return rows, json.loads((folder / "out" / "report.json").read_text())
+
+
+@pytest.mark.parametrize("lost", [(PLAN,), (PLAN, BOARD)])
+@pytest.mark.parametrize(
+    ("old", "new", "names"),
+    [
+        ("= 5,", "= 6,", ["n8-rope", "n8-nope_canon", "n4-rope", "n4-nope_canon"]),
+        ('canon_set = ""', 'canon_set = ""\ndim = 16', ["n8-rope", "n4-rope"]),
+        ('canon_set = "ABCD"', 'canon_set = ""', ["n8-nope_canon", "n4-nope_canon"]),
+        ('"data.task.n" = 8', '"data.task.n" = 7', ["n8-rope", "n8-nope_canon"]),
+        ('"training.seq_len" = 18', '"validation.windows" = 3', ["n8-rope", "n8-nope_canon"]),
+    ],
+)
+def test_finished_runs_of_another_board_are_not_counted(lost, old, new, names, tmp_path, capsys):
+    before = trained(tmp_path)
+    rows, content = rows_of(tmp_path, capsys)
+    assert {row["state"] for row in rows} == {"done"}
+    assert not any(row["num_without_score"] for row in content["cells"])
+
+    for name in lost:
+        (tmp_path / "out" / name).unlink()
+    assert TEXT.count(old) == 1
+    sweep = plan(tmp_path, TEXT.replace(old, new))
+    assert [run.name for run in sweep.runs] == [run.name for run in before.runs]
+    others = {f"copy-{name}-lr5e-3-seed{seed}" for name in names for seed in (0, 3)}
+    driver = Driver(sweep, tmp_path / "out", parallel=2)
+    driver.train()
+    assert driver.failures.keys() == others
+    rows, content = rows_of(tmp_path, capsys)
+    assert {row["name"] for row in rows if row["state"] == "failed" and row["reason"]} == others
+    assert {row["name"] for row in rows if row["state"] == "done"} == {
+        run.name for run in sweep.runs
+    } - others
+    shown = {x["name"]: (x["state"], x["score"]) for x in content["runs"]}
+    assert {name for name, found in shown.items() if found == ("failed", None)} == others
+    for cell in content["cells"]:
+        place = f"{cell['task'].partition('/')[2]}-{cell['arm']}"
+        assert (cell["mean"] is None) == (place in names)
+
+
+@pytest.mark.parametrize("lost", [(), (BOARD,), (PLAN,), (PLAN, BOARD), (PLAN, BOARD, "records")])
+def test_claims_are_those_under_which_the_runs_started(lost, tmp_path, capsys):
+    sweep, out = trained(tmp_path), tmp_path / "out"
+    for run in sweep.runs if "records" in lost else ():
+        RunFolder(out / run.name).planned_file.unlink()
+    for name in {*lost} - {"records"}:
+        (out / name).unlink()
+    added = TEXT + '[[claims]]\ntask = "copy/n4"\nbetter = "rope"\nworse = "nope_canon"\n'
+    assert refused(capsys, tmp_path, added) == "board.claims_changed"
+    other = TEXT.replace("learning_rates", 'score = "loss"\nlearning_rates')
+    if "records" not in lost:
+        assert refused(capsys, tmp_path, other) == "board.claims_changed"
+        plan(tmp_path)
+        stored = json.loads((out / BOARD).read_text())
+        stored["claims"] += [{"task": "copy/n4", "better": "rope", "worse": "nope_canon"}]
+        (out / BOARD).write_text(json.dumps(stored))
+        with pytest.raises(SystemExit):
+            main(["report", str(tmp_path / "board.toml"), "--out", str(out)])
+        assert error_codes(capsys.readouterr().err) == ["board.claims_changed"]
+
+
+def test_a_race_does_not_look_at_runs_of_another_plan(tmp_path):
+    sweep, out = trained(tmp_path, TEXT.replace("[0, 3]", "[0, 1, 2]")), tmp_path / "out"
+    race = BoardRace(out, race_entries(*read_plan(out)))
+    looked = []
+    for entry in race.entries:
+        entry.race.look = lambda stage, scores, **how: looked.append(scores) or []
+    race.advance({run.name: 5 for run in sweep.runs}, {NAMES[0]: "of another plan"})
+    first = [scores["rope", 5e-3] for scores in looked if scores["rope", 5e-3][0] is None]
+    assert first and all(scores[1:] == [0.5] * len(scores[1:]) for scores in first)
+
+
+# -- boards that move
 
 
 def test_a_board_can_be_moved(tmp_path, capsys):
@@ -297,6 +522,39 @@ def test_gpus_are_those_of_the_environment_or_the_driver(tmp_path, monkeypatch):
         assert visible_gpus() == found
 
 
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        ("raise SystemExit(3)", ["exit code 3"]),
+        ("print('one', flush=True); print('two'); print(); raise SystemExit(1)", ["code 1", "two"]),
+        ("import sys; sys.exit('error[a.b]: why' + chr(10) + 'more')", ["error[a.b]: why"]),
+        ("1 / 0", ["ZeroDivisionError"]),
+        ("import os; os.kill(os.getpid(), 9)", ["SIGKILL"]),
+        ("print('\\x1b[31mred'); raise SystemExit(1)", ["[31mred"]),
+    ],
+)
+def test_a_failed_run_has_a_reason(work, words, tmp_path, capfd, monkeypatch):
+    """Also before it has a run folder; the next start forgets it."""
+    sweep, out = plan(tmp_path, SMALL), tmp_path / "out"
+    (out / NAMES[1]).write_text("")  # in place of a folder
+    command = [sys.executable, "-c", work]
+    monkeypatch.setattr("canon_pretrain.playground.train_command", lambda words: command)
+    trained = Driver(sweep, out, parallel=2, gpus=["0"])
+    trained.train()
+    capfd.readouterr()
+    rows, content = rows_of(tmp_path, capfd)
+    assert [row["state"] for row in rows] == ["failed"] * 2
+    assert [run["state"] for run in content["runs"]] == ["failed"] * 2
+    reasons = [trained.failures[NAMES[0]], rows[0]["reason"], content["runs"][0]["reason"]]
+    assert all(word in reason for reason in reasons for word in words)
+    assert NAMES[1] in rows[1]["reason"] and NAMES[1] in content["runs"][1]["reason"]
+    assert not any("\x1b" in (out / f"report.{end}").read_text() for end in ("md", "html"))
+
+    command[:] = [sys.executable, "-c", ""]
+    Driver(replace(sweep, runs=sweep.runs[:1]), out, parallel=1, gpus=["0"]).train()
+    assert read_failures(out).keys() == {NAMES[1]}
+
+
 def test_runs_that_cannot_start_do_not_end_the_driver(tmp_path, capfd):
     """A file in place of a run's folder, and a config that has changed since the plan."""
     sweep, out = plan(tmp_path, SMALL), tmp_path / "out"
@@ -306,6 +564,77 @@ def test_runs_that_cannot_start_do_not_end_the_driver(tmp_path, capfd):
     trained.train()
     assert [*trained.failures] == NAMES and not trained.stops
     assert (out / NAMES[0]).is_file() and not (out / NAMES[1]).exists()
+
+
+def sleeping_trainers(monkeypatch, seconds):
+    words = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
+    monkeypatch.setattr("canon_pretrain.playground.train_command", lambda _: words)
+
+
+@contextmanager
+def handler(number, chosen):
+    """Set a handler of this process, as a shell or nohup does, within the block."""
+    before = signal.signal(number, chosen)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def send(number, *delays_s):
+    """Signal this process from a thread; a call that waits must end."""
+    for delay_s in delays_s:
+        threading.Timer(delay_s, os.kill, (os.getpid(), number)).start()
+
+
+def test_ctrl_c_while_the_server_of_trainers_imports(tmp_path, capfd, monkeypatch):
+    """Nothing has started, and nothing is waited for."""
+    monkeypatch.setattr("canon_pretrain.playground.SERVER", ("sleep", "60"))
+    trained = Driver(plan(tmp_path, SMALL), tmp_path / "out", parallel=2)
+    with handler(signal.SIGINT, signal.default_int_handler):
+        send(signal.SIGINT, 0.3)
+        began = time.monotonic()
+        trained.train()
+    assert time.monotonic() - began < 20
+    assert trained.stops == 1 and not trained.failures
+
+
+def test_a_second_ctrl_c_ends_any_wait_and_the_trainers(tmp_path, capfd, monkeypatch):
+    sleeping_trainers(monkeypatch, 60)
+    trained = Driver(plan(tmp_path, SMALL), tmp_path / "out", parallel=2, gpus=["0"])
+    monkeypatch.setattr(trained, "_next", lambda waiting: waiting[0] if waiting else None)
+    monkeypatch.setattr(trained, "_progress", lambda: time.sleep(60))  # as a disk that hangs
+    started = []
+    launch = trained._launch
+    monkeypatch.setattr(
+        trained, "_launch", lambda *given: started.append(launch(*given)) or started[-1]
+    )
+    with handler(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT, 0.5, 1.0)
+        trained.train()
+    assert len(started) == 2 and all(each.wait(20) < 0 for each in started)
+
+
+@pytest.mark.parametrize(("chosen", "stops"), [(signal.SIG_IGN, 0), (signal.SIG_DFL, 1)])
+def test_nohup_keeps_a_board_running(chosen, stops, tmp_path, capfd, monkeypatch):
+    sleeping_trainers(monkeypatch, 1)
+    trained = Driver(plan(tmp_path, SMALL), tmp_path / "out", parallel=2, gpus=["0"])
+    with handler(signal.SIGHUP, chosen):
+        send(signal.SIGHUP, 0.3)
+        trained.train()
+    assert trained.stops == stops
+
+
+def test_a_fifo_as_the_output_of_a_run(tmp_path, capfd, monkeypatch):
+    """Opening it would wait for a reader, and the other runs with it."""
+    sleeping_trainers(monkeypatch, 0)
+    out = tmp_path / "out"
+    trained = Driver(plan(tmp_path, SMALL), out, parallel=1, gpus=["0"])
+    (out / NAMES[0]).mkdir()
+    os.mkfifo(out / NAMES[0] / OUTPUT)
+    trained.train()
+    assert str(out / NAMES[0] / OUTPUT) in trained.failures[NAMES[0]]
+    assert (out / NAMES[1] / OUTPUT).is_file()
 
 
 def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
@@ -338,7 +667,7 @@ def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
 @pytest.mark.system
 def test_a_board_trains_and_repeats_nothing(tmp_path, capfd):
     """A failing run is reported, and does not stop the others; the next call retries it."""
-    bad = SMALL.replace('position = "nope"', 'position = "none"')
+    bad = SMALL.replace('position = "nope"', 'position = "nope"\ncanon_backend = "none"')
     assert ends(tmp_path, bad) == (1, ["done", "waiting"])
     first, second = (tmp_path / "out" / name for name in NAMES)
     assert logged_step(first) == 5 and error_codes((second / OUTPUT).read_text())
@@ -346,7 +675,9 @@ def test_a_board_trains_and_repeats_nothing(tmp_path, capfd):
     done = (first / "DONE").stat().st_mtime_ns
     assert ends(tmp_path, bad)[0] == 1 and (first / "DONE").stat().st_mtime_ns == done
     main(["status", str(tmp_path / "board.toml"), "--out", str(tmp_path / "out"), "--json"])
-    assert [row["state"] for row in json.loads(capfd.readouterr().out)] == ["done", "waiting"]
+    rows = json.loads(capfd.readouterr().out)
+    assert [row["state"] for row in rows] == ["done", "failed"]
+    assert "error[config.unknown_choice]" in rows[1]["reason"]
 
 
 @pytest.mark.system

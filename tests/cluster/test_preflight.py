@@ -18,8 +18,8 @@ import torch
 from canon_pretrain import preflight
 from canon_pretrain.preflight import MATMUL, TWO_NODES, Report, judge, main
 from canon_pretrain.run.folder import RunFolder
+from tests.commands import fork_server
 from tests.fault_runs import checkpoint, unharmed_run
-from tests.ranks import _context as rank_context
 from tests.ranks import whole_state
 from tests.support import ROOT, debug_run, refused
 
@@ -152,7 +152,7 @@ def test_a_failed_or_slow_rank_is_found_without_a_timeout(fault, tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = [(rank, port, tmp_path, fault) for rank in (0, 1)]
-    ranks = [rank_context.Process(target=preflight_rank, args=each) for each in words]
+    ranks = [fork_server.Process(target=preflight_rank, args=each) for each in words]
     for each in ranks:
         each.start()
     while fault == "slow" and ranks[1].is_alive():  # it runs a quarter of the time

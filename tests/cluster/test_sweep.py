@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -19,16 +20,22 @@ from canon_pretrain.sweep import main, read_sweep, sweep_rows
 from canon_pretrain.titan.command_line import parse_job
 from tests.ranks import status
 from tests.report_runs import launch as launch_event
-from tests.report_runs import plant_results, plant_run, step
+from tests.report_runs import plant_planned_run, plant_results, plant_run, step
 from tests.support import ROOT, error_codes
 
 NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
+VALIDATION = {"event": "validation", "loss": 2.5}
 GRID = ("--configs", DEBUG, "--lr", "3e-3", "0.00025", "--seeds", "0", "7")
 
 
 def plan(folder, *words):
     main(["plan", str(folder), *map(str, words)])
+
+
+def planned(folder, *words):
+    plan(folder, *words)
+    return read_sweep(folder)
 
 
 def printed(capsys, *words):
@@ -85,6 +92,11 @@ def test_a_run_is_trained_with_its_own_values(seed_of, init, data, tmp_path, cap
         (("--configs", DEBUG, "--seeds", str(1 << 63)), "sweep.value"),
         (("--configs", "none.toml"), "config.unreadable"),
         (("--configs", DEBUG, "--seed_of", "data"), "sweep.value"),
+        ((*GRID, "--model.dim", "-5"), "model.out_of_range"),
+        ((*GRID, "--training.steps=0"), "config.invalid_value"),
+        ((*GRID, "--training.steps", "nine"), "config.invalid_value"),
+        ((*GRID, "--lr_scheduler.warmup-steps", "99"), "config.schedule"),
+        ((*GRID, "--optimizer.eps", "nan"), "config.invalid_value"),
         ((*GRID, "--optimizer.lr", "1"), "sweep.own_option"),
         ((*GRID, "--data.data-seed=3"), "sweep.own_option"),
         ((*GRID, "--training.steps", "9", "--extend"), "sweep.misplaced_option"),
@@ -113,7 +125,9 @@ def test_configs_with_different_data_give_a_note(text, words, keys, tmp_path, ca
 
 
 def test_only_extend_changes_a_plan(tmp_path, capsys):
+    """Of which a run has started."""
     plan(tmp_path, *GRID)
+    plant_run(tmp_path / read_sweep(tmp_path).runs[0].name, [])
     before, written = read_sweep(tmp_path), (tmp_path / PLAN).read_bytes()
     plan(tmp_path, *GRID)
     plan(tmp_path, *GRID, "--extend")
@@ -140,6 +154,7 @@ def test_a_config_that_changed_is_refused(tmp_path, capsys, monkeypatch):
     path.write_text('extends = "base.toml"\n')
     words = ("--configs", str(path), "--lr", "1e-3", "2e-3")
     plan(tmp_path / "s", *words)
+    plant_run(tmp_path / "s" / "own-lr2e-3", [])
     config(Path(base), "# a comment\n")
     assert launch_of(tmp_path / "s", 1, capsys)
     config(Path(base), "[training]\nsteps = 99\n")
@@ -149,6 +164,101 @@ def test_a_config_that_changed_is_refused(tmp_path, capsys, monkeypatch):
     assert launch_of(tmp_path / "s", 1, capsys)
 
 
+def test_until_a_run_has_started_a_plan_is_replaced(tmp_path, capsys):
+    own = config(tmp_path / "own.toml", "[training]\nsteps = 9\n")
+    other = config(tmp_path / "other.toml")
+    for words in (GRID, ("--configs", DEBUG), ("--configs", own, other), ("--configs", own)):
+        assert [run.config for run in planned(tmp_path / "s", *words).runs][0] == words[1]
+    config(Path(own), "[training]\nsteps = 8\n")
+    assert len(planned(tmp_path / "s", "--configs", own, other).runs) == 2
+    assert launch_of(tmp_path / "s", 1, capsys)
+
+    # a config whose own runs have not started may still change
+    plant_run(tmp_path / "s" / "other", [])
+    config(Path(own), "[training]\nsteps = 7\n")
+    planned(tmp_path / "s", "--configs", own, other)
+    assert launch_of(tmp_path / "s", 1, capsys)
+    config(Path(other), "[training]\nsteps = 7\n")
+    both = ("--configs", own, other)
+    for words in (both, both[:2], (*both, "--seeds", "0"), ("--configs", own, "--extend")):
+        assert refused(capsys, "plan", tmp_path / "s", *words) == "sweep.other_plan"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("[model]\ncanon_set = 'A'\n", GRID[2:]),
+        ("[training]\nsteps = 9\n", GRID[2:]),
+        ("[validation]\nwindows = 3\n", GRID[2:]),
+        ("", ("--lr", "3e-3", "0.00025", "--seeds", "0", "7", "--seed_of", "init")),
+        ("", (*GRID[2:], "--model.canon_activation", "true")),
+        ("", (*GRID[2:], "--lr_scheduler.min_lr_factor=0.2")),
+        ("", (*GRID[2:], "--validation.windows", "3")),
+    ],
+)
+def test_runs_of_another_plan_are_not_counted(change, tmp_path, capsys):
+    """sweep.json is lost, and another plan has runs of the same names; one run is the same."""
+    text, words = change
+    path, folder = config(tmp_path / "own.toml"), tmp_path / "s"
+    old = planned(folder, "--configs", path, *GRID[2:])
+    for run in old.runs:
+        old.launch(run, folder)
+        events = [launch_event("start"), step(40, 1.0), {**VALIDATION, "step": 40}]
+        plant_planned_run(folder, old, run, events, done=True)
+    assert [row.state for row in sweep_rows(old, folder, NOW)] == ["done"] * 4
+    assert printed(capsys, "todo", folder) == "\n\n"
+
+    (folder / PLAN).unlink()
+    config(Path(path), text)
+    new = planned(folder, "--configs", path, *words)
+    kept = folder / new.runs[2].name  # trained by the new plan
+    shutil.rmtree(kept)
+    new.launch(new.runs[2], folder)
+    plant_planned_run(folder, new, new.runs[2], events, done=True)
+    rows = sweep_rows(new, folder, NOW)
+    assert [row.state for row in rows] == ["failed", "failed", "done", "failed"]
+    assert all(row.reason and row.held_out_loss is None for row in rows if row.state == "failed")
+    assert rows[2].held_out_loss == 2.5 and rows[2].reason is None
+    capsys.readouterr()
+    main(["todo", str(folder)])
+    out, err = capsys.readouterr()
+    assert out == "\n\n" and err.count("NOTE") == 3
+    assert refused(capsys, "run", folder, 1) == "sweep.other_run"
+    main(["run", str(folder), "3", "--print0"])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_copied_run_is_not_another(has_record, tmp_path, capsys):
+    """A folder under another name, with and without its planned.json; as of an older version."""
+    paths = [config(tmp_path / f"{name}.toml") for name in "ab"]
+    sweep = planned(tmp_path / "s", "--configs", *paths, "--seeds", "0", "1")
+    first = sweep.runs[0]
+    sweep.launch(first, tmp_path / "s")
+    run = plant_planned_run(tmp_path / "s", sweep, first, [step(40, 1.0)], done=True)
+    if not has_record:
+        run.planned_file.unlink()
+    for other in sweep.runs[1:]:
+        shutil.copytree(run.path, tmp_path / "s" / other.name)
+    states = [row.state for row in sweep_rows(sweep, tmp_path / "s", NOW)]
+    # without a record, a copy for a config of the same values and seed cannot be told
+    assert states == ["done", "failed", "failed" if has_record else "done", "failed"]
+
+
+def test_a_plan_records_what_a_run_starts_with_once(tmp_path, capsys):
+    sweep = planned(tmp_path, *GRID)
+    record = RunFolder(tmp_path / sweep.runs[0].name).planned_file
+    launch_of(tmp_path, 1, capsys)
+    assert json.loads(record.read_text())["options"][:2] == ["--optimizer.lr", "0.003"]
+    planned(tmp_path, *GRID, "--training.steps", "9")
+    launch_of(tmp_path, 1, capsys)
+    written = record.read_text()
+    assert json.loads(written)["options"][-2:] == ["--training.steps", "9"]
+    plant_planned_run(tmp_path, read_sweep(tmp_path), sweep.runs[0], [])
+    launch_of(tmp_path, 1, capsys)
+    assert record.read_text() == written
+
+
 def test_missing_and_damaged_plans_are_refused(tmp_path, capsys):
     assert refused(capsys, "table", tmp_path) == "sweep.not_a_sweep"
     plan(tmp_path, *GRID)
@@ -156,7 +266,13 @@ def test_missing_and_damaged_plans_are_refused(tmp_path, capsys):
         assert refused(capsys, "run", tmp_path, number) == "sweep.value"
     code = refused(capsys, "run", tmp_path, 1, "--training.steps", 3)
     assert code == "sweep.misplaced_option"
-    for damaged in ("[1]", "{", (tmp_path / PLAN).read_text().replace('"both"', '"x"')):
+    text = (tmp_path / PLAN).read_text()
+    for damaged in (
+        "[1]",
+        "{",
+        text.replace('"both"', '"x"'),
+        text.replace(f'"{DEBUG}": "', '"x": "'),
+    ):
         (tmp_path / PLAN).write_text(damaged)
         assert refused(capsys, "table", tmp_path) == "sweep.damaged"
 
@@ -169,7 +285,7 @@ def test_the_table_has_the_state_of_each_run(tmp_path, capsys):
     failed = replace(running, state="failed", phase="ended", reason="UserError: no", job_id="42")
     done = replace(running, state="done", phase="ended", step=500)
     for planned, found in zip(sweep.runs, (running, failed, done), strict=False):
-        run = plant_run(tmp_path / planned.name, [launch_event("start"), step(20, 5.25)])
+        run = plant_planned_run(tmp_path, sweep, planned, [launch_event("start"), step(20, 5.25)])
         write_json(run.status_file, asdict(found))
     RunFolder(tmp_path / sweep.runs[2].name).write_done(500)
     rows = sweep_rows(sweep, tmp_path, NOW)
@@ -195,7 +311,7 @@ def test_the_table_compares_held_out_losses(tmp_path, capsys):
         losses[run.name] = loss
         events = [launch_event("start"), step(40, 1.0)]
         events += [{"event": "validation", "step": at, "loss": loss + 40 - at} for at in (20, 40)]
-        plant_run(tmp_path / run.name, events[: 3 if run.seed == 2 else 4])
+        plant_planned_run(tmp_path, sweep, run, events[: 3 if run.seed == 2 else 4])
 
     def rows_of(source, at):
         rows = sweep_rows(sweep, tmp_path, NOW)

@@ -1,4 +1,4 @@
-"""Children that a server forks and this process adopts."""
+"""Children: their sessions and ends, and those that a server forks and this process adopts."""
 
 import os
 import signal
@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.core.children import ForkServer
+from canon_pretrain.core.children import (
+    ForkServer,
+    end_with_torchrun,
+    kill_tree,
+    separate_sessions,
+    start_child,
+)
 from tests.support import ROOT
 
 SERVER = """
@@ -27,7 +33,13 @@ serve(run)
 """
 DRIVER = """
 import sys
-from canon_pretrain.core.children import ForkServer
+from canon_pretrain.core.children import (
+    ForkServer,
+    end_with_torchrun,
+    kill_tree,
+    separate_sessions,
+    start_child,
+)
 with open(sys.argv[1], "wb") as output:
     ForkServer([sys.executable, "-c", sys.argv[2]], {}).start(["wait"], output)
 sys.stdin.read()
@@ -100,3 +112,88 @@ def test_children_end_with_this_process(tmp_path):
     while is_running(pid):
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def wait_until_ended(*pids, timeout_s=30):
+    end = time.monotonic() + timeout_s
+    while any(map(is_running, pids)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_server_that_still_imports_can_be_given_up(tmp_path):
+    code = f"import time; time.sleep(60)\n{SERVER}"
+    server = ForkServer([sys.executable, "-c", code], {"PYTHONPATH": str(ROOT)})
+    asked = iter([False, True])
+    with open(tmp_path / "output", "wb") as output:
+        assert server.start(["wait"], output, gives_up=lambda: next(asked)) is None
+    server.close()
+    assert (tmp_path / "output").read_bytes() == b""
+
+
+SLEEPS = ["sh", "-c", "setsid sleep 60 & echo $!; wait"]
+
+
+def test_a_tree_is_killed_across_sessions():
+    parent = start_child(SLEEPS, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.stdout.close()
+    assert os.getsid(parent.pid) == parent.pid != os.getsid(0)
+    kill_tree(parent.pid)
+    assert parent.wait(30) == -signal.SIGKILL
+    wait_until_ended(child)
+    kill_tree(parent.pid)  # gone: no error
+
+
+PARENT = """
+import os, subprocess, sys, time
+from canon_pretrain.core.children import end_with_torchrun, start_child
+if sys.argv[1] == "started":
+    print(start_child(["sleep", "60"]).pid, flush=True)
+else:
+    if os.fork() == 0:
+        end_with_torchrun()
+        print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["started", "rank of torchrun"])
+def test_a_child_ends_with_a_killed_parent(how):
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "1"}
+    words = [sys.executable, "-c", PARENT, how]
+    parent = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.stdout.close()
+    parent.kill()
+    parent.wait()
+    wait_until_ended(child)
+
+
+def test_only_ranks_of_torchrun_end_with_their_parent(monkeypatch):
+    asked = []
+    monkeypatch.setattr("canon_pretrain.core.children.end_with", asked.append)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    end_with_torchrun()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    end_with_torchrun()
+    assert asked == [os.getppid()]
+
+
+def test_processes_of_libraries_have_sessions_of_their_own():
+    """A signal to the group of a rank, as of a terminal or torchrun, does not end a compiler."""
+    with pytest.raises(KeyboardInterrupt), separate_sessions():
+        compiler = subprocess.Popen(["sleep", "60"])
+        exporter = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        with pytest.raises(FileNotFoundError):
+            subprocess.Popen(["/no/such/compiler"])
+        assert os.getsid(compiler.pid) == compiler.pid
+        raise KeyboardInterrupt  # pressed twice: threads that wait for the compiler end
+    assert compiler.wait(30) == -signal.SIGKILL and exporter.poll() is None
+    exporter.kill()
+    exporter.wait()
+    with subprocess.Popen(["sleep", "60"]) as plain:
+        assert os.getsid(plain.pid) == os.getsid(0)
+        plain.kill()

@@ -384,3 +384,20 @@ def test_exclusion_while_the_folder_is_removed_repeatedly(tmp_path):
         done.set()
         removing.result()
     assert most == [1] * 90
+
+
+def test_a_lock_beats_only_while_the_main_thread_lives(tmp_path, monkeypatch):
+    """Other threads may go on for ever; what holds the lock is over."""
+    over = threading.Thread(target=time.sleep, args=(0,))
+    over.start()
+    over.join()
+    beats = []
+    for main, lives in ((threading.main_thread(), True), (over, False)):
+        monkeypatch.setattr(threading, "main_thread", lambda main=main: main)
+        lock = LinkLock.acquire(
+            tmp_path / "lock", on_heartbeat=lambda: beats.append(1), heartbeat_s=0.02
+        )
+        time.sleep(0.2)
+        assert bool(beats) == lives
+        beats.clear()
+        lock.release()

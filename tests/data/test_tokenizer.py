@@ -217,6 +217,31 @@ def test_truncation_padding_and_templates_are_ignored():
     assert ids == ours("gpt-2").encode(LINES[0]).tolist()
 
 
+def drawing(name, **options):
+    return changed(name, model={**json.loads(content(name))["model"], **options})
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama-2", "other"])
+def test_no_split_is_drawn(name):
+    text = " ".join(LINES * 5)
+    for dropout in (0.002, 0.5, 1.0):
+        tokenizer = Tokenizer(drawing(name, dropout=dropout), name)
+        assert tokenizer.encode(text).tolist() == ours(name).encode(text).tolist()
+        assert f"dropout = {dropout}" in tokenizer.method
+        assert tokenizer.method.startswith(f"tokenizers, {FILES[name][1]}")
+        assert tokenizer.probe_ids() == ours(name).probe_ids()
+    for dropout in (None, 0, 0.0):
+        assert Tokenizer(drawing(name, dropout=dropout), name).method == ours(name).method
+
+
+def test_random_options_of_unigram_are_removed():
+    model = {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}
+    file = {"model": {**model, "alpha": 0.1, "nbest_size": -1}, "normalizer": None}
+    made, removed = hf_tokenizer.without_random_options(file)
+    assert made == {"model": model, "normalizer": None}
+    assert removed == ["alpha = 0.1", "nbest_size = -1"]
+
+
 def token(number, text, *, special=False):
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, "special": special, **flags}

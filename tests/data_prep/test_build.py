@@ -138,6 +138,37 @@ def test_bad_arguments_and_other_files_are_refused(tmp_path):
     assert snapshot(tmp_path) == {"tokenizer.model": b"mine"}
 
 
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--tokenizer", "none.model"], "tokenizer.unreadable"),
+        (["--tokenizer", "train:x"], "option.invalid"),
+        (["--holdout", "2"], "option.invalid"),
+        (["--max-document-bytes", "1"], "option.invalid"),
+        (["--source", "nobody"], "config.unknown_choice"),
+        (["--source", "local"], "option.missing"),
+        (["--source", "local", "--files", "none"], "input.none"),
+        (["--source", "fineweb-edu", "--text-field", "x"], "option.conflict"),
+        (["--out", "other"], "data.other_files"),
+        (["--shard", "1/2"], "option.conflict"),
+    ],
+)
+def test_what_a_job_would_refuse_is_refused_before_the_queue(
+    words, code, tmp_path, monkeypatch, capsys
+):
+    """By the command of slurm/data_prep.sh, which writes nothing, and asks no hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a file").touch()
+    given = ["build", "--unbuilt-of", "2", "--source", "stdlib", "--tokenizer", "train:400"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*given, "--out", "x", *words])
+    shown = capsys.readouterr()
+    assert error_codes(shown.err) == [code] and not shown.out and not (tmp_path / "x").exists()
+    main([*given, "--out", "x"])
+    assert capsys.readouterr().out == "1,2\0x\0x\0"
+
+
 def test_a_second_run_at_the_same_time_is_refused(tmp_path, reference, monkeypatch, capsys):
     monkeypatch.setattr("data_prep.folder.PLAN_LOCK_TIMEOUT_S", 0.2)
     monkeypatch.setattr("data_prep.folder.INPUT_GROUP_LOCK_TIMEOUT_S", 0.2)

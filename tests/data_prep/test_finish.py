@@ -11,8 +11,17 @@ from data_prep.__main__ import main
 from data_prep.build import JobSlice
 from data_prep.finish import finish
 from data_prep.folder import SPLITS
-from data_prep.plan import Limits, is_held_out
-from tests.corpora import OPTIONS, build_corpus, corpus_folder, flip, snapshot, stored_texts
+from data_prep.plan import Limits, Options, is_held_out
+from tests.corpora import (
+    OPTIONS,
+    build_corpus,
+    corpus_folder,
+    flip,
+    snapshot,
+    stored_texts,
+    write_corpus,
+    write_tokenizer,
+)
 from tests.data_folders import tokenizer
 from tests.support import refused
 
@@ -165,3 +174,27 @@ def test_a_limited_job_builds_what_may_be_needed(base, tmp_path):
     build_corpus(out, base / "corpus", job_slice=JobSlice(2, 2), limits=limits)
     finish(out, limits)
     check_limited(base, out, limits)
+
+
+@pytest.mark.parametrize(("files", "holdout"), [(9, 0.02), (9, 0.0), (2, 0.02), (20, 0.1)])
+def test_few_held_out_documents_have_a_way_out(tmp_path, capsys, files, holdout):
+    """The advised share holds out 20 documents or more, of at least 100."""
+    write_corpus(tmp_path / "corpus", files=files, words=4)
+    write_tokenizer(tmp_path / "tokenizer.model")
+
+    def warnings(out, share):
+        options = Options(holdout=share, unit_files=20)
+        build_corpus(tmp_path / out, tmp_path / "corpus", options=options)
+        printed = capsys.readouterr().out.splitlines()
+        return [line for line in printed if line.startswith("WARNING")]
+
+    found = warnings("first", holdout)
+    assert bool(found) == (0 < holdout < 0.1)
+    for line in found:
+        words = line.split()
+        advised = float(words[words.index("--holdout") + 1])
+        again = warnings("second", advised)
+        assert bool(again) == (files == 2)
+        assert (
+            advised == 0.2 if again else len(stored_texts(tmp_path / "second", "validation")) >= 20
+        )

@@ -56,6 +56,8 @@ def write_parquet(path, texts, **options):
 def any_file(folder, suffix):
     """Write TEXTS in the format of the suffix, in several frames, members or row groups."""
     path = folder / f"x{suffix}"
+    if suffix == ".txt":
+        return write(path, "\n".join(TEXTS).encode())
     if suffix == ".parquet":
         return write_parquet(path, TEXTS, row_group_size=16, write_page_checksum=True)
     halves = [jsonl(TEXTS[:20]), jsonl(TEXTS[20:])]
@@ -245,3 +247,35 @@ def test_long_documents_are_cut_after_paragraphs_lines_or_words(mark):
         assert len(part.utf8) <= 400
     assert all(len(part.utf8) > 150 and part.text.endswith(mark) for part in parts[:-1])
     assert list(cut_documents(iter(whole), None)) == whole
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.zst", ".jsonl.gz", ".parquet"])
+@pytest.mark.parametrize("unit", [b"\n", b" \n", b'{"text": ""}\n', b'{"text": "a"}\n'])
+def test_a_file_that_unpacks_without_end_is_refused(suffix, unit, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "FREE_EXPANSION", 1 << 12)
+    monkeypatch.setattr(readers, "MAX_EXPANSION", 20)
+    path = tmp_path / f"x{suffix}"
+    content = unit * ((1 << 20) // len(unit))
+    if suffix == ".parquet":
+        text = unit.decode().strip()[-4:]
+        array = pyarrow.array([text] * (1 << 18)).dictionary_encode()
+        pyarrow.parquet.write_table(pyarrow.table({"text": array}), path)
+    else:
+        write(path, zst(content) if suffix == ".jsonl.zst" else gzip.compress(content))
+    with refused("input.bad_row", path=path):
+        rows(path)
+    # what real text is packed by
+    monkeypatch.setattr(readers, "MAX_EXPANSION", 100_000)
+    assert len(rows(path)) >= content.count(b"{")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
+def test_blank_lines_of_any_kind_are_skipped(suffix, tmp_path, monkeypatch):
+    lines = [b"", b"\r", b" \t", b"\n\n", jsonl(["a"])[:-1], b"", b"  " + jsonl(["b"])[:-1], b" \r"]
+    content = b"\n".join([*lines, *lines[::-1]])
+    pack = {".jsonl": bytes, ".jsonl.zst": zst}[suffix]
+    for size in (1, 2, 3, 7, 1 << 16):
+        for name in ("READ_BYTES", "PACKED_READ_BYTES"):
+            monkeypatch.setattr(readers, name, size)
+        found = rows(write(tmp_path / f"x{suffix}", pack(content)))
+        assert [document.text for document in found] == ["a", "b", "b", "a"]

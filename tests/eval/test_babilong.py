@@ -1,7 +1,10 @@
 """Babilong: the score, the prompts and the complete tasks."""
 
+import os
 import re
+import runpy
 import tomllib
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -116,6 +119,97 @@ DEFAULT_PROMPTS_ZEYUAN = {
 PARTS = {"instruction": "Do it.", "examples": "E", "post_prompt": "Say so."}
 LAYOUT = "{instruction}|{examples}|{post_prompt}|{context}|{question}|A:"
 
+# the layout of the prompts.py of the paper's release, with other words
+LAID_OUT = """
+# a comment
+TASK_TEMPLATE = '{instruction}\\n\\n{examples}\\n\\n{post_prompt}'
+USER_TEMPLATE = '<context>\\n{context}\\n</context>\\n\\nQuestion: {question}'
+DEFAULT_TEMPLATE = f'{TASK_TEMPLATE}\\n\\n{USER_TEMPLATE}'
+
+# an edit
+DEFAULT_TEMPLATE_ZEYUAN = {
+    'qa1': f'{TASK_TEMPLATE}{USER_TEMPLATE}\\nAnswer: ',
+    'qa2': f'{TASK_TEMPLATE}{USER_TEMPLATE}\\nAnswer: ',
+}
+
+CUSTOM_SYSTEM_PROMPTS = {
+    # https://example.org
+    'OTHER':
+        'Be kind, '
+        'if you don\\'t mind.'
+}
+
+
+def get_formatted_input(context, question, examples, instruction, post_prompt,
+                        template=DEFAULT_TEMPLATE):
+    # instruction - task instruction
+    formatted_input = template.format(instruction=instruction, examples=examples,
+                                      post_prompt=post_prompt,
+                                      context=context.strip(), question=question)
+    return formatted_input.strip()
+
+# another
+DEFAULT_PROMPTS_ZEYUAN = {
+    'qa1': {
+        'instruction':
+            'Facts are hidden in a text. '
+            'Say where ’somebody’ is.\\n'
+            'Nothing else.',
+        'examples':
+            '<context>\\n'
+            'Ruth is in {the} cellar.\\n'
+            '</context>\\n\\n'
+            'Question: Where is Ruth?\\n'
+            'Answer: cellar.',
+        'post_prompt': '',
+    },
+    'qa2': {
+        'instruction': 'Two.',
+        'examples': 'E2',
+        'post_prompt': ' Stop. '
+    }
+}
+
+DEFAULT_PROMPTS = {
+    'qa1': {'instruction': 'Another one.', 'examples': 'E', 'post_prompt': 'P'},
+    'qa2': {'instruction': 'Another two.', 'examples': 'E', 'post_prompt': 'P'},
+}
+"""
+PAPER = ("DEFAULT_PROMPTS_ZEYUAN", "DEFAULT_TEMPLATE_ZEYUAN")
+ORIGINAL = ("DEFAULT_PROMPTS", "DEFAULT_TEMPLATE")
+REAL_PROMPTS = os.environ.get("CANON_BABILONG_PROMPTS")
+
+
+def assert_equals_its_own_code(path, names, tasks):
+    """The prompts are those of the file's function, called as the paper's evaluation does."""
+    module = runpy.run_path(str(path))
+    for task in tasks:
+        template = module[names[1]]
+        template = template[task] if isinstance(template, dict) else template
+        for context in ("C {x}", " \n C\n"):
+            parts = module[names[0]][task]
+            expected = module["get_formatted_input"](context, "Q? ", template=template, **parts)
+            assert read_prompts(task, path).of(context, "Q? ") == expected
+
+
+@pytest.mark.parametrize("names", [PAPER, ORIGINAL])
+def test_a_release_is_read_as_it_is_laid_out(tmp_path, names):
+    """f-strings of earlier names, in dicts; BABILong's own file has only ORIGINAL."""
+    path, text = tmp_path / "prompts.py", LAID_OUT
+    for ours, other in zip(PAPER, ORIGINAL, strict=True):
+        text = text if names == PAPER else text.replace(f"{ours} =", f"_{other} =")
+    path.write_text(text)
+    assert_equals_its_own_code(path, names, ["qa1", "qa2"])
+    before = read_prompts("qa1", path).sha256
+    path.write_text(text.replace("Question: {question}", "Asked: {question}"))
+    assert read_prompts("qa1", path).sha256 != before
+
+
+@pytest.mark.skipif(not REAL_PROMPTS, reason="CANON_BABILONG_PROMPTS names no prompts.py")
+def test_the_real_release():
+    names = PAPER if PAPER[0] in Path(REAL_PROMPTS).read_text() else ORIGINAL
+    assert_equals_its_own_code(REAL_PROMPTS, names, BABILONG_TASKS)
+
 
 def test_prompts_can_be_replaced(tmp_path):
     """By a TOML file, or a clone's prompts.py, read as data with its layout (issue 17, item 3)."""
@@ -147,6 +241,17 @@ REFUSED = {
         f"{NAME} = {{'qa1': {{'instruction': open('/etc/passwd').read()}}}}",
         f"{NAME} = {{'qa1': {{'instruction': ' ', 'examples': 'b'}}}}",
         f"{NAME} = " + "[" * 5000,
+        RELEASE.replace("'Do it.', 'examples'", "'Do it.'.upper(), 'examples'").replace("qa1", "x"),
+        RELEASE + f"{NAME}['qa1']['instruction'] = os.environ['HOME']",
+        RELEASE + f"{NAME} |= {{'qa1': 1}}",
+        RELEASE + f"for {NAME} in ({{}},): pass",
+        RELEASE + f"{NAME}.update(qa1=1)",
+        RELEASE + f"{NAME} = open('/etc/passwd').read()",
+        f"{NAME} = {{'qa1': {{'instruction': f'{{1 + 1}}', 'examples': 'E'}}}}",
+        f"T = 'x'\n{NAME} = {{'qa1': {{'instruction': f'{{T!r:>9}}', 'examples': 'E'}}}}",
+        "A = 'xxxxxxxx'\n" + "A = A + A\n" * 60 + f"{NAME} = {{'qa1': {{'instruction': A}}}}",
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = {'qa2': '{context} {question}'}",
+        RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context!r} {question:>9}'",
         RELEASE + "DEFAULT_TEMPLATE_ZEYUAN = '{context} {question} {context.x}'",
     ),
 }

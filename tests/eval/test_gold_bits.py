@@ -4,10 +4,12 @@ import math
 import zlib
 
 import pytest
+from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 
-from eval.harness import HARNESS_FOLDERS, _make_plan, evaluate_task, gold_bits_per_byte
+from eval.harness import HARNESS_FOLDERS, _make_plan, evaluate_task
+from eval.scoring import Item, gold_bits_per_byte
 from eval.suite_names import TASKS, harness_tasks
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.scripted_lm import ScriptedLM
@@ -55,7 +57,7 @@ def test_bits_of_the_gold_answer_by_hand(tasks, name):
         asked[request.doc_id, request.args] = value
         return value
 
-    found = evaluate_task(ScriptedLM(score=score), name, tasks[name], None)
+    found = evaluate_task(ScriptedLM(score=score), tasks[name], None)
     expected = []
     for at, row in enumerate(rows_of(name)):
         text = f" {ANSWERS[name](row)}"
@@ -75,7 +77,7 @@ def test_bits_of_the_gold_answer_by_hand(tasks, name):
 def test_the_gold_answer_is_the_one_of_lm_eval(tasks, name):
     """Its metric `brier_score` has the gold index and the softmax over the answers."""
     task, model = tasks[name], ScriptedLM(score=likelihood)
-    found = evaluate_task(model, name, task, None)
+    found = evaluate_task(model, task, None)
     asked = {}
     for request in task.instances:
         asked.setdefault(request.doc_id, []).append(request)
@@ -102,7 +104,7 @@ def test_plans_declare_it_lower_is_better(tasks):
         assert better.get(GOLD) is (False if is_choice else None)
         assert primary[1:] == ([GOLD] if is_choice else ["perplexity"] * (name[0] == "l"))
     lambada, model = "lambada_openai", ScriptedLM(score=likelihood)
-    found = evaluate_task(model, lambada, tasks[lambada], 2)
+    found = evaluate_task(model, tasks[lambada], 2)
     assert set(found.scores) == {"acc", "perplexity"}
 
 
@@ -126,5 +128,6 @@ def test_forms_of_gold_answers(gold, bits):
     """An index, a text or several; "né" has 4 bytes with its space, " nothing" has 8."""
     nats = [(-8 * math.log(2), False)] * 2
     arguments = [("context", " né"), ("context", " nothing")]
-    item = {"doc": {}, "target": gold, "arguments": arguments, "filtered_resps": nats}
+    requests = [Instance("loglikelihood", {}, each, 0) for each in arguments]
+    item = Item(0, {}, "none", requests, answers=nats, target=gold)
     assert gold_bits_per_byte(Choices(), item) == (None if bits is None else pytest.approx(bits))

@@ -193,9 +193,8 @@ def test_the_commands(tmp_path):
         done = subprocess.run([sys.executable, "-m", *map(str, words)], **given)
         assert done.returncode == 0 and "y/N" not in done.stdout + done.stderr, done
 
-    for suite in SUITES:
-        words = ("eval", "run", "--checkpoint", out, "--suite", suite, "--out", tmp_path / suite)
-        run(*words, "--max_length", 2048, *LIMIT)
+    words = ("eval", "run", "--checkpoint", out, "--suite", ",".join(SUITES), "--out", tmp_path)
+    run(*words, "--max_length", 2048, *LIMIT)
     theirs = ["lm_eval", "--model", "hf", "--model_args", options, "--device", "cpu"]
     theirs += ["--include_path", ROOT / "eval" / "tasks", "--tasks", ",".join(SUITES)]
     theirs += ["--metadata", json.dumps({"probes": str(tmp_path / "1-hop-0" / "probes")})]

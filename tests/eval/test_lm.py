@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -184,11 +185,53 @@ def test_impossible_requests_are_refused(model):
     ):
         with refused(code):
             generated(lm, [("x", options)])
-    with refused("eval.continuation", given=MAX_LENGTH + 1, expected=MAX_LENGTH):
-        scored(lm, [("x", "y" * (MAX_LENGTH + 1))])
     for length in (0, 65):
         with refused("eval.max_length", given=length, expected=64):
             CanonLM(model, Bytes(), max_length=length)
+
+
+class Pairs(Letters):
+    """One token per letter, but "ab" is one."""
+
+    def encode(self, text):
+        return [39 if part == "ab" else super(Pairs, self).encode(part)[0]
+                for part in re.findall("ab|.", text, re.DOTALL)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation"),
+    [("xa", "b"), ("ca", "b"), ("a", "b"), ("x", ""), ("", ""), ("x", "y" * (LENGTH + 1))],
+)
+def test_a_request_that_cannot_be_scored_stops_no_other(context, continuation):
+    """A token across the boundary, no continuation, one longer than max_length."""
+    costs: list[int] = []
+    lm = CanonLM(model_of(FEW[1]), Pairs(), max_length=LENGTH, on_done=costs.append)
+    good = [("xa", "cb"), ("c", "ab"), ("xac", "b")]
+    alone = scored(lm, good)
+    assert not lm.failures and all(map(math.isfinite, alone))
+    costs.clear()
+    asked = [good[0], (context, continuation), *good[1:]]
+    given = requests("loglikelihood", asked)
+    for number, request in enumerate(given):
+        request.metadata = ("task", number, 1)
+        request.__post_init__()
+    first, failed, *others = (score for score, _ in lm.loglikelihood(given))
+    assert [first, *others] == pytest.approx(alone, abs=1e-5) and math.isnan(failed)
+    assert [*lm.failures] == [1]
+    assert sum(costs) == sum(map(request_cost, given))
+
+
+@pytest.mark.parametrize("blank", [" ", "\n", "\t ", "\u3000"])
+def test_a_context_of_white_space_follows_eos(model, blank):
+    """As an empty one; it is the beginning of the continuation, and said once."""
+    lines: list[str] = []
+    lm = CanonLM(model, Bytes(), max_length=MAX_LENGTH, log=lines.append)
+    (expected,) = scored(lm, [("", f"{blank}word")])
+    assert not lines
+    asked = [(blank, "word"), ("well", " known"), (blank, "word")]
+    found = scored(lm, asked)
+    assert found[0] == found[2] == pytest.approx(expected, abs=1e-5)
+    assert not lm.failures and len(lines) == 1
 
 
 def test_do_sample_alone_samples_at_temperature_1():

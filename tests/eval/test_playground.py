@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from eval.suite_names import find_suite
 from tests.ranks import events, launch
 from tests.scripted_lm import ScriptedLM
 from tests.support import ROOT, refused
+from tests.variants import prefer_ids_from
 
 CPU = torch.device("cpu")
 SETTINGS = [
@@ -56,11 +57,16 @@ def identity_of(task):
     return found | {"data_fingerprint": task.fingerprint}
 
 
-def plant_task_run(folder, task):
-    model = Transformer(model_args(task))
+def plant_task_run(folder, task, padding=0):
+    """Plant an untrained run; one of `padding` ids after the task's is always the likeliest."""
+    args = replace(model_args(task), vocab_size=task.vocab_size + padding)
+    model = Transformer(args)
     model.init_weights()
+    if padding:
+        prefer_ids_from(model, task.vocab_size)
     save_no_dist(dict(model.named_parameters()), folder / "checkpoint" / "step-3", step=3)
-    RunFolder(folder).write_config({"data": {"path": ""}}, identity_of(task))
+    identity = identity_of(task) | {"model.vocab_size": args.vocab_size}
+    RunFolder(folder).write_config({"data": {"path": ""}}, identity)
     return folder
 
 
@@ -112,12 +118,29 @@ def test_standard_errors_are_over_windows():
     plan = open_task(task, limit=12, playground_windows=20)
     lm = scripted(task, 20, lambda gold: gold if draw.random() < 0.6 else gold[:1])
     found = plan.run(lm)["playground"]
-    means = [record["exact"] for record in found.samples]
+    pairs = np.array([record["exact"] for record in found.samples])
+    means = pairs[:, 0] / pairs[:, 1]
     assert len(means) == found.num_samples == 12 and len(lm.asked) == 12 * 7
     assert set(means) != {0.0, 1.0}
     score = found.scores["exact"]
     assert score.value == pytest.approx(math.fsum(means) / 12, abs=1e-15)
     assert score.stderr == pytest.approx(np.std(means, ddof=1) / math.sqrt(12), rel=1e-12)
+
+
+def test_parts_add_up_to_the_whole():
+    """Every question counts once, however many its window has."""
+    task, draw = build_task("depo1", {"n": 4, "k": 2, "vocab": 9, "seq_len": 60}), random.Random(4)
+    plan = open_task(task, playground_windows=30)
+    lm = scripted(task, 30, lambda gold: gold if draw.random() < 0.5 else gold[:-1])
+    found = plan.run(lm)["playground"]
+    parts = [[record.get(f"exact_k{k}") for record in found.samples] for k in (1, 2)]
+    sums = np.sum([x for part in parts for x in part if x], axis=0)
+    exact = found.scores["exact"].value
+    assert sums[1] == len(lm.asked) and exact == pytest.approx(sums[0] / sums[1])
+    assert exact == pytest.approx(found.scores["right"].value / len(lm.asked))
+    of_parts = [found.scores[f"exact_k{k}"].value for k in (1, 2)]
+    assert min(of_parts) < exact < max(of_parts)
+    assert found.scores["exact"].stderr > 0 and found.scores["exact_k1"].stderr > 0
 
 
 def evaluate(run, *options):
@@ -148,6 +171,19 @@ def test_a_run_its_export_and_training_score_the_same(tmp_path, name, settings):
     # transformers reads the same ids
     written = json.loads((out / "tokenizer.json").read_text())
     assert written == json.loads(id_tokenizer(task.vocab_size))
+
+
+def test_ids_that_pad_the_vocabulary_are_no_answer(tmp_path):
+    task = build_task(*SETTINGS[0])
+    run = plant_task_run(tmp_path / "run", task, padding=40)
+    export(run, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
+    assert written == json.loads(id_tokenizer(task.vocab_size))
+    scores, samples = evaluate(run)
+    assert (scores, samples) == evaluate(tmp_path / "out", "--out", tmp_path / "scores")
+    model = load_model(run / "checkpoint" / "step-3", CPU)
+    answers = TaskScores(task, 4)._answers(model)
+    assert max(map(max, filter(None, answers))) < task.vocab_size
 
 
 @pytest.mark.parametrize(("name", "settings"), SETTINGS[-2:], ids=["lano", "capo"])

@@ -1,15 +1,13 @@
 """Several ranks answer bitwise as one does, and none waits for a dead one."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from eval.model.ranks import Ranks
-from tests.support import ROOT, refused
+from tests.commands import run_command
+from tests.support import refused
 
 NOTICED_S = 20.0  # far below torch's timeouts
 
@@ -18,9 +16,7 @@ NOTICED_S = 20.0  # far below torch's timeouts
 def ended(tmp_path_factory):
     """How each rank ended, by scenario and world size; see eval_rank_processes.py."""
     out = tmp_path_factory.mktemp("ranks") / "ended.json"
-    command = [sys.executable, "-m", "tests.eval_rank_processes", str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(command, cwd=ROOT, env=environment, timeout=300, check=True)
+    run_command("tests.eval_rank_processes", out, check=True)
     return json.loads(out.read_text())
 
 

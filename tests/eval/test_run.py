@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import math
 import shutil
+import signal
 
 import datasets
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from lm_eval.tasks import TaskManager
 
+import eval.harness
 from canon_pretrain.checkpoint.weights import strip_to_weights
 from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.files import write_json
@@ -19,11 +22,19 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.report.record import read_runs
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.results import PartialResults, Score, TaskResult, read_results
+from canon_pretrain.run.results import (
+    PartialResults,
+    Score,
+    TaskAnswers,
+    TaskResult,
+    read_results,
+    read_samples,
+)
 from eval.__main__ import main
 from eval.harness import open_tasks
 from eval.run_command import add_evaluation_options
 from eval.schedule import Request, Schedule, to_argv
+from eval.scoring import ask
 from eval.suite_names import harness_names
 from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import stage_fixtures
@@ -212,6 +223,61 @@ def test_standard_errors_and_bounds_of_scores(task_file, source):
         score = score_of(lambda request, answer=answer: request.doc.get(answer, "none"))
         assert score.value == value and score.stderr is None
         assert score.bound == pytest.approx(bound)
+
+
+FRAGILE = TASK.replace("aggregation: mean", "aggregation: !function colours.aggregate")
+
+
+@pytest.fixture
+def fragile_group(task_file):
+    """Two tasks, of which the first has an aggregate that divides by zero."""
+    module = task_file.with_name("colours.py")
+    module.write_text(LOAD + "def aggregate(values):\n    return 1 / 0\n")
+    task_file.write_text(FRAGILE)
+    path = task_file.with_name("many.yaml")
+    path.write_text("group: many\ntask:\n  - colours\n  - zen_of_python\n")
+    return path
+
+
+def test_a_failing_metric_ends_neither_task_nor_command(copy, evaluate, fragile_group):
+    """Its score is null, what follows is evaluated, and the exit code is 2, also when read again;
+    readers of results show the reason."""
+    for how in ("written to", "read from"):
+        said = evaluate(f"{fragile_group},validation", of=copy, refused="eval.incomplete")
+        assert "colours" in said and "ZeroDivisionError" in said
+        results = result_of(copy, "many")
+        failed = results.scores["colours"]["acc"]
+        assert failed.value is None and "ZeroDivisionError" in failed.why
+        assert results.scores["zen_of_python"]["bits_per_byte"].value > 0, how
+        assert len(read_samples(paths_of(copy, "many")[0].parent)["colours"]) == 3
+        assert result_of(copy, "validation").scores["validation"]["bits_per_byte"].value > 0
+    assert not [*copy.glob("evals/*/many/*/unfinished")]
+
+
+def test_answers_outlive_a_metric_that_never_ends(copy, evaluate, fragile_group, monkeypatch):
+    """Ctrl-C in an aggregation: the next call asks the model only what was not answered."""
+    module = fragile_group.with_name("colours.py")
+    module.write_text(module.read_text().replace("1 / 0", "_interrupt()"))
+    interrupt = "import signal\ndef _interrupt():\n    signal.raise_signal(signal.SIGINT)\n"
+    module.write_text(module.read_text() + interrupt)
+    with pytest.raises(SystemExit):
+        evaluate(str(fragile_group), of=copy)
+    (stored,) = copy.glob("evals/*/many/*/unfinished/colours.answers.json")
+    answers = json.loads(stored.read_text())["responses"]
+    assert len(answers) == 9
+
+    asked: list[str] = []
+    monkeypatch.setattr(
+        eval.harness, "ask", lambda lm, task: asked.append(task.task_name) or ask(lm, task)
+    )
+    # the module is part of the question: as if the interrupt did not come
+    monkeypatch.setattr(signal, "raise_signal", lambda number: None)
+    with pytest.raises(SystemExit, match="2"):
+        evaluate(str(fragile_group), of=copy)
+    assert asked == ["zen_of_python"]
+    items = read_samples(paths_of(copy, "many")[0].parent)["colours"]
+    assert [pair for item in items for pair in item["answers"]] == [a for (a,) in answers]
+    assert result_of(copy, "many").scores["colours"]["acc"].value is None
 
 
 def test_invalid_requests(evaluate, task_file):
@@ -416,10 +482,17 @@ def test_partial_results_are_kept_per_question(tmp_path):
     kept, other = PartialResults(tmp_path, asked), PartialResults(tmp_path, asked | {"content": 1})
     kept.add("first", result)
     kept.add("a/b", result)
+    answers = TaskAnswers([[(-1.5, True)], [(math.nan, False)], ["a", "b"], [-3.0]], [4], {1: "no"})
+    kept.add_answers("a/b", answers)
     assert PartialResults(tmp_path, asked).read() == {"first": result, "a/b": result}
-    assert other.read() == {}
+    found = kept.read_answers("a/b")
+    assert repr(found.responses) == repr([[[-1.5, True]], [[math.nan, False]], ["a", "b"], [-3.0]])
+    assert (found.truncated, found.failures) == ([4], {1: "no"})
+    assert other.read() == {} and other.read_answers("a/b") is kept.read_answers("first") is None
     for torn in ("", "{", '{"task": "first"}', "null"):  # evaluated again
         (tmp_path / "unfinished" / "first.task.json").write_text(torn)
         assert list(kept.read()) == ["a/b"]
+        (tmp_path / "unfinished" / "a%2Fb.answers.json").write_text(torn)
+        assert kept.read_answers("a/b") is None
     kept.remove()
     assert not [*tmp_path.iterdir()]

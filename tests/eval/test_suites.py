@@ -1,11 +1,9 @@
 """`eval run` over whole suites by their task files, on fixtures: ranks, kills, full disks."""
 
 import json
-import os
 import shutil
-import signal
+import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -14,9 +12,10 @@ from canon_pretrain.run.results import RESULTS, read_results, read_samples
 from eval.__main__ import main
 from eval.suite_names import SUITES
 from tests.checkpoint_folders import small_disk
+from tests.commands import Command
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.eval_text_runs import write_run
-from tests.support import ROOT, error_codes
+from tests.support import error_codes
 
 pytestmark = pytest.mark.system
 
@@ -37,10 +36,18 @@ def command(base, suite, out, *words):
     return [*map(str, argv)]
 
 
-def start(words, *, ranks=0, **options):
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-    argv = [sys.executable, "-u", "-m", *(torchrun if ranks else []), "eval", *words]
-    return subprocess.Popen(argv, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
+def start(words, folder, ranks=1):
+    """Start `eval` as processes that are connected as torchrun's are; each has an output file."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        output = folder / f"rank-{rank}.txt"
+        processes.append(Command("eval", *words, stdout=output, environment=variables))
+    return processes
 
 
 def results_in(out):
@@ -52,10 +59,9 @@ def test_all_suites_alike_on_one_rank_and_on_two(base, tmp_path, capsys):
     words = ("--limit", 2, "--option", "jrt_tokens=120")
     main(command(base, "all", tmp_path / "one", *words))
     printed = capsys.readouterr().out
-    argv = command(base, "all", tmp_path / "two", *words)
-    process = start(argv, ranks=2, stdout=subprocess.PIPE, text=True)
-    printed_by_two = process.communicate()[0]
-    assert process.returncode == 0
+    ranks = start(command(base, "all", tmp_path / "two", *words), tmp_path, ranks=2)
+    assert [rank.wait(300) for rank in ranks] == [0, 0]
+    printed_by_two = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1))
     one, two = results_in(tmp_path / "one"), results_in(tmp_path / "two")
     assert set(one) == set(two) == set(SUITES)
     for suite in SUITES:
@@ -87,7 +93,7 @@ def test_a_missing_data_set_is_refused_first(base, tmp_path, capsys):
 
 def test_a_kill_loses_only_the_running_task(base, tmp_path, capsys):
     words = command(base, "jrt", tmp_path / "killed", "--max_length", 1000)
-    process = start(words, stdout=subprocess.DEVNULL)
+    (process,) = start(words, tmp_path)
     kept = tmp_path / "killed" / "unfinished"
     try:
         end = time.monotonic() + 120
@@ -95,7 +101,7 @@ def test_a_kill_loses_only_the_running_task(base, tmp_path, capsys):
             assert process.poll() is None
             time.sleep(0.005)
     finally:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait()
     done = len([*kept.glob("*.task.json")])
     assert 2 <= done < 12 and not (tmp_path / "killed" / RESULTS).exists()

@@ -13,6 +13,7 @@ from canon_pretrain.data.tokenizer import load_tokenizer
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import FastLinear, load_model, use_fast_linear
 from canon_pretrain.hf.reading import import_folder
+from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from canon_pretrain.model.attention import rope_tables
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.run.results import question_of
@@ -22,7 +23,7 @@ from eval.model.target import EvalTarget
 from eval.task_tokenizer import task_tokenizer
 from eval.tasks.jrt.documents import cut
 from eval.validation import model_loss
-from tests.data_folders import sentence
+from tests.data_folders import sentence, tokenizer
 from tests.eval_text_runs import MAX_LENGTH, write_run
 from tests.hf_exports import plant_run
 from tests.support import refused, write_data
@@ -182,3 +183,22 @@ def test_missing_tokenizers_are_refused(tmp_path, monkeypatch):
     for metadata in ({}, {"tokenizer": str(tmp_path)}, {"pretrained": "nobody/nothing"}):
         with refused("eval.task_tokenizer"):
             task_tokenizer(metadata)
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
+def test_tokenizers_of_tasks_draw_no_split(kind, tmp_path):
+    """BPE dropout of a tokenizer.json, sampling of SentencePiece in a tokenizer_config.json."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    model = tokenizer().model
+    if kind == "tokenizer.json":
+        content = tokenizer_files(tokenizer(), 64)["tokenizer.json"]
+        content["model"]["dropout"] = 0.5
+        (tmp_path / kind).write_text(json.dumps(content))
+    else:
+        config = {"tokenizer_class": "BertGenerationTokenizer"}
+        config["sp_model_kwargs"] = {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}
+        (tmp_path / "spiece.model").write_bytes(model)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found, text = task_tokenizer({"tokenizer": str(tmp_path)}), "the of which Ada " * 30
+    assert len({tuple(found.encode(text)) for _ in range(8)}) == 1

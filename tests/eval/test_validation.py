@@ -2,19 +2,28 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.results import read_results, read_samples
+from canon_pretrain.run.results import (
+    VALIDATION,
+    Score,
+    TaskResult,
+    read_results,
+    read_samples,
+)
 from eval.__main__ import main
 from eval.model.lm import CanonLM
-from eval.validation import CountModels, model_loss, relative_error, windows
+from eval.run import merge_tasks, print_results
+from eval.validation import METRICS, CountModels, model_loss, relative_error, windows
 from tests.support import error_codes
 
 CPU = torch.device("cpu")
@@ -61,14 +70,14 @@ def test_document_records_sum_to_the_loss(data_folder, limit):
 
 
 def test_the_error_of_a_loss_is_over_documents():
-    """Equal to a jackknife with a document left out at a time; unknown for one document."""
+    """Equal to a jackknife with a document left out at a time; unknown for few documents."""
     rng = np.random.default_rng(1)
-    sums, counts = rng.uniform(100, 900, 7), rng.integers(20, 300, 7)
+    sums, counts = rng.uniform(100, 900, 9), rng.integers(20, 300, 9)
     pairs = zip(sums.tolist(), counts.tolist(), strict=True)
     records = [{"nats_per_token": [*pair]} for pair in pairs]
     left = [(sums.sum() - s) / (counts.sum() - n) for s, n in zip(sums, counts, strict=True)]
     loss = sums.sum() / counts.sum()
-    expected = math.sqrt(6 / 7 * sum((value - loss) ** 2 for value in left)) / loss
+    expected = math.sqrt(8 / 9 * sum((value - loss) ** 2 for value in left)) / loss
     assert relative_error(records) == pytest.approx(expected)
     assert relative_error(records[:1]) is None and relative_error([]) is None
 
@@ -120,3 +129,23 @@ def test_the_command_evaluates_a_checkpoint(runs, data_folder, capsys):
     assert total / count == found
     # the weights are the trained ones: far from ln 512, near the training loss
     assert found == pytest.approx(5.9, abs=0.15)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8])
+def test_the_number_of_documents_is_stored_and_printed(count, capsys):
+    documents = [
+        {"doc_id": k, "filter": "none", "doc_hash": f"{k}", "prompt_hash": "x"}
+        | {"nats_per_token": [10.0 + k, 4]}
+        for k in range(count)
+    ]
+    relative = relative_error(documents)
+    assert (relative is None) == (count < 8)
+    scores = {name: Score(2.5, relative and 2.5 * relative) for name in METRICS}
+    asked = {"suite": VALIDATION, "tasks": {}}
+    answers = {VALIDATION: TaskResult(scores, 4 * count, documents)}
+    results, samples = merge_tasks(asked, answers)
+    assert results.num_sources == {VALIDATION: count} and len(samples[VALIDATION]) == count
+    print_results(Console(), "x", results)
+    assert f"{count} document" in capsys.readouterr().out
+    print_results(Console(), "x", replace(results, num_sources={}))  # of an older version
+    assert "document" not in capsys.readouterr().out

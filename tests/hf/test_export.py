@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from canon_pretrain.checkpoint.architecture import model_args_of, run_of_checkpoint
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.data.tokenizer import load_tokenizer
 from canon_pretrain.hf import export as export_module
 from canon_pretrain.hf import writing
 from canon_pretrain.hf.__main__ import main
@@ -152,6 +153,12 @@ def test_a_moved_or_wrong_tokenizer(of_texts, tmp_path, monkeypatch):
     known, found = tokenizer(), read(tmp_path / "stayed" / RECORD)["tokenizer"]
     ids = {"bos_id": known.bos_id, "eos_id": known.eos_id, "vocab_size": 300}
     assert found == {"sha256": known.sha256} | ids
+    # of both files, the training tokenizer's own; a data folder has only one
+    assert (tmp_path / "stayed" / "tokenizer.model").read_bytes() == known.model
+    assert load_tokenizer(tmp_path / "stayed").sha256 == known.sha256
+    (tmp_path / "stayed" / "tokenizer_config.json").unlink()
+    with refused("tokenizer.not_one", found=2):
+        load_tokenizer(tmp_path / "stayed")
     other = tmp_path / "tokenizer.model"
     other.write_bytes(train_tokenizer([sentence(seed, 90) for seed in range(40, 60)], 300))
     with refused("hf.other_tokenizer", expected=known.sha256):

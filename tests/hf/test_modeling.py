@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ DECODED = ["nope ABCD", "rope A k3 cst relu2 qk_per_head documents", "partial_ro
 DECODED += ["alibi ABCD k3 cst relu2 qk_per_head tied"]
 DECODED += ["h_alibi AC k2 cst standard qk_full gqa documents"]
 DECODED += ["gla_elu A k3 conv gate_rank", "mamba2 AB documents", "mamba2_mlp k3 conv standard"]
-DECODED += ["gdn BD no_res documents", "gdn AC conv", "nope ABC moe"]
+DECODED += ["gdn BD no_res documents", "gdn AC conv", "nope ABC moe capacity"]
 TRAINED = "rope AC no_res act standard_relu2 qk_full gqa tied documents"
 decoded = pytest.mark.parametrize("name", DECODED)
 
@@ -118,7 +119,7 @@ def test_a_prompt_in_several_forward_passes(name):
 @pytest.mark.parametrize("mode", ["eval", "checkpointed"])
 # cst: the kernels have no gradient
 @pytest.mark.parametrize(
-    "name", [TRAINED, DECODED[1], "gla AC conv cst", "mamba2 B", "gdn ABCD", "moe"]
+    "name", [TRAINED, DECODED[1], "gla AC conv cst", "mamba2 B", "gdn ABCD", "moe", "moe capacity"]
 )
 def test_loss_and_gradients(mode, name):
     model, ours = wrapped_model(name)
@@ -131,12 +132,42 @@ def test_loss_and_gradients(mode, name):
     labels[0, :7] = -100
     loss = model(ids, labels=labels).loss
     loss.backward()
+    ours.train(model.training)  # experts drop tokens in training, and in evaluation never
     expected = F.cross_entropy(ours(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     expected.backward()
     torch.testing.assert_close(loss, expected)
     theirs = dict(ours.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[to_ours(name)].grad)
+
+
+OFFLOADED = ["rope ABCD qk_full", "gla AC conv gate_rank", "mamba2 AB tied", "gdn BD dynamic"]
+OFFLOADED += ["gdn ABC gated_moe capacity", "moe capacity tied"]
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("name", OFFLOADED)
+@torch.no_grad()
+def test_offloaded_weights(name, offload, tmp_path):
+    model, ours = wrapped_model(name)
+    ids = random_tokens(ours.args, rows=2, num_tokens=12)
+    if offload == "cpu":
+        accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+    else:
+        places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "lm_head"], "cpu")
+        places |= dict.fromkeys(["model.layers.1", "model.norm"], "disk")
+        model.save_pretrained(tmp_path)
+        options: Any = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
+        model = LlamaCanonForCausalLM.from_pretrained(tmp_path, **options)
+    for use_cache in (False, True):
+        torch.testing.assert_close(model(ids, use_cache=use_cache).logits, ours(ids))
+    mask = torch.ones_like(ids)
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, **PLAIN}
+    found = model.generate(ids, **options).tolist()
+    assert found == [greedy(ours, row, 4) for row in ids.tolist()]
+    # and none is kept
+    layer = model.model.layers[1]
+    assert all(each.is_meta for each in [*layer.parameters(), *layer.block.parameters()])
 
 
 class Wrapped(nn.Module):
@@ -254,6 +285,15 @@ def test_unsupported_options_raise():
     assert not model._supports_attention_backend  # vLLM would mix neighboring requests
 
 
+def test_ids_of_special_tokens_may_be_unknown(tmp_path):
+    config = LlamaCanonConfig(**to_fields(VARIANTS["nope ABCD"]))
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None,) * 3
+    config.save_pretrained(tmp_path)
+    assert None not in json.loads((tmp_path / "config.json").read_text()).values()
+    given = LlamaCanonConfig(**to_fields(VARIANTS["nope ABCD"]), eos_token_id=2, pad_token_id=3)
+    assert (given.eos_token_id, given.pad_token_id) == (2, 3)
+
+
 # words of variants that the released class can express
 EXPRESSIBLE = {"rope", "nope", "partial_rope_c", "A", "AC", "BD", "ABCD", "k2", "k3", "no_res"}
 EXPRESSIBLE |= {"act", "cst", "qk_full", "gqa", "tied", "relu2", "half", "k5"}
@@ -272,7 +312,8 @@ def test_rope_version_tells_what_the_released_class_supports(name):
 
 
 OTHERS = ["gla A k3 conv gate_rank cst", "mamba2 conv", "mamba2_mlp conv documents tied"]
-OTHERS += ["mamba2 AB mimetic", "gdn ABCD dynamic", "gdn ABC gated_moe", "rope AC moe tied"]
+OTHERS += ["mamba2 AB mimetic", "gdn ABCD dynamic", "gdn ABC gated_moe capacity"]
+OTHERS += ["rope AC moe tied"]
 LAST = "alibi A no_res act cst standard gqa tied documents"
 EXPORTED = [*(name for name in VARIANTS if name != LAST), *OTHERS, LAST]
 PROCESS = """

@@ -174,6 +174,47 @@ def test_names_that_are_taken_or_of_others(hub, checkpoint, capsys, monkeypatch,
     assert refusal(capsys, *words) == ["hub.no_access"]
 
 
+def test_links_are_never_uploaded(hub, checkpoint, tmp_path, capsys):
+    secret, out = tmp_path / "secret.txt", tmp_path / "out"
+    secret.write_text("mine")
+    main(["export", str(checkpoint), str(out), "--no-tokenizer"])
+    original = json.loads((out / RECORD).read_text())
+    for name in ("notes.txt", "README.md", "config.json", RECORD):
+        kept = (out / name).read_bytes() if (out / name).exists() else b""
+        (out / name).unlink(missing_ok=True)
+        secret.write_bytes(kept or b"mine")
+        (out / name).symlink_to(secret)
+        if name == "notes.txt":
+            listed = {"files": [*original["files"], name]}
+            (out / RECORD).write_text(json.dumps(original | listed))
+        assert refusal(capsys, out, REPO) == ["hf.not_an_export"]
+        assert refusal(capsys, out, REPO, "--dry_run") == ["hf.not_an_export"]
+        (out / name).unlink()
+        (out / name).write_bytes(kept)
+    for name in ("../secret.txt", str(secret), ".."):
+        (out / RECORD).write_text(json.dumps(original | {"files": [*original["files"], name]}))
+        assert refusal(capsys, out, REPO) in (["hf.not_an_export"], ["hf.incomplete_export"])
+    assert not hub.models
+
+
+PAGE = b"<html>Log in to the network</html>"
+
+
+def test_a_page_of_another_server_is_no_refusal(hub, checkpoint, capsys):
+    for status, at in ((200, "whoami"), (403, "whoami"), (404, "repos/create"), (200, "preupload")):
+        hub.answers = {at: (status, PAGE, "text/html")}
+        assert refusal(capsys, checkpoint, REPO, "--no-tokenizer") == ["hub.unexpected"]
+        assert len(hub.models.get(REPO, {"main": [0]})["main"]) == 1
+
+
+def test_an_answer_without_a_name(hub, checkpoint, capsys):
+    for answer in ({}, [], None, {"name": None}, {"name": 5}):
+        hub.answers = {"whoami": (200, json.dumps(answer).encode(), "application/json")}
+        for repo in (REPO, "model"):
+            assert refusal(capsys, checkpoint, repo, "--no-tokenizer") == ["hub.unexpected"]
+    assert not hub.models
+
+
 @pytest.mark.system
 def test_no_token_or_no_network_fails_before_exporting(checkpoint, tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}

@@ -17,10 +17,13 @@ from canon_pretrain.core.terminal import printable
 from canon_pretrain.data.id_tokenizer import id_tokenizer
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import export
+from canon_pretrain.hf.modeling_canon import LlamaCanonForCausalLM
 from canon_pretrain.hf.sampling import Answer, Detokenizer, Sampler, Segment, Settings, compare
 from canon_pretrain.sample import converse, main, print_compared
+from eval.model.lm import CanonLM
 from tests.data_folders import sentence
-from tests.eval_text_runs import write_run
+from tests.eval_text_runs import VOCAB_SIZE, write_run
+from tests.scripted_lm import requests
 from tests.support import error_codes, refused
 
 PROMPT = "the river said"
@@ -57,6 +60,33 @@ def test_seeds_reproduce_for_any_number_of_samples(samplers):
     assert [ids[:5] for ids in four] == draw(run, 4, limit=5)
     assert draw(run, 1, seed=5 + 4096) != four[:1] != draw(run, 1, seed=6)
     assert draw(run, 2, temperature=0.0)[0] == draw(run, 1, temperature=0.0, seed=8)[0]
+
+
+@torch.no_grad()
+def test_ids_that_pad_the_vocabulary_are_never_drawn(tmp_path):
+    """By a run, its exports in transformers, and `eval`; an imported model may be padded."""
+    run = write_run(tmp_path, padding=40)
+    export(run, tmp_path / "out")
+    export(run, tmp_path / "bare", with_tokenizer=False)
+    trained, exported = (Sampler.load(tmp_path / name) for name in ("run", "out"))
+    prompt = trained.encode(PROMPT)
+    logits = trained.model(torch.tensor([prompt]))[0, -1]
+    assert logits.argmax() >= VOCAB_SIZE
+    (greedy,) = draw(trained, 1, temperature=0.0)
+    assert greedy[0] == logits[:VOCAB_SIZE].argmax() and max(greedy) < VOCAB_SIZE
+    assert draw(exported, 1, temperature=0.0) == [greedy]
+    assert max(map(max, draw(trained, 9))) < VOCAB_SIZE
+    for name in ("out", "bare"):
+        theirs = LlamaCanonForCausalLM.from_pretrained(tmp_path / name)
+        ids = torch.tensor([prompt])
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": len(greedy)}
+        found = theirs.generate(ids, do_sample=False, **options)
+        assert found[0, len(prompt) :].tolist() == greedy
+    lm = CanonLM(trained.model, trained.tokenizer, max_length=100, add_bos=True)
+    options = {"until": [], "max_gen_toks": len(greedy)}
+    (text,) = lm.generate_until(requests("generate_until", [(PROMPT, options)]))
+    whole = trained.decode([*prompt, *greedy])
+    assert trained.decode(prompt) + text == whole
 
 
 def test_log_probabilities_are_those_of_one_pass(samplers):
@@ -140,11 +170,15 @@ def test_the_command_prints_text_or_an_object_per_sample(base, capsys, tmp_path)
 
 
 def test_bad_input_is_refused(base, samplers, capsys, tmp_path):
-    run, broken = samplers[0], tmp_path / "broken.txt"
+    run, broken, large = samplers[0], tmp_path / "broken.txt", tmp_path / "large.txt"
     broken.write_bytes(b"a\xff")
+    large.touch()
+    os.truncate(large, 20_000_000_000)  # takes no disk space
     for code, words in (
         ("sample.not_utf8", ["--file", str(broken)]),
         ("sample.prompt_too_long", ["--prompt", "the a one " * 400]),
+        ("sample.prompt_too_long", ["--file", str(large)]),
+        ("sample.prompt_too_long", ["--file", "/dev/zero"]),
         ("sample.not_utf8", ["--prompt", "bad\udcff"]),
     ):
         with pytest.raises(SystemExit, match="2"):

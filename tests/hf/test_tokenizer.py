@@ -12,7 +12,11 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 from canon_pretrain.data.tokenizer import Tokenizer
-from canon_pretrain.hf.tokenizer_files import tokenizer_files
+from canon_pretrain.hf.tokenizer_files import (
+    llama_cpp_reads,
+    sentencepiece_file,
+    tokenizer_files,
+)
 from tests.data.test_tokenizer import FRAGMENTS, LLAMA, MODELS, limited, texts, trained
 from tests.support import refused
 
@@ -74,6 +78,9 @@ def test_auto_tokenizer(name, tmp_path):
     training = training_tokenizer(name)
     for file, content in tokenizer_files(training, 64).items():
         (tmp_path / file).write_text(json.dumps(content))
+    if (model := sentencepiece_file(training)) is not None:
+        (tmp_path / "tokenizer.model").write_bytes(model)
+    assert (model is not None) == (name == "default")
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     loaded.save_pretrained(tmp_path / "copy")
     again = AutoTokenizer.from_pretrained(tmp_path / "copy", use_fast=True)
@@ -96,3 +103,26 @@ def test_auto_tokenizer(name, tmp_path):
 def test_a_tokenizer_without_an_exact_conversion_is_refused(name):
     with refused("hf.inexact_tokenizer"):
         tokenizer_files(training_tokenizer(name), 64)
+
+
+def test_an_export_draws_no_split():
+    content = json.loads(training_tokenizer("byte-level").model)
+    content["model"]["dropout"] = 0.5
+    tokenizer = Tokenizer(json.dumps(content).encode(), "drawing")
+    made = tokenizer_files(tokenizer, 64)["tokenizer.json"]
+    assert not made["model"].get("dropout")
+
+
+# llama.cpp's converter takes every tokenizer.model for BPE with bytes; of the others it is told no
+READ_BY_LLAMA_CPP = {"default", "without a dummy prefix", "letters beside signs", "across spaces"}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_llama_cpp_is_told(name):
+    training = training_tokenizer(name)
+    assert llama_cpp_reads(training) == (name in READ_BY_LLAMA_CPP)
+    is_written = name in READ_BY_LLAMA_CPP | {"dropping spaces"}
+    assert sentencepiece_file(training) == (training.model if is_written else None)
+    config = tokenizer_files(training, 64)["tokenizer_config.json"]
+    assert config["add_bos_token"] is False
+    assert config.get("add_prefix_space", True) == (name != "without a dummy prefix")

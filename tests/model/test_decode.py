@@ -3,6 +3,7 @@
 import itertools
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ from torch.nn.functional import cross_entropy
 from canon_pretrain.model.cache import FIRST_CAPACITY, Cache
 from canon_pretrain.model.decode import generate, sample, sample_generator
 from tests.support import refused
-from tests.variants import BASE, EOS_ID, VARIANTS, build, every_variant, random_tokens, variant
+from tests.variants import (
+    BASE,
+    EOS_ID,
+    VARIANTS,
+    build,
+    every_variant,
+    prefer_ids_from,
+    random_tokens,
+    variant,
+)
 
 NEW = 10
 
@@ -208,6 +218,23 @@ def test_draws_have_the_softmax_distribution(options, through_model):
     if top_p == 1:  # else other ids may be left
         other = expected_probabilities(logits, 1.03 * temperature, top_k, top_p)
         assert chi_square_p(counts, other) < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_ids_that_pad_the_vocabulary_are_not_generated(temperature):
+    padded, used = build(BASE), build(replace(BASE, vocab_size=30))
+    state = padded.state_dict()
+    rows = {name: state[name][:30] for name in ("tok_embeddings.weight", "output.weight")}
+    used.load_state_dict(state | rows)
+    prefer_ids_from(padded, 30)
+
+    def answers(model, **options):
+        if temperature:
+            options |= {"temperature": temperature, "generator": torch.Generator().manual_seed(4)}
+        return generate(model, [[5, 9], [7]], max_new_tokens=NEW, **options)
+
+    assert max(map(max, answers(padded))) >= 30
+    assert answers(padded, vocab_size=30) == answers(used) == answers(used, vocab_size=30)
 
 
 def test_bad_arguments_are_refused_before_any_pass():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from canon_pretrain.model.args import ModelArgs, flavor
+from canon_pretrain.model.args import MIXERS, ModelArgs, flavor
 from canon_pretrain.model.init import InitialValue, initial_value, plain_name
 from canon_pretrain.model.transformer import Transformer
 
@@ -111,6 +111,30 @@ def test_recurrences_begin_as_in_transformers_and_fla():
     bias = _whole(mamba, f"{own}conv1d.bias", 5000)  # transformers 4.47 leaves nn.Conv1d's
     assert all(0.499 < values.abs().max() <= 0.5 for values in (conv, bias))
     assert not _whole(gla, f"{own}gk.up.bias", 4).any()
+
+
+CONV_STDS = {
+    "gla": 0.02,  # initializer_range of fla's configs
+    "gated_deltanet": 0.02,
+    "mamba2": 0.5 / 3**0.5,  # nn.Conv1d's default, U(-1/2, 1/2)
+}
+
+
+@pytest.mark.parametrize("init", ["paper", "lingua"])
+@pytest.mark.parametrize("mixer", MIXERS[1:])
+def test_the_native_conv1d_begins_as_in_the_reference_implementations(mixer, init):
+    """Those of fla and PhysicsLM4, and of transformers; Canon in its place does not differ."""
+    sizes = {"vocab_size": 8, "dim": 256, "num_heads": 4, "num_layers": 1, "init": init}
+    args = ModelArgs(mixer=mixer, position="nope", mixer_conv=True, **sizes)
+    model = Transformer(args)
+    model.init_weights()
+    weight = model.layers["0"].attention.conv1d.weight.detach()
+    assert weight.shape == (args.conv_channels, 1, 4)
+    assert weight.std() == pytest.approx(CONV_STDS[mixer], rel=0.05)
+    assert abs(weight.mean()) < 0.1 * CONV_STDS[mixer]
+    canon = replace(args, mixer_conv=False, canon_set="B")
+    values = _whole(canon, "layers.0.attention.canon_b.weight", sum(args.mixer_parts), 1, 4)
+    assert values.std() == pytest.approx(0.5 / 3**0.5, rel=0.05)
 
 
 def test_mimetic_values_begin_as_linear_attention():

@@ -161,5 +161,5 @@ def test_a_thousand_boards_of_best_learning_rates(rng):
 def test_a_thousand_simulated_boards(kind, rng):
     coverage, false_calls, false_claims = simulate.fixed_boards(kind, 3, 1000, rng)
     # no method sees from three seeds that agree that a fourth may fail
-    assert 0.93 <= coverage <= 0.97 or kind == "bimodal"
+    assert 0.93 <= coverage <= 0.97 or kind in ("bimodal", "beside steady")
     assert max(false_calls, false_claims) <= 0.05

@@ -5,20 +5,23 @@ import math
 import resource
 import subprocess
 import sys
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from canon_pretrain.core.files import write_json
 from canon_pretrain.playground import OUTPUT, main
 from canon_pretrain.report.board import Claim
 from canon_pretrain.report.board_content import board_content
 from canon_pretrain.report.board_results import BoardPlan, BoardRun
+from canon_pretrain.run.status import Status
 from canon_pretrain.sweep import read_sweep
 from tests.board_runs import BOARD, CANON, COPY, ROPE, curve, large_board, plant_board
 from tests.browser import DESKTOP, PHONE
 from tests.report_pages import Page
-from tests.report_runs import plant_run
+from tests.report_runs import plant_planned_run
 
 CLAIM = '[[claims]]\ntask = "copy/{}"\nbetter = "{}"\nworse = "{}"\nmargin = {}\n'
 LEVELS = {"rope": 0.75, "rope_canon": 1.0, "nope": 0.125}
@@ -115,7 +118,9 @@ def test_missing_and_damaged_runs_are_open_or_lose(tmp_path, capsys):
     plant_board(tmp_path / "board", lambda run: None if arm_of(run) == "nope" else usual(run), text)
     damaged = tmp_path / "board" / "copy-n8-rope-seed1"
     (damaged / "log.jsonl").write_text('{"event": "step", "step": 1}\n{"event": "done"}\n')
-    plant_run(tmp_path / "board" / "copy-n8-nope-seed0", [], done=False)
+    sweep = read_sweep(tmp_path / "board")
+    (planned,) = [run for run in sweep.runs if run.name == "copy-n8-nope-seed0"]
+    plant_planned_run(tmp_path / "board", sweep, planned, [])
     (tmp_path / "board" / "copy-n8-nope-seed2").mkdir()
     (tmp_path / "board" / "copy-n8-nope-seed2" / OUTPUT).write_text("error[job.bad]: it is\nend\n")
     (tmp_path / "board" / "board.toml").write_text(text)
@@ -123,7 +128,7 @@ def test_missing_and_damaged_runs_are_open_or_lose(tmp_path, capsys):
     content = json.loads((tmp_path / "board" / "report.json").read_text())
     states = {x["name"]: x["state"] for x in content["runs"]}
     assert states["copy-n8-rope-seed1"] == "damaged"
-    assert states["copy-n8-nope-seed1"] == "waiting"
+    assert states["copy-n8-nope-seed1"] == "waiting" and states["copy-n8-nope-seed2"] == "failed"
     reasons = {x["name"]: x["reason"] for x in content["runs"]}
     assert "error[job.bad]" in reasons["copy-n8-nope-seed2"]
     assert cell(content, "copy/n8", "nope")["verdict"] == "missing"
@@ -154,6 +159,29 @@ def test_scores_of_a_publication_are_beside(tmp_path, capsys):
     written = (tmp_path / "board" / "report.md").read_text()
     for text in ("0.7500", "0.2500", "a paper"):
         assert text in page.text and text in written
+
+
+def test_control_characters_of_foreign_texts_are_not_written(tmp_path, capsys):
+    """In names, sources, reasons and versions; as escapes in JSON only."""
+    controls = "\x1b[31m \x07 \u009b \u202e"
+    text = f'{BOARD}[reference]\nsource = "a \\u001b[31m \\u0007 \\u009b \\u202e paper"\n'
+    text += '[reference.values."copy/n8"]\nrope = 1\nnope = 2\n'
+    path = plant_board(tmp_path, usual, text)
+    first, second, *_ = (tmp_path / run.name for run in read_sweep(tmp_path).runs)
+    log = first / "log.jsonl"
+    log.write_text(log.read_text().replace('"laptop"', json.dumps(f"laptop {controls}")))
+    (second / "DONE").unlink()
+    found = Status("failed", 1, 2, *2 * [datetime.now(UTC).isoformat()], reason=f"no {controls}")
+    write_json(second / "status.json", asdict(found))
+    named = path.rename(tmp_path / f"a {controls}.toml")
+    capsys.readouterr()
+    main(["report", str(named), "--out", str(tmp_path)])
+    pages = [(tmp_path / f"report.{end}").read_text() for end in ("md", "html")]
+    for shown in pages:
+        assert not {*controls} & {"\x1b", "\x07", "\x9b", "\u202e"} & {*shown}
+        assert "paper" in shown and "laptop" in shown
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content["title"] == named.stem
 
 
 def test_runs_with_other_data_are_an_error(tmp_path, capsys):

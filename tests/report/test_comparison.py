@@ -266,6 +266,22 @@ def test_one_seed_per_side_has_an_interval_and_no_verdict(tmp_path):
         content(*paths, baseline="Mamba")
 
 
+@pytest.mark.parametrize("count", [1, 2, 7, 8])
+def test_below_eight_documents_there_is_no_interval_and_no_verdict(tmp_path, count):
+    sides = [("a0", "", 5.0, 0), ("a1", "", 5.01, 1), ("b0", "A", 4.0, 0), ("b1", "A", 4.01, 1)]
+    paths = [
+        evaluated(tmp_path / name, canon, loss, seed, count) for name, canon, loss, seed in sides
+    ]
+    found = content(*paths)
+    (row,) = found["pairs"]
+    is_enough = count == 8
+    assert (row["num_clusters"], row["difference"]) == (count, pytest.approx(-1.0))
+    assert (row["items_ci"] is not None) == (row["p"] is not None) == is_enough
+    assert (row["verdict"] == "not judged") != is_enough
+    (text,) = found["held_out"]
+    assert f"over {count} document" in text and ("95 %" in text) == is_enough
+
+
 def test_without_evaluations_the_logged_loss_is_shown(tmp_path):
     for name, canon, losses in (("a", "", {10: 5.5, 20: 5.0}), ("b", "A", {10: 5.25})):
         plant_run(tmp_path / name, validations(losses), model__canon_set=canon)

@@ -108,6 +108,7 @@ def test_one_run_has_its_numbers_in_all_three_formats(run, capsys):
     (suite,) = content(page)["suites"]
     assert suite["columns"] == [{"run": "canon", "step": 30, "limit": None}]
     cell = {"value": 0.482, "stderr": 0.0158, "bound": None, "num_samples": 1000}
+    cell |= {"num_sources": None}
     assert suite["rows"][0]["cells"] == [cell]
 
     parsed, text = Page(page), markdown(page)

@@ -55,15 +55,31 @@ def test_a_dominant_source_keeps_the_error_rate(rng):
     assert wrong <= stats.binom.ppf(0.999, 400, 0.05)
 
 
-def test_bootstrap_of_clusters_equals_scipy(rng):
-    means = rng.normal(0.1, 1, 80)
-    values = np.repeat(means, 6) + np.tile([-2, 2, 1, -1, 3, -3], 80)
-    grouped = Clusters.of(values, np.ones(480), np.repeat(np.arange(80), 6))
-    ours = noise.bootstrap_interval(grouped, rng, resamples=20_000)
-    theirs = stats.bootstrap(
-        (means,), np.mean, n_resamples=20_000, method="percentile", rng=rng
-    ).confidence_interval
-    assert ours == pytest.approx((theirs.low, theirs.high), abs=0.02)
+@pytest.mark.parametrize("count", [8, 80])
+def test_interval_over_equal_documents_is_students(rng, count):
+    means = rng.normal(0.1, 1, count)
+    values = np.repeat(means, 6) + np.tile([-2, 2, 1, -1, 3, -3], count)
+    grouped = Clusters.of(values, np.ones(6 * count), np.repeat(np.arange(count), 6))
+    theirs = stats.t.interval(0.95, count - 1, means.mean(), stats.sem(means))
+    assert noise.items_interval(grouped, bounded=False) == pytest.approx(theirs)
+    wider = noise.items_interval(grouped, bounded=True)  # by two items more
+    assert wider != pytest.approx(theirs)
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_few_documents_have_no_interval(rng, count):
+    assert (
+        noise.items_interval(Clusters(rng.normal(size=count), np.ones(count)), bounded=False)
+        is None
+    )
+
+
+@pytest.mark.parametrize("kind", simulate.DOCUMENTS)
+def test_intervals_over_few_documents_cover(kind, rng):
+    """A percentile bootstrap covers 79 to 89 % here."""
+    share = simulate.coverage(kind, noise.MIN_CLUSTERS, 400, rng)
+    low, high = (stats.binom.ppf(x, 400, 0.95) / 400 for x in (0.001, 0.999))
+    assert (0.85 if kind == "skewed" else low) <= share <= high
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [(0, 0), (9, 1), (3, 3), (500, 400), (800, 640)])
@@ -298,4 +314,6 @@ def test_heavy_tails_and_shared_seeds_keep_the_error_rate(k):
 def test_the_rates_are_printed(capsys):
     simulate.main(["--experiments", "10"])
     *rates, _ = map(json.loads, capsys.readouterr().out.splitlines())
-    assert len(rates) == len(simulate.SCENARIOS + simulate.BREACHES)
+    intervals = [row["coverage"] for row in rates if "coverage" in row]
+    assert len(rates) - len(intervals) == len(simulate.SCENARIOS + simulate.BREACHES)
+    assert len(intervals) == 3 * len(simulate.DOCUMENTS)

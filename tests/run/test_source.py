@@ -1,6 +1,8 @@
 """Snapshots of the program's source, their use by job chains, and git state."""
 
+import grp
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -86,6 +88,52 @@ def test_a_damaged_snapshot_is_refused_and_replaced(taken, run, harm, monkeypatc
         check_snapshot(snapshot)
     assert take_snapshot(run) == run.code / "002"
     check_snapshot(run.code / "002")
+
+
+@pytest.mark.parametrize("name", ["path", "code"])
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777, 0o702])
+def test_a_run_that_others_may_write_is_refused(run, name, mode, monkeypatch):
+    """By its first launch, by restarts and before they are queued, also with the current code."""
+    monkeypatch.setattr("grp.getgrgid", lambda gid: grp.struct_group(("staff", "", gid, [])))
+    given = ["--config", str(CONFIG), "--job.dump-folder", str(run.path)]
+    assert chain.launch_code("1", given)[0] is None, "a new run"
+    take_snapshot(run)
+    path = getattr(run, name)
+    path.chmod(mode)
+    for refuses in (
+        lambda: take_snapshot(run),
+        lambda: chain.launch_code("1", given),
+        lambda: chain.launch_code("1", [*given, "--run.allow_changes", "code"]),
+    ):
+        with refused("run.others_write", path=path):
+            refuses()
+    path.chmod(mode & ~0o022)
+    take_snapshot(run)
+
+
+def test_which_groups_are_others(run, monkeypatch):
+    """Not a user's own group without other members or access lists, as umask 002 is made for."""
+    user = pwd.getpwuid(os.geteuid())
+    take_snapshot(run)
+    run.path.chmod(0o775)
+    group = ("grp.getgrgid", lambda gid: grp.struct_group((user.pw_name, "", user.pw_gid, [])))
+    monkeypatch.setattr(*group)
+    take_snapshot(run)
+    monkeypatch.setattr("os.listxattr", lambda path: ["system.posix_acl_access"])
+    with refused("run.others_write"):
+        take_snapshot(run)
+    monkeypatch.setattr("os.listxattr", lambda path: [])
+    members = [user.pw_name, "another"]
+    monkeypatch.setattr(
+        "grp.getgrgid", lambda gid: grp.struct_group((user.pw_name, "", user.pw_gid, members))
+    )
+    with refused("run.others_write"):
+        take_snapshot(run)
+    monkeypatch.setattr(*group)
+    if os.geteuid() == 0:
+        os.chown(run.path, 12345, -1)
+        with refused("run.others_write"):
+            take_snapshot(run)
 
 
 def test_a_chain_stays_with_its_code(run, tmp_path, monkeypatch):

@@ -1,14 +1,19 @@
 """A session and its status.json: signals, atomic writes, counts of launches, health."""
 
 import os
+import queue
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.session import SIGNALS, Session, StopRequests
+from canon_pretrain.run.session import SIGNALS, TWICE, Session, StopRequests
 from canon_pretrain.run.status import Status, StatusWriter, health, read_status
 from tests.support import refused
 
@@ -114,6 +119,20 @@ def test_a_signal_at_the_end_does_not_interrupt_it(tmp_path, monkeypatch, previo
     assert previous == [], "by default it would have killed the process"
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UserError("a.b", "no such data\nsee there"), "no such data"),
+        (UnreadableFile(Path("x"), "is damaged"), "x is damaged"),
+        (KeyError("steps"), "KeyError: 'steps'"),  # without its class it says nothing
+    ],
+)
+def test_a_failure_has_the_errors_own_words(error, reason, tmp_path):
+    with pytest.raises(type(error)), session(tmp_path):
+        raise error
+    assert read_status(RunFolder(tmp_path).status_file).reason == reason
+
+
 def test_an_unwritable_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("a file")
     with refused("run.unwritable", path=tmp_path / "run"):
@@ -129,3 +148,72 @@ def test_restore_gives_an_ignored_signal_its_default(previous):
         requests.catch([signal.SIGTERM])
         os.kill(os.getpid(), signal.SIGTERM)
         assert requests.poll()[0]
+
+
+def stuck(monkeypatch, tmp_path=None):
+    """Return the requests of a process that waits for other ranks, and the reasons to end it."""
+    monkeypatch.setattr("canon_pretrain.run.session.GRACE_S", 0.05)
+    monkeypatch.setattr("canon_pretrain.run.session.WATCH_S", 0.02)
+    reasons = queue.Queue()
+    return StopRequests(tmp_path and tmp_path / "STOP", on_stuck=reasons.put), reasons
+
+
+@pytest.mark.parametrize("name", [number.name for number in SIGNALS])
+def test_a_request_ends_a_process_that_is_not_connected(name, monkeypatch, previous):
+    requests, reasons = stuck(monkeypatch)
+    with requests:
+        os.kill(os.getpid(), signal.Signals[name])
+        assert reasons.get(timeout=10).split(",")[0] == name
+
+
+def test_a_stop_file_ends_a_process_that_is_not_connected(monkeypatch, tmp_path, previous):
+    requests, reasons = stuck(monkeypatch, tmp_path)
+    with requests:
+        (tmp_path / "STOP").touch()
+        assert reasons.get(timeout=10).split(",")[0] == "the file STOP"
+
+
+def test_a_connected_process_is_ended_by_the_second_ctrl_c_alone(monkeypatch, tmp_path, previous):
+    """After a wait in C++, in which no handler of Python runs."""
+    requests, reasons = stuck(monkeypatch, tmp_path)
+    with requests:
+        requests.is_connecting = False
+        (tmp_path / "STOP").touch()
+        for number in SIGNALS:
+            os.kill(os.getpid(), number)
+        with pytest.raises(queue.Empty):
+            reasons.get(timeout=0.3)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        assert reasons.get(timeout=10) == TWICE
+
+
+def test_an_ignored_sighup_stays_ignored(previous):
+    """nohup: closing the terminal does not stop the run; without it, the run saves."""
+    for handler in (signal.SIG_IGN, signal.SIG_DFL):
+        signal.signal(signal.SIGHUP, handler)
+        with StopRequests() as requests:
+            requests.is_connecting = False
+            is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            os.kill(os.getpid(), signal.SIGHUP)
+            caught = requests.poll()[SIGNALS.index(signal.SIGHUP)]
+        assert caught == (not is_ignored) == (handler is signal.SIG_DFL)
+
+
+def test_a_process_that_is_ended_leaves_its_folder_free(tmp_path, monkeypatch):
+    """Status, lock and STOP file, from a thread; the disk may not answer."""
+    codes = []
+    monkeypatch.setattr("os._exit", codes.append)
+    for reason, state, code in (("SIGTERM, while ...", "stopped", 1), (TWICE, "failed", 130)):
+        opened = session(tmp_path)
+        with opened:
+            opened.folder.stop_file.touch()
+            opened._end_process(reason)
+            found = read_status(opened.folder.status_file)
+            assert (found.state, found.reason, codes.pop()) == (state, reason, code)
+            assert not opened.folder.lock_file.exists() and not opened.folder.stop_file.exists()
+    monkeypatch.setattr("canon_pretrain.run.session.GRACE_S", 0.05)
+    monkeypatch.setattr(Session, "_release", lambda opened: time.sleep(60))
+    session(tmp_path)._end_process(TWICE)
+    assert codes == [130]

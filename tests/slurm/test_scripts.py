@@ -1,8 +1,8 @@
 """The job scripts with stubs of Slurm's commands; the other files use a real Slurm."""
 
 import os
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -96,25 +96,93 @@ def test_an_evaluation_that_another_job_does_is_skipped(programs):
     assert done.returncode == 0 and len(calls(programs, "python")) == 1, done
 
 
-BUILD = ("data_prep.sh", "submit")
+def slurm_script(name):
+    return ROOT / "slurm" / name
+
+
+TRAIN = ("submit.sh", slurm_script("pretrain_1b3.sh"), "a.toml", "--made.up", 1)
+EVAL = ("submit.sh", slurm_script("eval.sh"), "RUN/checkpoint/step-1", "jrt", "--limit", 9)
+BUILD = ("data_prep.sh", "submit", "--shards", 2, "--", "--out", "x")
+CHECKS = [
+    (TRAIN, "-m canon_pretrain.chain code --job none -- --config a.toml --made.up 1"),
+    (EVAL, "-m eval.schedule check RUN/checkpoint/step-1 jrt --limit 9"),
+    (("submit.sh", slurm_script("eval_watch.sh"), "RUN"), "-m eval submit RUN --is_finished"),
+    (("submit.sh", slurm_script("sweep.sh"), "SWEEP"), "-m canon_pretrain.sweep todo SWEEP"),
+    (("sweep.sh", "submit", "."), "-m canon_pretrain.sweep todo . --besides "),
+    (BUILD, "-m data_prep build --unbuilt-of 2 --out x"),
+]
+"""Scripts with arguments, and the program that checks them, which here refuses all."""
+
+
+@pytest.mark.parametrize(("words", "check"), CHECKS)
+def test_what_a_check_refuses_is_not_submitted(programs, words, check):
+    for name in ("squeue", "sbatch"):
+        stub(programs, name)
+    stub(programs, "python", "echo 'error[a.code]: a reason' >&2; exit 2")
+    done = bash(programs, slurm_script(words[0]), *words[1:])
+    assert done.returncode == 2 and error_codes(done.stderr) == ["a.code"], done
+    assert calls(programs, "python") == [f"python {check}"] and not calls(programs, "sbatch")
+    assert not (programs / "x.logs").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "squeue", "codes"),
+    ("words", "squeue", "code"),
     [
-        (("sweep.sh", "submit", "."), "exit 1", ["slurm.queue"]),
-        ((*BUILD, "--shards", 2, "--", "--source", "local", "--out", "x"), "", []),  # of argparse
-        ((*BUILD, "--shards", 0, "--", "--out", "x"), "", ["slurm.value"]),
-        ((*BUILD, "--", "--out", "x"), "", ["slurm.usage"]),
+        (("sweep.sh", "submit", "."), "exit 1", "slurm.queue"),
+        (("data_prep.sh", "submit", "--shards", 0, "--", "--out", "x"), "", "slurm.value"),
+        (("data_prep.sh", "submit", "--", "--out", "x"), "", "slurm.usage"),
+        (("submit.sh", slurm_script("eval_report.sh"), "none"), "", "run.not_a_run"),
+        (("submit.sh", slurm_script("eval_report.sh"), "--out", "x"), "", "slurm.usage"),
     ],
 )
-def test_what_is_refused_is_not_submitted(programs, words, squeue, codes):
+def test_what_a_script_refuses_is_not_submitted(programs, words, squeue, code):
     stub(programs, "squeue", squeue)
     stub(programs, "sbatch")
-    path = f"{Path(sys.executable).parent}:{programs}:{os.environ['PATH']}"
-    done = bash(programs, ROOT / "slurm" / words[0], *words[1:], PATH=path)
-    assert done.returncode == 2 and error_codes(done.stderr) == codes, done
+    done = bash(programs, slurm_script(words[0]), *words[1:])
+    assert done.returncode == 2 and error_codes(done.stderr) == [code], done
     assert not calls(programs, "sbatch") and not (programs / "x.logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "checked"),
+    [((), True), (("--dependency=afterok:5",), False), (("-d", "afterok:5"), False)],
+)
+def test_data_and_checkpoints_of_earlier_jobs_may_be_missing(programs, flags, checked):
+    stub(programs, "sbatch")
+    stub(programs, "python", "printf '%s\\0' /run 1")
+    assert bash(programs, slurm_script(TRAIN[0]), *flags, *TRAIN[1:]).returncode == 0
+    _, plan = calls(programs, "python")
+    assert "preflight job" in plan and ("--nodes 1 --data -- --config a.toml" in plan) == checked
+    (programs / "calls").unlink()
+    for words in (EVAL, ("submit.sh", slurm_script("eval_report.sh"), ".")):
+        assert bash(programs, slurm_script(words[0]), *flags, *words[1:]).returncode == 0
+    assert len(calls(programs, "python")) == checked and len(calls(programs, "sbatch")) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "submitted"),
+    [
+        ("", 1, 1),  # not finished
+        ("error[run.not_a_run]: RUN has no config.json", 2, 1),  # not yet
+        ("error[eval.unknown_suite]: no such suite", 2, 0),
+    ],
+)
+def test_a_watch_may_be_submitted_before_its_runs(programs, answer, code, submitted):
+    stub(programs, "sbatch")
+    stub(programs, "python", f"echo '{answer}' >&2; exit {code}")
+    words = (slurm_script("eval_watch.sh"), "RUN", "--suites", "jrt")
+    done = bash(programs, slurm_script("submit.sh"), *words)
+    assert len(calls(programs, "sbatch")) == submitted == (done.returncode == 0), done
+
+
+@pytest.mark.parametrize("words", [BUILD, TRAIN, EVAL, ("sweep.sh", "submit", ".")])
+def test_without_slurm_nothing_is_checked(programs, words):
+    bare = programs / "bare"
+    bare.mkdir()
+    for name in ("bash", "dirname", "sed", "grep"):
+        (bare / name).symlink_to(shutil.which(name))
+    done = bash(programs, slurm_script(words[0]), *words[1:], PATH=bare)
+    assert done.returncode == 2 and error_codes(done.stderr) == ["slurm.no_slurm"], done
 
 
 def test_a_finish_job_that_sbatch_refuses_is_an_error(programs, tmp_path):

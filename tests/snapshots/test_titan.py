@@ -8,12 +8,13 @@ import pytest
 import rich.console
 import torch
 
+from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.titan import dry_run
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.console import Console
-from canon_pretrain.titan.dry_run import Device, startup_warnings
+from canon_pretrain.titan.dry_run import Device, startup_notes
 from canon_pretrain.train import main
-from tests.support import ROOT
+from tests.support import ROOT, write_split
 
 CONFIG = str(ROOT / "train_configs" / "nope_canon.toml")
 FIELDS: dict[str, Any] = {"step": 240, "loss": 3.25, "grad_norm": 0.837, "lr": 2.52e-3}
@@ -51,12 +52,14 @@ def test_live_view(snapshot):
     assert re.sub(r"\d+ s ago", "N s ago", text) == snapshot
 
 
-def test_startup_warnings(snapshot, monkeypatch):
+def test_startup_notes(tmp_path, snapshot, monkeypatch):
+    write_split(tmp_path / "web" / "train", 1, 100)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     job, device = parse_job(["--config", CONFIG]), Device("H100", 79.6, 4e14, "40% MFU")
-    assert [*startup_warnings(job, device, 1)] == snapshot
+    with Mixture.open([tmp_path / "web"]) as data:
+        assert [*startup_notes(job, data, device, 1)] == snapshot
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 from scipy import stats
 
 
@@ -25,3 +26,12 @@ def p_value(ours, theirs):
     rest = len(ours) - table.sum(axis=1, keepdims=True)
     table = np.hstack([table, rest]) if rest.sum() >= 20 else table
     return stats.chi2_contingency(table).pvalue if table.shape[1] > 1 else 1.0
+
+
+def counted(*values):
+    """Return parameters that end in a count: as it is in the tier `system`, 5 times in `long`."""
+    *settings, count = values
+    return [
+        pytest.param(*settings, count, marks=pytest.mark.system),
+        pytest.param(*settings, 5 * count, marks=pytest.mark.long),
+    ]

@@ -11,7 +11,7 @@ import pytest
 from canon_pretrain.synthetic.tasks import build_task
 from tests.support import refused
 from tests.synthetic import reference_brevo
-from tests.synthetic.distributions import assert_same
+from tests.synthetic.distributions import assert_same, counted
 
 WEIGHTS = {"n+sqrt(N)": lambda n, most: 1 / (n + sqrt(most))}
 WEIGHTS["sqrt(N+n)"] = lambda n, most: 1 / sqrt(most + n)
@@ -23,8 +23,8 @@ SMALL = [
     {"n": 12, "exact_n": True, "last_query": True} | NAMES,
 ]
 PAPER = [{"n": 110}, {"n": 50, "vocab": 4, "name_tokens": (2, 4)}]
-SLOW = [pytest.param(settings, 100_000, marks=pytest.mark.system) for settings in SMALL]
-SLOW += [pytest.param(settings, 10_000, marks=pytest.mark.system) for settings in PAPER]
+SLOW = [case for settings in SMALL for case in counted(settings, 20_000)]
+SLOW += [case for settings in PAPER for case in counted(settings, 2000)]
 
 
 def brevo(settings):

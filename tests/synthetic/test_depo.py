@@ -11,7 +11,7 @@ from canon_pretrain.synthetic.names import Names
 from canon_pretrain.synthetic.tasks import build_task
 from tests.support import refused
 from tests.synthetic import reference_depo
-from tests.synthetic.distributions import assert_same
+from tests.synthetic.distributions import assert_same, counted
 
 QUICK = {"n": 6, "k": 3, "vocab": 2, "name_tokens": (1, 3)}
 SMALL = [
@@ -23,8 +23,8 @@ PAPER = [
     {"n": 225, "k": 8, "vocab": 50, "name_tokens": (1, 2)},
     {"n": 75, "k": 16, "vocab": 4, "name_tokens": (5, 7)},
 ]
-SMALL = [pytest.param(settings, 100_000, marks=pytest.mark.system) for settings in SMALL]
-PAPER = [pytest.param(settings, 10_000, marks=pytest.mark.system) for settings in PAPER]
+SMALL = [case for settings in SMALL for case in counted(settings, 20_000)]
+PAPER = [case for settings in PAPER for case in counted(settings, 2000)]
 
 
 def depo(settings, **more):

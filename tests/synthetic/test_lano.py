@@ -12,6 +12,7 @@ from scipy import stats
 from canon_pretrain.synthetic.grammar import Grammar
 from canon_pretrain.synthetic.lano import Lano
 from tests.support import refused
+from tests.synthetic.distributions import counted
 
 BOS = 4
 AMBIGUOUS = "6 -> 5 5 | 5 5 5\n5 -> 4 4 | 4 4 4\n4 -> 1 1 | 1 1 1 | 1 2 | 2 1 3"
@@ -169,14 +170,14 @@ def test_sentences_have_their_probabilities():
     assert part.ids.tolist() == made.ids[made.ends[39_999] : made.ends[40_001]].tolist()
 
 
-@pytest.mark.system
-def test_generator_equals_a_recursive_one():
+@pytest.mark.parametrize("count", counted(20_000))
+def test_generator_equals_a_recursive_one(count):
     draw = random.Random(0)
     start = time.process_time()
     tokens = len(Lano().instances(0, 0, 4000).ids)
     print(f"{tokens / (time.process_time() - start) / 1e6:.1f}M tokens/s")
-    ours = ["".join(map(str, sentence)) for sentence in sentences(Lano(root=16), 100_000)]
-    slow = [derive("p", draw) for _ in range(100_000)]
+    ours = ["".join(map(str, sentence)) for sentence in sentences(Lano(root=16), count)]
+    slow = [derive("p", draw) for _ in range(count)]
     p_values = [stats.ks_2samp(*[list(map(len, texts)) for texts in (ours, slow)]).pvalue]
     first, middle = (lambda text: text[:5]), (lambda text: text[len(text) // 2 :][:4])
     twos, remainder = (lambda text: text.count("2")), (lambda text: int(text) % 101)

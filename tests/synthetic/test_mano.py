@@ -10,6 +10,7 @@ from statsmodels.stats.multitest import multipletests
 
 from canon_pretrain.synthetic.tasks import build_task
 from tests.support import refused
+from tests.synthetic.distributions import counted
 
 WORDS = [*map(str, range(23)), *"+-*", "<bos>", "<ans>", *(f"<len_{i}>" for i in range(1, 17))]
 
@@ -44,7 +45,7 @@ def features(words):
     yield from (("operand", operand) for operand in operands)
 
 
-@pytest.mark.parametrize("count", [700, pytest.param(100_000, marks=pytest.mark.system)])
+@pytest.mark.parametrize("count", [700, *counted(20_000)])
 @pytest.mark.parametrize(("size", "is_exact"), [(10, False), (12, True)])
 def test_distributions_equal_the_references(count, size, is_exact):
     task = build_task("mano", {"l": size, "exact_l": is_exact})

@@ -1,13 +1,16 @@
-"""Boards whose driver and runs are killed at random, stopped, and run out of disk."""
+"""Boards whose driver and runs are killed at random, stopped, and run out of disk.
+
+The driver and its runs are forks (tests/forked_board.py), and kills wait for steps, not for time.
+"""
 
 import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +19,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.sweep import read_sweep
 from tests.checkpoint_folders import small_disk
+from tests.commands import Command
 from tests.fault_runs import wait_for
 from tests.ranks import logged_step
 from tests.support import ROOT
@@ -32,10 +36,10 @@ score = "loss"
 [tasks.copy.set]
 "data.task.n" = 8
 "training.seq_len" = 18
-"training.steps" = 1200
+"training.steps" = 160
 "lr_scheduler.warmup_steps" = 10
-"checkpoint.interval" = 20
-"validation.freq" = 100
+"checkpoint.interval" = 10
+"validation.freq" = 40
 "compile.enable" = false
 [[claims]]
 task = "copy"
@@ -43,25 +47,16 @@ better = "rope_canon"
 worse = "rope"
 """
 SAME = ("arms", "cells", "claims", "differences", "rankings", "curves")
-KILLS = 12
+KILLS = ["driver", "run", "stop", "stop twice"] * 2
+MOST_STEPS = 24  # between two of them, over all runs
 
 
 def start(folder, out):
     path = folder / "board.toml"
     path.write_text(BOARD)
-    words = [sys.executable, "-m", "canon_pretrain.playground", "run", path, "--out", out]
+    words = ("run", path, "--out", out, "--parallel", 2)
     # a background job of a shell ignores SIGINT, and so would the driver
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with open(folder / "printed", "ab") as printed:
-        driver = subprocess.Popen(
-            [*map(str, words), "--parallel", "2"],
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
-            cwd=ROOT,
-            stdout=printed,
-            stderr=printed,
-        )
-    signal.signal(signal.SIGINT, before)
-    return driver
+    return Command("tests.forked_board", *words, stdout=folder / "printed", interrupts=True)
 
 
 def runs(out):
@@ -72,10 +67,17 @@ def is_done(run):
     return RunFolder(run).done_file.exists()
 
 
-def training(out):
-    """Return the process ids of the runs that train now, at a step after 0."""
+def training(driver, out):
+    """Return the process ids of the driver's runs that train now, at a step after 0."""
     holders = [live_holder(RunFolder(run).lock_file) for run in runs(out) if logged_step(run)]
-    return [holder.pid for holder in holders if holder is not None]
+    return [x.pid for x in holders if x is not None and parent(x.pid) == driver.pid]
+
+
+def parent(pid):
+    """Return the parent's process id; 0 if the process has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
 
 
 def page(out):
@@ -96,46 +98,45 @@ def undisturbed(tmp_path_factory):
     return page(folder / "out")
 
 
-def disturb(driver, out, rng):
-    """Wait for a random moment, then kill the driver or a run, or press Ctrl-C once or twice."""
-    time.sleep(rng.uniform(0, 2))
-    kind = rng.choice(["driver", "driver", "run", "run", "stop", "stop twice"])
+def disturb(driver, kind, out, rng):
+    """Kill the driver or a run, or press Ctrl-C once or twice."""
     if kind == "driver":
         driver.kill()
     elif kind == "run":
-        if not (pids := training(out)):
-            return None
         with suppress(ProcessLookupError):
-            os.kill(rng.choice(pids), signal.SIGKILL)
+            os.kill(rng.choice(training(driver, out)), signal.SIGKILL)
     else:
         driver.send_signal(signal.SIGINT)
         if kind == "stop twice":
             time.sleep(rng.uniform(0, 0.3))
             driver.send_signal(signal.SIGINT)
-    return kind
+
+
+def steps(out):
+    return sum(map(logged_step, runs(out)))
 
 
 @pytest.mark.system
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
 def test_kills_at_random_end_with_the_same_page(undisturbed, tmp_path):
-    out, rng, done = tmp_path / "out", random.Random(0), []
-    while len(done) < KILLS:
-        driver = start(tmp_path, out)
-        wait_for(lambda: (out / "sweep.json").exists(), timeout_s=60)
-        seen = sum(map(logged_step, runs(out)))
+    """Each kind of them in a random order, some steps after the last one."""
+    out, rng = tmp_path / "out", random.Random(0)
+    driver = start(tmp_path, out)
+    wait_for(lambda: (out / "sweep.json").exists(), driver)
+    for kind in rng.sample(KILLS, len(KILLS)):
+        # of the runs that a killed driver leaves, some still save
+        wait_for(lambda driver=driver: training(driver, out), driver)
+        target = steps(out) + rng.randrange(1, MOST_STEPS)
         wait_for(
-            lambda driver=driver, seen=seen: (
-                driver.poll() is not None or sum(map(logged_step, runs(out))) > seen
-            )
+            lambda target=target, driver=driver: steps(out) >= target and training(driver, out),
+            driver,
         )
-        while driver.poll() is None:
-            kind = disturb(driver, out, rng)
-            done += [kind] if kind else []
-            if kind not in ("run", None):
-                assert driver.wait(60) in (-signal.SIGKILL, 130, 0, 1)
-        if driver.returncode == 0:
-            break  # DONE before the last kill
-    assert len(done) >= 10, done
+        disturb(driver, kind, out, rng)
+        if kind != "run":
+            assert driver.wait(120) in (-signal.SIGKILL, 130)
+            driver = start(tmp_path, out)
+    # without the run that was killed last, which the next driver continues
+    driver.wait(280)
     driver = start(tmp_path, out)
     assert driver.wait(280) == 0, (tmp_path / "printed").read_text()[-4000:]
     assert page(out) == undisturbed

@@ -1,8 +1,10 @@
 """Stopping a launch: signals, STOP, a second launch on its folder, a rank that hangs."""
 
+import ctypes
 import json
 import os
 import signal
+import subprocess
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,10 +14,11 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.checkpoint.writer import VerifiedWriter
 from canon_pretrain.run import status as run_status
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.session import STOP_FILE
 from canon_pretrain.run.status import health
 from canon_pretrain.titan.checkpoint import CLOSE_TIMEOUT_S
 from canon_pretrain.titan.trainer import CanonTrainer
-from tests.fault_runs import EVERY_2, Trial, steps, wrap
+from tests.fault_runs import EVERY_2, Trial, steps, wait_for, wrap
 from tests.ranks import assert_refused, assert_same_run, events, logged_step, status
 
 LONG = ("--training.steps", 400, "--checkpoint.interval", 1000, "--run.heartbeat_s", 0.2)
@@ -249,3 +252,65 @@ def test_a_hang_while_a_checkpoint_is_written_ends_as_well(trial):
     took, _ = hang(started, run, saving.is_dir)
     assert took < TIMEOUT_S + CLOSE_TIMEOUT_S + 10
     assert status(run).state == "failed"
+
+
+def absent(rank):
+    """Let rank 1 never connect, as after torchrun's agent was killed."""
+    if rank == 1:
+        time.sleep(300)
+
+
+def test_a_rank_that_waits_for_the_others_obeys(trial):
+    """STOP and SIGTERM, while rank 0 connects; the lock is free at once."""
+    run = RunFolder(trial.run)
+    for reason in (STOP_FILE, "SIGTERM"):
+        started = trial.start(*LONG, before=absent)
+        wait_for(lambda: run.status_file.exists() and status(trial.run).state == "running")
+        time.sleep(1)
+        if reason == STOP_FILE:
+            run.stop_file.touch()
+        else:
+            started.send(signal.SIGTERM, [0])
+        started.processes[0].join(20)
+        started.kill()
+        assert started.wait().codes == [1, -9], started.text()
+        found = status(trial.run)
+        assert (found.state, found.reason.split(",")[0]) == ("stopped", reason)
+        assert not run.lock_file.exists() and not run.stop_file.exists()
+
+
+def test_a_second_ctrl_c_ends_a_rank_that_waits_for_another_one(trial):
+    """In a collective no handler of Python runs."""
+    started = trial.start(*LONG)
+    started.wait_for(lambda: logged_step(trial.run) >= 1)
+    started.send(signal.SIGSTOP, [1])
+    time.sleep(0.5)
+    for _ in range(2):
+        started.send(signal.SIGINT, [0])
+        time.sleep(0.2)
+    started.processes[0].join(20)
+    started.kill()
+    assert started.wait().codes == [130, -9], started.text()
+    assert status(trial.run).state == "failed" and not RunFolder(trial.run).lock_file.exists()
+
+
+def note_processes(rank, path):
+    """Write the session of a child, and the signal that this rank gets when its parent ends."""
+
+    def note(*arguments):
+        child, wanted = subprocess.Popen(["sleep", "5"]), ctypes.c_int()
+        ctypes.CDLL(None).prctl(2, ctypes.byref(wanted))
+        path.write_text(f"{os.getsid(child.pid) == child.pid} {wanted.value}")
+        child.kill()
+        child.wait()
+
+    wrap(CanonTrainer, "train_step", before=note)
+
+
+def test_signals_to_the_group_of_a_rank_and_the_end_of_its_parent(trial):
+    """Compilers do not get the first; the second is a request to stop."""
+    noted = trial.folder / "noted"
+    by_torchrun = {"TORCHELASTIC_RUN_ID": "1"}
+    options = {"ranks": 1, "environment": by_torchrun, "before": (note_processes, noted)}
+    trial.launch("--run.stop_at", 1, **options)
+    assert noted.read_text() == f"True {signal.SIGTERM:d}"

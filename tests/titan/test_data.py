@@ -16,7 +16,13 @@ from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.config import Data
 from canon_pretrain.titan.command_line import parse_job
-from canon_pretrain.titan.data import LOADER_CLOSE_TIMEOUT_S, CanonDataLoader, open_shards
+from canon_pretrain.titan.data import (
+    LOADER_CLOSE_TIMEOUT_S,
+    CanonDataLoader,
+    open_data,
+    open_shards,
+)
+from canon_pretrain.titan.dry_run import Plan, this_machine
 from tests.ranks import assert_refused, events, launch
 from tests.support import EOS_ID, ROOT, debug_run, refused, token_documents, write_data, write_split
 
@@ -57,6 +63,24 @@ def test_a_source_too_short_or_of_another_vocabulary_is_named(folders, tmp_path)
     assert job.model_args.vocab_size == 600
     with refused("data.vocab_size", given=512, expected=600):
         open_shards(parse_job([*words, "--model.vocab_size", "512"]))
+
+
+def test_the_model_may_have_more_ids_than_the_data(folders, tmp_path):
+    """As imported models do, whose vocabulary is padded to a multiple of 128."""
+    shutil.copytree(folders[0], tmp_path / "data")
+    write_split(tmp_path / "data" / "validation", 9, 8)
+    words = experiment(tmp_path, path=str(tmp_path / "data"))
+    known = open_data(exact := parse_job(words))
+    opened = open_data(padded := parse_job([*words, "--model.vocab_size", "640"]))
+    assert (exact.model_args.vocab_size, padded.model_args.vocab_size) == (512, 640)
+    assert opened.training.vocab_size == 512 and padded.validation.enable is True
+    assert opened.identity == known.identity and known.notices == []
+    assert len(opened.notices) == 1
+    plan, other = (Plan(job, this_machine(1), 1) for job in (padded, exact))
+    assert plan.data_fingerprint == other.data_fingerprint
+    assert (plan.data_bytes, plan.data_vocab_size) == (other.data_bytes, 512)
+    dim = padded.model_args.dim
+    assert plan.parameters - other.parameters == 2 * dim * 128
 
 
 @pytest.mark.system

@@ -13,20 +13,23 @@ from canon_pretrain.preflight import plan_job
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan import dry_run
 from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.dry_run import (
     Device,
     Plan,
     check_memory,
+    count_draws,
     count_memory,
     count_saved,
     make_plans,
     reference,
     saved_bytes,
+    startup_notes,
     world_sizes,
 )
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
-from tests.support import ROOT, debug_run, error_codes, refused
+from tests.support import ROOT, debug_run, error_codes, refused, write_split
 
 CONFIGS = ROOT / "train_configs"
 
@@ -56,6 +59,30 @@ def test_the_1b3_figures_of_the_specification(data_folder):
     with TokenShards.open(data_folder / "train") as shards:  # existing data are measured
         assert plan.data_fingerprint == shards.fingerprint
         assert plan.data_bytes == 2 * shards.num_tokens
+
+
+def test_epochs_over_each_source(data_folder, tmp_path, monkeypatch):
+    """By hand: each source's share of the run's tokens, over the tokens that it has."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    write_split(tmp_path / "b" / "train", 3, 10)
+    folders = [str(data_folder), str(tmp_path / "b")]
+    mixed = ("--data.paths", *folders, "--data.weights", "3", "1", "--training.steps", "1000")
+    job = job_of("debug", *mixed)
+    tokens = 1000 * 12 * 64
+    with open_shards(job) as data:
+        first, second = count_draws(job, data)
+        assert (first.available, second.available) == (100 * 200, 10 * 200)
+        assert (first.drawn, second.drawn) == (tokens * 3 // 4, tokens // 4)
+        assert (first.epochs, second.epochs) == (28.8, 96.0)
+        device = Device("CPU", 1.0, 1e12, "")
+        (note,) = startup_notes(job, data, device, 1)
+    plan = plan_of(job, "h100", 1)
+    assert plan.epochs == [first.text(), second.text()]
+    assert all(text in note for text in plan.epochs)
+    assert "28.8" in first.text() and "96.0" in second.text()
+    # without data, and for a task, which has no end
+    assert plan_of(job_of("debug"), "h100", 1).epochs == ["no data yet"]
+    assert plan_of(job_of("playground/tiny/copy"), "h100", 1).epochs == []
 
 
 VARIANTS = [

@@ -1,15 +1,17 @@
-"""StepGuards against plain Python: outliers, the end of a run, and the state in checkpoints."""
+"""StepGuards against plain Python: outliers, a run's end, the state in checkpoints; clipping."""
 
 import math
 import statistics
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from canon_pretrain.run.config import Guards
 from canon_pretrain.titan import trainer
+from canon_pretrain.titan.parallelize import clip_gradients
 from canon_pretrain.titan.trainer import HALTED, Readback, StepGuards
 
 CPU = torch.device("cpu")
@@ -91,3 +93,16 @@ def test_the_state_comes_back_and_does_not_depend_on_the_window():
     assert judge(other, 1.0, 55.0) == 0  # four of six were 50
     assert judge(first, 1.0, 55.0) == judge(same, 1.0, 55.0) == 1  # the last two were 1
     assert torch.equal(first.counters, same.counters) and torch.equal(first.norms, same.norms)
+
+
+@pytest.mark.parametrize("max_norm", [0, 0.0, 0.5, 100.0])
+def test_gradients_are_clipped_unless_the_norm_is_0(max_norm):
+    """0 is off, as in nanoGPT and transformers; the norm is that before clipping."""
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    before = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])]
+    for parameter, grad in zip(parameters, before, strict=True):
+        parameter.grad = grad.clone()
+    assert clip_gradients(parameters, max_norm) == 5.0
+    factor = 0.1 if max_norm == 0.5 else 1.0
+    for parameter, grad in zip(parameters, before, strict=True):
+        torch.testing.assert_close(parameter.grad, factor * grad)

@@ -22,6 +22,7 @@ from tests.data_folders import make_data_folder, sentence, tokenizer
 from tests.fault_runs import wrap
 from tests.ranks import assert_refused, assert_same_run, events, launch
 from tests.support import debug_run, refused
+from tests.variants import prefer_ids_from
 
 REPLICAS = ["--parallelism.data_parallel_replicate_degree", 2]
 PROMPTS = ["the of and", "", "Zürich\n\tfrom"]
@@ -115,6 +116,22 @@ def test_a_model_that_has_diverged_has_a_reason(text, written, temperature):
     fields = written(job, model, 8)
     assert fields["reason"] == "not finite"
     assert fields["samples"] == [{"prompt": each, "text": "", "tokens": 0} for each in PROMPTS]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_ids_that_pad_the_vocabulary_are_not_written(text, written, temperature):
+    job = job_of(text, PROMPTS, "--model.vocab_size", "340", temperature=temperature)
+    model = model_of(job)
+    prefer_ids_from(model, 300)
+    fields = written(job, model, 8)
+    known = tokenizer()
+    for k, (prompt, sample) in enumerate(zip(PROMPTS, fields["samples"], strict=True)):
+        ids = known.encode(prompt).tolist() or [known.eos_id]
+        cut = lambda tokens_BT: model(tokens_BT)[..., :300]  # noqa: E731
+        generator = torch.Generator().manual_seed(8 * 2**20 + k)
+        found = continued(cut, ids, generator, temperature)
+        assert sample["tokens"] == len(found)
+        assert sample["text"] == known.decode(ids + found)[len(known.decode(ids)) :]
 
 
 def test_experts_drop_no_tokens(text, written):

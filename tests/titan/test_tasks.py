@@ -63,7 +63,7 @@ def test_every_setting_is_a_key_and_part_of_the_identity(tmp_path):
         run = RunFolder(tmp_path / name)
         run.path.mkdir()
         run.write_config({}, identity, {})
-        assert check_identity(run, identity, []) == {}
+        assert check_identity(run, identity, [], {}) == {}
     words = ["--training.seq_len", "2048", "--data.task.name", "depo1", "--data.task.name_tokens"]
     for given, expected in (["2"], 2), (["1", "3"], [1, 3]):
         opened = open_data(parse_job([*DEBUG, *words, *given]))

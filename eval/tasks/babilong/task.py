@@ -1,6 +1,5 @@
 """The Babilong tasks for the YAML files: documents, prompts, score (spec/eval.md section 3)."""
 
-import ast
 import hashlib
 import json
 import string
@@ -18,6 +17,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parse_record
 from eval.staged import load_staged
 from eval.task_tokenizer import check_fit, known_max_length, lengths_over
+from eval.tasks.babilong.release import read_release
 
 ANSWER_TOKENS = 20  # of the greedy answer; `max_gen_toks` in _base.yaml
 PLACE_LABELS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -33,8 +33,6 @@ LABELS = {
 ENDS = (".", "<context>", "<example>")
 OWN_PROMPTS = Path(__file__).with_name("prompts.toml")
 LM_EVAL = "lm_eval"  # instead of a file: the prompts of the installed lm_eval package
-# the names in the prompts.py of the paper's release
-RELEASED, RELEASED_LAYOUT = "DEFAULT_PROMPTS_ZEYUAN", "DEFAULT_TEMPLATE_ZEYUAN"
 LAYOUT = (
     "{instruction}\n\n{examples}\n\n<context>\n{context}\n</context>\n\n"
     "Question: {question}\nAnswer:"
@@ -117,7 +115,8 @@ class Prompts:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def of(self, context: str, question: str) -> str:
-        return f"{self.before}{context}{self.between}{question}{self.after}".strip()
+        """Return one prompt; contexts are stripped as in the paper, questions are not."""
+        return f"{self.before}{context.strip()}{self.between}{question}{self.after}".strip()
 
 
 def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
@@ -160,28 +159,21 @@ def _lm_eval_section(task: str) -> dict[str, Any]:
 
 
 def _of_release(text: str, task: str) -> Prompts:
-    """Return the prompts of a Python source with literals RELEASED (and RELEASED_LAYOUT)."""
-    values: dict[str, Any] = {}
-    for node in (node for node in ast.parse(text).body if isinstance(node, ast.Assign)):
-        for target in node.targets:
-            if isinstance(target, ast.Name) and target.id in (RELEASED, RELEASED_LAYOUT):
-                values[target.id] = ast.literal_eval(node.value)
-    parts = {"post_prompt": "", **values[RELEASED][task]}
-    texts = {name: parts[name] for name in ("instruction", "examples", "post_prompt")}
-    for name, value in texts.items():
-        if not isinstance(value, str) or not (value.strip() or name == "post_prompt"):
-            raise ValueError(f"{RELEASED}: {name} is {value!r}, expected a text")
-    if RELEASED_LAYOUT in values:
-        return _fill_layout(values[RELEASED_LAYOUT], texts)
-    texts = {name: value.strip() for name, value in texts.items()}
+    """Return the prompts of a prompts.py; without a template, in the paper's layout."""
+    parts, template = read_release(text, task)
+    if template is not None:
+        return _fill_layout(template, parts)
+    texts = {name: value.strip() for name, value in parts.items()}
     texts["instruction"] = f"{texts['instruction']} {texts['post_prompt']}".strip()
     return _fill_layout(LAYOUT, texts)
 
 
 def _fill_layout(layout: object, parts: Mapping[str, str]) -> Prompts:
     pieces, places = [""], []
-    for literal, field, *_ in string.Formatter().parse(str(layout)):
+    for literal, field, spec, conversion in string.Formatter().parse(str(layout)):
         pieces[-1] += literal
+        if spec or conversion:
+            raise ValueError(f"the layout {layout!r} formats {field}, expected names only")
         if field in ("context", "question"):
             places.append(field)
             pieces.append("")

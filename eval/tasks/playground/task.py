@@ -1,7 +1,7 @@
 """The lm_eval task of every synthetic task: a document is an evaluation window with its questions.
 
-Texts are decimal ids (canon_pretrain/data/id_tokenizer.py). A window's score is the mean over its
-questions, so that standard errors are over windows.
+Texts are decimal ids (canon_pretrain/data/id_tokenizer.py). A score is the mean over all questions,
+and standard errors are over windows: of each the sum and the number of questions are kept.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +11,6 @@ from typing import Any
 
 import lm_eval.api.task
 from lm_eval.api.instance import Instance
-from lm_eval.api.metrics import mean
 from lm_eval.config.task import TaskConfig
 
 from canon_pretrain.checkpoint.architecture import model_args
@@ -26,6 +25,7 @@ from canon_pretrain.synthetic.evaluation import (
     Asked,
     evaluation_windows,
     metrics,
+    pooled_mean,
     score_window,
     task_of_run,
 )
@@ -40,7 +40,7 @@ POSITIONS = 32
 class Playground(lm_eval.api.task.Task):
     """The task of the run or export that the metadata name; `VERDICTS` count all answers."""
 
-    VERSION = 1
+    VERSION = 2
     OUTPUT_TYPE = "generate_until"
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ class Playground(lm_eval.api.task.Task):
                 requests.append(("loglikelihood", doc, texts))
         return [Instance(*each, index, given["metadata"]) for index, each in enumerate(requests)]
 
-    def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, float]:
+    def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
         count, window = len(doc["answers"]), self._windows[doc["window"]]
         # a model of another library may have a tokenizer with words
         parse = lambda word: int(word) if word.isdecimal() else END  # noqa: E731
@@ -112,8 +112,8 @@ class Playground(lm_eval.api.task.Task):
         scores, verdicts = score_window(window, answers, logs, self._num_parameters)
         return scores | {kind: verdicts[kind] for kind in VERDICTS}
 
-    def aggregation(self) -> dict[str, Callable[[Sequence[float]], float]]:
-        return dict.fromkeys(metrics(self.task), mean) | dict.fromkeys(VERDICTS, sum)
+    def aggregation(self) -> dict[str, Callable[[Sequence[Any]], float]]:
+        return dict.fromkeys(metrics(self.task), pooled_mean) | dict.fromkeys(VERDICTS, sum)
 
     def higher_is_better(self) -> dict[str, bool]:
         return metrics(self.task) | {kind: kind == "right" for kind in VERDICTS}

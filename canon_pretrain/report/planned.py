@@ -1,0 +1,285 @@
+"""What a plan says of its runs, and whether the run in a folder is the planned one. No torch.
+
+A launch writes RUN/planned.json: the plan's config, options and claims at that time. It is not
+written again once the run has started, so claims that a plan promised before its runs are known
+even if the plan is lost. What was trained is in the run's config.json, whose identity is compared
+with the planned one as the trainer does on resume.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import reduce
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, read_record, write_json
+from canon_pretrain.core.lock import live_holder
+from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.model.args import ModelArgs, fill_sizes, flavor
+from canon_pretrain.run.config import Data, Guards, Loss, Task, build, merge, read_experiment
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.identity import IDENTITY, differences
+from canon_pretrain.run.limits import check_limits, schedule_faults
+from canon_pretrain.synthetic.tasks import build_task
+
+SHOWN = 4  # differences in a sentence
+VOCABULARY = "model.vocab_size"
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "optimizer": {
+        "name": "AdamW",
+        "lr": 1e-3,
+        "beta1": 0.9,
+        "beta2": 0.98,
+        "eps": 1e-6,
+        "weight_decay": 0.03,
+        "implementation": "fused",
+        "early_step_in_backward": False,
+    },
+    "lr_scheduler": {
+        "warmup_steps": 1000,
+        "total_steps": None,
+        "decay_ratio": None,
+        "decay_type": "cosine",
+        "min_lr_factor": 0.1,
+        "decay_steps": None,
+    },
+    "training": {
+        "seq_len": 2048,
+        "global_batch_size": -1,
+        "steps": 10000,
+        "max_norm": 1.0,
+        "dtype": "float32",
+        "mixed_precision_param": "bfloat16",
+        "mixed_precision_reduce": "float32",
+    },
+    "loss": asdict(Loss()),
+    "guards": asdict(Guards()),
+}
+"""The job's defaults in sections of the identity, without torchtitan; a test compares them."""
+
+Values = dict[str, dict[str, Any]]
+"""A job's values by section and key, as in TOML"""
+
+
+# -- the values of a planned run
+
+
+def planned_values(config: Path, options: Sequence[str] = ()) -> Values:
+    """Return the values of a config with --section.key options. Raises UserError."""
+    values = read_experiment(config)
+    for section, keys in values.items():
+        if not isinstance(keys, dict):
+            text = f"{config}: '{section}' = {keys!r}: expected a section, [{section}]"
+            raise UserError("config.type", text, key=section)
+    return reduce(merge, (nested(key, value) for key, value in _parse(options)), values)
+
+
+def nested(dotted: str, value: Any) -> dict[str, Any]:
+    """Return {"a": {"b": value}} for "a.b"."""
+    return reduce(lambda inner, word: {word: inner}, reversed(dotted.split(".")), value)
+
+
+def _parse(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each option, as the trainer's parser reads them."""
+    given: list[tuple[str, list[str]]] = []
+    for word in options:
+        if word.startswith("--"):
+            name, equals, text = word.removeprefix("--").partition("=")
+            given.append((name.replace("-", "_"), [text] if equals else []))
+        elif given:
+            given[-1][1].append(word)
+    for key, words in given:
+        section, _, name = key.rpartition(".")
+        if not words:  # a switch
+            yield f"{section}.{name.removeprefix('no_')}", not name.startswith("no_")
+            continue
+        kinds = _kinds(section, name)
+        values = [_literal(word, is_text=str in kinds) for word in words]
+        yield key, values if len(values) > 1 or key in LISTS else values[0]
+
+
+LISTS = ("data.paths", "data.weights")
+
+
+def _kinds(section: str, name: str) -> set[Any]:
+    """Return the types of a key of our own sections; empty if it is not known."""
+    cls = {"model": ModelArgs, "data": Data, "data.task": Task}.get(section)
+    kind = cls and get_type_hints(cls).get(name)
+    return {kind, *get_args(kind), *chain(*map(get_args, get_args(kind)))}
+
+
+def _literal(word: str, *, is_text: bool) -> Any:
+    """Return a word of the command line as TOML would have it."""
+    if word == "None":
+        return None
+    if word in ("true", "True", "false", "False") and not is_text:
+        return word.lower() == "true"
+    for kind in (int, float) if not is_text else ():
+        with suppress(ValueError):
+            return kind(word)
+    return word
+
+
+def check_values(values: Values) -> None:
+    """Raise UserError for values that the trainer would refuse, as far as torch is not needed."""
+    dotted = {f"{x}.{key}": value for x, keys in values.items() for key, value in keys.items()}
+    check_limits(dotted)
+    planned_identity(values)
+    schedule = SimpleNamespace(**_section("lr_scheduler", values))
+    for fault in schedule_faults(schedule, _section("training", values)["steps"]):
+        raise UserError("config.schedule", fault)
+
+
+def num_steps(values: Values) -> int:
+    """Return training.steps of values that were checked."""
+    return int(_section("training", values)["steps"])
+
+
+def _section(name: str, values: Values) -> dict[str, Any]:
+    return DEFAULTS[name] | values.get(name, {})
+
+
+def planned_identity(values: Values) -> dict[str, Any]:
+    """Return the identity of a run that trains `values`, without what only its data tell.
+
+    These are the fingerprints, and the size of the vocabulary if it is not set. Raises UserError.
+    """
+    training = _section("training", values)
+    sections = {name: _section(name, values) for name in DEFAULTS}
+    sections["model"] = asdict(_model_args(values, training["seq_len"]))
+    if values.get("model", {}).get("vocab_size") is None:
+        del sections["model"]["vocab_size"]
+    data = build(Data, values.get("data", {}), "the plan", "data.")
+    sections["data"] = asdict(data)
+    identity = {
+        f"{section}.{key}": sections[section][key]
+        for section, keys in IDENTITY.items()
+        for key in keys or sections[section]
+    }
+    if data.task.name:
+        task = build_task(data.task.name, data.task.given | {"seq_len": training["seq_len"]})
+        settings = {"name": task.name, **task.settings}
+        del settings["seq_len"]  # as training.seq_len
+        identity |= {f"data.task.{key}": value for key, value in settings.items()}
+    return dict(json.loads(json.dumps(identity)))  # lists for tuples, as in config.json
+
+
+def _model_args(values: Values, seq_len: int) -> ModelArgs:
+    given = {key: value for key, value in values.get("model", {}).items() if value is not None}
+    base = flavor(str(given.get("flavor", "debug")))
+    own = {key: value for key, value in given.items() if key in {x.name for x in fields(ModelArgs)}}
+    for key, kind in get_type_hints(ModelArgs).items():
+        try:
+            TypeAdapter(kind).validate_python(own.get(key, getattr(base, key)), strict=True)
+        except ValidationError as error:
+            text = f"model.{key} = {own[key]!r}: {error.errors()[0]['msg']}"
+            raise UserError("config.type", text, key=f"model.{key}") from None
+    return replace(base, **fill_sizes(base, own) | {"max_seq_len": seq_len})
+
+
+def data_fingerprint(values: Values) -> str | None:
+    """Return the fingerprint of the shards that the plan names; None if they are not here."""
+    data = build(Data, values.get("data", {}), "the plan", "data.")
+    with suppress(UserError, OSError):
+        if data.folders:
+            with Mixture.open(data.folders, data.shares) as mixture:
+                return mixture.fingerprint
+    return None
+
+
+# -- the run in a folder
+
+
+@dataclass(frozen=True)
+class Promises:
+    """What a board says before its runs about the scores of a task: the claims and their score."""
+
+    score: str = ""
+    claims: list[dict[str, Any]] = field(default_factory=list)
+
+    def same(self, other: "Promises") -> bool:
+        """Return whether both promise the same, in any order."""
+        return self.score == other.score and sorted(map(repr, self.claims)) == sorted(
+            map(repr, other.claims)
+        )
+
+
+@dataclass(frozen=True)
+class PlannedLaunch:
+    """The content of RUN/planned.json: the plan under which the run in RUN has started."""
+
+    name: str
+    config: str
+    """Hash of the config's values, as in sweep.json."""
+    options: list[str]
+    """--section.key value ..., without the run's folder."""
+    promises: Promises = Promises()
+
+
+def has_started(folder: Path) -> bool:
+    """Return whether a run has begun to train in `folder`, or is about to."""
+    run = RunFolder(folder)
+    with suppress(OSError):
+        if any(path.is_file() for path in (run.config_file, run.log_file)):
+            return True
+        return live_holder(run.lock_file) is not None
+    return True  # unknown
+
+
+def read_planned(folder: Path) -> PlannedLaunch | None:
+    """Return under which plan the run in `folder` has started; None if that is not known."""
+    with suppress(UnreadableFile):
+        return read_record(RunFolder(folder).planned_file, PlannedLaunch)
+    return None
+
+
+def record_launch(folder: Path, launch: PlannedLaunch) -> None:
+    """Write RUN/planned.json unless the run has started before. Raises OSError."""
+    if not has_started(folder) and read_planned(folder) != launch:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(RunFolder(folder).planned_file, asdict(launch))
+
+
+def other_plan(
+    folder: Path, launch: PlannedLaunch, identity: Mapping[str, Any] | None
+) -> str | None:
+    """Say how the run in `folder` differs from the planned one; None if it does not.
+
+    `identity`: the planned one, None if it is not known. A run that has not started, or whose
+    files are damaged, does not differ.
+    """
+    run = RunFolder(folder)
+    if not run.config_file.is_file():
+        return None
+    found = []
+    try:
+        trained = run.read_config().get("identity")
+    except UserError:
+        trained = None
+    if identity is not None and isinstance(trained, dict):
+        common = identity.keys() & trained.keys()
+        changes = differences(
+            {name: trained[name] for name in common}, {name: identity[name] for name in common}
+        )
+        found += [f"{name} = {old!r}, planned {new!r}" for name, (old, new) in changes.items()]
+    before = read_planned(folder)
+    if before is not None and not found:
+        if before.name != launch.name:
+            found.append(f"it is a copy of {before.name}")
+        if before.config != launch.config:
+            found.append("its config had other values")
+        if before.options != launch.options:
+            words = (" ".join(each.options) or "none" for each in (before, launch))
+            found.append("its options were {}, planned {}".format(*words))
+    if not found:
+        return None
+    more = len(found) - SHOWN
+    text = "; ".join(found[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    return f"{folder} holds a run of another plan: {text}. Move it away, or choose another folder"

@@ -1,0 +1,269 @@
+"""Score the answers to one lm_eval task, and convert its results to our records.
+
+Filters, metrics and aggregations belong to the task. An error of one of them costs its own item, or
+its own score, which is then None with the reason; other items, scores and tasks are kept.
+"""
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
+
+import numpy as np
+from lm_eval.api.filter import FilterEnsemble
+from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import mean
+from lm_eval.api.task import ConfigurableTask, Task
+from lm_eval.utils import handle_non_serializable, hash_string
+
+from canon_pretrain.report.noise import Clusters, mean_variance
+from canon_pretrain.run.results import (
+    GOLD_BITS,
+    Failures,
+    Score,
+    TaskAnswers,
+    TaskResult,
+    source_of_record,
+    wilson_bound,
+)
+from eval.model.lm import CanonLM
+
+NUMBERS = (bool, int, float, np.number, np.bool_)
+MAX_REASON = 300  # characters
+
+Aggregation = Callable[[Sequence[Any]], Any]
+
+
+@dataclass
+class Item:
+    """One document under one filter, and either its metrics or the error that it has none."""
+
+    doc_id: int
+    document: dict[str, Any]
+    filter: str
+    requests: Sequence[Instance]
+    answers: list[Any] = field(default_factory=list)
+    target: Any = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def ask(lm: CanonLM, task: Task) -> TaskAnswers:
+    """Return the answers of `lm` to the requests that `task` has built."""
+    lm.truncated.clear()
+    lm.failures.clear()
+    by_type: dict[str, list[Instance]] = {}
+    for request in task.instances:
+        by_type.setdefault(request.request_type, []).append(request)
+
+    responses: dict[int, list[Any]] = defaultdict(list)
+    for kind, requests in by_type.items():
+        copies = [request for request in requests for _ in range(request.repeats)]
+        for request, answer in zip(copies, getattr(lm, kind)(copies), strict=True):
+            responses[id(request)].append(answer)
+
+    in_order = [responses[id(request)] for request in task.instances]
+    truncated = sorted(doc_id for doc_id in lm.truncated if doc_id is not None)
+    return TaskAnswers(in_order, truncated, dict(lm.failures))
+
+
+def score_task(task: Task, answers: TaskAnswers, limit: int | None) -> TaskResult:
+    """Return the scores and item records of `answers` to the first `limit` items of a task."""
+    for request, responses in zip(task.instances, answers.responses, strict=True):
+        # JSON has no tuples
+        request.resps = [tuple(x) if isinstance(x, list) else x for x in responses]
+    by_filter = _judge(task, answers.failures, limit)
+    aggregations: dict[str, Aggregation] = dict(task.aggregation())
+    if is_multiple_choice(task) and _add_gold_bits(task, by_filter):
+        aggregations[GOLD_BITS] = np.mean
+
+    records = _records(task, by_filter)
+    scores: dict[str, Score] = {}
+    num_samples = 0
+    for filtered, items in by_filter.items():
+        # without any scored item, the declared metrics have no value
+        metrics = dict.fromkeys(metric for item in items for metric in item.metrics)
+        for metric in metrics or aggregations:
+            here = [item for item in items if metric in item.metrics]
+            sources = [source_of_record(records[item.doc_id, filtered]) for item in here]
+            label = metric if len(by_filter) == 1 else f"{metric}, {filtered}"
+            # lm_eval takes the mean of a metric without an aggregation
+            aggregation = aggregations.get(metric, mean)
+            scores[label] = _score(aggregation, [item.metrics[metric] for item in here], sources)
+            num_samples = max(num_samples, len(here))
+
+    failed = [item for items in by_filter.values() for item in items if item.error]
+    return TaskResult(
+        scores,
+        num_samples,
+        samples=json.loads(to_json([*records.values()])),
+        truncated=len(answers.truncated),
+        failures=Failures.of({item.doc_id: item.error for item in failed}),
+    )
+
+
+def _judge(task: Task, failures: Mapping[int, str], limit: int | None) -> dict[str, list[Item]]:
+    """Return the items by filter, in the order of the documents; `failures`: without an answer."""
+    requests_of: dict[int, list[Instance]] = {}
+    for request in task.instances:
+        requests_of.setdefault(request.doc_id, []).append(request)
+    for requests in requests_of.values():
+        requests.sort(key=lambda request: request.idx)
+
+    documents = list(task.doc_iterator(rank=0, limit=limit, world_size=1))
+    by_filter: dict[str, list[Item]] = {}
+    for ensemble in task._filters:
+        answered = [x for doc_id, x in requests_of.items() if doc_id not in failures]
+        errors = _apply_filter(ensemble, answered)
+        by_filter[ensemble.name] = [
+            _judge_item(
+                task,
+                Item(doc_id, document, ensemble.name, requests_of[doc_id]),
+                failures.get(doc_id) or errors.get(doc_id, ""),
+            )
+            for doc_id, document in documents
+        ]
+    return by_filter
+
+
+def _apply_filter(
+    ensemble: FilterEnsemble, answered: Sequence[Sequence[Instance]]
+) -> dict[int, str]:
+    """Filter the answers to each document; return the errors by document."""
+    errors: dict[int, str] = {}
+    try:
+        if answered:
+            ensemble.apply([request for requests in answered for request in requests])
+    except Exception:
+        # find the documents that it fails on
+        for requests in answered:
+            try:
+                ensemble.apply(list(requests))
+            except Exception as error:
+                errors[requests[0].doc_id] = f"filter {ensemble.name}: {_describe(error)}"
+    return errors
+
+
+def _judge_item(task: Task, item: Item, error: str) -> Item:
+    """Fill in the metrics of one item, or its error."""
+    item.error = error
+    if error:
+        return item
+    try:
+        item.answers = [request.filtered_resps[item.filter] for request in item.requests]
+        item.target = task.doc_to_target(item.document)
+        metrics = dict(task.process_results(item.document, item.answers))
+        to_json([metrics, item.target])  # it can be stored
+        item.metrics = metrics
+    except Exception as problem:
+        item.error = f"metrics: {_describe(problem)}"
+    return item
+
+
+def _records(task: Task, by_filter: Mapping[str, Sequence[Item]]) -> dict[tuple[int, str], Any]:
+    """Return what is stored of each item."""
+    metadata = task.config.metadata or {}
+    part = metadata.get("part")
+    # items with equal values of these fields are one sample of the standard error
+    fields = metadata.get("source") or []
+    fields = [fields] if isinstance(fields, str) else fields
+    records = {}
+    for item in (item for items in by_filter.values() for item in items):
+        document = json.dumps(
+            item.requests[0].doc, indent=2, default=handle_non_serializable, ensure_ascii=False
+        )
+        record: dict[str, Any] = {
+            "doc_id": item.doc_id,
+            "filter": item.filter,
+            "doc_hash": hash_string(document),
+            "prompt_hash": hash_string(item.requests[0].arguments[0]),
+            "target": item.target,
+        }
+        if fields:
+            text = to_json([item.document[field] for field in fields])
+            record["source"] = hashlib.sha256(text.encode()).hexdigest()[:16]
+        record[f"answers_{part}" if part else "answers"] = item.answers
+        record |= item.metrics
+        if item.error:
+            record["error"] = item.error
+        records[item.doc_id, item.filter] = record
+    return records
+
+
+def to_json(value: Any) -> str:
+    """Return `value` as JSON, as lm_eval writes it."""
+    return json.dumps(value, default=handle_non_serializable)
+
+
+def _describe(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
+
+
+def is_multiple_choice(task: Task) -> TypeGuard[ConfigurableTask]:
+    """Return whether the log-likelihoods of given answers decide the task."""
+    return isinstance(task, ConfigurableTask) and task.OUTPUT_TYPE == "multiple_choice"
+
+
+def _add_gold_bits(task: ConfigurableTask, by_filter: Mapping[str, Sequence[Item]]) -> bool:
+    """Add the metric GOLD_BITS to all items; return False if one has no gold answer."""
+    scored = [item for items in by_filter.values() for item in items if not item.error]
+    bits = [gold_bits_per_byte(task, item) for item in scored]
+    if any(value is None for value in bits):
+        return False
+    for item, value in zip(scored, bits, strict=True):
+        item.metrics[GOLD_BITS] = value
+    return True
+
+
+def gold_bits_per_byte(task: ConfigurableTask, item: Item) -> float | None:
+    """Return -log2 p(gold answer | context) / bytes of the gold answer, with the space before it.
+
+    The bytes are those whose likelihood it is, as in OLMES (`bits_per_byte_corr`). The smallest of
+    several gold answers; None if there is none.
+    """
+    choices: list[str] = task.doc_to_choice(item.document)
+    # such a task has the choices in its contexts, and one continuation
+    gold = task.doc_to_text(item.document) if task.multiple_input else item.target
+    bits = []
+    for given in gold if isinstance(gold, list) else [gold]:
+        place = choices.index(given) if given in choices else given
+        if isinstance(place, int) and 0 <= place < len(choices):
+            scored = len(item.requests[place].args[1].encode())
+            likelihood = item.answers[place][0]
+            bits += [-likelihood / math.log(2) / scored] if scored else []
+    return min(bits, default=None)
+
+
+def _score(aggregation: Aggregation, by_item: Sequence[Any], sources: Sequence[str]) -> Score:
+    """Return the aggregate of the items' values, with the standard error of a mean."""
+    if not by_item:
+        return Score(None, why="no item has a value")
+    try:
+        value = float(aggregation(by_item))
+    except Exception as error:
+        return Score(None, why=_describe(error))
+    if not math.isfinite(value):
+        return Score(None, why=f"it is {value}")
+
+    # items may be pairs: a sum and a weight, or of perplexities the log-likelihood and a weight
+    pairs = [(x, 1.0) if isinstance(x, NUMBERS) else x for x in by_item]
+    are_pairs = all(isinstance(x, tuple | list) and len(x) == 2 for x in pairs)
+    if aggregation is sum or not are_pairs:  # a count has no standard error
+        return Score(value)
+    try:
+        sums_N, weights_N = np.array(pairs, dtype=np.float64).T
+    except (TypeError, ValueError):  # not of numbers
+        return Score(value)
+    if not np.isfinite(sums_N).all() or not (weights_N > 0).all():
+        return Score(value)
+    if not math.isclose(sums_N.sum() / weights_N.sum(), value, abs_tol=1e-12):
+        return Score(value)
+
+    codes_N = np.unique(sources, return_inverse=True)[1]
+    if value in (0, 1) and (sums_N == value * weights_N).all():
+        return Score(value, bound=wilson_bound(value, int(codes_N.max()) + 1))
+    variance = mean_variance(Clusters.of(sums_N / weights_N, weights_N, codes_N))
+    return Score(value, math.sqrt(variance) if math.isfinite(variance) else None)
