@@ -664,11 +664,13 @@ def test_sides_that_cannot_be_compared_are_errors(tmp_path, compare):
             compare(*words)
 
 
-def test_a_suite_that_one_seed_lacks_is_reported(tmp_path):
-    """There is no common step of the architecture, and no reason to fail."""
-    runs = [planted_run(tmp_path / f"seed-{seed}", seed) for seed in (1, 2)]
-    plant_results(runs[0], 20, SUITE, {"piqa": {"acc": Score(0.5, 0.1)}})
-    found = content_of(report([run.path for run in runs], tmp_path / "out"))
+def test_a_suite_that_the_chosen_rate_lacks_is_reported(tmp_path):
+    """Of such a suite there is no step to compare at, and no reason to fail."""
+    for rate, loss in ((0.002, 5.0), (0.004, 4.0)):
+        run = plant_run(tmp_path / str(rate), validations({20: loss}), optimizer__lr=rate)
+        if loss == 5.0:
+            plant_results(run, 20, SUITE, {"piqa": {"acc": Score(0.5, 0.1)}})
+    found = content_of(report([tmp_path], tmp_path / "out"))
     (suite,) = found["suites"]
-    assert suite["columns"] == [{"run": "seed-1", "step": 20, "limit": None}]
+    assert suite["columns"] == [{"run": "0.002", "step": 20, "limit": None}]
     assert found["comparison"]["steps"] == {}
