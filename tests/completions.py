@@ -17,7 +17,8 @@ PATHS = re.compile("PATH|FILE|DIR|RUN|FOLDER|CHECKPOINT")
 def scripts() -> dict[str, str]:
     """Return the completion script of each shell; imports every program."""
     parser = canon_parser()
-    return {shell: f"{shtab.complete(parser, shell)}\n" for shell in ("bash", "zsh")}
+    made = {shell: str(shtab.complete(parser, shell)) for shell in ("bash", "zsh")}
+    return {shell: text.rstrip("\n") + "\n" for shell, text in made.items()}
 
 
 class _Parsing(Exception):

@@ -85,9 +85,11 @@ def comparison_content(
     pairs = [((x, sides[x]), (label, sides[label])) for x in sides if label in sides and x != label]
     rows, refused, notes = verdicts.verdicts(comparator, pairs)
     shown = {each.label: each.runs for each in found} | sides
+    # of a suite that only some seeds of each architecture have, there is no step to show
     steps = {
-        suite: evaluations.table_steps(shown, label, suite, options.step)
+        suite: at
         for suite in evaluations.suites_of(runs, options.suites)
+        if (at := evaluations.table_steps(shown, label, suite, options.step))
     }
     for row in rows:
         row["suite_step"] = suite_step(steps[row["suite"]])

@@ -19,6 +19,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import Score
 from tests import simulate_statistics as simulate
 from tests.report_pages import Page, report
+from tests.report_pages import content as content_of
 from tests.report_runs import (
     ACC,
     evaluated,
@@ -661,3 +662,15 @@ def test_sides_that_cannot_be_compared_are_errors(tmp_path, compare):
     for words in ([], [a, b, trial], ["--a", a], [a, b, "--a", bare]):
         with refused("compare.sides"):
             compare(*words)
+
+
+def test_a_suite_that_the_chosen_rate_lacks_is_reported(tmp_path):
+    """Of such a suite there is no step to compare at, and no reason to fail."""
+    for rate, loss in ((0.002, 5.0), (0.004, 4.0)):
+        run = plant_run(tmp_path / str(rate), validations({20: loss}), optimizer__lr=rate)
+        if loss == 5.0:
+            plant_results(run, 20, SUITE, {"piqa": {"acc": Score(0.5, 0.1)}})
+    found = content_of(report([tmp_path], tmp_path / "out"))
+    (suite,) = found["suites"]
+    assert suite["columns"] == [{"run": "0.002", "step": 20, "limit": None}]
+    assert found["comparison"]["steps"] == {}
