@@ -351,9 +351,7 @@ def test_a_job_that_lost_its_lease_ends(slurm, run, monkeypatch):
         (["--limit", "run/checkpoint/step-20"], "slurm.usage"),
     ],
 )
-def test_what_an_evaluation_would_refuse_is_refused_before_the_queue(
-    words, code, run, monkeypatch, capsys
-):
+def test_what_eval_would_refuse_is_refused_before_the_queue(words, code, run, monkeypatch, capsys):
     monkeypatch.chdir(run.parent)
     with pytest.raises(SystemExit, match="2"):
         schedule.main(["check", *words])

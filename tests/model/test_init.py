@@ -122,7 +122,7 @@ CONV_STDS = {
 
 @pytest.mark.parametrize("init", ["paper", "lingua"])
 @pytest.mark.parametrize("mixer", MIXERS[1:])
-def test_the_native_conv1d_begins_as_in_the_reference_implementations(mixer, init):
+def test_the_native_conv1d_begins_as_in_fla_and_physicslm4(mixer, init):
     """Those of fla and PhysicsLM4, and of transformers; Canon in its place does not differ."""
     sizes = {"vocab_size": 8, "dim": 256, "num_heads": 4, "num_layers": 1, "init": init}
     args = ModelArgs(mixer=mixer, position="nope", mixer_conv=True, **sizes)

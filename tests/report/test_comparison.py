@@ -267,7 +267,7 @@ def test_one_seed_per_side_has_an_interval_and_no_verdict(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8])
-def test_below_eight_documents_there_is_no_interval_and_no_verdict(tmp_path, count):
+def test_below_eight_documents_is_no_interval_or_verdict(tmp_path, count):
     sides = [("a0", "", 5.0, 0), ("a1", "", 5.01, 1), ("b0", "A", 4.0, 0), ("b1", "A", 4.01, 1)]
     paths = [
         evaluated(tmp_path / name, canon, loss, seed, count) for name, canon, loss, seed in sides

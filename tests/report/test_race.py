@@ -84,7 +84,7 @@ def test_a_diverged_arm_is_stopped_and_decides_nothing():
     assert Race("t", STAGES).look(STAGES[0], FAR | {("b", 1.0): [None, math.nan]})[0].arm == "c"
 
 
-def test_cells_of_one_architecture_or_task_that_are_split_delay_an_order():
+def test_split_cells_of_an_architecture_or_task_delay_an_order():
     split = {("b", 1.0): [0.9, 0.1, 0.9], ("d", 1.0): [0.9, 0.9, 0.1]}
     alone, other = Race("t", STAGES), Race("other", STAGES)
     other.look(STAGES[0], split)

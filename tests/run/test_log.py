@@ -74,7 +74,7 @@ def test_only_a_truncated_last_line_is_lost(tmp_path, cut):
     assert steps(path) == [*survivors, 3]
 
 
-def test_numbers_that_are_not_finite_are_strings_on_disk_and_floats_again(tmp_path):
+def test_numbers_that_are_not_finite_are_strings_on_disk(tmp_path):
     log = RunLog(tmp_path / "log.jsonl")
     values = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": None, "e": 1}
     sources = {"web": {"loss": math.inf, "bits_per_byte": None, "tokens": 5}}

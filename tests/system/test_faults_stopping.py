@@ -307,7 +307,7 @@ def note_processes(rank, path):
     wrap(CanonTrainer, "train_step", before=note)
 
 
-def test_signals_to_the_group_of_a_rank_and_the_end_of_its_parent(trial):
+def test_signals_to_a_ranks_group_and_the_end_of_its_parent(trial):
     """Compilers do not get the first; the second is a request to stop."""
     noted = trial.folder / "noted"
     by_torchrun = {"TORCHELASTIC_RUN_ID": "1"}

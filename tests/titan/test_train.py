@@ -207,7 +207,7 @@ def be_late(rank):
         time.sleep(1.0)
 
 
-def test_the_rank_that_prints_an_error_may_be_the_last_to_find_it(tmp_path):
+def test_the_rank_that_prints_an_error_may_find_it_last(tmp_path):
     """torchrun ends all ranks with the first that fails: the others wait for rank 0."""
     words = ["--config", ROOT / "train_configs" / "debug.toml", "--training.stepz", 3]
     ended = launch(*words, output=tmp_path, before=be_late, check=False)
