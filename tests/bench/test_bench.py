@@ -21,6 +21,7 @@ from canon_pretrain.model import canon as canon_module
 from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import FLAVORS, ModelArgs
 from canon_pretrain.model.counts import flops_per_token
+from canon_pretrain.titan import console
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 from tests.support import ROOT, error_codes
 
@@ -51,7 +52,7 @@ def test_memory_counts_what_a_compiled_block_saves(tmp_path):
 def run(tmp_path, monkeypatch):
     """Run a bench in this process, on a machine of known speed and without compilation."""
     file = tmp_path / "result.json"
-    monkeypatch.setattr(bench_main, "init_logging", lambda rank: None)  # pytest has its own
+    monkeypatch.setattr(console, "init_logging", lambda rank: None)  # pytest has its own
     monkeypatch.setattr(Machine, "here", classmethod(lambda cls: cls(torch.device("cpu"))))
     monkeypatch.setattr(Machine, "copy_bandwidth", 1e10)
     monkeypatch.setattr(Machine, "matmul_flops", lambda self, dtype: 1e11)

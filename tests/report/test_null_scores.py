@@ -5,10 +5,10 @@ import json
 import pytest
 from huggingface_hub import ModelCard
 
-from canon_pretrain.report.evaluations import read_runs
 from canon_pretrain.report.export import _evaluations
 from canon_pretrain.report.items import ItemCache
 from canon_pretrain.report.plot import page_content
+from canon_pretrain.report.record import read_runs
 from canon_pretrain.run.results import Score
 from eval.__main__ import main
 from tests.report.test_card import card
@@ -79,14 +79,14 @@ def test_a_comparison_leaves_out_the_metric_only(runs, tmp_path, capsys):
 
 
 def test_an_item_without_a_score_is_in_no_pair(runs):
-    for run in read_runs(runs):
+    for run in read_runs(runs)[0]:
         for each in run.evaluations:
             items = ItemCache().get(each.folder, "boolq", "acc")
             assert len(items.keys) == 5 and not [key for key in items.keys if "doc z" in key]
 
 
 def test_curves_have_a_gap(runs):
-    content = page_content(read_runs(runs))
+    content = page_content(read_runs(runs)[0])
     charts = [chart for section in content["sections"] for chart in section["charts"]]
     drawn = json.dumps(charts, allow_nan=False)
     assert "lambada_openai, perplexity" in drawn and "boolq, acc" in drawn
@@ -94,14 +94,14 @@ def test_curves_have_a_gap(runs):
 
 
 def test_copies_leave_out_the_metric_only(runs):
-    (run,) = read_runs(runs[1:])
+    ((run,), _) = read_runs(runs[1:])
     values = list(_evaluations(run, 0.0))[-1].values
     assert values["eval/discriminative/boolq/acc"] == 0.6
     assert "eval/discriminative/lambada_openai/perplexity" not in values
 
 
 def test_a_card_lists_other_scores(runs):
-    (run,) = read_runs(runs[1:])
+    ((run,), _) = read_runs(runs[1:])
     text = card(run.folder, 30)["README.md"].decode()
     named = {(x.dataset_type, x.metric_type) for x in ModelCard(text).data.eval_results}
     assert named == {("lambada_openai", "acc"), ("boolq", "acc")}
