@@ -37,7 +37,7 @@ from canon_pretrain.hf.writing import INDEX, folder_beside
 from canon_pretrain.model.args import FLAVORS, ModelArgs
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.folder import IMPORTED_FROM, RunFolder
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
@@ -84,7 +84,7 @@ def import_folder(
         write_atomic(temporary / MODEL_TOML, model_toml(args, str(source.absolute())).encode())
         identity = {f"model.{name}": value for name, value in asdict(args).items()}
         # as a run folder's, for export and evaluation of OUT/step-N
-        RunFolder(temporary).write_config({"imported_from": str(source.absolute())}, identity)
+        RunFolder(temporary).write_config({IMPORTED_FROM: str(source.absolute())}, identity)
         # a folder may have both a SentencePiece model and its conversion; data accepts one
         for name in [name for name in FILE_NAMES if (source / name).is_file()][:1]:
             write_atomic(temporary / name, _file(source, name).read_bytes())

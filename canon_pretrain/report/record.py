@@ -24,7 +24,7 @@ from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.report.items import HELD_OUT, Evaluation
-from canon_pretrain.run.folder import EVALS, RunFolder, unique_labels
+from canon_pretrain.run.folder import EVALS, IMPORTED_FROM, RunFolder, unique_labels
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.log import SEGMENT_EVENTS
 from canon_pretrain.run.results import RESULTS, VALIDATION, Results, read_results
@@ -112,10 +112,10 @@ class RunRecord:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The settings by section; each section is a dict."""
+        """The settings by section; each section is a dict (see IMPORTED_FROM)."""
         config = self._section("config")
         for name, section in config.items():
-            if not isinstance(section, dict):
+            if not isinstance(section, dict) and name != IMPORTED_FROM:
                 text = f"is damaged: config.{name} is {section!r:.40}, expected an object"
                 raise UnreadableFile(self.folder.config_file, text, field=name)
         self._check_types(flatten(config))

@@ -43,6 +43,7 @@ from canon_pretrain.run.log import read_log
 CHECKPOINTS = "checkpoint"
 EVALS = "evals"
 PLAN = "sweep.json"  # of a sweep, in its folder
+IMPORTED_FROM = "imported_from"  # in the config of an imported model: no section, but a path
 DEPTH = 4  # levels of folders to search for runs
 # scopes that the trainer records in profiler traces (run/trace.py)
 CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
