@@ -1,7 +1,6 @@
 """Boards: what a plan writes, refuses and extends, and a driver that is stopped and killed."""
 
 import json
-import math
 import os
 import signal
 import subprocess
