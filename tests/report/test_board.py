@@ -149,17 +149,27 @@ def test_a_few_simulated_boards(rng):
     assert max(false_calls, false_claims) <= most(10, 0.05)
 
 
-@pytest.mark.system
-@pytest.mark.timeout(1200)
-def test_a_thousand_boards_of_best_learning_rates(rng):
-    coverage, false_calls, false_claims = simulate.chosen_boards(4, 3, 1000, rng)
-    assert 0.93 <= coverage <= 0.97 and max(false_calls, false_claims) <= 0.05
+# coverage of few boards is less exact; an error rate is judged by its binomial bound
+MANY = pytest.mark.parametrize(
+    ("boards", "least", "highest"),
+    [
+        pytest.param(150, 0.91, 0.99, marks=pytest.mark.system),
+        pytest.param(1000, 0.93, 0.97, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+    ],
+)
 
 
-@pytest.mark.system
+@MANY
+def test_many_boards_of_best_learning_rates(boards, least, highest, rng):
+    coverage, false_calls, false_claims = simulate.chosen_boards(4, 3, boards, rng)
+    assert least <= coverage <= highest
+    assert max(false_calls, false_claims) <= most(boards, 0.05)
+
+
+@MANY
 @pytest.mark.parametrize("kind", simulate.KINDS)
-def test_a_thousand_simulated_boards(kind, rng):
-    coverage, false_calls, false_claims = simulate.fixed_boards(kind, 3, 1000, rng)
+def test_many_simulated_boards(kind, boards, least, highest, rng):
+    coverage, false_calls, false_claims = simulate.fixed_boards(kind, 3, boards, rng)
     # no method sees from three seeds that agree that a fourth may fail
-    assert 0.93 <= coverage <= 0.97 or kind in ("bimodal", "beside steady")
-    assert max(false_calls, false_claims) <= 0.05
+    assert least <= coverage <= highest or kind in ("bimodal", "beside steady")
+    assert max(false_calls, false_claims) <= most(boards, 0.05)

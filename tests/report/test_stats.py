@@ -292,10 +292,13 @@ def test_false_verdicts_are_rare_and_differences_are_found():
     assert check(simulate.SCENARIOS[2], 100, 12).found[0.1] > 0.4
 
 
-@pytest.mark.system
+@pytest.mark.parametrize(
+    "experiments",
+    [pytest.param(200, marks=pytest.mark.system), pytest.param(1000, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("scenario", simulate.SCENARIOS, ids=lambda each: each.name)
-def test_false_verdicts_are_rare_in_a_thousand_experiments(scenario):
-    outcome = check(scenario, 1000, 13)
+def test_false_verdicts_are_rare(scenario, experiments):
+    outcome = check(scenario, experiments, 13)
     if scenario.noise == "given":
         assert outcome.false_alarms > 0.005  # not by never rejecting
         # below 80 %: answers are noisier with a planted difference than without
@@ -307,12 +310,12 @@ def test_false_verdicts_are_rare_in_a_thousand_experiments(scenario):
 @pytest.mark.system
 @pytest.mark.parametrize("k", [4, 7, 8])
 def test_heavy_tails_and_shared_seeds_keep_the_error_rate(k):
-    check(simulate.BREACHES[k], 200, 14)
+    check(simulate.BREACHES[k], 100, 14)
 
 
 @pytest.mark.system
 def test_the_rates_are_printed(capsys):
-    simulate.main(["--experiments", "10"])
+    simulate.main(["--experiments", "4"])
     *rates, _ = map(json.loads, capsys.readouterr().out.splitlines())
     intervals = [row["coverage"] for row in rates if "coverage" in row]
     assert len(rates) - len(intervals) == len(simulate.SCENARIOS + simulate.BREACHES)
