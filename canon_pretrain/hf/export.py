@@ -3,7 +3,7 @@
     OUT/model*.safetensors      the weights under the names of LlamaCanonForCausalLM, + index
        /config.json             the model (config.py), generation_config.json
        /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json,
-                                tokenizer.model of a SentencePiece model
+                                tokenizer.model of SentencePiece BPE
        /modeling_canon.py, ...  the model's code (writing.py), unless transformers has a class
        /canon_pretrain.json     the origin of the weights, and the names of these files
        /README.md               how to load it, or the card that `card` makes of the run
