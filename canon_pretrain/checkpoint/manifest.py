@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, sha256_file, write_json
@@ -45,7 +45,7 @@ def _check_inside(name: str) -> str:
 class FileEntry:
     """A file of a checkpoint as it was saved."""
 
-    bytes: int
+    bytes: Annotated[int, Field(ge=0, lt=1 << 63)]
     sha256: str
 
 

@@ -33,7 +33,8 @@ from canon_pretrain.run.status import Status, read_status
 SEEDS = ("model.init_seed", "data.data_seed")
 TYPES: dict[str, type] = {
     **dict.fromkeys(("data_fingerprint", HELD_OUT, "data.task.name"), str),
-    **dict.fromkeys(("job.description", "model.flavor", "checkpoint.folder"), str),
+    **dict.fromkeys(("job.description", "model.flavor", "checkpoint.folder", "data.path"), str),
+    **dict.fromkeys(("model.mixer", "model.position", "model.canon_set"), str),
     **dict.fromkeys(("training.steps", "training.seq_len", "training.global_batch_size"), int),
     **dict.fromkeys(("optimizer.lr", "run.heartbeat_s"), float),
     **dict.fromkeys(("validation.windows", *SEEDS), int),

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError
@@ -72,7 +72,7 @@ class Score:
 
     value: float | None
     stderr: float | None = None
-    bound: float | None = None
+    bound: Annotated[float, Field(allow_inf_nan=False)] | None = None
     why: str = ""
 
     @property
@@ -132,7 +132,7 @@ class Results:
 
     asked: Annotated[dict[str, Any], AfterValidator(_checked)]
     scores: dict[str, dict[str, Score]]
-    num_samples: dict[str, int]
+    num_samples: dict[str, Annotated[int, Field(ge=0, lt=1 << 63)]]
     truncated: dict[str, int] = field(default_factory=dict)
     failures: dict[str, Failures] = field(default_factory=dict)
     num_sources: dict[str, int] = field(default_factory=dict)
