@@ -3,7 +3,7 @@
 # make playground-lm  a published ablation of Canon and RoPE on the quickstart's text, 14 models
 # make test         unit, property and a few end-to-end tests
 # make test-system  faults, ranks, browser and compilers
-# make test-long    100,000 answers of each synthetic task, where test-system has 20,000
+# make test-long    before a release: test-system's draws and simulations five times as many, more odd values
 # make test-learning  small models of the playground, trained until they solve their task
 # make test-slurm   the Slurm scripts on a real Slurm of two nodes (root; Debian's slurm packages)
 # make slurm-demo   text to report by Slurm jobs, command by command
@@ -88,7 +88,7 @@ test: $(INSTALLED)
 	$(PYTEST)
 
 test-system: $(INSTALLED)
-	$(PYTEST) -m system
+	$(PYTEST) -m "system and not long"
 
 test-long: $(INSTALLED)
 	$(PYTEST) -m long
