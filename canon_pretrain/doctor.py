@@ -424,7 +424,6 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
     """Add up tensors over the ranks, train a tiny model, and verify its checkpoint."""
     from canon_pretrain.checkpoint.folder import CheckpointFolder
     from canon_pretrain.checkpoint.manifest import verify
-    from canon_pretrain.core.holder import Holder, content_of
     from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
     from canon_pretrain.run.log import LogFollower
 
@@ -435,8 +434,7 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
         return
     try:
         _remove_leftovers(folder)
-        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
-        (scratch / OWNER).write_bytes(content_of(Holder.of_this_process()))
+        scratch = _make_scratch(folder)
     except OSError as error:
         text = f"not tried: {folder} cannot be written: {error.strerror}"
         yield judge("training", "", text, uses, "--dir with a folder that can be written")
@@ -501,6 +499,19 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
         bars.close()
         shutil.rmtree(scratch, ignore_errors=True)
         signals.close()
+
+
+def _make_scratch(folder: Path) -> Path:
+    """Create a folder for the checks, which names its owner. Raises OSError, and leaves none."""
+    from canon_pretrain.core.holder import Holder, content_of
+
+    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
+    try:
+        (scratch / OWNER).write_bytes(content_of(Holder.of_this_process()))
+    except OSError:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return scratch
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -411,7 +411,7 @@ def _own_values(board: Board, setting: str, arm: str, windows: int | None) -> Se
     """
     name, values = board.settings[setting]
     dotted = values | {f"model.{key}": x for key, x in board.arms[arm].items()}
-    config = read_experiment(Path(board.tasks[name].config))
+    config = planned_values(Path(board.tasks[name].config))
     is_synthetic = "task" in config.get("data", {})
     if windows and is_synthetic and "windows" not in config.get("validation", {}):
         dotted.setdefault("validation.windows", windows)
@@ -426,7 +426,7 @@ def _toml(board: Board, setting: str, arm: str, windows: int | None) -> str:
 
 def _values(board: Board, setting: str, arm: str, windows: int | None) -> Settings:
     """Return the values of that TOML, with those of the config that it extends."""
-    base = read_experiment(Path(board.tasks[board.settings[setting][0]].config))
+    base = planned_values(Path(board.tasks[board.settings[setting][0]].config))
     return merge(base, _own_values(board, setting, arm, windows))
 
 

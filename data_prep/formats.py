@@ -141,7 +141,7 @@ def check_content(path: Path, head: bytes, promised: str = "") -> None:
 
 def check_file(path: Path) -> None:
     """Raise UserError if a file of text is of another format."""
-    if path.suffix.lower() == ".py":  # has an encoding line
+    if path.suffix == ".py":  # read by its encoding line, see readers.py
         return
     with open_regular(path) as file:
         check_content(path, file.read(PROBE_BYTES))

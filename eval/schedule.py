@@ -21,7 +21,7 @@ from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
 from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, Lease, Leases, Slurm
-from canon_pretrain.core.cli import command, run_process
+from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import live_holder, locked
@@ -285,7 +285,7 @@ def check_work(words: Sequence[str]) -> None:
     if len(words) < 2 or words[0].startswith("-") or words[1].startswith("-"):
         message = "expected RUN/checkpoint/step-N and SUITE; see bash slurm/eval.sh --help"
         raise UserError("slurm.usage", message)
-    parser = argparse.ArgumentParser(prog="slurm/eval.sh")
+    parser = Parser(prog="slurm/eval.sh")
     add_arguments(parser)
     given, suite, *options = words
     arguments = parser.parse_args(["--checkpoint", given, "--suite", suite, *options])
@@ -315,7 +315,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _begin(words: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m eval.schedule")
+    parser = Parser(prog="python -m eval.schedule")
     parser.add_argument("command", choices=("begin", "check"))
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("suite")

@@ -30,7 +30,6 @@ from canon_pretrain.run.limits import check_limits, schedule_faults
 from canon_pretrain.synthetic.tasks import build_task
 
 SHOWN = 4  # differences in a sentence
-VOCABULARY = "model.vocab_size"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "optimizer": {
         "name": "AdamW",
@@ -243,7 +242,8 @@ def read_planned(folder: Path) -> PlannedLaunch | None:
 def record_launch(folder: Path, launch: PlannedLaunch) -> None:
     """Write RUN/planned.json unless the run has started before. Raises OSError."""
     if not has_started(folder) and read_planned(folder) != launch:
-        folder.mkdir(parents=True, exist_ok=True)
+        # a job refuses a run that others may write (run/source.py)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         write_json(RunFolder(folder).planned_file, asdict(launch))
 
 

@@ -160,7 +160,7 @@ class Race:
             return Stop(self.task, *worse, *better, *stage, p, time)
 
         new: dict[Arm, Stop] = {}
-        for arm in known.keys() - {*arms}:
+        for arm in (arm for arm in known if arm not in cells):
             better = rates.get(arm[0], arms)[0]
             new[arm] = Stop(self.task, *arm, *better, *stage, None, time)
         for own in rates.values():
@@ -193,15 +193,16 @@ class Race:
         cells = {arm: x._replace(mean=sign * x.mean) for arm, x in zip(scores, found, strict=True)}
         self.seen |= {(self.task, arm): cell for arm, cell in cells.items()}
         for arm, cell in cells.items():
-            beside = [
+            # the other cells of its task and of its architecture
+            related = [
                 x
                 for (task, other), x in self.seen.items()
                 if x.is_split is not None
                 and (task == self.task or other[0] == arm[0])
                 and (task, other) != (self.task, arm)
             ]
-            num_split = sum(bool(x.is_split) for x in beside)
-            expected = math.fsum(map(splits_expected, beside))
+            num_split = sum(bool(x.is_split) for x in related)
+            expected = math.fsum(map(splits_expected, related))
             cells[arm] = with_all_or_nothing(cell, num_split, expected)
         return cells
 

@@ -163,7 +163,10 @@ def take_snapshot(run: RunFolder) -> Path:
 
     Raises UserError if it cannot be written, or others may write it.
     """
-    run.code.mkdir(mode=0o755, parents=True, exist_ok=True)
+    try:
+        run.code.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(run.code, error) from None
     check_private(run)
     newest = newest_snapshot(run)
     if newest is not None and not _faults(newest) and not differences(newest):
@@ -178,9 +181,13 @@ def take_snapshot(run: RunFolder) -> Path:
     try:
         files.write_folder(target, contents)
     except OSError as error:
-        text = f"{target} cannot be written: {error.strerror}"
-        raise UserError("run.unwritable", text, path=target) from None
+        raise _unwritable(target, error) from None
     return target
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    text = f"{path} cannot be written: {error.strerror}"
+    return UserError("run.unwritable", text, path=path)
 
 
 def check_private(run: RunFolder) -> None:

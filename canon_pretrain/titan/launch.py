@@ -304,19 +304,19 @@ def record_launch(
         "config_hash": config_hash(config, without=launches.PER_LAUNCH_KEYS),
         **(record.header() if record is not None else {}),
     }
-    differences = compared.changes | compared.config_changes
+    changes = compared.changes | compared.config_changes
     if canon is not None:
         facts |= {"canon_backend": canon.backend, "canon_backend_why": canon.why}
-        if record is not None and step and "model.canon_backend" not in differences:
+        if record is not None and step and "model.canon_backend" not in changes:
             before = (launches.newest_launch(folder) or {}).get("canon_backend")
             if before not in (None, canon.backend):  # the last launch's choice for `auto`
-                differences["canon_backend"] = [before, canon.backend]
+                changes["canon_backend"] = [before, canon.backend]
     begin = {"from_step": step} if step else {}
     metrics.event("resume" if step else "start", **begin, **facts)
     if canon is not None and canon.refused:
         metrics.event("canon_fallback", step=step, refused="triton", reason=canon.refused)
-    if differences or code:
-        metrics.event("changed", step=step, run=compared.changes, config=differences, code=code)
+    if changes or code:
+        metrics.event("changed", step=step, run=compared.changes, config=changes, code=code)
     # config.json last: if killed before it is written, the next launch logs the changes again
     metrics.flush()
     rank_zero.run(lambda: folder.write_config(config, identity, compared.code))
@@ -331,8 +331,8 @@ def record_launch(
         own["versions"] = {name: facts.get(name) for name in versions}
         for problem in record.write(folder, own):
             logger.warning(f"{problem}. The run continues")
-    lines = describe_changes(differences, compared.old_config, config)
-    for name, line in zip(differences, lines, strict=True):
+    lines = describe_changes(changes, compared.old_config, config)
+    for name, line in zip(changes, lines, strict=True):
         mark = " (allowed by run.allow_changes)" if name in compared.changes else ""
         logger.info(f"NOTE: changed since the last launch: {line}{mark}")
     if code:
