@@ -18,7 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.data.mixture import Mixture
@@ -26,7 +26,7 @@ from canon_pretrain.model.args import ModelArgs, fill_sizes, flavor
 from canon_pretrain.run.config import Data, Guards, Loss, Task, build, merge, read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.identity import IDENTITY, differences
-from canon_pretrain.run.limits import check_limits, schedule_faults
+from canon_pretrain.run.limits import OPTIMIZERS, check_limits, schedule_faults
 from canon_pretrain.synthetic.tasks import build_task
 
 SHOWN = 4  # differences in a sentence
@@ -130,6 +130,7 @@ def check_values(values: Values) -> None:
     """Raise UserError for values that the trainer would refuse, as far as torch is not needed."""
     dotted = {f"{x}.{key}": value for x, keys in values.items() for key, value in keys.items()}
     check_limits(dotted)
+    check_choice("optimizer.name", _section("optimizer", values)["name"], OPTIMIZERS)
     planned_identity(values)
     schedule = SimpleNamespace(**_section("lr_scheduler", values))
     for fault in schedule_faults(schedule, _section("training", values)["steps"]):

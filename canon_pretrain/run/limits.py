@@ -47,6 +47,9 @@ LIMITS: tuple[tuple[Any, str], ...] = (
 """By name, since redeclaring a torchtitan field would drop its text in --help-all."""
 LIMITED = [name for _, names in LIMITS for name in names.split()]
 
+OPTIMIZERS = ("Adam", "AdamW")
+"""Those that torchtitan builds."""
+
 _adapter = functools.cache(TypeAdapter)
 
 

@@ -19,7 +19,7 @@ from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.run import config as experiment
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.identity import IDENTITY
-from canon_pretrain.run.limits import LIMITED, check_limits, schedule_faults
+from canon_pretrain.run.limits import LIMITED, OPTIMIZERS, check_limits, schedule_faults
 from canon_pretrain.synthetic.task import Task
 
 
@@ -293,9 +293,6 @@ UNSUPPORTED = """
 """torchtitan's keys that would crash, be ignored, or make the run impossible to resume."""
 INSTEAD = {"debug.seed": "set model.init_seed and data.data_seed"}
 """Our keys for some of those."""
-
-OPTIMIZERS = ("Adam", "AdamW")
-"""Those that torchtitan builds."""
 
 FOLDERS = """
     checkpoint.folder profiling.save_traces_folder profiling.save_memory_snapshot_folder

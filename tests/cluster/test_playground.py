@@ -205,6 +205,7 @@ IMPOSSIBLE = [
     ('"training.steps" = 5', '"training.steps" = "5"', "config.invalid_value"),
     ('"training.steps" = 5', '"training.steps" = 5.0', "config.invalid_value"),
     ('"training.steps" = 5', '"optimizer.eps" = inf', "config.invalid_value"),
+    ('"training.steps" = 5', '"optimizer.name" = "SGD"', "config.unknown_choice"),
     ('"training.steps" = 5', '"optimizer.beta1" = 1', "config.invalid_value"),
     ('"training.steps" = 5', '"validation.windows" = 0', "config.invalid_value"),
     ('"training.steps" = 5', '"data.order" = "any"', "config.type"),

@@ -67,10 +67,16 @@ ODD = {
     "too large": 10**400,
 }
 QUICK = ("the text NaN", "null")
-# a page of some 240 runs takes seconds
-IN_SYSTEM = ("null", "text", "list", "too large")  # another type each; the others before a release
-TIERS = {"the text NaN": []} | {value: [pytest.mark.system] for value in IN_SYSTEM}
-VALUES = [pytest.param(x, id=x, marks=TIERS.get(x, [pytest.mark.long])) for x in ODD]
+
+
+def values_of(system, default=()):
+    """Return the odd values with the mark of the tier that tries them: `long` tries the others."""
+    tiers = dict.fromkeys(system, [pytest.mark.system]) | dict.fromkeys(default, [])
+    return [pytest.param(x, id=x, marks=tiers.get(x, [pytest.mark.long])) for x in ODD]
+
+
+OF_SEVERAL = values_of(system=("null", "text", "list", "too large"), default=("the text NaN",))
+OF_ONE = values_of(system=("the text NaN", "list"))  # 25 s of CPU each
 
 
 def at(number, event, **fields):
@@ -217,8 +223,8 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("runs", VALUES, indirect=True)
 class TestViews:
+    @pytest.mark.parametrize("runs", OF_SEVERAL, indirect=True)
     def test_of_several_runs(self, runs, tmp_path, capsys, caplog):
         caplog.set_level(logging.ERROR)  # of lines that are left out
         folder, names = runs
@@ -249,7 +255,7 @@ class TestViews:
         compared = comparison_content(kept)
         write_report(tmp_path, "index.html", report_content(kept, compared))
 
-    @pytest.mark.system
+    @pytest.mark.parametrize("runs", OF_ONE, indirect=True)
     def test_of_one_run(self, runs, tmp_path, monkeypatch):
         folder, names = runs
         monkeypatch.setattr(picture, "SCALE", 1)
