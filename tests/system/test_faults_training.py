@@ -92,7 +92,7 @@ def test_a_bad_step_changes_no_weight_on_any_rank(trial):
     skips = events(run, "skip")
     expected = [(2, "not finite", 1), (4, "not finite", 1)]
     assert [(e["step"], e["reason"], e["in_a_row"]) for e in skips] == expected
-    assert (skips[0]["grad_norm"], skips[1]["loss"]) == ("NaN", "Infinity")
+    assert math.isnan(skips[0]["grad_norm"]) and skips[1]["loss"] == math.inf
     assert states[5]["guards.counters"][:3].tolist() == [2, 0, 0]
     assert (status(run).state, status(run).skipped_steps) == ("done", 2)
     # a step event misses the last two steps; the final event counts all
