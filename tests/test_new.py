@@ -4,8 +4,6 @@ import json
 import math
 import random
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,7 +16,8 @@ from canon_pretrain.titan.dry_run import count_memory, on_meta
 from canon_pretrain.titan.job_config import check_job, micro_batch_size
 from data_prep.plan import AIMED_HELD_OUT
 from data_prep.planning import train_tokenizer
-from tests.support import ROOT, error_codes
+from tests.commands import run_command
+from tests.support import error_codes
 
 CPU = new.Machine("2 cores", False, 1, 8e9)
 NODE = new.Machine("8 GPUs", True, 8, 80e9)
@@ -306,8 +305,7 @@ def test_one_long_file_to_a_comparison(tmp_path, monkeypatch, capsys):
     for words in (shlex.split(line) for line in lines if line and line[0] != "#"):
         words = words[1:] if words[0] == "canon" else words[3:]
         if words[0] in MODULES:
-            command = [sys.executable, "-m", MODULES[words[0]], *words[1:]]
-            subprocess.run(command, check=True, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+            run_command(MODULES[words[0]], *words[1:], cwd=tmp_path, check=True)
             ran.append(words[0])
     assert ran == ["data", "train", "train", "eval", "eval"]
     manifest = json.loads((tmp_path / "outputs/mine/data/validation/manifest.json").read_text())
