@@ -221,7 +221,7 @@ def _requested(own: Status | None, asked: StopCause) -> Decision | None:
         return Decision("leave", f"ended by SIGTERM {where}; Slurm decides whether it is requeued")
     if asked == "preempted":
         return Decision("requeue", f"preempted {where}")
-    if own is not None and own.state == "failed" and own.reason.startswith("UserError"):
+    if own is not None and own.state == "failed" and own.error_code:
         # the same command would fail again
         return Decision("failed", own.reason)
     if own is None or own.state != "stopped":

@@ -262,10 +262,10 @@ class Session:
         if self.status is not None:
             self.status.set(**fields)
 
-    def end(self, state: States, reason: str, step: int) -> None:
+    def end(self, state: States, reason: str, step: int, error_code: str = "") -> None:
         """Write the final state; `failed` is never replaced."""
         if self.status is not None and self.is_owner():
-            self.status.end(state, reason, step)
+            self.status.end(state, reason, step, error_code)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
@@ -273,7 +273,9 @@ class Session:
                 first_line = str(error).strip().partition("\n")[0]
                 kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
                 reason = f"{kind}{first_line}"
-                self.end("failed", reason, self.status.status.step)
+                # not of a file that cannot be read, which may be there again at the next try
+                code = error.code if type(error) is UserError else ""
+                self.end("failed", reason, self.status.status.step, code)
             self._release()
         finally:
             # last: torchrun sends SIGTERM to the other ranks when one has failed

@@ -40,6 +40,7 @@ class Status:
     heartbeat: Time  # of the last step or change of phase
     written: Time
     reason: str = ""  # of the state; empty while running
+    error_code: str = ""  # of a refusal, after which the same command would fail again
     phase: Phases = "starting"
     seconds_per_step: float | None = None
     world_size: Count = 1
@@ -93,10 +94,11 @@ class StatusWriter:
                 return True
             return False
 
-    def end(self, state: States, reason: str, step: int) -> bool:
+    def end(self, state: States, reason: str, step: int, error_code: str = "") -> bool:
         """Write the final state; `failed` is never replaced."""
         if self.status.state != "failed":
-            self.set(state=state, reason=reason, step=step, phase="ended", heartbeat=utc_now())
+            why = {"reason": reason, "error_code": error_code}
+            self.set(state=state, step=step, phase="ended", heartbeat=utc_now(), **why)
         return self.write()
 
 

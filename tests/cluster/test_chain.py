@@ -4,14 +4,17 @@ import json
 import threading
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
 from canon_pretrain.chain import begin, end, restarts_file
-from canon_pretrain.core.files import write_json
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import UnreadableFile, write_json
 from canon_pretrain.core.holder import Holder
 from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.session import Session
 from canon_pretrain.run.status import Status, read_status
 from tests.support import refused
 
@@ -56,7 +59,6 @@ def recorded(run, key):
         ("stopped", "SIGUSR1", "none", "requeue"),
         ("stopped", "SIGTERM", "preempted", "requeue"),
         ("stopped", "SIGTERM", "term", "leave"),
-        ("failed", "UserError: optimizer.lr differs", "none", "failed"),
         ("failed", "RuntimeError: NCCL", "limit", "requeue"),
         ("failed", "RuntimeError: NCCL", "term", "leave"),
         ("running", "", "none", "requeue"),  # killed
@@ -66,6 +68,22 @@ def recorded(run, key):
 def test_the_action_follows_from_status_and_cause(run, state, reason, asked, expected):
     assert attempt(run, state, 40, reason, asked=asked) == expected
     assert recorded(run, "ended") == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (UserError("run.changed", "optimizer.lr differs"), "failed"),
+        (UnreadableFile(Path("shard"), "cannot be read"), "requeue"),
+        (RuntimeError("NCCL"), "requeue"),
+    ],
+)
+def test_a_refusal_is_not_tried_again(run, error, expected):
+    """The session of a launch that ends with an error writes the status."""
+    assert begin(run, "7", restarts=2) is None
+    with pytest.raises(type(error)), Session(run, rank=0, world_size=1, steps=9, heartbeat_s=9):
+        raise error
+    assert end(run, "7", "none", restarts=2).next == expected
 
 
 @pytest.mark.parametrize("asked", ["none", "limit"])
