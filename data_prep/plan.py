@@ -238,5 +238,5 @@ def all_held_out(where: str, num_documents: int, holdout: float) -> UserError:
 
 
 def holdout_for(num_documents: float) -> float:
-    """Return the share that holds out LEAST_HELD_OUT documents, or MAX_HOLDOUT if they are few."""
+    """Return the share that holds out AIMED_HELD_OUT documents, or MAX_HOLDOUT if they are few."""
     return min(MAX_HOLDOUT, AIMED_HELD_OUT / max(num_documents, 1.0))

@@ -244,7 +244,9 @@ class Evaluation:
     def _run_tasks(
         self, plan: SuitePlan, unfinished: PartialResults, lm: CanonLM, work: TotalProgress
     ) -> dict[str, TaskResult]:
-        done: dict[str, TaskResult] = self.ranks.broadcast(unfinished.read())
+        # rank 0's file counts, and answers may take a gigabyte: the others do not read it
+        is_reader = self.ranks.rank == 0
+        done: dict[str, TaskResult] = self.ranks.broadcast(unfinished.read() if is_reader else None)
         if done:
             self.log(f"{plan.name}: resumed after {len(done)} tasks of an earlier call")
         answers = {}
@@ -269,7 +271,8 @@ class Evaluation:
         ask: Callable[[], TaskAnswers],
     ) -> TaskAnswers:
         """Return the answers to a task that an earlier call stored, or ask and store them."""
-        known: TaskAnswers | None = self.ranks.broadcast(unfinished.read_answers(name))
+        stored_answers = unfinished.read_answers(name) if self.ranks.rank == 0 else None
+        known: TaskAnswers | None = self.ranks.broadcast(stored_answers)
         if known is not None:
             self.log(f"{name}: answered by an earlier call")
             work.total -= plan.tasks[name].cost

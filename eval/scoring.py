@@ -208,7 +208,7 @@ def is_multiple_choice(task: Task) -> TypeGuard[ConfigurableTask]:
 
 
 def _add_gold_bits(task: ConfigurableTask, by_filter: Mapping[str, Sequence[Item]]) -> bool:
-    """Add the metric GOLD_BITS to all items; return False if one has no gold answer."""
+    """Add the metric GOLD_BITS to the scored items; return False if one has no gold answer."""
     scored = [item for items in by_filter.values() for item in items if not item.error]
     bits = [gold_bits_per_byte(task, item) for item in scored]
     if any(value is None for value in bits):
