@@ -8,7 +8,6 @@ One process imports lm_eval, which takes seconds, and forks the ranks of every s
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ import torch
 from canon_pretrain.core.errors import UserError
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
+from tests.ports import free_port
 from tests.scripted_lm import Letters, LimitedMemory, requests
 from tests.variants import VARIANTS, build
 
@@ -134,9 +134,7 @@ SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
 
 def in_ranks(function: Callable[[Ranks], Any], world_size: int, folder: Path) -> list[dict]:
     """How each rank ended: result or error, exit code (-9 after SIGKILL), seconds."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     started, ranks = time.monotonic(), dict[int, int]()
     for rank in range(world_size):
         pid = os.fork()

@@ -6,7 +6,6 @@ A rank calls `before(rank)` first, a function that patches what a test breaks.
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -22,6 +21,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
 from canon_pretrain.run.status import Status, read_status
 from tests.commands import fork_server
+from tests.ports import free_port
 from tests.support import error_codes
 
 TIMEOUT_S = 120.0
@@ -52,9 +52,7 @@ class Launch:
         before: Before = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         output.mkdir(parents=True, exist_ok=True)
         number = len(list(output.glob("launch-*-rank-0.txt")))
         self._outputs = [output / f"launch-{number}-rank-{rank}.txt" for rank in range(ranks)]

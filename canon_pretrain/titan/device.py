@@ -4,7 +4,6 @@ import contextlib
 import os
 import platform
 import resource
-import socket
 import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -96,10 +95,9 @@ def single_rank_environment() -> Iterator[None]:
     if any(name in os.environ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         yield
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    values = ("0", "0", "1", "1", "127.0.0.1", str(port))
+
+    # port 0: the store takes a free one when it opens it, which nobody else has to know
+    values = ("0", "0", "1", "1", "127.0.0.1", "0")
     os.environ.update(zip(TORCHRUN, values, strict=True))
     try:
         yield

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from canon_pretrain.preflight import MATMUL, TWO_NODES, Report, judge, main
 from canon_pretrain.run.folder import RunFolder
 from tests.commands import fork_server
 from tests.fault_runs import checkpoint, unharmed_run
+from tests.ports import free_port
 from tests.ranks import whole_state
 from tests.support import ROOT, debug_run, refused
 
@@ -148,9 +148,7 @@ def preflight_rank(rank, port, folder, fault):
 @pytest.mark.system
 @pytest.mark.parametrize("fault", ["", "no room", "slow"])
 def test_a_failed_or_slow_rank_is_found_without_a_timeout(fault, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = [(rank, port, tmp_path, fault) for rank in (0, 1)]
     ranks = [fork_server.Process(target=preflight_rank, args=each) for each in words]
     for each in ranks:

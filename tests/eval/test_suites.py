@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 
@@ -15,6 +14,7 @@ from tests.checkpoint_folders import small_disk
 from tests.commands import Command
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.eval_text_runs import write_run
+from tests.ports import free_port
 from tests.support import error_codes
 
 pytestmark = pytest.mark.system
@@ -38,9 +38,7 @@ def command(base, suite, out, *words):
 
 def start(words, folder, ranks=1):
     """Start `eval` as processes that are connected as torchrun's are; each has an output file."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(ranks):
         variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
