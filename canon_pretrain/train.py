@@ -76,7 +76,7 @@ def serve_forks() -> None:
     from canon_pretrain.titan import command_line, data, dry_run, launch, trainer  # noqa: F401
 
     cpu_vec_isa.pick_vec_isa()  # starts a process per instruction set
-    serve(main)
+    serve(lambda argv: run_process(lambda: main(argv)))
 
 
 def _run(argv: list[str], *, quiet: bool) -> None:

@@ -9,7 +9,7 @@ from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
 
-from tests.variants import VARIANTS, build, random_tokens, variant
+from tests.variants import SOME_VARIANTS, VARIANTS, build, random_tokens, variant
 
 # from inside torch
 pytestmark = [
@@ -39,7 +39,12 @@ system = pytest.mark.system
 ONE_GRAPH = [
     ("nope ABCD", {}),
     ("nope ABC moe", {}),
-    *(pytest.param(name, {}, marks=system) for name in VARIANTS if name != "nope ABCD"),
+    *(pytest.param(name, {}, marks=system) for name in SOME_VARIANTS),
+    *(
+        pytest.param(name, {}, marks=pytest.mark.long)
+        for name in VARIANTS
+        if name not in (*SOME_VARIANTS, "nope ABCD")
+    ),
     pytest.param("alibi ABCD gqa documents", {"attention_backend": "flex"}, marks=system),
     pytest.param("h_alibi BD documents", {"canon_backend": "reference"}, marks=system),
 ]
