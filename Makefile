@@ -1,6 +1,6 @@
-# make quickstart   text -> shards -> a trained, stopped and resumed Canon model -> scores -> a report
+# make quickstart   text -> shards -> a trained, stopped and resumed model -> scores -> a page; what Canon does
 # make playground  the paper's directions on five synthetic tasks: 90 models, a page of results
-# make playground-lm  a published ablation of Canon and RoPE on the quickstart's text, 14 models
+# make playground-lm  a published ablation of Canon and RoPE on the standard library's text, 14 models
 # make test         unit, property and a few end-to-end tests
 # make test-system  faults, ranks, browser and compilers
 # make test-long    before a release: test-system's draws and simulations five times as many, more odd values
@@ -21,68 +21,29 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
 
-# as in train_configs/quickstart.toml
-RUN := outputs/quickstart
-STEPS := 80
-STOP_AT := 40
-STAGES := 6
-playground-lm: STAGES := 2
-
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-CONFIG := train_configs/quickstart.toml
-# two ranks share the cores; torchrun would give each a single thread, and say so
-THREADS := $(shell n=$$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); echo $$((n > 1 ? n / 2 : 1)))
-# a single GPU cannot hold two ranks: the CPU then does
-GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | wc -l)
-DEVICE := $(if $(filter 1,$(GPUS)),CUDA_VISIBLE_DEVICES= )
-LAUNCH := $(DEVICE)OMP_NUM_THREADS=$(THREADS) torchrun --nproc-per-node 2 -m canon_pretrain.train --config $(CONFIG)
-EVAL := $(DEVICE)python -m eval run --checkpoint $(RUN)/run/checkpoint/step-$(STEPS) \
-	--suite validation,birth-year --limit 32 --max_length 384 --must_beat unigram
-SAMPLE := $(DEVICE)canon sample $(RUN)/run --prompt "This module provides" --max_tokens 60 --seed 0
-, := ,
 INSTALLED := .venv/.installed
 # two processes of one thread each, so that nothing waits for a core
 PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal
 
-# $(call stage,number and title,command): say it, run it, say how long it took
-define stage
-	@printf '\n== %s\n   %s\n\n' '$(1)' '$(2)'
-	@start=$$SECONDS; $(2) && printf '   took %d s\n' $$((SECONDS - start))
-endef
+LM := outputs/boards/lm-data
 
-SHARDS := $(RUN)/data/validation/manifest.json
-STOPPED := $(RUN)/run/checkpoint/step-$(STOP_AT)/manifest.json
-DONE := $(RUN)/run/DONE
-
-# make deletes the target of an interrupted recipe, which here would be a checkpoint's heart
-.PRECIOUS: $(SHARDS) $(STOPPED) $(DONE)
+# make deletes the target of an interrupted recipe, which here would be a manifest of shards
+.PRECIOUS: $(LM)/validation/manifest.json
 .PHONY: quickstart playground playground-lm test test-system test-long test-learning test-slurm snapshots slurm-demo check constraints install clean-quickstart
 
 quickstart: $(INSTALLED)
-	@$(MAKE) --no-print-directory $(DONE)
-	$(call stage,4/6 held-out loss beside count models$(,) and birth-year probes: 32 windows or items of each,$(EVAL))
-	$(call stage,5/6 a page to look at,python -m eval report $(RUN)/run)
-	$(call stage,6/6 a sample,$(SAMPLE))
-	@printf '\nreport: $(RUN)/run/report/index.html\nnext:\n  source .venv/bin/activate\n'
-	@printf '  %-37s # %s\n' 'canon sample $(RUN)/run' 'a prompt of your own' \
-		'canon new mine --data FOLDER' 'a model of your own text' \
-		'make playground' 'which architecture is better at what'
-
-$(SHARDS): | $(INSTALLED)
-	$(call stage,1/$(STAGES) text -> tokenizer -> shards,python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(RUN)/data)
-
-$(STOPPED): | $(SHARDS)
-	$(call stage,2/6 train on two FSDP2 ranks and stop in the middle,$(LAUNCH) --run.stop_at $(STOP_AT))
-
-$(DONE): | $(STOPPED)
-	$(call stage,3/6 resume and finish,$(LAUNCH))
+	python -m canon_pretrain.quickstart
 
 playground: $(INSTALLED)
 	python -m canon_pretrain.playground run train_configs/playground/boards/laptop.toml
 
-playground-lm: $(SHARDS)
-	$(call stage,2/2 train the board,python -m canon_pretrain.playground run train_configs/playground/boards/lm.toml)
+playground-lm: $(LM)/validation/manifest.json
+	python -m canon_pretrain.playground run train_configs/playground/boards/lm.toml
+
+$(LM)/validation/manifest.json: | $(INSTALLED)
+	python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(LM)
 
 test: $(INSTALLED)
 	$(PYTEST)
@@ -140,4 +101,4 @@ $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 clean-quickstart:
-	rm -rf $(RUN)
+	rm -rf outputs/quickstart

@@ -11,6 +11,7 @@ import sys
 
 STAGES = {
     "doctor": ("canon_pretrain.doctor", "what this machine has and lacks", ""),
+    "try": ("canon_pretrain.trial", "does Canon help on your text? train, compare, report", ""),
     "new": ("canon_pretrain.new", "propose an experiment for your own text", ""),
     "data": ("data_prep.__main__", "text to token shards", "build show stats verify finish bench"),
     "train": ("canon_pretrain.train", "train or resume (several GPUs: torchrun)", ""),

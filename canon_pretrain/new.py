@@ -41,11 +41,14 @@ EPOCHS = 8
 nats after 4, 8, 16 and 32."""
 WORN_EPOCHS = 15.4  # R* of Muennighoff et al. (2023): how repeated tokens lose their worth
 LEAST_STEPS = 300
-LEAST_BATCH_TOKENS = 2048
+LEAST_BATCH_TOKENS = 1024
+"""Of small models: bits per byte of held-out text after 70 CPU seconds at width 64, with steps of
+512, 1,024 and 2,048 tokens (learning rates 1e-2, 1e-2, 4e-3): prose of 2.4 MB 2.148, 2.102, 2.143;
+Python code of 12 MB -, 1.804, 1.816. A bigram has 2.504 and 2.130."""
 LEAST_BYTES = 20_000
 BYTES_PER_TOKEN = 3.5
 """Assumed until the tokenizer of the chosen size is trained."""
-PAPER_LR, LR, LR_WIDTH = 1e-3, 4e-3, 128
+PAPER_LR, LR, LR_WIDTH = 1e-3, 1e-2, 64
 DOCUMENTS = 200
 HELD_OUT_BYTES, LEAST_BUILT_BYTES = 4_000_000, 20_000_000
 MEASURE_S, MEASUREMENTS = 1.0, 3
@@ -57,24 +60,40 @@ BYTES_PER_PARAMETER = 24  # float32 weights, gradients, AdamW's moments, and wha
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine's devices: `ranks` GPUs, or all CPU cores as one; `memory` is of each."""
+    """The devices of this machine: `ranks` GPUs, or all CPU cores as one; `memory` is of each.
+
+    `parallel`: models that train at once, each on a GPU, or on its part of the cores.
+    """
 
     name: str
     is_gpu: bool
     ranks: int
     memory: float
+    parallel: int = 1
 
     @classmethod
-    def find(cls) -> "Machine":
+    def find(cls, models: int = 1) -> "Machine":
+        """Return the machine on which `models` models are to be trained, at once if they can be."""
         import torch
 
         check_cuda()
         if gpus := torch.cuda.device_count():
             memory = torch.cuda.get_device_properties(0).total_memory
+            name = f"{gpus} x {torch.cuda.get_device_name(0)}"
             ranks = 1 << (gpus.bit_length() - 1)  # a power of two divides the batch
-            return cls(f"{gpus} x {torch.cuda.get_device_name(0)}", True, ranks, memory)
-        name = f"{available_cores()} cores of {cpu_info('model name') or 'a CPU'}"
-        return cls(name, False, 1, available_memory())
+            if models > 1:
+                return cls(name, True, 1, memory, parallel=min(models, gpus))
+            return cls(name, True, ranks, memory)
+
+        cores = available_cores()
+        name = f"{cores} cores of {cpu_info('model name') or 'a CPU'}"
+        parallel = min(models, cores)
+        return cls(name, False, 1, available_memory() / parallel, parallel)
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of each model."""
+        return available_cores() // self.parallel
 
     def micro_batch(self, args: ModelArgs) -> int:
         """Return the windows of a forward pass that surely fit into the memory, or 0.
@@ -96,13 +115,17 @@ class Machine:
 
         from canon_pretrain.model.transformer import Transformer
 
+        if not self.is_gpu:
+            torch.set_num_threads(self.threads)
         device = torch.device("cuda" if self.is_gpu else "cpu")
         model = Transformer(args).to(device)
         model.init_weights()
         if self.is_gpu:
             model.bfloat16()
-        shape = min(8, self.micro_batch(args)), args.max_seq_len
-        tokens = torch.randint(args.vocab_size, shape, device=device)
+        # a small step has the smallest share of the processor's speed
+        windows = 8 if self.is_gpu else max(1, LEAST_BATCH_TOKENS // args.max_seq_len)
+        windows = min(windows, self.micro_batch(args))
+        tokens = torch.randint(args.vocab_size, (windows, args.max_seq_len), device=device)
 
         def step() -> None:
             logits = model(tokens).flatten(0, 1).float()
@@ -171,13 +194,16 @@ class Proposal:
         worth = best * self.parameters / self.unique - 1
         repeats = worth if worth < 0 else -WORN_EPOCHS * math.log(1 - worth / WORN_EPOCHS)
         minutes = math.ceil((1 + repeats) * self.unique / self.speed / 60)
-        return f"for {best:.3g} tokens each: --minutes {minutes}"
+        return f"about {best:.2g} would be ideal: {minutes} minutes of training"
 
     @property
     def batch(self) -> int:
-        """Windows in a step: DeepSeek's 0.292 C^0.3271 tokens, down to a power of two."""
+        """Windows in a step: half of DeepSeek's 0.292 C^0.3271 tokens, down to a power of two.
+
+        Half, since for the smallest models here that is best (see LEAST_BATCH_TOKENS).
+        """
         flops = 6 * self.parameters * self.tokens
-        tokens = max(LEAST_BATCH_TOKENS, 0.292 * flops**0.3271)
+        tokens = max(LEAST_BATCH_TOKENS, 0.292 / 2 * flops**0.3271)
         return max(self.machine.ranks, 1 << int(math.log2(tokens / self.args.max_seq_len)))
 
     @property
@@ -251,7 +277,7 @@ def steps_rule(given: Proposal) -> str:
     elif given.epochs > EPOCHS - 0.5:
         why = f"More than {EPOCHS} epochs of a small text gain nothing on held-out text."
     else:
-        why = f"The time limit: --minutes {given.seconds / 60:g}."
+        why = f"The time limit: {given.seconds / 60:.3g} minutes of training."
     return f"{facts} ({given.speed:,.0f} tokens/s).\n# {why}"
 
 
@@ -294,64 +320,88 @@ def toml(name: str, files: str, prompt: str, given: Proposal) -> str:
     )
 
 
+def build_options(
+    out: str,
+    paths: Sequence[Path],
+    found: Survey,
+    text_field: str | None,
+    proposal: Proposal,
+) -> list[str]:
+    """Return the options of `canon data build` that write the proposal's shards to `out`."""
+    cut, holdout = cut_and_holdout(found, proposal.share)
+    words = ["--source", "local", "--files", *map(str, paths)]
+    if found.suffixes:
+        words += ["--text-suffixes", *found.suffixes]
+    if text_field:
+        words += ["--text-field", text_field]
+    if cut:
+        words += ["--max-document-bytes", str(cut)]
+    if proposal.max_tokens:
+        words += ["--max-tokens", str(proposal.max_tokens)]
+    words += ["--holdout", f"{holdout:g}", "--tokenizer", f"train:{proposal.args.vocab_size}"]
+    return [*words, "--out", out]
+
+
 def next_commands(
-    name: str, paths: Sequence[Path], found: Survey, text_field: str | None, given: Proposal
+    name: str, paths: Sequence[Path], found: Survey, text_field: str | None, proposal: Proposal
 ) -> Iterator[tuple[str, str]]:
     """Yield (what it does, the command as it is pasted)."""
     canon = "canon" if shutil.which("canon") else "python -m canon_pretrain"
-    cut, holdout = cut_and_holdout(found, given.share)
-    words = ["--source", "local", "--files", *map(str, paths)]
-    words += ["--text-suffixes", *found.suffixes] if found.suffixes else []
-    words += ["--text-field", text_field] if text_field else []
-    words += ["--max-document-bytes", str(cut)] if cut else []
-    words += ["--max-tokens", str(given.max_tokens)] if given.max_tokens else []
-    words += ["--holdout", f"{holdout:g}", "--tokenizer", f"train:{given.args.vocab_size}"]
-    words += ["--out", f"outputs/{name}/data"]
+    words = build_options(f"outputs/{name}/data", paths, found, text_field, proposal)
     yield "text to shards of tokens", f"{canon} data build {shlex.join(words)}"
+
     train, run, other = f"{canon} train", f"outputs/{name}/canon", f"outputs/{name}/none"
-    if (ranks := given.machine.ranks) > 1:
+    if (ranks := proposal.machine.ranks) > 1:
         train = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train"
     train += f" --config {name}.toml"
     yield "train; Ctrl-C saves, the same command resumes", train
     yield "let it write", f"{canon} sample {run}"
+
     without = f'--model.canon_set "" --job.dump_folder {other}'
     yield "then the same model without Canon layers", f"{train} {without}"
     yield (
         "score both on the held-out documents",
-        (f"{canon} eval run --suite validation --checkpoint {other} {run}"),
+        f"{canon} eval run --suite validation --checkpoint {other} {run}",
     )
     yield "what is different, and by how much", f"{canon} eval compare {other} {run}"
 
 
-def propose_experiment(given: argparse.Namespace) -> None:
-    """Print what is found and proposed, and write NAME.toml. Raises UserError."""
-    target, outputs = Path(f"{given.name}.toml"), Path("outputs", given.name)
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", given.name):
-        message = f"NAME {given.name!r}: expected letters, digits, _ . and -, such as mine"
+def check_name(name: str) -> None:
+    """Raise UserError unless `name` can name a file and a folder."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        message = f"NAME {name!r}: expected letters, digits, _ . and -, such as mine"
         raise UserError("option.invalid", message, option="NAME")
-    for path in (target, outputs):
-        if path.exists():
-            message = f"{path}: exists; give another name, or remove it if you do not need it"
-            raise UserError("new.exists", message, path=path)
-    for path in given.data:
+
+
+def inspect_text(
+    paths: Sequence[Path], text_field: str | None, suffixes: Sequence[str], option: str
+) -> Survey:
+    """Print what the text of `option` is. Raises UserError if nothing can be trained on it."""
+    for path in paths:
         if Path("outputs").resolve().is_relative_to(path.resolve()):
-            message = (
-                f"--data {path}: outputs/ would be in it and be read as text; run `canon new` "
+            raise UserError(
+                "new.outputs_in_data",
+                f"{option} {path}: outputs/ would be in it and be read as text; run this in a "
+                "folder outside of the text's",
+                path=path,
             )
-            message += "in a folder outside of the text's"
-            raise UserError("new.outputs_in_data", message, path=path)
-    files = ", ".join(map(str, given.data))
-    found = survey(given.data, given.text_field, given.text_suffixes, "--data")
+
+    found = survey(paths, text_field, suffixes, option)
     print_survey(found)
-    check_text(found, files)
-    _, holdout = cut_and_holdout(found)
-    machine = Machine.find()
-    each = " each" if machine.ranks > 1 else ""
+    check_text(found, ", ".join(map(str, paths)))
+    return found
+
+
+def choose(machine: Machine, found: Survey, seconds: float) -> Proposal:
+    """Print and return what to train for `seconds` on a text. Raises UserError."""
+    each = " each" if max(machine.ranks, machine.parallel) > 1 else ""
     show("machine", f"{machine.name}, {size(machine.memory)} of memory{each}")
     load, cores = os.getloadavg()[0], available_cores()
     if load > cores / 2:
         show("", f"load average {load:.1f} on {cores} cores: times are those of a busy machine")
-    chosen = propose(machine, (1 - holdout) * found.num_bytes, 60.0 * given.minutes)
+
+    _, holdout = cut_and_holdout(found)
+    chosen = propose(machine, (1 - holdout) * found.num_bytes, seconds)
     vocab_size, share = found.tokens_per_byte(chosen.args.vocab_size)
     total = share * found.num_bytes
     chosen = replace(chosen, unique=(1 - holdout) * total)
@@ -359,20 +409,36 @@ def propose_experiment(given: argparse.Namespace) -> None:
         args = replace(chosen.args, vocab_size=vocab_size)
         chosen = replace(chosen, args=args, speed=machine.tokens_per_second(args))
     chosen = limit_tokens(found, total, chosen)
+
     kind = f"of a vocabulary of {vocab_size:,}, {1 / share:.2f} bytes each"
     show("tokens", f"{total:,.0f} {kind}")
     if chosen.max_tokens:
         part = f"of the first files, {chosen.max_tokens:,} are built"
         show("", f"{part}: at least four times what the run uses")
-    facts = f"{chosen.name}: {chosen.parameters:,} parameters, {chosen.ratio:.1f} tokens each"
-    show("model", *filter(None, (facts, chosen.shortfall)))
+    facts = f"{chosen.name}: {chosen.parameters:,} parameters"
+    ratio = f"{chosen.ratio:.1f} tokens per parameter"
+    show("model", facts, "; ".join(filter(None, (ratio, chosen.shortfall))))
     show("training", *steps_rule(chosen).split("\n# "))
+    return chosen
+
+
+def propose_experiment(given: argparse.Namespace) -> None:
+    """Print what is found and proposed, and write NAME.toml. Raises UserError."""
+    target, outputs = Path(f"{given.name}.toml"), Path("outputs", given.name)
+    check_name(given.name)
+    for path in (target, outputs):
+        if path.exists():
+            message = f"{path}: exists; give another name, or remove it if you do not need it"
+            raise UserError("new.exists", message, path=path)
+
+    found = inspect_text(given.data, given.text_field, given.text_suffixes, "--data")
+    chosen = choose(Machine.find(), found, 60.0 * given.minutes)
+    files = ", ".join(map(str, given.data))
     with create_file(target) as file:
-        prompt = first_words(found.sample)
-        file.write(toml(given.name, files, prompt, chosen).encode())
+        file.write(toml(given.name, files, first_words(found.sample), chosen).encode())
+
     print(f"\nWrote {target}, with the reason for each value. Next:\n")
-    named = given.name, given.data, found, given.text_field, chosen
-    for about, words in next_commands(*named):
+    for about, words in next_commands(given.name, given.data, found, given.text_field, chosen):
         print(f"# {about}\n{words}\n")
 
 

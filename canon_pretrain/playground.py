@@ -134,9 +134,8 @@ WINDOWS = 128  # of a synthetic task that score a run; a trainer's 16 have few q
 POLL_S, SHOW_S, REPORT_S = 0.2, 1.0, 30.0
 PATIENCE_S = 120.0  # a run whose driver was killed saves its last step before it ends
 # imports what a trainer does once, for all runs
-SERVER = (sys.executable, "-c", "from canon_pretrain.train import serve_forks as f; f()")
+SERVER = (sys.executable, "-c", "from canon_pretrain.train import serve_forks; serve_forks()")
 TRAINER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
     # the next run of an architecture loads its differentiated graphs
     "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a process with threads is not forked
@@ -562,15 +561,18 @@ class Driver:
         race: "BoardRace | None" = None,
         *,
         gpus: Sequence[str] = (),
+        threads: int = 1,
+        server: ForkServer | None = None,
     ) -> None:
         self.sweep, self.folder, self.parallel, self.race = sweep, folder, parallel, race
-        self.gpus = gpus
+        self.gpus, self.threads = gpus, threads
         self.console = Console(highlight=False, soft_wrap=True)
         self.failures: dict[str, str] = {}
         self.stops = 0
         """Requests to stop: the first saves, the second kills."""
         self._children: list[_Child] = []
-        self._server: ForkServer | None = None
+        self._server = server
+        self._is_own_server = server is None
         self._began = time.monotonic()
         self._trained = 0  # steps of this driver's runs that have ended
         lengths = {x: num_steps(planned_values(Path(x))) for x in sweep.configs}
@@ -680,13 +682,13 @@ class Driver:
         Returns None if a request to stop comes first: the imports take seconds, or minutes on a
         busy machine.
         """
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-        environ |= TRAINER_ENVIRONMENT | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+        environ = trainer_environment(self.threads)
+        environ |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         if gpu is None:
             try:
                 self._server = self._server or ForkServer(SERVER, environ)
                 process = self._server.start(
-                    ["--config", *words], output, gives_up=lambda: self.stops > 0
+                    ["train", "--config", *words], output, gives_up=lambda: self.stops > 0
                 )
                 if process is None:
                     self._close_server()
@@ -781,7 +783,8 @@ class Driver:
         finally:
             for child in self._children:
                 child.process.terminate()
-            self._close_server()
+            if self._is_own_server:
+                self._close_server()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -796,6 +799,12 @@ class Driver:
             if child.process.returncode is None:
                 kill_tree(child.process.pid)  # and its compilers
         raise KeyboardInterrupt
+
+
+def trainer_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a trainer with `threads` CPU threads that a driver starts."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return environ | TRAINER_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
 
 
 def visible_gpus() -> list[str]:

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -65,18 +66,32 @@ def _exit_with(error: UserError, *, quiet: bool) -> NoReturn:
     exit_with(error)
 
 
-def serve_forks() -> None:
-    """Import what training needs, and train in forked children (core/children.py); on CPUs only."""
+def serve_forks(*modules: str) -> None:
+    """Import what training needs, then run `canon WORDS` in a forked child for each request.
+
+    NAME=VALUE before the words sets variables, as for `env`. `modules`: what else to import.
+    Returns at once on GPUs: CUDA does not survive a fork.
+    """
     device.prepare_process()
-    if device.has_accelerator():  # CUDA does not survive a fork
+    if device.has_accelerator():
         return
     device.prepare_device()
     from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401
 
+    from canon_pretrain.__main__ import main as canon
     from canon_pretrain.titan import command_line, data, dry_run, launch, trainer  # noqa: F401
 
+    for module in modules:
+        import_module(module)
     cpu_vec_isa.pick_vec_isa()  # starts a process per instruction set
-    serve(lambda argv: run_process(lambda: main(argv)))
+
+    def run(words: list[str]) -> None:
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            os.environ[name] = value
+        run_process(lambda: canon(words))
+
+    serve(run)
 
 
 def _run(argv: list[str], *, quiet: bool) -> None:

@@ -145,7 +145,7 @@ def test_gpus_share_the_states_and_fit_what_dry_run_counts(tmp_path):
         proposal = new.Proposal(NODE, name, args, 1e6, 1e11, 1e6)
         (tmp_path / "x.toml").write_text(new.toml("x", "text", "a", proposal))
         job = job_of("x")
-        assert micro_batch_size(job, 8) == NODE.micro_batch(args) >= 4
+        assert micro_batch_size(job, 8) == min(NODE.micro_batch(args), proposal.batch // 8) >= 4
         parts = count_memory(job, on_meta(job.model_args), 8)
         assert sum(parts.values()) < NODE.memory
 
@@ -252,7 +252,7 @@ def test_a_low_ratio_has_its_reason():
     # both limit: the most that the text allows
     assert float(shortfall(parameters / 2, 0.1).split()[1]) < 10
     for unique in (1e9, 5 * parameters):
-        minutes = int(shortfall(unique, 10.0).split()[-1])
+        minutes = int(shortfall(unique, 10.0).split()[-4])
         one = new.Proposal(CPU, "debug", new.flavor("debug"), 1e5, unique, 60.0 * minutes)
         assert one.ratio >= 20 > replace(one, seconds=60.0 * (minutes - 1)).ratio
 

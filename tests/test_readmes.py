@@ -20,6 +20,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from canon_pretrain import quickstart
 from canon_pretrain.__main__ import STAGES
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import make_plans
@@ -104,13 +105,12 @@ def test_paths_modules_options_and_config_keys_exist(name):
         assert key in KEYS or key.endswith((".json", ".py", ".toml", ".id", "_")), key
 
 
-def test_the_quickstarts_recipe_and_its_toml_agree():
-    lines = (ROOT / "Makefile").read_text().splitlines()
-    values = dict(line.split(" := ", 1) for line in lines if " := " in line)
-    job = tomllib.loads((ROOT / "train_configs" / "quickstart.toml").read_text())
-    assert 0 < int(values["STOP_AT"]) < int(values["STEPS"]) == job["training"]["steps"]
-    assert job["job"]["dump_folder"] == f"{values['RUN']}/run"
-    assert job["data"]["path"] == f"{values['RUN']}/data"
+def test_the_quickstart_and_its_toml_agree():
+    job = tomllib.loads((ROOT / quickstart.CONFIG).read_text())
+    assert job["job"]["dump_folder"] == f"{quickstart.FOLDER}/run"
+    assert job["data"]["path"] == f"{quickstart.FOLDER}/data"
+    assert f"train:{job['model']['vocab_size']}" in quickstart.BUILD
+    assert 2 * job["checkpoint"]["interval"] == job["training"]["steps"]
 
 
 @pytest.mark.system

@@ -24,6 +24,7 @@ _shtab_canon_commands() {
     sweep:'configs x learning rates x seeds'
     synthetic:'the paper'"'"'s tasks'
     train:'train or resume (several GPUs: torchrun)'
+    try:'does Canon help on your text? train, compare, report'
   )
   _describe 'canon commands' _commands
 }
@@ -1017,6 +1018,18 @@ _shtab_canon_train_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_train_defaults_added=0
 
+_shtab_canon_try_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--minutes[for all of it (default\: 10.0)]:minutes:"
+  "--name[of the folder outputs\/NAME (default\: that of TEXT)]:name:"
+  "--text-field[name of the text in rows, also a.b (default\: text)]:F:"
+  "--text-suffixes[read files of these suffixes as plain text too, such as .md .rst]:.S:"
+  "(*):files or folders\: .txt, .jsonl or .json (.zst, .gz), .parquet, or other plain text:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_canon_try_defaults_added=0
+
 
 _shtab_canon() {
   local context state line curcontext="$curcontext" one_or_more='(*)' remainder='(-)*:' default='*::: :->canon'
@@ -1050,6 +1063,7 @@ _shtab_canon() {
         sweep) _shtab_canon_sweep ;;
         synthetic) _shtab_canon_synthetic ;;
         train) _arguments -C -s $_shtab_canon_train_options ;;
+        try) _arguments -C -s $_shtab_canon_try_options ;;
       esac
   esac
 }

@@ -244,10 +244,27 @@ def execute(arguments: argparse.Namespace) -> None:
 
     Runs and results that cannot be read are left out; then it exits with code 2.
     """
-    given, errors = _read_sides(arguments)
-    runs = [run for side in given for run in side]
+    sides, errors = _read_sides(arguments)
+    runs = [run for side in sides for run in side]
     errors += [error for run in runs for error in run.damaged]
     options = noise_options(arguments, runs, step=arguments.step, suites=arguments.suite)
+    content = compare_sides(sides, options, errors)
+    _print(content)
+    if arguments.json:
+        stored = json.dumps(json_safe(content), indent=1, ensure_ascii=False, allow_nan=False)
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(arguments.json, stored.encode())
+    exit_if_left_out(errors)
+
+
+def compare_sides(
+    given: Sequence[Sequence[RunRecord]], options: Options, errors: Sequence[UserError] = ()
+) -> Row:
+    """Return the comparison of the runs of A, the baseline, and of B.
+
+    Raises UserError, with also the `errors` of runs that were not read, if nothing can be compared.
+    """
+    runs = [run for side in given for run in side]
     sides, recipes = [], []
     notes = [line for run in runs for line in run.left_out]
     for name, side in zip("AB", given, strict=True):
@@ -258,6 +275,7 @@ def execute(arguments: argparse.Namespace) -> None:
         recipes += alike
         notes += [f"{name}: {x.label} repeats the seeds of another run" for x in recipe.repeats]
         notes += [f"{name}: runs differ in more than their seeds"] * (len(alike) > 1)
+
     pair = sides[1], sides[0]
     rows, refused, left = verdicts.verdicts(Comparator(recipes, options), [pair])
     if not rows:
@@ -271,8 +289,9 @@ def execute(arguments: argparse.Namespace) -> None:
             refused=refused,
             found=results,
         )
+
     is_asked = options.suites is None or VALIDATION in options.suites
-    content = {
+    return {
         **{name.lower(): [run.label for run in side] for name, side in sides},
         "held_out": verdicts.held_out_summary(rows, refused, pair) if is_asked else None,
         "family": family(rows),
@@ -281,12 +300,6 @@ def execute(arguments: argparse.Namespace) -> None:
         "decision": published.decision_accuracy(sides[0][1][0], rows),
         "notes": [*notes, *left],
     }
-    _print(content)
-    if arguments.json:
-        stored = json.dumps(json_safe(content), indent=1, ensure_ascii=False, allow_nan=False)
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(arguments.json, stored.encode())
-    exit_if_left_out(errors)
 
 
 def _read_sides(

@@ -65,7 +65,7 @@ Recurrences save their inputs only: counted at 1.3B (kernels/NOTES.md); the most
 """
 CPU_FRACTIONS = 0.6, 1.2
 """The same of recurrences compiled for a CPU: counted 0.61 to 1.15."""
-# measured: the quickstart model on 2 ranks of one core each, 9,000 tokens/s at 6.4 MFLOP per token
+# measured: the flavor quickstart on 2 ranks of one core each, 9,000 tokens/s at 6.4 MFLOP per token
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
 SUMMARIZED_KEYS = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position

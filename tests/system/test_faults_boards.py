@@ -1,6 +1,6 @@
 """Boards whose driver and runs are killed at random, stopped, and run out of disk.
 
-The driver and its runs are forks (tests/forked_board.py), and kills wait for steps, not for time.
+The driver and its runs are forks (tests/forked_driver.py), and kills wait for steps, not for time.
 """
 
 import json
@@ -56,7 +56,8 @@ def start(folder, out):
     path.write_text(BOARD)
     words = ("run", path, "--out", out, "--parallel", 2)
     # a background job of a shell ignores SIGINT, and so would the driver
-    return Command("tests.forked_board", *words, stdout=folder / "printed", interrupts=True)
+    words = ("canon_pretrain.playground", *words)
+    return Command("tests.forked_driver", *words, stdout=folder / "printed", interrupts=True)
 
 
 def runs(out):

@@ -155,7 +155,8 @@ def with_gpus(monkeypatch, name, count, gib):
 
 
 def test_this_machine_is_planned_beside_the_reference(monkeypatch):
-    small, big = job_of("quickstart"), job_of("nope_canon")
+    small = job_of("quickstart", "--model.flavor", "quickstart", "--model.vocab_size", "2048")
+    big = job_of("nope_canon")
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: False)
     monkeypatch.setattr(dry_run, "available_cores", lambda: 3)
     (here,) = make_plans(small, None, None, None, ranks=1).values()

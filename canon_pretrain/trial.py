@@ -1,0 +1,295 @@
+"""From a text to a verdict: `canon try TEXT` trains a model with Canon layers and one without.
+
+It proposes a model as `canon new` does, builds the shards, trains two seeds of both models, scores
+them on the held-out documents, compares them, writes a page, and lets both write. All of it is in
+outputs/NAME. A stage that has finished is skipped: after an interruption, the same command
+continues.
+"""
+
+import argparse
+import math
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from canon_pretrain.core.cli import (
+    EXIT_INTERRUPTED,
+    Parser,
+    available_cores,
+    command,
+    program,
+    run_process,
+)
+from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
+from canon_pretrain.core.lock import locked
+from canon_pretrain.core.terminal import printable
+from canon_pretrain.new import (
+    Machine,
+    build_options,
+    check_name,
+    choose,
+    first_words,
+    inspect_text,
+    toml,
+)
+from canon_pretrain.playground import Driver, trainer_environment, visible_gpus
+from canon_pretrain.report.comparison import compare_sides
+from canon_pretrain.report.record import read_runs
+from canon_pretrain.report.verdicts import BETTER, WORSE, Options
+from canon_pretrain.run.results import VALIDATION, Score
+from canon_pretrain.stages import Stages
+from canon_pretrain.sweep import make_sweep, write_plan
+
+RECORD, LOG = "try.json", "log.txt"
+SEEDS = ("0", "1")
+MODELS = {"none": "without Canon", "canon": "with Canon"}
+"""Name of a config and of its runs -> what it is called; the first one is the baseline."""
+
+NUM_RUNS = len(MODELS) * len(SEEDS)
+
+TRAINING_SHARE = 0.75
+"""Of the minutes that are left when training starts; the rest evaluates, compares and samples."""
+SAMPLE_TOKENS = 60
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for; another request needs another folder."""
+
+    files: list[str]
+    minutes: float
+    text_field: str | None
+    text_suffixes: list[str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of outputs/NAME/try.json: the request, and what was decided at its start."""
+
+    request: Request
+    build: list[str]
+    prompt: str
+    parallel: int
+    version: Literal[1] = 1
+
+
+class Trial:
+    """The stages of a trial in `folder`, each of which does only what is left to do."""
+
+    def __init__(self, folder: Path, stages: Stages) -> None:
+        self.folder, self.stages = folder, stages
+        self.runs = folder / "runs"
+        self.configs = {model: folder / f"{model}.toml" for model in MODELS}
+
+    def run(self, request: Request) -> None:
+        """Go from the text to the verdict. Raises UserError, KeyboardInterrupt."""
+        start = time.monotonic()
+        record = self._read(request) or self._plan(request, start)
+        self.stages.run("text to shards", "data", "build", *record.build)
+        self._train(record)
+        evaluation = ("eval", "run", "--suite", VALIDATION, "--checkpoint", *self._folders())
+        self.stages.run("score on held-out documents", *evaluation)
+        self.stages.run("write the page", "eval", "report", self.runs, "--out", self.folder)
+        self._sample(record)
+        self._conclude()
+
+    # -- the plan
+
+    def _read(self, request: Request) -> Record | None:
+        """Return what an earlier call has planned. Raises UserError if it was asked for more."""
+        path = self.folder / RECORD
+        if not path.exists():
+            # the record is written last
+            planned = {config.name for config in self.configs.values()}
+            if self.folder.exists() and {entry.name for entry in self.folder.iterdir()} - planned:
+                raise UserError(
+                    "try.exists",
+                    f"{self.folder} exists, and is not of `canon try`: choose another --name",
+                    path=self.folder,
+                )
+            return None
+
+        try:
+            record = read_record(path, Record)
+        except UnreadableFile as error:
+            raise UserError("try.damaged", f"{error}: remove {self.folder}") from None
+        for key, before in asdict(record.request).items():
+            if (now := getattr(request, key)) != before:
+                raise UserError(
+                    "try.other",
+                    f"{self.folder} was started with {key} = {before!r}, not {now!r}: choose "
+                    "another --name, or repeat the first command to continue it",
+                    key=key,
+                    before=before,
+                    now=now,
+                )
+        return record
+
+    def _plan(self, request: Request, start: float) -> Record:
+        """Look at the text and the machine; write the configs of both models and the record."""
+        files = [Path(name) for name in request.files]
+        found = inspect_text(files, request.text_field, request.text_suffixes, "TEXT")
+
+        machine = Machine.find(models=NUM_RUNS)
+        rounds = math.ceil(NUM_RUNS / machine.parallel)
+        left = 60 * request.minutes - (time.monotonic() - start)
+        seconds = TRAINING_SHARE * max(left, 30 * request.minutes) / rounds
+        chosen = choose(machine, found, seconds)
+
+        shards = str(self.folder / "data")
+        record = Record(
+            request=request,
+            build=build_options(shards, files, found, request.text_field, chosen),
+            prompt=first_words(found.sample),
+            parallel=machine.parallel,
+        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = toml(self.folder.name, ", ".join(request.files), record.prompt, chosen)
+        write_atomic(self.configs["canon"], text.encode())
+        without = 'extends = "canon.toml"\n\n[model]\ncanon_set = ""\n'
+        write_atomic(self.configs["none"], without.encode())
+        write_json(self.folder / RECORD, asdict(record))
+        print()
+        return record
+
+    # -- the stages
+
+    def _train(self, record: Record) -> None:
+        """Train all runs, as many at once as were planned. Raises KeyboardInterrupt."""
+        configs = [str(path) for path in self.configs.values()]
+        sweep = make_sweep(configs, (), SEEDS, "both", ())
+        self.runs.mkdir(exist_ok=True)
+        sweep, _ = write_plan(self.runs, sweep)
+
+        driver = Driver(
+            sweep,
+            self.runs,
+            record.parallel,
+            gpus=visible_gpus(),
+            threads=threads_of_each(),
+            server=self.stages.server,
+        )
+        driver.train()
+        if driver.stops:
+            raise KeyboardInterrupt
+        if driver.failures:
+            name, reason = next(iter(driver.failures.items()))
+            raise UserError(
+                "try.failed",
+                f"{len(driver.failures)} of {len(sweep.runs)} runs failed, such as {name}: "
+                f"{reason}. The same command tries again",
+                failures=driver.failures,
+            )
+
+    def _sample(self, record: Record) -> None:
+        """Print what a model of each kind writes after the same prompt."""
+        for model, about in MODELS.items():
+            words = ("sample", self.runs / f"{model}-seed{SEEDS[0]}", "--prompt", record.prompt)
+            text = self.stages.call(*words, "--max_tokens", SAMPLE_TOKENS, "--seed", 0)
+            print(f"\n== a sample {about}\n{printable(text.strip(), keep=chr(10))}")
+
+    def _conclude(self) -> None:
+        """Print the models' losses, the verdict and the page, the last lines."""
+        runs, errors = read_runs(self._folders())
+        if errors:
+            raise errors[0]
+        sides = [[run for run in runs if run.label.startswith(f"{model}-")] for model in MODELS]
+        [row] = compare_sides(sides, Options(suites=[VALIDATION]))["pairs"]
+
+        losses = dict(zip(MODELS.values(), (row["baseline_value"], row["value"]), strict=True))
+        scores = runs[0].evaluations[-1].results.scores
+        losses["a bigram model of the same text"] = _value(scores, "bigram", "nats_per_token")
+        bits_per_nat = _value(scores, VALIDATION, "bits_per_byte")
+        bits_per_nat /= _value(scores, VALIDATION, "nats_per_token")
+        print("\nbits per byte of the held-out documents:")
+        for about, nats in sorted(losses.items(), key=lambda item: item[1]):
+            print(f"  {bits_per_nat * nats:.3f}  {about}")
+        print(f"\n{verdict(row, bits_per_nat)}\nPage: {self.folder / 'index.html'}")
+
+    def _folders(self) -> list[Path]:
+        return [self.runs / f"{model}-seed{seed}" for model in MODELS for seed in SEEDS]
+
+
+def _value(scores: Mapping[str, Mapping[str, Score]], task: str, metric: str) -> float:
+    value = scores[task][metric].value
+    if value is None:
+        raise UserError("try.no_score", f"{task} has no {metric}: {scores[task][metric].why}")
+    return value
+
+
+def threads_of_each() -> int:
+    """Return the CPU threads of a run, as many of which train at once as there are cores."""
+    return max(1, available_cores() // NUM_RUNS)
+
+
+def verdict(row: dict[str, Any], bits_per_nat: float) -> str:
+    """Return a sentence on the comparison `row` of held-out nats per token, Canon against none."""
+    difference = bits_per_nat * row["difference"]
+    size = f"{abs(difference):.3f} bits per byte {'lower' if difference < 0 else 'higher'}"
+    known = [f"{len(SEEDS)} seeds", f"{row['num_clusters']:,} documents"]
+    if ends := row["ci"] or row["items_ci"]:
+        sign = math.copysign(bits_per_nat, difference)
+        low, high = sorted(sign * end for end in ends)
+        known.insert(0, f"95 % {low:.3f} to {high:.3f}")
+    sentence = f"With Canon: {size} ({'; '.join(known)})"
+
+    if row["p"] is None:
+        return f"{sentence}: not judged, {row['why']}."
+    if row["verdict"] not in (BETTER, WORSE):
+        return f"{sentence}: within the noise. More --minutes or text show smaller differences."
+    return f"{sentence}."
+
+
+def _stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run `canon try`; exits with code 2 on bad input, 130 if interrupted."""
+    parser = Parser(
+        prog=program("canon_pretrain.trial"),
+        description="Does Canon help on your text? Train a model with Canon layers and one "
+        "without, two seeds each, and compare them. After an interruption, the same command "
+        "continues.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    files = "files or folders: .txt, .jsonl or .json (.zst, .gz), .parquet, or other plain text"
+    add("text", nargs="+", metavar="TEXT", help=files)
+    add("--minutes", type=_minutes, default=10.0, help="for all of it (default: %(default)s)")
+    add("--name", help="of the folder outputs/NAME (default: that of TEXT)")
+    add("--text-field", metavar="F", help="name of the text in rows, also a.b (default: text)")
+    suffixes = "read files of these suffixes as plain text too, such as .md .rst"
+    add("--text-suffixes", nargs="+", default=[], metavar=".S", help=suffixes)
+    with command():
+        given = parser.parse_args(argv)
+        name = given.name or Path(given.text[0]).absolute().stem
+        check_name(name)
+        folder = Path("outputs", name)
+        request = Request(given.text, given.minutes, given.text_field, given.text_suffixes)
+        signal.signal(signal.SIGTERM, _stop)
+        folder.parent.mkdir(exist_ok=True)
+        with locked(folder.with_name(f".{name}.lock"), f"the trial {folder}"):
+            environ = trainer_environment(threads_of_each())
+            try:
+                with Stages(folder / LOG, environ, forks=not visible_gpus()) as stages:
+                    Trial(folder, stages).run(request)
+            except KeyboardInterrupt:
+                print("\nstopped: the same command continues")
+                raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+def _minutes(text: str) -> float:
+    """Parse a number of minutes, for argparse."""
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}, expected a number above 0")
+    return number
+
+
+if __name__ == "__main__":
+    run_process(main)

@@ -1,0 +1,182 @@
+"""`canon try`: from a text to a verdict, in one command that continues after any interruption."""
+
+import random
+import re
+import signal
+import time
+
+import pytest
+
+from canon_pretrain import trial
+from canon_pretrain.new import Machine
+from canon_pretrain.report.comparison import compare_sides
+from canon_pretrain.report.record import read_runs
+from canon_pretrain.report.verdicts import BETTER, Options
+from canon_pretrain.run.folder import RunFolder
+from tests.commands import Command
+from tests.ranks import events, logged_step
+from tests.support import error_codes
+
+ROW = {
+    "difference": -0.2, "num_clusters": 18, "ci": [-0.3, -0.1], "items_ci": None, "p": 0.01,
+    "verdict": BETTER, "why": None,
+}  # fmt: skip
+
+
+def numbers(text):
+    return [float(number) for number in re.findall(r"-?\d+\.\d+", text)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "judged"),
+    [
+        ({}, [0.1, 0.05, 0.15], "lower"),
+        ({"difference": 0.2, "ci": [0.1, 0.3]}, [0.1, 0.05, 0.15], "higher"),
+        ({"ci": [-0.5, 0.1], "verdict": "within noise"}, [0.1, -0.05, 0.25], "within the noise"),
+        ({"ci": None, "items_ci": [-0.22, -0.18], "p": None, "why": "of few seeds"},
+         [0.1, 0.09, 0.11], "not judged, of few seeds"),
+        ({"ci": None, "p": None, "why": "few documents"}, [0.1], "not judged, few documents"),
+    ],
+)  # fmt: skip
+def test_the_verdict_is_in_bits_per_byte(changes, expected, judged):
+    sentence = trial.verdict(ROW | changes, bits_per_nat=0.5)
+    assert numbers(sentence.replace("95 % ", "")) == expected
+    assert judged in sentence and "18 documents" in sentence
+
+
+def words_of(seed, count):
+    known = random.Random(0)
+    lexicon = ["".join(known.choices("etaoinshrdlu", k=3 + i % 7)) for i in range(500)]
+    return " ".join(random.Random(seed).choices(lexicon, k=count))
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    """A folder of text, in the current folder; a model takes seconds, at 20 steps."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "mytext"
+    folder.mkdir()
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(words_of(number, 200))
+    return folder
+
+
+def attempt(folder, *words):
+    """Start `canon try` on mytext in `folder`, with its server forked."""
+    return Command(
+        "tests.forked_driver",
+        "canon_pretrain.trial",
+        "mytext",
+        *words,
+        stdout=folder / "printed",
+        cwd=folder,
+        interrupts=True,
+    )
+
+
+def printed(folder):
+    return (folder / "printed").read_text()
+
+
+@pytest.fixture
+def quick_machine(monkeypatch):
+    """A machine that needs no timing; no process imports torch for the stages."""
+    monkeypatch.setattr(trial, "visible_gpus", lambda: ["0"])
+    machine = Machine("a CPU", False, 1, 8e9, parallel=2)
+    monkeypatch.setattr(Machine, "find", classmethod(lambda cls, models=1: machine))
+    monkeypatch.setattr(Machine, "tokens_per_second", lambda self, args: 1e4)
+
+
+def stop_at_first_stage(monkeypatch):
+    def stage(self, *words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trial.Stages, "run", stage)
+
+
+@pytest.mark.system
+def test_a_trial_goes_on_after_any_end(text, tmp_path, monkeypatch, quick_machine, capsys):
+    """Ctrl-C, kill -9 and SIGTERM at stages that a user would meet."""
+    folder = tmp_path / "outputs/mytext"
+    runs = [folder / f"runs/{model}-seed{seed}" for model in trial.MODELS for seed in trial.SEEDS]
+    shards = folder / "data/train/manifest.json"
+    words = ("--minutes", 0.1)
+    stop_at_first_stage(monkeypatch)
+    assert run(capsys, "mytext", *words)[0] == 130
+
+    stages = {
+        signal.SIGINT: lambda: (folder / "log.txt").exists(),
+        signal.SIGKILL: lambda: shards.exists() and max(map(logged_step, runs)) > 1,
+        signal.SIGTERM: lambda: any(RunFolder(path).done_file.exists() for path in runs),
+    }
+    for number, is_reached in stages.items():
+        process = attempt(tmp_path, *words)
+        deadline = time.monotonic() + 100
+        while not is_reached() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert process.poll() is None, printed(tmp_path)
+        process.send_signal(number)
+        code = process.wait(60)
+        assert code == (-number if number == signal.SIGKILL else 130), printed(tmp_path)
+
+    process = attempt(tmp_path, *words)
+    assert process.wait(100) == 0, printed(tmp_path)
+    *_, sentence, page = printed(tmp_path).strip().splitlines()
+    assert sentence.startswith("With Canon: ") and page == "Page: outputs/mytext/index.html"
+    assert (folder / "index.html").stat().st_size > 10_000
+    for path in runs:
+        steps = [event["step"] for event in events(path, "step")]
+        assert RunFolder(path).done_file.exists() and steps == [*range(1, 1 + len(steps))]
+
+    # the sentence is what `eval compare` finds, in other units
+    sides = [read_runs([path for path in runs if model in path.name])[0] for model in trial.MODELS]
+    [row] = compare_sides(sides, Options())["pairs"]
+    scores = sides[0][0].evaluations[0].results.scores["validation"]
+    ratio = scores["bits_per_byte"].value / scores["nats_per_token"].value
+    assert numbers(sentence)[0] == pytest.approx(ratio * abs(row["difference"]), abs=6e-4)
+
+
+def run(capsys, *words):
+    with pytest.raises(SystemExit) as stop:
+        trial.main([str(word) for word in words])
+    return stop.value.code, capsys.readouterr().err
+
+
+def test_refusals_lose_nothing(text, tmp_path, capsys, quick_machine, monkeypatch):
+    stop_at_first_stage(monkeypatch)
+    foreign = tmp_path / "outputs/old"
+    foreign.mkdir(parents=True)
+    (foreign / "file").write_text("mine")
+    (tmp_path / "short.txt").write_text("too short")
+    for words, code in (
+        (("mytext", "--name", "old"), "try.exists"),
+        (("mytext", "--name", "../x"), "option.invalid"),
+        (("short.txt",), "new.too_little_text"),
+        (("nothing",), "input.none"),
+        (("mytext", "--minutes", 0), "cli.usage"),
+        (("mytext", "--minutes", "nan"), "cli.usage"),
+        (("mytext", "--minutes", "inf"), "cli.usage"),
+    ):
+        status, err = run(capsys, *words)
+        assert (status, error_codes(err)) == (2, [code]), words
+    assert (foreign / "file").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "outputs").iterdir() if path.name[0] != "."] == [
+        "old"
+    ]
+
+    # a plan is kept for what was asked
+    assert run(capsys, "mytext", "--minutes", 3)[0] == 130
+    folder = tmp_path / "outputs/mytext"
+    plan = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {"canon.toml", "none.toml", "try.json"} <= {*plan}
+    for words in (("--minutes", 4), ("--text-field", "a"), ("--text-suffixes", ".md")):
+        status, err = run(capsys, "mytext", *words)
+        assert (status, error_codes(err)) == (2, ["try.other"])
+    assert run(capsys, "mytext", "--minutes", 3)[0] == 130
+    assert plan == {
+        path.name: path.read_bytes() for path in (tmp_path / "outputs/mytext").iterdir()
+    }
+
+    (tmp_path / "outputs/mytext/try.json").write_text("{")
+    status, err = run(capsys, "mytext", "--minutes", 3)
+    assert (status, error_codes(err)) == (2, ["try.damaged"])
