@@ -132,6 +132,7 @@ MODEL_KEYS = {each.name for each in dataclasses.fields(ModelArgs)} - {"max_seq_l
 }
 WINDOWS = 128  # of a synthetic task that score a run; a trainer's 16 have few questions
 POLL_S, SHOW_S, REPORT_S = 0.2, 1.0, 30.0
+MISSING = "without output"
 PATIENCE_S = 120.0  # a run whose driver was killed saves its last step before it ends
 # imports what a trainer does once, for all runs
 SERVER = (sys.executable, "-c", "from canon_pretrain.train import serve_forks; serve_forks()")
@@ -831,12 +832,6 @@ def write_failures(folder: Path, reasons: Mapping[str, str]) -> None:
         write_json(folder / FAILURES, reasons)
 
 
-def failure_of(folder: Path, run: PlannedRun, failures: Mapping[str, str]) -> str:
-    """Return why a run failed; "" if it did not. Earlier versions kept its output only."""
-    is_known = run.name in failures or is_run_folder(folder / run.name)
-    return failures.get(run.name, "") if is_known else _last_line(folder / run.name / OUTPUT, "")
-
-
 def _ending(code: int) -> str:
     """Say how a process ended, by the exit code of subprocess."""
     if code < 0:
@@ -845,14 +840,15 @@ def _ending(code: int) -> str:
     return f"exit code {code}"
 
 
-def _last_line(path: Path, missing: str = "without output") -> str:
-    """Return the last line of a log, or of it the error's; `missing` if there is none."""
+def _last_line(path: Path) -> str:
+    """Return the last error[...] in the end of a log, else its last line."""
     with suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
         lines = file.read().decode(errors="replace").split("\n")
         lines = [line.strip() for line in lines if line.strip()]
-        return next((x for x in reversed(lines) if x.startswith("error[")), [missing, *lines][-1])
-    return missing
+        errors = [line for line in lines if line.startswith("error[")]
+        return [MISSING, *lines, *errors][-1]
+    return MISSING
 
 
 # -- the command
@@ -938,7 +934,7 @@ def _rows(folder: Path) -> list[Row]:
     sweep, stopped, failures = read_sweep(folder), _stopped(folder), read_failures(folder)
     rows = []
     for run, row in zip(sweep.runs, sweep_rows(sweep, folder, datetime.now(UTC)), strict=True):
-        reason = failure_of(folder, run, failures)
+        reason = failures.get(run.name, "")
         if run.name in stopped and row.state != "done":
             row = row._replace(state="raced", reason=stopped[run.name])
         elif reason and row.state not in ("done", *ACTIVE_STATES):
@@ -970,7 +966,7 @@ def report(given: argparse.Namespace) -> None:
     runs = []
     for run in sweep.runs:
         setting, arm = board.places[Path(run.config).stem]
-        problem = failure_of(given.out, run, failures)
+        problem = failures.get(run.name, "")
         runs.append(BoardRun(run.name, setting, arm, run.learning_rate, run.seed or 0, problem))
         problems |= {run.name: other} if (other := sweep.other_plan(run, given.out)) else {}
     tasks = {setting: board.tasks[name].score for setting, (name, _) in board.settings.items()}

@@ -21,11 +21,28 @@ def full_results(run: RunRecord, suite: str, step: int | None = None) -> dict[in
     return {e.step: e for e in full if step in (None, e.step)}
 
 
+COUNT_MODELS = ("unigram", "bigram")
+
+
 def suite_losses(run: RunRecord) -> dict[Scored, float]:
     """Return the held-out losses of the suite `validation`, by step and text."""
     key = ScoreKey(VALIDATION, VALIDATION, "nats_per_token")
     full = [e for e in run.evaluations if e.suite == VALIDATION and e.limit is None]
     return {(e.step, e.text): x for e in full if (x := e.score(key)) is not None}
+
+
+def counted_losses(runs: Sequence[RunRecord], text: str) -> dict[str, float]:
+    """Return the nats per token of models that count tokens, which `validation` scores, too."""
+    losses = {}
+    for run in runs:
+        for evaluation in run.evaluations:
+            if evaluation.suite != VALIDATION or evaluation.text != text or evaluation.limit:
+                continue
+            for name in COUNT_MODELS:
+                value = evaluation.score(ScoreKey(VALIDATION, name, "nats_per_token"))
+                if value is not None:
+                    losses[name] = value
+    return losses
 
 
 def logged_losses(run: RunRecord) -> dict[Scored, float]:

@@ -141,6 +141,7 @@ def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | N
     """Return held-out loss over tokens, from the source and text with most points.
 
     A line per architecture: mean, minimum and maximum of its `n` runs at their common steps.
+    `counted`: the losses of models that count the training tokens, on the same text.
     """
     found: list[Json] = []
     sources = ("the suite validation", "training logs")
@@ -156,7 +157,13 @@ def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | N
             for label, labels in architectures.items():
                 own = {run: x for run, x in of_text.items() if x and run.label in labels}
                 lines += [{"label": label, **_mean_line(own)}] if own else []
-            found.append({"source": source, "lines": [x for x in lines if x["steps"]]})
+            found.append(
+                {
+                    "source": source,
+                    "lines": [line for line in lines if line["steps"]],
+                    "counted": evaluations.counted_losses(runs, text),
+                }
+            )
     best = max(found, key=lambda x: sum(len(each["steps"]) for each in x["lines"]), default=None)
     return best if best and best["lines"] else None
 
@@ -364,6 +371,29 @@ def draw_means(
     return _figure([*areas, *traces], over, "<b>%{y:.4f}</b>, %{text} run(s)")
 
 
+def draw_held_out(shown: Content, labels: Sequence[str]) -> Json:
+    """Draw `held_out_curves`, with a level line for each model that counts tokens."""
+    figure = draw_means(shown["lines"], labels, "tokens")
+    layout = figure["layout"]
+    layout["shapes"] = [_level(loss) for loss in shown["counted"].values()]
+    layout["annotations"] = [
+        {
+            "text": f"{name} {loss:.3f}",
+            "showarrow": False,
+            **{"xref": "paper", "x": 1, "xanchor": "right"},
+            **{"yref": "y", "y": loss, "yanchor": "bottom"},
+        }
+        for name, loss in shown["counted"].items()
+    ]
+    return figure
+
+
+def _level(height: float) -> Json:
+    """Return a dashed line over the whole width of a plot."""
+    ends = {"xref": "paper", "x0": 0, "x1": 1, "y0": height, "y1": height}
+    return {"type": "line", **ends, "line": {"dash": "dash", "width": 1.2}}
+
+
 def draw_lengths(shown: Content, labels: Sequence[str]) -> list[Plot]:
     drawn: list[Plot] = []
     for panel in shown["panels"]:
@@ -372,7 +402,6 @@ def draw_lengths(shown: Content, labels: Sequence[str]) -> list[Plot]:
         figure["layout"]["xaxis"] |= {"type": "category", "categoryarray": names}
         figure["layout"]["yaxis"] |= {"range": [-0.03, 1.03]}
         if chance is not None:
-            line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": chance, "y1": chance}
-            figure["layout"]["shapes"] = [line | {"line": {"dash": "dash", "width": 1.2}}]
+            figure["layout"]["shapes"] = [_level(chance)]
         drawn.append((panel["series"], panel["metric"], figure))
     return drawn

@@ -12,7 +12,7 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.files import write_json
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters
-from canon_pretrain.report import sections
+from canon_pretrain.report import figures, sections
 from canon_pretrain.report.eval_report import escape_markdown
 from canon_pretrain.report.figures import MEAN
 from canon_pretrain.report.published import published_scores
@@ -335,6 +335,11 @@ def test_held_out_loss_is_the_headline_with_its_curve(tmp_path, capsys):
     nope, canon = found["held_out"]["lines"]
     assert nope["values"] == pytest.approx([6.001, 5.001]) and nope["n"] == [2, 2]
     assert canon["low"] == pytest.approx([5.9, 4.9]) and canon["tokens"] == [10 * 2048, 20 * 2048]
+    assert found["held_out"]["counted"] == {"unigram": 7.0}
+    figure = figures.draw_held_out(found["held_out"], [nope["label"], canon["label"]])
+    (line,), (label,) = (figure["layout"][kind] for kind in ("shapes", "annotations"))
+    assert (line["y0"], line["y1"], label["y"]) == (7.0, 7.0, 7.0) and "unigram" in label["text"]
+    assert "unigram 7.000" in page.read_text()
     assert sections.verdicts_by_architecture(found) == {}  # held-out loss is not a task
     one = markdown(report(runs[:1], tmp_path / "one"))
     titles = re.findall("^## (.*)$", one, re.MULTILINE)
