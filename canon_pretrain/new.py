@@ -41,7 +41,7 @@ EPOCHS = 8
 nats after 4, 8, 16 and 32."""
 WORN_EPOCHS = 15.4  # R* of Muennighoff et al. (2023): how repeated tokens lose their worth
 LEAST_STEPS = 300
-LEAST_BATCH_TOKENS = 1024
+LEAST_BATCH_TOKENS, LEAST_BATCH_FLOPS, DEEPSEEK_FLOPS = 1024, 2e12, 1e17
 """Of small models: bits per byte of held-out text after 70 CPU seconds at width 64, with steps of
 512, 1,024 and 2,048 tokens (learning rates 1e-2, 1e-2, 4e-3): prose of 2.4 MB 2.148, 2.102, 2.143;
 Python code of 12 MB -, 1.804, 1.816. A bigram has 2.504 and 2.130."""
@@ -90,11 +90,6 @@ class Machine:
         parallel = min(models, cores)
         return cls(name, False, 1, available_memory() / parallel, parallel)
 
-    @property
-    def threads(self) -> int:
-        """CPU threads of each model."""
-        return available_cores() // self.parallel
-
     def micro_batch(self, args: ModelArgs) -> int:
         """Return the windows of a forward pass that surely fit into the memory, or 0.
 
@@ -115,8 +110,8 @@ class Machine:
 
         from canon_pretrain.model.transformer import Transformer
 
-        if not self.is_gpu:
-            torch.set_num_threads(self.threads)
+        if self.parallel > 1 and not self.is_gpu:
+            torch.set_num_threads(available_cores() // self.parallel)
         device = torch.device("cuda" if self.is_gpu else "cpu")
         model = Transformer(args).to(device)
         model.init_weights()
@@ -198,12 +193,16 @@ class Proposal:
 
     @property
     def batch(self) -> int:
-        """Windows in a step: half of DeepSeek's 0.292 C^0.3271 tokens, down to a power of two.
+        """Windows in a step for C FLOPs: DeepSeek's 0.292 C^0.3271 tokens from 1e17 FLOPs on.
 
-        Half, since for the smallest models here that is best (see LEAST_BATCH_TOKENS).
+        Below, where they did not measure: a power law between theirs at 1e17 and LEAST_BATCH_TOKENS
+        at LEAST_BATCH_FLOPS. Down to a power of two.
         """
         flops = 6 * self.parameters * self.tokens
-        tokens = max(LEAST_BATCH_TOKENS, 0.292 / 2 * flops**0.3271)
+        tokens = 0.292 * max(flops, DEEPSEEK_FLOPS) ** 0.3271
+        if flops < DEEPSEEK_FLOPS:
+            share = math.log(DEEPSEEK_FLOPS / flops) / math.log(DEEPSEEK_FLOPS / LEAST_BATCH_FLOPS)
+            tokens = max(LEAST_BATCH_TOKENS, tokens * (LEAST_BATCH_TOKENS / tokens) ** share)
         return max(self.machine.ranks, 1 << int(math.log2(tokens / self.args.max_seq_len)))
 
     @property

@@ -64,7 +64,7 @@ from pydantic import Field
 from rich.live import Live
 from rich.text import Text
 
-from canon_pretrain.core.children import ForkedChild, ForkServer, kill_tree, start_child
+from canon_pretrain.core.children import ForkedChild, ForkServer, ending, kill_tree, start_child
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
     Parser,
@@ -687,7 +687,8 @@ class Driver:
         environ |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         if gpu is None:
             try:
-                self._server = self._server or ForkServer(SERVER, environ)
+                if self._server is None:
+                    self._server, self._is_own_server = ForkServer(SERVER, environ), True
                 process = self._server.start(
                     ["train", "--config", *words], output, gives_up=lambda: self.stops > 0
                 )
@@ -737,7 +738,7 @@ class Driver:
                 elif not self.stops:
                     self.failures[run.name] = "stopped"
             else:
-                self._fail(run, f"{_ending(code)}, {_last_line(output)} ({output})")
+                self._fail(run, f"{ending(code)}, {_last_line(output)} ({output})")
         return paused
 
     def _advance(self, race: "BoardRace", waiting: Sequence[PlannedRun]) -> list[PlannedRun]:
@@ -830,14 +831,6 @@ def read_failures(folder: Path) -> dict[str, str]:
 def write_failures(folder: Path, reasons: Mapping[str, str]) -> None:
     with suppress(OSError):  # a full disk, which is why runs fail
         write_json(folder / FAILURES, reasons)
-
-
-def _ending(code: int) -> str:
-    """Say how a process ended, by the exit code of subprocess."""
-    if code < 0:
-        with suppress(ValueError):  # a real-time signal
-            return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
 
 
 def _last_line(path: Path) -> str:

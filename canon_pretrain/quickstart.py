@@ -8,7 +8,8 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,67 +38,84 @@ BUILD = "--tokenizer train:1024 --max-tokens 2000000 --max-document-bytes 16000 
 PROMPT = "This module provides"
 ARMS = {"nope_canon": "with Canon", "nope": "without Canon"}
 BAR_WIDTH = 40
+MOST_THREADS = 4
 
 
 class Quickstart:
-    """The stages, of which each does what is left to do."""
+    """The stages, of which each does what is left to do; `prefix` comes before shown commands."""
 
-    def __init__(self, stages: Stages, num_gpus: int) -> None:
-        self.stages, self.num_gpus = stages, num_gpus
+    def __init__(self, stages: Stages, prefix: str, num_gpus: int) -> None:
+        self.stages, self.prefix, self.num_gpus = stages, prefix, num_gpus
         self.run = FOLDER / "run"
+        self.board = FOLDER / "canon"
         self.steps = read_experiment(CONFIG)["training"]["steps"]
 
     def all(self) -> None:
         """Run all stages, and print what they show. Raises UserError."""
-        data = FOLDER / "data"
-        build = ("data", "build", "--source", "stdlib", *BUILD.split(), "--out", data)
-        self._stage("1/7 text -> tokenizer -> shards", *build)
-
-        done = RunFolder(self.run).done_file
-        stop = ("--run.stop_at", self.steps // 2)
-        if not done.exists() and not (self.run / "checkpoint" / f"step-{stop[1]}").exists():
-            self._train("2/7 train on two FSDP2 ranks and stop in the middle", *stop)
-        if not done.exists():
-            self._train("3/7 resume and finish")
+        build = f"data build --source stdlib {BUILD} --out {FOLDER / 'data'}"
+        self._stage("1/7 text -> tokenizer -> shards", build)
+        self._train_and_resume()
 
         checkpoint = self.run / "checkpoint" / f"step-{self.steps}"
-        scores = ("eval", "run", "--checkpoint", checkpoint, "--suite", VALIDATION,
-                  "--must_beat", "bigram")  # fmt: skip
-        self._stage("4/7 held-out loss beside models that count tokens", *scores)
-        print(self._gain_over_bigram())
-        self._stage("5/7 a page to look at", "eval", "report", self.run)
-        sample = ("--prompt", PROMPT, "--max_tokens", 60, "--seed", 0)
-        self._stage("6/7 a sample", "sample", self.run, *sample)
+        scores = f"eval run --checkpoint {checkpoint} --suite {VALIDATION} --must_beat bigram"
+        self._stage("4/7 held-out loss beside models that count tokens", scores)
+        print(f"{self._gain_over_bigram():.2f} bits per byte better than a bigram of the text")
 
-        board = FOLDER / "canon"
-        words = ("playground", "run", BOARD, "--out", board)
-        self._show("7/7 what Canon layers do: copying, with and without", "canon", *words)
-        start = time.monotonic()
-        self._train_board(board)
-        self.stages.call("playground", "report", BOARD, "--out", board)
-        print(bars(json.loads(read_bytes(board / "report.json"))))
-        self._took(start)
+        self._stage("5/7 a page to look at", f"eval report {self.run}")
+        sample = f"sample {self.run} --prompt {PROMPT!r} --max_tokens 60 --seed 0"
+        self._stage("6/7 a sample", sample)
+        self._show_canon()
 
-        print(f"\npages: {self.run}/report/index.html, {board}/report.html\nnext:")
+        print(f"\npages: {self.run}/report/index.html, {self.board}/report.html\nnext:")
         print("  source .venv/bin/activate")
         for text, about in NEXT.items():
             print(f"  {text.format(run=self.run):37} # {about}")
 
-    def _train(self, title: str, *words: object) -> None:
-        launcher = f"torchrun --nproc-per-node {RANKS} -m canon_pretrain.train".split()
-        self._show(title, *launcher, "--config", CONFIG, *words)
-        start = time.monotonic()
-        self.stages.call_ranks(RANKS, "--config", CONFIG, *words)
-        self._took(start)
+    def _train_and_resume(self) -> None:
+        """Train on two ranks, stop in the middle, and resume."""
+        middle = self.steps // 2
+        is_done = RunFolder(self.run).done_file.exists()
+        is_in_the_middle = (self.run / "checkpoint" / f"step-{middle}").exists()
+        if not is_done and not is_in_the_middle:
+            title = "2/7 train on two FSDP2 ranks and stop in the middle"
+            self._train(title, "--run.stop_at", str(middle))
+        if not is_done:
+            self._train("3/7 resume and finish")
 
-    def _train_board(self, folder: Path) -> None:
+    def _train(self, title: str, *options: str) -> None:
+        words = ("--config", str(CONFIG), *options)
+        launcher = f"torchrun --nproc-per-node {RANKS} -m canon_pretrain.train"
+        with self._titled(title, f"{launcher} {shlex.join(words)}"):
+            self.stages.call_ranks(RANKS, *words)
+
+    def _gain_over_bigram(self) -> float:
+        """Return by how many bits per byte the model is better than a bigram of its shards."""
+        [run], _ = read_runs([self.run])
+        [*_, evaluation] = [each for each in run.evaluations if each.suite == VALIDATION]
+        own, bigram = (
+            evaluation.results.scores[task]["bits_per_byte"].value
+            for task in (VALIDATION, "bigram")
+        )
+        assert own is not None  # --must_beat has compared them
+        assert bigram is not None
+        return bigram - own
+
+    def _show_canon(self) -> None:
+        """Train a small board with Canon and without, and print its scores as bars."""
+        shown = f"canon playground run {BOARD} --out {self.board}"
+        with self._titled("7/7 what Canon layers do: copying, with and without", shown):
+            self._train_board()
+            self.stages.call("playground", "report", BOARD, "--out", self.board)
+            print(bars(json.loads(read_bytes(self.board / "report.json"))))
+
+    def _train_board(self) -> None:
         """Train the models of BOARD. Raises UserError, KeyboardInterrupt."""
-        sweep, _ = plan_board(read_board(BOARD), folder)
+        sweep, _ = plan_board(read_board(BOARD), self.board)
         gpus = visible_gpus() if self.num_gpus else []
         driver = Driver(
             sweep,
-            folder,
-            min(len(sweep.runs), len(gpus) or available_cores()),
+            self.board,
+            min(len(sweep.runs), len(gpus) or available_cores() // threads()),
             gpus=gpus,
             threads=threads(),
             server=self.stages.server,
@@ -108,26 +126,16 @@ class Quickstart:
         for name, reason in driver.failures.items():
             raise UserError("quickstart.failed", f"{name} failed: {reason}", run=name)
 
-    def _gain_over_bigram(self) -> str:
-        """Return how much the model is better than a bigram of its shards."""
-        [run], _ = read_runs([self.run])
-        scores = run.evaluations[-1].results.scores
-        own, bigram = (scores[task]["bits_per_byte"].value for task in (VALIDATION, "bigram"))
-        if own is None or bigram is None:
-            return "the held-out loss is not finite"
-        better = "better" if own < bigram else "worse"
-        return f"{abs(bigram - own):.2f} bits per byte {better} than a bigram model of the text"
+    def _stage(self, title: str, words: str) -> None:
+        with self._titled(title, f"canon {words}"):
+            self.stages.call(*shlex.split(words))
 
-    def _stage(self, title: str, *words: object) -> None:
-        self._show(title, "canon", *words)
+    @contextmanager
+    def _titled(self, title: str, shown: str) -> Iterator[None]:
+        """Print a stage's title and command before the block, and its time after it."""
+        print(f"\n== {title}\n   {self.prefix}{shown}\n", flush=True)
         start = time.monotonic()
-        self.stages.call(*words)
-        self._took(start)
-
-    def _show(self, title: str, *words: object) -> None:
-        print(f"\n== {title}\n   {shlex.join(map(str, words))}\n", flush=True)
-
-    def _took(self, start: float) -> None:
+        yield
         print(f"   took {duration(time.monotonic() - start)}", flush=True)
 
 
@@ -153,19 +161,21 @@ def bars(report: Mapping[str, Any]) -> str:
 
 
 def threads() -> int:
-    """Return the CPU threads of each rank and model."""
-    return max(1, available_cores() // RANKS)
+    """Return the CPU threads of each rank and model; more would wait for each other."""
+    return min(MOST_THREADS, max(1, available_cores() // RANKS))
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run `python -m canon_pretrain.quickstart`, in the repository's folder."""
     with command(interrupted="stopped: `make quickstart` continues"):
         num_gpus = len(visible_gpus())
-        if num_gpus < RANKS:  # a single GPU cannot hold two ranks: the CPU then does
+        prefix = ""
+        if num_gpus == 1:  # it cannot hold two ranks: the CPU then does
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
+            prefix = "CUDA_VISIBLE_DEVICES= "
             num_gpus = 0
         with Stages(None, trainer_environment(threads()), forks=not num_gpus) as stages:
-            Quickstart(stages, num_gpus).all()
+            Quickstart(stages, prefix, num_gpus).all()
 
 
 if __name__ == "__main__":

@@ -16,17 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from canon_pretrain.core.children import ForkedChild, ForkServer, start_child
+from canon_pretrain.core.children import ForkedChild, ForkServer, ending, start_child
+from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import duration
 
 MODULES = ("canon_pretrain.sample", "eval.run", "eval.run_command", "eval.model.target")
 """What the process that forks has imported, besides the trainer."""
-SERVER = (
-    sys.executable,
-    "-c",
-    f"from canon_pretrain.train import serve_forks; serve_forks{MODULES}",
-)
+SERVE = f"from canon_pretrain.train import serve_forks; serve_forks(*{MODULES!r})"
+TORCHRUN = "TORCHRUN"  # before a command: the ranks of torchrun
 POLL_S = 0.05
 SHOWN_LINES = 5
 
@@ -34,13 +32,17 @@ Child = ForkedChild | subprocess.Popen[bytes]
 
 
 class Stages:
-    """Runs commands; a context manager. Their output goes to the file `log`, None: is shown."""
+    """Runs commands, and is a context manager.
+
+    Their output is appended to the file `log`, or shown if that is None. `forks`: whether they are
+    forks of a process that starts now, with `environ`, and imports while others work.
+    """
 
     def __init__(self, log: Path | None, environ: dict[str, str], *, forks: bool) -> None:
-        """Start the process that forks, with `environ`, which imports while others work."""
         self.log = log
         self._environ = environ
-        self.server = ForkServer(SERVER, environ) if forks else None
+        command = (sys.executable, "-c", SERVE)
+        self.server = ForkServer(command, environ) if forks else None
 
     def __enter__(self) -> "Stages":
         return self
@@ -51,8 +53,12 @@ class Stages:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._close_server()
+
+    def _close_server(self) -> None:
         if self.server is not None:
             self.server.close()
+            self.server = None
 
     def run(self, about: str, *words: object) -> str:
         """Say what `canon WORDS` is about and how long it took; return its output."""
@@ -63,25 +69,27 @@ class Stages:
         return output
 
     def call(self, *words: object) -> str:
-        """Run `canon WORDS` and return its output. Raises UserError if it fails."""
-        return self._call([[str(word) for word in words]])
+        """Run `canon WORDS` on all cores and return its output. Raises UserError if it fails."""
+        threads = f"OMP_NUM_THREADS={available_cores()}"
+        return self._call([[threads, *map(str, words)]])
 
     def call_ranks(self, count: int, *words: object) -> str:
         """Run `canon train WORDS` on `count` ranks, as torchrun does. Raises UserError."""
-        texts = [str(word) for word in words]
+        texts = ["train", *map(str, words)]
         if self.server is None:
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-            return self._call([[*launcher, "-m", "canon_pretrain.train", *texts]])
+            return self._call([[f"{TORCHRUN}={count}", *texts]])
 
-        port = _free_port()
-        shared = [f"WORLD_SIZE={count}", f"LOCAL_WORLD_SIZE={count}", "MASTER_ADDR=127.0.0.1"]
-        shared.append(f"MASTER_PORT={port}")
-        return self._call(
-            [
-                [*shared, f"RANK={rank}", f"LOCAL_RANK={rank}", "train", *texts]
-                for rank in range(count)
-            ]
-        )
+        variables = {
+            "WORLD_SIZE": count,
+            "LOCAL_WORLD_SIZE": count,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": _free_port(),
+        }
+        commands = []
+        for rank in range(count):
+            own = variables | {"RANK": rank, "LOCAL_RANK": rank}
+            commands.append([*(f"{name}={value}" for name, value in own.items()), *texts])
+        return self._call(commands)
 
     def _call(self, commands: Sequence[list[str]]) -> str:
         """Run commands at once; if one fails, stop the others. Return what is in the log."""
@@ -102,28 +110,48 @@ class Stages:
             where = f"{reason_in(output) or last_lines} (all of its output: {self.log})"
 
         if code:
-            name = " ".join(word for word in commands[0] if "=" not in word)
+            _, words = _split(commands[0])
             raise UserError(
                 "command.failed",
-                f"`canon {name}` ended with exit code {code}: {where}",
+                f"`canon {' '.join(words)}` {ending(code)}: {where}",
                 exit_code=code,
             )
         return output
 
     def _start(self, words: list[str], output: BinaryIO) -> Child:
+        """Start a command, with NAME=VALUE before its words."""
         if self.server is not None:
-            with suppress(OSError):  # the server has ended
-                if child := self.server.start(words, output):
-                    return child
-        if words[0] != "-m":
-            words = ["-m", "canon_pretrain", *words]
+            try:
+                child = self.server.start(words, output)
+            except OSError:  # the server has ended, or did not answer
+                self._close_server()
+            else:
+                assert child is not None  # it never gives up
+                return child
+
+        variables, words = _split(words)
+        module = ["-m", "canon_pretrain", *words]
+        if ranks := variables.pop(TORCHRUN, None):
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            module = [*launcher, "-m", "canon_pretrain.train", *words[1:]]
         return start_child(
-            [sys.executable, *words],
+            [sys.executable, *module],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=self._environ,
+            env=self._environ | variables,
         )
+
+
+def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables before a command's words, and the words."""
+    variables: dict[str, str] = {}
+    for number, word in enumerate(words):
+        name, is_variable, value = word.partition("=")
+        if not is_variable:
+            return variables, list(words[number:])
+        variables[name] = value
+    return variables, []
 
 
 def _free_port() -> int:
@@ -139,23 +167,23 @@ def _free_port() -> int:
 
 
 def _wait(children: Sequence[Child]) -> int:
-    """Wait for all children, and return the first exit code that is not 0.
+    """Wait for all children; return the exit code of the first that failed, else 0.
 
     A failure or an interruption of one stops the others.
     """
-    first = 0
+    failure = 0
     try:
-        while running := [child for child in children if child.poll() is None]:
-            failed = [child.returncode for child in children if child.returncode]
-            if failed and not first:
-                first = failed[0]
-                for child in running:
+        while None in (codes := [child.poll() for child in children]):
+            if not failure and any(codes):
+                failure = next(code for code in codes if code)
+                for child in children:
                     child.terminate()
             time.sleep(POLL_S)
-        return first or next((child.returncode for child in children if child.returncode), 0)
     except KeyboardInterrupt:
         for child in children:
             child.terminate()
         while any(child.poll() is None for child in children):
             time.sleep(POLL_S)
         raise
+
+    return failure or next((code for code in codes if code), 0)

@@ -76,6 +76,7 @@ def serve_forks(*modules: str) -> None:
     if device.has_accelerator():
         return
     device.prepare_device()
+    import torch
     from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401
 
     from canon_pretrain.__main__ import main as canon
@@ -89,6 +90,8 @@ def serve_forks(*modules: str) -> None:
         while "=" in words[0]:
             name, _, value = words.pop(0).partition("=")
             os.environ[name] = value
+            if name == "OMP_NUM_THREADS":  # which torch has read
+                torch.set_num_threads(int(value))
         run_process(lambda: canon(words))
 
     serve(run)

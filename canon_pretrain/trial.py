@@ -7,14 +7,21 @@ continues.
 """
 
 import argparse
+import json
 import math
+import os
+import re
 import signal
+import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from canon_pretrain.core.children import end_with
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
     Parser,
@@ -24,7 +31,13 @@ from canon_pretrain.core.cli import (
     run_process,
 )
 from canon_pretrain.core.errors import EPILOG, UserError
-from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    read_record,
+    remove_leftovers,
+    write_atomic,
+    write_json,
+)
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.new import (
@@ -54,6 +67,8 @@ NUM_RUNS = len(MODELS) * len(SEEDS)
 TRAINING_SHARE = 0.75
 """Of the minutes that are left when training starts; the rest evaluates, compares and samples."""
 SAMPLE_TOKENS = 60
+SPLITS = ("train", "validation")
+CUT = "--max-document-bytes"
 
 
 @dataclass(frozen=True)
@@ -72,8 +87,10 @@ class Record:
 
     request: Request
     build: list[str]
+    """Options of `canon data build`."""
+    documents: str
+    """"documents", or "pieces of documents" if those of the text are cut."""
     prompt: str
-    parallel: int
     version: Literal[1] = 1
 
 
@@ -87,25 +104,33 @@ class Trial:
 
     def run(self, request: Request) -> None:
         """Go from the text to the verdict. Raises UserError, KeyboardInterrupt."""
-        start = time.monotonic()
-        record = self._read(request) or self._plan(request, start)
-        self.stages.run("text to shards", "data", "build", *record.build)
-        self._train(record)
+        record = self._read(request)
+        if record is None:
+            _in_fork(lambda: self._plan(request))
+            record = self._read(request)
+            assert record is not None
+
+        self._build(record)
+        self._train()
         evaluation = ("eval", "run", "--suite", VALIDATION, "--checkpoint", *self._folders())
         self.stages.run("score on held-out documents", *evaluation)
         self.stages.run("write the page", "eval", "report", self.runs, "--out", self.folder)
         self._sample(record)
-        self._conclude()
+        self._conclude(record)
 
     # -- the plan
 
     def _read(self, request: Request) -> Record | None:
-        """Return what an earlier call has planned. Raises UserError if it was asked for more."""
+        """Return what an earlier call has planned; None if none has.
+
+        Raises UserError if the request was another, or the folder is not of a trial.
+        """
         path = self.folder / RECORD
         if not path.exists():
-            # the record is written last
-            planned = {config.name for config in self.configs.values()}
-            if self.folder.exists() and {entry.name for entry in self.folder.iterdir()} - planned:
+            # the record is written last, after the configs
+            remove_leftovers(self.folder)
+            entries = {entry.name for entry in self.folder.glob("*")}
+            if entries - {config.name for config in self.configs.values()}:
                 raise UserError(
                     "try.exists",
                     f"{self.folder} exists, and is not of `canon try`: choose another --name",
@@ -129,48 +154,58 @@ class Trial:
                 )
         return record
 
-    def _plan(self, request: Request, start: float) -> Record:
-        """Look at the text and the machine; write the configs of both models and the record."""
+    def _plan(self, request: Request) -> None:
+        """Inspect the text and the machine; write the configs of both models and the record."""
+        start = time.monotonic()
         files = [Path(name) for name in request.files]
         found = inspect_text(files, request.text_field, request.text_suffixes, "TEXT")
 
+        # What is left of the time, though at least half of it, is for training, run after run.
         machine = Machine.find(models=NUM_RUNS)
         rounds = math.ceil(NUM_RUNS / machine.parallel)
-        left = 60 * request.minutes - (time.monotonic() - start)
-        seconds = TRAINING_SHARE * max(left, 30 * request.minutes) / rounds
-        chosen = choose(machine, found, seconds)
+        total = 60 * request.minutes
+        left = max(total - (time.monotonic() - start), total / 2)
+        chosen = choose(machine, found, TRAINING_SHARE * left / rounds)
 
         shards = str(self.folder / "data")
+        build = build_options(shards, files, found, request.text_field, chosen)
         record = Record(
             request=request,
-            build=build_options(shards, files, found, request.text_field, chosen),
+            build=build,
+            documents="pieces of documents" if CUT in build else "documents",
             prompt=first_words(found.sample),
-            parallel=machine.parallel,
         )
         self.folder.mkdir(parents=True, exist_ok=True)
         text = toml(self.folder.name, ", ".join(request.files), record.prompt, chosen)
+        text = text.replace("Written by `canon new`", "Written by `canon try`", 1)
         write_atomic(self.configs["canon"], text.encode())
         without = 'extends = "canon.toml"\n\n[model]\ncanon_set = ""\n'
         write_atomic(self.configs["none"], without.encode())
         write_json(self.folder / RECORD, asdict(record))
         print()
-        return record
 
     # -- the stages
 
-    def _train(self, record: Record) -> None:
-        """Train all runs, as many at once as were planned. Raises KeyboardInterrupt."""
+    def _build(self, record: Record) -> None:
+        """Build the shards, unless they are there: the text may be gone since."""
+        manifests = [self.folder / "data" / part / "manifest.json" for part in SPLITS]
+        if not all(manifest.exists() for manifest in manifests):
+            self.stages.run("text to shards", "data", "build", *record.build)
+
+    def _train(self) -> None:
+        """Train all runs, as many at once as there are GPUs or cores. Raises KeyboardInterrupt."""
         configs = [str(path) for path in self.configs.values()]
         sweep = make_sweep(configs, (), SEEDS, "both", ())
         self.runs.mkdir(exist_ok=True)
         sweep, _ = write_plan(self.runs, sweep)
 
+        gpus = visible_gpus()
         driver = Driver(
             sweep,
             self.runs,
-            record.parallel,
-            gpus=visible_gpus(),
-            threads=threads_of_each(),
+            min(NUM_RUNS, len(gpus) or available_cores()),
+            gpus=gpus,
+            threads=threads_per_run(),
             server=self.stages.server,
         )
         driver.train()
@@ -188,60 +223,112 @@ class Trial:
     def _sample(self, record: Record) -> None:
         """Print what a model of each kind writes after the same prompt."""
         for model, about in MODELS.items():
-            words = ("sample", self.runs / f"{model}-seed{SEEDS[0]}", "--prompt", record.prompt)
-            text = self.stages.call(*words, "--max_tokens", SAMPLE_TOKENS, "--seed", 0)
-            print(f"\n== a sample {about}\n{printable(text.strip(), keep=chr(10))}")
+            run = self.runs / f"{model}-seed{SEEDS[0]}"
+            options = (f"--prompt={record.prompt}", "--max_tokens", SAMPLE_TOKENS, "--json")
+            output = self.stages.call("sample", run, *options)
+            sample = json.loads(output.strip().splitlines()[-1])
+            print(
+                f"\n== a sample {about}\n{printable(record.prompt + sample['text'], keep=chr(10))}"
+            )
 
-    def _conclude(self) -> None:
-        """Print the models' losses, the verdict and the page, the last lines."""
+    def _conclude(self, record: Record) -> None:
+        """Print the losses, the verdict and the page, the last lines."""
         runs, errors = read_runs(self._folders())
         if errors:
             raise errors[0]
         sides = [[run for run in runs if run.label.startswith(f"{model}-")] for model in MODELS]
         [row] = compare_sides(sides, Options(suites=[VALIDATION]))["pairs"]
 
+        [*_, evaluation] = [each for each in runs[0].evaluations if each.suite == VALIDATION]
+        scores = evaluation.results.scores
+        nats_per_token = _value(scores, VALIDATION, "nats_per_token")
+        bits_per_nat = _value(scores, VALIDATION, "bits_per_byte") / nats_per_token
         losses = dict(zip(MODELS.values(), (row["baseline_value"], row["value"]), strict=True))
-        scores = runs[0].evaluations[-1].results.scores
         losses["a bigram model of the same text"] = _value(scores, "bigram", "nats_per_token")
-        bits_per_nat = _value(scores, VALIDATION, "bits_per_byte")
-        bits_per_nat /= _value(scores, VALIDATION, "nats_per_token")
-        print("\nbits per byte of the held-out documents:")
+        print(f"\nbits per byte of the held-out {record.documents}:")
         for about, nats in sorted(losses.items(), key=lambda item: item[1]):
             print(f"  {bits_per_nat * nats:.3f}  {about}")
-        print(f"\n{verdict(row, bits_per_nat)}\nPage: {self.folder / 'index.html'}")
+
+        print(f"\n{verdict(row, bits_per_nat, record.documents)}")
+        print(f"Page: {self.folder / 'index.html'}")
 
     def _folders(self) -> list[Path]:
         return [self.runs / f"{model}-seed{seed}" for model in MODELS for seed in SEEDS]
 
 
+def _in_fork(function: Callable[[], None]) -> None:
+    """Call `function` in a forked process, which frees torch's memory, a GPU's too, as it ends.
+
+    Raises SystemExit with the exit code if it fails, after it has printed why.
+    """
+    parent = os.getpid()
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        end_with(parent)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        code = 1
+        try:
+            with command():
+                function()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+    try:
+        _, status = os.waitpid(child, 0)
+    except KeyboardInterrupt:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+        os.waitpid(child, 0)
+        raise
+    code = os.waitstatus_to_exitcode(status)
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    if code:
+        raise SystemExit(code if code > 0 else 1)
+
+
 def _value(scores: Mapping[str, Mapping[str, Score]], task: str, metric: str) -> float:
-    value = scores[task][metric].value
-    if value is None:
-        raise UserError("try.no_score", f"{task} has no {metric}: {scores[task][metric].why}")
-    return value
+    score = scores[task][metric]
+    if score.value is None:
+        raise UserError("try.no_score", f"{task} has no {metric}: {score.why}", task=task)
+    return score.value
 
 
-def threads_of_each() -> int:
-    """Return the CPU threads of a run, as many of which train at once as there are cores."""
+def threads_per_run() -> int:
+    """Return the CPU threads of each run while all that fit train at once."""
     return max(1, available_cores() // NUM_RUNS)
 
 
-def verdict(row: dict[str, Any], bits_per_nat: float) -> str:
+def verdict(row: dict[str, Any], bits_per_nat: float, documents: str = "documents") -> str:
     """Return a sentence on the comparison `row` of held-out nats per token, Canon against none."""
     difference = bits_per_nat * row["difference"]
     size = f"{abs(difference):.3f} bits per byte {'lower' if difference < 0 else 'higher'}"
-    known = [f"{len(SEEDS)} seeds", f"{row['num_clusters']:,} documents"]
-    if ends := row["ci"] or row["items_ci"]:
-        sign = math.copysign(bits_per_nat, difference)
-        low, high = sorted(sign * end for end in ends)
-        known.insert(0, f"95 % {low:.3f} to {high:.3f}")
-    sentence = f"With Canon: {size} ({'; '.join(known)})"
+    facts = [f"{len(SEEDS)} seeds", f"{row['num_clusters']:,} {documents}"]
+    if row["ci"]:
+        # the interval of the size: its ends change sign and places for a lower loss
+        sign = -bits_per_nat if difference < 0 else bits_per_nat
+        low, high = sorted(sign * end for end in row["ci"])
+        facts.insert(0, f"95 % {low:.3f} to {high:.3f}")
+    sentence = f"With Canon: {size} ({'; '.join(facts)})"
 
     if row["p"] is None:
         return f"{sentence}: not judged, {row['why']}."
     if row["verdict"] not in (BETTER, WORSE):
-        return f"{sentence}: within the noise. More --minutes or text show smaller differences."
+        return f"{sentence}: within the noise. A longer trial, or more text, may show it."
     return f"{sentence}."
+
+
+def folder_name(text: str) -> str:
+    """Return a name for the trial of a file or folder, of the characters that --name may have."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", Path(text).absolute().stem).lstrip(".-")
+    return name or "text"
 
 
 def _stop(number: int, frame: object) -> None:
@@ -249,7 +336,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run `canon try`; exits with code 2 on bad input, 130 if interrupted."""
+    """Run `canon try`; exits with code 2 if it cannot go on, 130 if interrupted."""
     parser = Parser(
         prog=program("canon_pretrain.trial"),
         description="Does Canon help on your text? Train a model with Canon layers and one "
@@ -268,14 +355,16 @@ def main(argv: list[str] | None = None) -> None:
     add("--text-suffixes", nargs="+", default=[], metavar=".S", help=suffixes)
     with command():
         given = parser.parse_args(argv)
-        name = given.name or Path(given.text[0]).absolute().stem
+        name = given.name or folder_name(given.text[0])
         check_name(name)
         folder = Path("outputs", name)
-        request = Request(given.text, given.minutes, given.text_field, given.text_suffixes)
+        paths = [os.path.normpath(path) for path in given.text]
+        request = Request(paths, given.minutes, given.text_field, given.text_suffixes)
+
         signal.signal(signal.SIGTERM, _stop)
         folder.parent.mkdir(exist_ok=True)
         with locked(folder.with_name(f".{name}.lock"), f"the trial {folder}"):
-            environ = trainer_environment(threads_of_each())
+            environ = trainer_environment(threads_per_run())
             try:
                 with Stages(folder / LOG, environ, forks=not visible_gpus()) as stages:
                     Trial(folder, stages).run(request)

@@ -12,13 +12,13 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+import canon_pretrain.train  # noqa: F401
 from canon_pretrain.core import children
 from canon_pretrain.core.cli import run_process
-from canon_pretrain.train import serve_forks
 
 
 class ForkedServer:
-    """Popen's methods that ForkServer uses; the command is always that of SERVER."""
+    """Popen's methods that ForkServer uses; the command is `python -c CODE`."""
 
     def __init__(self, command: Any, *, stdin: int, env: dict[str, str], **options: Any) -> None:
         self.pid = os.fork()
@@ -34,7 +34,7 @@ class ForkedServer:
         os.environ.clear()
         os.environ.update(env)
         try:
-            serve_forks()
+            exec(command[2])
         finally:
             os._exit(1)
 

@@ -25,7 +25,7 @@ export SBATCH_GPUS_PER_NODE=0
 export WATCH_MINUTES=0.1
 """
 BUILD = f"""bash slurm/data_prep.sh submit --shards 2 --cpus-per-task=1 --gpus-per-node=0
--- --source stdlib --tokenizer train:2048 --holdout 0.03 --out {DEMO}/data"""
+-- --source stdlib --tokenizer train:1024 --holdout 0.03 --out {DEMO}/data"""
 TRAIN = f"""slurm/pretrain_1b3.sh train_configs/quickstart.toml --data.path {DEMO}/data
 --job.dump_folder {RUN} --training.steps 120 --checkpoint.interval 60"""
 SHARED = "--exclusive=user --cpus-per-task=4"  # evaluations run on the same two nodes

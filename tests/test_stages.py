@@ -68,6 +68,13 @@ def test_the_first_rank_that_fails_ends_the_others(stages, monkeypatch):
     stages.server = None
 
 
+def test_a_server_that_ended_is_replaced_by_processes(tmp_path):
+    with Stages(tmp_path / "log.txt", dict(os.environ), forks=True) as stages:
+        stages.server._process.kill()
+        assert stages.call("--version").split() == ["canon_pretrain", own_version()]
+        assert stages.server is None
+
+
 def test_bars_show_scores_and_intervals():
     cells = [
         {"arm": "nope", "mean": 0.05, "interval": [0.0, 0.1]},

@@ -1,14 +1,18 @@
 """`canon try`: from a text to a verdict, in one command that continues after any interruption."""
 
+import contextlib
+import os
 import random
 import re
 import signal
+import sys
 import time
 
 import pytest
 
 from canon_pretrain import trial
-from canon_pretrain.new import Machine
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.new import Machine, check_name
 from canon_pretrain.report.comparison import compare_sides
 from canon_pretrain.report.record import read_runs
 from canon_pretrain.report.verdicts import BETTER, Options
@@ -18,7 +22,7 @@ from tests.ranks import events, logged_step
 from tests.support import error_codes
 
 ROW = {
-    "difference": -0.2, "num_clusters": 18, "ci": [-0.3, -0.1], "items_ci": None, "p": 0.01,
+    "difference": -0.2, "num_clusters": 18, "ci": [-0.3, -0.1], "p": 0.01,
     "verdict": BETTER, "why": None,
 }  # fmt: skip
 
@@ -33,8 +37,6 @@ def numbers(text):
         ({}, [0.1, 0.05, 0.15], "lower"),
         ({"difference": 0.2, "ci": [0.1, 0.3]}, [0.1, 0.05, 0.15], "higher"),
         ({"ci": [-0.5, 0.1], "verdict": "within noise"}, [0.1, -0.05, 0.25], "within the noise"),
-        ({"ci": None, "items_ci": [-0.22, -0.18], "p": None, "why": "of few seeds"},
-         [0.1, 0.09, 0.11], "not judged, of few seeds"),
         ({"ci": None, "p": None, "why": "few documents"}, [0.1], "not judged, few documents"),
     ],
 )  # fmt: skip
@@ -82,6 +84,7 @@ def printed(folder):
 def quick_machine(monkeypatch):
     """A machine that needs no timing; no process imports torch for the stages."""
     monkeypatch.setattr(trial, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(trial, "_in_fork", lambda function: function())
     machine = Machine("a CPU", False, 1, 8e9, parallel=2)
     monkeypatch.setattr(Machine, "find", classmethod(lambda cls, models=1: machine))
     monkeypatch.setattr(Machine, "tokens_per_second", lambda self, args: 1e4)
@@ -142,6 +145,35 @@ def run(capsys, *words):
     return stop.value.code, capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("mytext", "mytext"), ("a/my text.txt", "my_text"), ("donn\u00e9es.txt", "donn_es"),
+        (".texts", "texts"), ("\u6587.txt", "_"), ("...", "text"), ("a/-x", "x"),
+    ],
+)  # fmt: skip
+def test_a_folder_is_named_by_the_text(path, name):
+    assert trial.folder_name(path) == name
+    check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("function", "code"),
+    [(lambda: None, 0), (lambda: sys.exit(3), 3), (lambda: os.kill(os.getpid(), 9), 1)],
+)
+def test_a_fork_ends_as_its_function(function, code, capfd):
+    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as stop:
+        trial._in_fork(function)
+    assert not code or stop.value.code == code
+
+    def refuse():
+        raise UserError("test.refused", "no")
+
+    with pytest.raises(SystemExit) as stop:
+        trial._in_fork(refuse)
+    assert stop.value.code == 2 and error_codes(capfd.readouterr().err) == ["test.refused"]
+
+
 def test_refusals_lose_nothing(text, tmp_path, capsys, quick_machine, monkeypatch):
     stop_at_first_stage(monkeypatch)
     foreign = tmp_path / "outputs/old"
@@ -172,7 +204,8 @@ def test_refusals_lose_nothing(text, tmp_path, capsys, quick_machine, monkeypatc
     for words in (("--minutes", 4), ("--text-field", "a"), ("--text-suffixes", ".md")):
         status, err = run(capsys, "mytext", *words)
         assert (status, error_codes(err)) == (2, ["try.other"])
-    assert run(capsys, "mytext", "--minutes", 3)[0] == 130
+    for same in ("mytext", "./mytext", "mytext/"):
+        assert run(capsys, same, "--minutes", 3)[0] == 130
     assert plan == {
         path.name: path.read_bytes() for path in (tmp_path / "outputs/mytext").iterdir()
     }

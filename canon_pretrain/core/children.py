@@ -51,6 +51,14 @@ def start_child(words: Sequence[str], **options: Any) -> "subprocess.Popen[bytes
     )
 
 
+def ending(code: int) -> str:
+    """Say how a process ended, by the exit code of subprocess."""
+    if code < 0:
+        with suppress(ValueError):  # a real-time signal
+            return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
 def kill_tree(pid: int) -> None:
     """Kill a process and its descendants, which may be in other sessions."""
     found = [pid]
