@@ -24,8 +24,10 @@ CONSTRAINTS ?= constraints.txt
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 INSTALLED := .venv/.installed
-# two processes of one thread each, so that nothing waits for a core
-PYTEST := OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal
+# processes of one thread each, so that nothing waits for a core, and clusters of the Slurm tests
+WORKERS ?= 2
+CLUSTERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 python -m pytest -n $(WORKERS) --dist worksteal
 
 LM := outputs/boards/lm-data
 
@@ -59,7 +61,7 @@ test-learning: $(INSTALLED)
 
 # a cluster per process: a test mostly waits for Slurm or for a program on one core
 test-slurm: $(INSTALLED)
-	python -m pytest tests/slurm -m slurm -n 2 --dist load --maxschedchunk 1
+	python -m pytest tests/slurm -m slurm -n $(CLUSTERS) --dist load --maxschedchunk 1
 
 snapshots: $(INSTALLED)
 	python -m pytest tests/snapshots --snapshot-update
