@@ -129,6 +129,8 @@ def _literal(word: str, *, is_text: bool) -> Any:
 def check_values(values: Values) -> None:
     """Raise UserError for values that the trainer would refuse, as far as torch is not needed."""
     dotted = {f"{x}.{key}": value for x, keys in values.items() for key, value in keys.items()}
+    # which has no default that trains
+    dotted.setdefault("training.global_batch_size", DEFAULTS["training"]["global_batch_size"])
     check_limits(dotted)
     check_choice("optimizer.name", _section("optimizer", values)["name"], OPTIMIZERS)
     planned_identity(values)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_record
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.playground import (
@@ -29,7 +30,7 @@ from canon_pretrain.playground import (
     read_plan,
     visible_gpus,
 )
-from canon_pretrain.report.planned import num_steps, planned_values
+from canon_pretrain.report.planned import check_values, num_steps, planned_values
 from canon_pretrain.report.race import BoardRace, Stop, read_race
 from canon_pretrain.run.folder import PLAN, RunFolder
 from canon_pretrain.sweep import main as plan_sweep
@@ -300,10 +301,14 @@ def test_files_of_different_boards_are_an_error(command, tmp_path, capsys):
         main(words)
 
 
-def test_a_config_may_leave_all_settings_to_defaults(tmp_path):
+def test_a_config_may_leave_all_but_the_batch_to_defaults(tmp_path):
     """Such as training.steps, which the driver and a race need."""
     bare = tmp_path / "bare.toml"
     bare.write_text("[data.task]\nname = 'copy'\nn = 4\n")
+    with pytest.raises(UserError) as caught:
+        check_values(planned_values(bare))
+    assert caught.value.fields["key"] == "training.global_batch_size"
+    bare.write_text(f"{bare.read_text()}[training]\nglobal_batch_size = 2\n")
     text = TEXT.replace(str(COPY), str(bare)).replace("set = {", "set = {}\nunused = {")
     text = text.replace('unused = { "training.steps" = 5, "lr_scheduler.warmup_steps" = 1, '
                         '"compile.enable" = false }', "")  # fmt: skip
