@@ -147,7 +147,8 @@ def test_a_board_is_planned_and_its_configs_parse(path, tmp_path):
     for config in sweep.configs:
         job = parse_job(["--config", config])
         last, freq = job.training.steps, job.validation.freq
-        assert last % freq == 0 and job.compile.enable  # scored at the last step
+        assert last % freq == 0  # scored at the last step
+        assert job.compile.enable or path.stem == "quickstart"  # which ends before it has compiled
     assert len(board.seeds) > 1 and board.claims
 
 

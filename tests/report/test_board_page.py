@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from canon_pretrain.core.files import write_json
-from canon_pretrain.playground import OUTPUT, main
+from canon_pretrain.playground import main, write_failures
 from canon_pretrain.report.board import Claim
 from canon_pretrain.report.board_content import board_content
 from canon_pretrain.report.board_results import BoardPlan, BoardRun
@@ -121,8 +121,7 @@ def test_missing_and_damaged_runs_are_open_or_lose(tmp_path, capsys):
     sweep = read_sweep(tmp_path / "board")
     (planned,) = [run for run in sweep.runs if run.name == "copy-n8-nope-seed0"]
     plant_planned_run(tmp_path / "board", sweep, planned, [])
-    (tmp_path / "board" / "copy-n8-nope-seed2").mkdir()
-    (tmp_path / "board" / "copy-n8-nope-seed2" / OUTPUT).write_text("error[job.bad]: it is\nend\n")
+    write_failures(tmp_path / "board", {"copy-n8-nope-seed2": "error[job.bad]: it is"})
     (tmp_path / "board" / "board.toml").write_text(text)
     main(["report", str(tmp_path / "board" / "board.toml"), "--out", str(tmp_path / "board")])
     content = json.loads((tmp_path / "board" / "report.json").read_text())
