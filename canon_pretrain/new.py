@@ -280,7 +280,7 @@ def steps_rule(given: Proposal) -> str:
     return f"{facts} ({given.speed:,.0f} tokens/s).\n# {why}"
 
 
-def toml(name: str, files: str, prompt: str, given: Proposal) -> str:
+def toml(name: str, files: str, prompt: str, given: Proposal, *, command: str = "canon new") -> str:
     """Return the experiment's file, each value with its rule."""
     machine = given.machine
     quoted = {
@@ -292,6 +292,7 @@ def toml(name: str, files: str, prompt: str, given: Proposal) -> str:
     text = Path(__file__).with_suffix(".toml").read_text()
     return text.format(
         **{key: to_toml({"": text})[5:-1] for key, text in quoted.items()},
+        command=command,
         files=printable(files),
         machine=printable(machine.name),
         flavor=given.name,
@@ -399,11 +400,14 @@ def choose(machine: Machine, found: Survey, seconds: float) -> Proposal:
     if load > cores / 2:
         show("", f"load average {load:.1f} on {cores} cores: times are those of a busy machine")
 
+    # The size is chosen by bytes, then the tokens of its vocabulary are counted.
     _, holdout = cut_and_holdout(found)
     chosen = propose(machine, (1 - holdout) * found.num_bytes, seconds)
     vocab_size, share = found.tokens_per_byte(chosen.args.vocab_size)
     total = share * found.num_bytes
     chosen = replace(chosen, unique=(1 - holdout) * total)
+
+    # A text of many characters needs a larger vocabulary, which takes longer.
     if vocab_size != chosen.args.vocab_size:
         args = replace(chosen.args, vocab_size=vocab_size)
         chosen = replace(chosen, args=args, speed=machine.tokens_per_second(args))
@@ -414,6 +418,7 @@ def choose(machine: Machine, found: Survey, seconds: float) -> Proposal:
     if chosen.max_tokens:
         part = f"of the first files, {chosen.max_tokens:,} are built"
         show("", f"{part}: at least four times what the run uses")
+
     facts = f"{chosen.name}: {chosen.parameters:,} parameters"
     ratio = f"{chosen.ratio:.1f} tokens per parameter"
     show("model", facts, "; ".join(filter(None, (ratio, chosen.shortfall))))
@@ -506,6 +511,17 @@ def print_survey(found: Survey) -> None:
         show("sample", f"{text[:SHOWN_CHARACTERS]} ...")
 
 
+FILES_HELP = "files or folders: .txt, .jsonl or .json (.zst, .gz), .parquet, or other plain text"
+
+
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options on how files are read."""
+    add = parser.add_argument
+    add("--text-field", metavar="F", help="name of the text in rows, also a.b (default: text)")
+    suffixes = "read files of these suffixes as plain text too, such as .md .rst"
+    add("--text-suffixes", nargs="+", default=(), metavar=".S", help=suffixes)
+
+
 def main(argv: list[str] | None = None) -> None:
     """The command; exits with code 2 on bad input."""
     parser = Parser(
@@ -517,12 +533,9 @@ def main(argv: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="of NAME.toml and of outputs/NAME")
-    files = "files or folders: .txt, .jsonl or .json (.zst, .gz), .parquet, or other plain text"
-    add("--data", nargs="+", type=Path, required=True, metavar="PATH", help=files)
+    add("--data", nargs="+", type=Path, required=True, metavar="PATH", help=FILES_HELP)
     add("--minutes", type=positive, default=10, help="of training here (default: %(default)s)")
-    add("--text-field", metavar="F", help="name of the text in rows, also a.b (default: text)")
-    suffixes = "read files of these suffixes as plain text too, such as .md .rst"
-    add("--text-suffixes", nargs="+", default=(), metavar=".S", help=suffixes)
+    add_text_options(parser)
     with command():
         propose_experiment(parser.parse_args(argv))
 

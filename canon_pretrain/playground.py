@@ -803,6 +803,27 @@ class Driver:
         raise KeyboardInterrupt
 
 
+def train_sweep(sweep: Sweep, folder: Path, *, threads: int, server: ForkServer | None) -> None:
+    """Train all runs, as many at once as there are GPUs, or cores for `threads` each.
+
+    Raises KeyboardInterrupt if it was stopped, UserError if a run failed.
+    """
+    gpus = visible_gpus()
+    parallel = min(len(sweep.runs), len(gpus) or available_cores() // threads)
+    driver = Driver(sweep, folder, parallel, gpus=gpus, threads=threads, server=server)
+    driver.train()
+    if driver.stops:
+        raise KeyboardInterrupt
+    if driver.failures:
+        name, reason = next(iter(driver.failures.items()))
+        raise UserError(
+            "sweep.failed",
+            f"{len(driver.failures)} of {len(sweep.runs)} runs failed, such as {name}: {reason}. "
+            "The same command tries again",
+            failures=driver.failures,
+        )
+
+
 def trainer_environment(threads: int) -> dict[str, str]:
     """Return the environment of a trainer with `threads` CPU threads that a driver starts."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}

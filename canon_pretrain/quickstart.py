@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.core.cli import available_cores, command, run_process
-from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_bytes
 from canon_pretrain.core.terminal import duration
 from canon_pretrain.playground import (
-    Driver,
     plan_board,
     read_board,
+    train_sweep,
     trainer_environment,
     visible_gpus,
 )
+from canon_pretrain.report.evaluations import full_results
+from canon_pretrain.report.items import ScoreKey
 from canon_pretrain.report.record import read_runs
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import RunFolder
@@ -44,8 +45,8 @@ MOST_THREADS = 4
 class Quickstart:
     """The stages, of which each does what is left to do; `prefix` comes before shown commands."""
 
-    def __init__(self, stages: Stages, prefix: str, num_gpus: int) -> None:
-        self.stages, self.prefix, self.num_gpus = stages, prefix, num_gpus
+    def __init__(self, stages: Stages, prefix: str) -> None:
+        self.stages, self.prefix = stages, prefix
         self.run = FOLDER / "run"
         self.board = FOLDER / "canon"
         self.steps = read_experiment(CONFIG)["training"]["steps"]
@@ -91,9 +92,9 @@ class Quickstart:
     def _gain_over_bigram(self) -> float:
         """Return by how many bits per byte the model is better than a bigram of its shards."""
         [run], _ = read_runs([self.run])
-        [*_, evaluation] = [each for each in run.evaluations if each.suite == VALIDATION]
+        evaluation = full_results(run, VALIDATION)[self.steps]
         own, bigram = (
-            evaluation.results.scores[task]["bits_per_byte"].value
+            evaluation.score(ScoreKey(VALIDATION, task, "bits_per_byte"))
             for task in (VALIDATION, "bigram")
         )
         assert own is not None  # --must_beat has compared them
@@ -104,27 +105,10 @@ class Quickstart:
         """Train a small board with Canon and without, and print its scores as bars."""
         shown = f"canon playground run {BOARD} --out {self.board}"
         with self._titled("7/7 what Canon layers do: copying, with and without", shown):
-            self._train_board()
+            sweep, _ = plan_board(read_board(BOARD), self.board)
+            train_sweep(sweep, self.board, threads=threads(), server=self.stages.server)
             self.stages.call("playground", "report", BOARD, "--out", self.board)
             print(bars(json.loads(read_bytes(self.board / "report.json"))))
-
-    def _train_board(self) -> None:
-        """Train the models of BOARD. Raises UserError, KeyboardInterrupt."""
-        sweep, _ = plan_board(read_board(BOARD), self.board)
-        gpus = visible_gpus() if self.num_gpus else []
-        driver = Driver(
-            sweep,
-            self.board,
-            min(len(sweep.runs), len(gpus) or available_cores() // threads()),
-            gpus=gpus,
-            threads=threads(),
-            server=self.stages.server,
-        )
-        driver.train()
-        if driver.stops:
-            raise KeyboardInterrupt
-        for name, reason in driver.failures.items():
-            raise UserError("quickstart.failed", f"{name} failed: {reason}", run=name)
 
     def _stage(self, title: str, words: str) -> None:
         with self._titled(title, f"canon {words}"):
@@ -168,14 +152,13 @@ def threads() -> int:
 def main(argv: list[str] | None = None) -> None:
     """Run `python -m canon_pretrain.quickstart`, in the repository's folder."""
     with command(interrupted="stopped: `make quickstart` continues"):
-        num_gpus = len(visible_gpus())
         prefix = ""
-        if num_gpus == 1:  # it cannot hold two ranks: the CPU then does
+        if len(visible_gpus()) == 1:  # it cannot hold two ranks: the CPU then does
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
             prefix = "CUDA_VISIBLE_DEVICES= "
-            num_gpus = 0
-        with Stages(None, trainer_environment(threads()), forks=not num_gpus) as stages:
-            Quickstart(stages, prefix, num_gpus).all()
+        environ = trainer_environment(threads())
+        with Stages(None, environ, forks=not visible_gpus()) as stages:
+            Quickstart(stages, prefix).all()
 
 
 if __name__ == "__main__":

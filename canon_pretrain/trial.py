@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,7 +41,9 @@ from canon_pretrain.core.files import (
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.new import (
+    FILES_HELP,
     Machine,
+    add_text_options,
     build_options,
     check_name,
     choose,
@@ -49,11 +51,13 @@ from canon_pretrain.new import (
     inspect_text,
     toml,
 )
-from canon_pretrain.playground import Driver, trainer_environment, visible_gpus
+from canon_pretrain.playground import train_sweep, trainer_environment, visible_gpus
 from canon_pretrain.report.comparison import compare_sides
+from canon_pretrain.report.evaluations import full_results
+from canon_pretrain.report.items import Evaluation, ScoreKey
 from canon_pretrain.report.record import read_runs
 from canon_pretrain.report.verdicts import BETTER, WORSE, Options
-from canon_pretrain.run.results import VALIDATION, Score
+from canon_pretrain.run.results import VALIDATION
 from canon_pretrain.stages import Stages
 from canon_pretrain.sweep import make_sweep, write_plan
 
@@ -88,10 +92,13 @@ class Record:
     request: Request
     build: list[str]
     """Options of `canon data build`."""
-    documents: str
-    """"documents", or "pieces of documents" if those of the text are cut."""
     prompt: str
     version: Literal[1] = 1
+
+    @property
+    def documents(self) -> str:
+        """What is held out: documents are cut if there are few."""
+        return "pieces of documents" if CUT in self.build else "documents"
 
 
 class Trial:
@@ -168,16 +175,14 @@ class Trial:
         chosen = choose(machine, found, TRAINING_SHARE * left / rounds)
 
         shards = str(self.folder / "data")
-        build = build_options(shards, files, found, request.text_field, chosen)
         record = Record(
             request=request,
-            build=build,
-            documents="pieces of documents" if CUT in build else "documents",
+            build=build_options(shards, files, found, request.text_field, chosen),
             prompt=first_words(found.sample),
         )
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = toml(self.folder.name, ", ".join(request.files), record.prompt, chosen)
-        text = text.replace("Written by `canon new`", "Written by `canon try`", 1)
+        names = ", ".join(request.files)
+        text = toml(self.folder.name, names, record.prompt, chosen, command="canon try")
         write_atomic(self.configs["canon"], text.encode())
         without = 'extends = "canon.toml"\n\n[model]\ncanon_set = ""\n'
         write_atomic(self.configs["none"], without.encode())
@@ -193,32 +198,13 @@ class Trial:
             self.stages.run("text to shards", "data", "build", *record.build)
 
     def _train(self) -> None:
-        """Train all runs, as many at once as there are GPUs or cores. Raises KeyboardInterrupt."""
+        """Train all runs. Raises KeyboardInterrupt, UserError."""
         configs = [str(path) for path in self.configs.values()]
         sweep = make_sweep(configs, (), SEEDS, "both", ())
         self.runs.mkdir(exist_ok=True)
         sweep, _ = write_plan(self.runs, sweep)
-
-        gpus = visible_gpus()
-        driver = Driver(
-            sweep,
-            self.runs,
-            min(NUM_RUNS, len(gpus) or available_cores()),
-            gpus=gpus,
-            threads=threads_per_run(),
-            server=self.stages.server,
-        )
-        driver.train()
-        if driver.stops:
-            raise KeyboardInterrupt
-        if driver.failures:
-            name, reason = next(iter(driver.failures.items()))
-            raise UserError(
-                "try.failed",
-                f"{len(driver.failures)} of {len(sweep.runs)} runs failed, such as {name}: "
-                f"{reason}. The same command tries again",
-                failures=driver.failures,
-            )
+        server = self.stages.server
+        train_sweep(sweep, self.runs, threads=threads_per_run(), server=server)
 
     def _sample(self, record: Record) -> None:
         """Print what a model of each kind writes after the same prompt."""
@@ -227,9 +213,8 @@ class Trial:
             options = (f"--prompt={record.prompt}", "--max_tokens", SAMPLE_TOKENS, "--json")
             output = self.stages.call("sample", run, *options)
             sample = json.loads(output.strip().splitlines()[-1])
-            print(
-                f"\n== a sample {about}\n{printable(record.prompt + sample['text'], keep=chr(10))}"
-            )
+            text = printable(record.prompt + sample["text"], keep="\n")
+            print(f"\n== a sample {about}\n{text}")
 
     def _conclude(self, record: Record) -> None:
         """Print the losses, the verdict and the page, the last lines."""
@@ -239,12 +224,11 @@ class Trial:
         sides = [[run for run in runs if run.label.startswith(f"{model}-")] for model in MODELS]
         [row] = compare_sides(sides, Options(suites=[VALIDATION]))["pairs"]
 
-        [*_, evaluation] = [each for each in runs[0].evaluations if each.suite == VALIDATION]
-        scores = evaluation.results.scores
-        nats_per_token = _value(scores, VALIDATION, "nats_per_token")
-        bits_per_nat = _value(scores, VALIDATION, "bits_per_byte") / nats_per_token
+        evaluation = full_results(runs[0], VALIDATION)[row["baseline_step"]]
+        nats_per_token = _value(evaluation, VALIDATION, "nats_per_token")
+        bits_per_nat = _value(evaluation, VALIDATION, "bits_per_byte") / nats_per_token
         losses = dict(zip(MODELS.values(), (row["baseline_value"], row["value"]), strict=True))
-        losses["a bigram model of the same text"] = _value(scores, "bigram", "nats_per_token")
+        losses["a bigram model of the same text"] = _value(evaluation, "bigram", "nats_per_token")
         print(f"\nbits per byte of the held-out {record.documents}:")
         for about, nats in sorted(losses.items(), key=lambda item: item[1]):
             print(f"  {bits_per_nat * nats:.3f}  {about}")
@@ -294,11 +278,12 @@ def _in_fork(function: Callable[[], None]) -> None:
         raise SystemExit(code if code > 0 else 1)
 
 
-def _value(scores: Mapping[str, Mapping[str, Score]], task: str, metric: str) -> float:
-    score = scores[task][metric]
-    if score.value is None:
-        raise UserError("try.no_score", f"{task} has no {metric}: {score.why}", task=task)
-    return score.value
+def _value(evaluation: Evaluation, task: str, metric: str) -> float:
+    key = ScoreKey(VALIDATION, task, metric)
+    value = evaluation.score(key)
+    if value is None:
+        raise UserError("try.no_score", evaluation.why_missing(key), task=task)
+    return value
 
 
 def threads_per_run() -> int:
@@ -346,20 +331,17 @@ def main(argv: list[str] | None = None) -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    files = "files or folders: .txt, .jsonl or .json (.zst, .gz), .parquet, or other plain text"
-    add("text", nargs="+", metavar="TEXT", help=files)
+    add("text", nargs="+", metavar="TEXT", help=FILES_HELP)
     add("--minutes", type=_minutes, default=10.0, help="for all of it (default: %(default)s)")
     add("--name", help="of the folder outputs/NAME (default: that of TEXT)")
-    add("--text-field", metavar="F", help="name of the text in rows, also a.b (default: text)")
-    suffixes = "read files of these suffixes as plain text too, such as .md .rst"
-    add("--text-suffixes", nargs="+", default=[], metavar=".S", help=suffixes)
+    add_text_options(parser)
     with command():
         given = parser.parse_args(argv)
         name = given.name or folder_name(given.text[0])
         check_name(name)
         folder = Path("outputs", name)
         paths = [os.path.normpath(path) for path in given.text]
-        request = Request(paths, given.minutes, given.text_field, given.text_suffixes)
+        request = Request(paths, given.minutes, given.text_field, [*given.text_suffixes])
 
         signal.signal(signal.SIGTERM, _stop)
         folder.parent.mkdir(exist_ok=True)

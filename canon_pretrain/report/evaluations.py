@@ -1,6 +1,7 @@
 """Which evaluations of runs exist, at which steps, and which can be compared. No torch."""
 
 import bisect
+import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -21,13 +22,17 @@ def full_results(run: RunRecord, suite: str, step: int | None = None) -> dict[in
     return {e.step: e for e in full if step in (None, e.step)}
 
 
+def _full_validations(run: RunRecord) -> list[Evaluation]:
+    return [e for e in run.evaluations if e.suite == VALIDATION and e.limit is None]
+
+
 COUNT_MODELS = ("unigram", "bigram")
 
 
 def suite_losses(run: RunRecord) -> dict[Scored, float]:
     """Return the held-out losses of the suite `validation`, by step and text."""
     key = ScoreKey(VALIDATION, VALIDATION, "nats_per_token")
-    full = [e for e in run.evaluations if e.suite == VALIDATION and e.limit is None]
+    full = _full_validations(run)
     return {(e.step, e.text): x for e in full if (x := e.score(key)) is not None}
 
 
@@ -35,13 +40,11 @@ def counted_losses(runs: Sequence[RunRecord], text: str) -> dict[str, float]:
     """Return the nats per token of models that count tokens, which `validation` scores, too."""
     losses = {}
     for run in runs:
-        for evaluation in run.evaluations:
-            if evaluation.suite != VALIDATION or evaluation.text != text or evaluation.limit:
-                continue
-            for name in COUNT_MODELS:
-                value = evaluation.score(ScoreKey(VALIDATION, name, "nats_per_token"))
-                if value is not None:
-                    losses[name] = value
+        of_text = [each for each in _full_validations(run) if each.text == text]
+        for evaluation, name in itertools.product(of_text, COUNT_MODELS):
+            value = evaluation.score(ScoreKey(VALIDATION, name, "nats_per_token"))
+            if value is not None:
+                losses[name] = value
     return losses
 
 
