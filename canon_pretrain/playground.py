@@ -133,6 +133,7 @@ MODEL_KEYS = {each.name for each in dataclasses.fields(ModelArgs)} - {"max_seq_l
 WINDOWS = 128  # of a synthetic task that score a run; a trainer's 16 have few questions
 POLL_S, SHOW_S, REPORT_S = 0.2, 1.0, 30.0
 MISSING = "without output"
+KILL_S = 5.0  # most that a killed process needs to end, a large one on a busy machine
 PATIENCE_S = 120.0  # a run whose driver was killed saves its last step before it ends
 # imports what a trainer does once, for all runs
 SERVER = (sys.executable, "-c", "from canon_pretrain.train import serve_forks; serve_forks()")
@@ -789,6 +790,19 @@ class Driver:
                 self._close_server()
             for number, handler in before.items():
                 signal.signal(number, handler)
+            if self.stops > 1:
+                self._wait_for_killed()
+
+    def _wait_for_killed(self) -> None:
+        """Wait until the killed children have ended: the next command may continue their runs.
+
+        A process that waits for a disk cannot be killed, hence the limit.
+        """
+        deadline = time.monotonic() + KILL_S
+        while any(child.process.poll() is None for child in self._children):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Ask the children to save and stop; the second time kill them, and end all waits."""

@@ -669,6 +669,31 @@ def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
     assert (0, False) in looks and (2, False) not in looks
 
 
+def test_killed_runs_have_ended_when_their_driver_ends(tmp_path, monkeypatch):
+    """A large process needs time to die, in which its lock would still be held."""
+    sweep, out, started = plan(tmp_path, SMALL), tmp_path / "out", tmp_path / "started"
+    work = (
+        "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    )
+    monkeypatch.setattr(
+        "canon_pretrain.playground.train_command", lambda words: [sys.executable, "-c", work]
+    )
+    monkeypatch.setattr("canon_pretrain.playground.REPORT_S", 0.1)
+    driver = Driver(sweep, out, parallel=1, gpus=["0"])
+
+    def interrupt_twice(progress=Driver._progress):
+        while started.exists() and started.read_text():
+            os.kill(os.getpid(), signal.SIGINT)
+        return progress(driver)
+
+    monkeypatch.setattr(driver, "_progress", interrupt_twice)
+    with pytest.raises(KeyboardInterrupt):
+        driver.train()
+    assert driver.stops > 1
+    assert not Path("/proc", started.read_text()).exists()
+
+
 @pytest.mark.system
 def test_a_board_trains_and_repeats_nothing(tmp_path, capfd):
     """A failing run is reported, and does not stop the others; the next call retries it."""
