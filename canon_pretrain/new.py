@@ -44,7 +44,7 @@ LEAST_STEPS = 300
 LEAST_BATCH_TOKENS, LEAST_BATCH_FLOPS, DEEPSEEK_FLOPS = 1024, 2e12, 1e17
 """Of small models: bits per byte of held-out text after 70 CPU seconds at width 64, with steps of
 512, 1,024 and 2,048 tokens (learning rates 1e-2, 1e-2, 4e-3): prose of 2.4 MB 2.148, 2.102, 2.143;
-Python code of 12 MB -, 1.804, 1.816. A bigram has 2.504 and 2.130. LR is lower for few steps."""
+Python code of 12 MB -, 1.804, 1.816. A bigram has 2.504 and 2.130."""
 LEAST_BYTES = 20_000
 BYTES_PER_TOKEN = 3.5
 """Assumed until the tokenizer of the chosen size is trained."""
