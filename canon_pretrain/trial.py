@@ -53,10 +53,10 @@ from canon_pretrain.new import (
 )
 from canon_pretrain.playground import train_sweep, trainer_environment, visible_gpus
 from canon_pretrain.report.comparison import compare_sides
-from canon_pretrain.report.evaluations import full_results
+from canon_pretrain.report.evaluations import BITS, full_results
 from canon_pretrain.report.items import Evaluation, ScoreKey
 from canon_pretrain.report.record import read_runs
-from canon_pretrain.report.verdicts import BETTER, WORSE, Options
+from canon_pretrain.report.verdicts import BETTER, WORSE, Options, held_out_difference
 from canon_pretrain.run.results import VALIDATION
 from canon_pretrain.stages import Stages
 from canon_pretrain.sweep import make_sweep, write_plan
@@ -225,15 +225,17 @@ class Trial:
         [row] = compare_sides(sides, Options(suites=[VALIDATION]))["pairs"]
 
         evaluation = full_results(runs[0], VALIDATION)[row["baseline_step"]]
-        nats_per_token = _value(evaluation, VALIDATION, "nats_per_token")
-        bits_per_nat = _value(evaluation, VALIDATION, "bits_per_byte") / nats_per_token
-        losses = dict(zip(MODELS.values(), (row["baseline_value"], row["value"]), strict=True))
-        losses["a bigram model of the same text"] = _value(evaluation, "bigram", "nats_per_token")
+        scale = row["bits_per_nat"]
+        losses = {
+            "without Canon": scale * row["baseline_value"],
+            "with Canon": scale * row["value"],
+            "a bigram model of the same text": _value(evaluation, "bigram", BITS),
+        }
         print(f"\nbits per byte of the held-out {record.documents}:")
-        for about, nats in sorted(losses.items(), key=lambda item: item[1]):
-            print(f"  {bits_per_nat * nats:.3f}  {about}")
+        for about, bits in sorted(losses.items(), key=lambda item: item[1]):
+            print(f"  {bits:.3f}  {about}")
 
-        print(f"\n{verdict(row, bits_per_nat, record.documents)}")
+        print(f"\n{verdict(row, record.documents)}")
         print(f"Page: {self.folder / 'index.html'}")
 
     def _folders(self) -> list[Path]:
@@ -291,18 +293,9 @@ def threads_per_run() -> int:
     return max(1, available_cores() // NUM_RUNS)
 
 
-def verdict(row: dict[str, Any], bits_per_nat: float, documents: str = "documents") -> str:
-    """Return a sentence on the comparison `row` of held-out nats per token, Canon against none."""
-    difference = bits_per_nat * row["difference"]
-    size = f"{abs(difference):.3f} bits per byte {'lower' if difference < 0 else 'higher'}"
-    facts = [f"{len(SEEDS)} seeds", f"{row['num_clusters']:,} {documents}"]
-    if row["ci"]:
-        # the interval of the size: its ends change sign and places for a lower loss
-        sign = -bits_per_nat if difference < 0 else bits_per_nat
-        low, high = sorted(sign * end for end in row["ci"])
-        facts.insert(0, f"95 % {low:.3f} to {high:.3f}")
-    sentence = f"With Canon: {size} ({'; '.join(facts)})"
-
+def verdict(row: dict[str, Any], documents: str = "documents") -> str:
+    """Return a sentence on the comparison `row` of held-out losses, Canon against none."""
+    sentence = f"With Canon: {held_out_difference(row, documents)}"
     if row["p"] is None:
         return f"{sentence}: not judged, {row['why']}."
     if row["verdict"] not in (BETTER, WORSE):

@@ -21,7 +21,6 @@ import rich.table
 from rich.markup import escape
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console, Progress, printable, size
 from canon_pretrain.data.blocks import BlockReader
 from canon_pretrain.data.shards import CommitRecord, Shard, TokenShards, dtype_for
@@ -61,7 +60,7 @@ def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[s
     print_tables(content, Console())
     if html is not None:
         with disk_errors(html.parent):
-            write_atomic(html, html_page(content).encode())
+            write_html(html, content)
         log(f"stats: {html}")
     return content
 
@@ -274,12 +273,12 @@ def print_tables(content: dict[str, Any], console: Console) -> None:
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
-def html_page(content: dict[str, Any]) -> str:
-    from canon_pretrain.core.page import html_page as page  # imports plotly
+def write_html(path: Path, content: dict[str, Any]) -> None:
+    from canon_pretrain.core.page import write_page  # imports plotly
 
     plotted = [{name: split[name] for name in PLOTTED} for split in content["splits"]]
     more: dict[str, Any] = {"content": content, "tables": tables(content), "notes": notes(content)}
-    return page(TEMPLATES, "stats", plotted, **more)
+    write_page(path, TEMPLATES, "stats", plotted, **more)
 
 
 def tables(content: dict[str, Any]) -> list[Table]:

@@ -19,7 +19,7 @@ from canon_pretrain.run.results import VALIDATION, Score, TaskResult
 from eval.harness import Remember, TaskPlan, no_memory
 from eval.model.lm import CanonLM
 
-METRICS = ("nats_per_token", "bits_per_byte")
+METRICS = ("bits_per_byte", "nats_per_token")
 BASELINE_TOKENS = 20_000_000  # limit for the count models: a few hundred MB of counts
 
 

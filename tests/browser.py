@@ -41,7 +41,8 @@ class Browser:
     def assert_fits(self, page: Path, width: int) -> None:
         """Assert no requests, no console messages, and that page and plots are not too wide."""
         assert self.console() == []
-        assert self.requests() == [page.resolve().as_uri()]
+        [library] = page.resolve().parent.glob("plotly-*.min.js")
+        assert self.requests() == [page.resolve().as_uri(), library.as_uri()]
         needed, inner = self.run("return [document.documentElement.scrollWidth, innerWidth]")
         assert needed <= inner == width
         svgs = "return [...document.querySelectorAll('.main-svg')].map((s) => s.clientWidth)"

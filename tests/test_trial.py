@@ -22,8 +22,8 @@ from tests.ranks import events, logged_step
 from tests.support import error_codes
 
 ROW = {
-    "difference": -0.2, "num_clusters": 18, "ci": [-0.3, -0.1], "p": 0.01,
-    "verdict": BETTER, "why": None,
+    "difference": -0.2, "bits_per_nat": 0.5, "num_clusters": 18, "num_runs": [2, 2],
+    "ci": [-0.3, -0.1], "items_ci": None, "p": 0.01, "p_holm": 0.01, "verdict": BETTER, "why": None,
 }  # fmt: skip
 
 
@@ -41,9 +41,10 @@ def numbers(text):
     ],
 )  # fmt: skip
 def test_the_verdict_is_in_bits_per_byte(changes, expected, judged):
-    sentence = trial.verdict(ROW | changes, bits_per_nat=0.5)
-    assert numbers(sentence.replace("95 % ", "")) == expected
-    assert judged in sentence and "18 documents" in sentence
+    sentence = trial.verdict(ROW | changes)
+    p_value = [] if "p" in changes else [0.01]
+    assert numbers(sentence.replace("95 % ", "")) == [*expected, *p_value, 0.2]
+    assert judged in sentence and "18 documents" in sentence and "2 seeds each" in sentence
 
 
 def words_of(seed, count):

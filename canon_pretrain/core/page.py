@@ -1,19 +1,20 @@
-"""Self-contained HTML pages with plots: NAME.html, .css and .js extend those of templates/page.*.
+"""HTML pages with plots: NAME.html, .css and .js of a folder extend those of templates/page.*.
 
-A page includes plotly.js; its Content-Security-Policy allows no network access and only scripts
-whose hashes it lists.
+A page is small and works offline: plotly.js lies beside it, once for all pages of a folder. Its
+Content-Security-Policy allows that file and scripts whose hashes it lists, and no other access.
 """
 
 import base64
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
+from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
+from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import printable
 
 COMMON = Path(__file__).parent / "templates"
@@ -45,17 +46,35 @@ def _without_controls(value: Any) -> Any:
     return printable(value, "\n\t") if is_text else value
 
 
-def html_page(templates: Path, name: str, plotted: Any, *, dark: bool = True, **values: Any) -> str:
-    """Render the page `name` with `values`; its script plots `plotted` (JSON)."""
-    # autoescape covers every value; only our own files and plotly's are marked as safe
+def write_page(
+    path: Path, templates: Path, name: str, plotted: Any, *, dark: bool = True, **values: Any
+) -> None:
+    """Write the page `name` of `templates` to `path`, and plotly.js beside it, once for all pages.
+
+    `values` are those of the template; `plotted` (JSON) is what its script draws.
+    """
+    library = path.with_name(f"plotly-{get_plotlyjs_version()}.min.js")
+    source = get_plotlyjs().encode()
+    if not library.exists() or library.stat().st_size != len(source):
+        write_atomic(library, source)
+
+    page = _render(templates, name, plotted, library.name, dark, values)
+    write_atomic(path, page.encode())
+
+
+def _render(
+    templates: Path, name: str, plotted: Any, library: str, dark: bool, values: Mapping[str, Any]
+) -> str:
+    """Return the page as HTML; `library` is the name of plotly's file."""
+    # autoescape covers every value; only our own files are marked as safe
     sheets = [COMMON / "page.css", *[COMMON / "dark.css"] * dark, templates / f"{name}.css"]
     scripts = [path.read_text("utf-8") for path in (COMMON / "page.js", templates / f"{name}.js")]
-    scripts.insert(0, get_plotlyjs())
     digests = [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in scripts]
     template = environment(templates, autoescape=True).get_template(f"{name}.html")
     return template.render(
         **values,
         plotted=plotted,
+        library=library,
         color_scheme="light dark" if dark else "light",
         style=Markup("".join(path.read_text("utf-8") for path in sheets)),
         scripts=[Markup(script) for script in scripts],

@@ -24,7 +24,7 @@ from canon_pretrain.report import eval_report, evaluations, sections
 from canon_pretrain.report.curves import downsample, segments
 from canon_pretrain.report.items import Evaluation, ItemCache
 from canon_pretrain.report.noise import MIN_CLUSTERS, student_half_width
-from canon_pretrain.report.picture import Line, Panel, charts_png
+from canon_pretrain.report.picture import Line, Panel, draw
 from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, is_outdated
 
 CARD, PICTURE = "README.md", "training_curves.png"
@@ -224,7 +224,7 @@ def _picture(run: RunRecord, step: int) -> bytes:
     norms = Panel("Gradient norm, before clipping", [line("", run.curve("grad_norm"))])
     right = Panel("Scores on the task", scores[:MAX_SCORES]) if scores else norms
     left = Panel("Loss, nats per token", [x for x in losses if len(x.x)])
-    return charts_png([left, right])
+    return draw([left, right], "png")
 
 
 def _samples(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
@@ -264,7 +264,10 @@ def _eval_results(shown: Sequence[Evaluation]) -> Iterator[EvalResult]:
         for task, metrics in each.results.scores.items() if each.limit is None else ():
             # the baselines beside a loss are no tasks
             is_task = each.described(task) or not each.results.asked.get("tasks")
-            for metric in each.primary_metrics(task) if is_task else ():
+            shown_metrics = each.primary_metrics(task) if is_task else []
+            if evaluations.BITS in metrics and shown_metrics:
+                shown_metrics = [evaluations.BITS]  # held-out loss, whatever the tokenizer
+            for metric in shown_metrics:
                 if math.isfinite(value := metrics[metric].number):
                     title = task if task == each.suite else f"{each.suite}: {task}"
                     yield EvalResult(

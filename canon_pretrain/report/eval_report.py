@@ -1,7 +1,7 @@
 """`eval report RUN... [--baseline LABEL] [--out DIR]`: training curves and scores as one page.
 
 Reads run folders; writes report.json (`report_content`), index.html (works offline) and report.md,
-which show the tables of sections.py. No torch.
+which show the tables of sections.py, and the figure of held-out loss for papers. No torch.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from canon_pretrain.model.counts import (
     state_bytes,
 )
 from canon_pretrain.report import comparison as comparisons
-from canon_pretrain.report import evaluations, figures, published, sections
+from canon_pretrain.report import evaluations, figures, picture, published, sections
 from canon_pretrain.report.items import Evaluation
 from canon_pretrain.report.record import (
     RunRecord,
@@ -40,10 +40,11 @@ from canon_pretrain.report.sections import Content
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
 
-VERSION = 6
+VERSION = 7
 TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE_MODULES: dict[str, Any] = {"tables": sections, "figures": figures}
 LAUNCH_FIELDS = ("world_size", "torch", "torchtitan")
+FIGURE_KINDS: tuple[picture.Format, ...] = ("svg", "pdf")
 SHOWN_SAMPLES = 20  # steps per prompt
 
 
@@ -76,6 +77,10 @@ def execute(arguments: argparse.Namespace) -> None:
     first, *more = arguments.runs
     folder = arguments.out or Path("report" if more else first / "report")
     write_report(folder, "index.html", content)
+    if content["held_out"]:
+        panel = figures.held_out_panel(content["held_out"])
+        for kind in FIGURE_KINDS:
+            write_atomic(folder / f"held_out.{kind}", picture.draw([panel], kind))
     _print(content, folder / "index.html")
     exit_if_left_out(errors)
 
@@ -89,7 +94,7 @@ def write_report(
     stored = json.dumps(json_value(content), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / "report.json", stored.encode())
     write_atomic(folder / "report.md", markdown_page(values).encode())
-    write_atomic(folder / name, page.html_page(TEMPLATES, "report", {}, **values).encode())
+    page.write_page(folder / name, TEMPLATES, "report", {}, **values)
 
 
 def markdown_page(values: Content) -> str:
@@ -116,7 +121,11 @@ def _print(content: Content, path: Path) -> None:
     for suite in content["suites"]:
         table.add_row(Text(suite["suite"], style="bold"))
         for row in suite["rows"]:
-            for label, cell in sections.by_run(suite, row).items():
+            cells = sections.by_run(suite, row)
+            first, *others = cells.values()
+            if others and all(cell == first for cell in others):
+                cells = {"every run": first}  # such as a count model of their common text
+            for label, cell in cells.items():
                 value, error, items = sections.score_parts(cell)
                 task = Text(f"{row['task']} {row['metric']}")
                 table.add_row(task, Text(label), f"{value} {error}", items)

@@ -27,34 +27,45 @@ def _full_validations(run: RunRecord) -> list[Evaluation]:
 
 
 COUNT_MODELS = ("unigram", "bigram")
+NATS, BITS = "nats_per_token", "bits_per_byte"
+"""The metrics of held-out loss; token ids of a synthetic task have no bytes."""
+
+LOGGED_FIELDS = {NATS: "loss", BITS: "bits_per_byte"}
+"""Metric of the suite `validation` -> field of the event `validation`, which training logs."""
 
 
-def suite_losses(run: RunRecord) -> dict[Scored, float]:
+def suite_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
     """Return the held-out losses of the suite `validation`, by step and text."""
-    key = ScoreKey(VALIDATION, VALIDATION, "nats_per_token")
+    key = ScoreKey(VALIDATION, VALIDATION, metric)
     full = _full_validations(run)
     return {(e.step, e.text): x for e in full if (x := e.score(key)) is not None}
 
 
-def counted_losses(runs: Sequence[RunRecord], text: str) -> dict[str, float]:
-    """Return the nats per token of models that count tokens, which `validation` scores, too."""
+def counted_losses(runs: Sequence[RunRecord], text: str, metric: str = NATS) -> dict[str, float]:
+    """Return the losses of models that count tokens, which the suite `validation` scores, too."""
     losses = {}
     for run in runs:
         of_text = [each for each in _full_validations(run) if each.text == text]
         for evaluation, name in itertools.product(of_text, COUNT_MODELS):
-            value = evaluation.score(ScoreKey(VALIDATION, name, "nats_per_token"))
+            value = evaluation.score(ScoreKey(VALIDATION, name, metric))
             if value is not None:
                 losses[name] = value
     return losses
 
 
-def logged_losses(run: RunRecord) -> dict[Scored, float]:
+def bits_per_nat(evaluation: Evaluation) -> float | None:
+    """Return the bits per byte of its held-out text that one nat per token is; None if unknown."""
+    nats, bits = (evaluation.score(ScoreKey(VALIDATION, VALIDATION, x)) for x in (NATS, BITS))
+    return bits / nats if nats and bits else None
+
+
+def logged_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
     """Return the held-out losses that training logged, by step and text."""
-    own = run.identity.get(HELD_OUT)
+    own, field = run.identity.get(HELD_OUT), LOGGED_FIELDS[metric]
     return {
-        (event["step"], str(event.get(HELD_OUT, own))): event["loss"]
+        (event["step"], str(event.get(HELD_OUT, own))): event[field]
         for event in run.events
-        if event["event"] == "validation" and "step" in event and "loss" in event
+        if event["event"] == "validation" and "step" in event and event.get(field) is not None
     }
 
 

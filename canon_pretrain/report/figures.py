@@ -19,6 +19,7 @@ from canon_pretrain.report import evaluations
 from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Chart, downsample, rounded, segments
 from canon_pretrain.report.evaluations import tokens_at
 from canon_pretrain.report.items import Evaluation, is_loss
+from canon_pretrain.report.picture import Line, Panel
 from canon_pretrain.report.record import Curve, RunRecord
 from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
@@ -31,6 +32,13 @@ FEWEST_PER_SEGMENT = 5  # logged steps that a point averages
 REPORT_CHARTS = [
     chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")
 ]
+LOSS_UNITS = {evaluations.BITS: "bits per byte", evaluations.NATS: "nats per token"}
+"""Metric of held-out loss -> its unit, the first choice first: it compares tokenizers, too."""
+
+WHOLE, LOGGED = "all of it, by the suite validation", "windows of it, scored while training"
+HELD_OUT_SOURCES = {WHOLE: evaluations.suite_losses, LOGGED: evaluations.logged_losses}
+"""The part of the held-out text that was scored -> its losses of a run."""
+
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
 LENGTHS = (
     ("1-hop and 2-hop over L", "tokens of junk text (L)", PROBES),
@@ -140,32 +148,62 @@ def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
 def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | None:
     """Return held-out loss over tokens, from the source and text with most points.
 
-    A line per architecture: mean, minimum and maximum of its `n` runs at their common steps.
-    `counted`: the losses of models that count the training tokens, on the same text.
+    In bits per byte, or nats per token where no bytes are known. A line per architecture: mean,
+    minimum and maximum of its `n` runs at their common steps; `whole_text` is the last of them on
+    the whole held-out text. `counted`: losses of models that count the training tokens.
     """
     found: list[Json] = []
-    sources = ("the suite validation", "training logs")
-    readers = (evaluations.suite_losses, evaluations.logged_losses)
-    for source, losses_of in zip(sources, readers, strict=True):
-        losses = {run: losses_of(run) for run in runs}
-        for text in sorted({text for each in losses.values() for _, text in each}):
-            of_text = {
-                run: {step: loss for (step, of), loss in each.items() if of == text}
-                for run, each in losses.items()
-            }
-            lines = []
-            for label, labels in architectures.items():
-                own = {run: x for run, x in of_text.items() if x and run.label in labels}
-                lines += [{"label": label, **_mean_line(own)}] if own else []
-            found.append(
-                {
-                    "source": source,
-                    "lines": [line for line in lines if line["steps"]],
-                    "counted": evaluations.counted_losses(runs, text),
-                }
-            )
+    for source, losses_of in HELD_OUT_SOURCES.items():
+        for metric, unit in LOSS_UNITS.items():
+            losses = {run: losses_of(run, metric) for run in runs}
+            for text in sorted({text for each in losses.values() for _, text in each}):
+                lines = _held_out_lines(losses, text, architectures)
+                counted = evaluations.counted_losses(runs, text, metric)
+                about = {"source": source, "unit": unit}
+                found.append({**about, "lines": lines, "counted": counted})
+
+                whole = {run: evaluations.suite_losses(run, metric) for run in runs}
+                for line in lines:
+                    labels = architectures[line["label"]]
+                    at = line["steps"][-1], text
+                    values = [x[at] for run, x in whole.items() if run.label in labels and at in x]
+                    line["whole_text"] = statistics.fmean(values) if values else None
+
     best = max(found, key=lambda x: sum(len(each["steps"]) for each in x["lines"]), default=None)
-    return best if best and best["lines"] else None
+    if not best or not best["lines"]:
+        return None
+    if best["source"] == LOGGED and (windows := _scored_windows(runs)):
+        best["source"] = f"{windows:,} windows of it, scored while training"
+    return best
+
+
+def _held_out_lines(
+    losses: Mapping[RunRecord, Mapping[evaluations.Scored, float]], text: str, architectures: Lines
+) -> list[Json]:
+    """Return a line for each architecture whose runs were scored on `text` at common steps."""
+    of_text = {
+        run: {step: loss for (step, of), loss in each.items() if of == text}
+        for run, each in losses.items()
+    }
+    lines = []
+    for label, labels in architectures.items():
+        own = {run: x for run, x in of_text.items() if x and run.label in labels}
+        if own:
+            lines.append({"label": label, **_mean_line(own)})
+    return [line for line in lines if line["steps"]]
+
+
+def _scored_windows(runs: Sequence[RunRecord]) -> int | None:
+    """Return the windows that each validation of training scores; None if runs differ in them."""
+    counts = {
+        (event.get("tokens_scored"), run.identity.get("training.seq_len"))
+        for run in runs
+        for event in run.own_validations
+    }
+    if len(counts) != 1:
+        return None
+    [(tokens, length)] = counts
+    return round(tokens / length) if tokens and length else None
 
 
 def _mean_line(losses: Mapping[RunRecord, Mapping[int, float]]) -> Json:
@@ -386,6 +424,18 @@ def draw_held_out(shown: Content, labels: Sequence[str]) -> Json:
         for name, loss in shown["counted"].items()
     ]
     return figure
+
+
+def held_out_panel(shown: Content) -> Panel:
+    """Return the figure of `held_out_curves` for papers and slides."""
+    lines = []
+    for line in shown["lines"]:
+        tokens, mean, low, high = (
+            np.array(line[name], float) for name in ("tokens", "values", "low", "high")
+        )
+        band = (low, high) if max(line["n"]) > 1 else (None, None)
+        lines.append(Line(line["label"], tokens, mean, *band))
+    return Panel(f"Held-out loss, {shown['unit']}", lines, shown["counted"])
 
 
 def _level(height: float) -> Json:

@@ -1,106 +1,132 @@
-"""Line charts as PNG, for pages without scripts, such as a model card. No torch.
+"""Line charts as PNG, SVG or PDF: for a model card, for papers and slides. No torch.
 
-Pillow draws them: it is part of every installation of torchtitan, and needs no browser.
+matplotlib draws them, without a window. Equal panels make equal bytes.
 """
 
 import io
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
 
-WIDTH, HEIGHT = 640, 400  # of a panel, in pixels
-SCALE = 3  # of the drawing: lines are smooth after the reduction
+Format = Literal["png", "svg", "pdf"]
+
+WIDTH, HEIGHT = 6.4, 4.0
+"""Inches of a panel."""
+DPI = 100
 COLORS = ("#4878a8", "#d1603d", "#3d8b57", "#8a5fa8", "#b58b1f", "#5f6b76")
-INK, GRID, SIZE = "#333333", "#e3e3e3", 20
+FEW_POINTS = 30
+"""A line of up to as many points has markers."""
+FEW_LABELS = 4
+"""A legend of up to as many lines is one row."""
+
+STYLE: dict[str, Any] = {
+    "font.size": 11,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#e3e3e3",
+    "text.parse_math": False,  # a label may contain "$"
+    "svg.fonttype": "none",  # text that can be searched and edited
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "canon_pretrain",  # else ids are random
+}
+NO_DATE: dict[Format, dict[str, Any]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None},
+}
 
 
-class Line(NamedTuple):
-    """A label and float64 [n] coordinates; a value that is not finite is a gap."""
+@dataclass(frozen=True)
+class Line:
+    """A label and float64 [n] coordinates; a value that is not finite is a gap.
+
+    `low` and `high`, float64 [n], are the ends of a band around the line.
+    """
 
     label: str
     x: np.ndarray
     y: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
 
 
-class Panel(NamedTuple):
-    """One chart over tokens: its title, and up to as many lines as COLORS."""
+@dataclass(frozen=True)
+class Panel:
+    """One chart over tokens; `levels`, label -> height, are dashed lines over its whole width."""
 
     title: str
     lines: Sequence[Line]
+    levels: Mapping[str, float] = field(default_factory=dict)
 
 
-def charts_png(panels: Sequence[Panel]) -> bytes:
-    """Return the panels, side by side, as a PNG on white; equal panels make equal bytes."""
-    large = Image.new("RGB", (WIDTH * len(panels) * SCALE, HEIGHT * SCALE), "white")
-    for k, panel in enumerate(panels):
-        _draw(ImageDraw.Draw(large), panel, k * WIDTH * SCALE)
-    out = io.BytesIO()
-    large.reduce(SCALE).save(out, "PNG", optimize=True)
+def draw(panels: Sequence[Panel], kind: Format) -> bytes:
+    """Return the panels, side by side on white, as a file of that kind."""
+    import matplotlib  # takes a while
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        # a character that the font lacks is drawn as a box
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
+        figure = Figure(figsize=(WIDTH * len(panels), HEIGHT), dpi=DPI, layout="constrained")
+        charts = figure.subplots(1, len(panels), squeeze=False)[0]
+        for chart, panel in zip(charts, panels, strict=True):
+            _draw(chart, panel)
+
+        out = io.BytesIO()
+        figure.savefig(out, format=kind, facecolor="white", metadata=NO_DATE[kind])
     return out.getvalue()
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return at most `most` + 1 round numbers in [low, high], evenly spaced."""
-    unit = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(x * unit for x in (1, 2, 5, 10) if (high - low) / (x * unit) <= most)
-    return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
+def _draw(chart: Any, panel: Panel) -> None:
+    """Draw a panel on matplotlib's axes."""
+    from matplotlib.ticker import EngFormatter
+
+    for k, line in enumerate(panel.lines):
+        color = COLORS[k % len(COLORS)]
+        marked = _marked_points(line.y)
+        style = {"marker": "o", "markersize": 4, "markevery": marked} if marked else {}
+        chart.plot(line.x, line.y, color=color, label=line.label, **style)
+        if line.low is not None and line.high is not None:
+            chart.fill_between(line.x, line.low, line.high, color=color, alpha=0.2, linewidth=0)
+
+    for label, height in panel.levels.items():
+        chart.axhline(height, color="#5f6b76", linewidth=1, linestyle="--")
+        right_end = (1, height)
+        chart.annotate(
+            f"{label} {height:.3f}",
+            right_end,
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            horizontalalignment="right",
+        )
+
+    # a run that has diverged is as long as its tokens, though its last values are not drawn
+    tokens = np.concatenate([np.zeros(0), *(line.x for line in panel.lines)])
+    if np.isfinite(tokens).any():
+        low, high = np.nanmin(tokens), np.nanmax(tokens)
+        margin = 0.04 * (high - low) or 1.0
+        chart.set_xlim(low - margin, high + margin)
+
+    chart.set_title(panel.title)
+    chart.set_xlabel("tokens")
+    chart.xaxis.set_major_formatter(EngFormatter(sep=""))
+    labels = [line.label for line in panel.lines if line.label]
+    if labels:
+        columns = len(labels) if len(labels) <= FEW_LABELS else 2
+        below = (0.5, -0.14)  # in parts of the chart's height: below the label of its axis
+        chart.legend(frameon=False, ncols=columns, loc="upper center", bbox_to_anchor=below)
 
 
-def tick_label(value: float) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.4g}{unit}"
-    return f"{value:.4g}"
-
-
-def _range(values: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the bounds of finite values, apart even if all are equal."""
-    known = np.concatenate([*values, np.zeros(0)])
-    known = known[np.isfinite(known)]
-    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
-    room = (high - low) * 0.04 or max(abs(high), 1.0) * 0.5
-    return low - room, high + room
-
-
-def _draw(draw: ImageDraw.ImageDraw, panel: Panel, begin: int) -> None:
-    font = ImageFont.load_default(SIZE * SCALE)
-    left, right = begin + 84 * SCALE, begin + (WIDTH - 24) * SCALE
-    labels = [panel.title, *(line.label for line in panel.lines)]
-    # the legend is on the title's line, or below it if both are too long
-    width = sum(font.getlength(label) + 16 * SCALE for label in labels)
-    legend_at = (14 if width <= right - left else 40) * SCALE
-    top, bottom = legend_at + 30 * SCALE, (HEIGHT - 66) * SCALE
-    x_low, x_high = _range([line.x for line in panel.lines])
-    y_low, y_high = _range([line.y for line in panel.lines])
-
-    def column(x: float) -> float:
-        return left + (x - x_low) / (x_high - x_low) * (right - left)
-
-    def row(y: float) -> float:
-        return bottom - (y - y_low) / (y_high - y_low) * (bottom - top)
-
-    def write(x: float, y: float, text: str, anchor: str, color: str = INK) -> None:
-        draw.text((x, y), text, fill=color, font=font, anchor=anchor)
-
-    for y in ticks(y_low, y_high):
-        draw.line([(left, row(y)), (right, row(y))], GRID, SCALE)
-        write(left - 8 * SCALE, row(y), tick_label(y), "rm")
-    for x in ticks(x_low, x_high):
-        draw.line([(column(x), top), (column(x), bottom)], GRID, SCALE)
-        write(column(x), bottom + 8 * SCALE, tick_label(x), "ma")
-    write(left, 14 * SCALE, panel.title, "la")
-    write((left + right) / 2, (HEIGHT - 12) * SCALE, "tokens", "ms")
-    legend = float(right)
-    for k, line in reversed([*enumerate(panel.lines)]):
-        write(legend, legend_at, line.label, "ra", COLORS[k])
-        legend -= font.getlength(line.label) + 16 * SCALE
-        is_sparse = len(line.x) <= 30
-        radius = (3.5 if is_sparse else 1.0) * SCALE
-        for part in np.ma.flatnotmasked_contiguous(np.ma.masked_invalid(line.y)):
-            points = [*zip(map(column, line.x[part]), map(row, line.y[part]), strict=True)]
-            draw.line(points, COLORS[k], 2 * SCALE, "curve")
-            for x, y in points if is_sparse or len(points) == 1 else ():
-                draw.ellipse([x - radius, y - radius, x + radius, y + radius], COLORS[k])
+def _marked_points(values: np.ndarray) -> list[int]:
+    """Return the points that a marker shows: all of a few, else those between two gaps."""
+    if len(values) <= FEW_POINTS:
+        return [*range(len(values))]
+    is_gap = np.concatenate([[True], ~np.isfinite(values), [True]])
+    is_lonely = ~is_gap[1:-1] & is_gap[:-2] & is_gap[2:]
+    return np.flatnonzero(is_lonely).tolist()

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import printable, size
 from canon_pretrain.report import curves
 from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Band, Chart, Entry, rounded
@@ -45,12 +44,12 @@ StyledCurve = tuple[Curve | None, Json]  # with plotly attributes of its line
 Charts = list[tuple[Chart, Mapping[str, Sequence[StyledCurve]]]]
 
 
-def html_page(content: Json) -> str:
-    """Return the self-contained page of `page_content`."""
+def write_page(path: Path, content: Json) -> None:
+    """Write the page of `page_content`."""
     from canon_pretrain.core import page  # plotly takes a while to import
 
     plotted = {name: content[name] for name in ("runs", "entries", "sections")}
-    return page.html_page(TEMPLATES, "plot", plotted, dark=False, content=content)
+    page.write_page(path, TEMPLATES, "plot", plotted, dark=False, content=content)
 
 
 def page_content(runs: Sequence[RunRecord]) -> Json:
@@ -239,9 +238,9 @@ def run(arguments: argparse.Namespace) -> int:
     runs, errors = read_runs(named_runs(arguments.runs))
     content = page_content(runs)
     content["notes"] += [f"{error}; it is left out" for error in errors]
-    page = html_page(content).encode()
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, page)
-    print(f"plot: {out} ({len(runs)} run{'s' * (len(runs) > 1)}, {size(len(page))})")
+    write_page(out, content)
+    num_bytes = out.stat().st_size
+    print(f"plot: {out} ({len(runs)} run{'s' * (len(runs) > 1)}, {size(num_bytes)})")
     exit_if_left_out(errors)
     return 0

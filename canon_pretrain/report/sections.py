@@ -163,14 +163,20 @@ def make_table(
 
 
 def held_out(shown: Content) -> Table:
-    rows = []
+    """Return the last point of each architecture's held-out loss, with the range of its seeds."""
+    rows: list[list[Cell]] = []
     for line in shown["lines"]:
-        step, value, low, high, n = (line[x][-1] for x in ("steps", "values", "low", "high", "n"))
+        last, value, low, high, n = (
+            line[name][-1] for name in ("steps", "values", "low", "high", "n")
+        )
         seeds = f"{number(low)} to {number(high)} ({n})"
-        rows.append([line["label"], number(step, 0), number(value), seeds])
-    return make_table(
-        [f"nats per token, from {shown['source']}", "last step", "loss", "seeds"], rows
-    )
+        cells = [number(last, 0), number(value), seeds, number(line["whole_text"])]
+        rows.append([line["label"], *cells])
+    columns = ["last step", shown["source"], "seeds", "all of it, by the suite validation"]
+    if all(line["whole_text"] in (None, line["values"][-1]) for line in shown["lines"]):
+        del columns[-1]
+        rows = [row[:-1] for row in rows]
+    return make_table([f"{shown['unit']} of the held-out text", *columns], rows)
 
 
 def tally(content: Content) -> Table:
@@ -203,7 +209,7 @@ PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
     "task": lambda x: make_cell(x["task"], x["metric"], _step_note(x["step"], x["suite_step"])),
     "architecture": lambda x: x["architecture"],
     "verdict": lambda x: make_cell(x["verdict"], x["uninformative"], chip=x["verdict"]),
-    "difference": lambda x: signed(x["difference"]),
+    "difference": lambda x: make_cell(signed(x["difference"]), _in_bits(x)),
     "95 % CI (Holm)": lambda x: interval(x["ci"]),
     "p (Holm)": lambda x: p_value(x["p_holm"]),
     "value": lambda x: rounded(x["value"]),
@@ -227,20 +233,30 @@ PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
 }
 
 
+def _in_bits(row: Content) -> str:
+    """Return a difference of held-out losses in bits per byte, or "" if it is none."""
+    scale = row["bits_per_nat"]
+    return f"{signed(scale * row['difference'])} bits per byte" if scale else ""
+
+
 def _filled(text: str, test: Content | None, name: str, form: Callable[[Any], str]) -> str:
     return MISSING if test is None else text.format_map({**test, name: form(test[name])})
 
 
 def pairs(comparison: Content) -> Table:
+    """Return a row per comparison; a column without any value is left out."""
     found = comparison["pairs"]
     is_long = len(found) > MAX_ROWS
-    columns = [*PAIR_COLUMNS][: SHORT_COLUMNS if is_long else None]
-    rows = [[PAIR_COLUMNS[name](pair) for name in columns] for pair in found]
+    cells = {name: [cell_of(pair) for pair in found] for name, cell_of in PAIR_COLUMNS.items()}
+    short = [*PAIR_COLUMNS][:SHORT_COLUMNS]
+    known = [name for name, column in cells.items() if any(cell != MISSING for cell in column)]
+    columns = [name for name in known if name in short or not is_long]
+
+    rows = [[cells[name][k] for name in columns] for k in range(len(found))]
     filters = [{name: x[name] for name in ("suite", "verdict", "architecture")} for x in found]
     more = "" if is_long else "details"
-    return make_table(
-        columns, rows, "pairs", text=3, shown=SHORT_COLUMNS, more=more, filters=filters
-    )
+    shown = sum(name in short for name in columns)
+    return make_table(columns, rows, "pairs", text=3, shown=shown, more=more, filters=filters)
 
 
 def scores(content: Content) -> list[tuple[str, Table]]:

@@ -1,6 +1,7 @@
 """Model cards of planted runs: their content up to one step, the hub's metadata, the picture."""
 
 import io
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from PIL import Image
 
 from canon_pretrain.report.card import PICTURE, model_card
 from canon_pretrain.report.evaluations import tokens_at
-from canon_pretrain.report.picture import HEIGHT, WIDTH, Line, Panel, charts_png, ticks
+from canon_pretrain.report.picture import DPI, HEIGHT, WIDTH, Line, Panel, draw
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.results import Score
 from tests.report_runs import ACC, FINGERPRINT, launch, plant_results, plant_run, step
@@ -146,31 +147,42 @@ def test_tokens_of_a_step_are_found_without_reading_all_steps(tmp_path):
 
 def test_the_picture_shows_its_lines():
     x = np.arange(50) * 1e4
-    rising, gap = Line("up", x, x / 1e4), Line("gap", x, np.where(x < 1e5, np.nan, 20.0))
-    image = Image.open(io.BytesIO(charts_png([Panel("one", [rising, gap])] * 2)))
-    assert image.size == (2 * WIDTH, HEIGHT)
-    pixels = np.asarray(image.convert("RGB"), int)[60 : HEIGHT - 70, 90 : WIDTH - 30]
+    rising, gap = Line("", x, x / 1e4), Line("", x, np.where(x < 1e5, np.nan, 20.0))
+    image = Image.open(io.BytesIO(draw([Panel("one", [rising, gap])] * 2, "png")))
+    width, height = round(WIDTH * DPI), round(HEIGHT * DPI)
+    assert image.size == (2 * width, height)
+
+    pixels = np.asarray(image.convert("RGB"), int)[:, :width]
     redness = pixels[..., 0] - pixels[..., 2]  # the first color is blue, the second orange
-    for found, is_rising in ((redness < -50, True), (redness > 50, False)):
-        rows, columns = np.nonzero(found)
-        first, last = (rows[columns == end].mean() for end in (columns.min(), columns.max()))
-        assert (first - last > 240) if is_rising else (abs(first - last) < 3)
-        assert (columns.min() < 30) == is_rising and columns.max() > 470
+    ends = {}
+    for name, is_colored in (("rising", redness < -50), ("gap", redness > 50)):
+        rows, columns = np.nonzero(is_colored)
+        left, right = columns.min(), columns.max()
+        ends[name] = [rows[columns == end].mean() for end in (left, right)], left, right
+    heights, left, right = ends["rising"]
+    assert heights[0] - heights[1] > 240 and left < 70 and right > width - 60
+    heights, left, right = ends["gap"]
+    assert abs(heights[0] - heights[1]) < 3 and 100 < left < 200 and right > width - 60
 
 
-def test_a_long_legend_is_below_the_title():
-    x = np.arange(50) * 1e4
-    lines = [Line(f"exact_birth_place_{k}", x, x * 0 + k) for k in range(2)]
-    image = Image.open(io.BytesIO(charts_png([Panel("Scores on the task", lines)])))
-    pixels = np.asarray(image.convert("RGB"), int)
-    is_colored = pixels.max(axis=2) - pixels.min(axis=2) > 60
-    assert not is_colored[:38].any() and is_colored[38:66].any()
+def test_a_point_between_two_gaps_is_drawn():
+    values = np.full(100, np.nan)
+    values[50] = 1.0
+    lines = [Line("", np.arange(100.0), values)]
+    image = Image.open(io.BytesIO(draw([Panel("", lines)], "png"))).convert("RGB")
+    pixels = np.asarray(image, int)
+    assert (pixels[..., 2] - pixels[..., 0] > 50).sum() > 8
 
 
-@pytest.mark.parametrize("ends", [(0, 1), (0.98, 1.02), (-3e-5, 4e6), (7.1, 7.1000001), (-9, -2)])
-def test_ticks_are_round_and_inside(ends):
-    found = ticks(*ends)
-    assert 2 <= len(found) <= 7 and ends[0] <= found[0] and found[-1] <= ends[1]
-    step = found[1] - found[0]
-    digits = step / 10 ** np.floor(np.log10(step) + 1e-6)
-    assert np.allclose(np.diff(found), step) and min(abs(digits - x) for x in (1, 2, 5)) < 1e-3
+@pytest.mark.parametrize("kind", ["svg", "pdf"])
+def test_a_figure_for_papers_has_its_text_and_equal_bytes(kind):
+    x = np.arange(9) * 1e6
+    line = Line("loss in $ 中", x, 9 - x / 1e6, 8 - x / 1e6, 10 - x / 1e6)
+    panel = Panel("bits per byte", [line], {"bigram": 2.25})
+    content = draw([panel], kind)
+    assert content == draw([panel], kind)
+    if kind == "svg":
+        texts = re.findall(r">([^<>]+)</text>", content.decode())
+        assert {"loss in $ 中", "bits per byte", "bigram 2.250", "tokens", "8M"} <= set(texts)
+    else:
+        assert content.startswith(b"%PDF")

@@ -279,7 +279,7 @@ def test_below_eight_documents_is_no_interval_or_verdict(tmp_path, count):
     assert (row["items_ci"] is not None) == (row["p"] is not None) == is_enough
     assert (row["verdict"] == "not judged") != is_enough
     (text,) = found["held_out"]
-    assert f"over {count} document" in text and ("95 %" in text) == is_enough
+    assert f"{count} document" in text and ("95 %" in text) == is_enough
 
 
 def test_without_evaluations_the_logged_loss_is_shown(tmp_path):

@@ -21,7 +21,7 @@ from canon_pretrain.report.diff import compare, describe
 from canon_pretrain.report.eval_report import report_content, write_report
 from canon_pretrain.report.export import TensorBoardTarget
 from canon_pretrain.report.export import copy as export
-from canon_pretrain.report.plot import html_page, page_content
+from canon_pretrain.report.plot import page_content, write_page
 from canon_pretrain.report.record import RunRecord, read_runs
 from canon_pretrain.report.status import overview, summarize_run
 from canon_pretrain.run.folder import RunFolder
@@ -251,14 +251,14 @@ class TestViews:
         kept, errors = read_runs(paths)
         assert kept[-1].label == "good" and len(kept) + len(errors) == len(paths)
         assert {error.code for error in errors} <= {"file.unreadable", "run.not_a_run"}
-        html_page(page_content(kept))
+        write_page(tmp_path / "plot.html", page_content(kept))
         compared = comparison_content(kept)
         write_report(tmp_path, "index.html", report_content(kept, compared))
 
     @pytest.mark.parametrize("runs", OF_ONE, indirect=True)
     def test_of_one_run(self, runs, tmp_path, monkeypatch):
         folder, names = runs
-        monkeypatch.setattr(picture, "SCALE", 1)
+        monkeypatch.setattr(picture, "DPI", 10)
         good, refused, failed = RunRecord(folder / "good"), 0, []
         for path in names:
             for name, view in VIEWS.items():

@@ -1,6 +1,12 @@
 "use strict";
 // Shared by the scripts of all pages: the page's JSON, colors, texts and plotly settings.
 const page = (() => {
+  // a page that was copied without plotly's file says so, and shows its tables
+  if (window.Plotly === undefined) {
+    document.getElementById("without-plotly").hidden = false;
+    window.Plotly = { react: () => Promise.resolve() };
+  }
+
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const touch = matchMedia("(pointer: coarse)");
   const narrow = () => innerWidth < 600;
