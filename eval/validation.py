@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from canon_pretrain.data.count_models import CountModels
 from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.report.noise import MIN_CLUSTERS, Clusters, mean_variance
@@ -116,41 +117,6 @@ def _by_document(ends_D: np.ndarray, offset: int, size: int) -> dict[int, int]:
     low, high = np.searchsorted(ends_D, [first, stop - 1], side="right").tolist()
     sizes = np.diff([first, *ends_D[low:high], stop]).tolist()
     return dict(zip(range(low, high + 1), sizes, strict=True))
-
-
-class CountModels:
-    """A unigram and a bigram model counted on training shards, as baselines.
-
-    The unigram is add-one smoothed over the vocabulary V. The bigram is absolute discounting
-    (d = 0.75) interpolated with that unigram (Ney, Essen and Kneser 1994, equation 2.3 of Chen and
-    Goodman 1998): p(b|a) = max(c(ab) - d, 0) / c(a) + d * |{b: c(ab) > 0}| / c(a) * p(b).
-    """
-
-    discount = 0.75
-
-    def __init__(self, tokens: np.ndarray, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        counts = np.bincount(tokens, minlength=vocab_size)
-        self.unigram = (counts + 1.0) / (counts.sum() + vocab_size)
-        pairs = tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
-        self.pairs, self.pair_counts = np.unique(pairs, return_counts=True)
-        first = self.pairs // vocab_size
-        self.context = np.bincount(first, weights=self.pair_counts, minlength=vocab_size)
-        self.followers = np.bincount(first, minlength=vocab_size)
-
-    def nats(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the unigram's and the bigram's summed negative log-likelihood of tokens[1:]."""
-        first, second = tokens[:-1], tokens[1:]
-        pairs = first.astype(np.int64) * self.vocab_size + second
-        place = np.searchsorted(self.pairs, pairs)
-        place[place == self.pairs.size] = 0
-        seen = np.where(self.pairs[place] == pairs, self.pair_counts[place], 0)
-        context = self.context[first]
-        safe = np.maximum(context, 1)
-        direct = np.maximum(seen - self.discount, 0) / safe
-        backoff = np.where(context > 0, self.discount * self.followers[first] / safe, 1.0)
-        unigram = self.unigram[second]
-        return -np.array([np.log(unigram).sum(), np.log(direct + backoff * unigram).sum()])
 
 
 def baseline_losses(

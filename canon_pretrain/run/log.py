@@ -17,6 +17,8 @@ that the trainer does not wait for the disk. NaN and infinities, which JSON lack
                              synthetic task, loss and scores (name -> number)
     samples                  what the model writes: a list of prompt, text and number of tokens; the
                              texts are empty if there is a reason ("not finite")
+    count_models             what a unigram and a bigram model of the training text reach on the
+                             held-out text (nats per token), tokens_counted and tokens_scored
     lines_dropped            number of lines lost here because too many waited for the disk
     done, stop               of a launch that ends in order; cpu_seconds of its first rank and
                              that rank's children, such as compilers
@@ -58,6 +60,8 @@ INTEGERS: dict[str, tuple[str, ...]] = {
     "from_step": ("resume",),
     "checkpoint_step": ("initial_load",),
     "tokens": (),
+    "tokens_counted": (),
+    "tokens_scored": (),
     "world_size": (),
     "skipped_steps": (),
     "restarts": (),
@@ -65,7 +69,7 @@ INTEGERS: dict[str, tuple[str, ...]] = {
 NUMBERS = (
     *("loss", "max_loss", "bits_per_byte", "grad_norm", "lr", "mfu", "data_wait", "memory_gib"),
     *("tokens_per_second", "tokens_per_second_per_device", "seconds_per_step"),
-    *("checkpoint_seconds", "checkpoint_stall_seconds", "cpu_seconds"),
+    *("checkpoint_seconds", "checkpoint_stall_seconds", "cpu_seconds", "unigram", "bigram"),
 )
 TEXTS = ("time", "run_id", "reason")
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24

@@ -30,6 +30,9 @@ logger = logging.getLogger()
 HISTORY = 512
 """Losses kept for the sparkline, which shows as many as fit."""
 SHOWN_EVENTS, SHOWN_SCORES = 4, 4
+LINE_INTERVAL_S = 2.0
+"""The least time between plain lines of steps; log.jsonl has all of them."""
+REDRAWS_PER_SECOND = 1.0
 PRINT_TIMEOUT_S = 0.2
 FIGURES = "grad_norm {grad_norm:.3f}|lr {lr:.2e}|{tokens_per_second:,.0f} tok/s|MFU {mfu:.1%}"
 MORE = "|{seconds_per_step:.3g} s/step|data wait {data_wait:.1%}|memory {memory_gib:.1f} GiB"
@@ -46,6 +49,8 @@ class Console:
         self._losses: deque[float] = deque(maxlen=HISTORY)
         self._latest: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self._events: deque[str] = deque(maxlen=SHOWN_EVENTS)
+        self._next_line_at = -math.inf
+        self._held_back: Mapping[str, Any] | None = None
 
     def begin(self, step: int) -> None:
         self.set_step(step)
@@ -56,7 +61,8 @@ class Console:
         options: dict[str, Any] = {"no_color": None if self._colour else True, "_environ": environ}
         console = terminal.Console(highlight=False, **options)
         console.show_cursor = lambda show=True: False  # type: ignore[method-assign] # kill -9
-        live = Live(self, console=console, vertical_overflow="crop")
+        rate = REDRAWS_PER_SECOND
+        live = Live(self, console=console, vertical_overflow="crop", refresh_per_second=rate)
         try:
             live.start()
         except Exception as error:  # a terminal's fault must not end the run
@@ -69,37 +75,69 @@ class Console:
         self._step = step
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Show a log event in the view; samples, and without a view steps, as plain lines."""
+        """Show a log event: in the view, or as a plain line if there is none or no room in it."""
         self._latest[name] = (time.monotonic(), fields)
         if name == "step":
             self._step = fields["step"]
             self._losses.append(fields["loss"])
-            done = f"{100 * self._step / self.total_steps:.1f} %"
-            text = f"step {self._step}/{self.total_steps}  {done}  loss {fields['loss']:.4f}  "
-            text += f"{_format_fields(fields, FIGURES)}  ETA {self._eta(fields)}"
+            self._print_step_if_due(fields)
         elif name == "validation":
-            text = f"validation at step {fields['step']}: {_format_validation(fields)}, "
-            text += f"{fields['tokens_scored']:,} tokens, {fields['seconds']:.1f} s"
+            self._print(
+                f"validation at step {fields['step']}: {_format_validation(fields)}, "
+                f"{fields['tokens_scored']:,} tokens, {fields['seconds']:.1f} s"
+            )
+        elif name == "count_models":
+            self._print(
+                f"models that count the training tokens have a held-out loss of "
+                f"{fields['unigram']:.2f} (unigram) and {fields['bigram']:.2f} (bigram)"
+            )
         elif name == "samples":
-            text = f"samples at step {fields['step']}, {fields['seconds']:.1f} s: "
-            texts = [f"\n{each['prompt']}|{each['text']}" for each in fields["samples"]]
-            text += fields.get("reason") or printable("".join(texts), "\n").replace("\n", "\n    ")
+            logger.info(_format_samples(fields))  # which a view has no room for
         else:
-            facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
-            if name == "checkpoint":
-                facts = f"of step {fields['step']}: {size(fields['bytes'])} in "
-                facts += f"{fields['seconds']:.1f} s"
-            text = printable(f"{name.replace('_', ' ')}  {facts}")
+            text = printable(_format_event(name, fields))
             self._events.append(f"{datetime.now():%H:%M:%S}  {text}")
-            return
-        if self._live is None or name == "samples":  # which a view has no room for
+            if name in ("stop", "halt"):
+                self._print_held_back()
+
+    def _print(self, text: str) -> None:
+        if self._live is None:
             logger.info(text)
+
+    def _print_step_if_due(self, fields: Mapping[str, Any]) -> None:
+        """Print a step's line, or hold it back if the last one is recent."""
+        if self._live is not None:
+            return
+        self._held_back = fields
+        if time.monotonic() >= self._next_line_at or self._step == self.last_step:
+            self._print_held_back()
+
+    def _print_held_back(self) -> None:
+        """Print the newest step's line, unless it has been."""
+        fields, self._held_back = self._held_back, None
+        if fields is None:
+            return
+        step = fields["step"]
+        logger.info(
+            f"step {step}/{self.total_steps}  {100 * step / self.total_steps:.1f} %  "
+            f"{self._format_loss(fields['loss'])}  {_format_fields(fields, FIGURES)}  "
+            f"ETA {self._eta(fields)}"
+        )
+        self._next_line_at = time.monotonic() + LINE_INTERVAL_S
+
+    def _format_loss(self, loss: float) -> str:
+        """Return the loss, and next to it the bigram's once that is known."""
+        text = f"loss {loss:.4f}"
+        if "count_models" in self._latest:
+            _, counted = self._latest["count_models"]
+            text += f" (bigram {counted['bigram']:.2f})"
+        return text
 
     def _eta(self, fields: Mapping[str, Any]) -> str:
         return duration((self.last_step - self._step) * fields["seconds_per_step"])
 
     def end(self) -> None:
-        """Stop the view and leave it above the cursor; idempotent."""
+        """Print what was held back; stop the view, leave it above the cursor. Idempotent."""
+        self._print_held_back()
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.end)
@@ -128,7 +166,7 @@ class Console:
         bar.add_row(f"step {self._step}/{self.total_steps}", progress, share)
         yield bar
         if self._losses:
-            loss = f"loss {self._losses[-1]:.4f} "
+            loss = f"{self._format_loss(self._losses[-1])} "
             drawn = sparkline(list(self._losses)[-max(1, width - len(loss)) :])
             yield Text.assemble((loss, "bold"), (drawn, "cyan"), no_wrap=True, overflow="crop")
         if step:
@@ -166,6 +204,22 @@ def _format_fields(fields: Mapping[str, Any], formats: str, between: str = "  ")
         with contextlib.suppress(KeyError):
             texts.append(text.format_map(fields))
     return between.join(texts)
+
+
+def _format_samples(fields: Mapping[str, Any]) -> str:
+    """Return the texts, indented, or the reason why there are none."""
+    texts = "".join(f"\n{sample['prompt']}|{sample['text']}" for sample in fields["samples"])
+    content = fields.get("reason") or printable(texts, "\n").replace("\n", "\n    ")
+    return f"samples at step {fields['step']}, {fields['seconds']:.1f} s: {content}"
+
+
+def _format_event(name: str, fields: Mapping[str, Any]) -> str:
+    """Return the name and fields of an event that has no line of its own."""
+    if name == "checkpoint":
+        saved = f"{size(fields['bytes'])} in {fields['seconds']:.1f} s"
+        return f"checkpoint  of step {fields['step']}: {saved}"
+    facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
+    return f"{name.replace('_', ' ')}  {facts}"
 
 
 def _format_validation(fields: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot
 from torchtitan.tools.utils import device_type
 
+from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.counts import flops_formula
 from canon_pretrain.run.background import LiveExports
 from canon_pretrain.run.folder import CANON, DATA, RunFolder
 from canon_pretrain.run.log import RunLog
+from canon_pretrain.titan.baselines import Baselines
 from canon_pretrain.titan.console import Console
 from canon_pretrain.titan.data import CanonDataLoader
 from canon_pretrain.titan.device import has_accelerator
@@ -35,7 +38,10 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 
 
 class CanonMetrics(MetricsProcessor):
-    """torchtitan's MetricsProcessor with the run's log and console; rank 0 writes."""
+    """torchtitan's MetricsProcessor with the run's log and console; rank 0 writes.
+
+    `text`: the training text, if any, whose count models the loss is compared with.
+    """
 
     def __init__(
         self,
@@ -43,6 +49,7 @@ class CanonMetrics(MetricsProcessor):
         parallel_dims: ParallelDims,
         dataloader: CanonDataLoader,
         may_write: Callable[[], bool],
+        text: Mixture | None,
     ) -> None:
         # torchtitan would run wandb and TensorBoard in this process; ours follow the log in others
         silent = copy.copy(job)
@@ -61,8 +68,10 @@ class CanonMetrics(MetricsProcessor):
         colour = not job.metrics.disable_color_printing
         self.console = Console(job.training.steps, job.last_step, colour=colour)
         self.run_log: RunLog | None = None
+        self._baselines: Baselines | None = None
         if dist.get_rank() == 0:
             self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file, may_write)
+            self._baselines = Baselines(text) if text is not None else None
 
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to the run's log without waiting for the disk; rank 0 only."""
@@ -122,6 +131,9 @@ class CanonMetrics(MetricsProcessor):
             fields |= {"mfu": mfu, "mfu_formula": flops_formula(self.job_config.model_args)}
         fields["data_digests"] = self._global_digests()
         fields["source_tokens"] = self._dataloader.source_tokens
+        baselines = self._baselines.take() if self._baselines is not None else None
+        if baselines is not None:
+            self.event("count_models", **asdict(baselines))
         self.event("step", **fields)
         self._exports.check()
         self._logged_at = step

@@ -191,9 +191,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         with use_train_spec(
             self._build_checkpointer,
             build_dataloader_fn=self._build_dataloader,
-            build_metrics_processor_fn=lambda job_config, parallel_dims, model_args: CanonMetrics(
-                job_config, parallel_dims, self.dataloader, session.may_write
-            ),
+            build_metrics_processor_fn=self._build_metrics,
             build_validator_fn=lambda *, dp_rank, dp_world_size, **_: CanonValidator(
                 job, self.data.held_out, dp_rank, dp_world_size
             ),
@@ -235,6 +233,14 @@ class CanonTrainer(torchtitan.train.Trainer):
         may_change = () if self.compared.is_new else titan_data.IDENTITY_FIELDS
         data = self.data.training
         return titan_data.build_dataloader(**options, data=data, may_change=may_change)
+
+    def _build_metrics(
+        self, job_config: CanonJobConfig, parallel_dims: ParallelDims, model_args: Any
+    ) -> CanonMetrics:
+        training = self.data.training
+        text = training if isinstance(training, Mixture) else None
+        loader, may_write = self.dataloader, self.session.may_write
+        return CanonMetrics(job_config, parallel_dims, loader, may_write, text)
 
     def _build_checkpointer(self, **parts: Any) -> CanonCheckpointManager:
         return CanonCheckpointManager(

@@ -23,7 +23,7 @@ from canon_pretrain.run.results import (
 from eval.__main__ import main
 from eval.model.lm import CanonLM
 from eval.run import merge_tasks, print_results
-from eval.validation import METRICS, CountModels, model_loss, relative_error, windows
+from eval.validation import METRICS, model_loss, relative_error, windows
 from tests.support import error_codes
 
 CPU = torch.device("cpu")
@@ -80,29 +80,6 @@ def test_the_error_of_a_loss_is_over_documents():
     expected = math.sqrt(8 / 9 * sum((value - loss) ** 2 for value in left)) / loss
     assert relative_error(records) == pytest.approx(expected)
     assert relative_error(records[:1]) is None and relative_error([]) is None
-
-
-def test_count_models_equal_a_count_by_hand():
-    rng = np.random.default_rng(0)
-    train, test = rng.integers(0, 9, 300), rng.integers(0, 10, 80)  # 9 is unseen
-    models = CountModels(train, vocab_size=10)
-    counts, pairs = Counter(train.tolist()), Counter(zip(train[:-1], train[1:], strict=True))
-    context = Counter(train[:-1].tolist())
-    followers = Counter(a for a, _ in pairs)
-    unigram = {v: (counts[v] + 1) / (300 + 10) for v in range(10)}
-
-    def bigram(a, b):
-        if not context[a]:
-            return unigram[b]
-        direct = max(pairs[a, b] - 0.75, 0) / context[a]
-        return direct + 0.75 * followers[a] / context[a] * unigram[b]
-
-    for a in range(10):
-        assert sum(bigram(a, b) for b in range(10)) == pytest.approx(1)
-    expected = -sum(math.log(unigram[b]) for b in test[1:])
-    assert models.nats(test)[0] == pytest.approx(expected)
-    expected = -sum(math.log(bigram(a, b)) for a, b in zip(test[:-1], test[1:], strict=True))
-    assert models.nats(test)[1] == pytest.approx(expected)
 
 
 @pytest.mark.system

@@ -25,6 +25,8 @@ FIELDS |= {"memory_gib": 54.2, "tokens": 512_000, "skipped_steps": 2, "restarts"
 def show_events(console):
     for k in range(600):
         console.event("step", FIELDS | {"loss": 10.0 - k / 100})
+    counted = {"unigram": 5.6636, "bigram": 3.5175}
+    console.event("count_models", counted)
     console.event("step", FIELDS | {"step": 250, "mfu": 0.451})
     console.event("checkpoint", {"step": 250, "bytes": 14_700_000, "seconds": 0.25})
     console.event("skip", {"step": 249, "reason": "not finite [x]\x1b[2J\n"})
@@ -34,13 +36,14 @@ def show_events(console):
     console.event("samples", {"step": 200, "seconds": 0.5, "samples": texts})
 
 
-def test_plain_lines(caplog, snapshot):
+def test_plain_lines(caplog, snapshot, monkeypatch):
+    monkeypatch.setattr("canon_pretrain.titan.console.LINE_INTERVAL_S", 0.0)
     console = Console(500, 255)
     with caplog.at_level(logging.INFO, logger="root"):
         console.begin(0)
         show_events(console)
         console.end()
-    assert [record.getMessage() for record in caplog.records][-4:] == snapshot
+    assert [record.getMessage() for record in caplog.records][-5:] == snapshot
 
 
 def test_live_view(snapshot):

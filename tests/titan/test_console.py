@@ -17,6 +17,7 @@ from tests.support import ROOT
 
 FIELDS: dict[str, Any] = {"step": 240, "loss": 3.25, "grad_norm": 0.837, "lr": 2.52e-3}
 FIELDS |= {"tokens_per_second": 5047.4, "seconds_per_step": 15.0}
+COUNTED = {"unigram": 5.6636, "bigram": 3.5175, "tokens_counted": 9, "tokens_scored": 8}
 
 
 def test_without_a_live_view_steps_are_plain_lines(caplog, monkeypatch):
@@ -29,6 +30,74 @@ def test_without_a_live_view_steps_are_plain_lines(caplog, monkeypatch):
         console.event("step", FIELDS | {"step": 4})
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "step 4/500" in caplog.text
+
+
+def printed_steps(caplog):
+    return [int(step) for step in re.findall(r"step (\d+)/", caplog.text)]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Return a list of one item, the seconds that time.monotonic() returns."""
+    seconds = [1000.0]
+    monkeypatch.setattr("canon_pretrain.titan.console.time.monotonic", lambda: seconds[0])
+    return seconds
+
+
+@pytest.mark.parametrize("pace, shown", [(0.3, [1, 8, 15, 20]), (1.0, [*range(1, 20, 2), 20])])
+def test_at_most_a_line_each_two_seconds_and_the_last_step(caplog, clock, pace, shown):
+    """Steps come each 0.3 or 1 s; the launch ends at step 20. Other events are not limited."""
+    console = Console(500, 20)
+    validation = FIELDS | {"bits_per_byte": 1.5, "tokens_scored": 10, "seconds": 0.1}
+    with caplog.at_level(logging.INFO, logger="root"):
+        console.begin(0)
+        for step in range(1, 21):
+            console.event("step", FIELDS | {"step": step})
+            console.event("validation", validation)
+            clock[0] += pace
+        console.end()
+    assert printed_steps(caplog) == shown
+    assert caplog.text.count("validation at step") == 20
+
+
+@pytest.mark.parametrize("last_event", ["stop", "halt", None])
+def test_a_launch_that_ends_early_prints_its_last_step_once(caplog, clock, last_event):
+    """A stop signal, bad steps, or an error: before the line that says so, if there is one."""
+    console = Console(500, 20)
+    with caplog.at_level(logging.INFO, logger="root"):
+        for step in range(1, 6):
+            console.event("step", FIELDS | {"step": step})
+        if last_event is not None:
+            console.event(last_event, {"step": 5})
+            assert printed_steps(caplog) == [1, 5]
+        console.end()
+        console.end()
+    assert printed_steps(caplog) == [1, 5]
+
+
+def test_the_view_prints_no_step_as_a_line(caplog, monkeypatch):
+    console = Console(500, 2)
+    monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
+    monkeypatch.setattr("rich.live.Live.start", lambda view: None)
+    monkeypatch.setattr("rich.live.Live.stop", lambda view: None)
+    with caplog.at_level(logging.INFO, logger="root"):
+        console.begin(0)
+        console.event("count_models", COUNTED)
+        for step in (1, 2):
+            console.event("step", FIELDS | {"step": step})
+        console.end()
+    assert not caplog.records
+
+
+def test_the_loss_is_next_to_the_bigram_s_once_that_is_known(caplog, clock):
+    console = Console(500, 500)
+    with caplog.at_level(logging.INFO, logger="root"):
+        for name, fields in (("step", FIELDS), ("count_models", COUNTED), ("step", FIELDS)):
+            console.event(name, fields)
+            clock[0] += 10
+    first, counted, second = (record.getMessage() for record in caplog.records)
+    assert "3.52" not in first and "3.52" in second and "5.66" not in second
+    assert "5.66" in counted and "3.52" in counted
 
 
 SCRIPT = textwrap.dedent(

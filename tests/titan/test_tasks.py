@@ -167,6 +167,7 @@ def test_the_loss_is_the_mean_over_the_global_batch(straight):
     assert first["objective"] > first["loss"] and first["source_tokens"] == {"copy": BATCH * 64}
     for event in events(straight, "validation"):
         assert "bits_per_byte" not in event and event["held_out_fingerprint"] == TASK.fingerprint
+    assert not events(straight, "count_models")
     identity = RunFolder(straight).read_config()["identity"]
     assert (identity["data.task.name"], identity["data.task.n"]) == ("copy", 8)
 

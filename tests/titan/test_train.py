@@ -15,6 +15,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.titan.device import CACHE_BYTES, check_compiler_cache
 from canon_pretrain.train import main
+from eval.validation import baseline_losses
 from tests.fault_runs import flip
 from tests.ranks import assert_refused, assert_same_run, events, launch
 from tests.support import ROOT, debug_run, error_codes, refused, train
@@ -90,6 +91,20 @@ def test_every_step_saw_the_same_token_ids_in_every_run(runs, data_folder):
                 own = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8)
                 total += int.from_bytes(own.digest(), "little")
             assert digest == f"{total % 2**64:016x}"
+
+
+def test_each_launch_logs_what_count_models_reach(runs, data_folder):
+    """The figures are those of `eval run --suite validation`, also after a resume."""
+    with TokenShards.open(data_folder / "train") as train_split:
+        with TokenShards.open(data_folder / "validation") as held_out:
+            expected = baseline_losses(train_split, held_out, seq_len=64)
+    for run, num_launches in ((runs.straight, 1), (runs.resumed, 2)):
+        logged = events(run, "count_models")
+        assert len(logged) == num_launches
+        for event in logged:
+            for name, loss in expected.items():
+                assert event[name] == pytest.approx(loss.nats_per_token, rel=1e-9)
+                assert event["tokens_scored"] == loss.num_tokens
 
 
 def test_losses_are_the_golden_ones(runs):
