@@ -2,6 +2,7 @@
 
 import io
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,9 @@ TRAIN_BYTES = 100_000_000
 TRAIN_INPUTS = 16
 MAX_LINE_BYTES = 1 << 16
 MAX_CHARACTER_BYTES = 4
+SPECIAL_TOKENS = 3 + 256
+"""Ids of a tokenizer that are no text: unknown, beginning, end, and the bytes."""
+
 # Stored in the model file, so it must not depend on the machine.
 NUM_THREADS = 2
 
@@ -63,7 +67,7 @@ def prepare_plan(
     else:
         if not old:
             sources.check_formats(selection)
-        tokenizer = tokenizer or _train(selection, options, request)
+        tokenizer = tokenizer or _train_on(selection, options, request)
         record = record_of(tokenizer, request.name)
     if options.bos and record.bos_id < 0:
         raise UserError("option.conflict", "--bos: the tokenizer has no BOS token", option="--bos")
@@ -86,7 +90,7 @@ def prepare_plan(
     else:
         plans.save_plan(out, plan)
     if not any((out / name).exists() for name in FILE_NAMES):
-        tokenizer = tokenizer or _train(selection, plan.options, request)
+        tokenizer = tokenizer or _train_on(selection, plan.options, request)
         path = out / tokenizer.file_name
         if tokenizer.sha256 != plan.tokenizer.sha256:
             message = f"{path}: is missing, and training does not reproduce the plan's (another "
@@ -103,7 +107,9 @@ def record_of(tokenizer: Tokenizer, requested: str) -> TokenizerRecord:
     return TokenizerRecord(requested, **known, probe_ids=tokenizer.probe_ids())
 
 
-def _train(selection: sources.Selection, options: Options, request: TokenizerRequest) -> Tokenizer:
+def _train_on(
+    selection: sources.Selection, options: Options, request: TokenizerRequest
+) -> Tokenizer:
     started = time.monotonic()
     model = train_tokenizer(training_texts(selection, options), request.vocab_size)
     took = duration(time.monotonic() - started)
@@ -140,34 +146,61 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a SentencePiece BPE with Llama-2's settings, deterministically; return its .model.
 
-    Raises UserError if the texts do not allow the vocab_size.
+    If the vocabulary is too small for the characters of the texts, half of it is of the most
+    frequent ones, and the others are encoded as bytes. Raises UserError if the texts do not allow
+    the vocab_size.
     """
-    model = io.BytesIO()
+    lines = [*_lines(texts)]
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type="bpe",
-            character_coverage=0.99995,
-            byte_fallback=True,
-            split_digits=True,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            add_dummy_prefix=True,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            max_sentence_length=MAX_LINE_BYTES,
-            num_threads=NUM_THREADS,
-            minloglevel=2,
-        )
+        try:
+            return _train(lines, vocab_size)
+        except RuntimeError:
+            rare = rare_characters(lines, vocab_size)
+            if not rare:
+                raise
+            to_breaks = dict.fromkeys(map(ord, rare), "\n")
+            parts = (part for line in lines for part in line.translate(to_breaks).split("\n"))
+            return _train(filter(None, parts), vocab_size)
     except RuntimeError as error:
         # "INTERNAL: src/file.cc(12) [(condition)] The reason."
         reason = str(error).rpartition("] ")[2].strip() or "there is no text to train on"
         message = f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}"
         raise UserError("tokenizer.training", message, reason=reason) from None
+
+
+def rare_characters(texts: Iterable[str], vocab_size: int) -> Counter[str]:
+    """Count the characters that half of a vocabulary has no room for: the rarest ones."""
+    counts = Counter[str]()
+    for text in texts:
+        counts.update(text)
+    del counts["\n"]  # texts are trained on line by line
+    room = max(1, (vocab_size - SPECIAL_TOKENS) // 2)
+    by_frequency = sorted(counts, key=lambda character: (-counts[character], character))
+    return Counter({character: counts[character] for character in by_frequency[room:]})
+
+
+def _train(lines: Iterable[str], vocab_size: int) -> bytes:
+    """Train on lines. Raises RuntimeError."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=vocab_size,
+        model_type="bpe",
+        character_coverage=0.99995,
+        byte_fallback=True,
+        split_digits=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        add_dummy_prefix=True,
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        max_sentence_length=MAX_LINE_BYTES,
+        num_threads=NUM_THREADS,
+        minloglevel=2,
+    )
     return model.getvalue()
 
 

@@ -19,7 +19,7 @@ from canon_pretrain.data.cached_encoder import SPACE
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.formats import PROBE_BYTES, check_file, has_rows, other_content, suffix_of
 from data_prep.plan import Input
-from data_prep.planning import train_tokenizer
+from data_prep.planning import SPECIAL_TOKENS, rare_characters, train_tokenizer
 from data_prep.readers import Document, InputReader, from_utf8
 from data_prep.sources import FILES_OPTION, LOCAL, TEXT_FIELD, divide_files, find_files, select
 
@@ -28,7 +28,6 @@ SPREAD_FILES = 16
 """Fewest files of a sample: the first of a source may be of one language."""
 MAX_SAMPLED_FILES = 2000
 PROBED_FILES = 5
-SPECIAL_TOKENS = 3 + 256
 MAX_LEFT_OUT = 3
 
 
@@ -53,15 +52,18 @@ class Survey:
     num_probed: int
     num_damaged: int
 
+    def rare_share(self, vocab_size: int) -> float:
+        """Return the share of the sample's characters that such a vocabulary encodes as bytes."""
+        num_characters = sum(map(len, self.sample))
+        return rare_characters(self.sample, vocab_size).total() / max(1, num_characters)
+
     def tokens_per_byte(self, vocab_size: int) -> tuple[int, float]:
         """Train a tokenizer on the sample; return its vocab_size and the sample's tokens per byte.
 
-        The size is doubled for texts of many characters, halved for few words, and for the fewest
-        (such as digits) that of the characters alone. Raises UserError.
+        The size is halved for few words, and for the fewest (such as digits) that of the
+        characters alone. Raises UserError.
         """
         characters = set().union(*self.sample) - {"\n"} | {SPACE}
-        while vocab_size < SPECIAL_TOKENS + 2 * len(characters):
-            vocab_size *= 2
         # SentencePiece leaves out up to one in 20,000 characters, perhaps the space
         fewest = SPECIAL_TOKENS + len(characters - {" "})
         while True:

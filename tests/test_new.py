@@ -225,21 +225,29 @@ def test_the_best_of_several_measurements_counts(monkeypatch):
     assert now == pytest.approx(new.MEASURE_S, rel=0.2)
 
 
-def test_a_larger_vocabulary_is_timed(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("speed", "factor"), [(1000.0, 4), (100.0, 1)])
+def test_many_characters_have_a_larger_vocabulary_if_time_allows(
+    speed, factor, tmp_path, monkeypatch, capsys
+):
     timed = []
-    speed = new.Machine.tokens_per_second
     monkeypatch.setattr(
         new.Machine,
         "tokens_per_second",
-        lambda self, args: timed.append(args.vocab_size) or speed(self, args),
+        lambda self, args: timed.append(args.vocab_size) or speed,
     )
+    monkeypatch.setattr(new, "LEAST_TOKENS_PER_PIECE", 10)
     monkeypatch.setattr(new.os, "getloadavg", lambda: (1e4, 0, 0))
     folder = write_text(tmp_path / "text", 3, 10_000)
-    (folder / "z.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + 3000))) * 10)
-    run("mine", "--data", folder)
+    characters = [chr(0x4E00 + k) for k in range(3000)]
+    random.Random(0).shuffle(characters)
+    (folder / "z.txt").write_text("".join(characters) * 10)
+    run("mine", "--data", folder, "--minutes", "1")
+
     vocab_size = new.SIZES["debug"][0]
-    assert timed[0] == vocab_size < timed[-1]
-    assert "load average 10000.0" in capsys.readouterr().out
+    assert timed == [vocab_size, 4 * vocab_size]
+    printed = capsys.readouterr().out
+    assert f"--tokenizer train:{factor * vocab_size}" in printed
+    assert "load average 10000.0" in printed
 
 
 def test_a_low_ratio_has_its_reason():

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import random
 import shutil
 import signal
 from pathlib import Path
@@ -224,6 +225,23 @@ def test_groups_and_repaired_texts_are_counted(tmp_path):
 # ---- training a tokenizer
 
 TEXTS = ["def f(x):\n    return x + 2024\n", "the cat sat on the mat, then the end\n" * 5]
+
+
+def test_a_vocabulary_too_small_for_all_characters_is_of_the_frequent_ones():
+    characters = [chr(0x4E00 + k) for k in range(2000)]
+    # the k-th character is drawn with a weight of 1 / (k + 1)
+    drawn = random.Random(0).choices(characters, [1 / (k + 1) for k in range(2000)], k=60_000)
+    texts = ["".join(drawn), "a\nb"]
+    model = train_tokenizer(texts, 600)
+    assert model == train_tokenizer(iter(texts), 600)
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert processor.vocab_size() == 600
+    assert processor.decode(processor.encode(texts[0])) == texts[0]
+    pieces = {processor.id_to_piece(k) for k in range(600)}
+    assert set(characters[:100]) <= pieces and not set(characters[500:]) & pieces
+    utf8 = [f"<0x{byte:02X}>" for byte in characters[1999].encode()]
+    assert processor.encode(characters[1999], out_type=str)[-3:] == utf8
 
 
 def test_training_settings_and_determinism(capfd):

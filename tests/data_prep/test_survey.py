@@ -91,9 +91,19 @@ def test_tokens_per_byte(tmp_path):
     ids = [processor.encode(text) for text in found.sample]
     assert vocab_size < 2048 and processor.vocab_size() == vocab_size
     assert share == (sum(map(len, ids)) + len(ids)) / found.sampled
-    # many characters need more tokens than requested
-    (tmp_path / "a.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + 700))) * 20)
-    assert survey([tmp_path], None, ()).tokens_per_byte(512)[0] >= 1024
+
+
+def test_rare_characters_are_bytes_of_a_small_vocabulary(tmp_path):
+    # two halves of the text: of 50 characters, and of 700 others
+    common = "".join(map(chr, range(0x3041, 0x3041 + 50))) * 280
+    many = "".join(map(chr, range(0x4E00, 0x4E00 + 700))) * 20
+    (tmp_path / "a.txt").write_text(f"{common}\n{many}")
+    found = survey([tmp_path], None, ())
+    # (512 - 259) // 2 characters have a place of their own
+    assert found.rare_share(512) == pytest.approx((700 - 76) / 1400, abs=0.01)
+    assert found.rare_share(2048) == 0.0
+    vocab_size, tokens_per_byte = found.tokens_per_byte(512)
+    assert vocab_size == 512 and tokens_per_byte > 0.3
 
 
 def test_the_sample_is_spread_over_large_files(tmp_path, monkeypatch):
