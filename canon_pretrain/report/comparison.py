@@ -25,7 +25,7 @@ from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, Scale, ScoreKey, is_loss
 from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord, exit_if_left_out, read_runs
-from canon_pretrain.report.sections import interval, p_value, percent, rounded, signed
+from canon_pretrain.report.sections import MISSING, interval, p_value, percent, rounded, signed
 from canon_pretrain.report.verdicts import Comparator, Options, Row
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import VALIDATION
@@ -345,7 +345,8 @@ def _print(content: Row) -> None:
     show(*(f"{name.upper()}: {', '.join(content[name])}" for name in ("a", "b")))
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
         rows = [row for row in content["pairs"] if row["suite"] == suite]
-        shown = [x for x in names if x != DECIDES or any(row["decision_accuracy"] for row in rows)]
+        cells = {name: [COLUMNS[name](row) for row in rows] for name in names}
+        shown = [name for name in names if any(cell != MISSING for cell in cells[name])]
         title = f"{suite}, A at step {rows[0]['baseline_step']}, B at step {rows[0]['step']}"
         table = Table(
             title=title,
@@ -356,9 +357,9 @@ def _print(content: Row) -> None:
         )
         for name in shown:
             table.add_column(name, no_wrap=name != shown[0])
-        for row in rows:
-            cells = (Text(COLUMNS[name](row)) for name in shown)
-            table.add_row(*cells, style=STYLES.get(row["verdict"]))
+        for k, row in enumerate(rows):
+            texts = (Text(cells[name][k]) for name in shown)
+            table.add_row(*texts, style=STYLES.get(row["verdict"]))
         console.print(table)
     if tests := ", ".join(f"{suite} {count}" for suite, count in content["family"].items()):
         show(f"tests: {tests}; any false verdict in a suite has a probability of 5 % (Holm)")

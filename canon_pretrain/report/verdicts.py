@@ -359,8 +359,7 @@ def _family(tests: Sequence[Test]) -> Iterator[Row]:
         elif row["uninformative"]:
             yield row | NO_TEST | {"verdict": UNINFORMATIVE}
         else:
-            of = "of each task" if row["mean_of"] else "TASK:METRIC=SIGMA"
-            why = f"unknown seed noise: give a second seed, or --seed_sigma {of}"
+            why = "how much seeds differ is unknown: train a second seed"
             if row["num_clusters"] < MIN_CLUSTERS or row["seed_noise"] is not None:
                 sources = "documents" if row["suite"] == VALIDATION else "sources of items"
                 why = f"fewer than {MIN_CLUSTERS} {sources}, so their noise is unknown"

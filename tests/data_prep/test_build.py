@@ -227,7 +227,7 @@ def test_groups_and_repaired_texts_are_counted(tmp_path):
 TEXTS = ["def f(x):\n    return x + 2024\n", "the cat sat on the mat, then the end\n" * 5]
 
 
-def test_a_vocabulary_too_small_for_all_characters_is_of_the_frequent_ones():
+def test_a_small_vocabulary_has_the_frequent_characters():
     characters = [chr(0x4E00 + k) for k in range(2000)]
     # the k-th character is drawn with a weight of 1 / (k + 1)
     drawn = random.Random(0).choices(characters, [1 / (k + 1) for k in range(2000)], k=60_000)
