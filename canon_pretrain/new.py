@@ -418,7 +418,7 @@ def choose(machine: Machine, found: Survey, seconds: float) -> Proposal:
     each = " each" if max(machine.ranks, machine.parallel) > 1 else ""
     show("machine", f"{machine.name}, {size(machine.memory)} of memory{each}")
     load, cores = os.getloadavg()[0], available_cores()
-    if load > cores / 2:
+    if load > cores:
         show("", f"load average {load:.1f} on {cores} cores: times are those of a busy machine")
 
     # The size is chosen by bytes, then the tokens of its vocabulary are counted.

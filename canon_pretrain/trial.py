@@ -214,7 +214,7 @@ class Trial:
             output = self.stages.call("sample", run, *options)
             sample = json.loads(output.strip().splitlines()[-1])
             text = printable(record.prompt + sample["text"], keep="\n")
-            print(f"\n== a sample {about}\n{text}")
+            print(f"\n== a sample {about} (seed {SEEDS[0]})\n{text}")
 
     def _conclude(self, record: Record) -> None:
         """Print the losses, the verdict and the page, the last lines."""
@@ -224,17 +224,20 @@ class Trial:
         sides = [[run for run in runs if run.label.startswith(f"{model}-")] for model in MODELS]
         [row] = compare_sides(sides, Options(suites=[VALIDATION]))["pairs"]
 
-        evaluation = full_results(runs[0], VALIDATION)[row["baseline_step"]]
-        scale = row["bits_per_nat"]
-        losses = {
-            "without Canon": scale * row["baseline_value"],
-            "with Canon": scale * row["value"],
-            "a bigram model of the same text": _value(evaluation, "bigram", BITS),
-        }
-        print(f"\nbits per byte of the held-out {record.documents}:")
-        for about, bits in sorted(losses.items(), key=lambda item: item[1]):
-            print(f"  {bits:.3f}  {about}")
+        # The mean of each kind of model, and beside it every seed's: two seeds may differ much.
+        step = row["baseline_step"]
+        lines = []
+        for about, side in zip(MODELS.values(), sides, strict=True):
+            found = [full_results(run, VALIDATION)[step] for run in side]
+            losses = [_value(evaluation, VALIDATION, BITS) for evaluation in found]
+            seeds = ", ".join(f"{loss:.3f}" for loss in losses)
+            lines.append((math.fsum(losses) / len(losses), f"{about} (seeds: {seeds})"))
+        bigram = _value(found[0], "bigram", BITS)
+        lines.append((bigram, "a bigram model of the same text"))
 
+        print(f"\nbits per byte of the held-out {record.documents}:")
+        for loss, about in sorted(lines):
+            print(f"  {loss:.3f}  {about}")
         print(f"\n{verdict(row, record.documents)}")
         print(f"Page: {self.folder / 'index.html'}")
 
@@ -299,7 +302,7 @@ def verdict(row: dict[str, Any], documents: str = "documents") -> str:
     if row["p"] is None:
         return f"{sentence}: not judged, {row['why']}."
     if row["verdict"] not in (BETTER, WORSE):
-        return f"{sentence}: within the noise. A longer trial, or more text, may show it."
+        return f"{sentence}: within the noise. More --minutes, with another --name, may show it."
     return f"{sentence}."
 
 
@@ -341,6 +344,8 @@ def main(argv: list[str] | None = None) -> None:
         with locked(folder.with_name(f".{name}.lock"), f"the trial {folder}"):
             environ = trainer_environment(threads_per_run())
             try:
+                if (folder / RECORD).exists():
+                    print(f"{folder}: continues", flush=True)
                 with Stages(folder / LOG, environ, forks=not visible_gpus()) as stages:
                     Trial(folder, stages).run(request)
             except KeyboardInterrupt:

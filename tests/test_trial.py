@@ -36,7 +36,7 @@ def numbers(text):
     [
         ({}, [0.1, 0.05, 0.15], "lower"),
         ({"difference": 0.2, "ci": [0.1, 0.3]}, [0.1, 0.05, 0.15], "higher"),
-        ({"ci": [-0.5, 0.1], "verdict": "within noise"}, [0.1, -0.05, 0.25], "within the noise"),
+        ({"ci": [-0.5, 0.1], "verdict": "within noise"}, [0.1, 0.25, 0.05], "within the noise"),
         ({"ci": None, "p": None, "why": "few documents"}, [0.1], "not judged, few documents"),
     ],
 )  # fmt: skip

@@ -25,7 +25,15 @@ from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, Scale, ScoreKey, is_loss
 from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord, exit_if_left_out, read_runs
-from canon_pretrain.report.sections import MISSING, interval, p_value, percent, rounded, signed
+from canon_pretrain.report.sections import (
+    MISSING,
+    in_bits,
+    interval,
+    p_value,
+    percent,
+    rounded,
+    signed,
+)
 from canon_pretrain.report.verdicts import Comparator, Options, Row
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import VALIDATION
@@ -344,7 +352,7 @@ def _print(content: Row) -> None:
     names = [*COLUMNS][: None if console.width >= 120 else NARROW_COLUMNS]
     show(*(f"{name.upper()}: {', '.join(content[name])}" for name in ("a", "b")))
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):
-        rows = [row for row in content["pairs"] if row["suite"] == suite]
+        rows = [in_bits(row) for row in content["pairs"] if row["suite"] == suite]
         cells = {name: [COLUMNS[name](row) for row in rows] for name in names}
         shown = [name for name in names if any(cell != MISSING for cell in cells[name])]
         title = f"{suite}, A at step {rows[0]['baseline_step']}, B at step {rows[0]['step']}"

@@ -12,6 +12,7 @@ from canon_pretrain.run.results import GOLD_BITS, VALIDATION, format_bound
 
 MAX_ROWS = 1000  # browsers are slow with longer tables
 SHORT_COLUMNS = 13  # of the table of differences; the others are hidden, or missing if it is long
+FEWEST_FILTERED = 8  # rows of a table that can be searched
 MISSING = "–"
 
 CHOSEN_TITLE = "Chosen learning rate per architecture, by validation loss"
@@ -209,7 +210,7 @@ PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
     "task": lambda x: make_cell(x["task"], x["metric"], _step_note(x["step"], x["suite_step"])),
     "architecture": lambda x: x["architecture"],
     "verdict": lambda x: make_cell(x["verdict"], x["uninformative"], chip=x["verdict"]),
-    "difference": lambda x: make_cell(signed(x["difference"]), _in_bits(x)),
+    "difference": lambda x: signed(x["difference"]),
     "95 % CI (Holm)": lambda x: interval(x["ci"]),
     "p (Holm)": lambda x: p_value(x["p_holm"]),
     "value": lambda x: rounded(x["value"]),
@@ -233,30 +234,54 @@ PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
 }
 
 
-def _in_bits(row: Content) -> str:
-    """Return a difference of held-out losses in bits per byte, or "" if it is none."""
-    scale = row["bits_per_nat"]
-    return f"{signed(scale * row['difference'])} bits per byte" if scale else ""
-
-
 def _filled(text: str, test: Content | None, name: str, form: Callable[[Any], str]) -> str:
     return MISSING if test is None else text.format_map({**test, name: form(test[name])})
 
 
+IN_NATS = (
+    *("value", "baseline_value", "difference", "detectable"),
+    *("stderr", "stderr_items", "stderr_seeds"),
+)
+"""Of a comparison of held-out losses, what is in nats per token."""
+
+
+def in_bits(row: Content) -> Content:
+    """Return the comparison of held-out losses in bits per byte; any other one as it is."""
+    scale = row["bits_per_nat"]
+    if scale is None:
+        return row
+    changes: Table = {}
+    for name in IN_NATS:
+        changes[name] = None if row[name] is None else scale * row[name]
+    for name in ("ci", "items_ci"):
+        changes[name] = row[name] and [scale * end for end in row[name]]
+    if noise := row["seed_noise"]:
+        changes["seed_noise"] = {**noise, "sigma": scale * noise["sigma"]}
+    return {**row, **changes, "metric": "bits_per_byte"}
+
+
 def pairs(comparison: Content) -> Table:
-    """Return a row per comparison; a column without any value is left out."""
-    found = comparison["pairs"]
+    """Return a row per comparison; columns that say nothing are left out."""
+    found = [in_bits(row) for row in comparison["pairs"]]
     is_long = len(found) > MAX_ROWS
     cells = {name: [cell_of(pair) for pair in found] for name, cell_of in PAIR_COLUMNS.items()}
     short = [*PAIR_COLUMNS][:SHORT_COLUMNS]
     known = [name for name, column in cells.items() if any(cell != MISSING for cell in column)]
+    if len({row["suite"] for row in found}) == 1:
+        known.remove("suite")
     columns = [name for name in known if name in short or not is_long]
 
     rows = [[cells[name][k] for name in columns] for k in range(len(found))]
     filters = [{name: x[name] for name in ("suite", "verdict", "architecture")} for x in found]
-    more = "" if is_long else "details"
-    shown = sum(name in short for name in columns)
-    return make_table(columns, rows, "pairs", text=3, shown=shown, more=more, filters=filters)
+    return make_table(
+        columns,
+        rows,
+        "pairs",
+        text=3,
+        shown=sum(name in short for name in columns),
+        more="" if is_long else "details",
+        filters=filters if len(found) >= FEWEST_FILTERED else (),
+    )
 
 
 def scores(content: Content) -> list[tuple[str, Table]]:

@@ -446,10 +446,12 @@ def held_out_difference(row: Row, documents: str = "documents") -> str:
 
     facts = []
     if ends := row["items_ci"] if row["ci"] is None else row["ci"]:
-        # the interval of the size: its ends change sign and places for a lower loss
-        sign = -scale if difference < 0 else scale
-        low, high = sorted(sign * end for end in ends)
-        facts.append(f"95 % {low:.3g} to {high:.3g}")
+        low, high = sorted(scale * end for end in ends)
+        if low < 0 < high:
+            facts.append(f"95 % from {-low:.3g} lower to {high:.3g} higher")
+        else:
+            least, most = sorted((abs(low), abs(high)))
+            facts.append(f"95 % {least:.3g} to {most:.3g}")
     if row["p"] is not None:
         facts.append(f"p {row['p_holm']:.2g}")
 

@@ -218,8 +218,12 @@ def _format_event(name: str, fields: Mapping[str, Any]) -> str:
     if name == "checkpoint":
         saved = f"{size(fields['bytes'])} in {fields['seconds']:.1f} s"
         return f"checkpoint  of step {fields['step']}: {saved}"
-    facts = "  ".join(f"{key} {value}" for key, value in fields.items() if key != "tokens")
-    return f"{name.replace('_', ' ')}  {facts}"
+    facts = []
+    for key, value in fields.items():
+        shown = f"{value:.6g}" if isinstance(value, float) else value
+        if key != "tokens":
+            facts.append(f"{key} {shown}")
+    return f"{name.replace('_', ' ')}  {'  '.join(facts)}"
 
 
 def _format_validation(fields: Mapping[str, Any]) -> str:

@@ -50,6 +50,8 @@ class CanonMetrics(MetricsProcessor):
         dataloader: CanonDataLoader,
         may_write: Callable[[], bool],
         text: Mixture | None,
+        *,
+        colour: bool,
     ) -> None:
         # torchtitan would run wandb and TensorBoard in this process; ours follow the log in others
         silent = copy.copy(job)
@@ -65,7 +67,6 @@ class CanonMetrics(MetricsProcessor):
         self._tokens_per_step = job.training.global_batch_size * job.training.seq_len
         self._checkpoint_seconds = self._stall_seconds = 0.0
         self._exports = LiveExports()
-        colour = not job.metrics.disable_color_printing
         self.console = Console(job.training.steps, job.last_step, colour=colour)
         self.run_log: RunLog | None = None
         self._baselines: Baselines | None = None

@@ -187,7 +187,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         # host states of the last steps, restored when consecutive bad steps end the run
         most = job.guards.max_bad_steps + Readback.LAG + 1
         self._host_states: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=most)
-        job.metrics.disable_color_printing |= not is_terminal()
+        # the live view shows text only: torchtitan's color codes would appear as characters
+        self._colour = is_terminal() and not job.metrics.disable_color_printing
+        job.metrics.disable_color_printing = True
         with use_train_spec(
             self._build_checkpointer,
             build_dataloader_fn=self._build_dataloader,
@@ -240,7 +242,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         training = self.data.training
         text = training if isinstance(training, Mixture) else None
         loader, may_write = self.dataloader, self.session.may_write
-        return CanonMetrics(job_config, parallel_dims, loader, may_write, text)
+        return CanonMetrics(job_config, parallel_dims, loader, may_write, text, colour=self._colour)
 
     def _build_checkpointer(self, **parts: Any) -> CanonCheckpointManager:
         return CanonCheckpointManager(
