@@ -34,7 +34,8 @@ SIZES = {
     "162M": (32000, 2048),
     "1b3": (32000, 2048),
 }
-"""Flavor -> vocabulary and sequence length: at most half of the parameters embed tokens."""
+"""Flavor -> vocabulary and sequence length: at most half of the parameters embed tokens, but of
+texts with many characters (LARGER_VOCABULARY)."""
 TOKENS_PER_PARAMETER = 20
 EPOCHS = 8
 """The most epochs. On 0.8 MB, the held-out loss of 0.2M parameters was 1.81, 1.51, 1.53 and 1.81
@@ -53,8 +54,8 @@ LARGER_VOCABULARY, LEAST_TOKENS_PER_PIECE = 4, 180
 """Of a text in which more than MOST_RARE of the characters would be bytes, such as Chinese. Bits
 per byte of 12.6 MB of it with 1,024, 4,096 and 16,384 pieces at width 64: after one CPU minute
 3.067, 2.994 and 3.057, after two 2.960, 2.900 and 2.942, after ten 2.827, 2.698 and 2.740. The
-bigrams of these vocabularies have 3.540, 2.955 and 2.747; one and two minutes at 4,096 are 100 and
-200 tokens per piece. One seed, three at 16,384."""
+bigrams of these vocabularies have 3.540, 2.955 and 2.747, and a model shall beat its own: 4,096
+pieces do it after two minutes, which are 200 tokens per piece. One seed, three at 16,384."""
 PAPER_LR, LR, LR_WIDTH = 1e-3, 6e-3, 96
 """Bits per byte of held-out text at width 64 with 4e-3, 6e-3 and 1e-2, after 773 steps of 1,024
 tokens (one CPU minute): prose of 2.4 MB 2.225, 2.220 to 2.289, 2.553 to 2.569; a text of 0.3 MB
@@ -262,9 +263,14 @@ def propose(machine: Machine, num_bytes: float, seconds: float) -> Proposal:
 
 
 def with_larger_vocabulary(given: Proposal) -> Proposal:
-    """Return the proposal with LARGER_VOCABULARY times the tokens, if it trains long enough."""
+    """Return the proposal with a vocabulary LARGER_VOCABULARY times as large.
+
+    Or as it is, if it would train on fewer than LEAST_TOKENS_PER_PIECE tokens for each piece.
+    """
     vocab_size = LARGER_VOCABULARY * given.args.vocab_size
     args = replace(given.args, vocab_size=vocab_size)
+    if not given.machine.micro_batch(args):
+        return given  # too little memory
     larger = replace(given, args=args, speed=given.machine.tokens_per_second(args))
     return larger if larger.tokens >= LEAST_TOKENS_PER_PIECE * vocab_size else given
 
@@ -439,8 +445,10 @@ def choose(machine: Machine, found: Survey, seconds: float) -> Proposal:
         chosen = with_larger_vocabulary(chosen)
     vocab_size, share = found.tokens_per_byte(chosen.args.vocab_size)
     total = share * found.num_bytes
-    args = replace(chosen.args, vocab_size=vocab_size)  # smaller if the text has few words
-    chosen = replace(chosen, args=args, unique=(1 - holdout) * total)
+    if vocab_size != chosen.args.vocab_size:  # a text of few words
+        args = replace(chosen.args, vocab_size=vocab_size)
+        chosen = replace(chosen, args=args, speed=machine.tokens_per_second(args))
+    chosen = replace(chosen, unique=(1 - holdout) * total)
     chosen = limit_tokens(found, total, chosen)
 
     kind = f"of a vocabulary of {vocab_size:,}, {1 / share:.2f} bytes each"

@@ -146,30 +146,39 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     """Train a SentencePiece BPE with Llama-2's settings, deterministically; return its .model.
 
-    If the vocabulary is too small for the characters of the texts, half of it is of the most
-    frequent ones, and the others are encoded as bytes. Raises UserError if the texts do not allow
-    the vocab_size.
+    If the vocabulary is too small for the characters of the texts, half of its pieces that are not
+    bytes are the most frequent ones, and the others are encoded as bytes. Raises UserError if the
+    texts do not allow the vocab_size.
     """
     lines = [*_lines(texts)]
     try:
-        try:
-            return _train(lines, vocab_size)
-        except RuntimeError:
-            rare = rare_characters(lines, vocab_size)
-            if not rare:
-                raise
-            to_breaks = dict.fromkeys(map(ord, rare), "\n")
-            parts = (part for line in lines for part in line.translate(to_breaks).split("\n"))
-            return _train(filter(None, parts), vocab_size)
+        return _train(lines, vocab_size)
     except RuntimeError as error:
-        # "INTERNAL: src/file.cc(12) [(condition)] The reason."
-        reason = str(error).rpartition("] ")[2].strip() or "there is no text to train on"
-        message = f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}"
-        raise UserError("tokenizer.training", message, reason=reason) from None
+        cause = error
+
+    # A vocabulary that is too large cannot be mended so: it has room for all characters.
+    rare = rare_characters(lines, vocab_size)
+    if rare:
+        try:
+            return _train(_without(lines, rare), vocab_size)
+        except RuntimeError as error:
+            cause = error
+
+    # "INTERNAL: src/file.cc(12) [(condition)] The reason."
+    reason = str(cause).rpartition("] ")[2].strip() or "there is no text to train on"
+    message = f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}"
+    raise UserError("tokenizer.training", message, reason=reason)
+
+
+def _without(lines: Iterable[str], characters: Iterable[str]) -> Iterator[str]:
+    """Yield the parts of lines between `characters`."""
+    to_breaks = dict.fromkeys(map(ord, characters), "\n")
+    for line in lines:
+        yield from filter(None, line.translate(to_breaks).split("\n"))
 
 
 def rare_characters(texts: Iterable[str], vocab_size: int) -> Counter[str]:
-    """Count the characters that half of a vocabulary has no room for: the rarest ones."""
+    """Count the rarest characters: those without a place in half of the pieces but the bytes."""
     counts = Counter[str]()
     for text in texts:
         counts.update(text)

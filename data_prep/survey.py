@@ -53,7 +53,10 @@ class Survey:
     num_damaged: int
 
     def rare_share(self, vocab_size: int) -> float:
-        """Return the share of the sample's characters that such a vocabulary encodes as bytes."""
+        """Return the share of the sample's characters that have no place in half of the pieces.
+
+        A vocabulary of this size has few pieces of words then, or encodes them as bytes.
+        """
         num_characters = sum(map(len, self.sample))
         return rare_characters(self.sample, vocab_size).total() / max(1, num_characters)
 

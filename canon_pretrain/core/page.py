@@ -1,7 +1,8 @@
 """HTML pages with plots: NAME.html, .css and .js of a folder extend those of templates/page.*.
 
 A page is small and works offline: plotly.js lies beside it, once for all pages of a folder. Its
-Content-Security-Policy allows that file and scripts whose hashes it lists, and no other access.
+Content-Security-Policy allows scripts of the page's folder or site, and those whose hashes it
+lists; no request to anywhere else.
 """
 
 import base64

@@ -60,17 +60,15 @@ class CountLosses:
 
 
 def count_losses(text: Mixture) -> CountLosses | None:
-    """Return the losses of models counted on `text` on its held-out splits; None without any.
+    """Return the losses of models counted on `text` on its held-out splits; None if one is missing.
 
-    Sources are counted and scored by their shares; those without a held-out split are not scored.
+    Sources are counted and scored by their shares, each at most once.
     Up to COUNTED_TOKENS and SCORED_TOKENS, the losses are those of the suite `validation`. The
     shards are opened again, so that another thread may read `text`. Raises ShardError.
     """
     held_out = [open_held_out(source.folder.parent) for source in text.sources]
-    scored_share = sum(
-        share for share, split in zip(text.shares, held_out, strict=True) if split is not None
-    )
-    if not scored_share:
+    splits = [split for split in held_out if split is not None]
+    if len(splits) < len(held_out):
         return None
 
     # Count a part of each source.
@@ -83,15 +81,13 @@ def count_losses(text: Mixture) -> CountLosses | None:
 
     # The mean over a text whose sources have these shares.
     nats_per_token, num_scored = np.zeros(2), 0
-    for split, share in zip(held_out, text.shares, strict=True):
-        if split is None:
-            continue
+    for split, share in zip(splits, text.shares, strict=True):
         with split:
-            limit = max(1, int(share / scored_share * SCORED_TOKENS) // WINDOW_TOKENS)
+            limit = max(1, int(share * SCORED_TOKENS) // WINDOW_TOKENS)
             places = list(windows(split.num_tokens, WINDOW_TOKENS, limit))
             num_tokens = sum(size - 1 for _, size in places)
             nats = sum(models.nats(split.read(*place)) for place in places)
-        nats_per_token += float(share / scored_share) * nats / num_tokens
+        nats_per_token += float(share) * nats / num_tokens
         num_scored += num_tokens
     unigram, bigram = nats_per_token.tolist()
     return CountLosses(unigram, bigram, len(tokens), num_scored)
@@ -99,6 +95,8 @@ def count_losses(text: Mixture) -> CountLosses | None:
 
 def spread_tokens(shards: TokenShards, limit: int) -> np.ndarray:
     """Return at most `limit` tokens, in blocks at equal distances; all of a shorter stream."""
+    if limit >= shards.num_tokens:
+        return shards.read(0, shards.num_tokens)
     size = min(BLOCK_TOKENS, limit)
     num_blocks = -(-shards.num_tokens // size)
     num_read = min(num_blocks, limit // size)

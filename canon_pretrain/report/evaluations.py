@@ -30,6 +30,8 @@ COUNT_MODELS = ("unigram", "bigram")
 NATS, BITS = "nats_per_token", "bits_per_byte"
 """The metrics of held-out loss; token ids of a synthetic task have no bytes."""
 
+WHOLE_TEXT = "all of it, by the suite validation"
+
 LOGGED_FIELDS = {NATS: "loss", BITS: "bits_per_byte"}
 """Metric of the suite `validation` -> field of the event `validation`, which training logs."""
 
@@ -42,19 +44,26 @@ def suite_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
 
 
 def counted_losses(runs: Sequence[RunRecord], text: str, metric: str = NATS) -> dict[str, float]:
-    """Return the losses of models that count tokens, which the suite `validation` scores, too."""
-    losses = {}
+    """Return the losses of models that count the training tokens, on a held-out text.
+
+    The suite `validation` scores them. A model is left out if runs differ in what it has: they were
+    trained on different tokens.
+    """
+    losses: dict[str, set[float]] = {}
     for run in runs:
         of_text = [each for each in _full_validations(run) if each.text == text]
         for evaluation, name in itertools.product(of_text, COUNT_MODELS):
             value = evaluation.score(ScoreKey(VALIDATION, name, metric))
             if value is not None:
-                losses[name] = value
-    return losses
+                losses.setdefault(name, set()).add(round(value, 6))
+    return {name: values.pop() for name, values in losses.items() if len(values) == 1}
 
 
 def bits_per_nat(evaluation: Evaluation) -> float | None:
-    """Return the bits per byte of its held-out text that one nat per token is; None if unknown."""
+    """Return the bits per byte that one nat per token of its held-out text is; None if unknown.
+
+    It is the text's tokens per byte, over ln 2.
+    """
     nats, bits = (evaluation.score(ScoreKey(VALIDATION, VALIDATION, x)) for x in (NATS, BITS))
     return bits / nats if nats and bits else None
 

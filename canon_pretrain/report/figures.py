@@ -17,7 +17,7 @@ import numpy as np
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report import evaluations
 from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Chart, downsample, rounded, segments
-from canon_pretrain.report.evaluations import tokens_at
+from canon_pretrain.report.evaluations import WHOLE_TEXT, tokens_at
 from canon_pretrain.report.items import Evaluation, is_loss
 from canon_pretrain.report.picture import Line, Panel
 from canon_pretrain.report.record import Curve, RunRecord
@@ -33,10 +33,10 @@ REPORT_CHARTS = [
     chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")
 ]
 LOSS_UNITS = {evaluations.BITS: "bits per byte", evaluations.NATS: "nats per token"}
-"""Metric of held-out loss -> its unit, the first choice first: it compares tokenizers, too."""
+"""Metric of held-out loss -> its unit, the first choice first."""
 
-WHOLE, LOGGED = "all of it, by the suite validation", "windows of it, scored while training"
-HELD_OUT_SOURCES = {WHOLE: evaluations.suite_losses, LOGGED: evaluations.logged_losses}
+LOGGED = "windows of it, scored while training"
+HELD_OUT_SOURCES = {WHOLE_TEXT: evaluations.suite_losses, LOGGED: evaluations.logged_losses}
 """The part of the held-out text that was scored -> its losses of a run."""
 
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
@@ -146,7 +146,7 @@ def score_curves(runs: Sequence[RunRecord]) -> list[Json]:
 
 
 def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | None:
-    """Return held-out loss over tokens, from the source and text with most points.
+    """Return held-out loss over tokens, from the source and text with most lines and points.
 
     In bits per byte, or nats per token where no bytes are known. A line per architecture: mean,
     minimum and maximum of its `n` runs at their common steps; `whole_text` is the last of them on
@@ -156,20 +156,26 @@ def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | N
     for source, losses_of in HELD_OUT_SOURCES.items():
         for metric, unit in LOSS_UNITS.items():
             losses = {run: losses_of(run, metric) for run in runs}
+            whole = {run.label: evaluations.suite_losses(run, metric) for run in runs}
             for text in sorted({text for each in losses.values() for _, text in each}):
                 lines = _held_out_lines(losses, text, architectures)
                 counted = evaluations.counted_losses(runs, text, metric)
                 about = {"source": source, "unit": unit}
                 found.append({**about, "lines": lines, "counted": counted})
 
-                whole = {run: evaluations.suite_losses(run, metric) for run in runs}
+                # beside the last point of a line, its runs' mean on all of the text
                 for line in lines:
+                    last = line["steps"][-1], text
                     labels = architectures[line["label"]]
-                    at = line["steps"][-1], text
-                    values = [x[at] for run, x in whole.items() if run.label in labels and at in x]
-                    line["whole_text"] = statistics.fmean(values) if values else None
+                    values = [whole[label][last] for label in labels if last in whole[label]]
+                    is_complete = len(values) == line["n"][-1]
+                    line["whole_text"] = statistics.fmean(values) if is_complete else None
 
-    best = max(found, key=lambda x: sum(len(each["steps"]) for each in x["lines"]), default=None)
+    def size(candidate: Json) -> tuple[int, int]:
+        lines = candidate["lines"]
+        return len(lines), sum(len(line["steps"]) for line in lines)
+
+    best = max(found, key=size, default=None)
     if not best or not best["lines"]:
         return None
     if best["source"] == LOGGED and (windows := _scored_windows(runs)):
@@ -203,7 +209,7 @@ def _scored_windows(runs: Sequence[RunRecord]) -> int | None:
     if len(counts) != 1:
         return None
     [(tokens, length)] = counts
-    return round(tokens / length) if tokens and length else None
+    return math.ceil(tokens / length) if tokens and length else None
 
 
 def _mean_line(losses: Mapping[RunRecord, Mapping[int, float]]) -> Json:

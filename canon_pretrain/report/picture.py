@@ -69,7 +69,9 @@ def draw(panels: Sequence[Panel], kind: Format) -> bytes:
     import matplotlib  # takes a while
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        matplotlib.rcdefaults()  # not the user's settings
+        matplotlib.rcParams.update(STYLE)
         # a character that the font lacks is drawn as a box
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure = Figure(figsize=(WIDTH * len(panels), HEIGHT), dpi=DPI, layout="constrained")
@@ -86,16 +88,18 @@ def _draw(chart: Any, panel: Panel) -> None:
     """Draw a panel on matplotlib's axes."""
     from matplotlib.ticker import EngFormatter
 
+    handles = []
     for k, line in enumerate(panel.lines):
         color = COLORS[k % len(COLORS)]
         marked = _marked_points(line.y)
         style = {"marker": "o", "markersize": 4, "markevery": marked} if marked else {}
-        chart.plot(line.x, line.y, color=color, label=line.label, **style)
+        [handle] = chart.plot(line.x, line.y, color=color, **style)
+        handles.append(handle)
         if line.low is not None and line.high is not None:
             chart.fill_between(line.x, line.low, line.high, color=color, alpha=0.2, linewidth=0)
 
     for label, height in panel.levels.items():
-        chart.axhline(height, color="#5f6b76", linewidth=1, linestyle="--")
+        chart.axhline(height, color="#333333", linewidth=1, linestyle="--")
         right_end = (1, height)
         chart.annotate(
             f"{label} {height:.3f}",
@@ -116,11 +120,14 @@ def _draw(chart: Any, panel: Panel) -> None:
     chart.set_title(panel.title)
     chart.set_xlabel("tokens")
     chart.xaxis.set_major_formatter(EngFormatter(sep=""))
-    labels = [line.label for line in panel.lines if line.label]
-    if labels:
+    # given explicitly: matplotlib leaves out labels that begin with "_"
+    labels = [line.label for line in panel.lines]
+    if any(labels):
         columns = len(labels) if len(labels) <= FEW_LABELS else 2
         below = (0.5, -0.14)  # in parts of the chart's height: below the label of its axis
-        chart.legend(frameon=False, ncols=columns, loc="upper center", bbox_to_anchor=below)
+        chart.legend(
+            handles, labels, frameon=False, ncols=columns, loc="upper center", bbox_to_anchor=below
+        )
 
 
 def _marked_points(values: np.ndarray) -> list[int]:

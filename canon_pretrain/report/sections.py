@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from canon_pretrain.report.evaluations import BITS, WHOLE_TEXT
 from canon_pretrain.report.verdicts import BETTER, VERDICTS, WITHIN, WORSE
 from canon_pretrain.run.results import GOLD_BITS, VALIDATION, format_bound
 
@@ -173,7 +174,7 @@ def held_out(shown: Content) -> Table:
         seeds = f"{number(low)} to {number(high)} ({n})"
         cells = [number(last, 0), number(value), seeds, number(line["whole_text"])]
         rows.append([line["label"], *cells])
-    columns = ["last step", shown["source"], "seeds", "all of it, by the suite validation"]
+    columns = ["last step", shown["source"], "seeds", WHOLE_TEXT]
     if all(line["whole_text"] in (None, line["values"][-1]) for line in shown["lines"]):
         del columns[-1]
         rows = [row[:-1] for row in rows]
@@ -257,7 +258,7 @@ def in_bits(row: Content) -> Content:
         changes[name] = row[name] and [scale * end for end in row[name]]
     if noise := row["seed_noise"]:
         changes["seed_noise"] = {**noise, "sigma": scale * noise["sigma"]}
-    return {**row, **changes, "metric": "bits_per_byte"}
+    return {**row, **changes, "metric": BITS}
 
 
 def pairs(comparison: Content) -> Table:

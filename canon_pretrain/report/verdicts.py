@@ -310,7 +310,8 @@ def verdicts(
                     refused.append(nothing | key._asdict() | {"why": str(reason)})
             for name, members, weight in _tests(suite, tasks, sides):
                 row, paired = comparator.row(members, sides)
-                of_text = evaluations.bits_per_nat(sides[1][0]) if suite == VALIDATION else None
+                is_loss_of_text = (suite, row["metric"]) == (VALIDATION, evaluations.NATS)
+                of_text = evaluations.bits_per_nat(sides[1][0]) if is_loss_of_text else None
                 row |= {"task": name, "bits_per_nat": of_text, **names}
                 test = Test(row, paired, members[0].bounded, weight)
                 tests.setdefault(suite, []).append(test)
@@ -412,15 +413,18 @@ def held_out_summary(rows: Sequence[Row], refused: Sequence[Row], pair: tuple[Si
             return f"{words}: {held_out_difference(row)}"
 
     how = "`canon eval run --suite validation` scores it"
-    logged = [[evaluations.logged_losses(run) for run in of] for of in (runs, base_runs)]
+    metric, unit = evaluations.BITS, "bits per byte"
+    if not any(evaluations.logged_losses(run, metric) for run in runs):
+        metric, unit = evaluations.NATS, "nats per token"
+    logged = [[evaluations.logged_losses(run, metric) for run in of] for of in (runs, base_runs)]
     scored = set.intersection(*(set(losses) for of in logged for losses in of))
     if not scored:
-        return f"No verdict on held-out text, which was not scored: {how}"
+        return f"No verdict on held-out text, not scored at a common step: {how}"
     at = max(scored)
     ours, theirs = (math.fsum(losses[at] for losses in of) / len(of) for of in logged)
     return (
         f"No verdict on held-out text; of {side} and {baseline}, training logged "
-        f"{ours:.4f} and {theirs:.4f} nats per token at step {at[0]}: {how}"
+        f"{ours:.4f} and {theirs:.4f} {unit} at step {at[0]}: {how}"
     )
 
 
@@ -428,7 +432,7 @@ SUMMARIES = {
     BETTER: "{side} is better than {baseline}",
     WORSE: "{side} is worse than {baseline}",
     WITHIN: "{side} is within noise of {baseline}",
-    UNINFORMATIVE: "{side} and {baseline} tell nothing",
+    UNINFORMATIVE: "{side} cannot be told from {baseline}",
     NOT_JUDGED: "{side} is not judged against {baseline} ({why})",
 }
 """Verdict on held-out loss -> how a summary begins."""
@@ -445,13 +449,16 @@ def held_out_difference(row: Row, documents: str = "documents") -> str:
     direction = "lower" if difference < 0 else "higher"
 
     facts = []
-    if ends := row["items_ci"] if row["ci"] is None else row["ci"]:
+    ends, about = row["ci"], "95 %"
+    if ends is None:  # not judged
+        ends, about = row["items_ci"], "95 % over documents alone"
+    if ends is not None:
         low, high = sorted(scale * end for end in ends)
         if low < 0 < high:
-            facts.append(f"95 % from {-low:.3g} lower to {high:.3g} higher")
+            facts.append(f"{about} from {-low:.3g} lower to {high:.3g} higher")
         else:
             least, most = sorted((abs(low), abs(high)))
-            facts.append(f"95 % {least:.3g} to {most:.3g}")
+            facts.append(f"{about} {least:.3g} to {most:.3g}")
     if row["p"] is not None:
         facts.append(f"p {row['p_holm']:.2g}")
 

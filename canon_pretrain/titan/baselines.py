@@ -20,7 +20,9 @@ class Baselines:
 
     def take(self) -> CountLosses | None:
         """Return the losses once they are known, a single time; None before and after."""
-        losses, self._losses = self._losses, None
+        losses = self._losses
+        if losses is not None:  # else the thread may store them now
+            self._losses = None
         return losses
 
     def _count(self) -> None:

@@ -75,7 +75,7 @@ class Console:
         self._step = step
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
-        """Show a log event: in the view, or as a plain line if there is none or no room in it."""
+        """Show a log event in the view; losses and samples as lines if there is no room or view."""
         self._latest[name] = (time.monotonic(), fields)
         if name == "step":
             self._step = fields["step"]
@@ -88,8 +88,8 @@ class Console:
             )
         elif name == "count_models":
             self._print(
-                f"models that count the training tokens have a held-out loss of "
-                f"{fields['unigram']:.2f} (unigram) and {fields['bigram']:.2f} (bigram)"
+                f"models that count the training tokens have {fields['unigram']:.2f} (unigram) "
+                f"and {fields['bigram']:.2f} (bigram) nats per token of held-out text"
             )
         elif name == "samples":
             logger.info(_format_samples(fields))  # which a view has no room for
@@ -129,7 +129,7 @@ class Console:
         text = f"loss {loss:.4f}"
         if "count_models" in self._latest:
             _, counted = self._latest["count_models"]
-            text += f" (bigram {counted['bigram']:.2f})"
+            text += f" (held-out bigram {counted['bigram']:.2f})"
         return text
 
     def _eta(self, fields: Mapping[str, Any]) -> str:

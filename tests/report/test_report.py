@@ -14,9 +14,10 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.report import figures, sections
 from canon_pretrain.report.eval_report import escape_markdown
+from canon_pretrain.report.evaluations import counted_losses
 from canon_pretrain.report.figures import MEAN
 from canon_pretrain.report.published import published_scores
-from canon_pretrain.report.record import read_runs
+from canon_pretrain.report.record import RunRecord, read_runs
 from canon_pretrain.run.folder import is_run_folder, named_runs, unique_labels
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import StatusWriter
@@ -465,3 +466,15 @@ def test_a_setting_that_is_not_finite_is_shown(tmp_path):
     run = plant_run(tmp_path / "run", EVENTS, training__max_norm=math.inf)
     page = report([run.path], None)
     assert ["training.max_norm", "inf"] in Page(page).rows
+
+
+def test_a_count_model_of_different_tokens_is_no_line(tmp_path):
+    runs = []
+    for seed, bigram in enumerate((3.0, 3.5)):
+        run = RunRecord(evaluated(tmp_path / f"{seed}", "", 5.0, seed))
+        [evaluation] = run.evaluations
+        evaluation.results.scores["bigram"] = {"nats_per_token": Score(bigram)}
+        runs.append(run)
+    text = runs[0].evaluations[0].text
+    assert counted_losses(runs[:1], text)["bigram"] == 3.0
+    assert "bigram" not in counted_losses(runs, text)
