@@ -286,3 +286,19 @@ def test_the_x_axis_can_be_chosen(browser, plot_page):
     choose(browser, ("[data-log=loss]", True), ("#log-x", True))
     types = "const l = document.getElementById('curve-loss')._fullLayout; return "
     assert browser.run(types + "[l.xaxis.type, l.yaxis.type]") == ["log", "log"]
+
+
+def test_a_page_that_was_copied_alone_says_what_it_needs(browser, page, tmp_path):
+    shown = "return document.getElementById('without-plotly').offsetHeight > 0"
+    browser.open(page, *DESKTOP)
+    assert not browser.run(shown)
+
+    alone = tmp_path / "index.html"
+    alone.write_bytes(page.read_bytes())
+    browser.open(alone, *DESKTOP)
+    [library] = page.parent.glob("plotly-*.min.js")
+    assert browser.run(shown)
+    text = "return document.getElementById('without-plotly').textContent"
+    assert library.name in browser.run(text)
+    rows = "return document.querySelectorAll('tbody tr').length"
+    assert browser.run(rows) > 0
