@@ -21,7 +21,7 @@ from canon_pretrain.core.terminal import Console
 from canon_pretrain.report import architectures, evaluations, published, verdicts
 from canon_pretrain.report.architectures import Architecture, Choice, Recipe
 from canon_pretrain.report.decide import ALPHA, POWER
-from canon_pretrain.report.evaluations import full_results
+from canon_pretrain.report.evaluations import BITS, full_results
 from canon_pretrain.report.items import Evaluation, Scale, ScoreKey, is_loss
 from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord, exit_if_left_out, read_runs
@@ -58,6 +58,7 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
     scores = [each.results.scores for run in runs for each in run.evaluations]
     tasks = {name for found in scores for name in found}
     tasks |= {f"{task}:{m}" for found in scores for task, metrics in found.items() for m in metrics}
+    tasks.discard(f"{VALIDATION}:{BITS}")  # verdicts are in nats per token
     sigmas = {}
     for given in arguments.seed_sigma:
         name, _, value = given.rpartition("=")

@@ -639,7 +639,7 @@ def test_options_set_step_suite_and_seed_noise(tmp_path, compare):
     for words in (["--step", 15], ["--suite", "jrt"]):
         with refused("compare.nothing"):
             compare(*pair, *words)
-    for given in ("boolq", "boolqq=0.1", "boolq=-1"):
+    for given in ("boolq", "boolqq=0.1", "boolq=-1", "validation:bits_per_byte=0.1"):
         with refused("compare.seed_sigma", given=given):
             compare(*pair, "--seed_sigma", given)
 
