@@ -639,9 +639,23 @@ def test_options_set_step_suite_and_seed_noise(tmp_path, compare):
     for words in (["--step", 15], ["--suite", "jrt"]):
         with refused("compare.nothing"):
             compare(*pair, *words)
-    for given in ("boolq", "boolqq=0.1", "boolq=-1", "validation:bits_per_byte=0.1"):
+    for given in ("boolq", "boolqq=0.1", "boolq=-1"):
         with refused("compare.seed_sigma", given=given):
             compare(*pair, "--seed_sigma", given)
+
+
+def test_seed_noise_of_held_out_loss_is_in_nats(tmp_path, compare):
+    losses = {"validation": {"bits_per_byte": Score(2.0), "nats_per_token": Score(5.0)}}
+    pair = [
+        plant_run(tmp_path / name, validations({20: 5.0}), model__canon_set=name) for name in "AB"
+    ]
+    for run in pair:
+        plant_results(run, 20, "validation", losses)
+    paths = [run.path for run in pair]
+    with refused("compare.seed_sigma"):
+        compare(*paths, "--seed_sigma", "validation:bits_per_byte=0.1")
+    with refused("compare.nothing"):  # it is known, but these results have no documents
+        compare(*paths, "--seed_sigma", "validation:nats_per_token=0.1")
 
 
 def test_sides_that_cannot_be_compared_are_errors(tmp_path, compare):
