@@ -683,13 +683,19 @@ def test_killed_runs_have_ended_when_their_driver_ends(tmp_path, monkeypatch):
     driver = Driver(sweep, out, parallel=1, gpus=["0"])
 
     def interrupt_twice(progress=Driver._progress):
-        while started.exists() and started.read_text():
+        if started.exists() and started.read_text():
+            os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
         return progress(driver)
 
     monkeypatch.setattr(driver, "_progress", interrupt_twice)
-    with pytest.raises(KeyboardInterrupt):
-        driver.train()
+    # a shell's background jobs ignore SIGINT, and a driver keeps what is ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            driver.train()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert driver.stops > 1
     assert not Path("/proc", started.read_text()).exists()
 
