@@ -232,7 +232,7 @@ class Proposal:
 
     @property
     def warmup(self) -> int:
-        """A tenth of the steps, from LEAST_WARMUP to 1,000; a quarter of fewer steps."""
+        """A tenth of the steps, from LEAST_WARMUP to MOST_WARMUP; a quarter of fewer steps."""
         tenth = -(-self.steps // 10)
         return min(max(LEAST_WARMUP, tenth), MOST_WARMUP, -(-self.steps // 4))
 
@@ -351,6 +351,7 @@ def toml(name: str, files: str, prompt: str, given: Proposal, *, command: str = 
         lr=given.lr,
         warmup=given.warmup,
         least_warmup=LEAST_WARMUP,
+        most_warmup=MOST_WARMUP,
         quarter=-(-given.steps // 4),
         tenth=-(-given.steps // 10),
         hundredth=-(-given.steps // 100),

@@ -28,7 +28,7 @@ from canon_pretrain.report.items import ScoreKey
 from canon_pretrain.report.record import read_runs
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.results import VALIDATION
+from canon_pretrain.run.results import BITS, VALIDATION
 from canon_pretrain.stages import Stages
 
 CONFIG = Path("train_configs/quickstart.toml")
@@ -94,8 +94,7 @@ class Quickstart:
         [run], _ = read_runs([self.run])
         evaluation = full_results(run, VALIDATION)[self.steps]
         own, bigram = (
-            evaluation.score(ScoreKey(VALIDATION, task, "bits_per_byte"))
-            for task in (VALIDATION, "bigram")
+            evaluation.score(ScoreKey(VALIDATION, task, BITS)) for task in (VALIDATION, "bigram")
         )
         assert own is not None  # --must_beat has compared them
         assert bigram is not None

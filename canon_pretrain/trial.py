@@ -53,11 +53,11 @@ from canon_pretrain.new import (
 )
 from canon_pretrain.playground import train_sweep, trainer_environment, visible_gpus
 from canon_pretrain.report.comparison import compare_sides
-from canon_pretrain.report.evaluations import BITS, full_results
+from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, ScoreKey
 from canon_pretrain.report.record import read_runs
 from canon_pretrain.report.verdicts import BETTER, WORSE, Options, held_out_difference
-from canon_pretrain.run.results import VALIDATION
+from canon_pretrain.run.results import BITS, VALIDATION
 from canon_pretrain.stages import Stages
 from canon_pretrain.sweep import make_sweep, write_plan
 
@@ -226,14 +226,13 @@ class Trial:
 
         # The mean of each kind of model, and beside it every seed's: two seeds may differ much.
         step = row["baseline_step"]
-        lines = []
+        bigram = _value(full_results(runs[0], VALIDATION)[step], "bigram", BITS)
+        lines = [(bigram, "a bigram model of the same text")]
         for about, side in zip(MODELS.values(), sides, strict=True):
             found = [full_results(run, VALIDATION)[step] for run in side]
             losses = [_value(evaluation, VALIDATION, BITS) for evaluation in found]
             seeds = ", ".join(f"{loss:.3f}" for loss in losses)
             lines.append((math.fsum(losses) / len(losses), f"{about} (seeds: {seeds})"))
-        bigram = _value(found[0], "bigram", BITS)
-        lines.append((bigram, "a bigram model of the same text"))
 
         print(f"\nbits per byte of the held-out {record.documents}:")
         for loss, about in sorted(lines):

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.run.results import COUNT_MODELS
 from eval.suite_names import VALIDATION, find_suite, split_suites, task_folder
 
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, help="evaluate only the first N windows or items, as a trial")
     add("--out", type=Path, help="folder of the results (default: one per settings in RUN/evals)")
     about = "validation: exit with code 2 unless bits per byte are below this count model's"
-    add("--must_beat", choices=("unigram", "bigram"), help=about)
+    add("--must_beat", choices=COUNT_MODELS, help=about)
     add_evaluation_options(parser)
 
 

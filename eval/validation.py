@@ -16,11 +16,11 @@ from canon_pretrain.data.count_models import CountModels
 from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.report.noise import MIN_CLUSTERS, Clusters, mean_variance
-from canon_pretrain.run.results import VALIDATION, Score, TaskResult
+from canon_pretrain.run.results import BITS, COUNT_MODELS, NATS, VALIDATION, Score, TaskResult
 from eval.harness import Remember, TaskPlan, no_memory
 from eval.model.lm import CanonLM
 
-METRICS = ("bits_per_byte", "nats_per_token")
+METRICS = (BITS, NATS)
 BASELINE_TOKENS = 20_000_000  # limit for the count models: a few hundred MB of counts
 
 
@@ -47,7 +47,7 @@ def validation_task(
         return answers
 
     better = dict.fromkeys(METRICS, False)
-    description = {"version": 3, "primary": ["nats_per_token"], "higher_is_better": better}
+    description = {"version": 3, "primary": [NATS], "higher_is_better": better}
     cost = sum(size for _, size in windows(held_out.num_tokens, seq_len, limit))
     return TaskPlan(description, cost, evaluate)
 
@@ -124,10 +124,7 @@ def baseline_losses(
 ) -> dict[str, HeldOutLoss]:
     """Return unigram and bigram losses on the tokens of `model_loss`."""
     models = CountModels(train.read(0, min(train.num_tokens, BASELINE_TOKENS)), train.vocab_size)
-    totals, count = np.zeros(2), 0
-    for offset, size in windows(held_out.num_tokens, seq_len, limit):
-        totals += models.nats(held_out.read(offset, size))
-        count += size - 1
+    totals, count = models.score(held_out, seq_len, limit)
     bytes_per_token = held_out.num_bytes / held_out.num_tokens
     losses = [held_out_loss([total], [count], [bytes_per_token]) for total in totals.tolist()]
-    return dict(zip(("unigram", "bigram"), losses, strict=True))
+    return dict(zip(COUNT_MODELS, losses, strict=True))

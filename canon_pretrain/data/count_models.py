@@ -48,6 +48,16 @@ class CountModels:
         unigram = self.unigram[second]
         return -np.array([np.log(unigram).sum(), np.log(direct + backoff * unigram).sum()])
 
+    def score(
+        self, split: TokenShards, window_tokens: int, limit: int | None = None
+    ) -> tuple[np.ndarray, int]:
+        """Return the summed nats of both models and the tokens, over `limit` windows or all."""
+        nats, num_tokens = np.zeros(2), 0
+        for offset, size in windows(split.num_tokens, window_tokens, limit):
+            nats += self.nats(split.read(offset, size))
+            num_tokens += size - 1
+        return nats, num_tokens
+
 
 @dataclass(frozen=True)
 class CountLosses:
@@ -84,9 +94,7 @@ def count_losses(text: Mixture) -> CountLosses | None:
     for split, share in zip(splits, text.shares, strict=True):
         with split:
             limit = max(1, int(share * SCORED_TOKENS) // WINDOW_TOKENS)
-            places = list(windows(split.num_tokens, WINDOW_TOKENS, limit))
-            num_tokens = sum(size - 1 for _, size in places)
-            nats = sum(models.nats(split.read(*place)) for place in places)
+            nats, num_tokens = models.score(split, WINDOW_TOKENS, limit)
         nats_per_token += float(share) * nats / num_tokens
         num_scored += num_tokens
     unigram, bigram = nats_per_token.tolist()

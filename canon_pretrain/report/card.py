@@ -26,7 +26,7 @@ from canon_pretrain.report.items import Evaluation, ItemCache
 from canon_pretrain.report.noise import MIN_CLUSTERS, student_half_width
 from canon_pretrain.report.picture import Line, Panel, draw
 from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, is_outdated
-from canon_pretrain.run.results import VALIDATION
+from canon_pretrain.run.results import BITS, VALIDATION
 
 CARD, PICTURE = "README.md", "training_curves.png"
 MAX_POINTS = 400  # segments of a line in the picture
@@ -266,8 +266,8 @@ def _eval_results(shown: Sequence[Evaluation]) -> Iterator[EvalResult]:
             # the baselines beside a loss are no tasks
             is_task = each.described(task) or not each.results.asked.get("tasks")
             shown_metrics = each.primary_metrics(task) if is_task else []
-            if each.suite == VALIDATION and shown_metrics and evaluations.BITS in metrics:
-                shown_metrics = [evaluations.BITS]
+            if each.suite == VALIDATION and shown_metrics and BITS in metrics:
+                shown_metrics = [BITS]
             for metric in shown_metrics:
                 if math.isfinite(value := metrics[metric].number):
                     title = task if task == each.suite else f"{each.suite}: {task}"

@@ -21,7 +21,7 @@ from canon_pretrain.core.terminal import Console
 from canon_pretrain.report import architectures, evaluations, published, verdicts
 from canon_pretrain.report.architectures import Architecture, Choice, Recipe
 from canon_pretrain.report.decide import ALPHA, POWER
-from canon_pretrain.report.evaluations import BITS, full_results
+from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, Scale, ScoreKey, is_loss
 from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord, exit_if_left_out, read_runs
@@ -36,7 +36,7 @@ from canon_pretrain.report.sections import (
 )
 from canon_pretrain.report.verdicts import Comparator, Options, Row
 from canon_pretrain.run.folder import named_runs
-from canon_pretrain.run.results import VALIDATION
+from canon_pretrain.run.results import BITS, VALIDATION
 
 Steps = Mapping[str, Mapping[str, int]]  # suite -> architecture's label -> step (table_steps)
 

@@ -7,7 +7,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from canon_pretrain.report.items import HELD_OUT, Evaluation, ScoreKey
 from canon_pretrain.report.record import RunRecord, flatten
-from canon_pretrain.run.results import PER_CHECKPOINT_KEYS, SUITES, VALIDATION
+from canon_pretrain.run.results import (
+    BITS,
+    COUNT_MODELS,
+    NATS,
+    PER_CHECKPOINT_KEYS,
+    SUITES,
+    VALIDATION,
+)
 
 # keys of `asked` that may differ between comparable runs, and more for a single task
 PER_RUN_KEYS = (*PER_CHECKPOINT_KEYS, "suite", "limit")
@@ -26,9 +33,8 @@ def _full_validations(run: RunRecord) -> list[Evaluation]:
     return [e for e in run.evaluations if e.suite == VALIDATION and e.limit is None]
 
 
-COUNT_MODELS = ("unigram", "bigram")
-NATS, BITS = "nats_per_token", "bits_per_byte"
-"""The metrics of held-out loss; token ids of a synthetic task have no bytes."""
+LOSS_UNITS = {BITS: "bits per byte", NATS: "nats per token"}
+"""Metric of held-out loss -> its unit, the first choice first."""
 
 WHOLE_TEXT = "all of it, by the suite validation"
 

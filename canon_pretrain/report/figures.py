@@ -17,7 +17,7 @@ import numpy as np
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report import evaluations
 from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Chart, downsample, rounded, segments
-from canon_pretrain.report.evaluations import WHOLE_TEXT, tokens_at
+from canon_pretrain.report.evaluations import LOSS_UNITS, WHOLE_TEXT, tokens_at
 from canon_pretrain.report.items import Evaluation, is_loss
 from canon_pretrain.report.picture import Line, Panel
 from canon_pretrain.report.record import Curve, RunRecord
@@ -32,9 +32,6 @@ FEWEST_PER_SEGMENT = 5  # logged steps that a point averages
 REPORT_CHARTS = [
     chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")
 ]
-LOSS_UNITS = {evaluations.BITS: "bits per byte", evaluations.NATS: "nats per token"}
-"""Metric of held-out loss -> its unit, the first choice first."""
-
 LOGGED = "windows of it, scored while training"
 HELD_OUT_SOURCES = {WHOLE_TEXT: evaluations.suite_losses, LOGGED: evaluations.logged_losses}
 """The part of the held-out text that was scored -> its losses of a run."""
@@ -159,17 +156,11 @@ def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | N
             whole = {run.label: evaluations.suite_losses(run, metric) for run in runs}
             for text in sorted({text for each in losses.values() for _, text in each}):
                 lines = _held_out_lines(losses, text, architectures)
-                counted = evaluations.counted_losses(runs, text, metric)
-                about = {"source": source, "unit": unit}
-                found.append({**about, "lines": lines, "counted": counted})
-
-                # beside the last point of a line, its runs' mean on all of the text
                 for line in lines:
-                    last = line["steps"][-1], text
                     labels = architectures[line["label"]]
-                    values = [whole[label][last] for label in labels if last in whole[label]]
-                    is_complete = len(values) == line["n"][-1]
-                    line["whole_text"] = statistics.fmean(values) if is_complete else None
+                    line["whole_text"] = _whole_text_loss(line, text, [whole[x] for x in labels])
+                counted = evaluations.counted_losses(runs, text, metric)
+                found.append({"source": source, "unit": unit, "lines": lines, "counted": counted})
 
     def size(candidate: Json) -> tuple[int, int]:
         lines = candidate["lines"]
@@ -179,7 +170,7 @@ def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> Json | N
     if not best or not best["lines"]:
         return None
     if best["source"] == LOGGED and (windows := _scored_windows(runs)):
-        best["source"] = f"{windows:,} windows of it, scored while training"
+        best["source"] = f"{windows:,} {LOGGED}"
     return best
 
 
@@ -197,6 +188,15 @@ def _held_out_lines(
         if own:
             lines.append({"label": label, **_mean_line(own)})
     return [line for line in lines if line["steps"]]
+
+
+def _whole_text_loss(
+    line: Json, text: str, losses: Sequence[Mapping[evaluations.Scored, float]]
+) -> float | None:
+    """Return the mean on all of the text at the last point of a line; None if a run lacks it."""
+    last = line["steps"][-1], text
+    values = [of_run[last] for of_run in losses if last in of_run]
+    return statistics.fmean(values) if len(values) == line["n"][-1] else None
 
 
 def _scored_windows(runs: Sequence[RunRecord]) -> int | None:

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from canon_pretrain.report.evaluations import BITS, WHOLE_TEXT
+from canon_pretrain.report.evaluations import WHOLE_TEXT
 from canon_pretrain.report.verdicts import BETTER, VERDICTS, WITHIN, WORSE
-from canon_pretrain.run.results import GOLD_BITS, VALIDATION, format_bound
+from canon_pretrain.run.results import BITS, GOLD_BITS, VALIDATION, format_bound
 
 MAX_ROWS = 1000  # browsers are slow with longer tables
 SHORT_COLUMNS = 13  # of the table of differences; the others are hidden, or missing if it is long

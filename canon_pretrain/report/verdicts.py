@@ -26,7 +26,7 @@ from canon_pretrain.report.noise import (
     SeedNoise,
 )
 from canon_pretrain.report.record import RunRecord
-from canon_pretrain.run.results import GOLD_BITS, VALIDATION
+from canon_pretrain.run.results import BITS, GOLD_BITS, NATS, VALIDATION
 
 BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
 UNINFORMATIVE = "uninformative"
@@ -310,7 +310,7 @@ def verdicts(
                     refused.append(nothing | key._asdict() | {"why": str(reason)})
             for name, members, weight in _tests(suite, tasks, sides):
                 row, paired = comparator.row(members, sides)
-                is_loss_of_text = (suite, row["metric"]) == (VALIDATION, evaluations.NATS)
+                is_loss_of_text = (suite, row["metric"]) == (VALIDATION, NATS)
                 of_text = evaluations.bits_per_nat(sides[1][0]) if is_loss_of_text else None
                 row |= {"task": name, "bits_per_nat": of_text, **names}
                 test = Test(row, paired, members[0].bounded, weight)
@@ -413,9 +413,9 @@ def held_out_summary(rows: Sequence[Row], refused: Sequence[Row], pair: tuple[Si
             return f"{words}: {held_out_difference(row)}"
 
     how = "`canon eval run --suite validation` scores it"
-    metric, unit = evaluations.BITS, "bits per byte"
-    if not any(evaluations.logged_losses(run, metric) for run in runs):
-        metric, unit = evaluations.NATS, "nats per token"
+    has_bytes = any(evaluations.logged_losses(run, BITS) for run in runs)
+    metric = BITS if has_bytes else NATS
+    unit = evaluations.LOSS_UNITS[metric]
     logged = [[evaluations.logged_losses(run, metric) for run in of] for of in (runs, base_runs)]
     scored = set.intersection(*(set(losses) for of in logged for losses in of))
     if not scored:
@@ -444,30 +444,38 @@ def held_out_difference(row: Row, documents: str = "documents") -> str:
     Such as "0.086 bits per byte lower on held-out text (95 % 0.043 to 0.128; 2 seeds each; 31
     documents; 0.143 nats per token)"; nats per token alone if the text's bytes are not known.
     """
-    difference, scale = row["difference"], row["bits_per_nat"] or 1.0
-    unit = "bits per byte" if row["bits_per_nat"] else "nats per token"
-    direction = "lower" if difference < 0 else "higher"
+    has_bytes = row["bits_per_nat"] is not None
+    scale = row["bits_per_nat"] if has_bytes else 1.0
+    unit = evaluations.LOSS_UNITS[BITS if has_bytes else NATS]
+    nats = abs(row["difference"])
+    direction = "lower" if row["difference"] < 0 else "higher"
 
     facts = []
-    ends, about = row["ci"], "95 %"
-    if ends is None:  # not judged
-        ends, about = row["items_ci"], "95 % over documents alone"
-    if ends is not None:
-        low, high = sorted(scale * end for end in ends)
-        if low < 0 < high:
-            facts.append(f"{about} from {-low:.3g} lower to {high:.3g} higher")
-        else:
-            least, most = sorted((abs(low), abs(high)))
-            facts.append(f"{about} {least:.3g} to {most:.3g}")
+    if row["ci"] is not None:
+        facts.append(f"95 % {_interval_words(row['ci'], scale)}")
+    elif row["items_ci"] is not None:  # not judged
+        facts.append(f"95 % over documents alone {_interval_words(row['items_ci'], scale)}")
     if row["p"] is not None:
         facts.append(f"p {row['p_holm']:.2g}")
 
-    ours, theirs = row["num_runs"]
-    seeds = f"{ours} and {theirs} seeds" if ours != theirs else f"{ours} seeds each"
-    facts.append("1 seed each" if ours == theirs == 1 else seeds)
+    facts.append(_seeds_words(*row["num_runs"]))
     count = row["num_clusters"]
     facts.append(f"{count:,} document" if count == 1 else f"{count:,} {documents}")
-    if row["bits_per_nat"]:
-        facts.append(f"{abs(difference):.3g} nats per token")
-    size = f"{scale * abs(difference):.3g} {unit} {direction} on held-out text"
-    return f"{size} ({'; '.join(facts)})"
+    if has_bytes:
+        facts.append(f"{nats:.3g} {evaluations.LOSS_UNITS[NATS]}")
+    return f"{scale * nats:.3g} {unit} {direction} on held-out text ({'; '.join(facts)})"
+
+
+def _interval_words(ends: Sequence[float], scale: float) -> str:
+    """Return the interval of a difference: of its size, or with directions if it contains 0."""
+    low, high = sorted(scale * end for end in ends)
+    if low < 0 < high:
+        return f"from {-low:.3g} lower to {high:.3g} higher"
+    least, most = sorted((abs(low), abs(high)))
+    return f"{least:.3g} to {most:.3g}"
+
+
+def _seeds_words(ours: int, theirs: int) -> str:
+    if ours != theirs:
+        return f"{ours} and {theirs} seeds"
+    return "1 seed each" if ours == 1 else f"{ours} seeds each"

@@ -39,6 +39,12 @@ VALIDATION = "validation"
 # the held-out loss and the paper's suites (Figures 17 and 25), in report order
 SUITES = (VALIDATION, "discriminative", "jrt", "babilong", "birth-year")
 
+NATS, BITS = "nats_per_token", "bits_per_byte"
+"""Metrics of held-out loss; token ids of a synthetic task have no bytes."""
+
+COUNT_MODELS = ("unigram", "bigram")
+"""Models of the training tokens that the suite `validation` scores beside a checkpoint."""
+
 GOLD_BITS = "gold_bits_per_byte"
 """Metric of multiple-choice tasks: mean over items of -log2 p(gold answer) / its bytes."""
 

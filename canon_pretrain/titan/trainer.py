@@ -239,11 +239,10 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _build_metrics(
         self, job_config: CanonJobConfig, parallel_dims: ParallelDims, model_args: Any
     ) -> CanonMetrics:
-        training = self.data.training
-        # a count model is compared on the held-out splits of the training text
-        text = training if isinstance(training, Mixture) else None
-        if job_config.validation.path:
-            text = None
+        # a count model is compared on the held-out splits of the training text, if it has any
+        text = None
+        if isinstance(self.data.training, Mixture) and not job_config.validation.path:
+            text = self.data.training
         loader, may_write = self.dataloader, self.session.may_write
         return CanonMetrics(job_config, parallel_dims, loader, may_write, text, colour=self._colour)
 
