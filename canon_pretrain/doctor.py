@@ -1,12 +1,15 @@
 """Report what this machine has, what uses it, what is missing and how to get it; then train.
 
     canon doctor [--dir DIR] [--no_train] [--json]
+    canon doctor --fake h100 --world 64 CONFIG [--section.key VALUE ...]
 
 Each group of checks is a process with a timeout: a driver, disk or server that hangs, or a library
 that crashes, becomes a line of the report. The training check runs a tiny model on two ranks (on
 the GPUs, if there are any) in a temporary folder of DIR. Exit code 0 if nothing is broken, else 1.
+With --fake, the trainer runs CONFIG on GPUs that this machine need not have: see fake_gpu/.
 """
 
+import argparse
 import json
 import math
 import os
@@ -26,8 +29,8 @@ from types import FrameType
 from typing import IO, Any
 
 from canon_pretrain.core.children import kill_tree, start_child
-from canon_pretrain.core.cli import Parser, available_cores, command, program, run_process
-from canon_pretrain.core.errors import EPILOG, UserError, reason_in
+from canon_pretrain.core.cli import Parser, available_cores, command, positive, program, run_process
+from canon_pretrain.core.errors import EPILOG, UserError, check_choice, reason_in
 from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -628,8 +631,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help=where)
     parser.add_argument("--no_train", action="store_true", help="skip the training check")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    about = "run CONFIG on fake GPUs (a100, h100, h200): does it run, memory, waits of the host"
+    parser.add_argument("--fake", metavar="GPU", help=about)
+    parser.add_argument("--world", type=positive, metavar="N", help="fake GPUs (default: 8)")
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML of the fake run")
     with command(prints=True):
-        given = parser.parse_args(argv)
+        given, overrides = parser.parse_known_args(argv)
+        if given.fake is not None:
+            raise SystemExit(_run_fake(given, overrides))
+        if overrides or given.world or given.config:
+            unknown = overrides or ["--world" if given.world else given.config]
+            raise UserError(
+                "option.conflict", f"{' '.join(unknown)}: only with --fake", given=unknown
+            )
         console, every = Console(highlight=False), list[tuple[str, Finding]]()
 
         def add(name: str, found: Sequence[Finding]) -> None:
@@ -650,6 +664,24 @@ def main(argv: list[str] | None = None) -> None:
         else:
             console.print(f"broken: {', '.join(broken)}" if broken else "nothing is broken")
     raise SystemExit(1 if broken else 0)
+
+
+def _run_fake(given: argparse.Namespace, overrides: list[str]) -> int:
+    """Run a config on fake GPUs and print what happened; return the exit code."""
+    from canon_pretrain.fake_gpu.check import problems_of, run_apart, show_fake_run
+    from canon_pretrain.fake_gpu.gpus import GPUS
+    from canon_pretrain.fake_gpu.record import Options, to_plain
+
+    check_choice("--fake", given.fake, GPUS)
+    if given.config is None:
+        raise UserError("option.missing", "--fake needs the TOML of a run: CONFIG")
+    options = Options(given.fake, given.world or 8)
+    report = run_apart(["--config", given.config, *overrides], options)
+    if given.json:
+        print(json.dumps(to_plain(report), indent=2))
+    else:
+        show_fake_run(report, Console(highlight=False))
+    return 1 if problems_of(report) else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""`canon doctor --fake GPU --world N CONFIG`: run a config on fake GPUs before a node is booked."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from canon_pretrain.core.children import start_child
+from canon_pretrain.core.errors import UserError, reason_in
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.fake_gpu.__main__ import REPORT
+from canon_pretrain.fake_gpu.gpus import GPUS
+from canon_pretrain.fake_gpu.record import Options, Phase, Report, report_from
+
+GIB, KIB, TERA = 2**30, 2**10, 1e12
+BETWEEN = "start"
+STEPS_OF_INTEREST = ("quiet step",)
+"""In which nothing may be compiled, and the host may not wait."""
+BLIND_SPOTS = (
+    "Not seen: values, memory fragmentation and NCCL's buffers, what packages compute inside "
+    "(flash-linear-attention), other ranks, time"
+)
+
+
+def run_apart(arguments: Sequence[str], options: Options) -> Report:
+    """Run the trainer on fake GPUs in a process of its own. Raises UserError.
+
+    `arguments`: those of `canon train`. A process that ends without a report is a UserError with
+    the end of its output.
+    """
+    with tempfile.TemporaryDirectory(prefix="fake_gpu.") as folder:
+        path, log = Path(folder) / "report.json", Path(folder) / "output"
+        words = [sys.executable, "-m", "canon_pretrain.fake_gpu", json.dumps(vars(options))]
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {REPORT: str(path)}
+        with log.open("wb") as output:
+            child = start_child(
+                [*words, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+            code = child.wait()
+        if path.exists():
+            return report_from(json.loads(path.read_text()))
+
+        text = log.read_text(errors="replace")
+        last_lines = "\n".join(text.splitlines()[-8:])
+        raise UserError(
+            "fake_gpu.failed",
+            f"the fake run ended with exit code {code}: {reason_in(text) or last_lines}",
+            exit_code=code,
+        )
+
+
+def problems_of(report: Report) -> list[str]:
+    """Return what would end this run on real GPUs."""
+    problems = []
+    if report.error:
+        where = f" (at {report.error_line})" if report.error_line else ""
+        problems.append(f"fails{where}: {report.error}")
+    if report.peak_bytes > report.memory_bytes:
+        problems.append(
+            f"runs out of memory: the peak is {report.peak_bytes / GIB:.1f} GiB, "
+            f"a GPU has {report.memory_bytes / GIB:.1f}"
+        )
+    return problems
+
+
+def warnings_of(report: Report) -> list[str]:
+    """Return what would make this run slower on real GPUs than it has to be."""
+    warnings = []
+    for phase in report.phases:
+        warnings += [f"graph break, {phase.name}: {text}" for text in phase.graph_breaks]
+        if phase.name not in STEPS_OF_INTEREST:
+            continue
+        warnings += [f"recompiled, {phase.name}: {text}" for text in phase.recompiles]
+        warnings += [
+            f"the host waits for the GPU, {phase.name}: {wait}, {count} times"
+            for wait, count in phase.waits.items()
+        ]
+    return warnings
+
+
+def show_fake_run(report: Report, console: Console) -> None:
+    """Print a report: verdict, memory, and a table of its phases."""
+    gpu = GPUS[report.gpu]
+    console.print(
+        f"the trainer as rank 0 of {report.world_size} x {gpu.name}, "
+        f"{report.micro_batch} x {report.seq_len} tokens per rank at once, "
+        f"in {report.seconds:.0f} s; GPUs are fake, nothing is computed"
+    )
+    problems = problems_of(report)
+    for problem in problems:
+        console.print(f"[bold red]{problem}[/]")
+    if report.traceback:
+        console.print(report.traceback, markup=False)
+    if not problems:
+        console.print("[green]runs[/]")
+
+    peak = max(report.phases, key=lambda phase: phase.peak_bytes)
+    parts = sorted(peak.peak_parts.items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size > 0.005 * GIB)
+    console.print(
+        f"peak memory: {peak.peak_bytes / GIB:.2f} of {report.memory_bytes / GIB:.1f} GiB, "
+        f"in the {peak.name}: {shown}"
+    )
+    console.print(_phase_table(report))
+    for warning in warnings_of(report):
+        console.print(f"[yellow]{warning}[/]")
+    console.print(BLIND_SPOTS)
+
+
+def _phase_table(report: Report) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("phase")
+    for title in ("peak GiB", "kernels", "KiB/token", "TFLOP", "sent GiB", "waits", "graphs"):
+        table.add_column(title, justify="right")
+    tokens = report.micro_batch * report.seq_len
+    for phase in report.phases:
+        if phase.name != BETWEEN:
+            table.add_row(phase.name, *_cells(phase, tokens))
+    return table
+
+
+def _cells(phase: Phase, tokens: int) -> list[str]:
+    moved = phase.compiled.bytes_moved + phase.eager.bytes_moved
+    flops = phase.compiled.flops.total() + phase.eager.flops.total()
+    return [
+        f"{phase.peak_bytes / GIB:.2f}",
+        f"{phase.compiled.launches + phase.eager.launches:,}",
+        f"{moved / max(1, tokens) / KIB:,.0f}",
+        f"{flops / TERA:,.1f}",
+        f"{phase.collective_bytes.total() / GIB:.2f}",
+        str(phase.waits.total()),
+        str(len(phase.graphs)),
+    ]

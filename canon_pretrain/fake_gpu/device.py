@@ -1,0 +1,240 @@
+"""Make torch.cuda, dynamo, Inductor and Triton answer as on a node of GPUs; for a whole process.
+
+The hooks must have been loaded. Nothing is undone: a process that fakes GPUs does nothing else.
+"""
+
+import contextlib
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+# imported as on a CPU: with a GPU they would import what a CPU-only torch does not have
+import torch._inductor.compile_fx
+import torch._inductor.lowering
+from torch import Tensor
+
+from canon_pretrain.fake_gpu.gpus import FakeGpu
+from canon_pretrain.fake_gpu.tracker import Tracker
+
+CUDA = torch.device("cuda", 0)
+RNG_STATE_BYTES = 16
+
+
+def install(gpu: FakeGpu, num_devices: int, tracker: Tracker) -> None:
+    """Replace what asks for a GPU; waits and memory come from and go to `tracker`."""
+    _install_streams(tracker)
+    _install_queries(gpu, num_devices)
+    _install_memory(gpu, tracker)
+    _install_random_state()
+    _install_compilers(gpu, num_devices)
+    _install_host_reads(tracker)
+
+
+class NoContext(contextlib.AbstractContextManager["NoContext"]):
+    """Stands for `torch.cuda.device(...)` and `torch.cuda.stream(...)`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __exit__(self, *details: Any) -> None:
+        pass
+
+
+def _install_streams(tracker: Tracker) -> None:
+    """Streams on which nothing runs: only synchronizing with the host is an event."""
+
+    class Stream(NoContext):
+        device, device_index, device_type, priority = CUDA, 0, 1, 0
+
+        @property
+        def stream_id(self) -> int:
+            return id(self)
+
+        cuda_stream = stream_id
+
+        def wait_stream(self, stream: Any) -> None:
+            pass
+
+        def wait_event(self, event: Any) -> None:
+            pass
+
+        def record_event(self, event: Any = None) -> Any:
+            return event or Event()
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            tracker.wait("Stream.synchronize")
+
+    class Event:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+        def record(self, stream: Any = None) -> "Event":
+            return self
+
+        def wait(self, stream: Any = None) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1.0
+
+        def synchronize(self) -> None:
+            tracker.wait("Event.synchronize")
+
+    default = Stream()
+    _replace(
+        torch.cuda,
+        Stream=Stream,
+        Event=Event,
+        StreamContext=NoContext,
+        stream=NoContext,
+        device=NoContext,
+        current_stream=lambda device=None: default,
+        default_stream=lambda device=None: default,
+        set_stream=lambda stream: None,
+        synchronize=lambda device=None: tracker.wait("torch.cuda.synchronize"),
+        is_current_stream_capturing=lambda: False,
+    )
+    _replace(torch, Stream=Stream, Event=Event)
+
+
+def _install_queries(gpu: FakeGpu, num_devices: int) -> None:
+    properties = gpu.properties
+    _replace(
+        torch.cuda,
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        _is_compiled=lambda: True,
+        init=lambda: None,
+        _lazy_init=lambda: None,
+        _lazy_call=lambda call, **options: None,
+        device_count=lambda: num_devices,
+        current_device=lambda: 0,
+        set_device=lambda device: None,
+        get_device_name=lambda device=None: gpu.name,
+        get_device_capability=lambda device=None: gpu.capability,
+        get_device_properties=lambda device=None: properties,
+        is_bf16_supported=lambda *args, **kwargs: True,
+    )
+    _replace(torch.version, cuda="13.0")
+    _replace(torch.accelerator, current_accelerator=lambda *args, **kwargs: torch.device("cuda"))
+
+
+def _install_memory(gpu: FakeGpu, tracker: Tracker) -> None:
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        peak = tracker.phase.peak_bytes
+        stats = {
+            "active_bytes.all.current": tracker.current,
+            "active_bytes.all.peak": peak,
+            "allocated_bytes.all.peak": peak,
+            "reserved_bytes.all.current": tracker.current,
+            "reserved_bytes.all.peak": peak,
+        }
+        return defaultdict(int, stats)
+
+    _replace(
+        torch.cuda,
+        memory_stats=memory_stats,
+        memory_allocated=lambda device=None: tracker.current,
+        max_memory_allocated=lambda device=None: tracker.phase.peak_bytes,
+        reset_peak_memory_stats=lambda device=None: None,
+        empty_cache=lambda: None,
+        mem_get_info=lambda device=None: (gpu.memory_bytes - tracker.current, gpu.memory_bytes),
+    )
+    _replace(torch.Tensor, pin_memory=lambda self, *args: self, is_pinned=lambda self, *args: False)
+
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
+        result = resize(storage, num_bytes)
+        tracker.resized(storage, int(num_bytes))
+        return result
+
+    _replace(torch.UntypedStorage, resize_=resize_)
+
+
+def _install_random_state() -> None:
+    def state(device: Any = None) -> Tensor:
+        return torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8)
+
+    _replace(
+        torch.cuda,
+        manual_seed=lambda seed: None,
+        manual_seed_all=lambda seed: None,
+        get_rng_state=state,
+        set_rng_state=lambda *args, **kwargs: None,
+        default_generators=(torch.default_generator,),
+    )
+
+
+def _install_compilers(gpu: FakeGpu, num_devices: int) -> None:
+    import torch._subclasses.fake_tensor as fake_tensor
+    import triton
+    from torch._dynamo.device_interface import CudaInterface
+    from triton.backends.compiler import GPUTarget
+
+    # FakeTensorMode would create a CUDA context, and treat real tensors as the device's
+    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
+    _replace(fake_tensor, init_gpu_context=lambda device: None)
+
+    major, minor = gpu.capability
+    properties = gpu.properties
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "is_triton_capable": lambda device=None: True,
+        "raise_if_triton_unavailable": lambda device=None: None,
+        "device_count": lambda: num_devices,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "synchronize": lambda device=None: None,
+        "get_compute_capability": lambda device=None: 10 * major + minor,
+        "get_device_properties": lambda device=None: properties,
+    }
+    _replace(CudaInterface, **{name: staticmethod(answer) for name, answer in answers.items()})
+    _replace(CudaInterface, device=NoContext)
+    _replace(
+        CudaInterface.Worker,
+        get_device_properties=staticmethod(lambda device=None: properties),
+        current_device=staticmethod(lambda: 0),
+    )
+
+    triton.runtime.driver._active = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, properties.warp_size),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_active_torch_device=lambda: CUDA,
+        get_device_interface=lambda: torch.cuda,
+    )
+
+
+def _install_host_reads(tracker: Tracker) -> None:
+    """`tolist` and `numpy` of fake tensors; other reads are operators that `tracker` sees."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    def reader(name: str, original: Any) -> Any:
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(tensor, FakeTensor):
+                return original(tensor, *args, **kwargs)
+            if tensor.device.type == "cuda":
+                tracker.wait(f"{name}()")
+            return tracker.answer(tensor, "tolist")
+
+        return read
+
+    for name in ("tolist", "numpy"):
+        _replace(torch.Tensor, **{name: reader(name, getattr(torch.Tensor, name))})
+        if name in vars(FakeTensor):
+            _replace(FakeTensor, **{name: reader(name, getattr(torch.Tensor, name))})
+
+
+def _replace(owner: Any, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        setattr(owner, name, value)

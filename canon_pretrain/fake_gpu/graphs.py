@@ -1,0 +1,339 @@
+"""Compile graphs for a fake GPU as far as Inductor's Triton source, and "run" them by allocating.
+
+`install` replaces Inductor's inner compiler. Each graph is lowered once for equal blocks; its
+kernels, bytes and peak memory are added to the tracker's phase every time that it runs.
+"""
+
+import copy
+import hashlib
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._ordered_set import OrderedSet
+
+from canon_pretrain.fake_gpu.record import Work
+from canon_pretrain.fake_gpu.tracker import Tracker, count_flops, is_view
+
+GEMM, OWN_OPERATORS = "extern_kernels.", "torch.ops.canon_pretrain."
+ATTENTION = ("aten._scaled_dot_product", "aten._flash_attention", "aten._efficient_attention")
+TRITON_CALL = re.compile(r"^\s+triton_\w+\.run\(", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A node of Inductor's schedule: what it calls ("" for generated code), and its traffic."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """Generated code of a graph, and what it costs each time that it runs."""
+
+    code: str
+    kernels: tuple[Kernel, ...]
+    work: Work
+    temporary_bytes: int
+    """Peak of the memory that the graph allocates beyond what it is passed."""
+
+    @property
+    def triton_launches(self) -> int:
+        return len(TRITON_CALL.findall(self.code))
+
+
+@dataclass(frozen=True)
+class Output:
+    """How to make one result of a graph without running it."""
+
+    value: Any
+    """A fake tensor with the shape of the result; another value is returned as it is."""
+    input_index: int = -1
+    """Of an input that is returned, or whose storage the result shares."""
+    base: fx.Node | None = None
+    """The node whose storage the result shares: what keeps memory is the storage."""
+
+
+@dataclass
+class GraphRecord:
+    """A compiled graph of a run."""
+
+    name: str
+    is_backward: bool
+    lowered: Lowered
+    saved_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of the storages that a forward graph keeps for backward, by shape and dtype."""
+
+
+class GraphCompiler:
+    """Inductor's inner compiler for fake GPUs; `records` are the graphs that it compiled."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self.records: list[GraphRecord] = []
+        self._lowered: dict[str, Lowered] = {}
+
+    def install(self) -> None:
+        """Replace Inductor's inner compiler, and record graph breaks and recompiles."""
+        from torch._inductor import compile_fx, config
+
+        config.joint_graph_constant_folding = False  # it would compute with real tensors
+        config.shape_padding = False  # it would time kernels
+        config.compile_threads = 1
+        original = compile_fx.compile_fx
+
+        def compile_graph(
+            graph: Any,
+            inputs: Any,
+            inner_compile: Any = None,
+            config_patches: Any = None,
+            **options: Any,
+        ) -> Any:
+            # compile_fx calls itself with an inner compiler that is wrapped in the options: taking
+            # ours there instead would lose them in the backward graph
+            if inner_compile in (None, compile_fx.compile_fx_inner):
+                inner_compile = self.compile
+            return original(
+                graph, inputs, inner_compile=inner_compile, config_patches=config_patches, **options
+            )
+
+        compile_fx.compile_fx = compile_graph  # type: ignore[assignment]
+        self._watch_dynamo()
+
+    def _watch_dynamo(self) -> None:
+        """Add dynamo's messages about breaks and recompiles to the phase in which they appear."""
+        torch._logging.set_logs(recompiles=True, graph_breaks=True)
+        tracker = self.tracker
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                message = record.getMessage()
+                if record.name.endswith("__recompiles"):
+                    tracker.phase.recompiles.append(message)
+                elif record.name.endswith("__graph_breaks"):
+                    tracker.phase.graph_breaks.append(message)
+
+        for logger in map(logging.getLogger, _artifact_loggers()):
+            logger.handlers = [Handler()]
+            logger.propagate = False
+
+    def compile(
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        *,
+        is_backward: bool = False,
+        is_inference: bool = False,
+        **options: Any,
+    ) -> Callable[[list[Any]], list[Any]]:
+        """Lower `graph` and return a function that allocates its results."""
+        key = _digest(graph)
+        if key not in self._lowered:
+            self._lowered[key] = lower(copy.deepcopy(graph), is_backward, is_inference)
+        lowered = self._lowered[key]
+
+        outputs = _describe_outputs(graph)
+        name = f"{'backward' if is_backward else 'forward'} {key[:8]}"
+        saved = {} if is_backward else _saved_bytes(outputs)
+        self.records.append(GraphRecord(name, is_backward, lowered, saved))
+        self.tracker.phase.graphs.append(name)
+        return _runner(
+            lowered, outputs, "gradients" if is_backward else "activations", self.tracker
+        )
+
+
+def _artifact_loggers() -> list[str]:
+    from torch._logging._internal import log_registry
+
+    names = log_registry.artifact_log_qnames
+    return [name for name in names if name.endswith(("__recompiles", "__graph_breaks"))]
+
+
+def _digest(graph: fx.GraphModule) -> str:
+    """Return a key that is equal for graphs with equal code, shapes and dtypes."""
+    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+    shapes = [(value.shape, value.dtype) for value in values if isinstance(value, Tensor)]
+    return hashlib.sha256(f"{graph.code}{shapes}".encode()).hexdigest()
+
+
+def lower(graph: fx.GraphModule, is_backward: bool, is_inference: bool) -> Lowered:
+    """Generate the code of `graph`: compile_fx's steps between AOT autograd and Triton."""
+    from torch._inductor import compile_fx
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
+    flops = _count_products(graph)
+
+    view_to_reshape(graph)
+    with torch.no_grad():
+        FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
+    compile_fx._recursive_record_original_output_strides(graph)
+
+    with V.set_fake_mode(mode), DebugContext(), V.set_real_inputs(inputs):
+        compile_fx._recursive_post_grad_passes(graph, is_inference=is_inference)
+        lowering = GraphLowering(
+            graph,
+            example_inputs=inputs,
+            shape_env=mode.shape_env,
+            is_backward=is_backward,
+            is_inference=is_inference,
+        )
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+            lowering.run(*inputs)
+            code, _ = lowering.codegen()
+            kernels = tuple(
+                Kernel(_kernel_name(node), node.get_read_write_buffers_sizes())
+                for node in lowering.scheduler.nodes
+            )
+            temporary_bytes = _temporary_bytes(lowering)
+
+    work = Work(flops=flops)
+    work.launches = len(TRITON_CALL.findall(code.value)) + sum(bool(k.name) for k in kernels)
+    is_product = [k.name.startswith((GEMM, "torch.ops.aten._scaled_dot")) for k in kernels]
+    for kernel, product in zip(kernels, is_product, strict=True):
+        if product:
+            work.product_bytes += kernel.num_bytes
+        else:
+            work.bytes_moved += kernel.num_bytes
+    return Lowered(code.value, kernels, work, temporary_bytes)
+
+
+def _kernel_name(node: Any) -> str:
+    return str(getattr(node.node, "python_kernel_name", None) or "")
+
+
+def _count_products(graph: fx.GraphModule) -> Counter[str]:
+    """Return the FLOPs of the products in a graph by kind."""
+    flops: Counter[str] = Counter()
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+        kind, count = count_flops(node.target, args, kwargs, node.meta.get("val"))
+        if kind:
+            flops[kind] += count
+    return flops
+
+
+def _temporary_bytes(lowering: Any) -> int:
+    """Return Inductor's estimate of a graph's peak, without the inputs that it may free."""
+    from torch._inductor import memory
+
+    nodes = lowering.scheduler.nodes
+    freeable = memory.get_freeable_input_buf(nodes, OrderedSet(lowering.graph_inputs))
+    outputs = OrderedSet(lowering.get_output_names())
+    peak, _ = memory.estimate_peak_memory(nodes, freeable, outputs)
+    return max(0, peak - sum(buffer.mpi_buffer.size_free for buffer in freeable.values()))
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return the node that allocated the storage of `node`, which may be a view."""
+    while node.op == "call_function":
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            break
+        # an element of the list of views that an operator like split returns
+        if getattr(node.target, "__name__", "") == "getitem" and _makes_view(source):
+            node = source
+        elif _makes_view(node):
+            node = source
+        else:
+            break
+    return node
+
+
+def _makes_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
+
+
+def _describe_outputs(graph: fx.GraphModule) -> list[Output]:
+    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    places = {node: index for index, node in enumerate(placeholders)}
+    outputs = []
+    for node in returned:
+        if not isinstance(node, fx.Node):
+            outputs.append(Output(node))
+            continue
+        value = node.meta["val"]
+        base = _base(node)
+        if not isinstance(base.meta.get("val"), Tensor):
+            base = node
+        outputs.append(Output(value, places.get(base, -1), base))
+    return outputs
+
+
+def _saved_bytes(outputs: Sequence[Output]) -> dict[str, int]:
+    """Return the bytes of new storages among all outputs but the first, by shape and dtype."""
+    saved: Counter[str] = Counter()
+    seen = {outputs[0].base}
+    for output in outputs[1:]:
+        if not isinstance(output.value, Tensor) or output.input_index >= 0 or output.base in seen:
+            continue
+        seen.add(output.base)
+        assert output.base is not None
+        value = output.base.meta["val"]
+        shape = "x".join(map(str, value.shape))
+        saved[f"{shape} {str(value.dtype).removeprefix('torch.')}"] += _num_bytes(value)
+    return dict(saved)
+
+
+def _num_bytes(value: Tensor) -> int:
+    return value.untyped_storage().nbytes() if value.numel() else 0
+
+
+def _runner(
+    lowered: Lowered, outputs: Sequence[Output], part: str, tracker: Tracker
+) -> Callable[[list[Any]], list[Any]]:
+    """Return a function with the signature of a compiled graph that allocates what it returns."""
+
+    def run(arguments: list[Any]) -> list[Any]:
+        inputs = list(arguments)
+        arguments.clear()  # the graph owns its inputs, and frees them as it goes
+        tracker.phase.compiled.add(lowered.work)
+        tracker.hold("temporaries of a compiled graph", lowered.temporary_bytes)
+
+        results: list[Any] = []
+        storages: dict[fx.Node, Tensor] = {}
+        for output in outputs:
+            value = output.value
+            if not isinstance(value, Tensor):
+                results.append(value)
+            elif output.base is None or output.input_index >= 0:
+                results.append(_view_of(inputs[output.input_index], output))
+            else:
+                if output.base not in storages:
+                    storages[output.base] = _allocate(output.base.meta["val"])
+                    tracker.observe(storages[output.base], part)
+                results.append(_view_of(storages[output.base], output))
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _allocate(like: Tensor) -> Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _view_of(base: Tensor, output: Output) -> Tensor:
+    """Return `output` as a view of the storage of `base`; a copy's dtype may differ."""
+    value, node = output.value, output.base
+    if node is None or (value.shape == base.shape and value.stride() == base.stride()):
+        return base
+    if value.dtype != base.dtype:
+        return _allocate(value)
+    offset = value.storage_offset() - node.meta["val"].storage_offset() + base.storage_offset()
+    return torch.as_strided(base, value.shape, value.stride(), offset)

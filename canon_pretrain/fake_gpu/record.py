@@ -1,0 +1,120 @@
+"""The record of a fake run: what a phase of the program did, and the whole report."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any
+
+STEPS = 3
+"""The first step (compiles), a quiet one, a logged one."""
+
+
+@dataclass
+class Work:
+    """Kernels and what they move and multiply."""
+
+    launches: int = 0
+    bytes_moved: int = 0
+    """Read and written outside matrix products and attention."""
+    product_bytes: int = 0
+    flops: Counter[str] = field(default_factory=Counter)
+    """By kind: bfloat16, float32, grouped (experts), attention (of the whole square)."""
+
+    def add(self, other: "Work") -> None:
+        self.launches += other.launches
+        self.bytes_moved += other.bytes_moved
+        self.product_bytes += other.product_bytes
+        self.flops.update(other.flops)
+
+
+@dataclass
+class Phase:
+    """What happened between two moments of a run."""
+
+    name: str
+    peak_bytes: int
+    peak_parts: dict[str, int]
+    end_bytes: int = 0
+    seconds: float = 0.0
+    waits: Counter[str] = field(default_factory=Counter)
+    """"KIND at FILE:LINE FUNCTION" -> how often the host waited for the device there."""
+    compiled: Work = field(default_factory=Work)
+    eager: Work = field(default_factory=Work)
+    eager_operators: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[str] = field(default_factory=Counter)
+    collective_bytes: Counter[str] = field(default_factory=Counter)
+    graphs: list[str] = field(default_factory=list)
+    """Names of the graphs that were compiled."""
+    recompiles: list[str] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is faked; `canon_backend` is what the check of `auto` answers."""
+
+    gpu: str = "h100"
+    world_size: int = 8
+    steps: int = STEPS
+    canon_backend: str = "triton"
+    saves: bool = True
+
+
+@dataclass
+class Report:
+    """The outcome of a fake run."""
+
+    arguments: list[str]
+    gpu: str
+    world_size: int
+    memory_bytes: int
+    micro_batch: int = 0
+    seq_len: int = 0
+    phases: list[Phase] = field(default_factory=list)
+    saved_bytes_per_token: float = math.nan
+    """That the blocks of the model keep for backward, if they are compiled."""
+    error: str = ""
+    error_line: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(phase.peak_bytes for phase in self.phases)
+
+    def phase(self, name: str) -> Phase:
+        """Return the first phase of this name. Raises KeyError."""
+        for phase in self.phases:
+            if phase.name == name:
+                return phase
+        raise KeyError(name)
+
+
+def to_plain(value: Any) -> Any:
+    """Return `value` as JSON can hold it (`dataclasses.asdict` breaks counters)."""
+    if is_dataclass(value):
+        return to_plain(vars(value))
+    if isinstance(value, dict):
+        return {key: to_plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [to_plain(each) for each in value]
+    return value
+
+
+def report_from(row: Mapping[str, Any]) -> Report:
+    """Return the report that `to_plain` wrote."""
+    phases = []
+    for fields in row["phases"]:
+        counters = {
+            name: Counter(value)
+            for name, value in fields.items()
+            if isinstance(value, dict) and name not in ("compiled", "eager", "peak_parts")
+        }
+        work = {name: _work_from(fields[name]) for name in ("compiled", "eager")}
+        phases.append(Phase(**{**fields, **counters, **work}))
+    return Report(**{**row, "phases": phases})
+
+
+def _work_from(row: Mapping[str, Any]) -> Work:
+    return Work(**{**row, "flops": Counter(row["flops"])})

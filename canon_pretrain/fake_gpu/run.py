@@ -1,0 +1,244 @@
+"""Run the trainer on fake GPUs: `canon_pretrain.train.main` as rank 0 of a world, a few steps.
+
+Everything is the real program but the GPU, the other ranks, and the data, which are random tokens.
+"""
+
+import functools
+import math
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from canon_pretrain.fake_gpu import device, world
+from canon_pretrain.fake_gpu.gpus import GPUS
+from canon_pretrain.fake_gpu.graphs import GraphCompiler
+from canon_pretrain.fake_gpu.record import Options, Report
+from canon_pretrain.fake_gpu.tracker import Answer, Tracker, calling_line, filled
+
+STEP_NAMES = ("first step", "quiet step", "logged step")
+NUM_DOCUMENTS, DOCUMENT_TOKENS = 120, 2500
+TRACEBACK_CHARACTERS = 6000
+
+
+def run(arguments: Sequence[str], options: Options) -> Report:
+    """Train on fake GPUs with the arguments of `canon train`; call once per process.
+
+    The hooks must be loaded. Raises UserError for bad arguments; errors of the run are reported.
+    """
+    gpu = GPUS[options.gpu]
+    begin = time.monotonic()
+    tracker = Tracker()
+    compiler = GraphCompiler(tracker)
+    world.set_environment(options.world_size)
+    device.install(gpu, world.GPUS_PER_NODE, tracker)
+    compiler.install()
+    world.install(options.world_size)
+
+    report = Report(list(arguments), options.gpu, options.world_size, gpu.memory_bytes)
+    _observe_trainer(tracker, options, report)
+    with tempfile.TemporaryDirectory(prefix="fake_gpu.") as folder:
+        words = _complete(arguments, options, Path(folder))
+        _train(words, report)
+    tracker.begin("end")
+
+    report.phases = [phase for phase in tracker.phases if phase.name != "end"]
+    report.saved_bytes_per_token = _saved_bytes_per_token(compiler, report)
+    report.seconds = time.monotonic() - begin
+    return report
+
+
+def _complete(arguments: Sequence[str], options: Options, folder: Path) -> list[str]:
+    """Add random data, a temporary run folder and the end of the run to `arguments`."""
+    from canon_pretrain.titan.command_line import parse_job
+
+    job = parse_job(arguments, quiet=True)
+    words = [
+        *arguments,
+        "--force",
+        *("--job.dump_folder", str(folder / "run")),
+        *("--run.stop_at", str(options.steps)),
+        *("--metrics.log_freq", str(options.steps)),
+        *("--metrics.no-enable_wandb", "--metrics.no-enable_tensorboard"),
+    ]
+    if job.task is None:
+        write_random_shards(folder / "data", job.model_args.vocab_size)
+        words += ["--data.path", str(folder / "data")]
+    if job.samples.interval:
+        words += ["--samples.interval", "0"]  # random tokens have no tokenizer
+    return words
+
+
+def write_random_shards(folder: Path, vocab_size: int) -> None:
+    """Write a training and a held-out split of random documents."""
+    from canon_pretrain.data.shard_writer import write_shards
+
+    random = np.random.default_rng(0)
+    eos_id = min(2, vocab_size - 1)
+    for split in ("train", "validation"):
+        documents = [
+            np.append(random.integers(0, vocab_size, DOCUMENT_TOKENS), eos_id)
+            for _ in range(NUM_DOCUMENTS)
+        ]
+        write_shards(
+            folder / split,
+            documents,
+            vocab_size=vocab_size,
+            eos_id=eos_id,
+            num_bytes=[4 * DOCUMENT_TOKENS] * NUM_DOCUMENTS,
+            tokenizer_sha256="0" * 64,
+        )
+
+
+def _train(words: list[str], report: Report) -> None:
+    """Run the training command, and report why it failed, if it did."""
+    from canon_pretrain import train
+
+    try:
+        train.main(words)
+    except SystemExit as error:
+        if error.code:
+            report.error = report.error or f"exit code {error.code}"
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        report.error = f"{type(error).__name__}: {error}"
+        report.error_line = calling_line(frames)
+        report.traceback = traceback.format_exc()[-TRACEBACK_CHARACTERS:]
+
+
+# -- the trainer, observed from outside
+
+
+def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None:
+    """Replace what needs a real GPU, and begin a phase wherever the trainer begins one."""
+    import torchtitan.train
+
+    from canon_pretrain.titan import checkpoint, launch, parallelize, spec, trainer, validation
+
+    # kernels are not run, so they are not compared either; weights have no values
+    parallelize._check_backend = _backend_check(options.canon_backend)
+    spec.write_shard = lambda parameter, value: None
+    checkpoint.CanonCheckpointManager.check_room = lambda self: None  # type: ignore[method-assign]
+    launch.check_room = lambda *args, **kwargs: None
+    tracker.answers += [_validation_answer(tracker), EqualLoad(parallelize.ExpertExchange)]
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    init_distributed = torchtitan.train.Trainer.init_distributed
+
+    def init_and_fake(self: Any) -> Any:
+        dims = init_distributed(self)
+        dims.build_mesh()
+        # from here on all tensors are fake; the process ends within
+        fake.__enter__()
+        tracker.__enter__()
+        return dims
+
+    torchtitan.train.Trainer.init_distributed = init_and_fake
+
+    cls = trainer.CanonTrainer
+    advance = cls.advance
+    step_names = iter(STEP_NAMES)
+
+    def advance_as_phase(self: Any, data: Any) -> Any:
+        report.micro_batch = self.job_config.training.local_batch_size
+        report.seq_len = self.job_config.training.seq_len
+        _label_state(tracker, self)
+        with tracker.within(next(step_names, "later step")):
+            return advance(self, data)
+
+    def save_as_phase(self: Any) -> None:
+        if not options.saves:
+            return
+        for name in ("first save", "second save"):
+            with tracker.within(name):
+                self.checkpointer.staging.copy(
+                    self.checkpointer.states | self.checkpointer._model.state_dict()
+                )
+
+    cls.advance = advance_as_phase  # type: ignore[method-assign]
+    cls._save_last = save_as_phase  # type: ignore[method-assign]
+    _make_phase(tracker, validation.CanonValidator, "validate", "validation")
+
+
+def _make_phase(tracker: Tracker, owner: type, method: str, name: str) -> None:
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def run_as_phase(*args: Any, **kwargs: Any) -> Any:
+        with tracker.within(name):
+            return original(*args, **kwargs)
+
+    setattr(owner, method, run_as_phase)
+
+
+def _label_state(tracker: Tracker, trainer: Any) -> None:
+    """Tell the tracker which storages are the weights and the optimizer's moments."""
+    tracker.label("weights", (p for part in trainer.model_parts for p in part.parameters()))
+    states = [
+        value
+        for optimizer in trainer.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    tracker.label("optimizer (two moments)", states)
+
+
+def _backend_check(backend: str) -> Callable[..., tuple[str | None, str, bool]]:
+    def check(job: Any, asked: str, *details: Any) -> tuple[str | None, str, bool]:
+        problem = None if asked == backend else f"{asked} is refused on this fake GPU"
+        return problem, "fake GPU", False
+
+    return check
+
+
+def _validation_answer(tracker: Tracker) -> Answer:
+    """Answer 1.0 for sums of validation, by which it divides."""
+
+    def answer(tensor: Tensor, question: str) -> Any:
+        if tracker.phase.name != "validation" or tensor.dtype != torch.float64:
+            return None
+        return filled(tensor.shape, 1.0)
+
+    return answer
+
+
+class EqualLoad:
+    """Answer what ranks with experts ask each other: all experts have equally many tokens."""
+
+    def __init__(self, exchange: type) -> None:
+        self._num_rows = self._num_ranks = 0
+        dispatch = exchange._token_dispatch  # type: ignore[attr-defined]
+
+        def observed(exchange: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+            self._num_rows, self._num_ranks = len(inputs[0]), mesh.size()
+            return dispatch(exchange, module, inputs, mesh)
+
+        exchange._token_dispatch = observed  # type: ignore[attr-defined]
+
+    def __call__(self, tensor: Tensor, question: str) -> Any:
+        if not self._num_ranks:
+            return None
+        if question == "repeat_interleave":
+            return self._num_rows
+        is_split = tensor.dtype == torch.int64 and tensor.shape[-1:] == (self._num_ranks,)
+        if question == "tolist" and is_split and tensor.device.type == "cuda":
+            splits = [self._num_rows // self._num_ranks] * self._num_ranks
+            return splits if tensor.ndim == 1 else [splits] * len(tensor)
+        return None
+
+
+def _saved_bytes_per_token(compiler: GraphCompiler, report: Report) -> float:
+    """Return the bytes per token that the forward graph with most of them keeps for backward."""
+    saved = [
+        sum(record.saved_bytes.values()) for record in compiler.records if not record.is_backward
+    ]
+    tokens = report.micro_batch * report.seq_len
+    return max(saved) / tokens if saved and tokens else math.nan

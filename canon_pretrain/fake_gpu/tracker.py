@@ -1,0 +1,348 @@
+"""Count what a program does on a fake GPU, by phase: memory, waits of the host, kernels, traffic.
+
+A `TorchDispatchMode` above FakeTensorMode sees each operator outside compiled graphs; `graphs.py`
+reports those. Memory is the sum of live storages, each rounded up as CUDA's allocator does.
+"""
+
+import contextlib
+import time
+import traceback
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from canon_pretrain.fake_gpu.record import Phase
+
+ALLOCATION_BYTES = 512
+HERE = Path(__file__).parent.name
+OURS = ("/canon_pretrain/", "/torchtitan/", "/data_prep/", "/eval/")
+
+OTHER = "other"
+SILENT_NAMESPACES = ("prim", "profiler")
+ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
+COLLECTIVES = ("c10d", "_c10d_functional")
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+SCALAR = torch.ops.aten._local_scalar_dense.default
+REPEAT = torch.ops.aten.repeat_interleave.Tensor
+INDEX = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+)
+DATA_DEPENDENT = (
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::bincount",
+    "aten::equal",
+)
+"""Operators that end only when the host knows a result: its size, or whether it is true."""
+
+Answer = Callable[[Tensor, str], Any]
+"""(tensor, "item" | "tolist" | "repeat_interleave") -> a plausible value, or None."""
+
+
+class Tracker(TorchDispatchMode):
+    """Record the current phase; `answers` say what the host reads from fake tensors."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = 0
+        self.parts: Counter[str] = Counter()
+        self.phases: list[Phase] = []
+        self.answers: list[Answer] = []
+        self._sizes: dict[int, int] = {}
+        self._part_of: dict[int, str] = {}
+        self._references: dict[int, Any] = {}
+        self._began = time.monotonic()
+        self.begin("start")
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    # -- phases
+
+    @property
+    def phase(self) -> Phase:
+        return self.phases[-1]
+
+    def begin(self, name: str) -> None:
+        """End the current phase and begin another one."""
+        now = time.monotonic()
+        if self.phases:
+            self.phase.end_bytes = self.current
+            self.phase.seconds = now - self._began
+        self._began = now
+        self.phases.append(Phase(name, self.current, dict(self.parts)))
+
+    @contextlib.contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Make the block a phase, and go on with one of the previous name."""
+        previous = self.phase.name
+        self.begin(name)
+        try:
+            yield
+        finally:
+            self.begin(previous)
+
+    def wait(self, kind: str) -> None:
+        """Record that the host waits for the device, at the caller's line."""
+        self.phase.waits[f"{kind} at {calling_line()}"] += 1
+
+    # -- memory
+
+    def label(self, part: str, tensors: Iterable[Tensor]) -> None:
+        """Count the storages of `tensors` (DTensors: of this rank) as `part` from now on."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            key = local.untyped_storage()._cdata
+            if key in self._sizes:
+                size = self._sizes[key]
+                self.parts[self._part_of[key]] -= size
+                self.parts[part] += size
+                self._part_of[key] = part
+
+    def observe(self, tensor: Tensor, part: str) -> None:
+        """Count the storage of a CUDA tensor as `part`; OTHER does not change what it was."""
+        if tensor.device.type != "cuda":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = _rounded(int(storage.nbytes()))
+        if key not in self._sizes:
+            self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
+            self._part_of[key] = part
+        elif part != OTHER:  # allocated by `empty`, then passed to an operator that says more
+            self.label(part, [tensor])
+        self._change(self._part_of[key], size - self._sizes.get(key, 0))
+        self._sizes[key] = size
+
+    def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Follow `storage.resize_`, by which FSDP2 frees what it gathered."""
+        key = storage._cdata
+        if key in self._sizes:
+            size = _rounded(num_bytes)
+            self._change(self._part_of[key], size - self._sizes[key])
+            self._sizes[key] = size
+
+    def hold(self, part: str, num_bytes: int) -> None:
+        """Count temporary memory that is free again when this returns."""
+        self._change(part, num_bytes)
+        self._change(part, -num_bytes)
+
+    def _freed(self, key: int) -> None:
+        self._change(self._part_of.pop(key), -self._sizes.pop(key))
+        del self._references[key]
+
+    def _change(self, part: str, num_bytes: int) -> None:
+        self.current += num_bytes
+        self.parts[part] += num_bytes
+        if self.current > self.phase.peak_bytes:
+            self.phase.peak_bytes = self.current
+            self.phase.peak_parts = dict(self.parts)
+
+    # -- operators
+
+    def answer(self, tensor: Tensor, question: str) -> Any:
+        """Return a plausible value of a fake tensor on the host: 1 or 0.0 by default."""
+        for answer in self.answers:
+            value = answer(tensor, question)
+            if value is not None:
+                return value
+        if question == "repeat_interleave":
+            return tensor.numel()
+
+        value = 0.0 if tensor.dtype.is_floating_point else tensor.dtype != torch.bool
+        if question == "item" or tensor.ndim == 0:
+            return value if tensor.dtype in (torch.bool, *FLOATS) else int(value)
+        return filled(tensor.shape, value if tensor.dtype in FLOATS else int(value))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # the operators on a DTensor's local tensors come here by themselves
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            output = func(*args, **kwargs)
+            if not is_tracing():
+                self._observe_all(output, OTHER)
+            return output
+
+        check_devices(func, args)
+        # a graph that is being made is not run; operators in it are counted by graphs.py
+        if is_tracing():
+            return func(*args, **kwargs)
+
+        if func is SCALAR:
+            if args[0].device.type == "cuda":
+                self.wait("item()")
+            return self.answer(args[0], "item")
+        self._record_waits(func, args, kwargs)
+        if func is REPEAT and kwargs.get("output_size") is None:
+            kwargs = kwargs | {"output_size": self.answer(args[0], "repeat_interleave")}
+
+        output = func(*args, **kwargs)
+        self._record_work(func, args, kwargs, output)
+        self._observe_all(output, _part_made_by(func))
+        return output
+
+    def _observe_all(self, values: Any, part: str) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                with contextlib.suppress(NotImplementedError):  # such as sparse tensors
+                    self.observe(value, part)
+
+    def _record_waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
+        name = func.name()
+
+        if func in COPIES:
+            source = args[1] if func is COPIES[1] else args[0]
+            target = args[0].device if func is COPIES[1] else kwargs.get("device") or source.device
+            is_async = kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True)
+            kinds = {source.device.type, torch.device(target).type}
+            if kinds == {"cpu", "cuda"} and not is_async:
+                self.wait(f"blocking copy {source.device.type} -> {torch.device(target).type}")
+        elif on_gpu and name.startswith(DATA_DEPENDENT):
+            self.wait(name)
+        elif on_gpu and func is REPEAT and kwargs.get("output_size") is None:
+            self.wait("repeat_interleave without output_size")
+        elif on_gpu and func in INDEX:
+            indices = [index for index in args[1] if index is not None]
+            if any(index.dtype == torch.bool for index in indices):
+                self.wait("index by a mask")
+            elif any(index.device.type == "cpu" for index in indices):
+                self.wait("index by a CPU tensor")
+
+    def _record_work(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        phase, namespace = self.phase, func.namespace
+        if namespace in SILENT_NAMESPACES or func.name().startswith(ALLOCATIONS) or is_view(func):
+            return
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
+        if not any(tensor.device.type == "cuda" for tensor in tensors):
+            return
+
+        num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        if namespace in COLLECTIVES:
+            if "wait_tensor" not in func.name():
+                phase.collectives[func.name()] += 1
+                phase.collective_bytes[func.name()] += num_bytes
+            return
+        phase.eager_operators[func.name()] += 1
+        phase.eager.launches += 1
+        kind, flops = count_flops(func, args, kwargs, output)
+        if kind:
+            phase.eager.flops[kind] += flops
+            phase.eager.product_bytes += num_bytes
+        else:
+            phase.eager.bytes_moved += num_bytes
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def filled(shape: Iterable[int], value: Any) -> Any:
+    """Return nested lists of `shape` that hold `value`."""
+    for length in reversed(list(shape)):
+        value = [value] * length
+    return value
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
+
+
+def is_tracing() -> bool:
+    """Return whether dynamo or AOT autograd is making a graph: its tensors are never allocated."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def is_view(func: Any) -> bool:
+    """Return whether an operator only returns views of its arguments."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _part_made_by(func: Any) -> str:
+    """Return the part of the memory to which an operator's results belong, if not labeled."""
+    if func.namespace == "fsdp" or "allgather" in func.name():
+        return "gathered by FSDP2"
+    if "reduce_scatter" in func.name():
+        return "gradients"
+    return OTHER
+
+
+def calling_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
+    """Return `file:line function` of the innermost of `frames` outside torch and this package.
+
+    By default these are the callers'.
+    """
+    frames = traceback.extract_stack()[:-1] if frames is None else frames
+    ours = [
+        frame
+        for frame in frames
+        if any(part in frame.filename for part in OURS)
+        and f"/{HERE}/" not in frame.filename
+        and "/site-packages/torch/" not in frame.filename
+    ]
+    if not (ours or frames):
+        return ""
+    frame = ours[-1] if ours else frames[-1]
+    parts = Path(frame.filename).parts[-3:]
+    return f"{'/'.join(parts)}:{frame.lineno} {frame.name}"
+
+
+def check_devices(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise RuntimeError if a CUDA operator is passed a scalar tensor on the CPU, unless it may be.
+
+    FakeTensorMode lets 0-dimensional CPU tensors take part in everything, CUDA in pointwise
+    operators and copies only.
+    """
+    if torch.Tag.pointwise in func.tags or func in COPIES or func.namespace in SILENT_NAMESPACES:
+        return
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    on_gpu = [tensor for tensor in tensors if tensor.device.type == "cuda"]
+    scalars = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.ndim == 0]
+    if not on_gpu or not scalars or func in INDEX or "_foreach_copy" in func.name():
+        return
+    raise RuntimeError(
+        "Expected all tensors to be on the same device, but found at least two devices, "
+        f"cuda:0 and cpu! (when checking arguments of {func})"
+    )
+
+
+def count_flops(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> tuple[str, int]:
+    """Return the kind of product that an operator is, and its FLOPs; ("", 0) for others."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return "", 0
+    flops = int(count(*args, **kwargs, out_val=output))
+    name = func.name()
+    if "attention" in name:
+        return "attention", flops
+    if "grouped" in name:
+        return "grouped", flops
+    operand = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    return str(operand.dtype).removeprefix("torch."), flops

@@ -1,0 +1,67 @@
+"""One rank of a fake world: torchrun's variables, and process groups that exchange nothing."""
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # registers fake collectives
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+GPUS_PER_NODE = 8
+
+
+def set_environment(world_size: int) -> None:
+    """Set torchrun's variables for rank 0 of `world_size`."""
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(min(GPUS_PER_NODE, world_size)),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+    )
+
+
+def install(world_size: int) -> None:
+    """Make torch.distributed create fake groups, in which all ranks have what this one has."""
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        init("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+
+    def fake_group(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("timeout", None)
+        return new_group(*args, **kwargs | {"backend": "fake"})
+
+    def all_gather_object(gathered: list[Any], own: Any, *args: Any, **kwargs: Any) -> None:
+        gathered[:] = [own] * len(gathered)
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    modules: list[Any] = [dist, distributed_c10d]
+    for module in modules:
+        module.init_process_group = init_process_group
+        module.new_group = fake_group
+        module.broadcast_object_list = nothing
+        module.all_gather_object = all_gather_object
+        module.barrier = nothing
+    distributed_c10d._set_pg_timeout = nothing
+
+    # a mesh is made of real tensors, also within FakeTensorMode
+    for name in ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten"):
+        if (method := vars(DeviceMesh).get(name)) is not None:
+            setattr(DeviceMesh, name, _without_modes(method))
+
+
+def _without_modes(method: Any) -> Any:
+    raw = method.__func__ if isinstance(method, staticmethod) else method
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return raw(*args, **kwargs)
+
+    return staticmethod(run) if isinstance(method, staticmethod) else run
