@@ -192,30 +192,32 @@ def the_fused_stream_equals_separate_additions():
     _check_stream(8, 37, activation=False)
     _check_stream(2050, 4, activation=True)  # too wide for three gradients in one kernel
     _check_stream(2050, 4, activation=False)
+    for readers in (1, 2, 5, 6):  # GLA has five, Gated DeltaNet six
+        _check_stream(8, 5, activation=False, readers=readers)
 
 
-def _check_stream(width, num_tokens, *, activation):
+def _check_stream(width, num_tokens, *, activation, readers=3):
     inputs = [random(2, num_tokens, width, seed=1), random(width, seed=2)]
     inputs.append(random(width, 1, 4, seed=3))
     segments = torch.arange(3 + num_tokens, device=DEVICE, dtype=torch.int32) // 5
     options = {"residual": True, "activation": activation, "segments_BN": segments.expand(2, -1)}
-    scales = [random(num_tokens, width, seed=i).detach() for i in (4, 5, 6)]
+    scales = [random(num_tokens, width, seed=4 + i).detach() for i in range(readers)]
 
     def total(h, ys):
         return sum((y * scale.to(h.dtype) for y, scale in zip(ys, scales, strict=True)), h.cos())
 
     def run(h, gain, weight):
-        stream = {"eps": 1e-5, "added_BTD": h.sin(), "readers": 3, **options}
+        stream = {"eps": 1e-5, "added_BTD": h.sin(), "readers": readers, **options}
         h, *ys = fused().norm_canon_stream_triton(h, gain, weight, **stream)
         return total(h, ys)
 
     def separate(h, gain, weight):
         h = h + h.sin()
-        return total(h, [norm_canon(h, gain, weight, **options)] * 3)
+        return total(h, [norm_canon(h, gain, weight, **options)] * readers)
 
     def exact(h, gain, weight):
         h = h + h.sin()
-        return total(h, [canon_reference(rms_norm(h, gain), weight, **options)] * 3)
+        return total(h, [canon_reference(rms_norm(h, gain), weight, **options)] * readers)
 
     assert_exact(run, exact, inputs)
     halves = [x.detach().bfloat16().requires_grad_() for x in inputs]

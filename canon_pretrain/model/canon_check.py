@@ -21,7 +21,7 @@ from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention, Rope
 from canon_pretrain.model.cache import document_numbers, window_segments
 from canon_pretrain.model.canon import Canon, CanonGate, CanonOfParts, norm_canon, per_reader
-from canon_pretrain.model.transformer import make_norm
+from canon_pretrain.model.transformer import MIXERS, make_norm
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
 """Several roundings: unfused backends round between norm, Canon and activation."""
@@ -56,8 +56,9 @@ def bench_cases(args: ModelArgs) -> list[Case]:
 def training_cases(args: ModelArgs) -> list[Case]:
     """Return the cases of a training step of `args`."""
     gated = args.ffn == "gated"
+    readers = MIXERS[args.mixer].readers
     every = {
-        "A": lambda: _norm("norm + A", args, "A", readers=3),
+        "A": lambda: _norm("norm + A", args, "A", readers=readers),
         "C": lambda: _norm("norm + C", args, "C", adds=True, readers=2 if gated else 1),
         "B": lambda: _heads(args),
         "D": lambda: _gate(args) if gated else _canon("D", "D", (args.ffn_dim,), args),

@@ -121,13 +121,22 @@ def make_feed_forward(args: ModelArgs, canon_backend: str = "auto") -> FeedForwa
     return MoE(args, FeedForward(args, canon_backend, shared_dim) if shared_dim else None)
 
 
+Mixer = Attention | GLA | Mamba2 | GatedDeltaNet
+MIXERS: dict[str, type[Mixer]] = {
+    "attention": Attention,
+    "gla": GLA,
+    "mamba2": Mamba2,
+    "gated_deltanet": GatedDeltaNet,
+}
+
+
 def make_mixer(
     args: ModelArgs,
     rope: Rope | None,
     attend: Attend | None,
     canon_backend: str = "auto",
     mixer_backend: str = "auto",
-) -> Attention | GLA | Mamba2 | GatedDeltaNet:
+) -> Mixer:
     """Return the mixer of `args`: mixer(x_BTD, mask, segments_BN, cache) is added to the stream.
 
     It reads x `readers` times; LayerCache holds its keys and values or its state; counts.py has its

@@ -110,7 +110,10 @@ def norm_canon_stream_triton(
     added_BTD: Tensor | None = None,
     readers: int = 1,
 ) -> tuple[Tensor, ...]:
-    """Return h + added, and Canon(RMSNorm(h + added)) once for each of at most MAX_READERS."""
+    """Return h + added, and Canon(RMSNorm(h + added)) once for each reader.
+
+    The backward kernel adds up the gradients of the first MAX_READERS, autograd those of others.
+    """
     width = h_BTD.shape[-1]
     if width > MAX_ROW:
         h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
@@ -120,17 +123,18 @@ def norm_canon_stream_triton(
     _check("norm_canon_stream_triton", h_BTD, weight_D1K, width, segments_BN)
     if (
         gain_D.shape != (width,)
-        or not 1 <= readers <= MAX_READERS
+        or readers < 1
         or (
             added_BTD is not None
             and (added_BTD.shape, added_BTD.dtype) != (h_BTD.shape, h_BTD.dtype)
         )
     ):
-        raise ValueError(f"expected 1 to {MAX_READERS} readers, a gain [{width}], added like h")
+        raise ValueError(f"expected a reader, a gain [{width}], added like h")
     options = (0, 0, residual, activation, "full", eps)
     given = h_BTD, added_BTD, weight_D1K, gain_D, segments_BN, None, None
-    found: tuple[Tensor, ...] = _CanonRows.apply(*given, options, readers)
-    return found
+    stream_BTD, *results = _CanonRows.apply(*given, options, min(readers, MAX_READERS))
+    shared = [results[-1]] * (readers - len(results))
+    return stream_BTD, *results, *shared
 
 
 def canon_qkv_triton(
