@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 # imported as on a CPU: with a GPU they would import what a CPU-only torch does not have
+import torch._functorch.config
 import torch._inductor.compile_fx
 import torch._inductor.lowering
 from torch import Tensor
@@ -161,6 +162,9 @@ def _install_memory(gpu: FakeGpu, tracker: Tracker) -> None:
 
 
 def _install_random_state() -> None:
+    # else AOT autograd would look for the state of a real CUDA generator
+    torch._functorch.config.graphsafe_rng_functionalization = False
+
     def state(device: Any = None) -> Tensor:
         return torch.zeros(RNG_STATE_BYTES, dtype=torch.uint8)
 

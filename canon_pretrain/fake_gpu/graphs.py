@@ -173,7 +173,9 @@ def lower(graph: fx.GraphModule, is_backward: bool, is_inference: bool) -> Lower
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    mode = next(value.fake_mode for value in inputs if isinstance(value, FakeTensor))
+    # a graph without inputs, such as that of a block mask, has fake results only
+    values = [node.meta.get("val") for node in graph.graph.nodes]
+    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
     flops = _count_products(graph)
 
     view_to_reshape(graph)

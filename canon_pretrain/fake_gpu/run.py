@@ -66,6 +66,7 @@ def _complete(arguments: Sequence[str], options: Options, folder: Path) -> list[
         *("--job.dump_folder", str(folder / "run")),
         *("--run.stop_at", str(options.steps)),
         *("--metrics.log_freq", str(options.steps)),
+        *("--validation.windows", str(options.world_size)),  # a pass
         *("--metrics.no-enable_wandb", "--metrics.no-enable_tensorboard"),
     ]
     if job.task is None:

@@ -2,22 +2,21 @@
 
     python -m canon_pretrain.train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
 
-Activations are counted: a block runs under FakeTensorMode, and the bytes of all tensors that
-autograd saves for backward are summed.
+Activations are counted without a GPU: see saved.py. `canon doctor --fake h100 --world N CONFIG`
+runs the trainer itself on fake GPUs, and takes a minute.
 """
 
 import contextlib
-import dataclasses
+import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from rich.table import Table
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils
 
@@ -28,9 +27,6 @@ from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.kernels.hardware import available_memory
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.attend import Attend
-from canon_pretrain.model.attention import Rope
-from canon_pretrain.model.cache import window_segments
 from canon_pretrain.model.counts import (
     active_parameters,
     flops_formula,
@@ -39,13 +35,13 @@ from canon_pretrain.model.counts import (
     num_parameters,
     state_bytes,
 )
-from canon_pretrain.model.transformer import Head, Transformer, TransformerBlock, make_norm
+from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss, valid_world_sizes
 from canon_pretrain.titan.data import open_shards, open_task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from canon_pretrain.titan.parallelize import all_experts
-from canon_pretrain.titan.spec import head_loss
+from canon_pretrain.titan.saved import block_bytes, compiled_bytes_per_token, head_bytes
 from canon_pretrain.titan.tasks import TaskWindows
 
 GIB = 2**30
@@ -53,18 +49,9 @@ DAY_S = 86_400
 DEFAULT_MFU = 0.4
 MIN_PARAMETERS_FOR_MFU = 50_000_000
 """Below this size kernel launches dominate, and no MFU is assumed."""
-COMPILED_FRACTIONS = {
-    "attention": (0.64, 1.0),
-    "gla": (0.41, 0.5),
-    "mamba2": (0.37, 0.45),
-    "gated_deltanet": (0.26, 0.32),
-}
-"""Least and most fraction of the counted activations that blocks keep, compiled for a GPU.
-
-Recurrences save their inputs only: counted at 1.3B (kernels/NOTES.md); the most is a fifth more.
-"""
-CPU_FRACTIONS = 0.6, 1.2
-"""The same of recurrences compiled for a CPU: counted 0.61 to 1.15."""
+CPU_FRACTION = 0.9
+"""Of the bytes that a block keeps uncompiled, what it keeps compiled for a CPU: 0.71 to 0.89 of
+seven models, 1.11 of GLA."""
 # measured: the flavor quickstart on 2 ranks of one core each, 9,000 tokens/s at 6.4 MFLOP per token
 CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
@@ -103,118 +90,99 @@ def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
     return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose} {peak / 1e12:,.0f} TFLOP/s")
 
 
-def compiled_fractions(mixer: str, is_gpu: bool) -> tuple[float, float]:
-    return COMPILED_FRACTIONS[mixer] if is_gpu or mixer == "attention" else CPU_FRACTIONS
-
-
 def count_memory(
-    job: CanonJobConfig,
-    model: nn.Module,
-    world_size: int,
-    *,
-    recompute: bool = False,
-    is_gpu: bool = True,
+    job: CanonJobConfig, model: nn.Module, world_size: int, *, is_gpu: bool = True
 ) -> dict[str, int]:
-    """Return the bytes on one GPU by part; `model`, the job's, may be on the meta device.
+    """Return the bytes on one rank by part at the moment when they are most.
 
-    Activations are an upper bound; with `recompute`, all blocks' inputs and one's activations.
+    That is in the last micro-batch's loss, when all blocks' activations are kept, or at the end of
+    its backward pass, when all gradients are there. `model`, the job's, may be on the meta device.
     """
     args, training, loss = job.model_args, job.training, job.loss
     dtype = TORCH_DTYPE_MAP[training.dtype]
     param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    num_shards, micro_batch = shard_degree(job, world_size), micro_batch_size(job, world_size)
+    num_shards = shard_degree(job, world_size)
+    micro_batch = micro_batch_size(job, world_size)
     parameters, trained = count_parameters(model)
+    shard, trained_shard = (
+        -(-count // num_shards) * dtype.itemsize for count in (parameters, trained)
+    )
+    states = {"weights": shard, "optimizer (two moments)": 2 * trained_shard}
+
     # a rank gathers one in `degree` experts
-    degree, block = job.parallelism.expert_parallel_degree, model.get_submodule("layers.0")
-    elsewhere = sum(p.numel() for each in all_experts(block) for p in each.parameters())
-    elsewhere -= elsewhere // degree
-    gathered_block = count_parameters(block)[0] - elsewhere
-    # two blocks, embedding and head are gathered at a time; one block's gradient is float32
+    degree = job.parallelism.expert_parallel_degree
+    block = model.get_submodule("layers.0")
+    experts = sum(p.numel() for module in all_experts(block) for p in module.parameters())
+    block_parameters = count_parameters(block)[0] - (experts - experts // degree)
+    end_parameters = parameters - args.num_layers * count_parameters(block)[0]
     keeps_all = job.parallelism.fsdp_reshard_after_forward == "never"
-    gathered = parameters - args.num_layers * elsewhere
-    gathered -= 0 if keeps_all else (args.num_layers - 2) * gathered_block
-    weights, shard = (-(-count // num_shards) * dtype.itemsize for count in (parameters, trained))
-    saved_block, saved_head = saved_bytes(args, micro_batch, param_dtype, loss)
+    # else two blocks, the embedding and the head are gathered at a time
+    gathered_blocks = args.num_layers if keeps_all else min(2, args.num_layers)
+    gathered = (end_parameters + gathered_blocks * block_parameters) * param_dtype.itemsize
+
     tokens = micro_batch * args.max_seq_len
-    if job.compile.enable:
-        saved_block = round(compiled_fractions(args.mixer, is_gpu)[1] * saved_block)
-    activations = args.num_layers * saved_block
-    if recompute:
-        activations = args.num_layers * tokens * args.dim * param_dtype.itemsize + saved_block
+    activations = _activation_bytes(job, micro_batch, param_dtype, is_gpu=is_gpu)
     # the loss's peak: a chunk's logits, their float32 copy and log-softmax
-    chunk = -(-tokens // -(-tokens // (loss.chunk_tokens or tokens)))
-    each = 4 if param_dtype == torch.float32 else param_dtype.itemsize + 4
-    logits = chunk * args.vocab_size * (each + 4)
-    return {
-        "weights": weights,
-        "gradients": shard,
-        "optimizer (two moments)": 2 * shard,
-        "gathered by FSDP2": gathered * param_dtype.itemsize + 4 * gathered_block,
+    chunk_tokens = -(-tokens // -(-tokens // (loss.chunk_tokens or tokens)))
+    logit_bytes = 8 if param_dtype == torch.float32 else param_dtype.itemsize + 8
+    logits = chunk_tokens * args.vocab_size * logit_bytes
+    saved_head = head_bytes(args, micro_batch, param_dtype, loss)
+    accumulates = training.global_batch_size > micro_batch * world_size
+
+    in_loss = states | {
+        "gradients": trained_shard if accumulates else 0,
+        "gathered by FSDP2": gathered,
         "activations": activations,
         "logits and loss": saved_head + logits,
     }
+    after_backward = states | {
+        "gradients": trained_shard,
+        # the last block's gradient is float32 and of all ranks' rows
+        "gathered by FSDP2": gathered + 4 * block_parameters,
+        "activations": activations // args.num_layers,
+        "logits and loss": 0,
+    }
+    return max(in_loss, after_backward, key=lambda parts: sum(parts.values()))
 
 
-def saved_bytes(
-    args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Loss
-) -> tuple[int, int]:
-    """Return the bytes that autograd saves for backward: one block; norm, head and loss."""
-    shape = (micro_batch, args.max_seq_len)
-    # on a GPU, flex attention computes masks and ALiBi and saves what plain attention does
-    plain = args if args.rope_dim else dataclasses.replace(args, position="nope")
-    with FakeTensorMode():
-        with utils.set_default_dtype(dtype):
-            rope = Rope(plain) if plain.rope_dim else None
-            attend = Attend(plain) if plain.mixer == "attention" else None
-            block = TransformerBlock(plain, rope, attend)
-            norm, output = make_norm(args), Head(args.dim, args.vocab_size)
-        modules = nn.ModuleList([block, norm, output])
-        h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
-        labels_BT = torch.zeros(shape, dtype=torch.int64)
-        segments_BN = None
-        if args.document_mask and args.reach:
-            segments_BN = window_segments(labels_BT.int(), args.max_seq_len, args.reach)
-        return (
-            count_saved(lambda: block(h_BTD, None, segments_BN), modules),
-            count_saved(lambda: output(norm(h_BTD), labels_BT, head_loss(loss))[1], modules),
-        )
+def _activation_bytes(
+    job: CanonJobConfig, micro_batch: int, dtype: torch.dtype, *, is_gpu: bool
+) -> int:
+    """Return the bytes that all blocks keep for backward."""
+    args = job.model_args
+    tokens = micro_batch * args.max_seq_len
+    # blocks with experts on other ranks are compiled in part
+    compiled = job.compile.enable and job.parallelism.expert_parallel_degree == 1
+    if compiled and is_gpu:
+        backend = "triton" if job.model.canon_backend in ("auto", "triton") else "compiled"
+        block = round(compiled_bytes_per_token(args, dtype, backend) * tokens)
+    else:
+        block = block_bytes(args, micro_batch, dtype)
+        if compiled:
+            block = round(CPU_FRACTION * block)
+    if job.activation_checkpoint.mode == "full":
+        return args.num_layers * tokens * args.dim * dtype.itemsize + block
+    return args.num_layers * block
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    own = [*model.parameters()]
-    return sum(p.numel() for p in own), sum(p.numel() for p in own if p.requires_grad)
-
-
-def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
-    """Return the bytes of storages that `forward` saves for backward, without the modules' own."""
-    own = {t.untyped_storage()._cdata for t in (*modules.parameters(), *modules.buffers())}
-    kept: dict[int, Tensor] = {}  # hold the tensors, so that no address is reused
-
-    def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage()._cdata
-        if address not in own:
-            kept.setdefault(address, tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    """Return the numbers of all and of trained parameters."""
+    parameters = [*model.parameters()]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
 
 
 def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
-    """Raise UserError, with the estimate's parts, if even the lower bound exceeds the memory."""
+    """Raise UserError, with the estimate's parts, if it exceeds the memory."""
     room, args = device.memory_gib * GIB, job.model_args
-    # counting takes a second: skip it if a bound several times too high fits
+    # counting takes seconds: skip it if a bound several times too high fits
     tokens = micro_batch_size(job, world_size) * job.training.seq_len
     values = tokens * (64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size)
     if job.training.enable_cpu_offload or 4 * (6 * num_parameters(args) + values) < room:
         return
-    mode = job.activation_checkpoint.mode
-    where = {"recompute": mode != "none", "is_gpu": device.is_gpu}
-    parts = count_memory(job, on_meta(args), world_size, **where)
-    if job.compile.enable and mode == "none":
-        least, most = compiled_fractions(args.mixer, device.is_gpu)
-        parts["activations"] = round(least / most * parts["activations"])
+    if job.activation_checkpoint.mode == "selective":  # which keeps less than can be counted here
+        return
+    parts = count_memory(job, on_meta(args), world_size, is_gpu=device.is_gpu)
     if (total := sum(parts.values())) > room:
         each = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
         text = f"each of {world_size} rank(s) needs at least {total / GIB:.1f} GiB ({each}), but "
@@ -260,7 +228,7 @@ class Plan:
 
     def __init__(self, job: CanonJobConfig, device: Device, world_size: int) -> None:
         training = job.training
-        self.device, self.world_size = device, world_size
+        self.job, self.device, self.world_size = job, device, world_size
         self.tokens = training.steps * training.global_batch_size * training.seq_len
         drawn, self.data_fingerprint = self.tokens, ""
         self.epochs = ["no data yet"]
@@ -279,10 +247,6 @@ class Plan:
         model = on_meta(args)
         self.parameters, self.trained = count_parameters(model)
         self.micro_batch = micro_batch_size(job, world_size)
-        recompute = job.activation_checkpoint.mode == "full"
-        where = {"recompute": recompute, "is_gpu": device.is_gpu}
-        self.memory = count_memory(job, model, world_size, **where)
-        self.fits = sum(self.memory.values()) <= device.memory_gib * GIB
         itemsize = TORCH_DTYPE_MAP[training.dtype].itemsize
         self.checkpoint_bytes = (self.parameters + 2 * self.trained) * itemsize
         saves = -(-training.steps // job.checkpoint.interval)
@@ -290,6 +254,16 @@ class Plan:
         self.data_bytes = drawn * dtype_for(self.data_vocab_size or args.vocab_size).itemsize
         self.flops_per_token = flops_per_token(args, training.seq_len)
         self.seconds = self.tokens * self.flops_per_token / (world_size * device.flops_per_s)
+
+    @functools.cached_property
+    def memory(self) -> dict[str, int]:
+        """The result of `count_memory`, which takes seconds."""
+        model = on_meta(self.job.model_args)
+        return count_memory(self.job, model, self.world_size, is_gpu=self.device.is_gpu)
+
+    @property
+    def fits(self) -> bool:
+        return sum(self.memory.values()) <= self.device.memory_gib * GIB
 
 
 def make_plans(
@@ -355,7 +329,9 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
         memory.add_row(name, *(f"{column[name] / GIB:.2f}" for column in columns))
     memory.add_row("available", *(f"{plan.device.memory_gib:.1f}" for plan in plans.values()))
     console.print(memory)
-    console.print("activations are an upper bound: fused kernels and torch.compile save fewer")
+    console.print(
+        "counted, not measured: without fragmentation, NCCL's buffers, and what kernels allocate"
+    )
     if too_small := ", ".join(title for title, each in plans.items() if not each.fits):
         console.print(
             f"[bold]exceeds the memory[/bold] ({too_small}): lower {ADVICE} GPUs, "

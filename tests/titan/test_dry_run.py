@@ -20,13 +20,12 @@ from canon_pretrain.titan.dry_run import (
     check_memory,
     count_draws,
     count_memory,
-    count_saved,
     make_plans,
     reference,
-    saved_bytes,
     startup_notes,
     world_sizes,
 )
+from canon_pretrain.titan.saved import block_bytes, count_saved, head_bytes
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
 from tests.support import ROOT, debug_run, error_codes, refused, write_split
@@ -107,7 +106,8 @@ def test_memory_equals_what_a_real_tiny_model_holds(words):
         return model(tokens, labels_BT=tokens, loss=head_loss(Loss()))[1]
 
     saved = count_saved(forward, model)
-    block, head = saved_bytes(args, batch, torch.float32, Loss())
+    block = block_bytes(args, batch, torch.float32)
+    head = head_bytes(args, batch, torch.float32, Loss())
     assert planned["activations"] == args.num_layers * block
     # the whole model keeps the token ids as well, and a block's output once where we count it in
     # the next block and in the head
@@ -117,7 +117,10 @@ def test_memory_equals_what_a_real_tiny_model_holds(words):
     optimizer.step()
     assert planned["weights"] == sum(p.nbytes for p in model.parameters())
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    assert planned["gradients"] == sum(grad.nbytes for grad in grads)
+    assert planned["gradients"] == 0, "there are none yet in the loss of the only micro-batch"
+    job.training.global_batch_size = 2 * batch
+    accumulating = count_memory(job, model, 1)
+    assert accumulating["gradients"] == sum(grad.nbytes for grad in grads)
     moments = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
     assert planned["optimizer (two moments)"] == sum(t.nbytes for t in moments)
 
@@ -131,6 +134,7 @@ def test_parts_of_the_plan_by_hand():
     assert full.memory == plain.memory | {"activations": activations}
     canon = 2_039_808
     assert plain.trained == plain.parameters == fixed.parameters == fixed.trained + canon
+    # 48 sequences on one rank, 6 at once: gradients are there from the second micro-batch on
     for name, num_bytes in {"weights": 0, "gradients": 4, "optimizer (two moments)": 8}.items():
         assert plain.memory[name] - fixed.memory[name] == num_bytes * canon
     assert plain.checkpoint_bytes - fixed.checkpoint_bytes == 8 * canon
@@ -139,11 +143,11 @@ def test_parts_of_the_plan_by_hand():
     block = sum(n for name, n in sizes.items() if name.startswith("layers.1."))
     ends = sizes["tok_embeddings.weight"] + sizes["norm.weight"] + sizes["output.weight"]
     plan = plan_of(job, "h100", 4)
-    assert plan.memory["gathered by FSDP2"] == 2 * (2 * block + ends) + 4 * block
+    assert plan.memory["gathered by FSDP2"] == 2 * (2 * block + ends)
     assert plan.checkpoints_kept == 2, "every 6 of 12 steps; up to 10 would be kept"
     job.parallelism.fsdp_reshard_after_forward = "never"
     kept = plan_of(job, "h100", 4).memory["gathered by FSDP2"]
-    assert kept == 2 * sum(sizes.values()) + 4 * block
+    assert kept == 2 * sum(sizes.values())
 
 
 def with_gpus(monkeypatch, name, count, gib):
@@ -276,13 +280,17 @@ def test_facts_of_linear_models_and_experts(capsys):
         job = job_of("debug", *words, f"--parallelism.expert_parallel_degree={degree}")
         parts = count_memory(job, Transformer(args), 2)
         gathered.append(parts["gathered by FSDP2"])
-    assert gathered[0] - gathered[1] == (2 + 1) * 4 * experts // 2
+    assert gathered[0] - gathered[1] == 2 * 4 * experts // 2
+
+
+@pytest.mark.parametrize(("mixer", "is_gpu"), [("attention", True), ("gla", False)])
+def test_a_compiled_block_keeps_less(mixer, is_gpu):
     eager, compiled = (
-        job_of("debug", "--model.mixer=gla", f"--compile.{word}")
+        job_of("debug", f"--model.mixer={mixer}", f"--compile.{word}")
         for word in ("no-enable", "enable")
     )
     model = Transformer(eager.model_args)
-    counted = count_memory(eager, model, 1)["activations"]
-    for is_gpu, most in ((True, 0.5), (False, 1.2)):
-        bound = count_memory(compiled, model, 1, is_gpu=is_gpu)["activations"]
-        assert bound == pytest.approx(most * counted, rel=1e-3)
+    counted, kept = (
+        count_memory(job, model, 1, is_gpu=is_gpu)["activations"] for job in (eager, compiled)
+    )
+    assert 0.3 * counted < kept < counted

@@ -1,0 +1,261 @@
+"""The bytes that a block and the head keep for backward, counted without a GPU.
+
+A block runs on CPU tensors without data (FakeTensorMode): not compiled, autograd's saved tensors
+are summed; compiled, dynamo and AOT autograd make its graphs, and the partitioner's choice of what
+the forward graph keeps is summed. No code is generated. `tests/fake_gpu` compares the result with
+the trainer on fake GPUs.
+
+Shapes: B batch, T tokens, H heads, G key-value heads, K head dim, N = taps - 1 + T.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchtitan.tools import utils
+
+from canon_pretrain.kernels.backends import compile_options
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.attend import Attend, Mask
+from canon_pretrain.model.attention import Rope
+from canon_pretrain.model.cache import window_segments
+from canon_pretrain.model.transformer import Head, TransformerBlock, make_norm
+from canon_pretrain.run.config import Loss
+from canon_pretrain.titan.spec import head_loss
+
+COUNTED_TOKENS = 512
+"""Length of the sequence that is traced: what a compiled block keeps grows with the tokens."""
+GPU = torch.device("cuda", 0)
+
+
+# -- not compiled
+
+
+def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
+    """Return the bytes of storages that `forward` saves for backward, without the modules' own."""
+    own = {t.untyped_storage()._cdata for t in (*modules.parameters(), *modules.buffers())}
+    kept: dict[int, Tensor] = {}  # hold the tensors, so that no address is reused
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage()._cdata
+        if address not in own:
+            kept.setdefault(address, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
+    """Return the bytes that a block that is not compiled keeps, with its input."""
+    # on a GPU, flex attention computes masks and ALiBi and saves what plain attention does
+    plain = args if args.rope_dim else dataclasses.replace(args, position="nope")
+    shape = (micro_batch, args.max_seq_len)
+    with FakeTensorMode():
+        with utils.set_default_dtype(dtype):
+            rope = Rope(plain) if plain.rope_dim else None
+            attend = Attend(plain) if plain.mixer == "attention" else None
+            block = TransformerBlock(plain, rope, attend)
+        h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
+        segments_BN = None
+        if args.document_mask and args.reach:
+            ids_BT = torch.zeros(shape, dtype=torch.int32)
+            segments_BN = window_segments(ids_BT, args.max_seq_len, args.reach)
+        return count_saved(lambda: block(h_BTD, None, segments_BN), block)
+
+
+def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Loss) -> int:
+    """Return the bytes that the last norm, the head and the loss keep."""
+    shape = (micro_batch, args.max_seq_len)
+    with FakeTensorMode():
+        with utils.set_default_dtype(dtype):
+            norm, output = make_norm(args), Head(args.dim, args.vocab_size)
+        h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
+        labels_BT = torch.zeros(shape, dtype=torch.int64)
+        modules = nn.ModuleList([norm, output])
+        return count_saved(lambda: output(norm(h_BTD), labels_BT, head_loss(loss))[1], modules)
+
+
+# -- compiled
+
+
+@functools.lru_cache(maxsize=8)
+def compiled_bytes_per_token(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> float:
+    """Return the bytes per token that a block compiled for a GPU keeps, with its input.
+
+    `canon_backend`: "triton" or "compiled". Takes about four seconds.
+    """
+    num_tokens = min(args.max_seq_len, COUNTED_TOKENS)
+    args = dataclasses.replace(args, max_seq_len=num_tokens)
+    kept: list[int] = []
+    constant_shapes: set[torch.Size] = set()
+
+    def keep(graph: fx.GraphModule, _: Any, *, is_backward: bool = False, **options: Any) -> Any:
+        """Stand for Inductor's code generator: count, and return empty results."""
+        if not is_backward:
+            kept.append(kept_bytes(graph, constant_shapes))
+        return _empty_results(graph)
+
+    def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        options = compile_options("cuda", canon_backend)
+        return compile_fx(graph, inputs, inner_compile=keep, config_patches=options)
+
+    if canon_backend == "triton":  # a traced function can't import
+        import_module("canon_pretrain.kernels.triton.fused")
+    torch._dynamo.reset()
+    with warnings.catch_warnings(), _seen_on_gpu():
+        warnings.simplefilter("ignore", DeprecationWarning)  # dynamo's own use of torch
+        rope = Rope(args) if args.rope_dim else None
+        attend = _OpaqueAttend(args) if args.mixer == "attention" else None
+        with torch.device("meta"):
+            block = TransformerBlock(args, rope, attend, canon_backend, "chunked").to(dtype)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            block.to_empty(device="cpu")
+            constant_shapes |= {t.shape for t in (*block.parameters(), *block.buffers())}
+            h_BTD = torch.empty(1, num_tokens, args.dim, dtype=dtype, requires_grad=True)
+            segments_BN = None
+            if args.document_mask and args.reach:
+                shape = (1, args.canon_kernel - 1 + num_tokens)
+                segments_BN = torch.empty(shape, dtype=torch.int32)
+            torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, segments_BN)
+    torch._dynamo.reset()
+    return sum(kept) / num_tokens
+
+
+def kept_bytes(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -> int:
+    """Return the bytes of what a forward graph returns besides its result, without constants.
+
+    The block's input counts: it is the previous block's result. Views of one storage count once.
+    `constant_shapes`: of parameters and tables, which are inputs as well.
+    """
+    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    kept: dict[fx.Node, int] = {}
+    for node in returned[1:]:
+        if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], Tensor):
+            continue
+        base = base_of(node)
+        value = base.meta["val"]
+        if base.op != "placeholder" or value.shape not in constant_shapes:
+            kept[base] = value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
+    return sum(kept.values())
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the node that allocates the storage of `node`, which may be a view."""
+    while node.op == "call_function" and node.args:
+        source = node.args[0]
+        if not isinstance(source, fx.Node):
+            break
+        # an element of the list of views that an operator like split returns
+        is_element = getattr(node.target, "__name__", "") == "getitem" and _is_view(source)
+        if not is_element and not _is_view(node):
+            break
+        node = source
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    aliases = [returned.alias_info for returned in node.target._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _empty_results(graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
+    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in returned]
+
+    def run(inputs: list[Any]) -> list[Any]:
+        inputs.clear()
+        return [
+            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+            if isinstance(value, Tensor)
+            else value
+            for value in values
+        ]
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@contextlib.contextmanager
+def _seen_on_gpu() -> Iterator[None]:
+    """Let dynamo answer that tensors are on a GPU: the model takes the way that it takes there."""
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    def traced(answer: Any) -> Any:
+        return lambda variable, tx: VariableTracker.build(tx, answer)
+
+    patches: dict[str, Any] = {
+        "method_attr_device": traced(GPU),
+        "method_attr_is_cuda": traced(True),
+    }
+    with mock.patch.multiple(TensorVariable, **patches):
+        yield
+
+
+@torch.library.custom_op("canon_pretrain_saved::attention", mutates_args=())
+def _attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
+    """Stand for a fused kernel: the output, and the logarithm of each row's sum, [B, H, T]."""
+    logsumexp_BHT = q_BTHK.new_empty(q_BTHK.shape[:3], dtype=torch.float32).transpose(1, 2)
+    return torch.empty_like(q_BTHK), logsumexp_BHT.contiguous()
+
+
+@torch.library.custom_op("canon_pretrain_saved::attention_backward", mutates_args=())
+def _attention_backward(
+    dy_BTHK: Tensor,
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    y_BTHK: Tensor,
+    logsumexp_BHT: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q_BTHK), torch.empty_like(k_BTGK), torch.empty_like(v_BTGK)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _attention_gradients(ctx: Any, dy_BTHK: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor] = _attention_backward(
+        dy_BTHK.contiguous(), *ctx.saved_tensors
+    )
+    return gradients
+
+
+_attention.register_fake(
+    lambda q, k, v: (
+        q.new_empty(q.shape),
+        q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
+    )
+)
+_attention_backward.register_fake(
+    lambda dy, q, k, v, y, logsumexp: (
+        q.new_empty(q.shape),
+        k.new_empty(k.shape),
+        v.new_empty(v.shape),
+    )
+)
+_attention.register_autograd(_attention_gradients, setup_context=_save_for_backward)
+
+
+class _OpaqueAttend(Attend):
+    """Attention as one operator that keeps what any fused kernel keeps."""
+
+    def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
+        y_BTHK: Tensor
+        y_BTHK, _ = _attention(q_BTHK.contiguous(), k_BSGK.contiguous(), v_BSGK.contiguous())
+        return y_BTHK
