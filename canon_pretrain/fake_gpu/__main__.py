@@ -24,7 +24,8 @@ def main(argv: list[str] | None = None) -> None:
         hooks.load(hooks.build())  # before torch is imported
         from canon_pretrain.fake_gpu import run
 
-        report = run.run(arguments, Options(**json.loads(options)))
+        given = Options(**json.loads(options))
+        report = run.FakeNode(given.gpu).run(arguments, given)
     except UserError as error:
         exit_with(error)
     Path(os.environ[REPORT]).write_text(json.dumps(to_plain(report)))

@@ -28,31 +28,43 @@ NUM_DOCUMENTS, DOCUMENT_TOKENS = 120, 2500
 TRACEBACK_CHARACTERS = 6000
 
 
-def run(arguments: Sequence[str], options: Options) -> Report:
-    """Train on fake GPUs with the arguments of `canon train`; call once per process.
+class FakeNode:
+    """A process that takes its GPUs for real ones; creating it cannot be undone.
 
-    The hooks must be loaded. Raises UserError for bad arguments; errors of the run are reported.
+    The hooks must have been loaded. A process runs one job; forks of it may run one each.
     """
-    gpu = GPUS[options.gpu]
-    begin = time.monotonic()
-    tracker = Tracker()
-    compiler = GraphCompiler(tracker)
-    world.set_environment(options.world_size)
-    device.install(gpu, world.GPUS_PER_NODE, tracker)
-    compiler.install()
-    world.install(options.world_size)
 
-    report = Report(list(arguments), options.gpu, options.world_size, gpu.memory_bytes)
-    _observe_trainer(tracker, options, report)
-    with tempfile.TemporaryDirectory(prefix="fake_gpu.") as folder:
-        words = _complete(arguments, options, Path(folder))
-        _train(words, report)
-    tracker.begin("end")
+    def __init__(self, gpu: str = "h100") -> None:
+        self.gpu = gpu
+        self.tracker = Tracker()
+        self.compiler = GraphCompiler(self.tracker)
+        device.install(GPUS[gpu], world.GPUS_PER_NODE, self.tracker)
+        self.compiler.install()
+        world.install()
+        # torchtitan looks for a GPU when it is imported, and finds one from here on
+        from canon_pretrain import train  # noqa: F401
+        from canon_pretrain.titan import dry_run, trainer, validation  # noqa: F401
 
-    report.phases = [phase for phase in tracker.phases if phase.name != "end"]
-    report.saved_bytes_per_token = _saved_bytes_per_token(compiler, report)
-    report.seconds = time.monotonic() - begin
-    return report
+    def run(self, arguments: Sequence[str], options: Options) -> Report:
+        """Train with the arguments of `canon train`. Raises UserError for bad arguments.
+
+        Other errors are part of the report.
+        """
+        begin = time.monotonic()
+        tracker = self.tracker
+        memory_bytes = GPUS[self.gpu].memory_bytes
+        report = Report(list(arguments), self.gpu, options.world_size, memory_bytes)
+        world.set_environment(options.world_size)
+        _observe_trainer(tracker, options, report)
+        with tempfile.TemporaryDirectory(prefix="fake_gpu.") as folder:
+            words = _complete(arguments, options, Path(folder))
+            _train(words, report)
+        tracker.begin("end")
+
+        report.phases = [phase for phase in tracker.phases if phase.name != "end"]
+        report.saved_bytes_per_token = _saved_bytes_per_token(self.compiler, report)
+        report.seconds = time.monotonic() - begin
+        return report
 
 
 def _complete(arguments: Sequence[str], options: Options, folder: Path) -> list[str]:

@@ -25,11 +25,12 @@ def set_environment(world_size: int) -> None:
     )
 
 
-def install(world_size: int) -> None:
+def install() -> None:
     """Make torch.distributed create fake groups, in which all ranks have what this one has."""
     init, new_group = dist.init_process_group, dist.new_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
+        world_size = int(os.environ["WORLD_SIZE"])
         init("fake", store=dist.HashStore(), rank=0, world_size=world_size)
 
     def fake_group(*args: Any, **kwargs: Any) -> Any:
