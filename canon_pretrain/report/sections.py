@@ -401,7 +401,7 @@ def architectures(comparison: Content) -> Table:
     rows: list[list[Cell]] = []
     for each in comparison["architectures"]:
         settings = each["settings"].items()
-        differs = _join(*(f"{x.removeprefix('model.')} {y or 'none'}" for x, y in settings))
+        differs = _join(*(_setting(name, value) for name, value in settings))
         is_chosen = any(recipe["chosen"] for recipe in each["recipes"])
         for recipe in each["recipes"]:
             why = each["choice"] if recipe["chosen"] or not is_chosen else ""
@@ -410,6 +410,12 @@ def architectures(comparison: Content) -> Table:
             rows.append([each["label"], differs, why, rate, runs, loss])
     columns = ["architecture", "settings", "chosen", "learning rate", "runs", "validation loss"]
     return make_table(columns, rows, "architectures", text=3)
+
+
+def _setting(name: str, value: Any) -> str:
+    if name == "model.canon_set" and not value:
+        return "no Canon"
+    return f"{name.removeprefix('model.')} {value or 'none'}"
 
 
 def over_length(panel: Content) -> Table:
