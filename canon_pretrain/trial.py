@@ -249,8 +249,9 @@ class Trial:
         for model, names in finished.items():
             if not names:
                 continue
-            options = (f"--prompt={record.prompt}", "--max_tokens", SAMPLE_TOKENS, "--json")
-            output = self.stages.call("sample", self.runs / names[0], *options)
+            options = ("--tokenizer", self.folder / "data", "--max_tokens", SAMPLE_TOKENS, "--json")
+            prompt = f"--prompt={record.prompt}"
+            output = self.stages.call("sample", self.runs / names[0], prompt, *options)
             sample = json.loads(output.strip().splitlines()[-1])
             text = printable(record.prompt + sample["text"], keep="\n")
             print(f"\n== a sample {self.models[model]} ({names[0]})\n{text}")
@@ -307,7 +308,7 @@ class Trial:
         runs, _ = read_runs([self.runs / name for name in diverged])
         print()
         for run in runs:
-            step = "" if run.failure is None else f" at step {run.failure[0]:,}"
+            step = "" if run.failure is None else f" after step {run.failure[0]:,}"
             print(f"{run.label} has diverged{step}: it is left out.")
         rates = {float(run.identity["optimizer.lr"]) for run in runs}
         if rates:

@@ -127,9 +127,16 @@ def test_a_trial_goes_on_after_any_end(text, tmp_path, monkeypatch, quick_machin
         code = process.wait(60)
         assert code == (-number if number == signal.SIGKILL else 130), printed(tmp_path)
 
-    process = attempt(tmp_path, *words)
-    assert process.wait(100) == 0, printed(tmp_path)
-    *_, sentence, page = printed(tmp_path).strip().splitlines()
+    # the project folder is moved
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("mytext", "outputs"):
+        (tmp_path / name).rename(moved / name)
+    folder = moved / "outputs/mytext"
+    runs = [folder / "runs" / path.name for path in runs]
+    process = attempt(moved, *words)
+    assert process.wait(100) == 0, printed(moved)
+    *_, sentence, page = printed(moved).strip().splitlines()
     assert sentence.startswith("With Canon: ") and page == "Page: outputs/mytext/index.html"
     assert (folder / "index.html").stat().st_size > 10_000
     for path in runs:
@@ -137,7 +144,10 @@ def test_a_trial_goes_on_after_any_end(text, tmp_path, monkeypatch, quick_machin
         assert RunFolder(path).done_file.exists() and steps == [*range(1, 1 + len(steps))]
 
     # the sentence is what `eval compare` finds, in other units
-    sides = [read_runs([path for path in runs if model in path.name])[0] for model in trial.MODELS]
+    sides = [
+        read_runs([folder / "runs" / name for name in trial.run_names(model)])[0]
+        for model in trial.MODELS
+    ]
     [row] = compare_sides(sides, Options())["pairs"]
     scores = sides[0][0].evaluations[0].results.scores["validation"]
     ratio = scores["bits_per_byte"].value / scores["nats_per_token"].value
