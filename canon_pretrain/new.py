@@ -389,7 +389,7 @@ def next_commands(
     words = build_options(f"outputs/{name}/data", paths, found, text_field, proposal)
     yield "text to shards of tokens", f"{canon} data build {shlex.join(words)}"
 
-    train, run, other = f"{canon} train", f"outputs/{name}/canon", f"outputs/{name}/none"
+    train, run, other = f"{canon} train", f"outputs/{name}/canon", f"outputs/{name}/without-canon"
     if (ranks := proposal.machine.ranks) > 1:
         train = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train"
     train += f" --config {name}.toml"

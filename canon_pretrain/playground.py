@@ -831,7 +831,7 @@ def train_sweep(sweep: Sweep, folder: Path, *, threads: int, server: ForkServer 
     if driver.failures:
         name, reason = next(iter(driver.failures.items()))
         raise UserError(
-            "sweep.failed",
+            "sweep.failed_runs",
             f"{len(driver.failures)} of {len(sweep.runs)} runs failed, such as {name}: {reason}. "
             "The same command tries again",
             failures=driver.failures,

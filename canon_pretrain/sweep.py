@@ -98,6 +98,9 @@ class Sweep:
     version: Literal[1] = 1
     promises: dict[str, Promises] = field(default_factory=dict)
     """Path of a config -> what a board says of the scores of its runs before they start."""
+    folder: str = ""
+    """Absolute path of SWEEP when it was planned, by which a plan that was moved finds its configs;
+    "" in plans of earlier versions."""
 
     def settings(self, run: PlannedRun) -> list[str]:
         """Return the options that the plan gives a run."""
@@ -256,7 +259,7 @@ def read_sweep(folder: Path) -> Sweep:
         sweep = read_record(folder / PLAN, Sweep)
         with parsing(folder / PLAN):
             _ = [sweep.configs[run.config] for run in sweep.runs]
-        return sweep
+        return _where_it_is(sweep, folder)
     except UnreadableFile as error:
         if error.is_missing:
             text = f"{folder} has no {PLAN}, which `canon_pretrain.sweep plan` writes"
@@ -264,9 +267,31 @@ def read_sweep(folder: Path) -> Sweep:
         raise UserError("sweep.damaged", f"{error}: remove it and plan again") from None
 
 
+def _where_it_is(sweep: Sweep, folder: Path) -> Sweep:
+    """Return a sweep that was read from `folder` with the paths that its configs have now.
+
+    A config that moved with the folder, as with a whole project, is where it was relative to it.
+    """
+    now = os.path.abspath(folder)
+    if sweep.folder in ("", now):
+        return sweep
+
+    paths = {}
+    for path in sweep.configs:
+        moved = os.path.normpath(os.path.join(now, os.path.relpath(path, sweep.folder)))
+        paths[path] = moved if os.path.exists(moved) else path
+    return replace(
+        sweep,
+        runs=[replace(run, config=paths[run.config]) for run in sweep.runs],
+        configs={paths[path]: digest for path, digest in sweep.configs.items()},
+        promises={paths.get(path, path): each for path, each in sweep.promises.items()},
+    )
+
+
 def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
     """Write sweep.json, or `extend` it by new runs; return the sweep and the number of new runs."""
     sweep, old = merge_plan(folder, new, extend=extend)
+    sweep = replace(sweep, folder=os.path.abspath(folder))
     if sweep != old:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / PLAN, asdict(sweep))

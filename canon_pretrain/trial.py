@@ -15,9 +15,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,11 +51,18 @@ from canon_pretrain.new import (
     inspect_text,
     toml,
 )
-from canon_pretrain.playground import train_sweep, trainer_environment, visible_gpus
+from canon_pretrain.playground import (
+    read_failures,
+    train_sweep,
+    trainer_environment,
+    visible_gpus,
+)
 from canon_pretrain.report.comparison import compare_sides
 from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, ScoreKey
-from canon_pretrain.report.record import read_runs
+from canon_pretrain.report.race import DIVERGED
+from canon_pretrain.report.record import RunRecord, read_runs
+from canon_pretrain.report.speed import speed_sentence
 from canon_pretrain.report.verdicts import BETTER, WORSE, Options, held_out_difference
 from canon_pretrain.run.results import BITS, VALIDATION
 from canon_pretrain.stages import Stages
@@ -63,13 +70,15 @@ from canon_pretrain.sweep import make_sweep, write_plan
 
 RECORD, LOG = "try.json", "log.txt"
 SEEDS = ("0", "1")
-MODELS = {"none": "without Canon", "canon": "with Canon"}
+MODELS = {"without-canon": "without Canon", "canon": "with Canon"}
 """Name of a config and of its runs -> what it is called; the first one is the baseline."""
 
 NUM_RUNS = len(MODELS) * len(SEEDS)
 
-TRAINING_SHARE = 0.75
-"""Of the minutes that are left when training starts; the rest evaluates, compares and samples."""
+TRAINING_SHARE, OTHER_S = 0.75, 15.0
+"""The share of the time left when training starts, and the seconds that the other stages take at
+least: they build shards, evaluate, compare and sample."""
+MINUTES_HELP = "for all of it (default: %(default)s); less than 0.5 takes longer than asked"
 SAMPLE_TOKENS = 60
 SPLITS = ("train", "validation")
 CUT = "--max-document-bytes"
@@ -107,7 +116,11 @@ class Trial:
     def __init__(self, folder: Path, stages: Stages) -> None:
         self.folder, self.stages = folder, stages
         self.runs = folder / "runs"
-        self.configs = {model: folder / f"{model}.toml" for model in MODELS}
+        # earlier versions called the model without Canon "none"
+        is_old = (folder / "none.toml").exists()
+        names = ("none", "canon") if is_old else tuple(MODELS)
+        self.models = dict(zip(names, MODELS.values(), strict=True))
+        self.configs = {model: folder / f"{model}.toml" for model in self.models}
 
     def run(self, request: Request) -> None:
         """Go from the text to the verdict. Raises UserError, KeyboardInterrupt."""
@@ -118,12 +131,19 @@ class Trial:
             assert record is not None
 
         self._build(record)
-        self._train()
-        evaluation = ("eval", "run", "--suite", VALIDATION, "--checkpoint", *self._folders())
-        self.stages.run("score on held-out documents", *evaluation)
+        diverged = self._train()
+        finished = {
+            model: [run for run in run_names(model) if run not in diverged] for model in self.models
+        }
+        if names := sum(finished.values(), []):
+            folders = [self.runs / name for name in names]
+            # where the shards are now: the runs know where they were
+            words = ("--suite", VALIDATION, "--data", self.folder / "data")
+            evaluation = ("eval", "run", *words, "--checkpoint", *folders)
+            self.stages.run("score on held-out documents", *evaluation)
         self.stages.run("write the page", "eval", "report", self.runs, "--out", self.folder)
-        self._sample(record)
-        self._conclude(record)
+        self._sample(record, finished)
+        self._conclude(record, finished, diverged)
 
     # -- the plan
 
@@ -172,7 +192,7 @@ class Trial:
         rounds = math.ceil(NUM_RUNS / machine.parallel)
         total = 60 * request.minutes
         left = max(total - (time.monotonic() - start), total / 2)
-        chosen = choose(machine, found, TRAINING_SHARE * left / rounds)
+        chosen = choose(machine, found, training_seconds(left) / rounds)
 
         shards = str(self.folder / "data")
         record = Record(
@@ -185,7 +205,7 @@ class Trial:
         text = toml(self.folder.name, names, record.prompt, chosen, command="canon try")
         write_atomic(self.configs["canon"], text.encode())
         without = 'extends = "canon.toml"\n\n[model]\ncanon_set = ""\n'
-        write_atomic(self.configs["none"], without.encode())
+        write_atomic(self.configs["without-canon"], without.encode())
         write_json(self.folder / RECORD, asdict(record))
         print()
 
@@ -197,51 +217,114 @@ class Trial:
         if not all(manifest.exists() for manifest in manifests):
             self.stages.run("text to shards", "data", "build", *record.build)
 
-    def _train(self) -> None:
-        """Train all runs. Raises KeyboardInterrupt, UserError."""
+    def _train(self) -> set[str]:
+        """Train all runs; return the names of those that have diverged.
+
+        Raises KeyboardInterrupt; UserError if a run failed for another reason.
+        """
         configs = [str(path) for path in self.configs.values()]
         sweep = make_sweep(configs, (), SEEDS, "both", ())
         self.runs.mkdir(exist_ok=True)
         sweep, _ = write_plan(self.runs, sweep)
-        server = self.stages.server
-        train_sweep(sweep, self.runs, threads=threads_per_run(), server=server)
 
-    def _sample(self, record: Record) -> None:
+        # A run that has diverged would diverge again.
+        before = self._diverged()
+        left = replace(sweep, runs=[run for run in sweep.runs if run.name not in before])
+        try:
+            if left.runs:
+                server = self.stages.server
+                train_sweep(left, self.runs, threads=threads_per_run(), server=server)
+        except UserError as error:
+            others = read_failures(self.runs).keys() - self._diverged()
+            if error.code != "sweep.failed_runs" or others:
+                raise
+        return self._diverged()
+
+    def _diverged(self) -> set[str]:
+        """Return the names of the runs whose losses were not finite any more."""
+        return {name for name, reason in read_failures(self.runs).items() if DIVERGED in reason}
+
+    def _sample(self, record: Record, finished: Mapping[str, Sequence[str]]) -> None:
         """Print what a model of each kind writes after the same prompt."""
-        for model, about in MODELS.items():
-            run = self.runs / f"{model}-seed{SEEDS[0]}"
-            options = (f"--prompt={record.prompt}", "--max_tokens", SAMPLE_TOKENS, "--json")
-            output = self.stages.call("sample", run, *options)
+        for model, names in finished.items():
+            if not names:
+                continue
+            options = ("--tokenizer", self.folder / "data", "--max_tokens", SAMPLE_TOKENS, "--json")
+            prompt = f"--prompt={record.prompt}"
+            output = self.stages.call("sample", self.runs / names[0], prompt, *options)
             sample = json.loads(output.strip().splitlines()[-1])
             text = printable(record.prompt + sample["text"], keep="\n")
-            print(f"\n== a sample {about} (seed {SEEDS[0]})\n{text}")
+            print(f"\n== a sample {self.models[model]} ({names[0]})\n{text}")
 
-    def _conclude(self, record: Record) -> None:
-        """Print the losses, the verdict and the page, the last lines."""
-        runs, errors = read_runs(self._folders())
-        if errors:
-            raise errors[0]
-        sides = [[run for run in runs if run.label.startswith(f"{model}-")] for model in MODELS]
-        [row] = compare_sides(sides, Options(suites=[VALIDATION]))["pairs"]
+    def _conclude(
+        self, record: Record, finished: Mapping[str, Sequence[str]], diverged: Iterable[str]
+    ) -> None:
+        """Print the losses, the verdict and the page, the last lines.
+
+        Raises SystemExit with code 1 if a model has no run that finished.
+        """
+        sides = []
+        for names in finished.values():
+            runs, errors = read_runs([self.runs / name for name in names]) if names else ([], [])
+            if errors:
+                raise errors[0]
+            sides.append(runs)
 
         # The mean of each kind of model, and beside it every seed's: two seeds may differ much.
-        step = row["baseline_step"]
-        bigram = _value(full_results(runs[0], VALIDATION)[step], "bigram", BITS)
-        lines = [(bigram, "a bigram model of the same text")]
+        lines: dict[str, float] = {}
         for about, side in zip(MODELS.values(), sides, strict=True):
-            found = [full_results(run, VALIDATION)[step] for run in side]
+            found = [last_result(run) for run in side]
             losses = [_value(evaluation, VALIDATION, BITS) for evaluation in found]
-            seeds = ", ".join(f"{loss:.3f}" for loss in losses)
-            lines.append((math.fsum(losses) / len(losses), f"{about} (seeds: {seeds})"))
+            if losses:
+                lines["a bigram model of the same text"] = _value(found[0], "bigram", BITS)
+                seeds = ", ".join(f"{loss:.3f}" for loss in losses)
+                lines[f"{about} (seeds: {seeds})"] = math.fsum(losses) / len(losses)
+        if lines:
+            print(f"\nbits per byte of the held-out {record.documents}:")
+            for about, loss in sorted(lines.items(), key=lambda line: line[1]):
+                print(f"  {loss:.3f}  {about}")
 
-        print(f"\nbits per byte of the held-out {record.documents}:")
-        for loss, about in sorted(lines):
-            print(f"  {loss:.3f}  {about}")
-        print(f"\n{verdict(row, record.documents)}")
+        self._explain(sorted(diverged))
+        if all(sides):
+            compared = compare_sides(sides, Options(suites=[VALIDATION]))
+            [row] = compared["pairs"]
+            if sentence := speed_sentence(compared["speed"], "the model without Canon"):
+                print(f"\n{sentence}")
+            print(f"\n{verdict(row, record.documents)}")
+        else:
+            missing = " and ".join(
+                x for x, side in zip(MODELS.values(), sides, strict=True) if not side
+            )
+            print(f"\nNo verdict: no run {missing} has finished.")
         print(f"Page: {self.folder / 'index.html'}")
+        if not all(sides):
+            raise SystemExit(1)
 
-    def _folders(self) -> list[Path]:
-        return [self.runs / f"{model}-seed{seed}" for model in MODELS for seed in SEEDS]
+    def _explain(self, diverged: Sequence[str]) -> None:
+        """Say which runs have diverged, at which step, and how to train with a lower rate."""
+        if not diverged:
+            return
+
+        runs, _ = read_runs([self.runs / name for name in diverged])
+        print()
+        for run in runs:
+            step = "" if run.failure is None else f" after step {run.failure[0]:,}"
+            print(f"{run.label} has diverged{step}: it is left out.")
+        rates = {float(run.identity["optimizer.lr"]) for run in runs}
+        if rates:
+            configs = " ".join(str(path) for path in self.configs.values())
+            sweep, rate = self.folder / "lower-rate", min(rates)
+            plan = f"{sweep} --configs {configs} --lr {rate / 2:g} --seeds {' '.join(SEEDS)}"
+            print(
+                f"A learning rate below {rate:g} may help. To train both models with half of it: "
+                f"`canon sweep plan {plan}`, then `canon sweep run {sweep} NUMBER`, for 1 to "
+                f"{NUM_RUNS}"
+            )
+
+
+def run_names(model: str) -> list[str]:
+    """Return the names of a model's runs."""
+    return [f"{model}-seed{seed}" for seed in SEEDS]
 
 
 def _in_fork(function: Callable[[], None]) -> None:
@@ -282,6 +365,14 @@ def _in_fork(function: Callable[[], None]) -> None:
         raise SystemExit(code if code > 0 else 1)
 
 
+def last_result(run: RunRecord) -> Evaluation:
+    """Return the newest result on the held-out text at the last step. Raises UserError."""
+    found = full_results(run, VALIDATION)
+    if not found:
+        raise UserError("try.no_score", f"{run.label} has no result on its held-out text")
+    return found[max(found)]
+
+
 def _value(evaluation: Evaluation, task: str, metric: str) -> float:
     key = ScoreKey(VALIDATION, task, metric)
     value = evaluation.score(key)
@@ -290,13 +381,18 @@ def _value(evaluation: Evaluation, task: str, metric: str) -> float:
     return value
 
 
+def training_seconds(left: float) -> float:
+    """Return for how many of the seconds that are left to train, at least for a quarter."""
+    return max(min(TRAINING_SHARE * left, left - OTHER_S), left / 4)
+
+
 def threads_per_run() -> int:
     """Return the CPU threads of each run while all that fit train at once."""
     return max(1, available_cores() // NUM_RUNS)
 
 
 def verdict(row: dict[str, Any], documents: str = "documents") -> str:
-    """Return a sentence on the comparison `row` of held-out losses, Canon against none."""
+    """Return a sentence on the comparison `row` of held-out losses, with Canon against without."""
     sentence = f"With Canon: {held_out_difference(row, documents)}"
     if row["p"] is None:
         return f"{sentence}: not judged, {row['why']}."
@@ -327,7 +423,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("text", nargs="+", metavar="TEXT", help=FILES_HELP)
-    add("--minutes", type=_minutes, default=10.0, help="for all of it (default: %(default)s)")
+    add("--minutes", type=_minutes, default=10.0, help=MINUTES_HELP)
     add("--name", help="of the folder outputs/NAME (default: that of TEXT)")
     add_text_options(parser)
     with command():

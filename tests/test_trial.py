@@ -1,6 +1,7 @@
 """`canon try`: from a text to a verdict, in one command that continues after any interruption."""
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -13,12 +14,15 @@ import pytest
 from canon_pretrain import trial
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.new import Machine, check_name
+from canon_pretrain.playground import write_failures
 from canon_pretrain.report.comparison import compare_sides
 from canon_pretrain.report.record import read_runs
 from canon_pretrain.report.verdicts import BETTER, Options
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.status import StatusWriter
 from tests.commands import Command
 from tests.ranks import events, logged_step
+from tests.report_runs import evaluated, planted_run
 from tests.support import error_codes
 
 ROW = {
@@ -123,9 +127,16 @@ def test_a_trial_goes_on_after_any_end(text, tmp_path, monkeypatch, quick_machin
         code = process.wait(60)
         assert code == (-number if number == signal.SIGKILL else 130), printed(tmp_path)
 
-    process = attempt(tmp_path, *words)
-    assert process.wait(100) == 0, printed(tmp_path)
-    *_, sentence, page = printed(tmp_path).strip().splitlines()
+    # the project folder is moved
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for name in ("mytext", "outputs"):
+        (tmp_path / name).rename(moved / name)
+    folder = moved / "outputs/mytext"
+    runs = [folder / "runs" / path.name for path in runs]
+    process = attempt(moved, *words)
+    assert process.wait(100) == 0, printed(moved)
+    *_, sentence, page = printed(moved).strip().splitlines()
     assert sentence.startswith("With Canon: ") and page == "Page: outputs/mytext/index.html"
     assert (folder / "index.html").stat().st_size > 10_000
     for path in runs:
@@ -133,7 +144,10 @@ def test_a_trial_goes_on_after_any_end(text, tmp_path, monkeypatch, quick_machin
         assert RunFolder(path).done_file.exists() and steps == [*range(1, 1 + len(steps))]
 
     # the sentence is what `eval compare` finds, in other units
-    sides = [read_runs([path for path in runs if model in path.name])[0] for model in trial.MODELS]
+    sides = [
+        read_runs([folder / "runs" / name for name in trial.run_names(model)])[0]
+        for model in trial.MODELS
+    ]
     [row] = compare_sides(sides, Options())["pairs"]
     scores = sides[0][0].evaluations[0].results.scores["validation"]
     ratio = scores["bits_per_byte"].value / scores["nats_per_token"].value
@@ -144,6 +158,102 @@ def run(capsys, *words):
     with pytest.raises(SystemExit) as stop:
         trial.main([str(word) for word in words])
     return stop.value.code, capsys.readouterr().err
+
+
+def plant_trained(sweep, folder, diverged, losses):
+    """Plant the runs of a trial as `train_sweep` leaves them; those in `diverged` have failed."""
+    for planned in sweep.runs:
+        model, _, seed = planned.name.rpartition("-seed")
+        path, canon = folder / planned.name, "ABCD" * (model == "canon")
+        if planned.name in diverged:
+            run = planted_run(path, int(seed), model__canon_set=canon)
+            StatusWriter(run.status_file, steps=500, world_size=1).end("failed", "not finite", 17)
+            continue
+        evaluated(path, canon, losses[model] + 0.001 * int(seed), int(seed))
+        [results] = path.glob("evals/*/*/*/results.json")
+        content = json.loads(results.read_text())
+        scores = content["scores"]
+        nats = scores["validation"]["nats_per_token"]
+        scores["validation"]["bits_per_byte"] = nats | {"value": nats["value"] / 2}
+        scores["bigram"] = {"bits_per_byte": nats | {"value": 4.5}}
+        results.write_text(json.dumps(content))
+    if failures := {name: why for name, why in diverged.items() if name in sweep_names(sweep)}:
+        write_failures(folder, failures)
+        raise UserError("sweep.failed_runs", "some failed", failures=failures)
+
+
+def sweep_names(sweep):
+    return {run.name for run in sweep.runs}
+
+
+@pytest.fixture
+def planted(text, quick_machine, monkeypatch, tmp_path):
+    """Return a function that runs a trial whose runs are planted; it lists the trained runs."""
+    (tmp_path / "outputs").mkdir()
+    shards = tmp_path / "outputs/mytext/data"
+    monkeypatch.setattr(trial.Stages, "run", lambda *words: "")
+    monkeypatch.setattr(trial.Stages, "call", lambda *words: '{"text": "x"}')
+
+    def attempt(capsys, diverged):
+        trained = []
+
+        def train(sweep, folder, **options):
+            trained.extend(sweep_names(sweep))
+            plant_trained(sweep, folder, diverged, {"without-canon": 5.0, "canon": 4.8})
+
+        monkeypatch.setattr(trial, "train_sweep", train)
+        code = 0
+        try:
+            trial.main(["mytext", "--minutes", "1"])
+        except SystemExit as stop:
+            code = stop.code
+        return code, capsys.readouterr(), trained
+
+    assert not shards.exists()
+    return attempt
+
+
+NOT_FINITE = "exit code 2, error[train.not_finite]: loss not finite"
+
+
+def test_a_seed_that_diverged_is_left_out_and_named(planted, capsys):
+    """The others are compared; the same command does not train it again."""
+    diverged = {"canon-seed1": NOT_FINITE}
+    for number in range(2):
+        code, output, trained = planted(capsys, diverged)
+        assert code == 0 and len(trained) == 4 - number and ("canon-seed1" in trained) != number
+        *_, sentence, _ = output.out.strip().splitlines()
+        assert sentence.startswith("With Canon: ") and "2 and 1 seeds" in sentence.replace(
+            "1 and 2", "2 and 1"
+        )
+        assert re.search(r"canon-seed1 .* step 17", output.out) and "--lr 0.002" in output.out
+        shown = numbers(output.out)
+        assert {4.5, 2.5, 2.4} <= {round(number, 3) for number in shown}
+
+
+@pytest.mark.parametrize("models", [("canon",), ("canon", "without-canon")])
+def test_a_model_without_a_seed_has_no_verdict(models, planted, capsys):
+    diverged = {name: NOT_FINITE for model in models for name in trial.run_names(model)}
+    code, output, _ = planted(capsys, diverged)
+    assert code == 1 and "With Canon: " not in output.out
+    shown = {round(number, 3) for number in numbers(output.out)}
+    assert ({4.5, 2.5, 2.501} <= shown) == (len(models) == 1)
+    assert all(f"{name} " in output.out for name in diverged)
+
+
+def test_a_run_that_failed_otherwise_is_tried_again(planted, capsys):
+    failed = {"canon-seed0": NOT_FINITE, "canon-seed1": "exit code 1, OSError: disk full"}
+    code, output, _ = planted(capsys, failed)
+    assert (code, error_codes(output.err)) == (2, ["sweep.failed_runs"])
+    code, output, trained = planted(capsys, {})
+    assert code == 0 and "canon-seed1" in trained and "canon-seed0" not in trained
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds"), [(600, 450), (60, 45), (30, 15), (18, 4.5), (6, 1.5), (0.1, 0.025)]
+)
+def test_what_is_not_training_has_its_time(left, seconds):
+    assert trial.training_seconds(left) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +311,7 @@ def test_refusals_lose_nothing(text, tmp_path, capsys, quick_machine, monkeypatc
     assert run(capsys, "mytext", "--minutes", 3)[0] == 130
     folder = tmp_path / "outputs/mytext"
     plan = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert {"canon.toml", "none.toml", "try.json"} <= {*plan}
+    assert {"canon.toml", "without-canon.toml", "try.json"} <= {*plan}
     for words in (("--minutes", 4), ("--text-field", "a"), ("--text-suffixes", ".md")):
         status, err = run(capsys, "mytext", *words)
         assert (status, error_codes(err)) == (2, ["try.other"])

@@ -386,6 +386,7 @@ def write_page(plan: BoardPlan, now: datetime) -> list[str]:
     from canon_pretrain.report import board_tables, eval_report  # plotly takes a while to import
 
     content = board_content(plan, now)
-    eval_report.write_report(plan.folder, PAGE, content, "board", board=board_tables)
+    labels = {"entry": board_tables.architectures(content)}
+    eval_report.write_report(plan.folder, PAGE, content, labels, "board", board=board_tables)
     found = [*board_tables.errors(content), *board_tables.headline(content)]
     return [*found, f"report: {(plan.folder / PAGE).resolve()}"]

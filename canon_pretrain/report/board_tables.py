@@ -26,6 +26,7 @@ VERSIONS = ("torch", "torchtitan", "python", "hosts", "platforms")
 STATES = ("failed", "damaged", "dead", "hung", "stopped", "unknown")
 SHOWN_RUNS = 1000
 NAMED = 4  # cells in a sentence
+CLAIM_VERDICTS = {"seen": "✓ confirmed", "not seen": "not confirmed", "open": "not decided yet"}
 
 
 def headline(content: Content) -> list[str]:
@@ -37,9 +38,12 @@ def headline(content: Content) -> list[str]:
     if claims:
         seen = [f"{x['better']} over {x['worse']} on {x['task']}" for x in claims if is_seen(x)]
         waits = sum(x["verdict"] == "open" for x in claims)
-        text = f"{len(seen)} of {len(claims)} planned claims are seen"
-        text += f", {waits} open" if waits else ""
-        found.append(f"{text}: {'; '.join(seen)}." if 0 < len(seen) <= NAMED else f"{text}.")
+        differences = (
+            "1 planned difference" if len(claims) == 1 else f"{len(claims)} planned differences"
+        )
+        text = f"This board compares {differences}: {len(seen)} confirmed"
+        text += f", {waits} not decided yet" if waits else ""
+        found.append(f"{text} ({'; '.join(seen)})." if 0 < len(seen) <= NAMED else f"{text}.")
     winners: dict[str, list[str]] = {}
     for task in content["tasks"]:
         for arm in _winners(content, task["task"]):
@@ -195,9 +199,9 @@ def claims(content: Content) -> Table:
         early = "" if x["step"] is None else f"by the race, at step {x['step']:,}"
         chip = "best" if is_seen(x) else ""
         numbers = [signed(x["difference"]), p_value(x["p"]), p_value(x["p_holm"])]
-        verdict = make_cell(f"{'✓ ' * is_seen(x)}{x['verdict']}", early, chip=chip)
+        verdict = make_cell(CLAIM_VERDICTS[x["verdict"]], early, chip=chip)
         rows.append([verdict, x["task"], make_cell(x["better"], margin), x["worse"], *numbers])
-    columns = ["verdict", "task", "claimed better", "than", "difference", "p", "p (Holm)"]
+    columns = ["verdict", "task", "expected better", "than", "difference", "p", "p (Holm)"]
     return make_table(columns, rows, "claims", text=4)
 
 
@@ -323,8 +327,7 @@ def differences(content: Content) -> Table:
         numbers = [signed(x["difference"]), interval, p_value(x["p"]), p_value(x["p_holm"])]
         rows.append([x["task"], x["a"], x["b"], better, *numbers])
     columns = ["task", "a", "b", "better", "a minus b", "95 % interval", "p", "p (Holm)"]
-    filters = [{"task": x["task"]} for x in content["differences"]]
-    return make_table(columns, rows, "pairs", text=4, filters=filters)
+    return make_table(columns, rows, "pairs", text=4, filters=["task"])
 
 
 def data(content: Content) -> Table:

@@ -141,7 +141,7 @@ def _architecture(args: ModelArgs) -> Iterator[Row]:
 def _canon(args: ModelArgs) -> str:
     """Return the Canon set in words (Physics of Language Models, part 4.1)."""
     if not args.canon_set:
-        return "none"
+        return "no Canon"
     what = {
         f"over {args.canon_kernel} tokens": True,
         "plus their input": args.canon_residual,

@@ -34,6 +34,7 @@ from canon_pretrain.report.sections import (
     rounded,
     signed,
 )
+from canon_pretrain.report.speed import speed_ratio, speed_sentence
 from canon_pretrain.report.verdicts import Comparator, Options, Row
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import BITS, VALIDATION
@@ -303,6 +304,7 @@ def compare_sides(
     return {
         **{name.lower(): [run.label for run in side] for name, side in sides},
         "held_out": verdicts.held_out_summary(rows, refused, pair) if is_asked else None,
+        "speed": speed_ratio(sides[0][1], sides[1][1]),
         "family": family(rows),
         "pairs": rows,
         "refused": refused,
@@ -350,6 +352,8 @@ def _print(content: Row) -> None:
 
     if content["held_out"]:
         show(content["held_out"], style="bold")
+    if sentence := speed_sentence(content["speed"], "A"):
+        show(sentence)
     names = [*COLUMNS][: None if console.width >= 120 else NARROW_COLUMNS]
     show(*(f"{name.upper()}: {', '.join(content[name])}" for name in ("a", "b")))
     for suite in dict.fromkeys(row["suite"] for row in content["pairs"]):

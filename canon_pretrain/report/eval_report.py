@@ -45,7 +45,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE_MODULES: dict[str, Any] = {"tables": sections, "figures": figures}
 LAUNCH_FIELDS = ("world_size", "torch", "torchtitan")
 FIGURE_KINDS: tuple[picture.Format, ...] = ("svg", "pdf")
-SHOWN_SAMPLES = 20  # steps per prompt
+SHOWN_SAMPLES, ALL_SAMPLES = 20, 250  # steps per prompt, and texts of all prompts and runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def execute(arguments: argparse.Namespace) -> None:
     content["warnings"] += [f"{error}; it is left out." for error in errors]
     first, *more = arguments.runs
     folder = arguments.out or Path("report" if more else first / "report")
-    write_report(folder, "index.html", content)
+    write_report(folder, "index.html", content, figures.labels_of(content))
     if content["held_out"]:
         panel = figures.held_out_panel(content["held_out"])
         for kind in FIGURE_KINDS:
@@ -86,15 +86,23 @@ def execute(arguments: argparse.Namespace) -> None:
 
 
 def write_report(
-    folder: Path, name: str, content: Content, kind: str = "report", **modules: Any
+    folder: Path,
+    name: str,
+    content: Content,
+    labels: Mapping[str, Sequence[str]],
+    kind: str = "report",
+    **modules: Any,
 ) -> None:
-    """Write report.json, report.md and the page `name`, by the template KIND.body.jinja."""
+    """Write report.json, report.md and the page `name`, by the template KIND.body.jinja.
+
+    `labels` are the names of what the figures draw, as in figures.labels_of().
+    """
     values = {"content": content, "kind": kind, **TEMPLATE_MODULES, **modules}
     folder.mkdir(parents=True, exist_ok=True)
     stored = json.dumps(json_value(content), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(folder / "report.json", stored.encode())
     write_atomic(folder / "report.md", markdown_page(values).encode())
-    page.write_page(folder / name, TEMPLATES, "report", {}, **values)
+    page.write_page(folder / name, TEMPLATES, "report", {"labels": labels}, **values)
 
 
 def markdown_page(values: Content) -> str:
@@ -230,10 +238,12 @@ def _run_content(run: RunRecord) -> dict[str, Any]:
 def _samples_content(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Return by prompt the steps at which runs were sampled, the last one always, and texts."""
     shown = []
-    for prompt in dict.fromkeys(prompt for run in runs for prompt in run.samples):
+    prompts = dict.fromkeys(prompt for run in runs for prompt in run.samples)
+    most = min(SHOWN_SAMPLES, max(2, ALL_SAMPLES // max(1, len(runs) * len(prompts))))
+    for prompt in prompts:
         texts = [run.samples.get(prompt, {}) for run in runs]
         steps = sorted({step for by_step in texts for step in by_step}, reverse=True)
-        kept = steps[:: -(-len(steps) // SHOWN_SAMPLES)]
+        kept = steps[:: -(-len(steps) // most)]
         rows = [
             {"step": step, "cells": [{"text": x[step]} if step in x else None for x in texts]}
             for step in reversed(kept)

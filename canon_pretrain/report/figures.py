@@ -1,7 +1,7 @@
 """The figures of a report: their content as JSON, unrounded, and the plotly figures.
 
-`meta` of a trace names its run ("run 3") or architecture ("entry 0"), whose color the page adds. No
-torch.
+`of` and `number` of a trace name its run ("run", 3) or architecture ("entry", 0), whose name and
+color the page adds. No torch.
 """
 
 import math
@@ -25,8 +25,8 @@ from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Results
 
-MAX_SEGMENTS, ALL_SEGMENTS = 1333, 13_333  # per line and of all lines, so that a page opens fast
-LATE_SEGMENTS, FEWEST_LATE = 100, 8  # points of a smoothed line
+MAX_SEGMENTS, ALL_SEGMENTS = 1333, 6_000  # per line and of all lines, so that a page opens fast
+LATE_SEGMENTS, ALL_LATE, FEWEST_LATE = 100, 2_000, 8  # points of a smoothed line, and of all
 FEWEST_PER_SEGMENT = 5  # logged steps that a point averages
 
 REPORT_CHARTS = [
@@ -81,7 +81,7 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
     half = max((rows[0].max() for rows in logged.values() if rows.size), default=0) / 2
     points = {x: rows[:, (rows[0] > half) & np.isfinite(rows[1])] for x, rows in logged.items()}
     longest = max(rows.shape[1] for rows in points.values())
-    count = min(LATE_SEGMENTS, longest // FEWEST_PER_SEGMENT)
+    count = min(LATE_SEGMENTS, ALL_LATE // len(runs), longest // FEWEST_PER_SEGMENT)
     if count < FEWEST_LATE:
         return []
     edges = np.linspace(half, 2 * half, count + 1)
@@ -309,21 +309,62 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[Json]:
     return panels
 
 
-def _trace(of: str, labels: Sequence[str], label: str, x: Any, y: Any, **more: Any) -> Json:
+def _trace(
+    of: str, labels: Sequence[str], label: str, y: Any, *, form: str = "", **more: Any
+) -> Json:
+    """Return a trace of the run or architecture `label`; y is rounded as `form` shows it."""
     few = len(y) <= FEW_POINTS or None in y  # a value between two gaps needs a marker
-    mode, meta = "lines+markers" if few else "lines", f"{of} {labels.index(label)}"
+    mode = "lines+markers" if few else "lines"
     numbers = rounded(np.array(y, float))
-    return {"mode": mode, "name": label, "meta": meta, "x": x, "y": numbers, **more}
+    if form:
+        numbers = [None if x is None else _shortest(format(x, form)) for x in numbers]
+    return {"mode": mode, "of": of, "number": labels.index(label), "y": numbers, **more}
+
+
+def _shortest(text: str) -> float | int:
+    number = float(text)
+    return int(number) if number.is_integer() else number
+
+
+def _over_steps(steps: Sequence[int], tokens: Sequence[int]) -> Json:
+    """Return both as differences, which are short; tokens as a multiple of steps, if they are."""
+    per_step = tokens[0] / steps[0] if steps and steps[0] else 0
+    differences = {"steps": _differences(steps)}
+    if per_step and all(at == per_step * step for step, at in zip(steps, tokens, strict=True)):
+        return {**differences, "tokens_per_step": per_step}
+    return {**differences, "tokens": _differences(tokens)}
+
+
+def _differences(values: Sequence[int]) -> list[int]:
+    return np.diff(values, prepend=0).tolist()
 
 
 def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = False) -> Json:
+    """Return a figure as report.js draws it: what all traces share is there once, as `shared`."""
+    first, *others = traces or [{}]
+    shared = {
+        name: value
+        for name, value in first.items()
+        if all(name in x and x[name] == value for x in others)
+    }
+    own = [{name: value for name, value in trace.items() if name not in shared} for trace in traces]
     template = f"%{{fullData.name}}: {hover}<extra></extra>"  # once for all traces
     layout = {
         "xaxis": {"title": {"text": over, "standoff": 4}, "exponentformat": "B"},
         "yaxis": {"type": "log" if log_scale else "linear", "exponentformat": "B"},
         "template": {"data": {"scatter": [{"hovertemplate": template}]}},
     }
-    return {"data": traces, "layout": layout}
+    return {"data": own, "shared": shared, "layout": layout}
+
+
+def labels_of(content: Content) -> dict[str, list[str]]:
+    """Return the names of what the figures of a report show, by `of` of a trace."""
+    runs = [run["label"] for run in content["runs"]]
+    return {
+        "run": runs,
+        "entry": [each["label"] for each in content["comparison"]["architectures"]],
+        "published": [*runs, *(content["published"] or {}).get("families", ())],
+    }
 
 
 def draw_curves(curves: Sequence[Content], labels: Sequence[str]) -> list[Plot]:
@@ -331,9 +372,14 @@ def draw_curves(curves: Sequence[Content], labels: Sequence[str]) -> list[Plot]:
     for curve in curves:
         traces, at = [], ""
         for line in curve["lines"]:
-            x, y, steps = line["tokens"], line["values"], line.get("steps")
-            at = ", step %{customdata:,d}" if steps else at
-            traces.append(_trace("run", labels, line["run"], x, y, customdata=steps))
+            values = line["values"]
+            if "steps" in line:
+                at = ", step %{customdata:,d}"
+                places = _over_steps(line["steps"], line["tokens"])
+                form = curve["form"].replace(",", "")
+                traces.append(_trace("run", labels, line["run"], values, form=form, **places))
+            else:
+                traces.append(_trace("run", labels, line["run"], values, x=line["tokens"]))
         hover = f"<b>%{{y:{curve['form']}}}</b>{at}"
         figure = _figure(traces, "tokens", hover, log_scale=curve["log_scale"])
         drawn.append((curve["title"], "", figure))
@@ -353,19 +399,23 @@ def draw_scores(
             points = line["points"]
             # a string is the name of a value that is not finite
             kept = [[None if isinstance(p[x], str) else p[x] for p in points] for x in SCORE_FIELDS]
-            text = []
+            errors, abouts = list[str](), list[str]()
             for point in points:
                 _, error, items = parts(point)
                 cut = "" if point["limit"] is None else "<br>trial of the first items"
-                text.append(f"{error}<br>step {point['step']:,}, {items}{cut}")
-            symbols = ["circle" if point["limit"] is None else "circle-open" for point in points]
-            more: Json = {"text": text, "mode": "lines+markers", "marker": {"symbol": symbols}}
+                errors.append(error)
+                abouts.append(f"step {point['step']:,}, {items}{cut}")
+            more: Json = {"text": errors, "customdata": abouts, "mode": "lines+markers"}
+            if any(point["limit"] is not None for point in points):
+                symbols = ["circle" if x["limit"] is None else "circle-open" for x in points]
+                more["marker"] = {"symbol": symbols}
             if len(labels) <= MAX_BARS:
                 bars = rounded(np.nan_to_num(np.array(kept[1], float)))
                 more["error_y"] = {"array": bars, "visible": True}
-            x = [point[over] for point in points]
-            traces.append(_trace("run", labels, line["run"], x, kept[0], **more))
-        plot = (curve["task"], curve["metric"], _figure(traces, over, "<b>%{y:,.4f}</b> %{text}"))
+            more["x"] = [point[over] for point in points]
+            traces.append(_trace("run", labels, line["run"], kept[0], form=".4f", **more))
+        hover = "<b>%{y:,.4f}</b> %{text}<br>%{customdata}"
+        plot = (curve["task"], curve["metric"], _figure(traces, over, hover))
         drawn.setdefault(curve["suite"], []).append(plot)
     return drawn
 
@@ -376,13 +426,11 @@ def draw_published(shown: Content, labels: Sequence[str]) -> list[Plot]:
     for plot in shown["plots"]:
         traces = []
         for line in plot["lines"]:
-            more = {"name": line["model"], "mode": "lines"}
-            x, y = line["tokens"], line["values"]
-            traces.append(_trace("published", names, line["family"], x, y, **more))
+            more: Json = {"name": line["model"], "mode": "lines", "x": line["tokens"]}
+            traces.append(_trace("published", names, line["family"], line["values"], **more))
         for line in plot["own"]:
-            more = {"mode": "lines+markers", "line": {"width": 3}}
-            x, y = line["tokens"], line["values"]
-            traces.append(_trace("published", names, line["run"], x, y, **more))
+            more = {"mode": "lines+markers", "line": {"width": 3}, "x": line["tokens"]}
+            traces.append(_trace("published", names, line["run"], line["values"], **more))
         figure = _figure(traces, "tokens", "<b>%{y:,.4f}</b> at %{x:.4s} tokens")
         figure["layout"] |= {"hovermode": "closest"}
         figure["layout"]["xaxis"] |= {"type": "log"}
@@ -409,9 +457,10 @@ def draw_means(
             more["error_y"] = bars
         elif max(line["n"]) > 1:
             around, ends = [*places, *reversed(places)], np.concatenate([high, low[::-1]])
-            style = {"fill": "toself", "line": {"width": 0}, "hoverinfo": "skip", "mode": "lines"}
-            areas.append(_trace("entry", labels, line["label"], around, ends, **style))
-        traces.append(_trace("entry", labels, line["label"], places, line["values"], **more))
+            style: Json = {"fill": "toself", "line": {"width": 0}, "hoverinfo": "skip"}
+            style["mode"] = "lines"
+            areas.append(_trace("entry", labels, line["label"], ends, x=around, **style))
+        traces.append(_trace("entry", labels, line["label"], line["values"], x=places, **more))
     return _figure([*areas, *traces], over, "<b>%{y:.4f}</b>, %{text} run(s)")
 
 

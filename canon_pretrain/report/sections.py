@@ -23,6 +23,8 @@ EVERY_RUN_TITLE = "Every run"
 Table = dict[str, Any]
 Content = Mapping[str, Any]
 Cell = str | dict[str, str]
+Column = str | tuple[str, str]  # title, and its small print
+ScoreRow = tuple[Content, list[Cell]]  # a score, and what the table shows of it
 
 
 def number(value: float | None, decimals: int = 4) -> str:
@@ -139,29 +141,40 @@ def make_cell(text: str, *small: object, error: str = "", chip: str = "", heat: 
 
 
 def make_table(
-    columns: Sequence[str | tuple[str, str]],
+    columns: Sequence[Column],
     rows: Sequence[Sequence[Cell]],
     name: str = "",
     *,
     text: int = 1,
     shown: int | None = None,
     more: str = "",
-    filters: Sequence[Mapping[str, str]] = (),
+    filters: Sequence[str] = (),
 ) -> Table:
     """Return a table of (name, small print) columns, the first `text` of them text.
 
     A table with a `name` can be sorted; `more` labels the control that shows the columns after the
-    first `shown`; `filters` are per row.
+    first `shown`; `filters` are the columns by whose values rows can be chosen.
     """
-    heads = []
-    for k, column in enumerate(columns):
-        title, small = (column, "") if isinstance(column, str) else column
-        css = "" if k < text else "num" if shown is None or k < shown else "num more"
-        heads.append({"text": title, "small": small, "css": css})
-    data = filters or [{}] * len(rows)
-    options = {key: sorted({row[key] for row in filters}) for key in (filters or [{}])[0]}
-    table = {"id": name, "columns": heads, "options": options, "more": more}
-    return {**table, "rows": list(zip(rows, data, strict=True))}
+    titled = [(column, "") if isinstance(column, str) else column for column in columns]
+    titles = [title for title, _ in titled]
+    options = []
+    for column in filters:
+        at = titles.index(column)
+        values = {cell if isinstance(cell, str) else cell["text"] for cell in column_of(rows, at)}
+        options.append({"name": column, "column": at, "values": sorted(values)})
+    return {
+        "id": name,
+        "columns": [{"text": title, "small": small} for title, small in titled],
+        "num_text": min(text, len(titled)),
+        "num_shown": shown if more else None,
+        "options": options,
+        "more": more,
+        "rows": rows,
+    }
+
+
+def column_of(rows: Sequence[Sequence[Cell]], at: int) -> list[Cell]:
+    return [row[at] for row in rows]
 
 
 def held_out(shown: Content) -> Table:
@@ -210,7 +223,11 @@ def reasons(comparison: Content) -> Table:
 PAIR_COLUMNS: dict[str, Callable[[Content], Cell]] = {
     "task": lambda x: make_cell(x["task"], x["metric"], _step_note(x["step"], x["suite_step"])),
     "architecture": lambda x: x["architecture"],
-    "verdict": lambda x: make_cell(x["verdict"], x["uninformative"], chip=x["verdict"]),
+    "verdict": lambda x: make_cell(
+        x["verdict"],
+        x["uninformative"],
+        chip=x["verdict"] if x["verdict"] in (BETTER, WORSE) else "",
+    ),
     "difference": lambda x: signed(x["difference"]),
     "95 % CI (Holm)": lambda x: interval(x["ci"]),
     "p (Holm)": lambda x: p_value(x["p_holm"]),
@@ -273,7 +290,7 @@ def pairs(comparison: Content) -> Table:
     columns = [name for name in known if name in short or not is_long]
 
     rows = [[cells[name][k] for name in columns] for k in range(len(found))]
-    filters = [{name: x[name] for name in ("suite", "verdict", "architecture")} for x in found]
+    filters = [name for name in ("suite", "verdict", "architecture") if name in columns]
     return make_table(
         columns,
         rows,
@@ -292,21 +309,19 @@ def scores(content: Content) -> list[tuple[str, Table]]:
     if decides:
         known = [("decision accuracy", f"published, at {decides['size']}")]
     share = {(x["task"], x["metric"]): x["decision_accuracy"] for x in comparison["scores"]}
-    found: list[tuple[str, list[str], list[tuple[Content, list[Cell]]]]] = []
-    titles = {"chosen": CHOSEN_TITLE} | ({"best": BEST_TITLE} if len(runs) > 1 else {})
-    for kind, title in titles.items():
-        lines = []
-        for row in comparison["scores"]:
-            cells = {cell["architecture"]: cell for cell in row["cells"] if cell[kind]}
-            lines.append((row, [_score_cell(row, cells.get(label), kind) for label in labels]))
-        found.append((title, labels, lines))
-    every: list[tuple[Content, list[Cell]]] = [
-        (row, [score_parts(by_run(suite, row).get(run))[0] for run in runs])
-        for suite in content["suites"]
-        for row in suite["rows"]
-        if row["primary"] and suite["suite"] != VALIDATION
-    ]
-    found += [(EVERY_RUN_TITLE, runs, every)] if len(runs) > len(labels) else []
+    found: list[tuple[str, list[Column], list[ScoreRow]]] = []
+    for kind, title in (("chosen", CHOSEN_TITLE), ("best", BEST_TITLE)):
+        heads, lines, most = _by_architecture(comparison["scores"], labels, kind)
+        if kind == "chosen" or most > 1:  # the best of one run is that run
+            found.append((title, heads, lines))
+    if len(runs) > len(labels):
+        every: list[ScoreRow] = [
+            (row, [score_parts(by_run(suite, row).get(run))[0] for run in runs])
+            for suite in content["suites"]
+            for row in suite["rows"]
+            if row["primary"] and suite["suite"] != VALIDATION
+        ]
+        found.append((EVERY_RUN_TITLE, [*runs], every))
     anchors = content["anchors"] or {"models": [], "rows": []}
     published = {(row["task"], row["metric"]): row["values"] for row in anchors["rows"]}
     beside, nothing = [(x, "published") for x in anchors["models"]], [None] * len(anchors["models"])
@@ -320,22 +335,51 @@ def scores(content: Content) -> list[tuple[str, Table]]:
             for row, cells in lines
         ]
         name = title.split()[0].lower()
-        columns: list[str | tuple[str, str]] = ["task", *names, *known, *beside]
+        columns: list[Column] = ["task", *names, *known, *beside]
         shown = 1 + len(names) + len(known)
         tables.append((title, make_table(columns, rows, name, shown=shown, more=more)))
     return tables
 
 
-def _score_cell(row: Content, cell: Content | None, kind: str) -> Cell:
+def _by_architecture(
+    scores: Sequence[Content], labels: Sequence[str], kind: str
+) -> tuple[list[Column], list[ScoreRow], int]:
+    """Return the columns of architectures, the rows, and the largest number of runs of a cell.
+
+    A number of runs that a whole column shares is said once, at its head.
+    """
+    rows: list[ScoreRow] = [(row, []) for row in scores]
+    heads: list[Column] = []
+    most = 0
+    for label in labels:
+        cells = [
+            next((x for x in row["cells"] if x["architecture"] == label and x[kind]), None)
+            for row in scores
+        ]
+        counts = {cell[kind]["num_runs"] for cell in cells if cell}
+        most = max(most, *counts, 0)
+        is_shared = len(counts) == 1
+        heads.append((label, _num_runs(kind, *counts)) if is_shared else label)
+        for (row, shown), cell in zip(rows, cells, strict=True):
+            shown.append(_score_cell(row, cell, kind, says_count=not is_shared))
+    return heads, rows, most
+
+
+def _num_runs(kind: str, count: int) -> str:
+    return f"{count} run(s)" if kind == "chosen" else f"best of {count}"
+
+
+def _score_cell(row: Content, cell: Content | None, kind: str, *, says_count: bool) -> Cell:
     if cell is None:
         return MISSING
     shown, at = cell[kind], _step_note(cell["step"], row["suite_step"])
     count = shown["num_runs"]
+    of = _num_runs(kind, count) if says_count else ""
     if kind == "chosen":
         error = "" if shown["stderr"] is None else f"± {rounded(shown['stderr'])}"
-        return make_cell(rounded(shown["value"]), error, f"{count} run(s)", at)
+        return make_cell(rounded(shown["value"]), error, of, at)
     bias = f"biased by about {rounded(shown['bias'])}" if shown["bias"] and count > 1 else ""
-    return make_cell(rounded(shown["value"]), f"best of {count}", bias, at)
+    return make_cell(rounded(shown["value"]), of, bias, at)
 
 
 def published(shown: Content) -> Table:
@@ -350,15 +394,14 @@ def published(shown: Content) -> Table:
         ]
         rows.append([model["name"], model["size"], number(model["tokens"], 0), *cells])
     columns = ["model", "size", "tokens", *shown["tasks"]]
-    filters = [{"size": model["size"]} for model in shown["models"]]
-    return make_table(columns, rows, "published", text=2, filters=filters)
+    return make_table(columns, rows, "published", text=2, filters=["size"])
 
 
 def architectures(comparison: Content) -> Table:
     rows: list[list[Cell]] = []
     for each in comparison["architectures"]:
         settings = each["settings"].items()
-        differs = _join(*(f"{x.removeprefix('model.')} {y or 'none'}" for x, y in settings))
+        differs = _join(*(_setting(name, value) for name, value in settings))
         is_chosen = any(recipe["chosen"] for recipe in each["recipes"])
         for recipe in each["recipes"]:
             why = each["choice"] if recipe["chosen"] or not is_chosen else ""
@@ -367,6 +410,12 @@ def architectures(comparison: Content) -> Table:
             rows.append([each["label"], differs, why, rate, runs, loss])
     columns = ["architecture", "settings", "chosen", "learning rate", "runs", "validation loss"]
     return make_table(columns, rows, "architectures", text=3)
+
+
+def _setting(name: str, value: Any) -> str:
+    if name == "model.canon_set" and not value:
+        return "no Canon"
+    return f"{name.removeprefix('model.')} {value or 'none'}"
 
 
 def over_length(panel: Content) -> Table:
@@ -427,10 +476,16 @@ def suite(shown: Content) -> Table:
         columns.append((each["run"], _join(_step_note(each["step"]), cut)))
     rows: list[list[Cell]] = []
     for row in shown["rows"]:
-        cells = [make_cell(row["task"], row["metric"])]
-        for scored, at in zip(row["cells"], shown["columns"], strict=True):
-            value, error, items = score_parts(scored)
+        # A number of items that all runs share is said once.
+        parts = [score_parts(scored) for scored in row["cells"]]
+        known = {items for scored, (_, _, items) in zip(row["cells"], parts, strict=True) if scored}
+        shared = known.pop() if len(known) == 1 and len(parts) > 1 else ""
+        cells: list[Cell] = [make_cell(row["task"], row["metric"], shared)]
+
+        for scored, at, (value, error, items) in zip(
+            row["cells"], shown["columns"], parts, strict=True
+        ):
             other = _step_note(at["step"], shown["suite_step"]) if scored else ""
-            cells.append(make_cell(value, items, other, error=error))
+            cells.append(make_cell(value, "" if shared else items, other, error=error))
         rows.append(cells)
     return make_table(["task", *columns], rows, f"suite-{shown['suite']}")

@@ -109,7 +109,7 @@ class _RunReader:
             for name in ("step", "skipped_steps")
         )
         steps = beat.get("steps") or self._setting("training", "steps")
-        pace = beat.get("seconds_per_step") or last.get("seconds_per_step")
+        pace = beat.get("seconds_per_step")  # of this launch; the log's last step may be older
         launches = counts.launches if counts else beat.get("launches")
         state, reason = self._state()
         eta_s = max(steps - step, 0) * pace if None not in (step, steps, pace) else None

@@ -132,12 +132,17 @@ def launch_numbers(folder: RunFolder) -> list[int]:
 
 def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
     """Return launch.json of the newest launch with a readable record; None if there is none."""
-    for number in reversed(launch_numbers(folder)):
-        path = folder.launch_path(number) / "launch.json"
-        with contextlib.suppress(UnreadableFile), files.parsing(path):
-            record = files.read_json(path, finite=False)
-            if int(record["launch"]) >= 0 and record["run_id"]:
-                return record
+    records = (read_launch(folder, number) for number in reversed(launch_numbers(folder)))
+    return next((record for record in records if record is not None), None)
+
+
+def read_launch(folder: RunFolder, number: int) -> dict[str, Any] | None:
+    """Return launch.json of a launch; None if it has no readable record."""
+    path = folder.launch_path(number) / "launch.json"
+    with contextlib.suppress(UnreadableFile), files.parsing(path):
+        record = files.read_json(path, finite=False)
+        if int(record["launch"]) >= 0 and record["run_id"]:
+            return dict(record)
     return None
 
 

@@ -82,6 +82,44 @@ def test_a_run_is_trained_with_its_own_values(seed_of, init, data, tmp_path, cap
     assert (job.job.description, job.data.path) == (odd, "/d")
 
 
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_sweep_moves_with_its_configs(is_copied, tmp_path, capsys):
+    """As a project folder does; a run that has started is continued by the same command."""
+    one = config(tmp_path / "before/a.toml")
+    words = ("--configs", one, DEBUG, "--seeds", "0", "1")
+    made = planned(tmp_path / "before/s", *words)
+    plant_planned_run(
+        tmp_path / "before/s", made, made.runs[0], [launch_event("start"), step(1, 5)]
+    )
+    now = tmp_path / "now"
+    if is_copied:
+        shutil.copytree(tmp_path / "before", now)
+    else:
+        (tmp_path / "before").rename(now)
+
+    moved = read_sweep(now / "s")
+    paths = [str(now / "a.toml"), DEBUG]
+    assert list(moved.configs) == paths and list(moved.configs.values()) == [*made.configs.values()]
+    assert [run.config for run in moved.runs] == [x for x in paths for _ in range(2)]
+    assert launch_of(now / "s", 1, capsys)[0] == paths[0]
+    again = planned(now / "s", "--configs", *paths, "--seeds", "0", "1")
+    assert again == replace(moved, folder=str(now / "s"))
+    assert again.other_plan(again.runs[0], now / "s") is None
+    (tmp_path / "far").mkdir()
+    (now / "s").rename(tmp_path / "far/s")  # without its configs, which are where they were
+    there = planned(tmp_path / "far/s", "--configs", *paths, "--seeds", "0", "1")
+    assert list(there.configs) == paths
+
+
+def test_a_plan_of_an_earlier_version_has_no_folder(tmp_path):
+    made = planned(tmp_path / "s", "--configs", DEBUG, "--seeds", "0")
+    content = json.loads((tmp_path / "s" / PLAN).read_text())
+    assert content.pop("folder") == str(tmp_path / "s")
+    write_json(tmp_path / "s" / PLAN, content)
+    assert read_sweep(tmp_path / "s") == replace(made, folder="")
+    assert planned(tmp_path / "s", "--configs", DEBUG, "--seeds", "0") == made
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [

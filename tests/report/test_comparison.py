@@ -539,7 +539,7 @@ def test_tables_show_the_step_of_the_verdict(tmp_path):
     page = Page(report(paths, tmp_path / "out"))
     boolq = [" ".join(row) for row in page.rows if row[0].startswith("boolq acc")]
     marked = [row for row in boolq if "step 20" in row]
-    assert len(marked) == 4  # differences, chosen rate, best, suite
+    assert len(marked) == 3  # differences, scores, suite
     assert not any("step 40" in row for row in marked)
 
 

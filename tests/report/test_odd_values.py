@@ -21,6 +21,7 @@ from canon_pretrain.report.diff import compare, describe
 from canon_pretrain.report.eval_report import report_content, write_report
 from canon_pretrain.report.export import TensorBoardTarget
 from canon_pretrain.report.export import copy as export
+from canon_pretrain.report.figures import labels_of
 from canon_pretrain.report.plot import page_content, write_page
 from canon_pretrain.report.record import RunRecord, read_runs
 from canon_pretrain.report.status import overview, summarize_run
@@ -253,7 +254,8 @@ class TestViews:
         assert {error.code for error in errors} <= {"file.unreadable", "run.not_a_run"}
         write_page(tmp_path / "plot.html", page_content(kept))
         compared = comparison_content(kept)
-        write_report(tmp_path, "index.html", report_content(kept, compared))
+        found = report_content(kept, compared)
+        write_report(tmp_path, "index.html", found, labels_of(found))
 
     @pytest.mark.parametrize("runs", OF_ONE, indirect=True)
     def test_of_one_run(self, runs, tmp_path, monkeypatch):

@@ -16,7 +16,16 @@ from canon_pretrain.checkpoint.retention import hold_step
 from canon_pretrain.report.status import JSON_KEYS, find_runs, summarize_run, summarize_runs
 from canon_pretrain.run.results import Score
 from tests.checkpoint_folders import make_step
-from tests.report_runs import NOW, launch, plant_results, plant_run, run_command, step, training_run
+from tests.report_runs import (
+    NOW,
+    launch,
+    plant_results,
+    plant_run,
+    plant_status,
+    run_command,
+    step,
+    training_run,
+)
 from tests.support import ROOT, refused
 
 
@@ -42,6 +51,14 @@ def test_a_run_that_trains(tmp_path):
     assert (seen.job_id, seen.nodes, seen.restart_count) == ("812", "n[1-2]", 2)
 
 
+def test_the_time_left_is_measured_on_this_launch(tmp_path):
+    """After a resume, the log's last steps are of the launch before, perhaps on other devices."""
+    run = training_run(tmp_path, phase="training", seconds_per_step=None)
+    assert summary(run).eta_s is None
+    plant_status(run, seconds_per_step=0.5)
+    assert summary(run).eta_s == 480 * 0.5
+
+
 @pytest.mark.parametrize(
     ("values", "state", "reason"),
     [
@@ -59,7 +76,7 @@ def test_states(tmp_path, values, state, reason):
     seen = summary(run)
     assert seen.state == state and bool(seen.reason) == bool(reason)
     assert reason in (seen.reason or "")
-    assert (seen.eta_s is None) == (state in ("dead", "stopped", "failed"))
+    assert (seen.eta_s is None) == (state in ("starting", "dead", "stopped", "failed"))
     if state in ("dead", "failed"):  # a later launch does not undo DONE
         run.write_done(500)
         seen = summary(run)

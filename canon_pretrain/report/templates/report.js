@@ -3,14 +3,30 @@
 (() => {
   const hidden = new Set(), drawn = new Set();
 
+  // the running sums of differences
+  function sums(differences) {
+    let sum = 0;
+    return differences.map((difference) => (sum += difference));
+  }
+
+  // a figure has what all of its traces share only once, and steps and tokens as differences
+  function unpack(shared, given) {
+    const trace = { ...shared, ...given };
+    const { steps, tokens, tokens_per_step: scale } = trace;
+    if (steps) trace.customdata = sums(steps);
+    if (tokens) trace.x = sums(tokens);
+    else if (scale) trace.x = trace.customdata.map((step) => scale * step);
+    return trace;
+  }
+
   function draw(plot) {
-    const { data, layout } = JSON.parse(plot.dataset.figure);
-    const traces = data.map((trace) => {
-      const k = Number(trace.meta.split(" ")[1]), color = page.runColor(k);
+    const { data, shared, layout } = JSON.parse(plot.dataset.figure);
+    const traces = data.map((given) => {
+      const trace = unpack(shared, given), { of, number: k } = trace, color = page.runColor(k);
       return {
         ...trace,
-        name: page.plain(page.short(trace.name)),
-        visible: !hidden.has(trace.meta),
+        name: page.plain(page.short(trace.name ?? page.content.labels[of][k])),
+        visible: !hidden.has(`${of} ${k}`),
         line: { color, width: 1.8, dash: page.runDash(k), ...trace.line },
         ...(trace.fill && { fillcolor: `${color}2e` }),
         marker: { color, size: 6, ...trace.marker },
@@ -56,7 +72,7 @@
   const collator = new Intl.Collator("en", { numeric: true, sensitivity: "base" });
   function keyOf(cell) {
     const text = cell.textContent.trim();
-    if (!cell.classList.contains("num")) return text;
+    if (cell.cellIndex < Number(cell.closest("table").dataset.text)) return text;
     const number = parseFloat(text.replace("−", "-").replace(/[,+<\s▲◆▼]/g, ""));
     return Number.isNaN(number) ? "–" : number;
   }
@@ -76,6 +92,8 @@
     }));
   }
 
+  // small print follows a cell's value
+  const valueOf = (cell) => cell.firstChild.textContent.trim();
   for (const bar of document.querySelectorAll(".filters")) {
     const rows = [...bar.parentElement.querySelector("tbody").rows];
     const search = bar.querySelector("[type=search]"), selects = [...bar.querySelectorAll("select")];
@@ -84,7 +102,7 @@
       for (const row of rows) {
         const text = row.textContent.toLowerCase();
         row.hidden = !(words.every((word) => text.includes(word))
-          && selects.every((s) => s.value === "" || row.dataset[s.name] === s.value));
+          && selects.every((s) => s.value === "" || valueOf(row.cells[s.dataset.column]) === s.value));
       }
       const shown = rows.filter((row) => !row.hidden).length;
       bar.querySelector("output").textContent = `${shown} of ${rows.length} rows`;

@@ -1,0 +1,61 @@
+"""The training speed of one kind of model relative to another. No torch."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from canon_pretrain.report.record import RunRecord
+from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.launches import launch_numbers, read_launch
+
+MAX_SPREAD = 1.1
+"""Speeds of seeds of one model that differ by a larger factor were disturbed by other programs."""
+
+
+def speed_ratio(baseline: Sequence[RunRecord], others: Sequence[RunRecord]) -> float | None:
+    """Return the tokens per second of `others` over those of `baseline`, medians over steps.
+
+    None if it is not known, if not all runs had the same machine, or if they were disturbed.
+    """
+    machines = [_machine(run.folder) for run in (*baseline, *others)]
+    if None in machines or any(machine != machines[0] for machine in machines):
+        return None
+
+    medians = []
+    for side in (baseline, others):
+        speeds = [_median_speed(run) for run in side]
+        known = [speed for speed in speeds if speed is not None]
+        if not known or len(known) < len(speeds) or max(known) > MAX_SPREAD * min(known):
+            return None
+        medians.append(statistics.median(known))
+    return medians[1] / medians[0]
+
+
+def speed_sentence(ratio: float | None, baseline: str) -> str | None:
+    """Return what `speed_ratio` says in words; None if it is not known."""
+    if ratio is None:
+        return None
+    return f"Speed: {ratio:.2f} of the tokens per second of {baseline}, median over steps."
+
+
+def _machine(folder: RunFolder) -> tuple[Any, ...] | None:
+    """Return hosts, ranks and devices of a run; None if unknown, or if launches differ in them."""
+    found = []
+    for number in launch_numbers(folder):
+        launch = read_launch(folder, number)
+        if launch is None or not launch.get("hosts") or not launch.get("devices"):
+            return None
+        devices = launch["devices"]
+        found.append(
+            (launch["hosts"], launch["world_size"], devices.get("type"), devices.get("names"))
+        )
+    return found[0] if found and all(each == found[0] for each in found) else None
+
+
+def _median_speed(run: RunRecord) -> float | None:
+    curve = run.curve("tokens_per_second")
+    speeds = (
+        [] if curve is None else [x for x in curve.values.tolist() if math.isfinite(x) and x > 0]
+    )
+    return statistics.median(speeds) if speeds else None
