@@ -16,7 +16,7 @@ _shtab_canon_synthetic_subparsers=(show score stats bench)
 _shtab_canon_bench_subparsers=(step canon generate transformers memory attention mixers trainer codegen all)
 _shtab_canon_subparsers=(doctor try new data train run sample checkpoint eval hf sweep playground synthetic bench completion)
 
-_shtab_canon_doctor_option_strings=(-h --help --dir --no_train --json)
+_shtab_canon_doctor_option_strings=(-h --help --dir --no_train --json --fake --world)
 _shtab_canon_try_option_strings=(-h --help --minutes --name --text-field --text-suffixes)
 _shtab_canon_new_option_strings=(-h --help --data --minutes --text-field --text-suffixes)
 _shtab_canon_data_build_option_strings=(-h --help --source --files --tokenizer --out --holdout --workers --max-documents --max-tokens --text-field --text-suffixes --max-document-bytes --revision --max-line-bytes --eos --bos --shard)

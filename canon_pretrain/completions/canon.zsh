@@ -423,6 +423,9 @@ _shtab_canon_doctor_options=(
   "--dir[where runs will be written (default\: this folder)]:DIR:_files"
   "--no_train[skip the training check]"
   "--json[print JSON]"
+  "--fake[run CONFIG on fake GPUs (a100, h100, h200)\: does it run, memory, waits of the host]:GPU:"
+  "--world[fake GPUs (default\: 8)]:N:"
+  ":TOML of the fake run:"
 )
 
 # guard to ensure default positional specs are added only once per session
