@@ -85,6 +85,15 @@ def check_cuda() -> None:
     )
 
 
+def to_device(tensor: "torch.Tensor", device: "torch.device | str") -> "torch.Tensor":
+    """Return a CPU tensor on `device`, for a GPU copied asynchronously from pinned memory.
+
+    For a copy from pageable memory the host would wait.
+    """
+    on_gpu = str(device).startswith("cuda")
+    return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)
+
+
 def matmul_flops(
     device: "torch.device",
     dtype: "torch.dtype",
