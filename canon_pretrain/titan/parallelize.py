@@ -262,11 +262,18 @@ class ExpertExchange(ExpertParallel):
         with torch.no_grad():
             # of each rank, for each of this rank's experts
             received_RE = all_to_all_single(count_E, None, None, group).view(degree, -1)
-            self.input_splits = count_E.view(degree, -1).sum(dim=1).tolist()
-            self.output_splits = received_RE.sum(dim=1).tolist()
+            # the host must know the sizes of the exchange: it waits here, and nowhere else
+            sent_RE = count_E.view(degree, -1)
+            splits_2R = torch.stack([sent_RE.sum(dim=1), received_RE.sum(dim=1)])
+            self.input_splits, self.output_splits = splits_2R.tolist()
+
         x_SD = all_to_all_single_autograd(x_SD, self.output_splits, self.input_splits, group)
+
+        # tokens came sorted by rank, then by expert
         expert_RE = torch.arange(received_RE.shape[1], device=x_SD.device).expand_as(received_RE)
-        expert_S = expert_RE.flatten().repeat_interleave(received_RE.flatten())
+        expert_S = expert_RE.flatten().repeat_interleave(
+            received_RE.flatten(), output_size=sum(self.output_splits)
+        )
         self.permuted_indices = expert_S.argsort(stable=True)
         self.input_shape = (len(x_SD) + 1, x_SD.shape[1])  # _token_combine drops one row of padding
         return x_SD[self.permuted_indices], received_RE.sum(dim=0)
