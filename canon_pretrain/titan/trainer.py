@@ -295,8 +295,16 @@ class CanonTrainer(torchtitan.train.Trainer):
             return
         self.checkpointer.begin()
         rank_zero, metrics = self.checkpointer.rank_zero, self.metrics_processor
-        launch = (self.folder, self.compared, self.canon, self._record)
-        record_launch(self.step, *launch, metrics, rank_zero)
+        record_launch(
+            self.step,
+            self.folder,
+            self.compared,
+            self.canon,
+            self.mixer,
+            self._record,
+            metrics,
+            rank_zero,
+        )
         attend = self.model_parts[0].attend
         way = attend.describe(self.device.type) if attend else self.mixer
         logger.info(
