@@ -244,7 +244,7 @@ class Transformer(nn.Module):
                 f"{self.args.max_seq_len}",
             )
         segments_BS = self._segments(tokens_BT, is_real_BT, cache)
-        mask = None
+        mask: Mask = None
         if self.attend is not None and cache is not None and cache.position is not None:
             mask = self.attend.step_mask(cache.position, segments_BS, cache.capacity)
         elif self.attend is not None:
