@@ -40,7 +40,7 @@ def test_the_number_of_nodes_must_divide_the_batch():
             preflight.plan_job(given, nodes, ranks)
 
 
-def test_a_job_that_offloads_to_the_cpu_is_refused_before_nodes_with_gpus_are_booked():
+def test_a_job_for_gpus_that_offloads_to_the_cpu_is_refused():
     config = ["--config", str(ROOT / "train_configs" / "nope_canon.toml")]
     offloads = [*config, "--training.enable_cpu_offload"]
     with refused("config.cpu_offload", key="training.enable_cpu_offload"):

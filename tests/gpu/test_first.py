@@ -11,7 +11,7 @@ from tests.gpu.first import STAGES, Place, main, run_stage
 from tests.support import ROOT
 
 
-def test_a_stage_that_does_not_fit_is_skipped_and_one_at_its_limit_is_stopped(tmp_path):
+def test_a_stage_is_skipped_or_stopped_by_its_limits(tmp_path):
     words = ["--cpu", "--only", "data", "--limit", "1", "--out", str(tmp_path)]
     assert main(words) == 1
     results = json.loads((tmp_path / "results.json").read_text())
