@@ -78,9 +78,12 @@ def check_nodes(global_batch_size: int, nodes: int, ranks_per_node: int) -> None
 
 
 def plan_job(
-    arguments: list[str], nodes: int, ranks_per_node: int, data: bool = False
+    arguments: list[str], nodes: int, ranks_per_node: int, data: bool = False, gpus: int = 0
 ) -> tuple[Path, int]:
-    """Return a job's run folder and the bytes of a checkpoint; with `data` open its data too."""
+    """Return a job's run folder and the bytes of a checkpoint; with `data` open its data too.
+
+    `gpus`: of each node, 0 to train on CPUs.
+    """
     from canon_pretrain.titan.device import prepare_device
 
     prepare_device()
@@ -89,11 +92,12 @@ def plan_job(
     from canon_pretrain.model.counts import num_parameters
     from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_data, open_task
-    from canon_pretrain.titan.job_config import shard_degree
+    from canon_pretrain.titan.job_config import check_cpu_offload, shard_degree
 
     job = parse_job([word for word in arguments if word != "--force"])
     check_nodes(job.training.global_batch_size, nodes, ranks_per_node)
     shard_degree(job, nodes * ranks_per_node)
+    check_cpu_offload(job, on_gpu=gpus > 0)
     if open_task(job) is None and data:
         open_data(job)
     # weights and AdamW's two moments; an upper bound if not all weights are trained
@@ -403,7 +407,7 @@ def main(argv: list[str] | None = None) -> None:
         given = _parse(words[:place])
         if given.command == "job":
             rest = words[place + 1 :]
-            folder, size = plan_job(rest, given.nodes, given.ranks_per_node, given.data)
+            folder, size = plan_job(rest, given.nodes, given.ranks_per_node, given.data, given.gpus)
             if text := slow_save_warning(RunFolder(folder), scontrol):
                 print(f"WARNING: {text}", file=sys.stderr)
             sys.stdout.write(f"{folder}\0{size}\0")
@@ -435,7 +439,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     verdict.add_argument("--ranks", action="store_true", help="read the ranks' reports")
     for each in (node, ranks, verdict):
         each.add_argument("--report", type=Path, required=True, metavar="DIR")
-    for each in (node, ranks):
+    for each in (job, node, ranks):
         each.add_argument("--gpus", type=int, default=0, help="expected GPUs; 0: CPUs")
     return parser.parse_args(argv)
 

@@ -105,13 +105,14 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     from canon_pretrain.titan import dry_run
     from canon_pretrain.titan.command_line import parse_job
     from canon_pretrain.titan.data import open_data
-    from canon_pretrain.titan.job_config import micro_batch_size, shard_degree
+    from canon_pretrain.titan.job_config import check_cpu_offload, micro_batch_size, shard_degree
     from canon_pretrain.titan.launch import checkpoints_outside, prepare_folder
     from canon_pretrain.titan.trainer import CanonTrainer
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options, argv = _split_options(argv)
     job = parse_job(argv, quiet=quiet)
+    check_cpu_offload(job, on_gpu=device.has_accelerator() or options.gpu is not None)
     if options.dry_run:  # on every rank, so that all fail alike
         plans = dry_run.make_plans(job, options.gpu, options.world, options.mfu, world_size)
         if not quiet:

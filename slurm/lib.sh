@@ -181,8 +181,8 @@ make_run_folder() {
 
 # plan_job NODES [--data]: check the job; set RUN and CHECKPOINT_BYTES, or exit
 plan_job() {
-    words_of python -m canon_pretrain.preflight job --ranks_per_node "$RANKS" --nodes "$@" -- \
-        --config "$CONFIG" "${ARGUMENTS[@]}"
+    words_of python -m canon_pretrain.preflight job --ranks_per_node "$RANKS" --gpus "$GPUS" \
+        --nodes "$@" -- --config "$CONFIG" "${ARGUMENTS[@]}"
     RUN=${WORDS[0]} CHECKPOINT_BYTES=${WORDS[1]}
 }
 

@@ -71,7 +71,8 @@ def keys(cls, prefix=""):
             yield from keys(field.default_factory, f"{prefix}{field.name}.")
 
 
-FILES = (path for folder in FOLDERS[:4] for path in (ROOT / folder).rglob("*.[ps][yh]"))
+FILES = [path for folder in FOLDERS[:4] for path in (ROOT / folder).rglob("*.[ps][yh]")]
+FILES += [ROOT / "tests" / "gpu" / "first.sh"]
 MENTIONED = {option for path in FILES for option in re.findall(r"--[a-z][\w-]*", path.read_text())}
 OPTIONS = {option.replace("_", "-") for option in MENTIONED}
 KEYS = set(keys(CanonJobConfig))

@@ -63,10 +63,11 @@ def compiled(module, kernel, constants, warps, dtype, capability):
     aligned = [n for n, kind in signature.items() if n in SIZES[:2] or kind.startswith("*")]
     attributes = {(function.arg_names.index(n),): [["tt.divisibility", 16]] for n in aligned}
     known = {name: constants[name] for name in function.arg_names if name in constants}
-    options = {"signature": signature, "constexprs": known, "attrs": attributes}
-    source = triton.compiler.ASTSource(function, **options)
+    source = triton.compiler.ASTSource(function, signature, constexprs=known, attrs=attributes)
     target = backends.GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": warps})
+    # as the launches
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    return triton.compile(source, target=target, options=options)
 
 
 def resources(cubin):

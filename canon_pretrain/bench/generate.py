@@ -108,7 +108,7 @@ def time_generation(
     stamps: list[float] = []
 
     def stop(i: int, tokens: list[int]) -> bool:
-        if i == 0:  # once per step; the tokens are on the host, so the device is idle
+        if i == 0:  # when the host has read the token: the first, then in blocks
             stamps.append(now())
         return False
 

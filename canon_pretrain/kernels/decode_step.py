@@ -146,7 +146,7 @@ class DynamicMemory:
     """The last P inputs of a Canon site whose taps depend on the token, 0 in other segments."""
 
     def __init__(self) -> None:
-        self._windows: list[Tensor] = []  # per part, [B, P, C]
+        self.windows: list[Tensor] = []  # per part, [B, P, C]
         self._flat: list[Tensor] = []  # per part, the weight for a single token, [R, K C]
 
     def read(
@@ -159,23 +159,23 @@ class DynamicMemory:
     ) -> Parts:
         """Append `parts`, in the last segment if None; return their outputs by `canon`."""
         is_frozen = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        if is_frozen and self._windows and parts[0].shape[1] == 1 and segments_BN is None:
+        if is_frozen and self.windows and parts[0].shape[1] == 1 and segments_BN is None:
             return self._read_one(parts, weights, zs, **options)
         found, self._flat = weights(), []  # the weight may be another tensor than at first
         reach = found[0].shape[2] - 1
-        if not self._windows:
-            self._windows = [part.new_zeros(len(part), reach, part.shape[2]) for part in parts]
+        if not self.windows:
+            self.windows = [part.new_zeros(len(part), reach, part.shape[2]) for part in parts]
         if segments_BN is not None:
             is_own_BN1 = (segments_BN[:, -reach:] == segments_BN[:, -1:])[..., None]
             options["segments_BN"] = F.pad(segments_BN, (reach, 0))
-        outputs, pairs = [], zip(parts, self._windows, strict=True)
+        outputs, pairs = [], zip(parts, self.windows, strict=True)
         tokens = [torch.cat((window, part), dim=1) for part, window in pairs]
         for x_BNC, weight, z_BTR in zip(tokens, found, zs, strict=True):
             z_BNR = F.pad(z_BTR, (0, 0, reach, 0))
             outputs.append(canon(x_BNC, weight, z_BTR=z_BNR, **options)[:, reach:])
-        self._windows = [x_BNC[:, x_BNC.shape[1] - reach :] for x_BNC in tokens]
+        self.windows = [x_BNC[:, x_BNC.shape[1] - reach :] for x_BNC in tokens]
         if segments_BN is not None:
-            self._windows = [window * is_own_BN1 for window in self._windows]
+            self.windows = [window * is_own_BN1 for window in self.windows]
         return tuple(outputs)
 
     def _read_one(
@@ -192,8 +192,8 @@ class DynamicMemory:
             self._flat = [weight.permute(1, 2, 0).flatten(1) for weight in weights()]
         outputs = []
         for i, (x_B1C, z_B1R, flat) in enumerate(zip(parts, zs, self._flat, strict=True)):
-            x_BKC = torch.cat((self._windows[i], x_B1C), dim=1)
-            self._windows[i] = x_BKC[:, 1:]
+            x_BKC = torch.cat((self.windows[i], x_B1C), dim=1)
+            self.windows[i] = x_BKC[:, 1:]
             taps_BKC = (z_B1R[:, 0] @ flat).view(x_BKC.shape).to(sum_dtype(x_B1C))
             y_B1C = (taps_BKC * x_BKC).sum(1, keepdim=True)
             y_B1C = F.silu(y_B1C) if activation else y_B1C
@@ -203,7 +203,7 @@ class DynamicMemory:
     def select_rows(self, rows_N: Tensor) -> "DynamicMemory":
         """Return a new memory of these rows, in this order."""
         other = DynamicMemory()
-        other._windows = [window[rows_N] for window in self._windows]
+        other.windows = [window[rows_N] for window in self.windows]
         other._flat = self._flat
         return other
 

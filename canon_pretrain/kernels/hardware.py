@@ -33,6 +33,29 @@ THROTTLE_REASONS = (
 )
 """The bits of nvmlClocksEventReasons, the lowest first."""
 
+PEAK_FLOPS = (
+    (r"A100\b(?!.*64GB)|A800\b", 312e12),  # the A100 of 64 GB has more multiprocessors
+    (r"(H100|H800)\b.*PCIe", 756e12),
+    (r"(H100|H200)\b.*NVL", 835e12),
+    (r"(H100|H800|H200|GH200)\b(?!.*HBM2e)", 989e12),
+    (r"H20(-3e)?\b", 148e12),
+    (r"B200\b", 2250e12),
+    (r"GB200\b", 2500e12),
+    (r"L40S\b", 362e12),
+    (r"MI250X\b", 191.5e12),  # one of its two devices
+    (r"(MI300X|MI325X)\b", 1307e12),
+    (r"MI355X\b", 2500e12),
+)
+"""Name of a device (a pattern of its model) -> dense bf16 FLOP/s, from the vendors' data sheets."""
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the peak of dense bf16 products of the device `name`; None if it is not known."""
+    if "MIG" in name.split():  # a part of a GPU
+        return None
+    found = (peak for model, peak in PEAK_FLOPS if re.search(rf"\b(?:{model})", name))
+    return next(found, None)
+
 
 def find_gpu() -> str | None:
     """Return evidence of an NVIDIA GPU, usable or not; None if there is none."""
@@ -60,6 +83,15 @@ def check_cuda() -> None:
         "torch for it; to use the CPU, set CUDA_VISIBLE_DEVICES= (empty)",
         evidence=evidence,
     )
+
+
+def to_device(tensor: "torch.Tensor", device: "torch.device | str") -> "torch.Tensor":
+    """Return a CPU tensor on `device`, for a GPU copied asynchronously from pinned memory.
+
+    For a copy from pageable memory the host would wait.
+    """
+    on_gpu = str(device).startswith("cuda")
+    return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)
 
 
 def matmul_flops(

@@ -124,9 +124,27 @@ class Attend(nn.Module):
         dense: Tensor = mask_mod(*places)
         return dense
 
+    def step_mask(self, position_1: Tensor, segments_BS: Tensor | None, num_keys: int) -> Tensor:
+        """Return the mask of the token at `position_1` among keys that are not all read yet.
+
+        bool [B or 1, H or 1, 1, S]; of ALiBi, the bias in float32.
+        """
+        distance_S = position_1 - torch.arange(num_keys, device=position_1.device)
+        seen = (distance_S >= 0)[None, None, None]
+        if self.args.position == "h_alibi":
+            heads_H11 = torch.arange(self.args.num_heads, device=position_1.device)[:, None, None]
+            seen = seen & ((heads_H11 >= self.args.num_heads // 2) | (distance_S <= heads_H11))
+        if segments_BS is not None:
+            own_B1 = segments_BS.index_select(1, position_1)
+            seen = seen & (segments_BS == own_B1)[:, None, None]
+        if self.args.position == "alibi":
+            slopes_H11 = alibi_slopes(self.args.num_heads, position_1.device)[:, None, None]
+            return (-slopes_H11 * distance_S).masked_fill(~seen, -torch.inf)
+        return seen
+
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
         """Return the output of each head, [B, T, H, K]; `mask` is from `mask()`."""
-        if self.backend == "flash_attn" and not isinstance(mask, BlockMask):
+        if self.backend == "flash_attn" and mask is None:
             is_alibi = self.args.position == "alibi"
             slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device) if is_alibi else None
             return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, causal=True, alibi_slopes=slopes_H)
@@ -139,13 +157,16 @@ class Attend(nn.Module):
         num_queries, num_keys = q.shape[2], k.shape[2]
         is_causal = mask is None and num_queries > 1
         if self.args.position == "alibi":
-            # bfloat16 can't represent large distances: add the bias to float32 scores
+            # bfloat16 can't represent large distances: the bias is added to float32 scores
             q, k, v = (part.to(torch.promote_types(dtype, torch.float32)) for part in (q, k, v))
+        if self.args.position == "alibi" and (mask is None or mask.dtype == torch.bool):
             keys_S = torch.arange(num_keys, device=q.device)
             distance_TS = keys_S[num_keys - num_queries :, None] - keys_S
             bias_HTS = -alibi_slopes(num_heads, q.device)[:, None, None].to(q.dtype) * distance_TS
             hidden = distance_TS < 0 if mask is None else ~mask
             mask, is_causal = bias_HTS.masked_fill(hidden, -torch.inf), False
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q.dtype)
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal}
         if self.args.kv_heads != num_heads:
             options["enable_gqa"] = True

@@ -79,10 +79,12 @@ class Rope(nn.Module):
             self.reset(self.cos_TR.device)
         return self
 
-    def forward(self, x_BTHK: Tensor, start: int = 0) -> Tensor:
-        """Return q or k rotated to the positions start, start + 1, .."""
-        stop = start + x_BTHK.shape[1]
+    def forward(self, x_BTHK: Tensor, start: int | Tensor = 0) -> Tensor:
+        """Return q or k rotated to the positions start, start + 1, ..; a tensor [1] is of one."""
         rope_heads = x_BTHK.shape[2] // self.args.rope_share
+        if isinstance(start, Tensor):
+            return apply_rope(x_BTHK, self.cos_TR[start], self.sin_TR[start], rope_heads)
+        stop = start + x_BTHK.shape[1]
         return apply_rope(x_BTHK, self.cos_TR[start:stop], self.sin_TR[start:stop], rope_heads)
 
 
@@ -151,7 +153,9 @@ class Attention(nn.Module):
         q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         q_BTHK, k_BTGK = self._norm("per_head", q_BTHK, k_BTGK)
         if self.rope is not None:
-            start = cache.start if cache is not None else 0
+            start: int | Tensor = 0
+            if cache is not None:
+                start = cache.start if cache.position is None else cache.position
             q_BTHK, k_BTGK = self.rope(q_BTHK, start), self.rope(k_BTGK, start)
         return q_BTHK, k_BTGK, v_BTGK
 

@@ -11,6 +11,7 @@ tokens in Canon's window.
 """
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class LayerCache:
 
     def __init__(self, capacity: int = FIRST_CAPACITY) -> None:
         self.start, self._capacity = 0, capacity
+        self.position: Tensor | None = None  # see Cache.fix
         # [B, G, capacity, K], as the values: twice as fast to read as [B, capacity, G, K]
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -59,7 +61,13 @@ class LayerCache:
         self.state: Tensor | None = None  # of a linear mixer, [B, H, K, V]
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values; return all so far, [B, S, G, K] each."""
+        """Append keys and values; return all so far, [B, S, G, K] each; once fixed, all room."""
+        if self.position is not None:
+            assert self._keys is not None and self._values is not None
+            self._keys.index_copy_(2, self.position, k_BTGK.transpose(1, 2))
+            self._values.index_copy_(2, self.position, v_BTGK.transpose(1, 2))
+            return self._keys.transpose(1, 2), self._values.transpose(1, 2)
+
         stop = self.start + k_BTGK.shape[1]
         self._keys = self._grown(self._keys, k_BTGK, stop)
         self._values = self._grown(self._values, v_BTGK, stop)
@@ -78,6 +86,13 @@ class LayerCache:
             grown[:, :, : held.shape[2]] = held
         return grown
 
+    def fix(self, position: Tensor) -> None:
+        """Write the next tokens in place, at `position`; see Cache.fix."""
+        self.position = position
+        for held in (self._keys, self._values):
+            if held is not None:  # masked scores of what is not read yet must be finite
+                held[:, :, self.start :] = 0
+
     def select_rows(self, rows_N: Tensor) -> None:
         """Keep these rows, in this order; repeats are allowed."""
         if self._keys is not None and self._values is not None:
@@ -94,7 +109,8 @@ class Cache:
 
     def __init__(self, num_layers: int, capacity: int = FIRST_CAPACITY) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
-        self.length = 0
+        self.length, self.capacity = 0, capacity
+        self.position: Tensor | None = None  # see fix()
         self._all_layers_read = True  # equally many tokens
         self._steps: list[CanonStep] = []  # of the last token, if it was read alone
         self._segments: Tensor | None = None  # int32 [B, length]; None: one segment
@@ -112,6 +128,8 @@ class Cache:
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
         if self._segments is None:
             self._segments = segments_BT.new_zeros((tokens_BT.shape[0], self.length))
+        if self.position is not None:
+            return self._segments.index_copy_(1, self.position, segments_BT)
         self._segments = torch.cat((self._segments, segments_BT), dim=1)
         return self._segments
 
@@ -119,6 +137,10 @@ class Cache:
         """Return `window_segments` of the last tokens; None if they all continue one segment."""
         if self._segments is None or self._is_continuation:
             return None
+        if self.position is not None:
+            places_N = self.position + torch.arange(-reach, 1, device=self.position.device)
+            segments_BN = self._segments[:, places_N.clamp(min=0)]
+            return segments_BN.masked_fill(places_N < 0, BEFORE_START)
         segments_BN = window_segments(self._segments, num_tokens, reach)
         if num_tokens == 1 and not torch.compiler.is_compiling():
             return None if torch.equal(segments_BN[:, -1], segments_BN[:, -2]) else segments_BN
@@ -148,7 +170,49 @@ class Cache:
         for step in self._steps:
             step.end()
         self.length += num_tokens
+        if self.position is not None:
+            self.position.add_(num_tokens)
         self._all_layers_read = True
+
+    def fix(self, device: torch.device) -> None:
+        """From now on read one token at a time, in place, up to `capacity` tokens.
+
+        No shape, address or choice of the host depends on their number then, if tensors that the
+        pass replaces are put back by `keep`: the pass can be captured as a CUDA graph.
+        """
+        self.position = torch.tensor([self.length], device=device)
+        for layer in self.layers:
+            layer.start = self.length
+            layer.fix(self.position)
+        if self._segments is not None:
+            room = self.capacity - self.length
+            self._segments = torch.nn.functional.pad(self._segments, (0, room), value=BEFORE_START)
+
+    def replaced(self) -> list[list[Tensor | None]]:
+        """Return the tensors that a pass replaces by new ones, for `keep`."""
+        return [list(value) if isinstance(value, list) else [value] for *_, value in self._slots()]
+
+    def keep(self, earlier: list[list[Tensor | None]], *, copies: bool) -> None:
+        """Put back the `earlier` tensors; with `copies`, with the values of the present ones."""
+        for (owner, name, value), tensors in zip(self._slots(), earlier, strict=True):
+            news = value if isinstance(value, list) else [value]
+            for old, new in zip(tensors, news, strict=True):
+                if copies and old is not None and new is not None and new is not old:
+                    old.copy_(new)
+            setattr(owner, name, tensors if isinstance(value, list) else tensors[0])
+
+    def _slots(self) -> list[tuple[object, str, Any]]:
+        """Return (owner, attribute, value) of what a pass of one token replaces."""
+        owners: list[tuple[object, str]] = [(self, "next_document")]
+        owners += [(layer, "state") for layer in self.layers]
+        memories = [memory for layer in self.layers for memory in layer.canon.values()]
+        owners += [(each, "windows") for each in memories if isinstance(each, DynamicMemory)]
+        return [(owner, name, getattr(owner, name)) for owner, name in owners]
+
+    def undo_pass(self, earlier: list[list[Tensor | None]], length: int) -> None:
+        """Forget a pass that has computed nothing, as one that was captured."""
+        self.keep(earlier, copies=False)
+        self.length, self._all_layers_read = length, True
 
     def branch(self, rows_N: Tensor) -> "Cache":
         """Return a new cache of these rows (int64; repeats allowed)."""

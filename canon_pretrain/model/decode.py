@@ -1,6 +1,7 @@
 """Batched generation of tokens with a `Cache`; the results equal those of full forward passes.
 
-Rows of a batch are padded on the left; a row that has ended is removed.
+Rows of a batch are padded on the left; a row that has ended is removed. On a GPU a step is a CUDA
+graph, tokens stay on the device and are read in blocks (`TOKENS_PER_READ`): callbacks come late.
 
 The cache holds 2 L G K numbers per token (keys and values) and L C K float32 numbers per row
 (Canon's sums; C channels of all sites of a block, K taps). For `1b3` that is 384 KiB per token in
@@ -9,16 +10,23 @@ float32, half of it in bfloat16, so 3 GiB at the default `batch_tokens`, and 7.8
 Shapes: B rows, T tokens, V vocabulary, N prompts.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.kernels.hardware import to_device
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
 
 BATCH_TOKENS = 8192
+TOKENS_PER_READ = {"cuda": 16}
+"""Tokens of each row that are generated before the host reads them, by device (others: 1)."""
+FIXED_DEVICES = ("cuda",)
+MIN_FIXED_STEPS = 32
+"""A capture takes about as long as some tens of steps save."""
 
 
 # not inference_mode: a model may generate between training steps, and backward refuses its tensors
@@ -67,13 +75,6 @@ def generate(
             draws.uniform_(generator=one)
     answers: list[list[int]] = [[] for _ in prompts]
 
-    def next_tokens(batch: list[int], logits_BV: Tensor) -> list[int]:
-        logits_BV = logits_BV[:, :vocab_size]
-        if temperature == 0:
-            return logits_BV.argmax(-1).tolist()
-        draws_B = draws_NT[batch, len(answers[batch[0]])].to(logits_BV.device)
-        return sample(logits_BV, draws_B, temperature, top_k, top_p).tolist()
-
     def append(i: int, token: int, logp: float) -> bool:
         """Append to answer i unless it is EOS; return whether the answer continues."""
         ends = token == eos_id
@@ -89,25 +90,131 @@ def generate(
 
     device = model.tok_embeddings.weight.device
     for batch in batches(prompts, limits, batch_tokens, model.args.max_seq_len):
-        room = len(prompts[batch[0]]) + max(limits[i] for i in batch)
-        cache = Cache(model.args.num_layers, capacity=room)
+        limit = max(limits[i] for i in batch)
+        cache = Cache(model.args.num_layers, capacity=len(prompts[batch[0]]) + limit)
         chunk = max(1, min(batch_tokens, read_tokens or batch_tokens) // len(batch))
         logits_BV = _prefill(model, [prompts[i] for i in batch], cache, chunk)
-        while True:
-            tokens = next_tokens(batch, logits_BV)
-            logs = [0.0] * len(batch)
-            if on_token is not None:
-                ids_B1 = torch.tensor(tokens, device=device)[:, None]
-                logs = logits_BV.double().log_softmax(-1).gather(-1, ids_B1)[:, 0].tolist()
-            rows = [row for row, i in enumerate(batch) if append(i, tokens[row], logs[row])]
-            if not rows:
-                break
-            if len(rows) < len(batch):
-                batch = [batch[row] for row in rows]
-                cache.select_rows(torch.tensor(rows, device=device))
-            tokens_B1 = torch.tensor([[tokens[row]] for row in rows], device=device)
-            logits_BV = model(tokens_B1, cache=cache)[:, -1]
+        step = DecodeStep(model, cache, limit)
+        draws_BT = draws_NT[batch].to(device) if temperature else draws_NT
+
+        # `live`: the rows of the cache whose answers continue
+        live, num_tokens, num_steps = list(range(len(batch))), 0, 1
+        tokens_B = torch.empty(0)
+        while live:
+            tokens_SB: list[Tensor] = []
+            logs_SB: list[Tensor] = []
+            finite_S: list[Tensor] = []
+            for _ in range(min(num_steps, max(limits[batch[row]] for row in live) - num_tokens)):
+                if num_tokens:
+                    logits_BV = step(tokens_B)
+                known_BV = logits_BV[:, :vocab_size]
+                if temperature == 0:
+                    tokens_B = known_BV.argmax(-1)
+                else:
+                    draws_B = draws_BT[:, num_tokens]
+                    tokens_B, is_finite = _draw(known_BV, draws_B, temperature, top_k, top_p)
+                    finite_S.append(is_finite)
+                tokens_SB.append(tokens_B)
+                if on_token is not None:
+                    logs_BV = logits_BV.double().log_softmax(-1)
+                    logs_SB.append(logs_BV.gather(-1, tokens_B[:, None])[:, 0])
+                num_tokens += 1
+
+            # the host waits here; what a row computed past its end is dropped
+            if finite_S:
+                _check_finite(torch.stack(finite_S).all())
+            logs = torch.stack(logs_SB).tolist() if logs_SB else []
+            for place, tokens in enumerate(_read(tokens_SB)):
+                live = [
+                    row
+                    for row in live
+                    if append(batch[row], tokens[row], logs[place][row] if logs else 0.0)
+                ]
+            num_steps = TOKENS_PER_READ.get(device.type, 1)
+
+            if live and step.wants_rows(len(live), len(batch)):
+                rows_N = to_device(torch.tensor(live), device)
+                step.select_rows(rows_N)
+                tokens_B = tokens_B[rows_N]
+                draws_BT = draws_BT[rows_N] if temperature else draws_BT
+                batch, live = [batch[row] for row in live], list(range(len(live)))
     return answers
+
+
+def _read(tokens_SB: list[Tensor]) -> list[list[int]]:
+    if len(tokens_SB) == 1:
+        return [tokens_SB[0].tolist()]
+    tokens: list[list[int]] = torch.stack(tokens_SB).tolist()
+    return tokens
+
+
+class DecodeStep:
+    """Reads a token of each row of a cache and returns logits_BV, valid until the next call.
+
+    On a GPU, the second token is captured as a CUDA graph: a step is one launch then, instead of
+    hundreds. Rows are removed once half of them have ended, because a graph is of their number.
+    """
+
+    def __init__(self, model: Transformer, cache: Cache, num_steps: int) -> None:
+        self._model, self._cache = model, cache
+        self._device = (weight := model.tok_embeddings.weight).device
+        is_long = num_steps >= MIN_FIXED_STEPS and self._device.type in FIXED_DEVICES
+        # the collectives of a sharded model are not captured
+        self._is_fixed = is_long and not hasattr(weight, "to_local")
+        self._can_capture = self._is_fixed and self._device.type == "cuda"
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tokens_B1: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tokens_B: Tensor) -> Tensor:
+        if not self._is_fixed:
+            return self._model(tokens_B[:, None], cache=self._cache)[:, -1]
+        if self._cache.position is None:
+            self._cache.fix(self._device)
+        if self._tokens_B1 is None:
+            self._tokens_B1 = tokens_B[:, None].clone()
+            self._logits_BV = self._pass(self._tokens_B1)
+            return self._logits_BV
+
+        self._tokens_B1.copy_(tokens_B[:, None])
+        if self._graph is None and self._can_capture:
+            self._capture(self._tokens_B1)
+        if self._graph is None:
+            return self._pass(self._tokens_B1)
+        self._graph.replay()
+        self._cache.length += 1
+        return self._logits_BV
+
+    def _pass(self, tokens_B1: Tensor) -> Tensor:
+        """Read the tokens, in place: the cache holds the same tensors afterwards."""
+        held = self._cache.replaced()
+        logits_BV = self._model(tokens_B1, cache=self._cache)[:, -1]
+        self._cache.keep(held, copies=True)
+        return logits_BV
+
+    def _capture(self, tokens_B1: Tensor) -> None:
+        graph = torch.cuda.CUDAGraph()
+        held, length = self._cache.replaced(), self._cache.length
+        try:
+            # other threads, such as one that pins batches, may call CUDA during the capture
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._logits_BV = self._pass(tokens_B1)
+            self._graph = graph
+        except RuntimeError as error:  # such as an operator that waits for the device
+            self._can_capture = False
+            warnings.warn(f"decoding without a CUDA graph: {error}", stacklevel=2)
+        # nothing was computed
+        self._cache.undo_pass(held, length)
+
+    def wants_rows(self, num_live: int, num_rows: int) -> bool:
+        """Return whether rows that have ended should be removed now."""
+        return num_live < num_rows and (not self._is_fixed or 2 * num_live <= num_rows)
+
+    def select_rows(self, rows_N: Tensor) -> None:
+        self._cache.select_rows(rows_N)
+        self._forget()
 
 
 def sample_generator(item: int, number: int) -> torch.Generator:
@@ -121,6 +228,20 @@ def sample(
     logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
     """Return the first id whose cumulative probability exceeds `draws_B` in [0, 1), int64 [B]."""
+    ids_B, is_finite = _draw(logits_BV, draws_B, temperature, top_k, top_p)
+    _check_finite(is_finite)
+    return ids_B
+
+
+def _check_finite(is_finite: Tensor) -> None:
+    if not is_finite:
+        raise UserError("generate.logits_not_finite", "the model's logits are not finite")
+
+
+def _draw(
+    logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
+) -> tuple[Tensor, Tensor]:
+    """Return what `sample` does, and whether the logits are finite, without waiting for either."""
     ranked_BV, ids_BV = (logits_BV.double() / temperature).sort(descending=True, stable=True)
     if top_k:
         ranked_BV[:, top_k:] = -torch.inf
@@ -129,12 +250,12 @@ def sample(
     probs_BV = probs_BV.masked_fill(probs_BV.cumsum(-1) - probs_BV >= top_p, 0.0)
     sums_BV = torch.zeros_like(probs_BV).scatter(-1, ids_BV, probs_BV).cumsum(-1)
     total_B1 = sums_BV[:, -1:]
-    if not total_B1.isfinite().all():
-        raise UserError("generate.logits_not_finite", "the model's logits are not finite")
     # the product may round up to the total, which no sum exceeds
     below_B1 = total_B1.nextafter(torch.zeros_like(total_B1))
     wanted_B1 = torch.minimum(draws_B[:, None] * total_B1, below_B1)
-    return torch.searchsorted(sums_BV, wanted_B1, right=True)[:, 0]
+    found_B = torch.searchsorted(sums_BV, wanted_B1, right=True)[:, 0]
+    # of NaN, no id is found
+    return found_B.clamp(max=logits_BV.shape[1] - 1), total_B1.isfinite().all()
 
 
 def _prefill(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk: int) -> Tensor:
@@ -147,7 +268,7 @@ def _prefill(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, ch
         is_real_T[longest - len(row) :] = True
     device = model.tok_embeddings.weight.device
     padding = longest - min(map(len, rows))
-    tokens_BT, is_real_BT = tokens_BT.to(device), is_real_BT.to(device)
+    tokens_BT, is_real_BT = to_device(tokens_BT, device), to_device(is_real_BT, device)
     logits_B1V = torch.empty(0)
     for start in range(0, longest, chunk):
         part = slice(start, start + chunk)

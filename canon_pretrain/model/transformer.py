@@ -244,8 +244,10 @@ class Transformer(nn.Module):
                 f"{self.args.max_seq_len}",
             )
         segments_BS = self._segments(tokens_BT, is_real_BT, cache)
-        mask = None
-        if self.attend is not None:
+        mask: Mask = None
+        if self.attend is not None and cache is not None and cache.position is not None:
+            mask = self.attend.step_mask(cache.position, segments_BS, cache.capacity)
+        elif self.attend is not None:
             mask = self.attend.mask(num_tokens, segments_BS, start + num_tokens, tokens_BT.device)
         segments_BN = None
         if segments_BS is not None and (reach := self.args.reach):

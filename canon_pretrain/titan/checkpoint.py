@@ -18,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed._state_dict_utils import _copy_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 from torchtitan.components.checkpoint import ModelWrapper
 from torchtitan.components.dataloader import BaseDataLoader
@@ -38,6 +39,7 @@ from canon_pretrain.run.background import Background
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import RunFacts, already_applied, mark_applied
 from canon_pretrain.run.session import LOST_LOCK, Session
+from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import Checkpoint
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.resume import RankZero, Resume
@@ -64,6 +66,17 @@ def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
         raise UserError("checkpoint.not_writable", text, path=folder.path) from None
 
 
+def host_buffer(tensor: Tensor) -> Tensor:
+    """Return an uninitialized tensor like `tensor` in CPU memory, pinned if there is a GPU.
+
+    Of a DTensor, a DTensor with this rank's shard. torch's `_create_cpu_state_dict` copies each
+    tensor into pageable memory, for which the host waits, and leaves scalars there.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    can_pin = has_accelerator() and local.numel() > 0
+    return torch.empty_like(tensor, device="cpu", pin_memory=can_pin)
+
+
 class Staging:
     """A copy of the state in (pinned) CPU memory, complete at the CUDA event `copied`."""
 
@@ -75,20 +88,22 @@ class Staging:
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """Start to copy `state` (tensors, numbers, Stateful objects); return the copy."""
-        state, cuda = _stateful_to_state_dict(state), torch.cuda.is_available()
+        state = _stateful_to_state_dict(state)
         if self._buffers is None or self._buffers.keys() != state.keys():
-            self._buffers = _create_cpu_state_dict(state, pin_memory=cuda)
-            if cuda:  # torch leaves scalars pageable, and copying to one synchronizes
-                pin = lambda t: t if t.ndim else t.pin_memory()  # noqa: E731
-                self._buffers = tree_map_only(Tensor, pin, self._buffers)
-        if not cuda:
-            return _copy_state_dict(state, self._buffers, type_check=False)
+            self._buffers = tree_map_only(Tensor, host_buffer, state)
+        if not has_accelerator():
+            return self._copy(state)
+
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            staged = _copy_state_dict(state, self._buffers, non_blocking=True, type_check=False)
+            staged = self._copy(state)
             self.copied = self._pending = self._stream.record_event()
         return staged
+
+    def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        assert self._buffers is not None
+        return _copy_state_dict(state, self._buffers, non_blocking=True, type_check=False)
 
     def wait_on_stream(self) -> None:
         """Make the current stream wait for the copy; call before the state changes."""

@@ -258,6 +258,22 @@ def shard_degree(job: CanonJobConfig, world_size: int) -> int:
     return world_size // replicas
 
 
+def check_cpu_offload(job: CanonJobConfig, *, on_gpu: bool) -> None:
+    """Raise UserError if parameters would be offloaded from a GPU.
+
+    Gradient clipping and the guards keep their flags on the GPU, but norms of offloaded gradients
+    are on the CPU: the first step fails.
+    """
+    if on_gpu and job.training.enable_cpu_offload:
+        raise UserError(
+            "config.cpu_offload",
+            "training.enable_cpu_offload = True is not supported on a GPU. Unset it; to save "
+            "memory, lower training.local_batch_size (it changes no result), set "
+            "--activation_checkpoint.mode full, or use more ranks",
+            key="training.enable_cpu_offload",
+        )
+
+
 def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     """Return the sequences per rank and forward pass: a divisor of its share of the batch."""
     total = job.training.global_batch_size

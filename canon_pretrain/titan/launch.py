@@ -284,6 +284,7 @@ def record_launch(
     folder: RunFolder,
     compared: Comparison,
     canon: CanonChoice | None,
+    mixer: CanonChoice | None,
     record: LaunchRecord | None,
     metrics: CanonMetrics,
     rank_zero: RankZero,
@@ -315,6 +316,14 @@ def record_launch(
     metrics.event("resume" if step else "start", **begin, **facts)
     if canon is not None and canon.refused:
         metrics.event("canon_fallback", step=step, refused="triton", reason=canon.refused)
+    if mixer is not None and mixer.refused:
+        metrics.event(
+            "mixer_fallback",
+            step=step,
+            refused="fla",
+            reason=mixer.refused,
+            slowdown=mixer.slowdown,
+        )
     if changes or code:
         metrics.event("changed", step=step, run=compared.changes, config=changes, code=code)
     # config.json last: if killed before it is written, the next launch logs the changes again

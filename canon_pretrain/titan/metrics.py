@@ -25,6 +25,7 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot
 from torchtitan.tools.utils import device_type
 
 from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.kernels.hardware import peak_flops
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.counts import flops_formula
 from canon_pretrain.run.background import LiveExports
@@ -58,6 +59,11 @@ class CanonMetrics(MetricsProcessor):
         silent.metrics = copy.copy(job.metrics)
         silent.metrics.enable_wandb = silent.metrics.enable_tensorboard = False
         super().__init__(silent, parallel_dims)
+        # torchtitan's takes lspci's "GH100 [H20]" for an H100, and an unknown device for an A100
+        device_name = torch.cuda.get_device_name() if has_accelerator() else ""
+        self._peak_flops = peak_flops(device_name)
+        if has_accelerator() and self._peak_flops is None:
+            logger.info(f"NOTE: no MFU is logged: the peak FLOP/s of {device_name} are not known")
         self.job_config = job
         self.world_size = parallel_dims.world_size
         self.ntokens_since_last_log: int = 0
@@ -127,8 +133,8 @@ class CanonMetrics(MetricsProcessor):
             "checkpoint_seconds": self._checkpoint_seconds,
             "checkpoint_stall_seconds": self._stall_seconds,
         }
-        if has_accelerator():  # a CPU's peak is unknown
-            mfu = self.num_flops_per_token * speed / self.gpu_peak_flops
+        if self._peak_flops is not None:
+            mfu = self.num_flops_per_token * speed / self._peak_flops
             fields |= {"mfu": mfu, "mfu_formula": flops_formula(self.job_config.model_args)}
         fields["data_digests"] = self._global_digests()
         fields["source_tokens"] = self._dataloader.source_tokens

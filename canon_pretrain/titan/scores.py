@@ -6,6 +6,7 @@ All ranks ask the same questions about the same windows: a sharded model must an
 import torch
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.kernels.hardware import to_device
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.decode import generate, sample_generator
 from canon_pretrain.model.transformer import Transformer
@@ -66,7 +67,7 @@ class TaskScores:
         found: list[float] = []
         for one in (one for window in self._windows for one in window if one.spans):
             device = model.tok_embeddings.weight.device
-            logits_TV = model(torch.from_numpy(one.ids)[None].to(device))[0]
+            logits_TV = model(to_device(torch.from_numpy(one.ids)[None], device))[0]
             logs_TV = logits_TV.float().log_softmax(-1).double().cpu().numpy()
             found += [
                 float(sum(logs_TV[start - 1 + k, token] for k, token in enumerate(tokens)))

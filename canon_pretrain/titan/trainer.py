@@ -26,6 +26,7 @@ from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.kernels.hardware import to_device
 from canon_pretrain.run.config import Guards
 from canon_pretrain.run.launches import LaunchRecord
 from canon_pretrain.run.session import LOST_LOCK, REASONS, Session, describe
@@ -294,8 +295,16 @@ class CanonTrainer(torchtitan.train.Trainer):
             return
         self.checkpointer.begin()
         rank_zero, metrics = self.checkpointer.rank_zero, self.metrics_processor
-        launch = (self.folder, self.compared, self.canon, self._record)
-        record_launch(self.step, *launch, metrics, rank_zero)
+        record_launch(
+            self.step,
+            self.folder,
+            self.compared,
+            self.canon,
+            self.mixer,
+            self._record,
+            metrics,
+            rank_zero,
+        )
         attend = self.model_parts[0].attend
         way = attend.describe(self.device.type) if attend else self.mixer
         logger.info(
@@ -433,8 +442,8 @@ class CanonTrainer(torchtitan.train.Trainer):
             num_labels, ratio = self._count_labels([labels for _, labels in batches])
         losses = []
         for inputs, labels in batches:
-            inputs = {name: self._to_device(tensor) for name, tensor in inputs.items()}
-            options = {"labels": self._to_device(labels), "global_valid_tokens": num_labels}
+            inputs = {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
+            options = {"labels": to_device(labels, self.device), "global_valid_tokens": num_labels}
             losses.append(self.forward_backward_step(input_dict=inputs, **options))
         own_losses = torch.stack(losses).sum(dim=0)
         parameters = [p for part in self.model_parts for p in part.parameters()]
@@ -470,21 +479,17 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _count_labels(self, labels: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the labels that count in a global batch, and their ratio to this rank's."""
         own = torch.stack([(each != IGNORE_INDEX).sum() for each in labels]).sum()
-        own = self._to_device(own.float())
+        own = to_device(own.float(), self.device)
         total = own.clone()
         dist.all_reduce(total)
         return total.clamp(min=1), total / own.clamp(min=1)
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        """Return an asynchronous copy on the device, from pinned memory for a GPU."""
-        tensor = tensor.pin_memory() if self.device.type == "cuda" else tensor
-        return tensor.to(self.device, non_blocking=True)
 
     def _reduce_and_step(self, own_losses: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
         """Reduce losses, loads and stop requests over ranks; take the step unless skipped."""
         requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
         own_load = self._expert_load_LE.float()  # exact up to 2**24 tokens per expert
-        shared = torch.cat([own_losses.float(), self._to_device(requests), own_load.flatten()])
+        requests = to_device(requests, self.device)
+        shared = torch.cat([own_losses.float(), requests, own_load.flatten()])
         dist.all_reduce(shared)
         shared, load = shared.tensor_split([len(shared) - own_load.numel()])
         load_LE = load.view_as(own_load)

@@ -31,6 +31,7 @@ from canon_pretrain.data.held_out import (
 )
 from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.kernels.hardware import to_device
 from canon_pretrain.run.folder import VALIDATION
 from canon_pretrain.run.log import json_value, read_log
 from canon_pretrain.synthetic.task import EVALUATION, EVALUATION_SEED
@@ -130,14 +131,14 @@ class CanonValidator(BaseValidator):
         shape = (2, len(self.names))
         sums = torch.zeros(shape, dtype=torch.float64, device=device_type)  # nats, tokens
         for windows_BT, source_B in zip(self._windows, self._sources, strict=True):
-            windows_BT = windows_BT.to(device_type).long()
+            windows_BT = to_device(windows_BT, device_type).long()
             is_ignored_BT = windows_BT < 0
             inputs_BT = torch.where(is_ignored_BT, ~windows_BT, windows_BT)[:, :-1]
             labels_BT = windows_BT.masked_fill(is_ignored_BT, IGNORE_INDEX)[:, 1:].contiguous()
             nats_BT, _ = model(inputs_BT, labels_BT=labels_BT, loss=self._loss)
             is_predicted_BT = labels_BT != IGNORE_INDEX
             rows_2B = torch.stack([nats_BT.double().sum(1), is_predicted_BT.double().sum(1)])
-            is_of_BS = F.one_hot(source_B, shape[1]).bool().to(device_type)
+            is_of_BS = to_device(F.one_hot(source_B, shape[1]).bool(), device_type)
             # not a product, in which a source's NaN would spread to all
             sums += torch.where(is_of_BS, rows_2B[:, :, None], 0.0).sum(1)
         reshard(model)

@@ -40,6 +40,14 @@ def test_the_number_of_nodes_must_divide_the_batch():
             preflight.plan_job(given, nodes, ranks)
 
 
+def test_a_job_for_gpus_that_offloads_to_the_cpu_is_refused():
+    config = ["--config", str(ROOT / "train_configs" / "nope_canon.toml")]
+    offloads = [*config, "--training.enable_cpu_offload"]
+    with refused("config.cpu_offload", key="training.enable_cpu_offload"):
+        preflight.plan_job(offloads, 1, 8, gpus=8)
+    assert preflight.plan_job(offloads, 1, 8) == preflight.plan_job(config, 1, 8, gpus=8)
+
+
 @pytest.mark.system
 def test_the_plan_has_run_folder_and_checkpoint_size(data_folder, tmp_path, capsys):
     odd = tmp_path / 'it\'s "a" run;\n$(x)'

@@ -55,6 +55,52 @@ def test_an_unusable_gpu_is_refused_unless_hidden(broken_gpu, nvidia_smi, monkey
     assert hardware.find_gpu() is None
 
 
+DEVICES = [
+    (
+        312,
+        "NVIDIA A100-SXM4-40GB; A100-SXM4-80GB; NVIDIA A100 80GB PCIe; NVIDIA A100-PCIE-40GB",
+    ),
+    (312, "NVIDIA A800-SXM4-80GB; NVIDIA A800 80GB PCIe"),
+    (989, "NVIDIA H100 80GB HBM3; NVIDIA H100 SXM5 80GB; NVIDIA H800; NVIDIA H200"),
+    (989, "NVIDIA GH200 120GB; NVIDIA GH200 480GB; NVIDIA GH200 144G HBM3e"),
+    (756, "NVIDIA H100 PCIe; NVIDIA H800 PCIe"),
+    (835, "NVIDIA H100 NVL; NVIDIA H200 NVL"),
+    (148, "NVIDIA H20; NVIDIA H20-3e"),
+    (2250, "NVIDIA B200"),
+    (2500, "NVIDIA GB200; AMD Instinct MI355X"),
+    (362, "NVIDIA L40S"),
+    (1307, "AMD Instinct MI300X; AMD Instinct MI325X"),
+    (191.5, "AMD Instinct MI250X"),
+    (None, "NVIDIA A100-SXM-64GB; NVIDIA A100X; NVIDIA H20Z; NVIDIA H100 64GB HBM2e"),
+    (None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb; NVIDIA A100-SXM4-40GB MIG 3g.20gb"),
+    (None, "NVIDIA L4; NVIDIA L40; NVIDIA B300 SXM6 AC; NVIDIA GeForce RTX 4090; ; x86_64"),
+    (None, "Tesla V100-SXM2-32GB; NVIDIA RTX 6000 Ada Generation; NVIDIA RTX A6000; GH100"),
+]
+"""Peaks in TFLOP/s, and names as torch returns them."""
+
+
+@pytest.mark.parametrize(("tflops", "names"), DEVICES)
+def test_a_devices_peak_is_its_own_or_unknown(tflops, names):
+    for name in names.split("; "):
+        assert hardware.peak_flops(name) == (tflops and tflops * 1e12), name
+
+
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 1)])
+def test_tensors_go_to_a_gpu_from_pinned_memory(device, monkeypatch):
+    pinned, copies = torch.ones(2), []
+
+    def copy(tensor, *arguments, **options):
+        copies.append((tensor is pinned, arguments, options))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned)
+    monkeypatch.setattr(torch.Tensor, "to", copy)
+    hardware.to_device(torch.zeros(2), device)
+    hardware.to_device(torch.zeros(2), "cpu")
+    expected = {"non_blocking": True}
+    assert copies == [(True, (device,), expected), (False, ("cpu",), expected)]
+
+
 @pytest.mark.system
 def test_commands_refuse_an_unusable_gpu(broken_gpu, data_folder, tmp_path, capsys):
     suite = ["run", "--checkpoint", tmp_path, "--suite", "validation"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.support import ROOT
 from tests.triton_cases import CASES
@@ -39,6 +40,40 @@ QUICK = [name for name in CASES if "1, 3, 40" in name or "2, 3, 40" in name]
 )
 def test_in_the_interpreter(name, results):
     assert not results[name], results[name]
+
+
+class Launches:
+    """Stands in for a kernel and records the options of its launches."""
+
+    def __init__(self):
+        self.options = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.options.append(options)
+
+
+@pytest.mark.parametrize("site", ["rows", "gate"])
+def test_every_launch_asks_for_fused_multiply_adds(site, monkeypatch):
+    pytest.importorskip("triton")
+    from canon_pretrain.kernels.triton import blocks, fused, gate, rows
+
+    launches = {}
+    for module in (blocks, gate if site == "gate" else rows):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            launches[name] = Launches()
+            monkeypatch.setattr(module, name, launches[name])
+    x = torch.zeros(1, 8, 32, requires_grad=True)
+    options = {"residual": True, "activation": False}
+    if site == "gate":
+        weight = torch.zeros(64, 1, 4, requires_grad=True)
+        y = fused.canon_gate_triton(x, x, weight, relu2=False, **options)
+    else:
+        y = fused.canon_triton(x, torch.zeros(32, 1, 4, requires_grad=True), **options)
+    y.sum().backward()
+    assert len(launches) == 3  # forward, backward, and the sums of the weight's gradient
+    for name, launch in launches.items():
+        assert launch.options, name
+        assert all(each["enable_fp_fusion"] is True for each in launch.options), name
 
 
 @pytest.mark.system

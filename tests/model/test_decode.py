@@ -1,16 +1,20 @@
 """Generation and passes with a cache against full passes, for every variant and batch layout."""
 
+import copy
 import itertools
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from canon_pretrain.kernels.decode_step import CanonMemory
+from canon_pretrain.model import decode
 from canon_pretrain.model.cache import FIRST_CAPACITY, Cache
-from canon_pretrain.model.decode import generate, sample, sample_generator
+from canon_pretrain.model.decode import DecodeStep, generate, sample, sample_generator
 from tests.support import refused
 from tests.variants import (
     BASE,
@@ -102,6 +106,155 @@ def test_rows_end_independently_and_keep_their_order(name):
         generate(model, [[5], [6, 7], [8]], max_new_tokens=[4, 1, 2])
     assert [len(logits) for logits in passes] == [3, 2, 1, 1]
     assert generate(model, [], max_new_tokens=3) == []
+
+
+LIMITS = [12, 3, 40, 1, 40]
+
+
+def answers_of(model, **options):
+    """Generate with rows that end at different places; return answers and rounded log-probs."""
+    found = [[] for _ in LIMITS]
+    options |= {"max_new_tokens": LIMITS, "eos_id": EOS_ID}
+    answers = generate(
+        model,
+        prompts_for(model.args, (1, 3, 30, 9, 31)),
+        on_token=lambda i, token, logp: found[i].append((token, pytest.approx(logp, abs=1e-3))),
+        **options,
+    )
+    return answers, found
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Read tokens in blocks, and steps into a fixed cache, as on a GPU."""
+    monkeypatch.setattr(decode, "TOKENS_PER_READ", {"cpu": 5})
+    monkeypatch.setattr(decode, "FIXED_DEVICES", ("cpu",))
+    monkeypatch.setattr(decode, "MIN_FIXED_STEPS", 20)
+
+
+class NoWaits(TorchDispatchMode):
+    """Refuses operators for which the host would wait: they cannot be captured."""
+
+    WAITS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select", "unique")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        assert name not in self.WAITS, name
+        return func(*args, **kwargs or {})
+
+
+def addresses(cache):
+    tensors = [tensor for held in cache.replaced() for tensor in held]
+    tensors += [cache._segments, cache.position]
+    tensors += [each for layer in cache.layers for each in (layer._keys, layer._values)]
+    tensors += [tensor for step in cache._steps for tensor in (*step._sums, step._x_B1C)]
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+@every_variant
+def test_a_fixed_step_is_in_place_waits_for_nothing_and_is_equal(args, as_on_a_gpu, monkeypatch):
+    model, seen = build(args), []
+    run, prepared = DecodeStep._pass, []
+
+    def checked(step, tokens_B1):
+        if prepared and prepared[-1] is tokens_B1:  # else the first pass of these rows
+            before = addresses(step._cache)
+            with NoWaits():
+                logits_BV = run(step, tokens_B1)
+            assert addresses(step._cache) == before
+            seen.append(step._cache.length)
+            return logits_BV
+        prepared.append(tokens_B1)
+        return run(step, tokens_B1)
+
+    is_looped = args.ffn == "moe"  # experts in float32, by a loop over their numbers
+    monkeypatch.setattr(DecodeStep, "_pass", run if is_looped else checked)
+    found, found_logs = answers_of(model)
+    assert seen or is_looped
+    monkeypatch.undo()
+    expected, expected_logs = answers_of(model)
+    assert found == expected and found_logs == expected_logs
+
+
+class FakeGraph:
+    """Stands in for a CUDA graph: a capture leaves no trace, a replay runs the step."""
+
+    replays = 0
+
+    def replay(self):
+        FakeGraph.replays += 1
+        length = self.step._cache.length
+        self.step._logits_BV.copy_(self.step._pass(self.step._tokens_B1))
+        self.step._cache.length = length
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", ["rope ABCD gqa", "gla BD dynamic", "alibi A documents"])
+def test_a_captured_step_gives_the_same_answers(name, fails, as_on_a_gpu, monkeypatch):
+    model = build(variant(name))
+    steps = []
+
+    @contextmanager
+    def capture(graph, **options):
+        cache = steps[-1]._cache
+        graph.step = steps[-1]
+        kept = [copy.deepcopy(cache.layers), cache._segments, cache.position.clone()]
+        kept[1] = None if kept[1] is None else kept[1].clone()
+        document = None if cache.next_document is None else cache.next_document.clone()
+        yield
+        cache.position.copy_(kept[2])
+        if cache._segments is not None:
+            cache._segments.copy_(kept[1])
+        if document is not None:
+            cache.next_document.copy_(document)
+        for layer, old in zip(cache.layers, kept[0], strict=True):
+            for mine, its in ((layer.state, old.state), (layer._keys, old._keys)):
+                if mine is not None:
+                    mine.copy_(its)
+            for site, memory in layer.canon.items():
+                if isinstance(memory, CanonMemory):
+                    memory._sums_PB1C.copy_(old.canon[site]._sums_PB1C)
+                else:
+                    for window, its in zip(memory.windows, old.canon[site].windows, strict=True):
+                        window.copy_(its)
+        if fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    start = DecodeStep.__init__
+
+    def begin(step, *arguments):
+        start(step, *arguments)
+        step._can_capture = step._is_fixed
+        steps.append(step)
+
+    monkeypatch.setattr(DecodeStep, "__init__", begin)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    FakeGraph.replays = 0
+    with pytest.warns(UserWarning, match="CUDA graph") if fails else nullcontext():
+        found = answers_of(model)
+    assert bool(FakeGraph.replays) != fails
+    monkeypatch.undo()
+    assert found == answers_of(model)
+
+
+def test_logits_that_are_not_finite_are_refused_in_blocks_too(as_on_a_gpu):
+    model = build(BASE)
+    torch.nn.init.constant_(model.norm.weight, math.nan)
+    with refused("generate.logits_not_finite"):
+        answers_of(model, temperature=1.0, generator=torch.Generator().manual_seed(0))
+
+
+def test_sampled_answers_do_not_depend_on_blocks(as_on_a_gpu, monkeypatch):
+    model = build(variant("rope AC no_res act standard_relu2 qk_full gqa tied documents"))
+
+    def draw():
+        generator = torch.Generator().manual_seed(1)
+        return answers_of(model, temperature=0.9, top_p=0.95, generator=generator)
+
+    found = draw()
+    monkeypatch.undo()
+    assert found == draw()
 
 
 def test_generation_does_not_affect_training():

@@ -8,8 +8,10 @@ import torch
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model import attend as attend_module
+from canon_pretrain.model import decode
 from canon_pretrain.model.attend import check_backend
 from canon_pretrain.model.cache import Cache
+from canon_pretrain.model.decode import DecodeStep, generate
 from tests.reference_model import reference_logits
 from tests.variants import VARIANTS, build, every_variant, random_tokens, variant
 
@@ -35,6 +37,25 @@ def _wide(args):
 def _on_gpu(args, **options):
     tokens = random_tokens(args, rows=2, num_tokens=NUM_TOKENS)
     return build(args, **options).to(DEVICE, torch.bfloat16), tokens.to(DEVICE)
+
+
+@pytest.mark.parametrize("name", ["rope ABCD gqa", "nope ABCD documents", "gla ABCD", "mamba2 AB"])
+def test_generation_by_a_graph_equals_eager_steps(name, monkeypatch):
+    """In float64, where other kernels change no token; a failed capture would warn."""
+    model = build(variant(name)).to(DEVICE, torch.float64)
+    prompts = [random_tokens(model.args, 1, n, seed=n)[0].tolist() for n in (1, 3, 30, 9)]
+    captured = []
+    capture = DecodeStep._capture
+
+    def watched(step, tokens_B1):
+        capture(step, tokens_B1)
+        captured.append(step._graph is not None)
+
+    monkeypatch.setattr(DecodeStep, "_capture", watched)
+    found = generate(model, prompts, max_new_tokens=[40, 7, 60, 60])
+    assert captured and all(captured)
+    monkeypatch.setattr(decode, "FIXED_DEVICES", ())
+    assert found == generate(model, prompts, max_new_tokens=[40, 7, 60, 60])
 
 
 def _difference(found, expected):

@@ -170,7 +170,7 @@ def test_a_failure_is_not_kept(alone, checks, data_folder, monkeypatch):
     assert choice.backend == "compiled" and choice.refused.startswith("an illegal")
 
 
-def test_rank_0_checks_the_recurrences_kernels(alone, data_folder, monkeypatch):
+def test_rank_0_checks_the_recurrences_kernels(alone, data_folder, monkeypatch, caplog):
     problems: list[str | None] = []
     monkeypatch.setattr(fla_mixers, "check_mixer", lambda *what: problems.pop())
 
@@ -183,8 +183,28 @@ def test_rank_0_checks_the_recurrences_kernels(alone, data_folder, monkeypatch):
     problems += [None, "a planted fault", "a planted fault"]
     with refused("mixer.unavailable", backend="fla", problem="a planted fault"):
         choose("--model.mixer_backend", "fla")
-    assert choose() == CanonChoice("chunked", "not fla: a planted fault")
+    assert caplog.records == []
+    refusal = {"refused": "a planted fault", "slowdown": 1.8}
+    assert choose() == CanonChoice("chunked", "auto; fla was refused", **refusal)
+    (warned,) = caplog.records
+    assert warned.levelname == "WARNING"
+    assert "1.8" in warned.getMessage() and "a planted fault" in warned.getMessage()
     assert choose() == CanonChoice("fla", "equal to chunked")
+
+
+def decide_as_on_a_gpu(rank):
+    canon_choice.DEVICE_TYPES = ("cpu",)
+
+
+@pytest.mark.system
+def test_a_run_without_fla_says_what_that_costs(data_folder, tmp_path):
+    words = [*debug_run(data_folder, tmp_path / "run"), "--model.mixer", "gla"]
+    words += ["--model.canon_set=", "--run.stop_at", 1]
+    options = {"ranks": 1, "output": tmp_path / "out", "before": decide_as_on_a_gpu}
+    ended = launch(*words, **options)
+    (fallback,) = events(tmp_path / "run", "mixer_fallback")
+    assert (fallback["step"], fallback["refused"], fallback["slowdown"]) == (0, "fla", 1.8)
+    assert "pip install" in fallback["reason"] and ended.output.count(fallback["reason"]) == 1
 
 
 def on_a_gpu(rank, notes):

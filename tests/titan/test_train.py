@@ -6,19 +6,24 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 import torch
+from torchtitan.tools import utils as titan_utils
 
 from canon_pretrain.data.sampler import window_offset
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.model.args import flavor
+from canon_pretrain.model.counts import flops_per_token
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.titan import metrics
 from canon_pretrain.titan.device import CACHE_BYTES, check_compiler_cache
 from canon_pretrain.train import main
 from eval.validation import baseline_losses
 from tests.fault_runs import flip
 from tests.ranks import assert_refused, assert_same_run, events, launch
-from tests.support import ROOT, debug_run, error_codes, refused, train
+from tests.support import ROOT, VOCAB_SIZE, debug_run, error_codes, refused, train
 
 GOLDEN = ROOT / "tests" / "golden" / "debug_losses.json"
 STEPS = 12
@@ -212,9 +217,35 @@ def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, 
     monkeypatch.setattr("torch.cuda.set_device", devices.append)
     assert code_of(argv, capsys) == "config.world_size"
     assert devices == [0]  # set before all else
+    assert code_of([*argv, "--training.enable_cpu_offload"], capsys) == "config.cpu_offload"
     set_world_size("1")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "abc")
     code_of(argv, capsys)
+
+
+def test_offloading_to_the_cpu_is_refused_for_gpus_only(data_folder, tmp_path, capsys):
+    argv = [*debug_run(data_folder, tmp_path), "--training.enable_cpu_offload", "--dry_run"]
+    main([str(word) for word in argv])
+    capsys.readouterr()
+    assert code_of([*argv, "--gpu", "h100"], capsys) == "config.cpu_offload"
+
+
+def run_on(rank, device_name):
+    """A device of this name on a node where lspci lists an H100's chip."""
+    metrics.has_accelerator = lambda: True
+    torch.cuda.get_device_name = lambda: device_name
+    titan_utils.get_peak_flops = lambda name: 989e12
+
+
+@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H20", 148e12), ("NVIDIA H20Z", None)])
+def test_the_logged_mfu_is_of_the_named_device(name, peak, data_folder, tmp_path):
+    argv = [*debug_run(data_folder, tmp_path / "run"), "--run.stop_at", 1]
+    launch(*argv, output=tmp_path / "out", ranks=1, before=(run_on, name))
+    (step,) = events(tmp_path / "run", "step")
+    args = replace(flavor("debug"), position="nope", canon_set="ABCD", vocab_size=VOCAB_SIZE)
+    flops = flops_per_token(replace(args, max_seq_len=64), 64)
+    speed = step["tokens_per_second_per_device"]
+    assert step.get("mfu") == (peak and pytest.approx(flops * speed / peak))
 
 
 def be_late(rank):

@@ -15,6 +15,7 @@ from canon_pretrain.data.held_out import divide_windows, windows
 from canon_pretrain.data.mixture import exact_weight
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.loading import load_model
+from canon_pretrain.kernels.hardware import to_device
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Data
 from canon_pretrain.run.folder import RunFolder
@@ -67,6 +68,26 @@ def test_windows_are_at_even_distances_and_given_out_by_share():
     shares = [exact_weight(weight) for weight in (0.7, 0.25, 0.05)]
     assert divide_windows(10, shares, [99, 99, 99]) == [7, 3, 1]  # 7, 2.5, 0.5, and one at least
     assert divide_windows(20, shares, [99, 3, 99]) == [14, 3, 1]
+
+
+@torch.no_grad()
+def test_every_batch_goes_to_the_device_as_those_of_training_do(data_folder, monkeypatch):
+    """By one helper, which pins them for a GPU: token ids, and each row's source."""
+    job = debug_job(path=str(data_folder))
+    job.validation.windows = 5
+    validator = validator_of(job)
+    model, moved = Transformer(job.model_args), []
+    model.init_weights()
+
+    def move(tensor, device):
+        moved.append((tensor.dtype, device))
+        return to_device(tensor, device)
+
+    monkeypatch.setattr("canon_pretrain.titan.validation.to_device", move)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
+    validator.measure(model)
+    assert validator.num_passes == 2
+    assert moved == [(torch.int32, "cpu"), (torch.bool, "cpu")] * 2
 
 
 @pytest.mark.system

@@ -4,6 +4,9 @@
 No autotuning at run time: a choice by timing may differ between ranks and between runs, and with it
 the order of the weight gradient's additions. The numbers here are a choice by shape alone.
 
+Launches set `enable_fp_fusion` (multiply-adds with one rounding): Triton 3.10 turns it off by
+default, which costs instructions, and results would change with Triton's version.
+
 Shapes: P programs, S sums (K; one more: see rows.py), C channels, K taps.
 """
 
@@ -118,5 +121,6 @@ def weight_gradient(
                 sums_PSC, weight_C1K, gain, dweight, dgain, num_programs, width,
                 taps=weight_C1K.shape[2], num_sums=num_sums, residual=residual,
                 norm=gain_C is not None, block=_CHANNELS, programs=_PROGRAMS, num_warps=4,
+                enable_fp_fusion=True,
             )  # fmt: skip
     return dweight, dgain

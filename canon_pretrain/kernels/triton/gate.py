@@ -153,7 +153,7 @@ def canon_gate(
             gate, up, weight, blocks.pointer(segments_BN, gate), inner, num_tokens, width, plan.run,
             taps=weight.shape[2], residual=residual, activation=activation, relu2=relu2,
             seg=segments_BN is not None, block=plan.block, stages=blocks.STAGES,
-            num_warps=plan.warps,
+            num_warps=plan.warps, enable_fp_fusion=True,
         )  # fmt: skip
     return inner
 
@@ -192,6 +192,7 @@ def canon_gate_backward(
                 num_tokens, width, plan.run, taps=taps, residual=residual, relu2=relu2,
                 activation=activation, seg=segments_BN is not None, want_sums=want_sums,
                 block=plan.block, stages=blocks.STAGES, num_warps=plan.warps,
+                enable_fp_fusion=True,
             )  # fmt: skip
     if not want_sums:
         return dgate, dup, weight.new_empty(0)

@@ -368,4 +368,4 @@ def _launch(
     grid = triton.cdiv(all_heads, block // dims), triton.cdiv(num_tokens, plan.run), num_rows
     options = {"taps": weight_C1K.shape[2], "norm": NORMS[norm], "rope": cos_TR is not None}
     options |= {"head_dim": head_dim if by_heads else 1, "dims": dims, "block": block}
-    return plan, grid, options | {"num_warps": plan.warps}
+    return plan, grid, options | {"num_warps": plan.warps, "enable_fp_fusion": True}

@@ -1,0 +1,79 @@
+"""Copies of a state for a checkpoint: into the same buffers each time, and nothing else."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from canon_pretrain.titan.checkpoint import Staging
+from canon_pretrain.titan.spec import one_rank
+
+COPIES = ("aten::copy_", "aten::_to_copy", "aten::clone", "aten::_pin_memory")
+
+
+class Copies(TorchDispatchMode):
+    """Records copies: the operator, the target's address, whether it is non-blocking."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # look at the shards
+        result = func(*args, **kwargs or {})
+        if (name := func._schema.name) in COPIES:
+            is_non_blocking = args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking")
+            self.found.append((name, result.data_ptr(), is_non_blocking))
+        return result
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_the_first_save_copies_as_later_ones_do(device):
+    with one_rank():
+        mesh = init_device_mesh(device, (1,))
+        sharded = distribute_tensor(torch.arange(12.0, device=device).view(4, 3), mesh, [Shard(0)])
+        state = {
+            "weight": sharded,
+            "optimizer": {"moment": sharded * 2, "step": torch.tensor(7.0, device=device)},
+            "plain": torch.arange(5, device=device),
+            "empty": torch.zeros(0, 3, device=device),
+            "numbers": {"tokens": 3, "names": ["a"], "none": None},
+        }
+        staging, runs = Staging(), []
+        for factor in (1, 10):
+            sharded.mul_(factor)
+            state["numbers"]["tokens"] += factor
+            with Copies() as copies:
+                staged = staging.copy(state)
+            if staging.copied is not None:
+                staging.copied.synchronize()
+            runs.append(copies.found)
+            assert isinstance(staged["weight"], DTensor)
+            assert staged["weight"].placements == sharded.placements
+            assert staged["numbers"] == state["numbers"]
+            weight, moment = staged["weight"].to_local(), staged["optimizer"]["moment"].to_local()
+            assert torch.equal(weight, factor * torch.arange(12.0).view(4, 3))
+            assert torch.equal(moment, torch.arange(12.0).view(4, 3) * 2)
+            assert staged["optimizer"]["step"] == 7 and staged["empty"].shape == (0, 3)
+            assert torch.equal(staged["plain"], torch.arange(5))
+            filled = [weight, moment, staged["optimizer"]["step"], staged["plain"]]
+            assert all(each.is_pinned() == (device == "cuda") for each in filled)
+            assert all(each.device.type == "cpu" for each in filled)
+        # one copy for each tensor, none of them blocking
+        assert [name for name, *_ in runs[0]] == ["aten::copy_"] * 5
+        assert runs[0] == runs[1]
+        assert all(is_non_blocking is True for *_, is_non_blocking in runs[0]), runs[0]
