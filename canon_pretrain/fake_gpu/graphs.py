@@ -293,7 +293,9 @@ def _saved_bytes(outputs: Sequence[Output]) -> dict[str, int]:
 
 
 def _num_bytes(value: Tensor) -> int:
-    return value.untyped_storage().nbytes() if value.numel() else 0
+    """Return the bytes of a storage; with dynamic shapes, those of the shapes at hand."""
+    num_bytes: Any = value.untyped_storage().nbytes()
+    return num_bytes.node.hint if isinstance(num_bytes, torch.SymInt) else num_bytes
 
 
 def _runner(

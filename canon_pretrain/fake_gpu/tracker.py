@@ -5,6 +5,7 @@ reports those. Memory is the sum of live storages, each rounded up as CUDA's all
 """
 
 import contextlib
+import sysconfig
 import time
 import traceback
 import weakref
@@ -23,8 +24,8 @@ from torch.utils.flop_counter import flop_registry
 from canon_pretrain.fake_gpu.record import Phase
 
 ALLOCATION_BYTES = 512
-HERE = Path(__file__).parent.name
-OURS = ("/canon_pretrain/", "/torchtitan/", "/data_prep/", "/eval/")
+HERE = Path(__file__).parent
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 OTHER = "other"
 SILENT_NAMESPACES = ("prim", "profiler")
@@ -293,23 +294,25 @@ def _part_made_by(func: Any) -> str:
 
 
 def calling_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
-    """Return `file:line function` of the innermost of `frames` outside torch and this package.
+    """Return `file:line function` of the innermost of `frames` that is a user's or torchtitan's.
 
     By default these are the callers'.
     """
     frames = traceback.extract_stack()[:-1] if frames is None else frames
-    ours = [
-        frame
-        for frame in frames
-        if any(part in frame.filename for part in OURS)
-        and f"/{HERE}/" not in frame.filename
-        and "/site-packages/torch/" not in frame.filename
-    ]
-    if not (ours or frames):
+    own = [frame for frame in frames if _is_own(frame.filename)]
+    if not (own or frames):
         return ""
-    frame = ours[-1] if ours else frames[-1]
+    frame = own[-1] if own else frames[-1]
     parts = Path(frame.filename).parts[-3:]
     return f"{'/'.join(parts)}:{frame.lineno} {frame.name}"
+
+
+def _is_own(filename: str) -> bool:
+    """Return whether a file is no library's, torchtitan's excepted, and not of this package."""
+    if "/site-packages/" in filename:
+        return "/site-packages/torchtitan/" in filename
+    is_standard = filename.startswith((STANDARD_LIBRARY, "<"))
+    return not is_standard and Path(filename).parent != HERE
 
 
 def check_devices(func: Any, args: tuple[Any, ...]) -> None:

@@ -18,14 +18,13 @@ import torch
 from rich.table import Table
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.tools import utils
 
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console, duration, size
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
-from canon_pretrain.kernels.hardware import available_memory
+from canon_pretrain.kernels.hardware import available_memory, peak_flops
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import (
     active_parameters,
@@ -88,8 +87,9 @@ def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
         return Device("CPU core", memory, CPU_FLOPS_PER_RANK, "30 GFLOP/s per core", is_gpu=False)
     name = torch.cuda.get_device_name()
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
-    peak = utils.get_peak_flops(name)
-    whose = "an A100's" if peak == GPUS["a100"][1] and "A100" not in name else "its"
+    peak, whose = peak_flops(name), "its"
+    if peak is None:
+        peak, whose = GPUS["a100"][1], "an A100's"
     return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose} {peak / 1e12:,.0f} TFLOP/s")
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from canon_pretrain.fake_gpu.check import problems_of
+from canon_pretrain.fake_gpu.check import problems_of, warnings_of
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import count_memory, on_meta
 from tests.fake_gpu_server import FakeRuns
@@ -10,12 +10,14 @@ from tests.support import ROOT
 
 CONFIGS = ROOT / "train_configs"
 LAYERS = ("--model.num_layers", "2")
+SHORT = ("--training.seq_len", "512")  # the host unrolls a loop over the chunks
 EXPERTS = ("--model.ffn", "moe", "--model.canon_set", "ABC")
 CASES = {
     "nope_canon": ("nope_canon", 8, ()),
     "documents": ("nope_canon", 8, ("--model.document_mask", "true", "--model.eos_id", "2")),
-    "gla": ("gla_canon", 8, ()),
-    "mamba2": ("mamba2_canon", 8, ()),
+    "gla": ("gla_canon", 8, SHORT),
+    "gated_deltanet": ("gated_deltanet_canon", 8, SHORT),
+    "mamba2": ("mamba2_canon", 8, SHORT),
     "experts": ("nope_canon", 8, (*EXPERTS, "--parallelism.expert_parallel_degree", "8")),
     "replicas": (
         "nope_canon",
@@ -42,7 +44,7 @@ def words_of(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_config_runs_and_needs_what_the_dry_run_says(case, runs):
+def test_a_config_runs_without_waits(case, runs):
     arguments, world_size = words_of(case)
     report = runs.run(*arguments, world_size=world_size)
     assert problems_of(report) == []
@@ -56,7 +58,79 @@ def test_a_config_runs_and_needs_what_the_dry_run_says(case, runs):
     # nothing grows from step to step
     assert report.phase("logged step").end_bytes == quiet.end_bytes
 
-    job = parse_job(arguments, quiet=True)
-    planned = sum(count_memory(job, on_meta(job.model_args), world_size).values())
-    steps = [phase.peak_bytes for phase in report.phases if "step" in phase.name]
-    assert planned == pytest.approx(max(steps), rel=0.15 if case in ("experts", "mamba2") else 0.05)
+    assert report.saved_bytes_per_token > 0
+    if case == "nope_canon":  # others: recorded at their full size, test_recorded.py
+        job = parse_job(arguments, quiet=True)
+        planned = sum(count_memory(job, on_meta(job.model_args), world_size).values())
+        steps = [phase.peak_bytes for phase in report.phases if "step" in phase.name]
+        assert planned == pytest.approx(max(steps), rel=0.05)
+
+
+def faulty(runs, fault, *words, case="nope_canon"):
+    arguments, world_size = words_of(case)
+    return runs.run(*arguments, *words, fault=fault, world_size=world_size, saves=False)
+
+
+@pytest.mark.system
+def test_a_wait_in_the_step_is_found(runs):
+    report = faulty(runs, "item_in_the_step")
+    assert not report.error
+    (wait,) = report.phase("quiet step").waits
+    assert "item() at" in wait and "tests/fake_gpu_faults.py:" in wait and wait.endswith(" step")
+    assert any(wait in warning for warning in warnings_of(report))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("fault", ["cpu_scalar_in_a_stack", "cpu_tensor_in_the_model"])
+def test_a_tensor_on_the_cpu_ends_the_run_with_its_line(fault, runs):
+    report = faulty(runs, fault)
+    (problem,) = problems_of(report)
+    assert "device" in report.error and "cpu" in report.error
+    assert "tests/fake_gpu_faults.py:" in report.error_line
+    assert report.error_line in problem
+    assert "fake_gpu_faults" in report.traceback
+
+
+@pytest.mark.system
+def test_a_graph_break_ends_a_run_whose_blocks_are_compiled_whole(runs):
+    report = faulty(runs, "break_in_a_block")
+    assert report.error.startswith("Unsupported") and "graph_break" in report.error
+    assert problems_of(report)
+
+
+@pytest.mark.system
+def test_a_shape_that_changes_is_compiled_again(runs):
+    report = faulty(runs, "growing_batch")
+    quiet = report.phase("quiet step")
+    assert quiet.recompiles and quiet.graphs
+    assert "size" in quiet.recompiles[0]
+    assert any(warning.startswith("recompiled, quiet step") for warning in warnings_of(report))
+
+
+@pytest.mark.system
+def test_a_leak_is_seen_from_step_to_step(runs):
+    report = faulty(runs, "leak_of_an_activation")
+    grown = report.phase("logged step").end_bytes - report.phase("quiet step").end_bytes
+    assert grown == report.micro_batch * report.seq_len * 2048 * 2
+
+
+@pytest.mark.system
+def test_experts_on_the_wrong_mesh_are_found(runs):
+    report = faulty(runs, "experts_on_the_wrong_mesh", case="experts")
+    assert problems_of(report)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--activation_checkpoint.mode", "full"),
+        ("--activation_checkpoint.mode", "selective"),
+        ("--model.position", "alibi"),
+        ("--compile.no-enable",),
+    ],
+)
+def test_other_ways_to_train_run(words, runs):
+    report = faulty(runs, "", *words, "--training.seq_len", "512")
+    assert problems_of(report) == []
+    assert not report.phase("quiet step").waits
