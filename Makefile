@@ -4,6 +4,7 @@
 # make test         unit, property and a few end-to-end tests
 # make test-system  faults, ranks, browser and compilers
 # make test-long    before a release: test-system's draws and simulations five times as many, more odd values
+# make test-fake-gpu  the trainer on fake GPUs, and planted faults that it must find
 # make test-learning  small models of the playground, trained until they solve their task
 # make test-slurm   the Slurm scripts on a real Slurm of two nodes (root; Debian's slurm packages)
 # make slurm-demo   text to report by Slurm jobs, command by command
@@ -33,7 +34,7 @@ LM := outputs/boards/lm-data
 
 # make deletes the target of an interrupted recipe, which here would be a manifest of shards
 .PRECIOUS: $(LM)/validation/manifest.json
-.PHONY: quickstart playground playground-lm test test-system test-long test-learning test-slurm snapshots slurm-demo check constraints install clean-quickstart
+.PHONY: quickstart playground playground-lm test test-system test-long test-fake-gpu test-learning test-slurm snapshots slurm-demo check constraints install clean-quickstart
 
 quickstart: $(INSTALLED)
 	python -m canon_pretrain.quickstart
@@ -55,6 +56,9 @@ test-system: $(INSTALLED)
 
 test-long: $(INSTALLED)
 	$(PYTEST) -m long
+
+test-fake-gpu: $(INSTALLED)
+	$(PYTEST) tests/fake_gpu -m "not long"
 
 test-learning: $(INSTALLED)
 	$(PYTEST) -m learning

@@ -29,6 +29,8 @@ CASES = {
     ),
 }
 
+SLOW = ("gated_deltanet", "mamba2")  # to trace
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -43,7 +45,10 @@ def words_of(case):
     return list(map(str, arguments)), world_size
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(name, marks=pytest.mark.system if name in SLOW else []) for name in CASES],
+)
 def test_a_config_runs_without_waits(case, runs):
     arguments, world_size = words_of(case)
     report = runs.run(*arguments, world_size=world_size)
