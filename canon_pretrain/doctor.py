@@ -639,11 +639,9 @@ def main(argv: list[str] | None = None) -> None:
         given, overrides = parser.parse_known_args(argv)
         if given.fake is not None:
             raise SystemExit(_run_fake(given, overrides))
-        if overrides or given.world or given.config:
-            unknown = overrides or ["--world" if given.world else given.config]
-            raise UserError(
-                "option.conflict", f"{' '.join(unknown)}: only with --fake", given=unknown
-            )
+        given = parser.parse_args(argv)
+        if given.world or given.config:
+            raise UserError("option.conflict", "--world and CONFIG: only with --fake")
         console, every = Console(highlight=False), list[tuple[str, Finding]]()
 
         def add(name: str, found: Sequence[Finding]) -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("canon_pretrain", "data_prep", "eval")
 LIMITS = {
     "README.md bytes": 14_336,
-    "bytes of READMEs and notes": 135_168,
+    "bytes of READMEs and notes": 137_216,  # 2 KiB for fake_gpu/README.md
     "tests that compare prose": 60,
     "test names over 60 characters": 0,
     "worn words": 20,

@@ -131,6 +131,9 @@ def count_memory(
     logit_bytes = 8 if param_dtype == torch.float32 else param_dtype.itemsize + 8
     logits = chunk_tokens * args.vocab_size * logit_bytes
     saved_head = head_bytes(args, micro_batch, param_dtype, loss)
+    temporary = 0  # less than the loss needs
+    if args.mixer in TEMPORARY_BYTES:
+        temporary = TEMPORARY_BYTES[args.mixer] * tokens * args.num_heads * args.value_dim
     accumulates = training.global_batch_size > micro_batch * world_size
 
     in_loss = states | {
@@ -140,7 +143,7 @@ def count_memory(
         "loss": max(saved_head, logits),
     }
     before_backward = in_loss | {
-        "activations": activations + _temporary_bytes(args, tokens, is_gpu=is_gpu),
+        "activations": activations + (temporary if is_gpu and job.compile.enable else 0),
         "loss": saved_head,
     }
     after_backward = states | {
@@ -152,13 +155,6 @@ def count_memory(
     }
     moments = (in_loss, before_backward, after_backward)
     return max(moments, key=lambda parts: sum(parts.values()))
-
-
-def _temporary_bytes(args: ModelArgs, tokens: int, *, is_gpu: bool) -> int:
-    """Return the bytes that a block allocates while it computes its gradients."""
-    if args.mixer == "attention" or not is_gpu:
-        return 0  # less than the loss needs
-    return TEMPORARY_BYTES[args.mixer] * tokens * args.num_heads * args.value_dim
 
 
 def _activation_bytes(
