@@ -10,7 +10,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._ordered_set import OrderedSet
 
 from canon_pretrain.fake_gpu.record import Work
-from canon_pretrain.fake_gpu.tracker import Tracker, count_flops, is_view
+from canon_pretrain.fake_gpu.tracker import Tracker, count_flops
+from canon_pretrain.titan.saved import base_of
 
 GEMM, OWN_OPERATORS = "extern_kernels.", "torch.ops.canon_pretrain."
 ATTENTION = ("aten._scaled_dot_product", "aten._flash_attention", "aten._efficient_attention")
@@ -68,8 +69,8 @@ class GraphRecord:
     name: str
     is_backward: bool
     lowered: Lowered
-    saved_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of the storages that a forward graph keeps for backward, by shape and dtype."""
+    saved_bytes: int
+    """What a forward graph keeps for backward, without its inputs; 0 of a backward graph."""
 
 
 class GraphCompiler:
@@ -141,7 +142,7 @@ class GraphCompiler:
 
         outputs = _describe_outputs(graph)
         name = f"{'backward' if is_backward else 'forward'} {key[:8]}"
-        saved = {} if is_backward else _saved_bytes(outputs)
+        saved = 0 if is_backward else _saved_bytes(outputs)
         self.records.append(GraphRecord(name, is_backward, lowered, saved))
         self.tracker.phase.graphs.append(name)
         return _runner(
@@ -240,26 +241,6 @@ def _temporary_bytes(lowering: Any) -> int:
     return max(0, peak - sum(buffer.mpi_buffer.size_free for buffer in freeable.values()))
 
 
-def _base(node: fx.Node) -> fx.Node:
-    """Return the node that allocated the storage of `node`, which may be a view."""
-    while node.op == "call_function":
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node):
-            break
-        # an element of the list of views that an operator like split returns
-        if getattr(node.target, "__name__", "") == "getitem" and _makes_view(source):
-            node = source
-        elif _makes_view(node):
-            node = source
-        else:
-            break
-    return node
-
-
-def _makes_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
-
-
 def _describe_outputs(graph: fx.GraphModule) -> list[Output]:
     (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -270,26 +251,22 @@ def _describe_outputs(graph: fx.GraphModule) -> list[Output]:
             outputs.append(Output(node))
             continue
         value = node.meta["val"]
-        base = _base(node)
+        base = base_of(node)
         if not isinstance(base.meta.get("val"), Tensor):
             base = node
         outputs.append(Output(value, places.get(base, -1), base))
     return outputs
 
 
-def _saved_bytes(outputs: Sequence[Output]) -> dict[str, int]:
-    """Return the bytes of new storages among all outputs but the first, by shape and dtype."""
-    saved: Counter[str] = Counter()
-    seen = {outputs[0].base}
+def _saved_bytes(outputs: Sequence[Output]) -> int:
+    """Return the bytes of the new storages that a forward graph returns besides its result."""
+    saved: dict[fx.Node, int] = {}
     for output in outputs[1:]:
-        if not isinstance(output.value, Tensor) or output.input_index >= 0 or output.base in seen:
-            continue
-        seen.add(output.base)
-        assert output.base is not None
-        value = output.base.meta["val"]
-        shape = "x".join(map(str, value.shape))
-        saved[f"{shape} {str(value.dtype).removeprefix('torch.')}"] += _num_bytes(value)
-    return dict(saved)
+        if isinstance(output.value, Tensor) and output.base and output.input_index < 0:
+            saved[output.base] = _num_bytes(output.base.meta["val"])
+    if outputs[0].base is not None:
+        saved.pop(outputs[0].base, None)
+    return sum(saved.values())
 
 
 def _num_bytes(value: Tensor) -> int:

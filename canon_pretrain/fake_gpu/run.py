@@ -250,8 +250,6 @@ class EqualLoad:
 
 def _saved_bytes_per_token(compiler: GraphCompiler, report: Report) -> float:
     """Return the bytes per token that the forward graph with most of them keeps for backward."""
-    saved = [
-        sum(record.saved_bytes.values()) for record in compiler.records if not record.is_backward
-    ]
+    saved = [record.saved_bytes for record in compiler.records]
     tokens = report.micro_batch * report.seq_len
     return max(saved) / tokens if saved and tokens else math.nan

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from canon_pretrain.fake_gpu.record import Phase
+from canon_pretrain.titan.saved import is_view
 
 ALLOCATION_BYTES = 512
 HERE = Path(__file__).parent
@@ -276,12 +277,6 @@ def _rounded(num_bytes: int) -> int:
 def is_tracing() -> bool:
     """Return whether dynamo or AOT autograd is making a graph: its tensors are never allocated."""
     return torch._guards.TracingContext.try_get() is not None
-
-
-def is_view(func: Any) -> bool:
-    """Return whether an operator only returns views of its arguments."""
-    aliases = [returned.alias_info for returned in func._schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _part_made_by(func: Any) -> str:

@@ -41,6 +41,7 @@ from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from canon_pretrain.titan.parallelize import all_experts
 from canon_pretrain.titan.saved import block_bytes, compiled_bytes_per_token, head_bytes
+from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.titan.tasks import TaskWindows
 
 GIB = 2**30
@@ -130,7 +131,7 @@ def count_memory(
     chunk_tokens = -(-tokens // -(-tokens // (loss.chunk_tokens or tokens)))
     logit_bytes = 8 if param_dtype == torch.float32 else param_dtype.itemsize + 8
     logits = chunk_tokens * args.vocab_size * logit_bytes
-    saved_head = head_bytes(args, micro_batch, param_dtype, loss)
+    saved_head = head_bytes(args, micro_batch, param_dtype, head_loss(loss))
     temporary = 0  # less than the loss needs
     if args.mixer in TEMPORARY_BYTES:
         temporary = TEMPORARY_BYTES[args.mixer] * tokens * args.num_heads * args.value_dim

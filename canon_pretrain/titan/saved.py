@@ -20,16 +20,13 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torchtitan.tools import utils
 
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import window_segments
-from canon_pretrain.model.transformer import Head, TransformerBlock, make_norm
-from canon_pretrain.run.config import Loss
-from canon_pretrain.titan.spec import head_loss
+from canon_pretrain.model.transformer import Head, HeadLoss, TransformerBlock, make_norm
 
 COUNTED_TOKENS = 512
 """Length of the sequence that is traced: what a compiled block keeps grows with the tokens."""
@@ -61,7 +58,7 @@ def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
     plain = args if args.rope_dim else dataclasses.replace(args, position="nope")
     shape = (micro_batch, args.max_seq_len)
     with FakeTensorMode():
-        with utils.set_default_dtype(dtype):
+        with _default_dtype(dtype):
             rope = Rope(plain) if plain.rope_dim else None
             attend = Attend(plain) if plain.mixer == "attention" else None
             block = TransformerBlock(plain, rope, attend)
@@ -73,16 +70,26 @@ def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
         return count_saved(lambda: block(h_BTD, None, segments_BN), block)
 
 
-def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Loss) -> int:
+def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: HeadLoss) -> int:
     """Return the bytes that the last norm, the head and the loss keep."""
     shape = (micro_batch, args.max_seq_len)
     with FakeTensorMode():
-        with utils.set_default_dtype(dtype):
+        with _default_dtype(dtype):
             norm, output = make_norm(args), Head(args.dim, args.vocab_size)
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
         labels_BT = torch.zeros(shape, dtype=torch.int64)
         modules = nn.ModuleList([norm, output])
-        return count_saved(lambda: output(norm(h_BTD), labels_BT, head_loss(loss))[1], modules)
+        return count_saved(lambda: output(norm(h_BTD), labels_BT, loss)[1], modules)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)
 
 
 # -- compiled
@@ -166,9 +173,12 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    aliases = [returned.alias_info for returned in node.target._schema.returns]
+    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
+
+
+def is_view(operator: torch._ops.OpOverload) -> bool:
+    """Return whether an operator only returns views of its arguments."""
+    aliases = [returned.alias_info for returned in operator._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 

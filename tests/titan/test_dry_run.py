@@ -107,7 +107,7 @@ def test_memory_equals_what_a_real_tiny_model_holds(words):
 
     saved = count_saved(forward, model)
     block = block_bytes(args, batch, torch.float32)
-    head = head_bytes(args, batch, torch.float32, Loss())
+    head = head_bytes(args, batch, torch.float32, head_loss(Loss()))
     assert planned["activations"] == args.num_layers * block
     # the whole model keeps the token ids as well, and a block's output once where we count it in
     # the next block and in the head
