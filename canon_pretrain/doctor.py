@@ -666,7 +666,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _run_fake(given: argparse.Namespace, overrides: list[str]) -> int:
     """Run a config on fake GPUs and print what happened; return the exit code."""
-    from canon_pretrain.fake_gpu.check import problems_of, run_apart, show_fake_run
+    from canon_pretrain.fake_gpu.check import problems_of, run_in_subprocess, show_fake_run
     from canon_pretrain.fake_gpu.gpus import GPUS
     from canon_pretrain.fake_gpu.record import Options, to_plain
 
@@ -674,7 +674,7 @@ def _run_fake(given: argparse.Namespace, overrides: list[str]) -> int:
     if given.config is None:
         raise UserError("option.missing", "--fake needs the TOML of a run: CONFIG")
     options = Options(given.fake, given.world or 8)
-    report = run_apart(["--config", given.config, *overrides], options)
+    report = run_in_subprocess(["--config", given.config, *overrides], options)
     if given.json:
         print(json.dumps(to_plain(report), indent=2))
     else:

@@ -12,20 +12,18 @@ from pathlib import Path
 from canon_pretrain.core.cli import run_process
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.fake_gpu import hooks
-from canon_pretrain.fake_gpu.record import Options, to_plain
-
-REPORT = "CANON_FAKE_REPORT"
+from canon_pretrain.fake_gpu.record import REPORT, Options, to_plain
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run, and write the report. Exits with code 2 on bad input."""
-    options, *arguments = sys.argv[1:] if argv is None else argv
+    encoded, *arguments = sys.argv[1:] if argv is None else argv
     try:
         hooks.load(hooks.build())  # before torch is imported
         from canon_pretrain.fake_gpu import run
 
-        given = Options(**json.loads(options))
-        report = run.FakeNode(given.gpu).run(arguments, given)
+        options = Options(**json.loads(encoded))
+        report = run.FakeNode(options.gpu).run(arguments, options)
     except UserError as error:
         exit_with(error)
     Path(os.environ[REPORT]).write_text(json.dumps(to_plain(report)))

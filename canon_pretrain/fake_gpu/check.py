@@ -13,28 +13,30 @@ from rich.table import Table
 from canon_pretrain.core.children import start_child
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.fake_gpu.__main__ import REPORT
 from canon_pretrain.fake_gpu.gpus import GPUS
-from canon_pretrain.fake_gpu.record import Options, Phase, Report, report_from
+from canon_pretrain.fake_gpu.record import BETWEEN, REPORT, Options, Phase, Report, report_from
 
-GIB, KIB, TERA = 2**30, 2**10, 1e12
-BETWEEN = "start"
+GIB = 2**30
+KIB = 2**10
+TERA = 1e12
+EXIT_CODE = "exit code"
 STEPS_OF_INTEREST = ("quiet step",)
 """In which nothing may be compiled, and the host may not wait."""
 BLIND_SPOTS = (
-    "Not seen: values, memory fragmentation and NCCL's buffers, what packages compute inside "
-    "(flash-linear-attention), other ranks, time"
+    "Not seen: values, time, memory fragmentation, NCCL's buffers, other ranks, copies into memory "
+    "that is not pinned, what flash-linear-attention computes (recurrences run chunked)"
 )
 
 
-def run_apart(arguments: Sequence[str], options: Options) -> Report:
+def run_in_subprocess(arguments: Sequence[str], options: Options) -> Report:
     """Run the trainer on fake GPUs in a process of its own. Raises UserError.
 
     `arguments`: those of `canon train`. A process that ends without a report is a UserError with
     the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="fake_gpu.") as folder:
-        path, log = Path(folder) / "report.json", Path(folder) / "output"
+        path = Path(folder) / "report.json"
+        log = Path(folder) / "output"
         words = [sys.executable, "-m", "canon_pretrain.fake_gpu", json.dumps(vars(options))]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ | {REPORT: str(path)}
         with log.open("wb") as output:
@@ -46,10 +48,13 @@ def run_apart(arguments: Sequence[str], options: Options) -> Report:
                 env=environment,
             )
             code = child.wait()
-        if path.exists():
-            return report_from(json.loads(path.read_text()))
-
         text = log.read_text(errors="replace")
+        if path.exists():
+            report = report_from(json.loads(path.read_text()))
+            if report.error.startswith(EXIT_CODE):  # the trainer has printed why
+                report.error = reason_in(text) or report.error
+            return report
+
         last_lines = "\n".join(text.splitlines()[-8:])
         raise UserError(
             "fake_gpu.failed",
@@ -119,7 +124,7 @@ def show_fake_run(report: Report, console: Console) -> None:
 def _phase_table(report: Report) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("phase")
-    for title in ("peak GiB", "kernels", "KiB/token", "TFLOP", "sent GiB", "waits", "graphs"):
+    for title in ("peak GiB", "kernels", "KiB/token", "TFLOP", "exchanged GiB", "waits", "graphs"):
         table.add_column(title, justify="right")
     tokens = report.micro_batch * report.seq_len
     for phase in report.phases:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 # imported as on a CPU: with a GPU they would import what a CPU-only torch does not have
@@ -229,7 +230,8 @@ def _install_host_reads(tracker: Tracker) -> None:
                 return original(tensor, *args, **kwargs)
             if tensor.device.type == "cuda":
                 tracker.wait(f"{name}()")
-            return tracker.answer(tensor, "tolist")
+            values = tracker.answer(tensor, "tolist")
+            return np.array(values) if name == "numpy" else values
 
         return read
 

@@ -22,8 +22,8 @@ from canon_pretrain.fake_gpu.record import Work
 from canon_pretrain.fake_gpu.tracker import Tracker, count_flops
 from canon_pretrain.titan.saved import base_of
 
-GEMM, OWN_OPERATORS = "extern_kernels.", "torch.ops.canon_pretrain."
-ATTENTION = ("aten._scaled_dot_product", "aten._flash_attention", "aten._efficient_attention")
+PRODUCTS = ("extern_kernels.", "torch.ops.aten._scaled_dot")
+"""What matrix products and attention are called in generated code."""
 TRITON_CALL = re.compile(r"^\s+triton_\w+\.run\(", re.MULTILINE)
 
 
@@ -37,17 +37,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Lowered:
-    """Generated code of a graph, and what it costs each time that it runs."""
+    """What a graph costs each time that it runs."""
 
-    code: str
-    kernels: tuple[Kernel, ...]
     work: Work
     temporary_bytes: int
     """Peak of the memory that the graph allocates beyond what it is passed."""
-
-    @property
-    def triton_launches(self) -> int:
-        return len(TRITON_CALL.findall(self.code))
 
 
 @dataclass(frozen=True)
@@ -62,23 +56,11 @@ class Output:
     """The node whose storage the result shares: what keeps memory is the storage."""
 
 
-@dataclass
-class GraphRecord:
-    """A compiled graph of a run."""
-
-    name: str
-    is_backward: bool
-    lowered: Lowered
-    saved_bytes: int
-    """What a forward graph keeps for backward, without its inputs; 0 of a backward graph."""
-
-
 class GraphCompiler:
-    """Inductor's inner compiler for fake GPUs; `records` are the graphs that it compiled."""
+    """Inductor's inner compiler for fake GPUs."""
 
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
-        self.records: list[GraphRecord] = []
         self._lowered: dict[str, Lowered] = {}
 
     def install(self) -> None:
@@ -142,8 +124,6 @@ class GraphCompiler:
 
         outputs = _describe_outputs(graph)
         name = f"{'backward' if is_backward else 'forward'} {key[:8]}"
-        saved = 0 if is_backward else _saved_bytes(outputs)
-        self.records.append(GraphRecord(name, is_backward, lowered, saved))
         self.tracker.phase.graphs.append(name)
         return _runner(
             lowered, outputs, "gradients" if is_backward else "activations", self.tracker
@@ -179,12 +159,14 @@ def lower(graph: fx.GraphModule, is_backward: bool, is_inference: bool) -> Lower
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
     flops = _count_products(graph)
 
+    # Shapes and strides of all values.
     view_to_reshape(graph)
     with torch.no_grad():
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
     compile_fx._recursive_record_original_output_strides(graph)
 
     with V.set_fake_mode(mode), DebugContext(), V.set_real_inputs(inputs):
+        # Passes on the graph, then schedule and code, as `compile_fx._InProcessFxCompile` does.
         compile_fx._recursive_post_grad_passes(graph, is_inference=is_inference)
         lowering = GraphLowering(
             graph,
@@ -202,15 +184,16 @@ def lower(graph: fx.GraphModule, is_backward: bool, is_inference: bool) -> Lower
             )
             temporary_bytes = _temporary_bytes(lowering)
 
+    # Costs by kind.
     work = Work(flops=flops)
     work.launches = len(TRITON_CALL.findall(code.value)) + sum(bool(k.name) for k in kernels)
-    is_product = [k.name.startswith((GEMM, "torch.ops.aten._scaled_dot")) for k in kernels]
+    is_product = [k.name.startswith(PRODUCTS) for k in kernels]
     for kernel, product in zip(kernels, is_product, strict=True):
         if product:
             work.product_bytes += kernel.num_bytes
         else:
             work.bytes_moved += kernel.num_bytes
-    return Lowered(code.value, kernels, work, temporary_bytes)
+    return Lowered(work, temporary_bytes)
 
 
 def _kernel_name(node: Any) -> str:
@@ -258,23 +241,6 @@ def _describe_outputs(graph: fx.GraphModule) -> list[Output]:
     return outputs
 
 
-def _saved_bytes(outputs: Sequence[Output]) -> int:
-    """Return the bytes of the new storages that a forward graph returns besides its result."""
-    saved: dict[fx.Node, int] = {}
-    for output in outputs[1:]:
-        if isinstance(output.value, Tensor) and output.base and output.input_index < 0:
-            saved[output.base] = _num_bytes(output.base.meta["val"])
-    if outputs[0].base is not None:
-        saved.pop(outputs[0].base, None)
-    return sum(saved.values())
-
-
-def _num_bytes(value: Tensor) -> int:
-    """Return the bytes of a storage; with dynamic shapes, those of the shapes at hand."""
-    num_bytes: Any = value.untyped_storage().nbytes()
-    return num_bytes.node.hint if isinstance(num_bytes, torch.SymInt) else num_bytes
-
-
 def _runner(
     lowered: Lowered, outputs: Sequence[Output], part: str, tracker: Tracker
 ) -> Callable[[list[Any]], list[Any]]:
@@ -282,9 +248,9 @@ def _runner(
 
     def run(arguments: list[Any]) -> list[Any]:
         inputs = list(arguments)
-        arguments.clear()  # the graph owns its inputs, and frees them as it goes
+        arguments.clear()  # from here on only this function keeps them
         tracker.phase.compiled.add(lowered.work)
-        tracker.hold("temporaries of a compiled graph", lowered.temporary_bytes)
+        tracker.count_temporary("temporaries of a compiled graph", lowered.temporary_bytes)
 
         results: list[Any] = []
         storages: dict[fx.Node, Tensor] = {}
@@ -310,7 +276,7 @@ def _allocate(like: Tensor) -> Tensor:
 
 
 def _view_of(base: Tensor, output: Output) -> Tensor:
-    """Return `output` as a view of the storage of `base`; a copy's dtype may differ."""
+    """Return `output` as a view of the storage of `base`, unless it has another dtype."""
     value, node = output.value, output.base
     if node is None or (value.shape == base.shape and value.stride() == base.stride()):
         return base

@@ -7,6 +7,7 @@ import ctypes
 import hashlib
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -56,10 +57,10 @@ def build() -> Path:
 
 def _compile(torch: Path, library: Path) -> None:
     """Compile hooks.cpp into `library`. Raises UserError."""
-    compiler = os.environ.get("CXX", "c++")
+    compiler = os.environ.get("CXX", "c++")  # may be two words, such as ccache g++
     include = torch / "include"
     words = [
-        compiler,
+        *shlex.split(compiler),
         *("-O1", "-shared", "-fPIC", "-std=c++20"),
         *(f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
         str(SOURCE),
@@ -68,11 +69,11 @@ def _compile(torch: Path, library: Path) -> None:
     ]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-    except FileNotFoundError:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(
             "fake_gpu.compiler",
-            f"no C++ compiler ({compiler}): fake GPUs need one. Install g++ (Debian: apt-get "
-            "install g++), or set CXX",
+            f"the C++ compiler {compiler} did not run ({error}): fake GPUs need one. Install g++ "
+            "(Debian: apt-get install g++), or set CXX",
             compiler=compiler,
         ) from None
     if done.returncode:

@@ -1,13 +1,16 @@
 """The record of a fake run: what a phase of the program did, and the whole report."""
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-STEPS = 3
-"""The first step (compiles), a quiet one, a logged one."""
+STEP_NAMES = ("first step", "quiet step", "logged step")
+"""The steps of a fake run: the first one compiles, the second one logs nothing."""
+BETWEEN = "start"
+"""The phase of what happens before and between others."""
+REPORT = "CANON_FAKE_REPORT"
+"""Environment variable that names the file of the report."""
 
 
 @dataclass
@@ -52,12 +55,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Options:
-    """What is faked; `canon_backend` is what the check of `auto` answers."""
+    """What is faked: GPUs of which model, on how many ranks; `saves`: stage two checkpoints."""
 
     gpu: str = "h100"
     world_size: int = 8
-    steps: int = STEPS
-    canon_backend: str = "triton"
     saves: bool = True
 
 
@@ -72,8 +73,6 @@ class Report:
     micro_batch: int = 0
     seq_len: int = 0
     phases: list[Phase] = field(default_factory=list)
-    saved_bytes_per_token: float = math.nan
-    """That the blocks of the model keep for backward, if they are compiled."""
     error: str = ""
     error_line: str = ""
     traceback: str = ""
@@ -96,9 +95,9 @@ def to_plain(value: Any) -> Any:
     if is_dataclass(value):
         return to_plain(vars(value))
     if isinstance(value, dict):
-        return {key: to_plain(each) for key, each in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [to_plain(each) for each in value]
+        return [to_plain(item) for item in value]
     return value
 
 

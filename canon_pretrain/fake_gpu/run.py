@@ -4,11 +4,10 @@ Everything is the real program but the GPU, the other ranks, and the data, which
 """
 
 import functools
-import math
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from canon_pretrain.fake_gpu import device, world
 from canon_pretrain.fake_gpu.gpus import GPUS
 from canon_pretrain.fake_gpu.graphs import GraphCompiler
-from canon_pretrain.fake_gpu.record import Options, Report
+from canon_pretrain.fake_gpu.record import STEP_NAMES, Options, Report
 from canon_pretrain.fake_gpu.tracker import Answer, Tracker, calling_line, filled
 
-STEP_NAMES = ("first step", "quiet step", "logged step")
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 120, 2500
 TRACEBACK_CHARACTERS = 6000
 
@@ -62,7 +60,6 @@ class FakeNode:
         tracker.begin("end")
 
         report.phases = [phase for phase in tracker.phases if phase.name != "end"]
-        report.saved_bytes_per_token = _saved_bytes_per_token(self.compiler, report)
         report.seconds = time.monotonic() - begin
         return report
 
@@ -76,14 +73,17 @@ def _complete(arguments: Sequence[str], options: Options, folder: Path) -> list[
         *arguments,
         "--force",
         *("--job.dump_folder", str(folder / "run")),
-        *("--run.stop_at", str(options.steps)),
-        *("--metrics.log_freq", str(options.steps)),
+        *("--run.stop_at", str(len(STEP_NAMES))),
+        *("--metrics.log_freq", str(len(STEP_NAMES))),
+        *("--checkpoint.interval", "1000000"),  # saves are phases of their own
         *("--validation.windows", str(options.world_size)),  # a pass
         *("--metrics.no-enable_wandb", "--metrics.no-enable_tensorboard"),
     ]
     if job.task is None:
         write_random_shards(folder / "data", job.model_args.vocab_size)
         words += ["--data.path", str(folder / "data")]
+    if job.model_args.mixer != "attention":
+        words += ["--model.mixer_backend", "chunked"]  # fla would be compared with it
     if job.samples.interval:
         words += ["--samples.interval", "0"]  # random tokens have no tokenizer
     return words
@@ -118,7 +118,7 @@ def _train(words: list[str], report: Report) -> None:
         train.main(words)
     except SystemExit as error:
         if error.code:
-            report.error = report.error or f"exit code {error.code}"
+            report.error = f"exit code {error.code}"
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         report.error = f"{type(error).__name__}: {error}"
@@ -136,7 +136,7 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
     from canon_pretrain.titan import checkpoint, launch, parallelize, spec, trainer, validation
 
     # kernels are not run, so they are not compared either; weights have no values
-    parallelize._check_backend = _backend_check(options.canon_backend)
+    parallelize._check_backend = _check_backend  # type: ignore[assignment]
     spec.write_shard = lambda parameter, value: None
     checkpoint.CanonCheckpointManager.check_room = lambda self: None  # type: ignore[method-assign]
     launch.check_room = lambda *args, **kwargs: None
@@ -163,7 +163,7 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
         report.micro_batch = self.job_config.training.local_batch_size
         report.seq_len = self.job_config.training.seq_len
         _label_state(tracker, self)
-        with tracker.within(next(step_names, "later step")):
+        with tracker.within(next(step_names)):
             return advance(self, data)
 
     def save_as_phase(self: Any) -> None:
@@ -204,12 +204,10 @@ def _label_state(tracker: Tracker, trainer: Any) -> None:
     tracker.label("optimizer (two moments)", states)
 
 
-def _backend_check(backend: str) -> Callable[..., tuple[str | None, str, bool]]:
-    def check(job: Any, asked: str, *details: Any) -> tuple[str | None, str, bool]:
-        problem = None if asked == backend else f"{asked} is refused on this fake GPU"
-        return problem, "fake GPU", False
-
-    return check
+def _check_backend(job: Any, backend: str, *details: Any) -> tuple[str | None, str, bool]:
+    """Answer for `parallelize._check_backend`: Canon's Triton kernels pass, packages do not."""
+    problem = None if backend == "triton" else f"{backend} is refused on a fake GPU"
+    return problem, "fake GPU", False
 
 
 def _validation_answer(tracker: Tracker) -> Answer:
@@ -246,10 +244,3 @@ class EqualLoad:
             splits = [self._num_rows // self._num_ranks] * self._num_ranks
             return splits if tensor.ndim == 1 else [splits] * len(tensor)
         return None
-
-
-def _saved_bytes_per_token(compiler: GraphCompiler, report: Report) -> float:
-    """Return the bytes per token that the forward graph with most of them keeps for backward."""
-    saved = [record.saved_bytes for record in compiler.records]
-    tokens = report.micro_batch * report.seq_len
-    return max(saved) / tokens if saved and tokens else math.nan

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from canon_pretrain.fake_gpu.record import Phase
+from canon_pretrain.fake_gpu.record import BETWEEN, Phase
 from canon_pretrain.titan.saved import is_view
 
 ALLOCATION_BYTES = 512
@@ -30,7 +30,8 @@ STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 OTHER = "other"
 SILENT_NAMESPACES = ("prim", "profiler")
-ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::_local_scalar_dense")
+ALLOCATIONS = ("aten::empty", "aten::new_empty")
+OVERWRITING = ("aten::copy_", "aten::zero_", "aten::fill_")
 COLLECTIVES = ("c10d", "_c10d_functional")
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -70,7 +71,7 @@ class Tracker(TorchDispatchMode):
         self._part_of: dict[int, str] = {}
         self._references: dict[int, Any] = {}
         self._began = time.monotonic()
-        self.begin("start")
+        self.begin(BETWEEN)
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -141,7 +142,7 @@ class Tracker(TorchDispatchMode):
             self._change(self._part_of[key], size - self._sizes[key])
             self._sizes[key] = size
 
-    def hold(self, part: str, num_bytes: int) -> None:
+    def count_temporary(self, part: str, num_bytes: int) -> None:
         """Count temporary memory that is free again when this returns."""
         self._change(part, num_bytes)
         self._change(part, -num_bytes)
@@ -160,7 +161,7 @@ class Tracker(TorchDispatchMode):
     # -- operators
 
     def answer(self, tensor: Tensor, question: str) -> Any:
-        """Return a plausible value of a fake tensor on the host: 1 or 0.0 by default."""
+        """Return a plausible value of a fake tensor on the host: 0.0, False or 1 by default."""
         for answer in self.answers:
             value = answer(tensor, question)
             if value is not None:
@@ -168,10 +169,12 @@ class Tracker(TorchDispatchMode):
         if question == "repeat_interleave":
             return tensor.numel()
 
-        value = 0.0 if tensor.dtype.is_floating_point else tensor.dtype != torch.bool
-        if question == "item" or tensor.ndim == 0:
-            return value if tensor.dtype in (torch.bool, *FLOATS) else int(value)
-        return filled(tensor.shape, value if tensor.dtype in FLOATS else int(value))
+        default: float | bool | int = 1
+        if tensor.dtype.is_floating_point:
+            default = 0.0
+        elif tensor.dtype == torch.bool:
+            default = False
+        return default if question == "item" else filled(tensor.shape, default)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -223,7 +226,7 @@ class Tracker(TorchDispatchMode):
             kinds = {source.device.type, torch.device(target).type}
             if kinds == {"cpu", "cuda"} and not is_async:
                 self.wait(f"blocking copy {source.device.type} -> {torch.device(target).type}")
-        elif on_gpu and name.startswith(DATA_DEPENDENT):
+        elif on_gpu and name.split(".")[0] in DATA_DEPENDENT:
             self.wait(name)
         elif on_gpu and func is REPEAT and kwargs.get("output_size") is None:
             self.wait("repeat_interleave without output_size")
@@ -244,14 +247,14 @@ class Tracker(TorchDispatchMode):
         if not any(tensor.device.type == "cuda" for tensor in tensors):
             return
 
-        num_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         if namespace in COLLECTIVES:
             if "wait_tensor" not in func.name():
                 phase.collectives[func.name()] += 1
-                phase.collective_bytes[func.name()] += num_bytes
+                phase.collective_bytes[func.name()] += max(map(_num_bytes, tensors))
             return
         phase.eager_operators[func.name()] += 1
         phase.eager.launches += 1
+        num_bytes = _moved_bytes(func, args, kwargs, output)
         kind, flops = count_flops(func, args, kwargs, output)
         if kind:
             phase.eager.flops[kind] += flops
@@ -260,7 +263,19 @@ class Tracker(TorchDispatchMode):
             phase.eager.bytes_moved += num_bytes
 
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """Return the bytes that an operator reads and writes."""
+    read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    written = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not written:  # such as _foreach_mul_, which changes its first argument
+        written = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)]
+    if func.name().split(".")[0] in OVERWRITING:
+        read = read[1:]
+    return sum(map(_num_bytes, (*read, *written)))
 
 
 def filled(shape: Iterable[int], value: Any) -> Any:

@@ -63,7 +63,7 @@ SUMMARIZED_KEYS = """num_layers num_heads dim ffn_dim vocab_size max_seq_len nor
     experts_per_token""".split()
 SHOWN_WINDOWS = 16
 GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
-"""Usable memory in GiB and dense bf16 FLOP/s, from the vendor's data sheets."""
+"""Memory in GiB as the driver reports it, and dense bf16 FLOP/s from the vendor's data sheets."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
 def count_memory(
     job: CanonJobConfig, model: nn.Module, world_size: int, *, is_gpu: bool = True
 ) -> dict[str, int]:
-    """Return the bytes on one rank by part at the moment when they are most.
+    """Return the bytes on one rank by part, at the peak.
 
     That is in the loss of the last micro-batch or in the first block of its backward pass, when all
     blocks' activations are kept, or at the end of it, when all gradients are there. `model`, the
@@ -114,7 +114,7 @@ def count_memory(
     )
     states = {"weights": shard, "optimizer (two moments)": 2 * trained_shard}
 
-    # a rank gathers one in `degree` experts
+    # expert weights are split over `degree` ranks
     degree = job.parallelism.expert_parallel_degree
     block = model.get_submodule("layers.0")
     experts = sum(p.numel() for module in all_experts(block) for p in module.parameters())
@@ -164,7 +164,7 @@ def _activation_bytes(
     """Return the bytes that all blocks keep for backward."""
     args = job.model_args
     tokens = micro_batch * args.max_seq_len
-    # blocks with experts on other ranks are compiled in part
+    # blocks with experts on other ranks are compiled in part: counted as if they were not
     compiled = job.compile.enable and job.parallelism.expert_parallel_degree == 1
     if compiled and is_gpu:
         backend = "triton" if job.model.canon_backend in ("auto", "triton") else "compiled"

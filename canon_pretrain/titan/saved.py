@@ -2,8 +2,8 @@
 
 A block runs on CPU tensors without data (FakeTensorMode): not compiled, autograd's saved tensors
 are summed; compiled, dynamo and AOT autograd make its graphs, and the partitioner's choice of what
-the forward graph keeps is summed. No code is generated. `tests/fake_gpu` compares the result with
-the trainer on fake GPUs.
+the forward graph keeps is summed. No code is generated. `tests/fake_gpu` compares the dry run,
+which is made of these counts, with the trainer on fake GPUs.
 
 Shapes: B batch, T tokens, H heads, G key-value heads, K head dim, N = taps - 1 + T.
 """
@@ -99,7 +99,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def compiled_bytes_per_token(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> float:
     """Return the bytes per token that a block compiled for a GPU keeps, with its input.
 
-    `canon_backend`: "triton" or "compiled". Takes about four seconds.
+    `canon_backend`: "triton" or "compiled". Takes about four seconds, and resets dynamo: call it
+    before a model is compiled in this process.
     """
     num_tokens = min(args.max_seq_len, COUNTED_TOKENS)
     args = dataclasses.replace(args, max_seq_len=num_tokens)

@@ -63,7 +63,6 @@ def test_a_config_runs_without_waits(case, runs):
     # nothing grows from step to step
     assert report.phase("logged step").end_bytes == quiet.end_bytes
 
-    assert report.saved_bytes_per_token > 0
     if case == "nope_canon":  # others: recorded at their full size, test_recorded.py
         job = parse_job(arguments, quiet=True)
         planned = sum(count_memory(job, on_meta(job.model_args), world_size).values())
