@@ -32,6 +32,7 @@ def install(gpu: FakeGpu, num_devices: int, tracker: Tracker) -> None:
     _install_random_state()
     _install_compilers(gpu, num_devices)
     _install_host_reads(tracker)
+    _install_sharding(tracker)
 
 
 class NoContext(contextlib.AbstractContextManager["NoContext"]):
@@ -239,6 +240,19 @@ def _install_host_reads(tracker: Tracker) -> None:
         _replace(torch.Tensor, **{name: reader(name, getattr(torch.Tensor, name))})
         if name in vars(FakeTensor):
             _replace(FakeTensor, **{name: reader(name, getattr(torch.Tensor, name))})
+
+
+def _install_sharding(tracker: Tracker) -> None:
+    """Do not count the tensors of global shape by which DTensor learns what an operator returns."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def uncounted(self: Any, schema: Any) -> Any:
+        with tracker.paused():
+            return propagate(self, schema)
+
+    _replace(ShardingPropagator, _propagate_tensor_meta_non_cached=uncounted)
 
 
 def _replace(owner: Any, **attributes: Any) -> None:

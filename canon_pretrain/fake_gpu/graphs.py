@@ -119,7 +119,8 @@ class GraphCompiler:
         """Lower `graph` and return a function that allocates its results."""
         key = _digest(graph)
         if key not in self._lowered:
-            self._lowered[key] = lower(copy.deepcopy(graph), is_backward, is_inference)
+            with self.tracker.paused():  # passes run the graph on fake tensors to learn shapes
+                self._lowered[key] = lower(copy.deepcopy(graph), is_backward, is_inference)
         lowered = self._lowered[key]
 
         outputs = _describe_outputs(graph)

@@ -67,6 +67,7 @@ class Tracker(TorchDispatchMode):
         self.parts: Counter[str] = Counter()
         self.phases: list[Phase] = []
         self.answers: list[Answer] = []
+        self._is_paused = False
         self._sizes: dict[int, int] = {}
         self._part_of: dict[int, str] = {}
         self._references: dict[int, Any] = {}
@@ -101,6 +102,16 @@ class Tracker(TorchDispatchMode):
             yield
         finally:
             self.begin(previous)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing within the block."""
+        before = self._is_paused
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def wait(self, kind: str) -> None:
         """Record that the host waits for the device, at the caller's line."""
@@ -180,6 +191,8 @@ class Tracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         # the operators on a DTensor's local tensors come here by themselves
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
