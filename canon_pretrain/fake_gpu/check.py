@@ -52,7 +52,8 @@ def run_in_subprocess(arguments: Sequence[str], options: Options) -> Report:
         if path.exists():
             report = report_from(json.loads(path.read_text()))
             if report.error.startswith(EXIT_CODE):  # the trainer has printed why
-                report.error = reason_in(text) or report.error
+                reason = reason_in(text) or report.error
+                report.error = reason.removeprefix("error: ")
             return report
 
         last_lines = "\n".join(text.splitlines()[-8:])
@@ -95,6 +96,10 @@ def warnings_of(report: Report) -> list[str]:
 def show_fake_run(report: Report, console: Console) -> None:
     """Print a report: verdict, memory, and a table of its phases."""
     gpu = GPUS[report.gpu]
+    if not report.micro_batch:  # it ended before the first step
+        for problem in problems_of(report):
+            console.print(f"[bold red]{problem}[/]")
+        return
     console.print(
         f"the trainer as rank 0 of {report.world_size} x {gpu.name}, "
         f"{report.micro_batch} x {report.seq_len} tokens per rank at once, "

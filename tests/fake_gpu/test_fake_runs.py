@@ -2,6 +2,7 @@
 
 import pytest
 
+from canon_pretrain import doctor
 from canon_pretrain.fake_gpu.check import problems_of, warnings_of
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import count_memory, on_meta
@@ -75,6 +76,14 @@ def test_a_config_runs_without_waits(case, runs):
 def faulty(runs, fault, *words, case="nope_canon"):
     arguments, world_size = words_of(case)
     return runs.run(*arguments, *words, fault=fault, world_size=world_size, saves=False)
+
+
+def test_what_the_trainer_refuses_is_said(capsys):
+    config = str(CONFIGS / "nope_canon.toml")
+    with pytest.raises(SystemExit) as left:
+        doctor.main(["--fake", "h100", config, *LAYERS, "--training.enable_cpu_offload"])
+    assert left.value.code == 1
+    assert "training.enable_cpu_offload = True" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.system
