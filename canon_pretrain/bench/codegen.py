@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -20,8 +19,6 @@ from unittest import mock
 import torch
 from torch import Tensor, is_tensor
 from torch._dynamo.device_interface import CudaInterface
-from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.tensor import TensorVariable
 
 from canon_pretrain import kernels
 from canon_pretrain.bench.limits import PEAK_FLOPS, Machine, Rates, min_block_bytes, step_seconds
@@ -31,14 +28,15 @@ from canon_pretrain.core.errors import check_choice
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
+from canon_pretrain.kernels.graphs import Generated, generate_code, results_of
 from canon_pretrain.model.args import ModelArgs, flavor
-from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.counts import flops_per_token
 from canon_pretrain.model.transformer import TransformerBlock
+from canon_pretrain.titan.saved import OpaqueAttend, empty_results, seen_on_gpu
 
 GPU = torch.device("cuda", 0)
-ATTENTION = "torch.ops.canon_pretrain_bench.attention"
+ATTENTION = "torch.ops.canon_pretrain_opaque.attention"
 NAME = "NVIDIA H100 80GB HBM3"
 PROPERTIES = SimpleNamespace(
     **{"name": NAME, "major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32},
@@ -149,32 +147,21 @@ def fake_gpu() -> Iterator[None]:
     for_dynamo = {name: staticmethod(answer) for name, answer in (answers | there).items()}
     device: Any = contextlib.nullcontext
 
-    def traced(answer: Any) -> Any:
-        return lambda variable, tx: VariableTracker.build(tx, answer)
-
     # a pass over slices copies fake tensors to learn a shape, which fails without CUDA
     scatter = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
     patch: Any = mock.patch.multiple
     with (
         patch(torch.cuda, device=device, get_device_capability=lambda *_: (9, 0), **answers),
         patch(CudaInterface, device=device, **for_dynamo),
-        patch(TensorVariable, method_attr_device=traced(GPU), method_attr_is_cuda=traced(True)),
+        seen_on_gpu(),
         mock.patch(scatter, lambda out, source, views: out),
         mock.patch.object(triton.runtime.driver, "_active", driver),
     ):
         yield
 
 
-def lower(gm: torch.fx.GraphModule, is_backward: bool) -> tuple[str, list[tuple[str, int]]]:
-    """Move a graph of CPU fake tensors to CUDA; return its code, and the kernels' bytes."""
-    # the steps of compile_fx between AOT autograd and the compilation of kernels
-    from torch._inductor import compile_fx
-    from torch._inductor.debug import DebugContext
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
+def lower(gm: torch.fx.GraphModule, is_backward: bool) -> Generated:
+    """Move a graph of CPU fake tensors to CUDA, and generate its code."""
     mode = next(node.meta["val"].fake_mode for node in gm.graph.nodes if node.op == "placeholder")
     inputs = []
     for node in gm.graph.nodes:
@@ -185,60 +172,7 @@ def lower(gm: torch.fx.GraphModule, is_backward: bool) -> tuple[str, list[tuple[
             stride, dtype = like.stride(), like.dtype
             with mode:
                 inputs.append(torch.empty_strided(like.shape, stride, dtype=dtype, device=GPU))
-    view_to_reshape(gm)
-    with torch.no_grad():
-        FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*inputs)
-    compile_fx._recursive_record_original_output_strides(gm)
-    with V.set_fake_mode(mode), DebugContext(), V.set_real_inputs(inputs):
-        compile_fx._recursive_post_grad_passes(gm, is_inference=False)
-        graph = GraphLowering(
-            gm, example_inputs=inputs, shape_env=mode.shape_env, is_backward=is_backward
-        )
-        with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
-            graph.run(*inputs)
-            code, _ = graph.codegen()
-            nodes = graph.scheduler.nodes
-            names = [str(getattr(node.node, "python_kernel_name", None) or "") for node in nodes]
-            sizes = [node.get_read_write_buffers_sizes() for node in nodes]
-    return code.value, list(zip(names, sizes, strict=True))
-
-
-@torch.library.custom_op("canon_pretrain_bench::attention", mutates_args=())
-def _attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
-    return torch.empty_like(q_BTHK)
-
-
-@torch.library.custom_op("canon_pretrain_bench::attention_backward", mutates_args=())
-def _attention_backward(
-    dy_BTHK: Tensor, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, y_BTHK: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q_BTHK), torch.empty_like(k_BTGK), torch.empty_like(v_BTGK)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs, output)
-
-
-def _attention_gradients(ctx: Any, dy_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = _attention_backward(
-        dy_BTHK.contiguous(), *ctx.saved_tensors
-    )
-    return found
-
-
-_attention.register_fake(lambda q, k, v: q.new_empty(q.shape))
-_attention_backward.register_fake(
-    lambda dy, q, k, v, y: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
-)
-_attention.register_autograd(_attention_gradients, setup_context=_save_for_backward)
-
-
-class OpaqueAttend(Attend):
-    """Attention as one opaque operator: the code before and after it is always the same."""
-
-    def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
-        y_BTHK: Tensor = _attention(q_BTHK.contiguous(), k_BSGK.contiguous(), v_BSGK.contiguous())
-        return y_BTHK
+    return generate_code(gm, inputs, mode, is_backward=is_backward)
 
 
 # -- counts
@@ -254,24 +188,14 @@ def count(case: Case) -> Row:
 
     def inner(gm: torch.fx.GraphModule, _: Any, *, is_backward: bool = False, **__: Any) -> Any:
         """Count a graph's code; return a function that makes empty results."""
-        (returned,) = next(node for node in gm.graph.nodes if node.op == "output").args
-        values = [out.meta["val"] if isinstance(out, torch.fx.Node) else out for out in returned]
         if not is_backward:  # the block's parameters and inputs are placeholders
-            nodes = [out for out in returned[1:] if isinstance(out, torch.fx.Node)]
+            nodes = [out for out in results_of(gm)[1:] if isinstance(out, torch.fx.Node)]
             kept = [node.meta["val"] for node in nodes if node.op != "placeholder"]
             num_bytes = sum(math.prod(v.shape) * v.itemsize for v in kept if is_tensor(v))
             found["saved_bytes"] = num_bytes / (MICRO_BATCH * NUM_TOKENS)
-        found["backward" if is_backward else "forward"] = _count(*lower(gm, is_backward))
+        found["backward" if is_backward else "forward"] = _count(lower(gm, is_backward))
 
-        def run(inputs: list[Any]) -> list[Any]:
-            inputs.clear()
-            return [
-                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) if is_tensor(v) else v
-                for v in values
-            ]
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return empty_results(gm)
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         options = compile_options("cuda", case.backend)
@@ -294,17 +218,18 @@ def count(case: Case) -> Row:
     return found
 
 
-def _count(code: str, kernels: list[tuple[str, int]]) -> Row:
+def _count(generated: Generated) -> Row:
     """Return launches, and KiB per token by kind of kernel."""
+    kernels = generated.kernels
     kib = {"gemm": 0.0, "attention": 0.0, "other": 0.0}
-    for name, num_bytes in kernels:
-        kind = "attention" if name.startswith(ATTENTION) else "other"
-        kind = "gemm" if name.startswith(GEMM) else kind
-        kib[kind] += num_bytes / (MICRO_BATCH * NUM_TOKENS) / KIB
+    for kernel in kernels:
+        kind = "attention" if kernel.name.startswith(ATTENTION) else "other"
+        kind = "gemm" if kernel.name.startswith(GEMM) else kind
+        kib[kind] += kernel.num_bytes / (MICRO_BATCH * NUM_TOKENS) / KIB
     return {
-        "launches": len(re.findall(r"^\s+triton_\w+\.run\(", code, re.MULTILINE)),
-        "operators": sum(name.startswith(OWN_OPERATORS) for name, _ in kernels),
-        "gemms": sum(name.startswith(GEMM) for name, _ in kernels),
+        "launches": generated.num_launches,
+        "operators": sum(kernel.name.startswith(OWN_OPERATORS) for kernel in kernels),
+        "gemms": sum(kernel.name.startswith(GEMM) for kernel in kernels),
         "kib": {kind: round(value, 2) for kind, value in kib.items()},
     }
 

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon_pretrain.bench.timing import clock_name, now, seconds_of
+from canon_pretrain.kernels.graphs import is_view
 from canon_pretrain.kernels.hardware import check_cuda, cpu_info, matmul_flops, query_gpu
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import flops_per_token, num_parameters
@@ -117,9 +118,7 @@ class _Operators(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        aliases = [returned.alias_info for returned in func._schema.returns]
-        is_view = aliases and all(alias is not None and not alias.is_write for alias in aliases)
-        self.count += not func.name().startswith(UNCOMPUTED) and not is_view
+        self.count += not func.name().startswith(UNCOMPUTED) and not is_view(func)
         return func(*args, **(kwargs or {}))
 
 

@@ -7,7 +7,6 @@ kernels, bytes and peak memory are added to the tracker's phase every time that 
 import copy
 import hashlib
 import logging
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,23 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._ordered_set import OrderedSet
 
 from canon_pretrain.fake_gpu.record import Work
 from canon_pretrain.fake_gpu.tracker import Tracker, count_flops
-from canon_pretrain.titan.saved import base_of
+from canon_pretrain.kernels.graphs import base_of, generate_code, results_of, temporary_bytes
 
 PRODUCTS = ("extern_kernels.", "torch.ops.aten._scaled_dot")
 """What matrix products and attention are called in generated code."""
-TRITON_CALL = re.compile(r"^\s+triton_\w+\.run\(", re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A node of Inductor's schedule: what it calls ("" for generated code), and its traffic."""
-
-    name: str
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -46,14 +35,14 @@ class Lowered:
 
 @dataclass(frozen=True)
 class Output:
-    """How to make one result of a graph without running it."""
+    """How to make one tensor that a graph returns without running it."""
 
-    value: Any
-    """A fake tensor with the shape of the result; another value is returned as it is."""
-    input_index: int = -1
-    """Of an input that is returned, or whose storage the result shares."""
-    base: fx.Node | None = None
+    value: Tensor
+    """A fake tensor with the shape of the result."""
+    base: fx.Node
     """The node whose storage the result shares: what keeps memory is the storage."""
+    input_index: int | None
+    """Which input that is, if it is one."""
 
 
 class GraphCompiler:
@@ -146,59 +135,28 @@ def _digest(graph: fx.GraphModule) -> str:
 
 
 def lower(graph: fx.GraphModule, is_backward: bool, is_inference: bool) -> Lowered:
-    """Generate the code of `graph`: compile_fx's steps between AOT autograd and Triton."""
-    from torch._inductor import compile_fx
-    from torch._inductor.debug import DebugContext
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
+    """Generate the code of `graph`, and return what it costs."""
     inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     # a graph without inputs, such as that of a block mask, has fake results only
     values = [node.meta.get("val") for node in graph.graph.nodes]
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+
     flops = _count_products(graph)
-
-    # Shapes and strides of all values.
-    view_to_reshape(graph)
-    with torch.no_grad():
-        FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
-    compile_fx._recursive_record_original_output_strides(graph)
-
-    with V.set_fake_mode(mode), DebugContext(), V.set_real_inputs(inputs):
-        # Passes on the graph, then schedule and code, as `compile_fx._InProcessFxCompile` does.
-        compile_fx._recursive_post_grad_passes(graph, is_inference=is_inference)
-        lowering = GraphLowering(
-            graph,
-            example_inputs=inputs,
-            shape_env=mode.shape_env,
-            is_backward=is_backward,
-            is_inference=is_inference,
-        )
-        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
-            lowering.run(*inputs)
-            code, _ = lowering.codegen()
-            kernels = tuple(
-                Kernel(_kernel_name(node), node.get_read_write_buffers_sizes())
-                for node in lowering.scheduler.nodes
-            )
-            temporary_bytes = _temporary_bytes(lowering)
+    generated = generate_code(
+        graph, inputs, mode, is_backward=is_backward, is_inference=is_inference
+    )
+    kernels = generated.kernels
 
     # Costs by kind.
     work = Work(flops=flops)
-    work.launches = len(TRITON_CALL.findall(code.value)) + sum(bool(k.name) for k in kernels)
+    work.launches = generated.num_launches + sum(bool(k.name) for k in kernels)
     is_product = [k.name.startswith(PRODUCTS) for k in kernels]
     for kernel, product in zip(kernels, is_product, strict=True):
         if product:
             work.product_bytes += kernel.num_bytes
         else:
             work.bytes_moved += kernel.num_bytes
-    return Lowered(work, temporary_bytes)
-
-
-def _kernel_name(node: Any) -> str:
-    return str(getattr(node.node, "python_kernel_name", None) or "")
+    return Lowered(work, temporary_bytes(generated))
 
 
 def _count_products(graph: fx.GraphModule) -> Counter[str]:
@@ -214,36 +172,25 @@ def _count_products(graph: fx.GraphModule) -> Counter[str]:
     return flops
 
 
-def _temporary_bytes(lowering: Any) -> int:
-    """Return Inductor's estimate of a graph's peak, without the inputs that it may free."""
-    from torch._inductor import memory
-
-    nodes = lowering.scheduler.nodes
-    freeable = memory.get_freeable_input_buf(nodes, OrderedSet(lowering.graph_inputs))
-    outputs = OrderedSet(lowering.get_output_names())
-    peak, _ = memory.estimate_peak_memory(nodes, freeable, outputs)
-    return max(0, peak - sum(buffer.mpi_buffer.size_free for buffer in freeable.values()))
-
-
-def _describe_outputs(graph: fx.GraphModule) -> list[Output]:
-    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
+def _describe_outputs(graph: fx.GraphModule) -> list[Any]:
+    """Return an `Output` for each tensor that a graph returns; other values as they are."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     places = {node: index for index, node in enumerate(placeholders)}
-    outputs = []
-    for node in returned:
-        if not isinstance(node, fx.Node):
-            outputs.append(Output(node))
+    outputs: list[Any] = []
+    for node in results_of(graph):
+        value = node.meta["val"] if isinstance(node, fx.Node) else node
+        if not isinstance(value, Tensor):
+            outputs.append(value)
             continue
-        value = node.meta["val"]
         base = base_of(node)
         if not isinstance(base.meta.get("val"), Tensor):
             base = node
-        outputs.append(Output(value, places.get(base, -1), base))
+        outputs.append(Output(value, base, places.get(base)))
     return outputs
 
 
 def _runner(
-    lowered: Lowered, outputs: Sequence[Output], part: str, tracker: Tracker
+    lowered: Lowered, outputs: Sequence[Any], part: str, tracker: Tracker
 ) -> Callable[[list[Any]], list[Any]]:
     """Return a function with the signature of a compiled graph that allocates what it returns."""
 
@@ -256,10 +203,9 @@ def _runner(
         results: list[Any] = []
         storages: dict[fx.Node, Tensor] = {}
         for output in outputs:
-            value = output.value
-            if not isinstance(value, Tensor):
-                results.append(value)
-            elif output.base is None or output.input_index >= 0:
+            if not isinstance(output, Output):
+                results.append(output)
+            elif output.input_index is not None:
                 results.append(_view_of(inputs[output.input_index], output))
             else:
                 if output.base not in storages:
@@ -278,10 +224,12 @@ def _allocate(like: Tensor) -> Tensor:
 
 def _view_of(base: Tensor, output: Output) -> Tensor:
     """Return `output` as a view of the storage of `base`, unless it has another dtype."""
-    value, node = output.value, output.base
-    if node is None or (value.shape == base.shape and value.stride() == base.stride()):
+    value = output.value
+    if value.shape == base.shape and value.stride() == base.stride():
         return base
     if value.dtype != base.dtype:
         return _allocate(value)
-    offset = value.storage_offset() - node.meta["val"].storage_offset() + base.storage_offset()
+    # the base may begin elsewhere in its storage than it did when the graph was made
+    made_at = output.base.meta["val"].storage_offset()
+    offset = value.storage_offset() - made_at + base.storage_offset()
     return torch.as_strided(base, value.shape, value.stride(), offset)

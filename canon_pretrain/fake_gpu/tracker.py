@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from canon_pretrain.fake_gpu.record import BETWEEN, Phase
-from canon_pretrain.titan.saved import is_view
+from canon_pretrain.kernels.graphs import is_view
 
 ALLOCATION_BYTES = 512
 HERE = Path(__file__).parent
@@ -33,7 +33,7 @@ SILENT_NAMESPACES = ("prim", "profiler")
 ALLOCATIONS = ("aten::empty", "aten::new_empty")
 OVERWRITING = ("aten::copy_", "aten::zero_", "aten::fill_")
 COLLECTIVES = ("c10d", "_c10d_functional")
-COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+TO_COPY, COPY = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
 SCALAR = torch.ops.aten._local_scalar_dense.default
 REPEAT = torch.ops.aten.repeat_interleave.Tensor
 INDEX = (
@@ -86,12 +86,15 @@ class Tracker(TorchDispatchMode):
 
     def begin(self, name: str) -> None:
         """End the current phase and begin another one."""
-        now = time.monotonic()
         if self.phases:
-            self.phase.end_bytes = self.current
-            self.phase.seconds = now - self._began
-        self._began = now
+            self.end()
+        self._began = time.monotonic()
         self.phases.append(Phase(name, self.current, dict(self.parts)))
+
+    def end(self) -> None:
+        """Write down what the current phase leaves."""
+        self.phase.end_bytes = self.current
+        self.phase.seconds = time.monotonic() - self._began
 
     @contextlib.contextmanager
     def within(self, name: str) -> Iterator[None]:
@@ -228,27 +231,36 @@ class Tracker(TorchDispatchMode):
                     self.observe(value, part)
 
     def _record_waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func in (TO_COPY, COPY):
+            self._record_copy(func, args, kwargs)
+            return
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors)
-        name = func.name()
+        if all(tensor.device.type != "cuda" for tensor in tensors):
+            return
 
-        if func in COPIES:
-            source = args[1] if func is COPIES[1] else args[0]
-            target = args[0].device if func is COPIES[1] else kwargs.get("device") or source.device
-            is_async = kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True)
-            kinds = {source.device.type, torch.device(target).type}
-            if kinds == {"cpu", "cuda"} and not is_async:
-                self.wait(f"blocking copy {source.device.type} -> {torch.device(target).type}")
-        elif on_gpu and name.split(".")[0] in DATA_DEPENDENT:
+        name = func.name()
+        if name.split(".")[0] in DATA_DEPENDENT:
             self.wait(name)
-        elif on_gpu and func is REPEAT and kwargs.get("output_size") is None:
+        elif func is REPEAT and kwargs.get("output_size") is None:
             self.wait("repeat_interleave without output_size")
-        elif on_gpu and func in INDEX:
+        elif func in INDEX:
             indices = [index for index in args[1] if index is not None]
             if any(index.dtype == torch.bool for index in indices):
                 self.wait("index by a mask")
             elif any(index.device.type == "cpu" for index in indices):
                 self.wait("index by a CPU tensor")
+
+    def _record_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a copy between host and device for which the host waits."""
+        if func is COPY:  # target, source[, non_blocking]
+            source, target = args[1].device, args[0].device
+            is_async = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+        else:
+            source = args[0].device
+            target = torch.device(kwargs.get("device") or source)
+            is_async = kwargs.get("non_blocking")
+        if {source.type, target.type} == {"cpu", "cuda"} and not is_async:
+            self.wait(f"blocking copy {source.type} -> {target.type}")
 
     def _record_work(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -344,12 +356,16 @@ def check_devices(func: Any, args: tuple[Any, ...]) -> None:
     FakeTensorMode lets 0-dimensional CPU tensors take part in everything, CUDA in pointwise
     operators and copies only.
     """
-    if torch.Tag.pointwise in func.tags or func in COPIES or func.namespace in SILENT_NAMESPACES:
+    if (
+        torch.Tag.pointwise in func.tags
+        or func in (TO_COPY, COPY)
+        or func.namespace in SILENT_NAMESPACES
+    ):
         return
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     on_gpu = [tensor for tensor in tensors if tensor.device.type == "cuda"]
     scalars = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.ndim == 0]
-    if not on_gpu or not scalars or func in INDEX or "_foreach_copy" in func.name():
+    if not on_gpu or not scalars:
         return
     raise RuntimeError(
         "Expected all tensors to be on the same device, but found at least two devices, "

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from canon_pretrain.kernels.backends import compile_options
+from canon_pretrain.kernels.graphs import base_of, results_of
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Rope
@@ -111,7 +112,7 @@ def compiled_bytes_per_token(args: ModelArgs, dtype: torch.dtype, canon_backend:
         """Stand for Inductor's code generator: count, and return empty results."""
         if not is_backward:
             kept.append(kept_bytes(graph, constant_shapes))
-        return _empty_results(graph)
+        return empty_results(graph)
 
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -122,10 +123,10 @@ def compiled_bytes_per_token(args: ModelArgs, dtype: torch.dtype, canon_backend:
     if canon_backend == "triton":  # a traced function can't import
         import_module("canon_pretrain.kernels.triton.fused")
     torch._dynamo.reset()
-    with warnings.catch_warnings(), _seen_on_gpu():
+    with warnings.catch_warnings(), seen_on_gpu():
         warnings.simplefilter("ignore", DeprecationWarning)  # dynamo's own use of torch
         rope = Rope(args) if args.rope_dim else None
-        attend = _OpaqueAttend(args) if args.mixer == "attention" else None
+        attend = OpaqueAttend(args) if args.mixer == "attention" else None
         with torch.device("meta"):
             block = TransformerBlock(args, rope, attend, canon_backend, "chunked").to(dtype)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -138,7 +139,9 @@ def compiled_bytes_per_token(args: ModelArgs, dtype: torch.dtype, canon_backend:
                 segments_BN = torch.empty(shape, dtype=torch.int32)
             torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, segments_BN)
     torch._dynamo.reset()
-    return sum(kept) / num_tokens
+    # a fused kernel also keeps the logarithm of the sum of each row, in float32
+    row_sums = 4 * args.num_heads if args.mixer == "attention" else 0
+    return sum(kept) / num_tokens + row_sums
 
 
 def kept_bytes(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -> int:
@@ -147,9 +150,8 @@ def kept_bytes(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -
     The block's input counts: it is the previous block's result. Views of one storage count once.
     `constant_shapes`: of parameters and tables, which are inputs as well.
     """
-    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
     kept: dict[fx.Node, int] = {}
-    for node in returned[1:]:
+    for node in results_of(graph)[1:]:
         if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], Tensor):
             continue
         base = base_of(node)
@@ -159,33 +161,9 @@ def kept_bytes(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -
     return sum(kept.values())
 
 
-def base_of(node: fx.Node) -> fx.Node:
-    """Return the node that allocates the storage of `node`, which may be a view."""
-    while node.op == "call_function" and node.args:
-        source = node.args[0]
-        if not isinstance(source, fx.Node):
-            break
-        # an element of the list of views that an operator like split returns
-        is_element = getattr(node.target, "__name__", "") == "getitem" and _is_view(source)
-        if not is_element and not _is_view(node):
-            break
-        node = source
-    return node
-
-
-def _is_view(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and is_view(node.target)
-
-
-def is_view(operator: torch._ops.OpOverload) -> bool:
-    """Return whether an operator only returns views of its arguments."""
-    aliases = [returned.alias_info for returned in operator._schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
-def _empty_results(graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
-    (returned,) = next(node for node in graph.graph.nodes if node.op == "output").args
-    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in returned]
+def empty_results(graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
+    """Return a function with the signature of a compiled graph that allocates on the CPU."""
+    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results_of(graph)]
 
     def run(inputs: list[Any]) -> list[Any]:
         inputs.clear()
@@ -201,7 +179,7 @@ def _empty_results(graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
 
 
 @contextlib.contextmanager
-def _seen_on_gpu() -> Iterator[None]:
+def seen_on_gpu() -> Iterator[None]:
     """Let dynamo answer that tensors are on a GPU: the model takes the way that it takes there."""
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.tensor import TensorVariable
@@ -217,56 +195,39 @@ def _seen_on_gpu() -> Iterator[None]:
         yield
 
 
-@torch.library.custom_op("canon_pretrain_saved::attention", mutates_args=())
-def _attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-    """Stand for a fused kernel: the output, and the logarithm of each row's sum, [B, H, T]."""
-    logsumexp_BHT = q_BTHK.new_empty(q_BTHK.shape[:3], dtype=torch.float32).transpose(1, 2)
-    return torch.empty_like(q_BTHK), logsumexp_BHT.contiguous()
+@torch.library.custom_op("canon_pretrain_opaque::attention", mutates_args=())
+def _attention(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+    return torch.empty_like(q_BTHK)
 
 
-@torch.library.custom_op("canon_pretrain_saved::attention_backward", mutates_args=())
+@torch.library.custom_op("canon_pretrain_opaque::attention_backward", mutates_args=())
 def _attention_backward(
-    dy_BTHK: Tensor,
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGK: Tensor,
-    y_BTHK: Tensor,
-    logsumexp_BHT: Tensor,
+    dy_BTHK: Tensor, q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, y_BTHK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q_BTHK), torch.empty_like(k_BTGK), torch.empty_like(v_BTGK)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
 
 
-def _attention_gradients(ctx: Any, dy_BTHK: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = _attention_backward(
+def _attention_gradients(ctx: Any, dy_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = _attention_backward(
         dy_BTHK.contiguous(), *ctx.saved_tensors
     )
-    return gradients
+    return found
 
 
-_attention.register_fake(
-    lambda q, k, v: (
-        q.new_empty(q.shape),
-        q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
-    )
-)
+_attention.register_fake(lambda q, k, v: q.new_empty(q.shape))
 _attention_backward.register_fake(
-    lambda dy, q, k, v, y, logsumexp: (
-        q.new_empty(q.shape),
-        k.new_empty(k.shape),
-        v.new_empty(v.shape),
-    )
+    lambda dy, q, k, v, y: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
 )
 _attention.register_autograd(_attention_gradients, setup_context=_save_for_backward)
 
 
-class _OpaqueAttend(Attend):
-    """Attention as one operator that keeps what any fused kernel keeps."""
+class OpaqueAttend(Attend):
+    """Attention as one opaque operator: the code before and after it is always the same."""
 
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
-        y_BTHK: Tensor
-        y_BTHK, _ = _attention(q_BTHK.contiguous(), k_BSGK.contiguous(), v_BSGK.contiguous())
+        y_BTHK: Tensor = _attention(q_BTHK.contiguous(), k_BSGK.contiguous(), v_BSGK.contiguous())
         return y_BTHK
