@@ -667,8 +667,8 @@ def main(argv: list[str] | None = None) -> None:
 def _run_fake(given: argparse.Namespace, overrides: list[str]) -> int:
     """Run a config on fake GPUs and print what happened; return the exit code."""
     from canon_pretrain.fake_gpu.check import problems_of, run_in_subprocess, show_fake_run
-    from canon_pretrain.fake_gpu.gpus import GPUS
     from canon_pretrain.fake_gpu.record import Options, to_plain
+    from canon_pretrain.kernels.gpus import GPUS
 
     check_choice("--fake", given.fake, GPUS)
     if given.config is None:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -21,36 +22,37 @@ from torch import Tensor, is_tensor
 from torch._dynamo.device_interface import CudaInterface
 
 from canon_pretrain import kernels
-from canon_pretrain.bench.limits import PEAK_FLOPS, Machine, Rates, min_block_bytes, step_seconds
+from canon_pretrain.bench.limits import Machine, min_block_bytes
 from canon_pretrain.bench.tables import Columns, print_lines
 from canon_pretrain.bench.variants import Bench, Log, Result, normalize_canon_sets, with_canon
 from canon_pretrain.core.errors import check_choice
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
+from canon_pretrain.kernels.gpus import GPUS
 from canon_pretrain.kernels.graphs import Generated, generate_code, results_of
+from canon_pretrain.kernels.work import Work
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.counts import flops_per_token
 from canon_pretrain.model.transformer import TransformerBlock
-from canon_pretrain.titan.saved import OpaqueAttend, empty_results, seen_on_gpu
+from canon_pretrain.titan.costs import OpaqueAttend, empty_results, seen_on_gpu
+from canon_pretrain.titan.step_time import (
+    GPUS_PER_NODE,
+    Layout,
+    StepCounts,
+    count_model,
+    step_seconds,
+)
 
 GPU = torch.device("cuda", 0)
 ATTENTION = "torch.ops.canon_pretrain_opaque.attention"
-NAME = "NVIDIA H100 80GB HBM3"
-PROPERTIES = SimpleNamespace(
-    **{"name": NAME, "major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32},
-    **{"total_memory": 80 * 2**30, "L2_cache_size": 50 * 2**20, "gcnArchName": ""},
-    **{"max_threads_per_multi_processor": 2048, "regs_per_multiprocessor": 65536},
-    **{"shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448},
-    shared_memory_per_multiprocessor=233472,
-)
-
+H100 = GPUS["h100"]
+PROPERTIES = H100.properties
 Row = dict[str, Any]
 KIB = 1024
 RECORD = Path(kernels.__file__).with_name("codegen.json")
 PAGE = RECORD.with_name("CODEGEN.md")
-GPUS_PER_NODE = 8
 MICRO_BATCH, NUM_TOKENS = 6, 4096
 OWN_OPERATORS, GEMM = "torch.ops.canon_pretrain.", "extern_kernels."
 BACKENDS = ("compiled", "triton")
@@ -97,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     versions = {name: machine.facts()["versions"][name] for name in ("torch", "triton")}
-    result: Row = {"counted_for": NAME, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
+    result: Row = {"counted_for": H100.name, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
     result |= {"versions": versions, "rows": []}
     chosen = (MODELS, None) if arguments.record else (arguments.models, arguments.sets)
     for case in cases(*chosen):
@@ -242,33 +244,39 @@ def _args(row: Row) -> ModelArgs:
     return Case(row["model"], row["canon_set"], row["backend"]).args
 
 
+def _step(row: Row) -> StepCounts:
+    """Return the counts of a step of the whole model on a node, by those of a row's block."""
+    args, tokens = _args(row), MICRO_BATCH * NUM_TOKENS
+    layout = Layout(world_size=GPUS_PER_NODE, num_shards=GPUS_PER_NODE, tokens=tokens)
+    launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _passes(row))
+    other_bytes, product_bytes = (
+        tokens * KIB * sum(one["kib"][kind] for one in _passes(row)) for kind in ("other", "gemm")
+    )
+    block_flops = 6 * tokens * args.dim * (sum(args.qkv_dims) + args.qkv_dims[0] + args.ffn_in_dim)
+    block_flops += 6 * tokens * args.dim * args.ffn_dim
+    block = Work(
+        # and the second stage of weight gradients
+        launches=launches + row["backward"]["operators"],
+        bytes_moved=other_bytes,
+        product_bytes=product_bytes,
+        flops=Counter({"bfloat16": block_flops}),
+    )
+    return count_model(args, layout, block)
+
+
 def computed(row: Row, rows: Sequence[Row]) -> Row:
     """Return what follows from a row's counts: KiB per token, and a step with low to high rates."""
-
-    def step_s(row: Row, bar: int) -> float:
-        launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _passes(row))
-        return step_seconds(
-            _args(row),
-            bar,
-            Rates(),
-            num_tokens=MICRO_BATCH * NUM_TOKENS,
-            seq_len=NUM_TOKENS,
-            world_size=GPUS_PER_NODE,
-            layer_bytes=KIB * sum(one["kib"]["other"] for one in _passes(row)),
-            # and the second stage of weight gradients, and attention
-            layer_launches=launches + row["backward"]["operators"] + 3,
-        )
 
     none = next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
     least = sum(map(sum, min_block_bytes(_args(row), itemsize=2).values())) / KIB
     counted = sum(one["kib"]["other"] for one in _passes(row))
     total, base = (sum(sum(one["kib"].values()) for one in _passes(each)) for each in (row, none))
     flops = flops_per_token(_args(row), NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
-    own, others = ([step_s(one, bar) for bar in range(3)] for one in (row, none))
+    own, others = (step_seconds(_step(one), H100) for one in (row, none))
     return {
         **{"least_kib": least, "counted_kib": counted, "ratio": counted / least},
         **{"total_kib": total, "extra_kib": total - base, "seconds": own},
-        "mfu": [flops / seconds / PEAK_FLOPS for seconds in own],
+        "mfu": [flops / seconds / H100.peak_flops for seconds in own],
         "over_none": [one / other - 1 for one, other in zip(own, others, strict=True)],
     }
 
@@ -293,7 +301,8 @@ COLUMNS: Columns = {
 def page(result: Row) -> str:
     """Return PAGE: an explanation of the columns, the rates, and the table."""
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    rates = [f"{name} {middle:.3g}" for name, (_, middle, _) in Rates()._asdict().items()]
+    speeds = vars(H100.speeds)
+    rates = [f"{name} {speed.likely:.3g}" for name, speed in speeds.items()]
     lines = [
         "# Launches and bytes of a block on an H100, counted without one",
         f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}) for "
@@ -305,7 +314,7 @@ def page(result: Row) -> str:
         "backward, without the block's input.",
         f"Computed, not measured: a training step of the whole model on {GPUS_PER_NODE} GPUs, one "
         f"micro-batch each; cost: over no Canon. Rates assumed: {', '.join(rates)}; MFU of "
-        f"{PEAK_FLOPS / 1e12:.0f} TFLOP/s.",
+        f"{H100.peak_flops / 1e12:.0f} TFLOP/s.",
     ]
     rows = [row | computed(row, result["rows"]) for row in result["rows"]]
     cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]

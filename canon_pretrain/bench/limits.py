@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -20,10 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon_pretrain.bench.timing import clock_name, now, seconds_of
 from canon_pretrain.kernels.graphs import is_view
-from canon_pretrain.kernels.hardware import check_cuda, cpu_info, matmul_flops, query_gpu
+from canon_pretrain.kernels.hardware import (
+    check_cuda,
+    cpu_info,
+    matmul_flops,
+    peak_flops,
+    query_gpu,
+)
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.counts import flops_per_token, num_parameters
-from canon_pretrain.titan.dry_run import GPUS
+from canon_pretrain.model.counts import flops_per_token
 
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}  # far more than the caches hold
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
@@ -96,8 +101,8 @@ class Machine:
 
     def peaks(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return bytes and FLOPs per second, measured, and the data sheet's dense bf16 FLOP/s."""
-        name = self.name.lower() if self.on_gpu and dtype != torch.float32 else ""
-        stated = next((flops for key, (_, flops) in GPUS.items() if key in name), None)
+        is_stated = self.on_gpu and dtype != torch.float32
+        stated = peak_flops(self.name) if is_stated else None
         measured = {"copy_bandwidth": self.copy_bandwidth, "matmul_flops": self.matmul_flops(dtype)}
         return measured | {"stated_flops": stated}
 
@@ -156,58 +161,3 @@ def min_canon_bytes(args: ModelArgs, itemsize: int) -> int:
     pair = (min_block_bytes(one, itemsize) for one in (args, replace(args, canon_set="")))
     with_canon, without = (sum(map(sum, traffic.values())) for traffic in pair)
     return with_canon - without
-
-
-Range = tuple[float, float, float]
-"""Low, middle and high."""
-
-
-class Rates(NamedTuple):
-    """Assumed (not measured) sustained rates of an H100 in a training step.
-
-    Dense bfloat16; attention of head dim 64, FLOPs of the causal half. `launch_gap_s`: between two
-    kernels. `network_bytes`: per GPU over NVLink; `exposed_network`: its share not overlapped.
-    """
-
-    gemm_flops: Range = (560e12, 630e12, 700e12)
-    attention_flops: Range = (270e12, 340e12, 410e12)
-    memory_bytes: Range = (2.5e12, 2.8e12, 3.05e12)  # 3.35 TB/s are stated
-    launch_gap_s: Range = (3e-6, 2e-6, 1e-6)
-    network_bytes: Range = (250e9, 320e9, 370e9)
-    exposed_network: Range = (0.3, 0.15, 0.05)
-
-
-PEAK_FLOPS = 989e12
-
-
-def step_seconds(
-    args: ModelArgs,
-    bar: int,
-    rates: Rates,
-    *,
-    num_tokens: int,
-    seq_len: int,
-    world_size: int,
-    layer_bytes: float,
-    layer_launches: int,
-) -> float:
-    """Return computed seconds of a training step with one micro-batch of `num_tokens` per GPU.
-
-    `layer_bytes`: per token and layer, forward and backward, outside matmuls and attention. With
-    FSDP2 (one gather), float32 AdamW, clipping, and the loss in chunks.
-    """
-    gemm, memory = rates.gemm_flops[bar], rates.memory_bytes[bar]
-    q_dim, k_dim, v_dim = args.qkv_dims
-    products = args.num_layers * args.dim * (2 * q_dim + k_dim + v_dim + args.ffn_in_dim)
-    products += args.num_layers * args.dim * args.ffn_dim + args.vocab_size * args.dim
-    attention = 7 * args.num_layers * q_dim * seq_len  # 2 forward, 5 backward: the causal half
-    # logits: written, read, written as gradients, read by two products; dW is added to in float32
-    head_bytes = 5 * 2 * args.vocab_size + 8 * args.vocab_size * args.dim / 4096
-    token_s = 6 * products / gemm + attention / rates.attention_flops[bar]
-    token_s += (args.num_layers * layer_bytes + head_bytes) / memory
-    share = num_parameters(args) / world_size
-    optimizer_s = 32 * share / memory  # weight and moments both ways, gradient twice
-    # bfloat16 weights in, float32 gradients out
-    network_s = 6 * share * (world_size - 1) / rates.network_bytes[bar]
-    launches_s = args.num_layers * layer_launches * rates.launch_gap_s[bar]
-    return num_tokens * token_s + optimizer_s + rates.exposed_network[bar] * network_s + launches_s

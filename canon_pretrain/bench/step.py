@@ -20,8 +20,8 @@ from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import CANON_SITES, ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.counts import flops_formula, flops_per_token
+from canon_pretrain.titan.costs import count_saved
 from canon_pretrain.titan.dry_run import GIB
-from canon_pretrain.titan.saved import count_saved
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 
 SET_COLUMNS: tables.Columns = {

@@ -17,14 +17,14 @@ import torch._inductor.compile_fx
 import torch._inductor.lowering
 from torch import Tensor
 
-from canon_pretrain.fake_gpu.gpus import FakeGpu
 from canon_pretrain.fake_gpu.tracker import Tracker
+from canon_pretrain.kernels.gpus import Gpu
 
 CUDA = torch.device("cuda", 0)
 RNG_STATE_BYTES = 16
 
 
-def install(gpu: FakeGpu, num_devices: int, tracker: Tracker) -> None:
+def install(gpu: Gpu, num_devices: int, tracker: Tracker) -> None:
     """Replace what asks for a GPU; waits and memory come from and go to `tracker`."""
     _install_streams(tracker)
     _install_queries(gpu, num_devices)
@@ -108,7 +108,7 @@ def _install_streams(tracker: Tracker) -> None:
     _replace(torch, Stream=Stream, Event=Event)
 
 
-def _install_queries(gpu: FakeGpu, num_devices: int) -> None:
+def _install_queries(gpu: Gpu, num_devices: int) -> None:
     properties = gpu.properties
     _replace(
         torch.cuda,
@@ -130,7 +130,7 @@ def _install_queries(gpu: FakeGpu, num_devices: int) -> None:
     _replace(torch.accelerator, current_accelerator=lambda *args, **kwargs: torch.device("cuda"))
 
 
-def _install_memory(gpu: FakeGpu, tracker: Tracker) -> None:
+def _install_memory(gpu: Gpu, tracker: Tracker) -> None:
     def memory_stats(device: Any = None) -> dict[str, int]:
         peak = tracker.phase.peak_bytes
         stats = {
@@ -180,7 +180,7 @@ def _install_random_state() -> None:
     )
 
 
-def _install_compilers(gpu: FakeGpu, num_devices: int) -> None:
+def _install_compilers(gpu: Gpu, num_devices: int) -> None:
     import torch._subclasses.fake_tensor as fake_tensor
     import triton
     from torch._dynamo.device_interface import CudaInterface

@@ -7,7 +7,6 @@ kernels, bytes and peak memory are added to the tracker's phase every time that 
 import copy
 import hashlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from canon_pretrain.fake_gpu.record import Work
-from canon_pretrain.fake_gpu.tracker import Tracker, count_flops
+from canon_pretrain.fake_gpu.tracker import Tracker
 from canon_pretrain.kernels.graphs import base_of, generate_code, results_of, temporary_bytes
+from canon_pretrain.kernels.traffic import count_products, is_recurrence, recurrence_work
+from canon_pretrain.kernels.work import Work
 
 PRODUCTS = ("extern_kernels.", "torch.ops.aten._scaled_dot")
 """What matrix products and attention are called in generated code."""
@@ -141,15 +141,17 @@ def lower(graph: fx.GraphModule, is_backward: bool, is_inference: bool) -> Lower
     values = [node.meta.get("val") for node in graph.graph.nodes]
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
-    flops = _count_products(graph)
+    flops = count_products(graph)
+    recurrences = recurrence_work(graph)
     generated = generate_code(
         graph, inputs, mode, is_backward=is_backward, is_inference=is_inference
     )
-    kernels = generated.kernels
+    kernels = [kernel for kernel in generated.kernels if not is_recurrence(kernel.name)]
 
     # Costs by kind.
     work = Work(flops=flops)
-    work.launches = generated.num_launches + sum(bool(k.name) for k in kernels)
+    work.add(recurrences)
+    work.launches += generated.num_launches + sum(bool(k.name) for k in kernels)
     is_product = [k.name.startswith(PRODUCTS) for k in kernels]
     for kernel, product in zip(kernels, is_product, strict=True):
         if product:
@@ -157,19 +159,6 @@ def lower(graph: fx.GraphModule, is_backward: bool, is_inference: bool) -> Lower
         else:
             work.bytes_moved += kernel.num_bytes
     return Lowered(work, temporary_bytes(generated))
-
-
-def _count_products(graph: fx.GraphModule) -> Counter[str]:
-    """Return the FLOPs of the products in a graph by kind."""
-    flops: Counter[str] = Counter()
-    for node in graph.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
-        kind, count = count_flops(node.target, args, kwargs, node.meta.get("val"))
-        if kind:
-            flops[kind] += count
-    return flops
 
 
 def _describe_outputs(graph: fx.GraphModule) -> list[Any]:

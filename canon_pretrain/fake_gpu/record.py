@@ -5,30 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
+from canon_pretrain.kernels.work import Work
+
 STEP_NAMES = ("first step", "quiet step", "logged step")
 """The steps of a fake run: the first one compiles, the second one logs nothing."""
 BETWEEN = "start"
 """The phase of what happens before and between others."""
 REPORT = "CANON_FAKE_REPORT"
 """Environment variable that names the file of the report."""
-
-
-@dataclass
-class Work:
-    """Kernels and what they move and multiply."""
-
-    launches: int = 0
-    bytes_moved: int = 0
-    """Read and written outside matrix products and attention."""
-    product_bytes: int = 0
-    flops: Counter[str] = field(default_factory=Counter)
-    """By kind: bfloat16, float32, grouped (experts), attention (of the whole square)."""
-
-    def add(self, other: "Work") -> None:
-        self.launches += other.launches
-        self.bytes_moved += other.bytes_moved
-        self.product_bytes += other.product_bytes
-        self.flops.update(other.flops)
 
 
 @dataclass

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from canon_pretrain.fake_gpu import device, world
-from canon_pretrain.fake_gpu.gpus import GPUS
 from canon_pretrain.fake_gpu.graphs import GraphCompiler
 from canon_pretrain.fake_gpu.record import STEP_NAMES, Options, Report
 from canon_pretrain.fake_gpu.tracker import Answer, Tracker, calling_line, filled
+from canon_pretrain.kernels.gpus import GPUS
 
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 120, 2500
 TRACEBACK_CHARACTERS = 6000

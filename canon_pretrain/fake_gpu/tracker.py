@@ -19,19 +19,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from canon_pretrain.fake_gpu.record import BETWEEN, Phase
-from canon_pretrain.kernels.graphs import is_view
+from canon_pretrain.kernels.traffic import launches_nothing, num_bytes_of, operator_work
 
 ALLOCATION_BYTES = 512
 HERE = Path(__file__).parent
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 OTHER = "other"
-SILENT_NAMESPACES = ("prim", "profiler")
-ALLOCATIONS = ("aten::empty", "aten::new_empty")
-OVERWRITING = ("aten::copy_", "aten::zero_", "aten::fill_")
 COLLECTIVES = ("c10d", "_c10d_functional")
 TO_COPY, COPY = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
 SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -266,7 +262,7 @@ class Tracker(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         phase, namespace = self.phase, func.namespace
-        if namespace in SILENT_NAMESPACES or func.name().startswith(ALLOCATIONS) or is_view(func):
+        if launches_nothing(func):
             return
         tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
         if not any(tensor.device.type == "cuda" for tensor in tensors):
@@ -275,32 +271,10 @@ class Tracker(TorchDispatchMode):
         if namespace in COLLECTIVES:
             if "wait_tensor" not in func.name():
                 phase.collectives[func.name()] += 1
-                phase.collective_bytes[func.name()] += max(map(_num_bytes, tensors))
+                phase.collective_bytes[func.name()] += max(map(num_bytes_of, tensors))
             return
         phase.eager_operators[func.name()] += 1
-        phase.eager.launches += 1
-        num_bytes = _moved_bytes(func, args, kwargs, output)
-        kind, flops = count_flops(func, args, kwargs, output)
-        if kind:
-            phase.eager.flops[kind] += flops
-            phase.eager.product_bytes += num_bytes
-        else:
-            phase.eager.bytes_moved += num_bytes
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
-
-
-def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """Return the bytes that an operator reads and writes."""
-    read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    written = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    if not written:  # such as _foreach_mul_, which changes its first argument
-        written = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Tensor)]
-    if func.name().split(".")[0] in OVERWRITING:
-        read = read[1:]
-    return sum(map(_num_bytes, (*read, *written)))
+        phase.eager.add(operator_work(func, args, kwargs, output))
 
 
 def filled(shape: Iterable[int], value: Any) -> Any:
@@ -359,7 +333,7 @@ def check_devices(func: Any, args: tuple[Any, ...]) -> None:
     if (
         torch.Tag.pointwise in func.tags
         or func in (TO_COPY, COPY)
-        or func.namespace in SILENT_NAMESPACES
+        or func.namespace in ("prim", "profiler")
     ):
         return
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
@@ -371,20 +345,3 @@ def check_devices(func: Any, args: tuple[Any, ...]) -> None:
         "Expected all tensors to be on the same device, but found at least two devices, "
         f"cuda:0 and cpu! (when checking arguments of {func})"
     )
-
-
-def count_flops(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> tuple[str, int]:
-    """Return the kind of product that an operator is, and its FLOPs; ("", 0) for others."""
-    count = flop_registry.get(func._overloadpacket)
-    if count is None:
-        return "", 0
-    flops = int(count(*args, **kwargs, out_val=output))
-    name = func.name()
-    if "attention" in name:
-        return "attention", flops
-    if "grouped" in name:
-        return "grouped", flops
-    operand = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    return str(operand.dtype).removeprefix("torch."), flops

@@ -2,7 +2,7 @@
 
     python -m canon_pretrain.train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
 
-Activations are counted without a GPU: see saved.py. `canon doctor --fake h100 --world N CONFIG`
+Activations are counted without a GPU: see costs.py. `canon doctor --fake h100 --world N CONFIG`
 runs the trainer itself on fake GPUs, and takes a minute.
 """
 
@@ -24,6 +24,7 @@ from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console, duration, size
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
+from canon_pretrain.kernels.gpus import GPUS, Gpu, Range, gpu_named
 from canon_pretrain.kernels.hardware import available_memory, peak_flops
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import (
@@ -36,12 +37,13 @@ from canon_pretrain.model.counts import (
 )
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss, valid_world_sizes
+from canon_pretrain.titan.costs import block_bytes, compiled_block_costs, head_bytes
 from canon_pretrain.titan.data import open_shards, open_task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
-from canon_pretrain.titan.parallelize import all_experts
-from canon_pretrain.titan.saved import block_bytes, compiled_bytes_per_token, head_bytes
+from canon_pretrain.titan.parallelize import CHUNKED_SLOWDOWN, all_experts
 from canon_pretrain.titan.spec import head_loss
+from canon_pretrain.titan.step_time import count_step, step_seconds
 from canon_pretrain.titan.tasks import TaskWindows
 
 GIB = 2**30
@@ -62,8 +64,6 @@ SUMMARIZED_KEYS = """num_layers num_heads dim ffn_dim vocab_size max_seq_len nor
     canon_set qk_norm mixer mixer_conv expand_k expand_v state_dim ffn num_experts
     experts_per_token""".split()
 SHOWN_WINDOWS = 16
-GPUS = {"a100": (79.2, 312e12), "h100": (79.6, 989e12), "h200": (139.8, 989e12)}
-"""Memory in GiB as the driver reports it, and dense bf16 FLOP/s from the vendor's data sheets."""
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,40 @@ class Device:
     flops_per_s: float
     assumed: str
     is_gpu: bool = True
+    gpu: Gpu | None = None
+    """Whose speeds a step's time is computed with; None: `flops_per_s` is assumed."""
 
 
-def reference(gpu: str, mfu: float = DEFAULT_MFU) -> Device:
-    return Device(gpu.upper(), GPUS[gpu][0], mfu * GPUS[gpu][1], f"{mfu:.0%} MFU")
+def reference(gpu: str, mfu: float | None = None) -> Device:
+    """Return one of GPUS; `mfu`: assume this MFU instead of computing a step's time."""
+    known = GPUS[gpu]
+    assumed = DEFAULT_MFU if mfu is None else mfu
+    return Device(
+        name=gpu.upper(),
+        memory_gib=known.memory_bytes / GIB,
+        flops_per_s=assumed * known.peak_flops,
+        assumed=f"{assumed:.0%} MFU",
+        gpu=known if mfu is None else None,
+    )
 
 
-def this_machine(ranks: int, mfu: float = DEFAULT_MFU) -> Device:
+def this_machine(ranks: int, mfu: float | None = None) -> Device:
     """Return this machine's GPU, or a rank's share of the CPU if it has none."""
     if not has_accelerator():
         memory = available_memory() / ranks / GIB
         return Device("CPU core", memory, CPU_FLOPS_PER_RANK, "30 GFLOP/s per core", is_gpu=False)
     name = torch.cuda.get_device_name()
-    memory = torch.cuda.get_device_properties(0).total_memory / GIB
+    assumed = DEFAULT_MFU if mfu is None else mfu
     peak, whose = peak_flops(name), "its"
     if peak is None:
-        peak, whose = GPUS["a100"][1], "an A100's"
-    return Device(name, memory, mfu * peak, f"{mfu:.0%} MFU of {whose} {peak / 1e12:,.0f} TFLOP/s")
+        peak, whose = GPUS["a100"].peak_flops, "an A100's"
+    return Device(
+        name=name,
+        memory_gib=torch.cuda.get_device_properties(0).total_memory / GIB,
+        flops_per_s=assumed * peak,
+        assumed=f"{assumed:.0%} MFU of {whose} {peak / 1e12:,.0f} TFLOP/s",
+        gpu=gpu_named(name) if mfu is None else None,
+    )
 
 
 def count_memory(
@@ -168,7 +185,7 @@ def _activation_bytes(
     compiled = job.compile.enable and job.parallelism.expert_parallel_degree == 1
     if compiled and is_gpu:
         backend = "triton" if job.model.canon_backend in ("auto", "triton") else "compiled"
-        block = round(compiled_bytes_per_token(args, dtype, backend) * tokens)
+        block = round(compiled_block_costs(args, dtype, backend).kept_bytes * tokens)
     else:
         block = block_bytes(args, micro_batch, dtype)
         if compiled:
@@ -266,7 +283,37 @@ class Plan:
         self.checkpoints_kept = min(job.checkpoint.keep_latest_k or saves, saves)
         self.data_bytes = drawn * dtype_for(self.data_vocab_size or args.vocab_size).itemsize
         self.flops_per_token = flops_per_token(args, training.seq_len)
-        self.seconds = self.tokens * self.flops_per_token / (world_size * device.flops_per_s)
+
+    @functools.cached_property
+    def step_seconds(self) -> Range:
+        """Seconds of a step: slow, likely and fast; counting takes seconds. With fla if it may."""
+        job, device = self.job, self.device
+        if device.gpu is None:
+            tokens = self.tokens / job.training.steps
+            seconds = tokens * self.flops_per_token / (self.world_size * device.flops_per_s)
+            return Range(seconds, seconds, seconds)
+        found = step_seconds(count_step(job, self.world_size), device.gpu)
+        return Range(*(seconds / self.chunked_slowdown for seconds in found))
+
+    @property
+    def chunked_slowdown(self) -> float:
+        """Estimated time of the chunked form over that of fla, 1 for a model that uses neither."""
+        if self.device.gpu is None or self.job.model.mixer_backend == "chunked":
+            return 1.0
+        return CHUNKED_SLOWDOWN.get(self.job.model_args.mixer, 1.0)
+
+    @property
+    def seconds(self) -> float:
+        """The likely seconds of the whole run."""
+        return self.step_seconds.likely * self.job.training.steps
+
+    @property
+    def mfu(self) -> float | None:
+        """The computed MFU; None if the time is not computed."""
+        if self.device.gpu is None:
+            return None
+        flops_per_s = self.tokens * self.flops_per_token / self.seconds
+        return flops_per_s / self.world_size / self.device.gpu.peak_flops
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
@@ -283,10 +330,10 @@ def make_plans(
     job: CanonJobConfig, gpu: str | None, world: int | None, mfu: float | None, ranks: int
 ) -> dict[str, Plan]:
     """Return plans by title: this machine and, if requested or needed, the reference GPU."""
-    asked, mfu = gpu is not None or world is not None, DEFAULT_MFU if mfu is None else mfu
+    asked = gpu is not None or world is not None
     gpu = (gpu or "h100").lower()
     check_choice("--gpu", gpu, GPUS)
-    if not 0 < mfu <= 1 or world is not None and world < 1:
+    if mfu is not None and not 0 < mfu <= 1 or world is not None and world < 1:
         text = f"--mfu {mfu} --world {world}: expected a fraction up to 1, and at least 1 rank"
         raise UserError("option.invalid", text)
     sizes = world_sizes(job)
@@ -345,6 +392,11 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
     console.print(
         "counted, not measured: without fragmentation, NCCL's buffers, and what kernels allocate"
     )
+    if any(plan.device.gpu for plan in plans.values()):
+        console.print(
+            "time: computed from products, bytes, launches and exchanges with assumed speeds "
+            "(kernels/gpus.py); --mfu 0.4 assumes an MFU instead"
+        )
     if too_small := ", ".join(title for title, each in plans.items() if not each.fits):
         console.print(
             f"[bold]exceeds the memory[/bold] ({too_small}): lower {ADVICE} GPUs, "
@@ -411,14 +463,30 @@ def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
 def _pace(job: CanonJobConfig, plan: Plan) -> str:
     """Return the ranks of a plan and the estimated time."""
     device, replicas = plan.device, job.parallelism.data_parallel_replicate_degree
-    text = f"{plan.world_size} x {device.name}{f' ({replicas} replicas)' if replicas > 1 else ''}, "
+    in_replicas = f" ({replicas} replicas)" if replicas > 1 else ""
+    text = f"{plan.world_size} x {device.name}{in_replicas}, "
     text += f"{plan.micro_batch} x {job.training.seq_len} tokens per rank at once: "
-    if device.is_gpu and plan.parameters < MIN_PARAMETERS_FOR_MFU:
+    if device.is_gpu and device.gpu is None and plan.parameters < MIN_PARAMETERS_FOR_MFU:
         return text + "no time estimate, the model is too small to fill a GPU"
     text += duration(plan.seconds)
     if device.is_gpu:
         text += f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
-    return f"{text}, {plan.tokens / plan.seconds:,.0f} tokens/s, assuming {device.assumed}"
+    text += f", {plan.tokens / plan.seconds:,.0f} tokens/s"
+    if device.gpu is None:
+        return f"{text}, assuming {device.assumed}"
+
+    slow, likely, fast = plan.step_seconds
+    text += f", {milliseconds(likely)} per step ({milliseconds(fast)} to {milliseconds(slow)}), "
+    text += f"MFU {plan.mfu:.0%}, computed"
+    if plan.chunked_slowdown > 1:
+        chunked_s = plan.chunked_slowdown * plan.seconds
+        text += f"; with fla: without it, {plan.chunked_slowdown:.1f} times as long, "
+        text += duration(chunked_s)
+    return text
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.{0 if seconds >= 0.1 else 1}f} ms"
 
 
 def _abbreviate(value: float) -> str:

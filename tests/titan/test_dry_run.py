@@ -13,6 +13,7 @@ from canon_pretrain.preflight import plan_job
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan import dry_run
 from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.costs import block_bytes, count_saved, head_bytes
 from canon_pretrain.titan.data import open_shards
 from canon_pretrain.titan.dry_run import (
     Device,
@@ -25,7 +26,6 @@ from canon_pretrain.titan.dry_run import (
     startup_notes,
     world_sizes,
 )
-from canon_pretrain.titan.saved import block_bytes, count_saved, head_bytes
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.train import main
 from tests.support import ROOT, debug_run, error_codes, refused, write_split

@@ -1,9 +1,9 @@
-"""The bytes that a block and the head keep for backward, counted without a GPU.
+"""What a block and the head keep for backward, and what a block's graphs cost, without a GPU.
 
 A block runs on CPU tensors without data (FakeTensorMode): not compiled, autograd's saved tensors
 are summed; compiled, dynamo and AOT autograd make its graphs, and the partitioner's choice of what
-the forward graph keeps is summed. No code is generated. `tests/fake_gpu` compares the dry run,
-which is made of these counts, with the trainer on fake GPUs.
+the forward graph keeps is summed. No code is generated: traffic and launches are estimated.
+`tests/fake_gpu` compares the dry run, which is made of these counts, with the trainer on fake GPUs.
 
 Shapes: B batch, T tokens, H heads, G key-value heads, K head dim, N = taps - 1 + T.
 """
@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -23,14 +24,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.kernels.graphs import base_of, results_of
+from canon_pretrain.kernels.traffic import estimate_work
+from canon_pretrain.kernels.work import Work
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import window_segments
 from canon_pretrain.model.transformer import Head, HeadLoss, TransformerBlock, make_norm
 
-COUNTED_TOKENS = 512
-"""Length of the sequence that is traced: what a compiled block keeps grows with the tokens."""
+COUNTED_TOKENS = 4096
+"""Most tokens that are traced: what a compiled block costs grows with the tokens."""
 GPU = torch.device("cuda", 0)
 
 
@@ -96,20 +99,40 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 # -- compiled
 
 
-@functools.lru_cache(maxsize=8)
-def compiled_bytes_per_token(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> float:
-    """Return the bytes per token that a block compiled for a GPU keeps, with its input.
+@dataclass(frozen=True)
+class BlockCosts:
+    """What a compiled block costs per token; launches: for any number of tokens."""
+
+    kept_bytes: float
+    """Of what its forward graph keeps, with its input."""
+    forward: Work
+    """Estimated, without attention: see `kernels.traffic.estimate_work`."""
+    backward: Work
+
+
+def compiled_block_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> BlockCosts:
+    """Return what a block compiled for a GPU costs per token.
 
     `canon_backend`: "triton" or "compiled". Takes about four seconds, and resets dynamo: call it
     before a model is compiled in this process.
     """
     num_tokens = min(args.max_seq_len, COUNTED_TOKENS)
-    args = dataclasses.replace(args, max_seq_len=num_tokens)
+    # a block has no vocabulary: boards count one block for all tasks
+    args = dataclasses.replace(args, max_seq_len=num_tokens, vocab_size=ModelArgs().vocab_size)
+    return _traced_costs(args, dtype, canon_backend)
+
+
+@functools.lru_cache(maxsize=64)
+def _traced_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> BlockCosts:
+    num_tokens = args.max_seq_len
     kept: list[int] = []
+    forward, backward = Work(), Work()
     constant_shapes: set[torch.Size] = set()
 
-    def keep(graph: fx.GraphModule, _: Any, *, is_backward: bool = False, **options: Any) -> Any:
+    def count(graph: fx.GraphModule, _: Any, *, is_backward: bool = False, **options: Any) -> Any:
         """Stand for Inductor's code generator: count, and return empty results."""
+        work = estimate_work(graph, constant_shapes).for_tokens(1 / num_tokens)
+        (backward if is_backward else forward).add(work)
         if not is_backward:
             kept.append(kept_bytes(graph, constant_shapes))
         return empty_results(graph)
@@ -118,7 +141,7 @@ def compiled_bytes_per_token(args: ModelArgs, dtype: torch.dtype, canon_backend:
         from torch._inductor.compile_fx import compile_fx
 
         options = compile_options("cuda", canon_backend)
-        return compile_fx(graph, inputs, inner_compile=keep, config_patches=options)
+        return compile_fx(graph, inputs, inner_compile=count, config_patches=options)
 
     if canon_backend == "triton":  # a traced function can't import
         import_module("canon_pretrain.kernels.triton.fused")
@@ -137,11 +160,13 @@ def compiled_bytes_per_token(args: ModelArgs, dtype: torch.dtype, canon_backend:
             if args.document_mask and args.reach:
                 shape = (1, args.canon_kernel - 1 + num_tokens)
                 segments_BN = torch.empty(shape, dtype=torch.int32)
-            torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, segments_BN)
+            compiled = torch.compile(block, backend=backend, fullgraph=True)
+            y_BTD = compiled(h_BTD, None, segments_BN)
+            y_BTD.backward(torch.empty_like(y_BTD))
     torch._dynamo.reset()
     # a fused kernel also keeps the logarithm of the sum of each row, in float32
     row_sums = 4 * args.num_heads if args.mixer == "attention" else 0
-    return sum(kept) / num_tokens + row_sums
+    return BlockCosts(sum(kept) / num_tokens + row_sums, forward, backward)
 
 
 def kept_bytes(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -> int:

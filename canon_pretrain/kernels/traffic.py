@@ -1,0 +1,367 @@
+"""What a compiled graph costs: products, bytes and launches, counted or estimated without a GPU."""
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from canon_pretrain.kernels.graphs import base_of, is_view, results_of
+from canon_pretrain.kernels.work import Work
+
+CONSTANTS = frozenset(
+    "arange empty full full_like iota lift_fresh_copy new_empty new_full new_zeros ones ones_like "
+    "scalar_tensor zeros zeros_like".split()
+)
+"""Operators whose results a kernel makes itself."""
+STORED = frozenset("amax amin cat cumsum max mean min prod sum var_mean".split())
+"""Operators whose results are written to memory before others read them."""
+MOST_INLINED_READS = 4
+"""A value that several others use is stored, not computed again, if it reads more tensors."""
+NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "prim::", "profiler::")
+OVERWRITING = ("aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::fill_")
+GATHER_COPY_IN = "fsdp::all_gather_copy_in"
+RECURRENCES = ("canon_pretrain_kernels_delta_", "canon_pretrain_kernels_gla_")
+"""Operators that are written in torch: how their names begin."""
+SMALL_BYTES = 4096
+"""Kernels that share a tensor of this size only are not fused for it."""
+
+
+# -- products
+
+
+def count_flops(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> tuple[str, int]:
+    """Return the kind of product that an operator is, and its FLOPs; ("", 0) for others."""
+    count = flop_registry.get(func._overloadpacket)
+    if count is None:
+        return "", 0
+    flops = int(count(*args, **kwargs, out_val=output))
+    name = func.name()
+    if "attention" in name:
+        return "attention", flops
+    if "grouped" in name:
+        return "grouped", flops
+    operand = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+    return str(operand.dtype).removeprefix("torch."), flops
+
+
+def count_products(graph: fx.GraphModule) -> Counter[str]:
+    """Return the FLOPs of the products in a graph by kind."""
+    flops: Counter[str] = Counter()
+    for node in graph.graph.nodes:
+        if not _is_operator(node):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+        kind, count = count_flops(node.target, args, kwargs, node.meta.get("val"))
+        if kind:
+            flops[kind] += count
+    return flops
+
+
+def _is_operator(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+
+
+# -- operators that run uncompiled
+
+
+def launches_nothing(func: Any) -> bool:
+    """Return whether an operator only allocates or returns views."""
+    return func.name().startswith(NO_KERNEL) or is_view(func)
+
+
+def operator_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Work:
+    """Return the work of an operator, as one kernel."""
+    num_bytes = _moved_bytes(func, args, kwargs, output)
+    kind, flops = count_flops(func, args, kwargs, output)
+    if kind:
+        return Work(launches=1, product_bytes=num_bytes, flops=Counter({kind: flops}))
+    return Work(launches=1, bytes_moved=num_bytes)
+
+
+def num_bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """Return the bytes that an operator reads and writes."""
+    if func.name() == GATHER_COPY_IN:  # it returns the buffers that the ranks fill
+        return 2 * _total_bytes(args[0])
+
+    overwrites = func.name().split(".")[0] in OVERWRITING
+    total = 0
+    arguments = func._schema.arguments
+    values = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
+    for argument, value in zip(arguments, values, strict=False):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        is_read = not (is_written and (overwrites or argument.kwarg_only))
+        total += (is_read + is_written) * _total_bytes(value)
+
+    results = output if isinstance(output, (tuple, list)) else (output,)
+    for returned, value in zip(func._schema.returns, results, strict=False):
+        if returned.alias_info is None:  # else an argument, counted above
+            total += _total_bytes(value)
+    return total
+
+
+def _total_bytes(values: Any) -> int:
+    """Return the bytes of a tensor or of those in a list; 0 for other values."""
+    return sum(num_bytes_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+class _EagerWork(TorchDispatchMode):
+    """Adds up the work of the operators that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if not launches_nothing(func):
+            self.work.add(operator_work(func, args, kwargs or {}, output))
+        return output
+
+
+def recurrence_work(graph: fx.GraphModule) -> Work:
+    """Return the work inside our recurrences' operators, which loop over chunks uncompiled.
+
+    They run on the fake tensors of `graph`.
+    """
+    counted = _EagerWork()
+    for node in graph.graph.nodes:
+        if not _is_recurrence(node):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+        body = OPDEFS[node.target._schema.name]._init_fn
+        with node.all_input_nodes[0].meta["val"].fake_mode, counted:
+            body(*args, **kwargs)
+    return counted.work
+
+
+def is_recurrence(operator_name: str) -> bool:
+    """Return whether this is one of our operators that are written in torch."""
+    return any(name in operator_name for name in RECURRENCES)
+
+
+def _is_recurrence(node: fx.Node) -> bool:
+    return _is_operator(node) and is_recurrence(str(node.target))
+
+
+# -- an estimate of the generated code
+
+
+class Read(NamedTuple):
+    """A value in memory and the permutations through which a kernel reads it."""
+
+    source: fx.Node
+    order: tuple[tuple[int, ...], ...]
+
+
+class _Kernel:
+    """Stored values that one kernel computes."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.nodes: set[fx.Node] = set()
+        self.reads: dict[Read, float] = {}
+
+    def joins(self, depth: int, reads: dict[Read, float]) -> bool:
+        """Return whether Inductor would fuse a value with these."""
+        if depth != self.depth:
+            return False
+        for read, num_bytes in reads.items():
+            if read.source in self.nodes and not read.order:
+                return True
+            if read in self.reads and num_bytes > SMALL_BYTES:
+                return True
+        return False
+
+    def merge(self, other: "_Kernel") -> None:
+        self.nodes |= other.nodes
+        for read, num_bytes in other.reads.items():
+            self.reads[read] = max(num_bytes, self.reads.get(read, 0))
+
+
+def estimate_work(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -> Work:
+    """Estimate what the code that Inductor would generate for `graph` launches and moves.
+
+    Pointwise operators are inlined into what reads them. A value is stored if a product, an opaque
+    operator or the caller needs it, or if STORED names its operator. Stored values share a kernel
+    if they read one tensor in the same order, or one reads the other as it is, and if as many
+    products come before them. Values with `constant_shapes` (those of parameters, and of their
+    gradients) move no bytes: their cost does not grow with the tokens.
+    """
+    schedule = _Schedule(graph, constant_shapes)
+    kernels = schedule.kernels()
+    written = schedule.needed.copy()
+    num_bytes = 0.0
+
+    for kernel in kernels:
+        by_source: dict[fx.Node, float] = {}
+        for read, size in kernel.reads.items():
+            if read.source not in kernel.nodes:
+                by_source[read.source] = max(size, by_source.get(read.source, 0))
+        num_bytes += sum(by_source.values())
+        written |= by_source.keys()
+
+    num_bytes += sum(schedule.bytes_of(node) for node in written & schedule.reads.keys())
+    products = [call for call in schedule.calls if _is_product(call)]
+    recurrences = [call for call in schedule.calls if _is_recurrence(call)]
+    own_kernels = [
+        call
+        for call in schedule.calls
+        if not (_is_product(call) or _is_opaque(call) or _is_recurrence(call))
+    ]
+    work = Work(
+        launches=len(kernels) + len(schedule.calls) - len(recurrences),
+        bytes_moved=num_bytes + sum(map(schedule.bytes_of_call, own_kernels)),
+        product_bytes=sum(map(schedule.bytes_of_call, products)),
+        flops=count_products(graph),
+    )
+    work.add(recurrence_work(graph))
+    return work
+
+
+class _Schedule:
+    """Which values of a graph are stored, what computing each one reads, and when."""
+
+    def __init__(self, graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -> None:
+        self.constant_shapes = {tuple(shape) for shape in constant_shapes}
+        self.calls: list[fx.Node] = []
+        """Products and opaque operators: kernels that are not generated."""
+        self.needed: set[fx.Node] = set()
+        """What calls and the caller read."""
+        self.reads: dict[fx.Node, dict[Read, float]] = {}
+        """Of each pointwise operator and reduction: bytes by what it reads from memory."""
+        self.stored: list[fx.Node] = []
+        self._ready: dict[fx.Node, int] = {}
+        """After how many products in a row a value exists."""
+
+        nodes = list(graph.graph.nodes)
+        self.calls = [node for node in nodes if _is_call(node)]
+        for node in self.calls:
+            self.needed.update(base_of(used) for used in node.all_input_nodes)
+        results = [node for node in results_of(graph) if isinstance(node, fx.Node)]
+        self.needed.update(base_of(node) for node in results)
+
+        for node in nodes:
+            self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
+        """Add a node whose inputs have been visited."""
+        if _is_call(node):
+            self._ready[node] = 1 + self._depth(base_of(used) for used in node.all_input_nodes)
+        elif node.target is operator.getitem:
+            self._ready[node] = self._ready.get(node.all_input_nodes[0], 0)
+        elif _is_generated(node):
+            reads = self._reads_of(node)
+            self.reads[node] = reads
+            num_large = sum(num_bytes > SMALL_BYTES for num_bytes in reads.values())
+            is_reused = len(node.users) > 1 and num_large > MOST_INLINED_READS
+            if node in self.needed or _name(node) in STORED or is_reused:
+                self.stored.append(node)
+                self._ready[node] = self._depth(read.source for read in reads)
+
+    def _depth(self, sources: Iterator[fx.Node]) -> int:
+        return max((self._ready.get(source, 0) for source in sources), default=0)
+
+    def _reads_of(self, node: fx.Node) -> dict[Read, float]:
+        """Return what computing a node reads from memory, through the nodes inlined into it."""
+        found: dict[Read, float] = {}
+        for used in node.all_input_nodes:
+            source = base_of(used)
+            order = _order_of(used)
+            if source in self.reads and source not in self._ready:  # inlined
+                for read, num_bytes in self.reads[source].items():
+                    deeper = Read(read.source, order + read.order)
+                    found[deeper] = max(num_bytes, found.get(deeper, 0))
+            elif not _is_constant(source):
+                read = Read(source, order)
+                num_bytes = min(self.bytes_of(used), self.bytes_of(source))
+                found[read] = max(num_bytes, found.get(read, 0))
+        return found
+
+    def kernels(self) -> list[_Kernel]:
+        """Return the stored values in groups that share a kernel."""
+        kernels: list[_Kernel] = []
+        for node in self.stored:
+            new = _Kernel(self._ready[node])
+            new.nodes.add(node)
+            new.reads = self.reads[node]
+            joined = [kernel for kernel in kernels if kernel.joins(new.depth, new.reads)]
+            for kernel in joined:
+                new.merge(kernel)
+                kernels.remove(kernel)
+            kernels.append(new)
+        return kernels
+
+    def bytes_of(self, node: fx.Node) -> float:
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return 0
+        shape = tuple(value.shape)
+        if shape in self.constant_shapes or shape[::-1] in self.constant_shapes:
+            return 0
+        return math.prod(shape) * value.itemsize
+
+    def bytes_of_call(self, node: fx.Node) -> float:
+        """Return what a product or another operator reads and writes."""
+        results = node.users if isinstance(node.meta["val"], (tuple, list)) else (node,)
+        return sum(map(self.bytes_of, (*node.all_input_nodes, *results)))
+
+
+def _name(node: fx.Node) -> str:
+    """Return an operator's name without namespace and overload."""
+    return str(node.target._schema.name).split("::")[1]  # type: ignore[union-attr]
+
+
+def _is_product(node: fx.Node) -> bool:
+    return _is_operator(node) and node.target._overloadpacket in flop_registry  # type: ignore[union-attr]
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    """Return whether a node stands for attention, which is counted in closed form."""
+    return "opaque" in str(node.target)
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Return whether no code is generated for a node: it is called."""
+    if not _is_operator(node):
+        return False
+    return _is_product(node) or node.target.namespace not in ("aten", "prims")  # type: ignore[union-attr]
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return _is_operator(node) and _name(node) in CONSTANTS
+
+
+def _is_generated(node: fx.Node) -> bool:
+    """Return whether a node is computed by generated code."""
+    if not _is_operator(node) or _is_call(node) or _is_constant(node):
+        return False
+    return not is_view(node.target)  # type: ignore[arg-type]
+
+
+def _order_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """Return the permutations between a view and its base that change the order in memory."""
+    order: list[tuple[int, ...]] = []
+    base = base_of(node)
+    while node is not base:
+        if _is_operator(node) and _name(node) == "permute":
+            dims: Any = node.args[1]
+            shape = node.meta["val"].shape
+            moved = [dim for dim, size in zip(dims, shape, strict=True) if size > 1]
+            if moved != sorted(moved):
+                order.insert(0, tuple(moved))
+        node = node.all_input_nodes[0]
+    return tuple(order)
