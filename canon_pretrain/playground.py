@@ -111,6 +111,7 @@ from canon_pretrain.sweep import (
     print_rows,
     read_sweep,
     run_name,
+    show_prices,
     show_table,
     sweep_rows,
     train_command,
@@ -889,8 +890,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.show(given)
 
 
-def plan(given: argparse.Namespace) -> Sweep:
+def plan(given: argparse.Namespace) -> None:
     """Write or extend the plan, and print its size."""
+    sweep = _plan(given)
+    if given.gpu:
+        show_prices(sweep, given.gpu)
+
+
+def _plan(given: argparse.Namespace) -> Sweep:
     sweep, num_new = plan_board(read_board(given.board), given.out, extend=given.extend)
     print(f"{given.out}: {len(sweep.runs)} runs, {num_new} of them new")
     return sweep
@@ -898,7 +905,7 @@ def plan(given: argparse.Namespace) -> Sweep:
 
 def run(given: argparse.Namespace) -> None:
     """Plan, train all runs that are not DONE, and print the table; exit with 1 if one failed."""
-    sweep = plan(given)
+    sweep = _plan(given)
     with locked(given.out / LOCK, f"the board {given.out}"):
         (board, sweep), stopped = read_plan(given.out), _stopped(given.out)
         left = dataclasses.replace(sweep, runs=[x for x in sweep.runs if x.name not in stopped])
@@ -1027,6 +1034,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     first = commands.add_parser(
         "plan", help="write DIR/sweep.json and configs", parents=[planned], allow_abbrev=False
     )
+    about = "print the GPU-hours on this GPU, one per run: a100, h100 or h200"
+    first.add_argument("--gpu", metavar="GPU", help=about)
     first.set_defaults(show=plan)
     second = commands.add_parser(
         "run", help="plan, and train what is not DONE", parents=[planned], allow_abbrev=False

@@ -39,6 +39,7 @@ from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, parsing, read_record, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console, printable
+from canon_pretrain.prices import compute_prices, print_prices
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
 from canon_pretrain.report.planned import (
     PlannedLaunch,
@@ -378,6 +379,15 @@ def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
         print(f"NOTE: the configs differ in {key}: runs of one seed see different data")
     print(f"{given.sweep}: {len(sweep.runs)} runs, {num_new} of them new")
     show_table(sweep_rows(sweep, given.sweep, datetime.now(UTC)))
+    if given.gpu:
+        show_prices(sweep, given.gpu, given.world)
+
+
+def show_prices(sweep: Sweep, gpu: str, world_size: int = 1) -> None:
+    """Print the GPU-hours of a plan's runs, each on `world_size` GPUs."""
+    num_runs = Counter(run.config for run in sweep.runs)
+    prices = compute_prices([*num_runs.items()], sweep.arguments, gpu, world_size)
+    print_prices(prices, gpu, Console(soft_wrap=True))
 
 
 def table(given: argparse.Namespace) -> None:
@@ -570,6 +580,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--seeds", nargs="+", default=[], metavar="SEED", help="default: that of each config")
     add("--seed_of", choices=SEED_KEYS, help="what the seeds set (default: both)")
     add("--extend", action="store_true", help="add runs to an existing plan")
+    add("--gpu", metavar="GPU", help="print the GPU-hours on this GPU: a100, h100 or h200")
+    add("--world", type=positive, default=1, metavar="N", help="GPUs of a run (default: 1)")
     shown = new("table", help="print the state of the runs")
     shown.add_argument("--json", action="store_true", help="print JSON")
     shown.set_defaults(show=table)

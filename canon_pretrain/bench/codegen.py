@@ -1,42 +1,30 @@
 """Kernel launches and bytes of a 1.3B block on an H100, counted in Inductor's code without a GPU.
 
-A `TransformerBlock` is compiled as in training, with the code generator's queries of a GPU patched.
-Nothing is executed. Inductor caches the answers: use a separate process.
+Nothing is executed: `canon_pretrain.fake_gpu.block` compiles the blocks, in a process of its own.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import math
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from importlib import import_module
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
-
-import torch
-from torch import Tensor, is_tensor
-from torch._dynamo.device_interface import CudaInterface
 
 from canon_pretrain import kernels
 from canon_pretrain.bench.limits import Machine, min_block_bytes
 from canon_pretrain.bench.tables import Columns, print_lines
 from canon_pretrain.bench.variants import Bench, Log, Result, normalize_canon_sets, with_canon
-from canon_pretrain.core.errors import check_choice
+from canon_pretrain.core.errors import UserError, check_choice, reason_in
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.kernels.gpus import GPUS
-from canon_pretrain.kernels.graphs import Generated, generate_code, results_of
 from canon_pretrain.kernels.work import Work
 from canon_pretrain.model.args import ModelArgs, flavor
-from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.counts import flops_per_token
-from canon_pretrain.model.transformer import TransformerBlock
-from canon_pretrain.titan.costs import OpaqueAttend, empty_results, seen_on_gpu
 from canon_pretrain.titan.step_time import (
     GPUS_PER_NODE,
     Layout,
@@ -45,16 +33,12 @@ from canon_pretrain.titan.step_time import (
     step_seconds,
 )
 
-GPU = torch.device("cuda", 0)
-ATTENTION = "torch.ops.canon_pretrain_opaque.attention"
 H100 = GPUS["h100"]
-PROPERTIES = H100.properties
 Row = dict[str, Any]
 KIB = 1024
 RECORD = Path(kernels.__file__).with_name("codegen.json")
 PAGE = RECORD.with_name("CODEGEN.md")
 MICRO_BATCH, NUM_TOKENS = 6, 4096
-OWN_OPERATORS, GEMM = "torch.ops.canon_pretrain.", "extern_kernels."
 BACKENDS = ("compiled", "triton")
 SETS = ("A", "B", "C", "D", "AC", "ABCD")
 DEFAULT_SETS = ("AC", "ABCD")
@@ -100,12 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     versions = {name: machine.facts()["versions"][name] for name in ("torch", "triton")}
     result: Row = {"counted_for": H100.name, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
-    result |= {"versions": versions, "rows": []}
+    result["versions"] = versions
     chosen = (MODELS, None) if arguments.record else (arguments.models, arguments.sets)
-    for case in cases(*chosen):
-        result["rows"].append(case._asdict() | count(case))
-        log(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
-    rows = result["rows"]
+    rows = result["rows"] = count_blocks([*cases(*chosen)], log)
     if arguments.record:
         lines = ",\n".join(map(json.dumps, rows))
         head = json.dumps(result | {"rows": []}).removesuffix("]}")
@@ -123,117 +104,38 @@ def cases(models: Iterable[str], sets: Sequence[str] | None) -> Iterator[Case]:
             yield from (Case(model, canon_set, backend) for backend in BACKENDS)
 
 
-# -- a fake GPU
-
-
-@contextlib.contextmanager
-def fake_gpu() -> Iterator[None]:
-    """Make Inductor generate code for an H100, and traced code treat CPU tensors as CUDA's."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    driver = SimpleNamespace(  # no kernel is compiled or launched
-        get_current_target=lambda: GPUTarget("cuda", 90, PROPERTIES.warp_size),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device=None: 0,
-        get_active_torch_device=lambda: GPU,
-    )
-    answers: dict[str, Any] = {
-        "get_device_properties": lambda device=None: PROPERTIES,
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: None,
-    }
-    there = {"is_available": lambda: True, "is_bf16_supported": lambda *_, **__: True}
-    for_dynamo = {name: staticmethod(answer) for name, answer in (answers | there).items()}
-    device: Any = contextlib.nullcontext
-
-    # a pass over slices copies fake tensors to learn a shape, which fails without CUDA
-    scatter = "torch._inductor.fx_passes.reinplace._inplace_generalized_scatter"
-    patch: Any = mock.patch.multiple
-    with (
-        patch(torch.cuda, device=device, get_device_capability=lambda *_: (9, 0), **answers),
-        patch(CudaInterface, device=device, **for_dynamo),
-        seen_on_gpu(),
-        mock.patch(scatter, lambda out, source, views: out),
-        mock.patch.object(triton.runtime.driver, "_active", driver),
-    ):
-        yield
-
-
-def lower(gm: torch.fx.GraphModule, is_backward: bool) -> Generated:
-    """Move a graph of CPU fake tensors to CUDA, and generate its code."""
-    mode = next(node.meta["val"].fake_mode for node in gm.graph.nodes if node.op == "placeholder")
-    inputs = []
-    for node in gm.graph.nodes:
-        if "device" in node.kwargs:
-            node.update_kwarg("device", GPU)
-        if node.op == "placeholder":
-            like = node.meta["val"]
-            stride, dtype = like.stride(), like.dtype
-            with mode:
-                inputs.append(torch.empty_strided(like.shape, stride, dtype=dtype, device=GPU))
-    return generate_code(gm, inputs, mode, is_backward=is_backward)
-
-
 # -- counts
 
 
-def count(case: Case) -> Row:
-    """Compile a block for the fake GPU; return each pass's `_count`, and saved bytes per token."""
-    from torch._inductor.compile_fx import compile_fx
-
-    if case.backend == "triton":  # a traced function can't import
-        import_module("canon_pretrain.kernels.triton.fused")
-    found: Row = {}
-
-    def inner(gm: torch.fx.GraphModule, _: Any, *, is_backward: bool = False, **__: Any) -> Any:
-        """Count a graph's code; return a function that makes empty results."""
-        if not is_backward:  # the block's parameters and inputs are placeholders
-            nodes = [out for out in results_of(gm)[1:] if isinstance(out, torch.fx.Node)]
-            kept = [node.meta["val"] for node in nodes if node.op != "placeholder"]
-            num_bytes = sum(math.prod(v.shape) * v.itemsize for v in kept if is_tensor(v))
-            found["saved_bytes"] = num_bytes / (MICRO_BATCH * NUM_TOKENS)
-        found["backward" if is_backward else "forward"] = _count(lower(gm, is_backward))
-
-        return empty_results(gm)
-
-    def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
-        options = compile_options("cuda", case.backend)
-        return compile_fx(gm, inputs, inner_compile=inner, config_patches=options)
-
-    with fake_gpu():
-        torch._dynamo.reset()
-        args = dataclasses.replace(case.args, max_seq_len=NUM_TOKENS)
-        rope = Rope(args) if args.rope_dim else None
-        with torch.device("meta"):
-            block = TransformerBlock(args, rope, OpaqueAttend(args), case.backend)
-        block.to(torch.bfloat16).to_empty(device="cpu")
-        near_shape = MICRO_BATCH, args.canon_kernel - 1 + NUM_TOKENS
-        segments_BN = torch.empty(near_shape, dtype=torch.int32) if args.document_mask else None
-        shape = MICRO_BATCH, NUM_TOKENS, args.dim
-        h_BTD = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
-        # compiled as in titan/parallelize.py; only empty tensors are computed
-        y_BTD = torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, segments_BN)
-        y_BTD.backward(torch.empty_like(y_BTD))
-    return found
-
-
-def _count(generated: Generated) -> Row:
-    """Return launches, and KiB per token by kind of kernel."""
-    kernels = generated.kernels
-    kib = {"gemm": 0.0, "attention": 0.0, "other": 0.0}
-    for kernel in kernels:
-        kind = "attention" if kernel.name.startswith(ATTENTION) else "other"
-        kind = "gemm" if kernel.name.startswith(GEMM) else kind
-        kib[kind] += kernel.num_bytes / (MICRO_BATCH * NUM_TOKENS) / KIB
-    return {
-        "launches": generated.num_launches,
-        "operators": sum(kernel.name.startswith(OWN_OPERATORS) for kernel in kernels),
-        "gemms": sum(kernel.name.startswith(GEMM) for kernel in kernels),
-        "kib": {kind: round(value, 2) for kind, value in kib.items()},
+def count_blocks(cases: Sequence[Case], log: Log) -> list[Row]:
+    """Return the rows of `cases`, counted in a process with a fake H100. Raises UserError."""
+    request = {
+        "micro_batch": MICRO_BATCH,
+        "num_tokens": NUM_TOKENS,
+        "cases": [{"args": vars(case.args), "backend": case.backend} for case in cases],
     }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "canon_pretrain.fake_gpu.block"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process, ThreadPoolExecutor(1) as pool:
+        assert process.stdin and process.stdout and process.stderr
+        errors = pool.submit(process.stderr.read)
+        process.stdin.write(json.dumps(request))
+        process.stdin.close()
+        rows = []
+        for case, line in zip(cases, process.stdout, strict=False):
+            rows.append(case._asdict() | json.loads(line))
+            log(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
+        code = process.wait()
+    if code or len(rows) < len(cases):
+        text = errors.result()
+        reason = reason_in(text) or text.strip()[-2000:]
+        raise UserError("bench.codegen", f"no counts: {reason}", exit_code=code)
+    return rows
 
 
 def _passes(row: Row) -> tuple[Row, Row]:

@@ -120,6 +120,12 @@ def show_fake_run(report: Report, console: Console) -> None:
         f"peak memory: {peak.peak_bytes / GIB:.2f} of {report.memory_bytes / GIB:.1f} GiB, "
         f"in the {peak.name}: {shown}"
     )
+    if report.step_seconds:
+        slow, likely, fast = (1000 * seconds for seconds in report.step_seconds)
+        console.print(
+            f"a step takes about {likely:,.1f} ms ({fast:,.1f} to {slow:,.1f}): "
+            "computed from these counts with assumed speeds, not measured"
+        )
     console.print(_phase_table(report))
     for warning in warnings_of(report):
         console.print(f"[yellow]{warning}[/]")

@@ -181,10 +181,15 @@ def _install_random_state() -> None:
 
 
 def _install_compilers(gpu: Gpu, num_devices: int) -> None:
+    import torch._inductor.config as inductor
     import torch._subclasses.fake_tensor as fake_tensor
     import triton
     from torch._dynamo.device_interface import CudaInterface
     from triton.backends.compiler import GPUTarget
+
+    inductor.joint_graph_constant_folding = False  # it would compute with real tensors
+    inductor.shape_padding = False  # it would time kernels
+    inductor.compile_threads = 1
 
     # FakeTensorMode would create a CUDA context, and treat real tensors as the device's
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]

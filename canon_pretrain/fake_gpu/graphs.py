@@ -54,11 +54,8 @@ class GraphCompiler:
 
     def install(self) -> None:
         """Replace Inductor's inner compiler, and record graph breaks and recompiles."""
-        from torch._inductor import compile_fx, config
+        from torch._inductor import compile_fx
 
-        config.joint_graph_constant_folding = False  # it would compute with real tensors
-        config.shape_padding = False  # it would time kernels
-        config.compile_threads = 1
         original = compile_fx.compile_fx
 
         def compile_graph(

@@ -56,6 +56,10 @@ class Report:
     memory_bytes: int
     micro_batch: int = 0
     seq_len: int = 0
+    num_blocks: int = 0
+    """Blocks times micro-batches of a step."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Of a quiet step, computed from its counts: slow, likely, fast."""
     phases: list[Phase] = field(default_factory=list)
     error: str = ""
     error_line: str = ""

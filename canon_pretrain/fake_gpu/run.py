@@ -21,6 +21,7 @@ from canon_pretrain.fake_gpu.graphs import GraphCompiler
 from canon_pretrain.fake_gpu.record import STEP_NAMES, Options, Report
 from canon_pretrain.fake_gpu.tracker import Answer, Tracker, calling_line, filled
 from canon_pretrain.kernels.gpus import GPUS
+from canon_pretrain.kernels.work import Work
 
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 120, 2500
 TRACEBACK_CHARACTERS = 6000
@@ -60,8 +61,28 @@ class FakeNode:
         tracker.end()
 
         report.phases = tracker.phases
+        report.step_seconds = _step_seconds(report)
         report.seconds = time.monotonic() - begin
         return report
+
+
+def _step_seconds(report: Report) -> list[float]:
+    """Return the computed seconds of a quiet step: slow, likely, fast; [] if there was none."""
+    from canon_pretrain.titan.step_time import StepCounts, step_seconds
+
+    if "quiet step" not in (phase.name for phase in report.phases):
+        return []
+    quiet = report.phase("quiet step")
+    work = Work()
+    work.add(quiet.compiled)
+    work.add(quiet.eager)
+    counts = StepCounts(
+        work=work,
+        exchanged_bytes=quiet.collective_bytes.total(),
+        world_size=report.world_size,
+        num_blocks=report.num_blocks,
+    )
+    return [*step_seconds(counts, GPUS[report.gpu])]
 
 
 def _complete(arguments: Sequence[str], options: Options, folder: Path) -> list[str]:
@@ -162,6 +183,8 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
     def advance_as_phase(self: Any, data: Any) -> Any:
         report.micro_batch = self.job_config.training.local_batch_size
         report.seq_len = self.job_config.training.seq_len
+        num_layers = len(self.model_parts[0].layers)
+        report.num_blocks = num_layers * self.gradient_accumulation_steps
         _label_state(tracker, self)
         with tracker.within(next(step_names)):
             return advance(self, data)

@@ -62,7 +62,7 @@ def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
     plain = args if args.rope_dim else dataclasses.replace(args, position="nope")
     shape = (micro_batch, args.max_seq_len)
     with FakeTensorMode():
-        with _default_dtype(dtype):
+        with default_dtype(dtype):
             rope = Rope(plain) if plain.rope_dim else None
             attend = Attend(plain) if plain.mixer == "attention" else None
             block = TransformerBlock(plain, rope, attend)
@@ -78,7 +78,7 @@ def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Head
     """Return the bytes that the last norm, the head and the loss keep."""
     shape = (micro_batch, args.max_seq_len)
     with FakeTensorMode():
-        with _default_dtype(dtype):
+        with default_dtype(dtype):
             norm, output = make_norm(args), Head(args.dim, args.vocab_size)
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
         labels_BT = torch.zeros(shape, dtype=torch.int64)
@@ -87,7 +87,7 @@ def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Head
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 import pytest
 
 from canon_pretrain.bench.codegen import PAGE, RECORD, computed, page
-from canon_pretrain.bench.limits import Rates, min_block_bytes, step_seconds
+from canon_pretrain.bench.limits import min_block_bytes
 from canon_pretrain.model.args import flavor
 from tests.support import ROOT
 
@@ -89,25 +89,3 @@ def test_inductor_counts_equal_counts_by_hand(rows):
         least, found = min_block_bytes(args, 2), computed(row, rows)
         assert found["least_kib"] == pytest.approx(sum(map(sum, least.values())) / 1024)
         assert 1 <= found["ratio"] < 1.25
-
-
-def test_the_computed_step_is_the_sum_of_its_parts():
-    """Each rate by itself, the others infinite."""
-    args = replace(flavor("1b3"), position="nope")
-    infinite = dict.fromkeys(("gemm_flops", "attention_flops", "memory_bytes"), float("inf"))
-    infinite |= {"launch_gap_s": 0.0, "exposed_network": 0.0}
-    job = {"num_tokens": 1000, "seq_len": 4096, "world_size": 8}
-
-    def seconds(**rates):
-        rated = Rates(**{name: (0, rate, 0) for name, rate in (infinite | rates).items()})
-        return step_seconds(args, 1, rated, layer_bytes=1e5, layer_launches=50, **job)
-
-    assert seconds() == 0
-    matrices = 24 * (4 * 2048**2 + 3 * 2048 * 5504) + 32000 * 2048
-    assert seconds(gemm_flops=1e14) == pytest.approx(1000 * 6 * matrices / 1e14)
-    pairs = 4096 / 2 * 2048 * 24  # causal: half of the tokens
-    flops = 1000 * pairs * 2 * (2 + 5)  # two products forward, five backward, of 2 FLOPs
-    assert seconds(attention_flops=1e14) == pytest.approx(flops / 1e14)
-    assert seconds(launch_gap_s=1e-6) == pytest.approx(24 * 50 * 1e-6)
-    moved = seconds(memory_bytes=1e12) - 24 * 1000 * 1e5 / 1e12
-    assert 0 < moved < 0.01

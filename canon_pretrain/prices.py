@@ -1,0 +1,89 @@
+"""GPU-hours of planned runs, computed by `canon_pretrain.titan.prices` in a process with torch."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from canon_pretrain.core.errors import UserError, reason_in
+from canon_pretrain.core.terminal import Console, duration
+
+NODE_GPUS = 8
+
+
+@dataclass(frozen=True)
+class Price:
+    """What the runs of one config take, each on `world_size` GPUs."""
+
+    config: str
+    num_runs: int
+    steps: int
+    world_size: int
+    step_seconds: tuple[float, float, float]
+    """Slow, likely and fast."""
+
+    def gpu_hours(self, bar: int = 1) -> float:
+        """Return the GPU-hours of all runs: 0 slow, 1 likely, 2 fast."""
+        return self.num_runs * self.steps * self.step_seconds[bar] * self.world_size / 3600
+
+
+def compute_prices(
+    configs: Sequence[tuple[str, int]], arguments: Sequence[str], gpu: str, world_size: int
+) -> list[Price]:
+    """Return the price of each (config, number of runs). Raises UserError.
+
+    `arguments`: --section.key value ..., of every run. Takes seconds per architecture and size.
+    """
+    options = json.dumps({"gpu": gpu, "world_size": world_size})
+    jobs = [["--config", config, *arguments] for config, _ in configs]
+    done = subprocess.run(
+        [sys.executable, "-m", "canon_pretrain.titan.prices", options],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        reason = reason_in(done.stderr) or done.stderr.strip()[-500:]
+        reason = re.sub(r"^error(\[.*?\])?: ", "", reason)
+        raise UserError("plan.price", f"no price: {reason}")
+    rows = json.loads(done.stdout.splitlines()[-1])
+    return [
+        Price(config, num_runs, row["steps"], world_size, tuple(row["seconds"]))
+        for (config, num_runs), row in zip(configs, rows, strict=True)
+    ]
+
+
+def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
+    """Print a row per config, and the total in GPU-hours and days."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("config")
+    for title in ("runs", "steps", "ms per step", "GPU-hours"):
+        table.add_column(title, justify="right")
+    for price in prices:
+        table.add_row(
+            Path(price.config).stem,
+            str(price.num_runs),
+            f"{price.steps:,}",
+            f"{1000 * price.step_seconds[1]:,.1f}",
+            _hours(price.gpu_hours()),
+        )
+    console.print(table)
+
+    slow, likely, fast = (sum(price.gpu_hours(bar) for price in prices) for bar in range(3))
+    num_runs = sum(price.num_runs for price in prices)
+    world_size = prices[0].world_size
+    console.print(
+        f"{num_runs} runs, {world_size} {gpu.upper()} each: {_hours(likely)} GPU-hours "
+        f"({_hours(fast)} to {_hours(slow)}), {duration(3600 * likely)} on one GPU, "
+        f"{duration(3600 * likely / NODE_GPUS)} on {NODE_GPUS}; computed, not measured, without "
+        "start-up and evaluation"
+    )
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"

@@ -1,0 +1,114 @@
+"""Traffic estimated from graphs: by hand for small ones, and beside Inductor's own for blocks."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from canon_pretrain.bench.codegen import RECORD, Case
+from canon_pretrain.kernels.delta import OPERATORS  # registers the recurrence
+from canon_pretrain.kernels.traffic import estimate_work, recurrence_work
+from canon_pretrain.titan.costs import compiled_block_costs
+from canon_pretrain.titan.step_time import TRAFFIC_FACTOR
+
+KIB = 1024
+ROWS, WIDTH = 128, 256
+VALUE_BYTES = 4 * ROWS * WIDTH
+BLOCKS = [
+    row
+    for row in json.loads(RECORD.read_text())["rows"]
+    if (row["model"], row["canon_set"], row["backend"])
+    in {
+        ("nope", "", "compiled"),
+        ("nope", "ABCD", "triton"),
+        ("rope", "AC", "triton"),
+        ("rope_standard_gelu", "", "compiled"),
+        ("released_1b", "ABCD", "triton"),
+    }
+]
+
+
+def work_of(function, *shapes, constant_shapes=()):
+    with FakeTensorMode():
+        values = [torch.empty(shape) for shape in shapes]
+        graph = make_fx(function)(*values)
+    return estimate_work(graph, constant_shapes)
+
+
+def test_pointwise_operators_share_a_kernel():
+    work = work_of(lambda x, y: [(x * y + 1).exp()], (ROWS, WIDTH), (ROWS, WIDTH))
+    assert (work.launches, work.bytes_moved) == (1, 3 * VALUE_BYTES)
+
+
+def test_a_product_between_them_separates_kernels():
+    square = (WIDTH, WIDTH)
+
+    def function(x, weight):
+        return [(x.relu() @ weight).relu()]
+
+    work = work_of(function, (ROWS, WIDTH), square, constant_shapes=[square])
+    # relu reads and writes, so does the product (weights are free), and relu again
+    assert (work.launches, work.bytes_moved) == (3, 4 * VALUE_BYTES)
+    assert work.product_bytes == 2 * VALUE_BYTES
+    assert work.flops == {"float32": 2 * ROWS * WIDTH * WIDTH}
+
+
+def test_two_results_of_one_input_read_it_once():
+    work = work_of(lambda x: [x.relu(), x.exp()], (ROWS, WIDTH))
+    assert (work.launches, work.bytes_moved) == (1, 3 * VALUE_BYTES)
+
+
+def test_another_order_in_memory_needs_a_kernel_of_its_own():
+    work = work_of(lambda x: [x.relu(), x.permute(1, 0).exp().clone()], (ROWS, WIDTH))
+    assert (work.launches, work.bytes_moved) == (2, 4 * VALUE_BYTES)
+
+
+def test_a_reduction_is_stored_and_fused():
+    work = work_of(lambda x: [x - x.mean(1, keepdim=True)], (ROWS, WIDTH))
+    assert (work.launches, work.bytes_moved) == (1, 2 * VALUE_BYTES)
+
+
+def test_parameters_and_their_gradients_are_free():
+    square = (WIDTH, WIDTH)
+    work = work_of(lambda weight: [weight * 2], square, constant_shapes=[square])
+    assert (work.launches, work.bytes_moved) == (1, 0)
+
+
+def test_a_recurrence_is_counted_by_what_is_inside():
+    chunks, heads, length, width = 8, 2, 64, 16
+    operator = getattr(torch.ops.canon_pretrain, f"{OPERATORS.partition('::')[2]}_delta_scan")
+
+    def function(system, value, read, write, decay, state):
+        return operator(system, value, read, write, decay, state)
+
+    rows = (chunks, heads, length, width)
+    shapes = [(chunks, heads, length, length), rows, rows, rows, (chunks, heads, 1, 1)]
+    with FakeTensorMode():
+        values = [torch.empty(shape) for shape in (*shapes, (heads, width, width))]
+        graph = make_fx(function)(*values)
+    work = recurrence_work(graph)
+    # of a chunk: read and write the state, and a product with the inverse
+    flops = chunks * heads * 2 * (2 * length * width * width + length * length * width)
+    assert work.flops == {"float32": flops}
+    assert work.launches > 3 * chunks
+
+
+@pytest.mark.parametrize("row", BLOCKS, ids=lambda row: f"{row['model']}-{row['canon_set']}")
+def test_blocks_move_what_inductor_counts(row):
+    """Counted by Inductor for an H100: kernels/codegen.json."""
+    args = replace(Case(row["model"], row["canon_set"], row["backend"]).args, max_seq_len=4096)
+    costs = compiled_block_costs(args, torch.bfloat16, row["backend"])
+    moved = costs.forward.bytes_moved + costs.backward.bytes_moved
+    counted = KIB * (row["forward"]["kib"]["other"] + row["backward"]["kib"]["other"])
+    assert TRAFFIC_FACTOR * moved == pytest.approx(counted, rel=0.2)
+    for estimated, one in zip((costs.forward, costs.backward), row_passes(row), strict=True):
+        attention = 1
+        launches = one["launches"] + one["operators"] + one["gemms"] + attention
+        assert estimated.launches == pytest.approx(launches, rel=0.25)
+
+
+def row_passes(row):
+    return row["forward"], row["backward"]

@@ -1,0 +1,168 @@
+"""The computed time of a step: each term by hand, with all other speeds infinite."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from canon_pretrain.kernels.gpus import GPUS, Range, Speeds, gpu_named
+from canon_pretrain.kernels.work import Work
+from canon_pretrain.model.args import flavor
+from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.titan import step_time
+from canon_pretrain.titan.command_line import parse_job
+from canon_pretrain.titan.dry_run import Plan, reference
+from canon_pretrain.titan.step_time import Layout, StepCounts, count_model, count_step, step_seconds
+from tests.support import ROOT
+
+NOPE = replace(flavor("1b3"), position="nope", max_seq_len=4096)
+LAYOUT = Layout(world_size=8, num_shards=8, tokens=8192)
+ALWAYS = Range(math.inf, math.inf, math.inf)
+NEVER = Range(0, 0, 0)
+
+
+@pytest.fixture
+def seconds(monkeypatch):
+    """Return the seconds of counts with some speeds of a GPU, all else taking no time."""
+    for name in ("LAUNCH_S", "HOST_LAUNCH_S", "HOST_BLOCK_S", "HOST_STEP_S", "EXPOSED"):
+        monkeypatch.setattr(step_time, name, NEVER)
+
+    def compute(counts, **speeds):
+        known = dict.fromkeys(Speeds.__dataclass_fields__, ALWAYS)
+        known |= {name: Range(speed, speed, speed) for name, speed in speeds.items()}
+        return step_seconds(counts, replace(GPUS["h100"], speeds=Speeds(**known))).likely
+
+    return compute
+
+
+def test_products_and_attention(seconds):
+    matrices = 24 * (4 * 2048**2 + 3 * 2048 * 5504)
+    block = Work(flops={"bfloat16": 6 * 8192 * matrices // 24})
+    counts = count_model(NOPE, LAYOUT, block)
+    head = 32000 * 2048
+    assert seconds(counts, dense_flops=1e14) == pytest.approx(6 * 8192 * (matrices + head) / 1e14)
+    pairs = 4096 / 2 * 2048 * 24  # causal: half of the tokens
+    # two products forward, five backward, of 2 FLOPs
+    attention_flops = 8192 * pairs * 2 * 7
+    assert seconds(counts, attention_flops=1e14) == pytest.approx(attention_flops / 1e14)
+    again = count_model(NOPE, LAYOUT, block, recomputes=True)
+    assert seconds(again, attention_flops=1e14) == pytest.approx(attention_flops * 9 / 7 / 1e14)
+
+
+def test_bytes_of_a_step_without_blocks(seconds):
+    one_gpu = Layout(world_size=1, num_shards=1, tokens=8192)
+    none = count_model(NOPE, one_gpu, Work())
+    optimizer = 40 * num_parameters(NOPE)
+    head = 8192 * (9 * 32000 + 100 * 2048) + 2 * 12 * 32000 * 2048
+    products = 3 * 8192 * 2 * (32000 + 2048)  # of the head: bound by memory here
+    moved = optimizer + head + products
+    assert seconds(none, memory_bytes=1e12) == pytest.approx(moved / 1e12)
+    sharded = count_model(NOPE, LAYOUT, Work())
+    copies = (4 + 6) * num_parameters(NOPE)
+    moved = optimizer / 8 + head + products + copies
+    assert seconds(sharded, memory_bytes=1e12) == pytest.approx(moved / 1e12)
+
+
+def test_exchanges_within_and_between_nodes(seconds):
+    parameters = num_parameters(NOPE)
+    for world_size, link in ((8, "node_bytes"), (16, "network_bytes")):
+        layout = replace(LAYOUT, world_size=world_size, num_shards=world_size)
+        counts = count_model(NOPE, layout, Work())
+        received = 6 * parameters * (world_size - 1) / world_size
+        assert seconds(counts, **{link: 1e11}) == pytest.approx(received / 1e11)
+    replicas = count_model(NOPE, replace(LAYOUT, world_size=16), Work())
+    received = 6 * parameters * 7 / 8 + 8 * parameters / 8
+    assert seconds(replicas, network_bytes=1e11) == pytest.approx(received / 1e11)
+
+
+def test_rows_that_travel_to_experts():
+    experts = replace(NOPE, ffn="moe", num_experts=8, experts_per_token=2)
+    at_home, away = (
+        count_model(experts, replace(LAYOUT, expert_degree=degree), Work()).exchanged_bytes
+        for degree in (1, 8)
+    )
+    rows = 24 * 8192 * 2 * 7 / 8
+    assert away - at_home == pytest.approx(4 * rows * 2048 * 2)
+
+
+def test_the_host_is_a_floor():
+    counts = StepCounts(Work(launches=1000), num_blocks=10)
+    found = step_seconds(counts, GPUS["h100"])
+    slow, likely, fast = (
+        step_time.HOST_STEP_S[bar]
+        + 10 * step_time.HOST_BLOCK_S[bar]
+        + 1000 * step_time.HOST_LAUNCH_S[bar]
+        for bar in range(3)
+    )
+    assert found == pytest.approx((slow, likely, fast))
+    assert slow > likely > fast > 1e-3
+
+
+def job_of(name, *words):
+    return parse_job(["--config", str(ROOT / "train_configs" / f"{name}.toml"), *words], quiet=True)
+
+
+def test_micro_batches_repeat_all_but_the_optimizer():
+    once, twice = (
+        count_step(job_of("nope_canon", "--training.local_batch_size", size), 8)
+        for size in ("6", "3")
+    )
+    assert twice.num_blocks == 2 * once.num_blocks
+    assert twice.exchanged_bytes == 2 * once.exchanged_bytes
+    assert twice.work.flops == once.work.flops
+    assert once.work.bytes_moved < twice.work.bytes_moved < 1.2 * once.work.bytes_moved
+
+
+def test_one_sequence_in_the_spare_time_of_a_gpu_takes_as_long_as_two():
+    """A small model on a GPU waits for the host."""
+    small = ("--training.local_batch_size", "1")
+    one, two = (
+        Plan(job_of("playground/copy_1l", *small, "--training.global_batch_size", size), h100(), 1)
+        for size in ("1", "2")
+    )
+    assert two.micro_batch == one.micro_batch == 1
+    assert 1 < two.step_seconds.likely / one.step_seconds.likely < 1.5
+
+
+def h100():
+    return reference("h100")
+
+
+def test_fla_is_planned_where_it_may_be_used():
+    plans = {
+        backend: Plan(job_of("gla", "--model.mixer_backend", backend), h100(), 8)
+        for backend in ("auto", "chunked")
+    }
+    slowdown = plans["chunked"].seconds / plans["auto"].seconds
+    assert slowdown == pytest.approx(1.8)
+    assert 0.2 < plans["chunked"].mfu < 0.35
+
+
+def test_a_stated_mfu_replaces_the_model():
+    plan = Plan(job_of("nope_canon"), reference("h100", 0.4), 8)
+    assert plan.mfu is None
+    flops_per_s = plan.tokens * plan.flops_per_token / plan.seconds / 8
+    assert flops_per_s == pytest.approx(0.4 * 989e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA B200", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(name, key):
+    assert gpu_named(name) is (GPUS[key] if key else None)
+
+
+def test_float32_is_slower_than_bfloat16(seconds):
+    layout = replace(LAYOUT, dtype=torch.float32)
+    counts = count_model(NOPE, layout, Work())
+    assert counts.work.flops["float32"] == 6 * 8192 * 32000 * 2048
+    assert seconds(counts, float32_flops=1e14) > 0
