@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from canon_pretrain.kernels.graphs import base_of, is_view, results_of
 from canon_pretrain.kernels.work import Work
 
+GROUPED = torch.ops.aten._grouped_mm
 CONSTANTS = frozenset(
     "arange empty full full_like iota lift_fresh_copy new_empty new_full new_zeros ones ones_like "
     "scalar_tensor zeros zeros_like".split()
@@ -41,6 +42,9 @@ def count_flops(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> tuple[str, int]:
     """Return the kind of product that an operator is, and its FLOPs; ("", 0) for others."""
+    if func._overloadpacket is GROUPED:
+        # rows of experts [S, K] times [E, K, N]; for a weight's gradient [K, S] times [S, N]
+        return "grouped", 2 * args[0].numel() * args[1].shape[-1]
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return "", 0
@@ -48,8 +52,6 @@ def count_flops(
     name = func.name()
     if "attention" in name:
         return "attention", flops
-    if "grouped" in name:
-        return "grouped", flops
     operand = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
     return str(operand.dtype).removeprefix("torch."), flops
 
@@ -326,7 +328,10 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_product(node: fx.Node) -> bool:
-    return _is_operator(node) and node.target._overloadpacket in flop_registry  # type: ignore[union-attr]
+    if not _is_operator(node):
+        return False
+    packet = node.target._overloadpacket
+    return packet in flop_registry or packet is GROUPED  # type: ignore[union-attr]
 
 
 def _is_opaque(node: fx.Node) -> bool:

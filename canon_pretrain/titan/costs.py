@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from canon_pretrain.kernels.backends import compile_options
 from canon_pretrain.kernels.graphs import base_of, results_of
@@ -161,8 +162,10 @@ def _traced_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> Bl
                 shape = (1, args.canon_kernel - 1 + num_tokens)
                 segments_BN = torch.empty(shape, dtype=torch.int32)
             compiled = torch.compile(block, backend=backend, fullgraph=True)
-            y_BTD = compiled(h_BTD, None, segments_BN)
-            y_BTD.backward(torch.empty_like(y_BTD))
+            results = compiled(h_BTD, None, segments_BN)
+            # blocks with experts also return their loads, and a loss
+            differentiable = [x for x in tree_leaves(results) if x.requires_grad]
+            torch.autograd.backward(differentiable, [torch.empty_like(x) for x in differentiable])
     torch._dynamo.reset()
     # a fused kernel also keeps the logarithm of the sum of each row, in float32
     row_sums = 4 * args.num_heads if args.mixer == "attention" else 0
