@@ -30,6 +30,7 @@ STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 OTHER = "other"
 COLLECTIVES = ("c10d", "_c10d_functional")
 TO_COPY, COPY = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
+FILL = torch.ops.aten.fill_.Tensor
 SCALAR = torch.ops.aten._local_scalar_dense.default
 REPEAT = torch.ops.aten.repeat_interleave.Tensor
 INDEX = (
@@ -328,11 +329,11 @@ def check_devices(func: Any, args: tuple[Any, ...]) -> None:
     """Raise RuntimeError if a CUDA operator is passed a scalar tensor on the CPU, unless it may be.
 
     FakeTensorMode lets 0-dimensional CPU tensors take part in everything, CUDA in pointwise
-    operators and copies only.
+    operators, copies and fill_ only.
     """
     if (
         torch.Tag.pointwise in func.tags
-        or func in (TO_COPY, COPY)
+        or func in (TO_COPY, COPY, FILL)
         or func.namespace in ("prim", "profiler")
     ):
         return

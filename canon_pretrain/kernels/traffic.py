@@ -328,10 +328,10 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_product(node: fx.Node) -> bool:
-    if not _is_operator(node):
+    if not isinstance(node.target, torch._ops.OpOverload):
         return False
     packet = node.target._overloadpacket
-    return packet in flop_registry or packet is GROUPED  # type: ignore[union-attr]
+    return packet is GROUPED or packet in flop_registry
 
 
 def _is_opaque(node: fx.Node) -> bool:

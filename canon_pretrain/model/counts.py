@@ -24,6 +24,13 @@ def active_parameters(args: ModelArgs) -> int:
     return num_parameters(args) - args.num_layers * idle * _expert_parameters(args)
 
 
+def routed_parameters(args: ModelArgs) -> int:
+    """Return the parameters of all experts to which tokens are sent."""
+    if args.ffn != "moe":
+        return 0
+    return args.num_layers * args.num_experts * _expert_parameters(args)
+
+
 def layer_parameters(args: ModelArgs) -> int:
     """Return the parameters of one block."""
     norms = 1 if args.ffn == "none" else 2

@@ -14,7 +14,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from canon_pretrain.kernels.gpus import Gpu, Range
 from canon_pretrain.kernels.work import Work
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.model.counts import num_parameters, routed_parameters
 from canon_pretrain.titan.costs import compiled_block_costs
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 
@@ -22,6 +22,8 @@ GPUS_PER_NODE = 8
 TRAFFIC_FACTOR = 1.15
 """Counted traffic of a block's kernels over the estimate from its graphs: 1.0 to 1.37 in twelve
 models on fake GPUs; Inductor fuses less than `estimate_work` assumes."""
+APART_FACTOR = 2.4
+"""The same, and of launches, of blocks with experts on other ranks, which are compiled in part."""
 OPTIMIZER_BYTES = 40
 """Per parameter and step: norm and clipping of the gradient, AdamW with float32 moments."""
 EAGER_LAUNCHES = (70, 8)
@@ -97,6 +99,9 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
     for one_pass in passes:
         block.add(one_pass.for_tokens(tokens))
     block.bytes_moved *= TRAFFIC_FACTOR
+    if layout.expert_degree > 1:
+        block.bytes_moved *= APART_FACTOR
+        block.launches *= APART_FACTOR
     return count_model(job.model_args, layout, block, recomputes=recomputes)
 
 
@@ -162,7 +167,11 @@ def _exchanged_bytes(args: ModelArgs, layout: Layout) -> float:
     """Return the bytes that a rank receives in a micro-batch: weights, gradients, experts' rows."""
     parameters, itemsize = num_parameters(args), layout.dtype.itemsize
     shards, degree = layout.num_shards, layout.expert_degree
-    received = parameters * (itemsize * layout.num_gathers + 4) * (shards - 1) / shards
+    experts = routed_parameters(args) if degree > 1 else 0
+    parameter_bytes = itemsize * layout.num_gathers + 4
+    received = parameter_bytes * (parameters - experts) * (shards - 1) / shards
+    # a rank's own experts are sharded over the ranks with the same ones
+    received += parameter_bytes * experts / degree * (1 - degree / shards)
     if shards < layout.world_size:  # replicas add up their float32 shards: twice, in a ring
         received += 2 * 4 * parameters / shards
     if degree > 1:

@@ -73,6 +73,32 @@ def test_a_config_runs_without_waits(case, runs):
         assert planned == pytest.approx(max(steps), rel=0.05)
 
 
+PLAYGROUND = (
+    *("brevo1_n70", "brevo2_n30", "capo_100k", "copy_2l", "depo1_n225_k4", "depo2_n75_k4"),
+    *("lano_cfg3f", "mano_l10"),
+)
+BOARDS = {
+    "laptop": ("playground/tiny/depo", ("--model.canon_set", "ABCD")),
+    "quickstart": ("playground/tiny/copy", ("--model.position", "nope")),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PLAYGROUND)
+def test_each_task_of_the_playground_runs(name, runs):
+    report = runs.run("--config", CONFIGS / "playground" / f"{name}.toml", world_size=1)
+    assert problems_of(report) == []
+    assert not report.phase("quiet step").waits
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", BOARDS)
+def test_models_of_boards_run(name, runs):
+    config, words = BOARDS[name]
+    report = runs.run("--config", CONFIGS / f"{config}.toml", *words, world_size=1)
+    assert problems_of(report) == []
+
+
 def faulty(runs, fault, *words, case="nope_canon"):
     arguments, world_size = words_of(case)
     return runs.run(*arguments, *words, fault=fault, world_size=world_size, saves=False)

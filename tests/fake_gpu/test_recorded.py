@@ -1,61 +1,92 @@
 """The table of fake_gpu/README.md: recorded fake runs at full size against the dry run."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
 
 from canon_pretrain.fake_gpu.check import problems_of
+from canon_pretrain.kernels.gpus import GPUS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import GIB, count_memory, on_meta
+from canon_pretrain.titan.step_time import count_step, step_seconds
 from tests.fake_gpu_server import FakeRuns
 from tests.support import ROOT
 
 README = ROOT / "canon_pretrain" / "fake_gpu" / "README.md"
-ROW = re.compile(r"^\| `(\w+)` \| (\d+) x (\d+) \| ([\d.]+) \| ([\d,]+) \| (\d+) \|$", re.MULTILINE)
-ROWS = ROW.findall(README.read_text())
-NAMES = [row[0] for row in ROWS]
+CELLS = r" \| ".join([r"`([^`]+)`", r"(\d+) x (\d+)", *[r"([\d.,]+)"] * 5])
+PATTERN = re.compile(rf"^\| {CELLS} \|$", re.MULTILINE)
 KINDS = ("nope_canon", "gla_canon", "mamba2", "gated_deltanet", "released_1b")
 """One of each kind; the others before a release."""
 
 
-def job_of(name):
-    return parse_job(["--config", str(ROOT / "train_configs" / f"{name}.toml")], quiet=True)
+@dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    words: str
+    world_size: int
+    sequences: int
+    gib: float
+    kernels: float
+    gigabytes: float
+    waits: float
+    milliseconds: float
+
+    @property
+    def arguments(self):
+        name, *options = self.words.split()
+        return ["--config", str(ROOT / "train_configs" / f"{name}.toml"), *options]
+
+
+def rows():
+    for words, world_size, sequences, *cells in PATTERN.findall(README.read_text()):
+        figures = [float(cell.replace(",", "")) for cell in cells]
+        yield Row(words, int(world_size), int(sequences), *figures)
+
+
+ROWS = list(rows())
+NAMES = [f"{number}-{row.words.split()[0]}" for number, row in enumerate(ROWS, 1)]
 
 
 def test_the_table_has_the_models_of_the_paper():
-    assert len(ROWS) >= 16
-    assert {"nope_canon", "rope", "gla_canon", "mamba2", "gated_deltanet", "released_1b"} < {*NAMES}
+    assert len(ROWS) >= 18
+    names = {row.words for row in ROWS}
+    assert {"nope_canon", "rope", "gla_canon", "mamba2", "gated_deltanet", "released_1b"} < names
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=pytest.mark.system if row[0] in KINDS else pytest.mark.long)
+        pytest.param(row, marks=pytest.mark.system if row.words in KINDS else pytest.mark.long)
         for row in ROWS
     ],
     ids=NAMES,
 )
 def test_the_dry_run_agrees(row):
-    name, world_size, sequences, gib, *_ = row
-    job = job_of(name)
-    assert job.training.local_batch_size == int(sequences)
-    planned = sum(count_memory(job, on_meta(job.model_args), int(world_size)).values())
-    assert planned / GIB == pytest.approx(float(gib), rel=0.05)
+    """Memory within 5 %, time by the same speeds within 10 %."""
+    job = parse_job(row.arguments, quiet=True)
+    assert job.training.local_batch_size == row.sequences
+    planned = sum(count_memory(job, on_meta(job.model_args), row.world_size).values())
+    assert planned / GIB == pytest.approx(row.gib, rel=0.05)
+    seconds = step_seconds(count_step(job, row.world_size), GPUS["h100"]).likely
+    assert 1000 * seconds == pytest.approx(row.milliseconds, rel=0.1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
 def test_fake_runs_repeat_the_table(row, tmp_path):
-    name, world_size, sequences, gib, kernels, waits = row
     runs = FakeRuns(tmp_path)
     try:
-        config = ROOT / "train_configs" / f"{name}.toml"
-        report = runs.run("--config", config, world_size=int(world_size), saves=False)
+        report = runs.run(*row.arguments, world_size=row.world_size, saves=False)
     finally:
         runs.close()
     assert problems_of(report) == []
     quiet = report.phase("quiet step")
-    assert quiet.peak_bytes / GIB == pytest.approx(float(gib), rel=0.01)
     launches = quiet.compiled.launches + quiet.eager.launches
-    assert launches == pytest.approx(int(kernels.replace(",", "")), rel=0.02)
-    assert quiet.waits.total() == int(waits)
+    moved = quiet.compiled.bytes_moved + quiet.eager.bytes_moved
+    assert quiet.peak_bytes / GIB == pytest.approx(row.gib, rel=0.01)
+    assert launches == pytest.approx(row.kernels, rel=0.02)
+    assert moved / 1e9 == pytest.approx(row.gigabytes, rel=0.02)
+    assert quiet.waits.total() == row.waits
+    assert 1000 * report.step_seconds[1] == pytest.approx(row.milliseconds, rel=0.02)
