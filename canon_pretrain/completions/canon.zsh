@@ -626,6 +626,7 @@ _shtab_canon_playground_plan_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
   "--extend[add runs to an existing plan]"
+  "--gpu[print the GPU-hours on this GPU, one per run\: a100, h100 or h200]:GPU:"
   ":format\: canon_pretrain\/playground.py:_files"
 )
 
@@ -762,6 +763,8 @@ _shtab_canon_sweep_plan_options=(
   "--seeds[default\: that of each config]:SEED:"
   "--seed_of[what the seeds set (default\: both)]:seed_of:(init data both)"
   "--extend[add runs to an existing plan]"
+  "--gpu[print the GPU-hours on this GPU\: a100, h100 or h200]:GPU:"
+  "--world[GPUs of a run (default\: 1)]:N:"
   ":folder of the sweep:_files"
 )
 
