@@ -26,10 +26,12 @@ class Price:
     world_size: int
     step_seconds: tuple[float, float, float]
     """Slow, likely and fast."""
+    with_fla: bool = False
+    """Whether these assume that flash-linear-attention runs the recurrences."""
 
-    def gpu_hours(self, bar: int = 1) -> float:
+    def gpu_hours(self, case: int = 1) -> float:
         """Return the GPU-hours of all runs: 0 slow, 1 likely, 2 fast."""
-        return self.num_runs * self.steps * self.step_seconds[bar] * self.world_size / 3600
+        return self.num_runs * self.steps * self.step_seconds[case] * self.world_size / 3600
 
 
 def compute_prices(
@@ -53,7 +55,7 @@ def compute_prices(
         raise UserError("plan.price", f"no price: {reason}")
     rows = json.loads(done.stdout.splitlines()[-1])
     return [
-        Price(config, num_runs, row["steps"], world_size, tuple(row["seconds"]))
+        Price(config, num_runs, row["steps"], world_size, tuple(row["seconds"]), row["with_fla"])
         for (config, num_runs), row in zip(configs, rows, strict=True)
     ]
 
@@ -74,7 +76,7 @@ def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
         )
     console.print(table)
 
-    slow, likely, fast = (sum(price.gpu_hours(bar) for price in prices) for bar in range(3))
+    slow, likely, fast = (sum(price.gpu_hours(case) for price in prices) for case in range(3))
     num_runs = sum(price.num_runs for price in prices)
     world_size = prices[0].world_size
     console.print(
@@ -83,6 +85,8 @@ def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
         f"{duration(3600 * likely / NODE_GPUS)} on {NODE_GPUS}; computed, not measured, without "
         "start-up and evaluation"
     )
+    if any(price.with_fla for price in prices):
+        console.print("recurrences with fla-core; without it they take 1.5 to 2 times as long")
 
 
 def _hours(hours: float) -> str:

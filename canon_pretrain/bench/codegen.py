@@ -4,6 +4,7 @@ Nothing is executed: `canon_pretrain.fake_gpu.block` compiles the blocks, in a p
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -21,12 +22,11 @@ from canon_pretrain.bench.variants import Bench, Log, Result, normalize_canon_se
 from canon_pretrain.core.errors import UserError, check_choice, reason_in
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.kernels.gpus import GPUS
+from canon_pretrain.kernels.gpus import GPUS, GPUS_PER_NODE
 from canon_pretrain.kernels.work import Work
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.counts import flops_per_token
 from canon_pretrain.titan.step_time import (
-    GPUS_PER_NODE,
     Layout,
     StepCounts,
     count_model,
@@ -124,8 +124,9 @@ def count_blocks(cases: Sequence[Case], log: Log) -> list[Row]:
     with process, ThreadPoolExecutor(1) as pool:
         assert process.stdin and process.stdout and process.stderr
         errors = pool.submit(process.stderr.read)
-        process.stdin.write(json.dumps(request))
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and says why
+            process.stdin.write(json.dumps(request))
+            process.stdin.close()
         rows = []
         for case, line in zip(cases, process.stdout, strict=False):
             rows.append(case._asdict() | json.loads(line))

@@ -21,7 +21,7 @@ from canon_pretrain.fake_gpu import device, world
 from canon_pretrain.fake_gpu.graphs import GraphCompiler
 from canon_pretrain.fake_gpu.record import STEP_NAMES, Options, Report
 from canon_pretrain.fake_gpu.tracker import Answer, Tracker, calling_line, filled
-from canon_pretrain.kernels.gpus import GPUS
+from canon_pretrain.kernels.gpus import GPUS, GPUS_PER_NODE
 from canon_pretrain.kernels.work import Work
 
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 120, 2500
@@ -38,7 +38,7 @@ class FakeNode:
         self.gpu = gpu
         self.tracker = Tracker()
         self.compiler = GraphCompiler(self.tracker)
-        device.install(GPUS[gpu], world.GPUS_PER_NODE, self.tracker)
+        device.install(GPUS[gpu], GPUS_PER_NODE, self.tracker)
         self.compiler.install()
         world.install()
         # torchtitan looks for a GPU when it is imported, and finds one from here on
@@ -77,10 +77,12 @@ def _step_seconds(report: Report) -> list[float]:
     work = Work()
     work.add(quiet.compiled)
     work.add(quiet.eager)
+    exchanged = quiet.collective_bytes.total()
+    in_node = report.world_size <= GPUS_PER_NODE
     counts = StepCounts(
         work=work,
-        exchanged_bytes=quiet.collective_bytes.total(),
-        world_size=report.world_size,
+        node_bytes=exchanged if in_node else 0,
+        network_bytes=0 if in_node else exchanged,
         num_blocks=report.num_blocks,
     )
     return [*step_seconds(counts, GPUS[report.gpu])]

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from canon_pretrain.kernels.hardware import peak_flops
 
+GPUS_PER_NODE = 8
+
 
 class Range(NamedTuple):
     """A figure that is not known: what makes a step slow, what is likely, what makes it fast."""
@@ -133,8 +135,4 @@ GPUS = {
 
 def gpu_named(name: str) -> Gpu | None:
     """Return the one of GPUS that a driver calls `name`; None for others."""
-    peak = peak_flops(name)
-    for model, gpu in GPUS.items():
-        if model in name.lower() and gpu.peak_flops == peak:
-            return gpu
-    return None
+    return next((gpu for gpu in GPUS.values() if gpu.name == name), None)

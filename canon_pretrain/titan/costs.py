@@ -32,9 +32,10 @@ from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import window_segments
 from canon_pretrain.model.transformer import Head, HeadLoss, TransformerBlock, make_norm
+from canon_pretrain.titan.job_config import CanonJobConfig
 
-COUNTED_TOKENS = 4096
-"""Most tokens that are traced: what a compiled block costs grows with the tokens."""
+CHUNK_TOKENS = 64
+"""Recurrences pad to chunks of this length."""
 GPU = torch.device("cuda", 0)
 
 
@@ -102,7 +103,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """What a compiled block costs per token; launches: for any number of tokens."""
+    """What a compiled block costs per token; launches: for sequences of `max_seq_len`."""
 
     kept_bytes: float
     """Of what its forward graph keeps, with its input."""
@@ -111,16 +112,43 @@ class BlockCosts:
     backward: Work
 
 
+def planned_backend(job: CanonJobConfig) -> str:
+    """Return the backend of Canon that a job takes on a GPU, unless its check fails."""
+    is_fused = job.model_args.canon_set and job.model.canon_backend in ("auto", "triton")
+    return "triton" if is_fused else "compiled"
+
+
 def compiled_block_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> BlockCosts:
     """Return what a block compiled for a GPU costs per token.
 
     `canon_backend`: "triton" or "compiled". Takes about four seconds, and resets dynamo: call it
     before a model is compiled in this process.
     """
-    num_tokens = min(args.max_seq_len, COUNTED_TOKENS)
-    # a block has no vocabulary: boards count one block for all tasks
-    args = dataclasses.replace(args, max_seq_len=num_tokens, vocab_size=ModelArgs().vocab_size)
+    # a block knows neither its number nor a vocabulary: boards count one for all depths and tasks
+    args = dataclasses.replace(
+        args,
+        max_seq_len=_traced_tokens(args),
+        num_layers=1,
+        vocab_size=ModelArgs().vocab_size,
+        eos_id=0,
+    )
     return _traced_costs(args, dtype, canon_backend)
+
+
+def _traced_tokens(args: ModelArgs) -> int:
+    """Return a length near the model's that no parameter has.
+
+    Parameters are known by their shapes, and activations are matrices of tokens by channels.
+    """
+    with torch.device("meta"):
+        rope = Rope(args) if args.rope_dim else None
+        attend = Attend(args) if args.mixer == "attention" else None
+        block = TransformerBlock(args, rope, attend)
+    lengths = {length for parameter in block.parameters() for length in parameter.shape}
+    num_tokens = args.max_seq_len
+    while num_tokens in lengths:
+        num_tokens += CHUNK_TOKENS
+    return num_tokens
 
 
 @functools.lru_cache(maxsize=64)

@@ -37,13 +37,18 @@ from canon_pretrain.model.counts import (
 )
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.config import Loss, valid_world_sizes
-from canon_pretrain.titan.costs import block_bytes, compiled_block_costs, head_bytes
+from canon_pretrain.titan.costs import (
+    block_bytes,
+    compiled_block_costs,
+    head_bytes,
+    planned_backend,
+)
 from canon_pretrain.titan.data import open_shards, open_task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 from canon_pretrain.titan.parallelize import CHUNKED_SLOWDOWN, all_experts
 from canon_pretrain.titan.spec import head_loss
-from canon_pretrain.titan.step_time import count_step, step_seconds
+from canon_pretrain.titan.step_time import StepCounts, count_step, step_seconds
 from canon_pretrain.titan.tasks import TaskWindows
 
 GIB = 2**30
@@ -184,8 +189,8 @@ def _activation_bytes(
     # blocks with experts on other ranks are compiled in part, and keep 6 % more than a whole one
     compiled = job.compile.enable
     if compiled and is_gpu:
-        backend = "triton" if job.model.canon_backend in ("auto", "triton") else "compiled"
-        block = round(compiled_block_costs(args, dtype, backend).kept_bytes * tokens)
+        costs = compiled_block_costs(args, dtype, planned_backend(job))
+        block = round(costs.kept_bytes * tokens)
     else:
         block = block_bytes(args, micro_batch, dtype)
         if compiled:
@@ -286,19 +291,38 @@ class Plan:
 
     @functools.cached_property
     def step_seconds(self) -> Range:
-        """Seconds of a step: slow, likely and fast; counting takes seconds. With fla if it may."""
-        job, device = self.job, self.device
-        if device.gpu is None:
-            tokens = self.tokens / job.training.steps
-            seconds = tokens * self.flops_per_token / (self.world_size * device.flops_per_s)
+        """Seconds of a step: slow, likely and fast; a recurrence runs in fla if it may.
+
+        Computing them takes seconds.
+        """
+        if self.gpu is None:
+            flops_per_s = self.world_size * self.device.flops_per_s
+            seconds = self.tokens / self.job.training.steps * self.flops_per_token / flops_per_s
             return Range(seconds, seconds, seconds)
-        found = step_seconds(count_step(job, self.world_size), device.gpu)
-        return Range(*(seconds / self.chunked_slowdown for seconds in found))
+        return step_seconds(self._counts, self.gpu, speedup=self.fla_speedup)
 
     @property
-    def chunked_slowdown(self) -> float:
-        """Estimated time of the chunked form over that of fla, 1 for a model that uses neither."""
-        if self.device.gpu is None or self.job.model.mixer_backend == "chunked":
+    def chunked_seconds(self) -> float:
+        """The likely seconds of the whole run with recurrences in the chunked form."""
+        if self.gpu is None:
+            return self.seconds
+        return step_seconds(self._counts, self.gpu).likely * self.job.training.steps
+
+    @functools.cached_property
+    def _counts(self) -> StepCounts:
+        return count_step(self.job, self.world_size)
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """Whose speeds the time is computed with; None: it is assumed, as for uncompiled blocks."""
+        job = self.job
+        is_counted = job.compile.enable and job.activation_checkpoint.mode in ("none", "full")
+        return self.device.gpu if is_counted else None
+
+    @property
+    def fla_speedup(self) -> float:
+        """Estimated speed of fla over the chunked form, 1 for a model that does not use fla."""
+        if self.job.model.mixer_backend == "chunked":
             return 1.0
         return CHUNKED_SLOWDOWN.get(self.job.model_args.mixer, 1.0)
 
@@ -310,10 +334,10 @@ class Plan:
     @property
     def mfu(self) -> float | None:
         """The computed MFU; None if the time is not computed."""
-        if self.device.gpu is None:
+        if self.gpu is None:
             return None
         flops_per_s = self.tokens * self.flops_per_token / self.seconds
-        return flops_per_s / self.world_size / self.device.gpu.peak_flops
+        return flops_per_s / self.world_size / self.gpu.peak_flops
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
@@ -392,7 +416,7 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
     console.print(
         "counted, not measured: without fragmentation, NCCL's buffers, and what kernels allocate"
     )
-    if any(plan.device.gpu for plan in plans.values()):
+    if any(plan.gpu for plan in plans.values()):
         console.print(
             "time: computed from products, bytes, launches and exchanges with assumed speeds "
             "(kernels/gpus.py); --mfu 0.4 assumes an MFU instead"
@@ -466,22 +490,20 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
     in_replicas = f" ({replicas} replicas)" if replicas > 1 else ""
     text = f"{plan.world_size} x {device.name}{in_replicas}, "
     text += f"{plan.micro_batch} x {job.training.seq_len} tokens per rank at once: "
-    if device.is_gpu and device.gpu is None and plan.parameters < MIN_PARAMETERS_FOR_MFU:
+    if device.is_gpu and plan.gpu is None and plan.parameters < MIN_PARAMETERS_FOR_MFU:
         return text + "no time estimate, the model is too small to fill a GPU"
     text += duration(plan.seconds)
     if device.is_gpu:
         text += f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
     text += f", {plan.tokens / plan.seconds:,.0f} tokens/s"
-    if device.gpu is None:
+    if plan.gpu is None:
         return f"{text}, assuming {device.assumed}"
 
     slow, likely, fast = plan.step_seconds
     text += f", {milliseconds(likely)} per step ({milliseconds(fast)} to {milliseconds(slow)}), "
     text += f"MFU {plan.mfu:.0%}, computed"
-    if plan.chunked_slowdown > 1:
-        chunked_s = plan.chunked_slowdown * plan.seconds
-        text += f"; with fla: without it, {plan.chunked_slowdown:.1f} times as long, "
-        text += duration(chunked_s)
+    if plan.fla_speedup > 1:
+        text += f" with fla; without it {duration(plan.chunked_seconds)}"
     return text
 
 

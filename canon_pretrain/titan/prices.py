@@ -3,7 +3,7 @@
     python -m canon_pretrain.titan.prices '{"gpu": "h100", "world_size": 1}' < CONFIGS
 
 Reads a JSON list of the trainer's arguments per config from standard input, and prints a JSON list
-of {"seconds": [slow, likely, fast], "steps": N}.
+of {"seconds": [slow, likely, fast], "steps": N, "with_fla": true}.
 """
 
 import json
@@ -19,13 +19,15 @@ from canon_pretrain.titan.dry_run import Plan, reference
 def main() -> None:
     with command(prints=True):
         options = json.loads(sys.argv[1])
-        check_choice("--gpu", options["gpu"], GPUS)
-        device = reference(options["gpu"])
+        gpu = options["gpu"].lower()
+        check_choice("--gpu", gpu, GPUS)
+        device = reference(gpu)
         rows = []
         for arguments in json.load(sys.stdin):
             job = parse_job(arguments, quiet=True)
             plan = Plan(job, device, options["world_size"])
-            rows.append({"seconds": plan.step_seconds, "steps": job.training.steps})
+            row = {"seconds": plan.step_seconds, "steps": job.last_step}
+            rows.append(row | {"with_fla": plan.fla_speedup > 1})
         print(json.dumps(rows))
 
 

@@ -11,23 +11,31 @@ from dataclasses import dataclass
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from canon_pretrain.kernels.gpus import Gpu, Range
+from canon_pretrain.kernels.gpus import GPUS_PER_NODE, Gpu, Range
 from canon_pretrain.kernels.work import Work
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters, routed_parameters
-from canon_pretrain.titan.costs import compiled_block_costs
+from canon_pretrain.titan.costs import compiled_block_costs, planned_backend
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 
-GPUS_PER_NODE = 8
 TRAFFIC_FACTOR = 1.15
 """Counted traffic of a block's kernels over the estimate from its graphs: 1.0 to 1.37 in twelve
 models on fake GPUs; Inductor fuses less than `estimate_work` assumes."""
-APART_FACTOR = 2.4
-"""The same, and of launches, of blocks with experts on other ranks, which are compiled in part."""
+APART_FACTOR = 2.7
+"""Traffic and launches of a block with experts on other ranks, which is compiled in part, over
+those of a whole one: counted for one model on fake GPUs."""
 OPTIMIZER_BYTES = 40
 """Per parameter and step: norm and clipping of the gradient, AdamW with float32 moments."""
-EAGER_LAUNCHES = (70, 8)
-"""Launches that are not compiled: of a step, and of each block and micro-batch (FSDP2)."""
+LOGIT_PASSES = 4.5
+"""How often the loss reads or writes the logits: counted on fake GPUs, as the next two."""
+HEAD_CHANNEL_BYTES = 100
+"""Per token and channel: the embedding and the last norm, which are not compiled."""
+HEAD_LAUNCHES = 8
+"""Of a chunk of the loss."""
+STEP_LAUNCHES = 70
+"""Launches of a step that are not compiled, without those of blocks."""
+BLOCK_LAUNCHES = 8
+"""Launches of FSDP2 for a block and micro-batch."""
 LAUNCH_S = Range(3e-6, 2e-6, 1e-6)
 """On the device, between two kernels."""
 HOST_LAUNCH_S = Range(10e-6, 6e-6, 4e-6)
@@ -56,6 +64,8 @@ class Layout:
     """Ranks over which experts are split."""
     dtype: torch.dtype = torch.bfloat16
     loss_chunk_tokens: int = 4096
+    recomputes: bool = False
+    """Blocks run forward twice (full activation checkpointing)."""
 
 
 @dataclass(frozen=True)
@@ -63,18 +73,18 @@ class StepCounts:
     """What one rank does in a training step."""
 
     work: Work
-    exchanged_bytes: float = 0
-    """Weights and gradients, and rows sent to experts, received by this rank."""
-    world_size: int = 1
+    node_bytes: float = 0
+    """Received from GPUs of the same node."""
+    network_bytes: float = 0
+    """Received in groups of more GPUs than a node has."""
     num_blocks: int = 0
     """Blocks times micro-batches."""
 
 
 def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
-    """Count a step of `job` on one of `world_size` GPUs, as compiled with Canon's Triton kernels.
+    """Count a step of `job` on one of `world_size` GPUs, compiled, with recurrences in chunks.
 
-    Takes about four seconds for a block of a new shape, and resets dynamo. Recurrences are in the
-    chunked form.
+    Takes about four seconds for a block of a new shape, and resets dynamo.
     """
     training = job.training
     tokens = micro_batch_size(job, world_size) * training.seq_len
@@ -87,12 +97,11 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
         expert_degree=job.parallelism.expert_parallel_degree,
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         loss_chunk_tokens=job.loss.chunk_tokens or tokens,
+        recomputes=job.activation_checkpoint.mode == "full",
     )
-    backend = "triton" if job.model.canon_backend in ("auto", "triton") else "compiled"
-    costs = compiled_block_costs(job.model_args, layout.dtype, backend)
+    costs = compiled_block_costs(job.model_args, layout.dtype, planned_backend(job))
     passes = [costs.forward, costs.backward]
-    recomputes = job.activation_checkpoint.mode == "full"
-    if recomputes:
+    if layout.recomputes:
         passes.append(costs.forward)
 
     block = Work()
@@ -102,50 +111,53 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
     if layout.expert_degree > 1:
         block.bytes_moved *= APART_FACTOR
         block.launches *= APART_FACTOR
-    return count_model(job.model_args, layout, block, recomputes=recomputes)
+    return count_model(job.model_args, layout, block)
 
 
-def count_model(
-    args: ModelArgs, layout: Layout, block: Work, *, recomputes: bool = False
-) -> StepCounts:
-    """Count a step of a model whose blocks cost `block` per micro-batch, without attention.
-
-    `recomputes`: attention runs forward twice.
-    """
-    block = block.repeated(1)
-    if args.mixer == "attention":
-        # two products forward, five backward, of the whole square
-        num_products = 9 if recomputes else 7
-        area = args.qkv_dims[0] * args.max_seq_len * layout.tokens
-        block.add(Work(launches=3, flops=Counter({"attention": 2 * num_products * area})))
-
+def count_model(args: ModelArgs, layout: Layout, block: Work) -> StepCounts:
+    """Count a step of a model whose blocks cost `block` per micro-batch, without attention."""
     micro_batch = block.repeated(args.num_layers)
+    micro_batch.add(_attention_work(args, layout).repeated(args.num_layers))
     micro_batch.add(_head_work(args, layout))
     micro_batch.add(_sharding_work(args, layout))
     work = micro_batch.repeated(layout.num_micro_batches)
-    work.launches += EAGER_LAUNCHES[0]
+    work.launches += STEP_LAUNCHES
     work.bytes_moved += OPTIMIZER_BYTES * num_parameters(args) / layout.num_shards
+
+    node_bytes, network_bytes = _received_bytes(args, layout)
     return StepCounts(
         work=work,
-        exchanged_bytes=layout.num_micro_batches * _exchanged_bytes(args, layout),
-        world_size=layout.world_size,
+        node_bytes=node_bytes * layout.num_micro_batches,
+        network_bytes=network_bytes * layout.num_micro_batches,
         num_blocks=args.num_layers * layout.num_micro_batches,
     )
 
 
-def _head_work(args: ModelArgs, layout: Layout) -> Work:
-    """Return the work of embedding, last norm, head and loss, forward and backward.
+def _attention_work(args: ModelArgs, layout: Layout) -> Work:
+    """Return the work of attention in a block: two products forward, five backward."""
+    if args.mixer != "attention":
+        return Work()
+    num_forward = 2 if layout.recomputes else 1
+    # of the whole square of tokens
+    product_flops = 2 * args.qkv_dims[0] * args.max_seq_len * layout.tokens
+    # fused kernels are for half precision
+    kind = "float32" if layout.dtype == torch.float32 else "attention"
+    return Work(
+        launches=num_forward + 3,  # backward: the row sums, then the gradients in two kernels
+        flops=Counter({kind: (2 * num_forward + 5) * product_flops}),
+    )
 
-    Logits are read or written 4.5 times, the weight's float32 gradient three times per chunk; the
-    rest is not compiled and takes 100 bytes per channel.
-    """
+
+def _head_work(args: ModelArgs, layout: Layout) -> Work:
+    """Return the work of embedding, last norm, head and loss, forward and backward."""
     tokens, itemsize = layout.tokens, layout.dtype.itemsize
     num_chunks = -(-tokens // layout.loss_chunk_tokens)
-    token_bytes = 4.5 * itemsize * args.vocab_size + 100 * args.dim
-    gradient_bytes = 12 * num_chunks * args.vocab_size * args.dim
+    token_bytes = LOGIT_PASSES * itemsize * args.vocab_size + HEAD_CHANNEL_BYTES * args.dim
+    # each chunk adds to the weight's float32 gradient: two reads and a write
+    gradient_bytes = 3 * 4 * num_chunks * args.vocab_size * args.dim
     kind = str(layout.dtype).removeprefix("torch.")
     return Work(
-        launches=8 * num_chunks,
+        launches=HEAD_LAUNCHES * num_chunks,
         bytes_moved=tokens * token_bytes + gradient_bytes,
         product_bytes=3 * tokens * itemsize * (args.vocab_size + args.dim),
         flops=Counter({kind: 6 * tokens * args.vocab_size * args.dim}),
@@ -154,59 +166,82 @@ def _head_work(args: ModelArgs, layout: Layout) -> Work:
 
 def _sharding_work(args: ModelArgs, layout: Layout) -> Work:
     """Return what FSDP2 copies in a micro-batch: gathered weights out, gradients in."""
-    work = Work(launches=EAGER_LAUNCHES[1] * args.num_layers)
-    if layout.world_size > 1:
-        itemsize = layout.dtype.itemsize
-        gather_bytes = 2 * itemsize * layout.num_gathers
-        gradient_bytes = itemsize + 4
-        work.bytes_moved = (gather_bytes + gradient_bytes) * num_parameters(args)
-    return work
+    itemsize = layout.dtype.itemsize
+    gather_bytes = 2 * itemsize * layout.num_gathers
+    gradient_bytes = itemsize + 4
+    return Work(
+        launches=BLOCK_LAUNCHES * args.num_layers,
+        bytes_moved=(gather_bytes + gradient_bytes) * sum(_held_parameters(args, layout)),
+    )
 
 
-def _exchanged_bytes(args: ModelArgs, layout: Layout) -> float:
-    """Return the bytes that a rank receives in a micro-batch: weights, gradients, experts' rows."""
-    parameters, itemsize = num_parameters(args), layout.dtype.itemsize
-    shards, degree = layout.num_shards, layout.expert_degree
-    experts = routed_parameters(args) if degree > 1 else 0
-    parameter_bytes = itemsize * layout.num_gathers + 4
-    received = parameter_bytes * (parameters - experts) * (shards - 1) / shards
-    # a rank's own experts are sharded over the ranks with the same ones
-    received += parameter_bytes * experts / degree * (1 - degree / shards)
-    if shards < layout.world_size:  # replicas add up their float32 shards: twice, in a ring
-        received += 2 * 4 * parameters / shards
-    if degree > 1:
-        # to the experts and back, forward and backward
-        row_bytes = 4 * args.experts_per_token * args.dim * itemsize
-        received += args.num_layers * layout.tokens * row_bytes * (degree - 1) / degree
-    return received
+def _held_parameters(args: ModelArgs, layout: Layout) -> tuple[int, float]:
+    """Return the parameters that a rank gathers: of the dense layers, and of its own experts."""
+    if layout.expert_degree == 1:
+        return num_parameters(args), 0
+    experts = routed_parameters(args)
+    return num_parameters(args) - experts, experts / layout.expert_degree
 
 
-def step_seconds(counts: StepCounts, gpu: Gpu) -> Range:
-    """Return the seconds of a step: slow, likely and fast.
+def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
+    """Return the bytes that a rank receives in a micro-batch: in its node, and in larger groups.
 
-    The device works through its kernels one after the other; the host launches them meanwhile, and
-    exchanges overlap with both but for EXPOSED. The step takes as long as the slowest of the three.
+    A ring of n ranks receives (n - 1) / n of what it gathers or scatters, twice of what it adds up.
     """
-    return Range(*(_step_seconds(counts, gpu, bar) for bar in range(3)))
+    received = [0.0, 0.0]
+
+    def receive(num_bytes: float, num_ranks: int) -> None:
+        received[num_ranks > GPUS_PER_NODE] += num_bytes * (num_ranks - 1) / num_ranks
+
+    itemsize = layout.dtype.itemsize
+    shards, degree = layout.num_shards, layout.expert_degree
+    dense, experts = _held_parameters(args, layout)
+    parameter_bytes = itemsize * layout.num_gathers + 4
+    receive(parameter_bytes * dense, shards)
+    # the ranks with the same experts
+    receive(parameter_bytes * experts, shards // degree)
+
+    num_replicas = layout.world_size // shards
+    if num_replicas > 1:  # they add up float32 shards, in a group over all nodes
+        shard_bytes = 2 * 4 * num_parameters(args) / shards
+        received[layout.world_size > GPUS_PER_NODE] += (
+            shard_bytes * (num_replicas - 1) / num_replicas
+        )
+
+    # rows go to the experts and back, in each pass
+    num_passes = 3 if layout.recomputes else 2
+    row_bytes = args.experts_per_token * args.dim * itemsize
+    receive(2 * num_passes * row_bytes * layout.tokens * args.num_layers, degree)
+    return received[0], received[1]
 
 
-def _step_seconds(counts: StepCounts, gpu: Gpu, bar: int) -> float:
+def step_seconds(counts: StepCounts, gpu: Gpu, *, speedup: float = 1.0) -> Range:
+    """Return the seconds of a step: slow, likely and fast. `speedup`: of the device's work.
+
+    The device works through its kernels one after the other, and the host launches them meanwhile:
+    the slower of the two counts. Exchanges overlap with them, but for the share EXPOSED.
+    """
+    return Range(*(_step_seconds(counts, gpu, case, speedup) for case in range(len(Range._fields))))
+
+
+def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> float:
     speeds, work = gpu.speeds, counts.work
-    by_kind = {
-        "float32": speeds.float32_flops[bar],
-        "grouped": speeds.grouped_flops[bar],
-        "attention": 2 * speeds.attention_flops[bar],  # counted: the whole square
+    flops_per_s = {
+        "bfloat16": speeds.dense_flops[case],
+        "float16": speeds.dense_flops[case],
+        "float32": speeds.float32_flops[case],
+        "grouped": speeds.grouped_flops[case],
+        "attention": 2 * speeds.attention_flops[case],  # counted: the whole square
     }
-    dense_flops = speeds.dense_flops[bar]
-    products_s = sum(flops / by_kind.get(kind, dense_flops) for kind, flops in work.flops.items())
-    products_s = max(products_s, work.product_bytes / speeds.memory_bytes[bar])
-    device_s = products_s + work.bytes_moved / speeds.memory_bytes[bar]
-    device_s += work.launches * LAUNCH_S[bar]
+    products_s = sum(flops / flops_per_s[kind] for kind, flops in work.flops.items())
+    products_s = max(products_s, work.product_bytes / speeds.memory_bytes[case])
+    device_s = products_s + work.bytes_moved / speeds.memory_bytes[case]
+    device_s += work.launches * LAUNCH_S[case]
 
-    host_s = HOST_STEP_S[bar] + counts.num_blocks * HOST_BLOCK_S[bar]
-    host_s += work.launches * HOST_LAUNCH_S[bar]
+    host_s = HOST_STEP_S[case] + counts.num_blocks * HOST_BLOCK_S[case]
+    host_s += work.launches * HOST_LAUNCH_S[case]
 
-    within_node = counts.world_size <= GPUS_PER_NODE
-    link_bytes = speeds.node_bytes[bar] if within_node else speeds.network_bytes[bar]
-    exchange_s = counts.exchanged_bytes / link_bytes
-    return max(device_s, host_s, exchange_s) + EXPOSED[bar] * exchange_s
+    exchange_s = counts.node_bytes / speeds.node_bytes[case]
+    exchange_s += counts.network_bytes / speeds.network_bytes[case]
+    busy_s = max(device_s / speedup, host_s)
+    return max(busy_s + EXPOSED[case] * exchange_s, exchange_s)

@@ -90,3 +90,20 @@ def test_fake_runs_repeat_the_table(row, tmp_path):
     assert moved / 1e9 == pytest.approx(row.gigabytes, rel=0.02)
     assert quiet.waits.total() == row.waits
     assert 1000 * report.step_seconds[1] == pytest.approx(row.milliseconds, rel=0.02)
+
+
+RECORDED = {row.words.split()[0] for row in ROWS} | {"debug", "quickstart"}
+OTHERS = sorted({path.stem for path in (ROOT / "train_configs").glob("*.toml")} - RECORDED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OTHERS)
+def test_all_other_files_run(name, tmp_path):
+    runs = FakeRuns(tmp_path)
+    try:
+        config = ROOT / "train_configs" / f"{name}.toml"
+        report = runs.run("--config", config, world_size=8, saves=False)
+    finally:
+        runs.close()
+    assert problems_of(report) == []
+    assert not report.phase("quiet step").waits

@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from canon_pretrain.bench.codegen import RECORD, Case
 from canon_pretrain.kernels.delta import OPERATORS  # registers the recurrence
 from canon_pretrain.kernels.traffic import estimate_work, recurrence_work
+from canon_pretrain.model.args import flavor
 from canon_pretrain.titan.costs import compiled_block_costs
 from canon_pretrain.titan.step_time import TRAFFIC_FACTOR
 
@@ -105,9 +106,44 @@ def test_blocks_move_what_inductor_counts(row):
     counted = KIB * (row["forward"]["kib"]["other"] + row["backward"]["kib"]["other"])
     assert TRAFFIC_FACTOR * moved == pytest.approx(counted, rel=0.2)
     for estimated, one in zip((costs.forward, costs.backward), row_passes(row), strict=True):
-        attention = 1
-        launches = one["launches"] + one["operators"] + one["gemms"] + attention
+        launches = one["launches"] + one["operators"] + one["gemms"]
         assert estimated.launches == pytest.approx(launches, rel=0.25)
+
+
+@pytest.mark.parametrize("num_tokens", [64, 176])
+def test_a_length_like_a_width_counts_its_activations(num_tokens):
+    """Activations [T, C] are told from parameters by their shapes."""
+    args = replace(flavor("debug"), position="nope")
+    assert {args.dim, args.ffn_dim} == {64, 176}
+    known, other = (
+        compiled_block_costs(replace(args, max_seq_len=length), torch.bfloat16, "compiled")
+        for length in (num_tokens, 1024)
+    )
+    moved = known.forward.bytes_moved + known.backward.bytes_moved
+    expected = other.forward.bytes_moved + other.backward.bytes_moved
+    assert moved == pytest.approx(expected, rel=0.01)
+    assert known.forward.product_bytes == pytest.approx(other.forward.product_bytes, rel=0.01)
+
+
+def test_a_block_does_not_know_its_vocabulary():
+    args = replace(
+        flavor("debug"), document_mask=True, vocab_size=128256, eos_id=128001, max_seq_len=128
+    )
+    assert compiled_block_costs(args, torch.bfloat16, "compiled").kept_bytes > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_experts_count(dtype):
+    sizes = {"num_experts": 4, "experts_per_token": 2, "ffn_dim": 64, "moe_gated": True}
+    args = replace(
+        flavor("debug"), ffn="moe", canon_set="", position="nope", max_seq_len=256, **sizes
+    )
+    flops = compiled_block_costs(args, dtype, "compiled").forward.flops
+    experts = 2 * 3 * 2 * args.dim * args.ffn_dim
+    if dtype == torch.bfloat16:
+        assert flops["grouped"] == experts
+    else:
+        assert flops["float32"] >= experts + 2 * 4 * args.dim**2
 
 
 def row_passes(row):
