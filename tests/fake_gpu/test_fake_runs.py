@@ -3,9 +3,12 @@
 import pytest
 
 from canon_pretrain import doctor
-from canon_pretrain.fake_gpu.check import problems_of, warnings_of
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.fake_gpu.check import problems_of, show_fake_run, warnings_of
+from canon_pretrain.kernels.gpus import GPUS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import count_memory, on_meta
+from canon_pretrain.titan.step_time import count_step, step_seconds
 from tests.fake_gpu_server import FakeRuns
 from tests.support import ROOT
 
@@ -50,7 +53,7 @@ def words_of(case):
     "case",
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.system) for name in CASES],
 )
-def test_a_config_runs_without_waits(case, runs):
+def test_a_config_runs_without_waits(case, runs, capsys):
     arguments, world_size = words_of(case)
     report = runs.run(*arguments, world_size=world_size)
     assert problems_of(report) == []
@@ -71,6 +74,11 @@ def test_a_config_runs_without_waits(case, runs):
         planned = sum(count_memory(job, on_meta(job.model_args), world_size).values())
         steps = [phase.peak_bytes for phase in report.phases if "step" in phase.name]
         assert planned == pytest.approx(max(steps), rel=0.05)
+        seconds = step_seconds(count_step(job, world_size), GPUS["h100"]).likely
+        assert report.step_seconds[1] == pytest.approx(seconds, rel=0.1)
+        show_fake_run(report, Console())
+        printed = " ".join(capsys.readouterr().out.split())
+        assert f"a step takes about {1000 * report.step_seconds[1]:,.1f} ms" in printed
 
 
 PLAYGROUND = (
