@@ -37,6 +37,7 @@ def test_a_sweep_says_its_price(tmp_path, capsys):
     assert lines[-1].startswith(f"2 runs, 1 H100 each: {hours} GPU-hours (")
 
 
+@pytest.mark.long  # imports torch in a process of its own
 def test_no_price_for_what_is_not_known():
     with refused("plan.price") as caught:
         compute_prices([(COPY, 1)], [], "h10", 1)

@@ -31,6 +31,8 @@ BLOCKS = [
     }
 ]
 
+QUICK = ("nope", "released_1b")
+
 
 def work_of(function, *shapes, constant_shapes=()):
     with FakeTensorMode():
@@ -97,7 +99,11 @@ def test_a_recurrence_is_counted_by_what_is_inside():
     assert work.launches > 3 * chunks
 
 
-@pytest.mark.parametrize("row", BLOCKS, ids=lambda row: f"{row['model']}-{row['canon_set']}")
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[] if row["model"] in QUICK else pytest.mark.long) for row in BLOCKS],
+    ids=lambda row: f"{row['model']}-{row['canon_set']}",
+)
 def test_blocks_move_what_inductor_counts(row):
     """Counted by Inductor for an H100: kernels/codegen.json."""
     args = replace(Case(row["model"], row["canon_set"], row["backend"]).args, max_seq_len=4096)
