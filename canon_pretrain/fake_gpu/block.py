@@ -16,7 +16,7 @@ from canon_pretrain.core.cli import run_process
 from canon_pretrain.fake_gpu import hooks
 
 if TYPE_CHECKING:  # torch is imported after the hooks are loaded
-    from torch import Tensor, fx
+    from torch import fx
 
     from canon_pretrain.kernels.graphs import Generated
 
@@ -45,18 +45,11 @@ def count_block(
     values: dict[str, Any], backend: str, micro_batch: int, num_tokens: int
 ) -> dict[str, Any]:
     """Compile a block as in training, and return its counts. Attention is an opaque operator."""
-    from importlib import import_module
-
     import torch
-    from torch._inductor.compile_fx import compile_fx
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from canon_pretrain.kernels.backends import compile_options
     from canon_pretrain.kernels.graphs import generate_code
     from canon_pretrain.model.args import ModelArgs
-    from canon_pretrain.model.attention import Rope
-    from canon_pretrain.model.transformer import TransformerBlock
-    from canon_pretrain.titan.costs import OpaqueAttend, default_dtype, empty_results
+    from canon_pretrain.titan.costs import empty_results, trace_block
 
     args = ModelArgs(**values | {"max_seq_len": num_tokens})
     counts: dict[str, Any] = {}
@@ -74,26 +67,7 @@ def count_block(
         counts["backward" if is_backward else "forward"] = _count_kernels(generated, tokens)
         return run
 
-    def compiler(graph: "fx.GraphModule", inputs: "list[Tensor]") -> Any:
-        options = compile_options("cuda", backend)
-        return compile_fx(graph, inputs, inner_compile=count, config_patches=options)
-
-    if backend == "triton":  # a traced function can't import
-        import_module("canon_pretrain.kernels.triton.fused")
-    torch._dynamo.reset()
-    mode = FakeTensorMode()
-    with mode, torch.device("cuda"), default_dtype(torch.bfloat16):
-        rope = Rope(args) if args.rope_dim else None
-        block = TransformerBlock(args, rope, OpaqueAttend(args), backend)
-    with mode:
-        shape = micro_batch, num_tokens, args.dim
-        h_BTD = torch.empty(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        segments_BN = None
-        if args.document_mask:
-            near_shape = micro_batch, args.canon_kernel - 1 + num_tokens
-            segments_BN = torch.empty(near_shape, dtype=torch.int32, device="cuda")
-        y_BTD = torch.compile(block, backend=compiler, fullgraph=True)(h_BTD, None, segments_BN)
-        y_BTD.backward(torch.empty_like(y_BTD))
+    trace_block(args, torch.bfloat16, backend, count, micro_batch=micro_batch, device="cuda")
     return counts
 
 

@@ -7,7 +7,7 @@ import functools
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from canon_pretrain.fake_gpu import device, world
 from canon_pretrain.fake_gpu.graphs import GraphCompiler
@@ -164,7 +163,6 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
     spec.write_shard = lambda parameter, value: None
     checkpoint.CanonCheckpointManager.check_room = lambda self: None  # type: ignore[method-assign]
     launch.check_room = lambda *args, **kwargs: None
-    parallelize.init_device_mesh = _with_values(parallelize.init_device_mesh)
     tracker.answers += [_validation_answer(tracker), EqualLoad(parallelize.ExpertExchange)]
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -205,17 +203,6 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
     cls.advance = advance_as_phase  # type: ignore[method-assign]
     cls._save_last = save_as_phase  # type: ignore[method-assign]
     _make_phase(tracker, validation.CanonValidator, "validate", "validation")
-
-
-def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` computing with real tensors: the places of ranks in a mesh are values."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return run
 
 
 def _make_phase(tracker: Tracker, owner: type, method: str, name: str) -> None:

@@ -334,11 +334,7 @@ def check_devices(func: Any, args: tuple[Any, ...]) -> None:
     FakeTensorMode lets 0-dimensional CPU tensors take part in everything, CUDA in pointwise
     operators, copies and fill_ only.
     """
-    if (
-        torch.Tag.pointwise in func.tags
-        or func in (TO_COPY, COPY, FILL)
-        or func.namespace in ("prim", "profiler")
-    ):
+    if torch.Tag.pointwise in func.tags or func in (TO_COPY, COPY, FILL) or launches_nothing(func):
         return
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     on_gpu = [tensor for tensor in tensors if tensor.device.type == "cuda"]

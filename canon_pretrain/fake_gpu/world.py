@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # registers fake collectives
 import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend "fake"
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -53,6 +53,7 @@ def install() -> None:
     distributed_c10d._set_pg_timeout = nothing
 
     # a mesh is made of real tensors, also within FakeTensorMode
+    device_mesh.init_device_mesh = _without_modes(device_mesh.init_device_mesh)
     for name in ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten"):
         if (method := vars(DeviceMesh).get(name)) is not None:
             setattr(DeviceMesh, name, _without_modes(method))

@@ -166,38 +166,60 @@ def _traced_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> Bl
             kept.append(kept_bytes(graph, constant_shapes))
         return empty_results(graph)
 
+    with seen_on_gpu():
+        trace_block(args, dtype, canon_backend, count, constant_shapes=constant_shapes)
+    # a fused kernel also keeps the logarithm of the sum of each row, in float32
+    row_sums = 4 * args.num_heads if args.mixer == "attention" else 0
+    return BlockCosts(sum(kept) / num_tokens + row_sums, forward, backward)
+
+
+def trace_block(
+    args: ModelArgs,
+    dtype: torch.dtype,
+    canon_backend: str,
+    compile_graph: Callable[..., Any],
+    *,
+    micro_batch: int = 1,
+    device: str = "cpu",
+    constant_shapes: set[torch.Size] | None = None,
+) -> None:
+    """Compile a block as in training, forward and backward, on tensors without data.
+
+    `compile_graph` stands for Inductor's code generator. Attention is an opaque operator, and
+    recurrences are in the chunked form. The shapes of parameters and tables are added to
+    `constant_shapes` before the first graph is compiled. Resets dynamo.
+    """
+
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
         options = compile_options("cuda", canon_backend)
-        return compile_fx(graph, inputs, inner_compile=count, config_patches=options)
+        return compile_fx(graph, inputs, inner_compile=compile_graph, config_patches=options)
 
     if canon_backend == "triton":  # a traced function can't import
         import_module("canon_pretrain.kernels.triton.fused")
+    rope = Rope(args) if args.rope_dim else None
+    attend = OpaqueAttend(args) if args.mixer == "attention" else None
+    with torch.device("meta"):
+        block = TransformerBlock(args, rope, attend, canon_backend, "chunked").to(dtype)
+
     torch._dynamo.reset()
-    with warnings.catch_warnings(), seen_on_gpu():
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore", DeprecationWarning)  # dynamo's own use of torch
-        rope = Rope(args) if args.rope_dim else None
-        attend = OpaqueAttend(args) if args.mixer == "attention" else None
-        with torch.device("meta"):
-            block = TransformerBlock(args, rope, attend, canon_backend, "chunked").to(dtype)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            block.to_empty(device="cpu")
+        block.to_empty(device=device)
+        if constant_shapes is not None:
             constant_shapes |= {t.shape for t in (*block.parameters(), *block.buffers())}
-            h_BTD = torch.empty(1, num_tokens, args.dim, dtype=dtype, requires_grad=True)
-            segments_BN = None
-            if args.document_mask and args.reach:
-                shape = (1, args.canon_kernel - 1 + num_tokens)
-                segments_BN = torch.empty(shape, dtype=torch.int32)
-            compiled = torch.compile(block, backend=backend, fullgraph=True)
-            results = compiled(h_BTD, None, segments_BN)
-            # blocks with experts also return their loads, and a loss
-            differentiable = [x for x in tree_leaves(results) if x.requires_grad]
-            torch.autograd.backward(differentiable, [torch.empty_like(x) for x in differentiable])
+        shape = micro_batch, args.max_seq_len
+        h_BTD = torch.empty(*shape, args.dim, dtype=dtype, device=device, requires_grad=True)
+        segments_BN = None
+        if args.document_mask and args.reach:
+            num_near = args.canon_kernel - 1 + args.max_seq_len
+            segments_BN = torch.empty(micro_batch, num_near, dtype=torch.int32, device=device)
+        results = torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, segments_BN)
+        # blocks with experts also return their loads, and a loss
+        differentiable = [x for x in tree_leaves(results) if x.requires_grad]
+        torch.autograd.backward(differentiable, [torch.empty_like(x) for x in differentiable])
     torch._dynamo.reset()
-    # a fused kernel also keeps the logarithm of the sum of each row, in float32
-    row_sums = 4 * args.num_heads if args.mixer == "attention" else 0
-    return BlockCosts(sum(kept) / num_tokens + row_sums, forward, backward)
 
 
 def kept_bytes(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -> int:

@@ -184,14 +184,16 @@ def _held_parameters(args: ModelArgs, layout: Layout) -> tuple[int, float]:
 
 
 def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
-    """Return the bytes that a rank receives in a micro-batch: in its node, and in larger groups.
+    """Return the bytes that a rank receives in a micro-batch: in its node, and beyond it.
 
     A ring of n ranks receives (n - 1) / n of what it gathers or scatters, twice of what it adds up.
     """
     received = [0.0, 0.0]
 
-    def receive(num_bytes: float, num_ranks: int) -> None:
-        received[num_ranks > GPUS_PER_NODE] += num_bytes * (num_ranks - 1) / num_ranks
+    def receive(num_bytes: float, num_ranks: int, span: int = 0) -> None:
+        """Add a ring's share; `span`: of neighboring ranks, if they are more than the ring's."""
+        leaves_node = max(num_ranks, span) > GPUS_PER_NODE
+        received[leaves_node] += num_bytes * (num_ranks - 1) / num_ranks
 
     itemsize = layout.dtype.itemsize
     shards, degree = layout.num_shards, layout.expert_degree
@@ -201,12 +203,9 @@ def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
     # the ranks with the same experts
     receive(parameter_bytes * experts, shards // degree)
 
-    num_replicas = layout.world_size // shards
-    if num_replicas > 1:  # they add up float32 shards, in a group over all nodes
-        shard_bytes = 2 * 4 * num_parameters(args) / shards
-        received[layout.world_size > GPUS_PER_NODE] += (
-            shard_bytes * (num_replicas - 1) / num_replicas
-        )
+    # replicas add up their float32 shards, in rings over all nodes
+    shard_bytes = 4 * num_parameters(args) / shards
+    receive(2 * shard_bytes, layout.world_size // shards, span=layout.world_size)
 
     # rows go to the experts and back, in each pass
     num_passes = 3 if layout.recomputes else 2
