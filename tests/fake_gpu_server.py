@@ -54,9 +54,10 @@ def main() -> None:
 
     hooks.load(hooks.build())  # before torch is imported
     from canon_pretrain.fake_gpu.run import FakeNode
-    from tests import fake_gpu_faults
 
     node = FakeNode("h100")
+    # it imports the trainer, which must find what the node has replaced
+    from tests import fake_gpu_faults
 
     def run(words: list[str]) -> None:
         out, fault, options, *arguments = words
