@@ -40,13 +40,13 @@ quickstart: $(INSTALLED)
 	python -m canon_pretrain.quickstart
 
 playground: $(INSTALLED)
-	python -m canon_pretrain.playground run train_configs/playground/boards/laptop.toml
+	canon playground run train_configs/playground/boards/laptop.toml
 
 playground-lm: $(LM)/validation/manifest.json
-	python -m canon_pretrain.playground run train_configs/playground/boards/lm.toml
+	canon playground run train_configs/playground/boards/lm.toml
 
 $(LM)/validation/manifest.json: | $(INSTALLED)
-	python -m data_prep build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(LM)
+	canon data build --source stdlib --tokenizer train:2048 --holdout 0.03 --out $(LM)
 
 test: $(INSTALLED)
 	$(PYTEST)

@@ -10,22 +10,22 @@ import signal
 import sys
 
 STAGES = {
-    "doctor": ("canon_pretrain.doctor", "what this machine has and lacks", ""),
+    "doctor": ("canon_pretrain.cluster.doctor", "what this machine has and lacks", ""),
     "try": ("canon_pretrain.trial", "does Canon help on your text? train, compare, report", ""),
     "new": ("canon_pretrain.new", "propose an experiment for your own text", ""),
-    "data": ("data_prep.__main__", "text to token shards", "build show stats verify finish bench"),
+    "data": ("data_prep.__main__", "text to token shards", "build show stats verify finish"),
     "train": ("canon_pretrain.train", "train or resume (several GPUs: torchrun)", ""),
-    "run": ("canon_pretrain.run.__main__", "inspect runs", "status plot diff export profile"),
+    "run": ("canon_pretrain.report.__main__", "inspect runs", "status plot diff export profile"),
     "sample": ("canon_pretrain.sample", "text from a checkpoint, or from two side by side", ""),
     "checkpoint": (
         "canon_pretrain.checkpoint.__main__",
         "a run's checkpoints",
         "list verify prune",
     ),
-    "eval": ("eval.__main__", "scores", "run compare report tasks stage submit bench"),
+    "eval": ("eval.__main__", "scores", "run compare report tasks stage submit"),
     "hf": ("canon_pretrain.hf.__main__", "to Hugging Face and back", "export push import"),
-    "sweep": ("canon_pretrain.sweep", "configs x learning rates x seeds", "plan run table"),
-    "playground": ("canon_pretrain.playground", "models x tasks", "plan run status report"),
+    "sweep": ("canon_pretrain.cluster.sweep", "configs x learning rates x seeds", "plan run table"),
+    "playground": ("canon_pretrain.boards.__main__", "models x tasks", "plan run status report"),
     "synthetic": (
         "canon_pretrain.synthetic.__main__",
         "the paper's tasks",

@@ -9,7 +9,7 @@ Write the script again after an update.
 import argparse
 from pathlib import Path
 
-from canon_pretrain.core.cli import Parser, command, program, run_process
+from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG
 
 SCRIPTS = Path(__file__).parent / "completions"
@@ -19,7 +19,7 @@ SCRIPTS = Path(__file__).parent / "completions"
 def main(argv: list[str] | None = None) -> None:
     """Print the completion script of a shell."""
     parser = Parser(
-        prog=program("canon_pretrain.completion"),
+        prog="canon completion",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canon_pretrain.core.cli import Parser, available_cores, command, positive, program, run_process
+from canon_pretrain.core.cli import Parser, available_cores, command, positive, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import create_file
 from canon_pretrain.core.terminal import duration, printable, size
-from canon_pretrain.kernels.hardware import available_memory, check_cuda, cpu_info
+from canon_pretrain.machine.hardware import available_memory, check_cuda, cpu_info
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.run.config import to_toml
@@ -566,7 +566,7 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
 def main(argv: list[str] | None = None) -> None:
     """The command; exits with code 2 on bad input."""
     parser = Parser(
-        prog=program("canon_pretrain.new"),
+        prog="canon new",
         description="Propose an experiment for your text: look at it and at this machine, write "
         "NAME.toml, and print the next commands.",
         epilog=EPILOG,

@@ -13,16 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.boards.board import read_board
+from canon_pretrain.boards.driver import train_sweep, trainer_environment, visible_gpus
+from canon_pretrain.boards.plan import plan_board
 from canon_pretrain.core.cli import available_cores, command, run_process
 from canon_pretrain.core.files import read_bytes
 from canon_pretrain.core.terminal import duration
-from canon_pretrain.playground import (
-    plan_board,
-    read_board,
-    train_sweep,
-    trainer_environment,
-    visible_gpus,
-)
 from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import ScoreKey
 from canon_pretrain.report.record import read_runs

@@ -1,9 +1,9 @@
 """Sample from a checkpoint or an export, or compare two.
 
-    python -m canon_pretrain.sample RUN --prompt "Once upon a time"     a run, step or export
-    python -m canon_pretrain.sample RUN                                 a loop, in a terminal
-    python -m canon_pretrain.sample RUN < FILE                          the prompt from a pipe
-    python -m canon_pretrain.sample --compare RUN OTHER --prompt TEXT   side by side, with losses
+    canon sample RUN --prompt "Once upon a time"     a run, step or export
+    canon sample RUN                                 a loop, in a terminal
+    canon sample RUN < FILE                          the prompt from a pipe
+    canon sample --compare RUN OTHER --prompt TEXT   side by side, with losses
 
 On the GPU if there is one. Text goes to stdout, the rest to stderr.
 """
@@ -23,7 +23,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.core.cli import Parser, command, positive, program, run_process
+from canon_pretrain.core.cli import Parser, command, positive, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.terminal import Console, printable
 
@@ -41,7 +41,7 @@ COLORS = ((1.0, "green"), (3.0, "default"), (6.0, "yellow"), (math.inf, "red"))
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python -m canon_pretrain.sample`; exits with code 2 for bad input."""
+    """`canon sample`; exits with code 2 for bad input."""
     with command(prints=True):
         parser = _parser()
         arguments = parser.parse_args(argv)
@@ -343,7 +343,7 @@ def _nats(nats: float) -> Text:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog=program("canon_pretrain.sample"),
+        prog="canon sample",
         description="Sample from a checkpoint or an export, or compare two. Without a prompt, in a "
         "terminal, it continues what you type.",
         epilog=EPILOG,

@@ -17,7 +17,7 @@ from canon_pretrain.core.children import end_with_torchrun, separate_sessions, s
 from canon_pretrain.core.cli import check_encoding, resilient_output, run_process
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.kernels.hardware import check_cuda
+from canon_pretrain.machine.hardware import check_cuda
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan import device

@@ -21,13 +21,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from canon_pretrain.boards.driver import (
+    read_failures,
+    train_sweep,
+    trainer_environment,
+    visible_gpus,
+)
+from canon_pretrain.boards.race import DIVERGED
+from canon_pretrain.cluster.sweep import make_sweep, write_plan
 from canon_pretrain.core.children import end_with
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
     Parser,
     available_cores,
     command,
-    program,
     run_process,
 )
 from canon_pretrain.core.errors import EPILOG, UserError
@@ -51,22 +58,14 @@ from canon_pretrain.new import (
     inspect_text,
     toml,
 )
-from canon_pretrain.playground import (
-    read_failures,
-    train_sweep,
-    trainer_environment,
-    visible_gpus,
-)
 from canon_pretrain.report.comparison import compare_sides
 from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, ScoreKey
-from canon_pretrain.report.race import DIVERGED
 from canon_pretrain.report.record import RunRecord, read_runs
 from canon_pretrain.report.speed import speed_sentence
 from canon_pretrain.report.verdicts import BETTER, WORSE, Options, held_out_difference
 from canon_pretrain.run.results import BITS, VALIDATION
 from canon_pretrain.stages import Stages
-from canon_pretrain.sweep import make_sweep, write_plan
 
 RECORD, LOG = "try.json", "log.txt"
 SEEDS = ("0", "1")
@@ -414,7 +413,7 @@ def _stop(number: int, frame: object) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run `canon try`; exits with code 2 if it cannot go on, 130 if interrupted."""
     parser = Parser(
-        prog=program("canon_pretrain.trial"),
+        prog="canon try",
         description="Does Canon help on your text? Train a model with Canon layers and one "
         "without, two seeds each, and compare them. After an interruption, the same command "
         "continues.",

@@ -1,7 +1,7 @@
 """The command line of data preparation: text in, verified token shards out.
 
-    python -m data_prep build --source stdlib --tokenizer train:2048 --out DATA
-    python -m data_prep verify DATA
+    canon data build --source stdlib --tokenizer train:2048 --out DATA
+    canon data verify DATA
 
 Also installed as `canon-data`.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from canon_pretrain.core.cli import Parser, command, program, run_process
+from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG
 
 # Modules data_prep.NAME with add_arguments(parser) and run(arguments), imported only if requested:
@@ -21,7 +21,6 @@ COMMANDS = {
     "verify": "check a finished folder (exit code 2 if it is damaged), and repair it",
     "stats": "show counts, lengths, tokens, duplicates and groups of a finished folder",
     "show": "print a document or a training window as text, as the model sees it",
-    "bench": "compare the speed of tokenizers, build and loader with other libraries",
 }
 
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line `argv` (None: sys.argv)."""
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(
-        prog=program("data_prep"),
+        prog="canon data",
         description="Write text as token shards, and check them.",
         epilog=EPILOG,
     )

@@ -1,6 +1,6 @@
 """Build token shards from a source. Resumable at any point.
 
-    python -m data_prep build --source stdlib --tokenizer train:2048 --out DATA
+    canon data build --source stdlib --tokenizer train:2048 --out DATA
 
 Written in this order: plan.json, the tokenizer, each input group's shards (the last commit record
 of each split commits the group), the manifests. A second run with the same plan skips what is
@@ -187,7 +187,7 @@ def build(
         log(f"tokenizer: vocab_size {loaded.vocab_size:,}; {loaded.method}")
         _run(required, jobs, workers, job_slice or ALL_GROUPS)
         if job_slice:
-            finish = f"after all {job_slice.count}: python -m data_prep finish {out}"
+            finish = f"after all {job_slice.count}: canon data finish {out}"
             log(f"{out}: built --shard {job_slice.index}/{job_slice.count}; {finish}")
             return
         with plan_lock(out):

@@ -1,6 +1,6 @@
 """Finish a build: list the shards of both splits in their manifests, up to a limit if given.
 
-    python -m data_prep finish DATA [--max-documents N] [--max-tokens N]
+    canon data finish DATA [--max-documents N] [--max-tokens N]
 
 The manifests depend on plan and limits alone, whether or not there are shards beyond the limit.
 """

@@ -177,7 +177,7 @@ def load_plan(folder: Path) -> Plan:
     """Read plan.json. Raises UserError if it is missing, damaged or of another version."""
     path = folder / PLAN
     if not path.exists():
-        message = f"{folder}: no {PLAN}, so not a folder of `python -m data_prep build`"
+        message = f"{folder}: no {PLAN}, so not a folder of `canon data build`"
         raise UserError("plan.missing", message, path=path)
     try:
         header = read_record(path, _Header, max_bytes=MAX_PLAN_BYTES)

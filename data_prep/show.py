@@ -1,7 +1,7 @@
 """Print documents, or windows as the model sees them, as text.
 
-    python -m data_prep show DATA --document K [--split train|validation] [--ids]
-    python -m data_prep show DATA --window I --seed S [--seq-len T] [--order permute]
+    canon data show DATA --document K [--split train|validation] [--ids]
+    canon data show DATA --window I --seed S [--seq-len T] [--order permute]
 
 A window is sample I of a run with data_seed S: seq_len + 1 tokens. Lines of text begin with "│ ";
 control characters become U+FFFD.

@@ -1,6 +1,6 @@
 """Check a finished data folder: hashes, CRCs, counts and token ids, at three levels.
 
-    python -m data_prep verify DATA [--level size|sample|full] [--workers N] [--repair]
+    canon data verify DATA [--level size|sample|full] [--workers N] [--repair]
 
 `--repair` rebuilds the input groups of damaged shards in a scratch folder, and replaces a shard
 only by files whose commit record is the one in the manifest.
@@ -45,7 +45,7 @@ LEVELS = {
 }
 LOCK = "repair.lock"
 SCRATCH = ".repair"
-FINISH_HINT = "delete it and run the same `python -m data_prep build` (or `finish`) again"
+FINISH_HINT = "delete it and run the same `canon data build` (or `finish`) again"
 SAMPLED_BLOCKS = 64
 CHUNK_BYTES = 256 * BLOCK_BYTES
 MAX_NAMED_BLOCKS = 5

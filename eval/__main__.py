@@ -1,9 +1,9 @@
-"""Evaluate checkpoints and report the scores: `python -m eval COMMAND`, or `canon-eval`."""
+"""Evaluate checkpoints and report the scores: `canon eval COMMAND`, or `canon-eval`."""
 
 import sys
 from importlib import import_module
 
-from canon_pretrain.core.cli import Parser, command, program, run_process
+from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG
 
 COMMANDS = {
@@ -13,7 +13,6 @@ COMMANDS = {
     "submit": ("eval.submit", "evaluate checkpoints as they are saved, by Slurm jobs or locally"),
     "report": ("canon_pretrain.report.eval_report", "scores and verdicts of runs as one HTML page"),
     "compare": ("canon_pretrain.report.comparison", "what differs between two runs"),
-    "bench": ("eval.bench", "measure our runner and lm_eval's own on the same export"),
 }
 """Name -> the module with `add_arguments` and `execute` (imported on demand), and its help."""
 
@@ -24,7 +23,7 @@ def main(argv: list[str] | None = None) -> None:
     interrupted = "interrupted: what is finished is kept, the same command resumes"
     with command(prints=words[:1] in (["tasks"], ["compare"]), interrupted=interrupted):
         about = "Evaluate checkpoints."
-        parser = Parser(prog=program("eval"), description=about, epilog=EPILOG)
+        parser = Parser(prog="canon eval", description=about, epilog=EPILOG)
         commands = parser.add_subparsers(dest="command", required=True)
         for name, (module, about) in COMMANDS.items():
             subparser = commands.add_parser(name, help=about, description=about.capitalize() + ".")

@@ -1,4 +1,4 @@
-"""The arguments of `python -m eval run`, separate from run.py so that --help needs no torch."""
+"""The arguments of `canon eval run`, separate from run.py so that --help needs no torch."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     about = "RUN (its newest checkpoint), RUN/checkpoint/step-N, or an exported folder (with --out)"
     add("--checkpoint", type=Path, required=True, nargs="+", metavar="RUN", help=about)
-    about = "suites, tasks or groups listed by `python -m eval tasks`, a task's YAML, or all"
+    about = "suites, tasks or groups listed by `canon eval tasks`, a task's YAML, or all"
     add("--suite", required=True, metavar="A,B", help=about)
     add("--limit", type=int, help="evaluate only the first N windows or items, as a trial")
     add("--out", type=Path, help="folder of the results (default: one per settings in RUN/evals)")
@@ -28,7 +28,7 @@ def add_evaluation_options(parser: argparse._ActionsContainer) -> None:
     add("--data", type=Path, help="folder of the run's shards if they were moved")
     about = "validation: score the text of this data_prep folder instead of the run's own"
     add("--held_out", type=Path, metavar="DIR", help=about)
-    about = "folder of `python -m eval stage` (default: $CANON_EVAL_DATA, else outputs/eval_data)"
+    about = "folder of `canon eval stage` (default: $CANON_EVAL_DATA, else outputs/eval_data)"
     add("--staged", type=Path, metavar="DIR", help=about)
     about = "maximum context in tokens (default: training's seq_len; babilong, birth-year: 8192)"
     add("--max_length", type=int, help=about)

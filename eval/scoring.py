@@ -19,7 +19,6 @@ from lm_eval.api.metrics import mean
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.utils import handle_non_serializable, hash_string
 
-from canon_pretrain.report.noise import Clusters, mean_variance
 from canon_pretrain.run.results import (
     GOLD_BITS,
     Failures,
@@ -29,6 +28,7 @@ from canon_pretrain.run.results import (
     source_of_record,
     wilson_bound,
 )
+from canon_pretrain.stats.noise import Clusters, mean_variance
 from eval.model.lm import CanonLM
 
 NUMBERS = (bool, int, float, np.number, np.bool_)

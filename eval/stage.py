@@ -30,7 +30,7 @@ LOCK, DOWNLOADS, PINS = ".stage.lock", ".stage.tmp", "pins.json"
 ALL = "all"
 HUB_HINTS = hub.HubHints(
     revision="choose another commit with --pin KEY=COMMIT",
-    without_hub="run `python -m eval stage` on a machine with network and copy the folder of --to",
+    without_hub="run `canon eval stage` on a machine with network and copy the folder of --to",
 )
 
 

@@ -193,7 +193,7 @@ def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
 
 def stage_command(key: str, folder: Path) -> str:
     """Return the instruction to stage the data set `key` into `folder`."""
-    command = f"python -m eval stage --suite {CATALOGUE[key].suite} --only {key} --to {folder}"
+    command = f"canon eval stage --suite {CATALOGUE[key].suite} --only {key} --to {folder}"
     return f"on a machine with network: {command}"
 
 

@@ -120,7 +120,7 @@ def find_suite(given: str) -> tuple[str, Path | None]:
         return given, harness_names()[given].path
     near = suggestion(given, [*SUITES, ALL, *files]) or suggestion(given, harness_names())
     message = f"unknown suite '{given}'; expected {', '.join(SUITES)}, {ALL}, a name listed by "
-    message += f"`python -m eval tasks`, or a task's YAML.{near}"
+    message += f"`canon eval tasks`, or a task's YAML.{near}"
     raise UserError("eval.unknown_suite", message, given=given)
 
 

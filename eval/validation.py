@@ -15,8 +15,8 @@ import numpy as np
 from canon_pretrain.data.count_models import CountModels
 from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.report.noise import MIN_CLUSTERS, Clusters, mean_variance
 from canon_pretrain.run.results import BITS, COUNT_MODELS, NATS, VALIDATION, Score, TaskResult
+from canon_pretrain.stats.noise import MIN_CLUSTERS, Clusters, mean_variance
 from eval.harness import Remember, TaskPlan, no_memory
 from eval.model.lm import CanonLM
 

@@ -5,7 +5,7 @@
 #   bash slurm/data_prep.sh --local [--shards N] [--] build's options
 #   bash slurm/data_prep.sh --help
 #
-# Build's options are those of `python -m data_prep build`: --source, --tokenizer, --out and so on.
+# Build's options are those of `canon data build`: --source, --tokenizer, --out and so on.
 # `submit` checks them, submits an array job for the unfinished shards and a job that depends on it
 # (afterok), which writes the manifests and verifies all files; it prints both ids. A shard that fails
 # cancels the second job: the same command submits what is missing. The result is identical to that

@@ -1,12 +1,12 @@
 #!/bin/bash
 # Evaluate one checkpoint on one suite, on one or several GPUs of a node.
 #
-#   sbatch [sbatch flags] slurm/eval.sh RUN/checkpoint/step-N SUITE [options of `python -m eval run`]
+#   sbatch [sbatch flags] slurm/eval.sh RUN/checkpoint/step-N SUITE [options of `canon eval run`]
 #   bash slurm/submit.sh [sbatch flags] slurm/eval.sh RUN/checkpoint/step-N SUITE [...]
 #   bash slurm/eval.sh --local RUN/checkpoint/step-N SUITE [...]
 #   bash slurm/eval.sh --help
 #
-# `python -m eval submit` submits it for each checkpoint and suite of a run. SUITE is a suite, a task
+# `canon eval submit` submits it for each checkpoint and suite of a run. SUITE is a suite, a task
 # or the path of a task's YAML. Results, and the log of jobs of `eval submit`, are written to
 # RUN/evals/step-N/SUITE. A job that is requeued or submitted again continues after the last finished
 # task.
@@ -16,7 +16,7 @@
 #                        sbatch itself --gpus-per-node=8
 #   GPU_FLAG, CPUS_PER_GPU, MEM_PER_GPU   sbatch's flag for GPUs, and cores and memory per GPU
 #   CANON_CPU=1          on CPUs, RANKS_PER_NODE=2 ranks; with sbatch itself --gpus-per-node=0
-#   CANON_EVAL_DATA      folder written by `python -m eval stage`
+#   CANON_EVAL_DATA      folder written by `canon eval stage`
 #   MAX_RESTARTS_WITHOUT_PROGRESS=3   consecutive restarts without a finished task
 #   CANON_CLUSTER_ENV    file to read instead of slurm/cluster.env
 #   CANON_REPO           this repository, if the job is submitted from elsewhere

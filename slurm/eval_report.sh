@@ -1,9 +1,9 @@
 #!/bin/bash
-# Write the report of runs: the job that `python -m eval submit` submits after the last evaluation. No
+# Write the report of runs: the job that `canon eval submit` submits after the last evaluation. No
 # GPU.
 #
-#   sbatch [sbatch flags] slurm/eval_report.sh RUN... [options of `python -m eval report`]
-#   bash slurm/eval_report.sh --local RUN... [options of `python -m eval report`]
+#   sbatch [sbatch flags] slurm/eval_report.sh RUN... [options of `canon eval report`]
+#   bash slurm/eval_report.sh --local RUN... [options of `canon eval report`]
 #   bash slurm/eval_report.sh --help
 #
 # Settings: slurm/cluster.env.example. `--mark FILE`, before all else, writes FILE after the report.

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Watch runs: evaluate their checkpoints as they are written, until the runs are DONE and reported.
 #
-#   sbatch [sbatch flags] slurm/eval_watch.sh RUN... [options of `python -m eval submit`]
+#   sbatch [sbatch flags] slurm/eval_watch.sh RUN... [options of `canon eval submit`]
 #   bash slurm/submit.sh [sbatch flags] slurm/eval_watch.sh RUN... [...]
 #   bash slurm/eval_watch.sh --once RUN... [...]      once: from cron, or a login node
 #   bash slurm/eval_watch.sh --local RUN... [...]     without Slurm: evaluate on this machine

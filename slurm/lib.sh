@@ -17,7 +17,7 @@ unset SLURM_EXPORT_ENV
 
 STEP=0        # pid of the srun or torchrun in the background
 STEP_CODE=0   # its exit code
-ASKED=none    # what requested the stop: StopCause in canon_pretrain/chain.py
+ASKED=none    # what requested the stop: StopCause in canon_pretrain/cluster/chain.py
 RUN=
 CODE=        # the snapshot of the run's code that its launches use, RUN/code/NNN
 OURS=0       # 1 once the launch has begun: before that, RUN may belong to another job
@@ -162,7 +162,7 @@ use_code() {
 # job started with, whatever has changed in the repository
 find_code() {
     local answer lines
-    answer=$(on_head python -m canon_pretrain.chain code --job "$1" -- --config "$CONFIG" \
+    answer=$(on_head python -m canon_pretrain.cluster.chain code --job "$1" -- --config "$CONFIG" \
         "${ARGUMENTS[@]}") || exit 2
     mapfile -t lines <<<"$answer"
     [[ -n ${lines[0]} ]] || return 0
@@ -181,7 +181,7 @@ make_run_folder() {
 
 # plan_job NODES [--data]: check the job; set RUN and CHECKPOINT_BYTES, or exit
 plan_job() {
-    words_of python -m canon_pretrain.preflight job --ranks_per_node "$RANKS" --gpus "$GPUS" \
+    words_of python -m canon_pretrain.cluster.preflight job --ranks_per_node "$RANKS" --gpus "$GPUS" \
         --nodes "$@" -- --config "$CONFIG" "${ARGUMENTS[@]}"
     RUN=${WORDS[0]} CHECKPOINT_BYTES=${WORDS[1]}
 }
@@ -269,17 +269,17 @@ preflight() {
     rm -rf "$folder"
     mkdir -p "$folder"
     timeout "$PREFLIGHT_TIMEOUT_S" srun --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 \
-        --cpu-bind=none "${SRUN_FLAGS[@]}" "${CONTAINER[@]}" python -m canon_pretrain.preflight \
+        --cpu-bind=none "${SRUN_FLAGS[@]}" "${CONTAINER[@]}" python -m canon_pretrain.cluster.preflight \
         node --report "$folder" --run "$RUN" --bytes "$CHECKPOINT_BYTES" --gpus "$GPUS" &
     STEP=$!
     wait_for_step
     [[ $ASKED == none ]] || return 0
-    BROKEN=$(on_head python -m canon_pretrain.preflight verdict --report "$folder" \
+    BROKEN=$(on_head python -m canon_pretrain.cluster.preflight verdict --report "$folder" \
         --nodes "$names") || return 1
-    start_ranks 1 canon_pretrain.preflight ranks --report "$folder" --gpus "$GPUS"
+    start_ranks 1 canon_pretrain.cluster.preflight ranks --report "$folder" --gpus "$GPUS"
     wait_for_step
     [[ $ASKED == none ]] || return 0
-    BROKEN=$(on_head python -m canon_pretrain.preflight verdict --report "$folder" \
+    BROKEN=$(on_head python -m canon_pretrain.cluster.preflight verdict --report "$folder" \
         --nodes "$names" --ranks) || return 2
     say "preflight: ${#HOSTS[@]} node(s), $((NODES * RANKS)) ranks: ok"
 }
@@ -348,7 +348,7 @@ after_launch() {
         fi
     fi
     [[ $ASKED == none ]] || rm -f "$RUN/STOP"
-    answer=$(on_head python -m canon_pretrain.chain end "$RUN" --job "$1" --asked "$ASKED" \
+    answer=$(on_head python -m canon_pretrain.cluster.chain end "$RUN" --job "$1" --asked "$ASKED" \
         --restarts "$MAX_RESTARTS_WITHOUT_PROGRESS") || answer=failed
     mapfile -t lines <<<"$answer"
     NEXT=${lines[0]}
@@ -360,7 +360,7 @@ after_launch() {
 begin_launch() {
     local answer take=()
     [[ -n $CODE ]] || take=(--take_code)
-    answer=$(on_head python -m canon_pretrain.chain begin "$RUN" --job "$1" \
+    answer=$(on_head python -m canon_pretrain.cluster.chain begin "$RUN" --job "$1" \
         --restarts "$MAX_RESTARTS_WITHOUT_PROGRESS" "${take[@]}" -- --config "$CONFIG") || exit 1
     if [[ $answer == code$'\n'* ]]; then
         use_code "${answer#*$'\n'}"

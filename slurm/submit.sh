@@ -97,11 +97,11 @@ check_job() {
     case $name in
         pretrain_1b3.sh)
             split_arguments "$@"
-            words_of python -m canon_pretrain.chain code --job none -- --config "$CONFIG" "${ARGUMENTS[@]}"
+            words_of python -m canon_pretrain.cluster.chain code --job none -- --config "$CONFIG" "${ARGUMENTS[@]}"
             plan_job "$NODES" "${with_data[@]}"
             printf 'run folder: %s\n' "$RUN" >&2
             ;;
-        sweep.sh) words_of python -m canon_pretrain.sweep todo "$@" ;;
+        sweep.sh) words_of python -m canon_pretrain.cluster.sweep todo "$@" ;;
         eval.sh) ((WAITS)) || words_of python -m eval.schedule check "$@" ;;
         eval_watch.sh)
             # 1: not finished; a watch may be submitted before there is a run

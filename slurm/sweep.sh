@@ -1,12 +1,12 @@
 #!/bin/bash
 # Train the runs of a sweep, each as slurm/pretrain_1b3.sh does, as the tasks of an array job.
 #
-#   python -m canon_pretrain.sweep plan SWEEP --configs A.toml B.toml --lr 1e-3 2e-3 --seeds 0 1
+#   canon sweep plan SWEEP --configs A.toml B.toml --lr 1e-3 2e-3 --seeds 0 1
 #   bash slurm/sweep.sh submit SWEEP [--throttle K] [--nodes N] [sbatch flags]
 #   bash slurm/sweep.sh --local SWEEP
 #   bash slurm/sweep.sh --help
 #
-# SWEEP is the folder that `plan` has written; `python -m canon_pretrain.sweep table SWEEP` prints the
+# SWEEP is the folder that `plan` has written; `canon sweep table SWEEP` prints the
 # state of its runs. `submit` skips runs that are DONE or in the queue, checks one run of each config
 # as slurm/submit.sh does, and submits the others as one array of which K tasks run at a time (default:
 # all). Submit again to continue runs that failed or were cancelled. sbatch's flags are those of each
@@ -39,13 +39,13 @@ source "$repo/slurm/lib.sh" || { echo "error[slurm.repository]: submit in the re
 
 # run_words NUMBER: set WORDS to the arguments of the run, its config first; empty if it is DONE
 run_words() {
-    words_of python -m canon_pretrain.sweep run "$SWEEP" "$1" --print0
+    words_of python -m canon_pretrain.cluster.sweep run "$SWEEP" "$1" --print0
 }
 
 # todo [--besides N,N]: set LEFT, the runs that are not DONE, and FIRSTS, one of them per config
 todo() {
     local answer lines
-    answer=$(on_head python -m canon_pretrain.sweep todo "$SWEEP" "$@") || exit 2
+    answer=$(on_head python -m canon_pretrain.cluster.sweep todo "$SWEEP" "$@") || exit 2
     mapfile -t lines <<<"$answer"
     LEFT=${lines[0]}
     read -r -a FIRSTS <<<"${lines[1]:-}"
@@ -120,7 +120,7 @@ sweep_local() {
         child=''
         ((code == 0)) || failed=$((failed + 1))
     done
-    on_head python -m canon_pretrain.sweep table "$SWEEP"
+    on_head python -m canon_pretrain.cluster.sweep table "$SWEEP"
     ((!enough)) || say "stopped: run the same command to continue"
     ((!failed)) || die sweep.failed_runs "$failed run(s) failed; run the same command to retry them"
 }
@@ -140,7 +140,7 @@ if [[ $1 == submit || $1 == --local ]]; then
 fi
 SWEEP=$1
 shift
-[[ -d $SWEEP ]] || die sweep.not_a_sweep "$SWEEP does not exist; create it with python -m canon_pretrain.sweep plan"
+[[ -d $SWEEP ]] || die sweep.not_a_sweep "$SWEEP does not exist; create it with canon sweep plan"
 load_cluster
 case $mode in
     submit) sweep_submit "$@" ;;

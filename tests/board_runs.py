@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.playground import main
-from canon_pretrain.report.planned import planned_identity
+from canon_pretrain.boards.__main__ import main
+from canon_pretrain.cluster.planned import planned_identity
+from canon_pretrain.cluster.sweep import PlannedRun, read_sweep
 from canon_pretrain.run.config import read_experiment
-from canon_pretrain.sweep import PlannedRun, read_sweep
 from tests.report_runs import launch, plant_run, step
 from tests.support import ROOT
 

@@ -21,7 +21,7 @@ def main() -> None:
     from canon_pretrain.fake_gpu import device
     from canon_pretrain.fake_gpu.graphs import GraphCompiler
     from canon_pretrain.fake_gpu.tracker import Tracker
-    from canon_pretrain.kernels.gpus import GPUS
+    from canon_pretrain.machine.gpus import GPUS
 
     tracker = Tracker()
     device.install(GPUS["h100"], 1, tracker)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from canon_pretrain.cluster.planned import planned_identity, planned_values
+from canon_pretrain.cluster.sweep import PlannedRun, Sweep
 from canon_pretrain.core.files import write_json
-from canon_pretrain.report.planned import planned_identity, planned_values
-from canon_pretrain.run.__main__ import main
+from canon_pretrain.report.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
 from canon_pretrain.run.results import Results, Score, results_folder, write_results
 from canon_pretrain.run.status import Status
-from canon_pretrain.sweep import PlannedRun, Sweep
 
 TOKENS_A_STEP = 2048
 FINGERPRINT = "3ae1b18e23821c84" * 4

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from canon_pretrain.report import board
-from canon_pretrain.report import race as racing
+from canon_pretrain.boards import race as racing
+from canon_pretrain.stats import cells as board
 
 TASKS, NAMES, ITEMS = 8, ("a", "b", "c", "d"), 256
 KINDS = ("normal", "mixed", "logit", "bimodal", "beside steady")

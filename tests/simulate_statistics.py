@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from scipy import stats
 
-from canon_pretrain.report.decide import ALPHA, detectable, holm, two_sided_p
-from canon_pretrain.report.noise import (
+from canon_pretrain.stats.decide import ALPHA, detectable, holm, two_sided_p
+from canon_pretrain.stats.noise import (
     MIN_CLUSTERS,
     OTHER_GENERATIVE,
     RANGE_OF_8,

@@ -6,9 +6,10 @@ import re
 
 import pytest
 
+from canon_pretrain.boards.board import read_board
+from canon_pretrain.boards.plan import plan_board
 from canon_pretrain.model.args import fill_sizes, flavor
 from canon_pretrain.model.counts import layer_parameters, num_parameters
-from canon_pretrain.playground import plan_board, read_board
 from canon_pretrain.synthetic.tasks import TASKS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.train import main

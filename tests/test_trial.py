@@ -12,9 +12,9 @@ import time
 import pytest
 
 from canon_pretrain import trial
+from canon_pretrain.boards.driver import write_failures
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.new import Machine, check_name
-from canon_pretrain.playground import write_failures
 from canon_pretrain.report.comparison import compare_sides
 from canon_pretrain.report.record import read_runs
 from canon_pretrain.report.verdicts import BETTER, Options

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon_pretrain.bench.timing import clock_name, now, seconds_of
 from canon_pretrain.kernels.graphs import is_view
-from canon_pretrain.kernels.hardware import (
+from canon_pretrain.machine.hardware import (
     check_cuda,
     cpu_info,
     matmul_flops,

@@ -1,8 +1,8 @@
 """List, verify and prune a run's checkpoints.
 
-    python -m canon_pretrain.checkpoint list RUN [--json]
-    python -m canon_pretrain.checkpoint verify RUN
-    python -m canon_pretrain.checkpoint prune RUN --keep K [--quarantine] [--archive] [--dry_run]
+    canon checkpoint list RUN [--json]
+    canon checkpoint verify RUN
+    canon checkpoint prune RUN --keep K [--quarantine] [--archive] [--dry_run]
 
 Exit code 1: a checkpoint is damaged, of another run, or could not be pruned; 2: bad input.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.core.cli import Parser, command, positive, program, run_process
+from canon_pretrain.core.cli import Parser, command, positive, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import size
@@ -31,7 +31,7 @@ _WORKERS = min(8, os.cpu_count() or 1)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python -m canon_pretrain.checkpoint`; exits with code 1 for damage, 2 for bad input."""
+    """`canon checkpoint`; exits with code 1 for damage, 2 for bad input."""
     argv = sys.argv[1:] if argv is None else argv
     with command(prints=argv[:1] == ["list"]):
         arguments = _parser().parse_args(argv)
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog=program("canon_pretrain.checkpoint"),
+        prog="canon checkpoint",
         description="List, verify and prune the checkpoints of a run.",
         epilog=EPILOG,
     )

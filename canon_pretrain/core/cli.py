@@ -108,12 +108,6 @@ def run_process(main: Callable[[], None]) -> None:
     os._exit(code)
 
 
-def program(module: str) -> str:
-    """Return how `module` was started, for its help: "canon STAGE", else as `python -m`."""
-    by_canon = os.path.basename(sys.argv[0]) == "canon" and len(sys.argv) > 1
-    return f"canon {sys.argv[1]}" if by_canon else f"python -m {module}"
-
-
 def positive(text: str) -> int:
     """Parse an integer of at least 1, for argparse."""
     if (number := int(text)) < 1:

@@ -25,7 +25,7 @@ BUFFER_BYTES = 4 * BLOCK_BYTES
 MAX_OPEN_FILES = 128
 """SlimPajama has 2,466 shards; a usual limit on open files is 1,024."""
 
-REBUILD_HINT = "run the same `python -m data_prep build` again"
+REBUILD_HINT = "run the same `canon data build` again"
 
 Count = Annotated[int, Field(ge=0)]
 

@@ -291,7 +291,7 @@ def read_manifest(folder: Path) -> Manifest:
     if any(folder.glob("part-*")):
         message = f"{folder}: the build is unfinished (no {MANIFEST}); {REBUILD_HINT}"
         raise ShardError("shard.unfinished", message, path=folder)
-    message = f"{folder}: no {MANIFEST}; write token shards with `python -m data_prep build`"
+    message = f"{folder}: no {MANIFEST}; write token shards with `canon data build`"
     raise ShardError("shard.no_split", message, path=folder)
 
 

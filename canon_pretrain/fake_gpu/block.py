@@ -31,7 +31,7 @@ def main() -> None:
     hooks.load(hooks.build())
     from canon_pretrain.fake_gpu import device
     from canon_pretrain.fake_gpu.tracker import Tracker
-    from canon_pretrain.kernels.gpus import GPUS
+    from canon_pretrain.machine.gpus import GPUS
 
     device.install(GPUS["h100"], num_devices=1, tracker=Tracker())
     shape = request["micro_batch"], request["num_tokens"]

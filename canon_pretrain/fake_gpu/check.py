@@ -14,7 +14,7 @@ from canon_pretrain.core.children import start_child
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.fake_gpu.record import BETWEEN, REPORT, Options, Phase, Report, report_from
-from canon_pretrain.kernels.gpus import GPUS
+from canon_pretrain.machine.gpus import GPUS
 
 GIB = 2**30
 KIB = 2**10

@@ -18,7 +18,7 @@ import torch._inductor.lowering
 from torch import Tensor
 
 from canon_pretrain.fake_gpu.tracker import Tracker
-from canon_pretrain.kernels.gpus import Gpu
+from canon_pretrain.machine.gpus import Gpu
 
 CUDA = torch.device("cuda", 0)
 RNG_STATE_BYTES = 16

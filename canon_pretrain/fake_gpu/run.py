@@ -20,8 +20,8 @@ from canon_pretrain.fake_gpu import device, world
 from canon_pretrain.fake_gpu.graphs import GraphCompiler
 from canon_pretrain.fake_gpu.record import STEP_NAMES, Options, Report
 from canon_pretrain.fake_gpu.tracker import Answer, Tracker, calling_line, filled
-from canon_pretrain.kernels.gpus import GPUS, GPUS_PER_NODE
 from canon_pretrain.kernels.work import Work
+from canon_pretrain.machine.gpus import GPUS, GPUS_PER_NODE
 
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 120, 2500
 TRACEBACK_CHARACTERS = 6000

@@ -10,7 +10,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from canon_pretrain.kernels.gpus import GPUS_PER_NODE
+from canon_pretrain.machine.gpus import GPUS_PER_NODE
 
 
 def set_environment(world_size: int) -> None:

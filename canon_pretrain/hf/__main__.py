@@ -1,8 +1,8 @@
 """Export checkpoints to Hugging Face folders, push them to the hub, and import them.
 
-    python -m canon_pretrain.hf export RUN OUT [--dtype bfloat16] [--force]
-    python -m canon_pretrain.hf push RUN USER/NAME [--private] [--dry_run]
-    python -m canon_pretrain.hf import HF_FOLDER OUT [--state-from RUN/checkpoint/step-N]
+    canon hf export RUN OUT [--dtype bfloat16] [--force]
+    canon hf push RUN USER/NAME [--private] [--dry_run]
+    canon hf import HF_FOLDER OUT [--state-from RUN/checkpoint/step-N]
 
 Runs on the CPU. Exit code 2: bad input; nothing was written.
 
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.core.cli import Parser, command, program, run_process
+from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.terminal import size
 
@@ -23,7 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python -m canon_pretrain.hf`; exits with code 2 for bad input."""
+    """`canon hf`; exits with code 2 for bad input."""
     with command():
         arguments = vars(_parser().parse_args(argv))
         run = arguments.pop("run")
@@ -98,7 +98,7 @@ def _import(folder: Path, out: Path, **options: Any) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog=program("canon_pretrain.hf"),
+        prog="canon hf",
         description="Export checkpoints to Hugging Face folders, push them, and import them.",
         epilog=EPILOG,
         allow_abbrev=False,

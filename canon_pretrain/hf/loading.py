@@ -17,7 +17,7 @@ from canon_pretrain.data.id_tokenizer import id_tokenizer
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from canon_pretrain.hf.reading import CONFIG, folder_args, folder_weights, is_folder
-from canon_pretrain.kernels.hardware import cpu_info
+from canon_pretrain.machine.hardware import cpu_info
 from canon_pretrain.model.transformer import Head, Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.synthetic.evaluation import task_of_run

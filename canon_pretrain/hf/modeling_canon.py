@@ -210,7 +210,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         given = config.to_dict()
         if layout(given) != LINGUA:
-            hint = "import these weights with `python -m canon_pretrain.hf import`"
+            hint = "import these weights with `canon hf import`"
             raise ValueError(f'rope_version = "huggingface" is unsupported here: {hint}')
         backend = "flex" if config._attn_implementation == "flex_attention" else "sdpa"
         core = Transformer(to_args(given), attention_backend=backend)

@@ -14,7 +14,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.id_tokenizer import is_id_tokenizer
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.loading import dtype_for, find_tokenizer, load_model, locate
-from canon_pretrain.kernels.hardware import check_cuda
+from canon_pretrain.machine.hardware import check_cuda
 from canon_pretrain.model.decode import generate, sample_generator
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.synthetic.evaluation import task_of_run
@@ -138,7 +138,7 @@ class Sampler:
         found: list[int] = self.tokenizer.encode(text).tolist()
         if self.has_ids and not found:
             message = f"{self.checkpoint} knows ids, no words: give some, as in --prompt '12 45'"
-            message += " (python -m canon_pretrain.synthetic show prints a task's)"
+            message += " (canon synthetic show prints a task's)"
             raise UserError("sample.no_ids", message)
         return found if self.has_ids else [self.tokenizer.eos_id, *found]
 

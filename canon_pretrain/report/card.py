@@ -23,10 +23,10 @@ from canon_pretrain.model.counts import active_parameters, num_parameters
 from canon_pretrain.report import eval_report, evaluations, sections
 from canon_pretrain.report.curves import downsample, segments
 from canon_pretrain.report.items import Evaluation, ItemCache
-from canon_pretrain.report.noise import MIN_CLUSTERS, student_half_width
 from canon_pretrain.report.picture import Line, Panel, draw
 from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, is_outdated
 from canon_pretrain.run.results import BITS, VALIDATION
+from canon_pretrain.stats.noise import MIN_CLUSTERS, student_half_width
 
 CARD, PICTURE = "README.md", "training_curves.png"
 MAX_POINTS = 400  # segments of a line in the picture

@@ -20,10 +20,8 @@ from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.report import architectures, evaluations, published, verdicts
 from canon_pretrain.report.architectures import Architecture, Choice, Recipe
-from canon_pretrain.report.decide import ALPHA, POWER
 from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, Scale, ScoreKey, is_loss
-from canon_pretrain.report.noise import SeedNoise, expected_maximum
 from canon_pretrain.report.record import RunRecord, exit_if_left_out, read_runs
 from canon_pretrain.report.sections import (
     MISSING,
@@ -38,6 +36,8 @@ from canon_pretrain.report.speed import speed_ratio, speed_sentence
 from canon_pretrain.report.verdicts import Comparator, Options, Row
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.results import BITS, VALIDATION
+from canon_pretrain.stats.decide import ALPHA, POWER
+from canon_pretrain.stats.noise import SeedNoise, expected_maximum
 
 Steps = Mapping[str, Mapping[str, int]]  # suite -> architecture's label -> step (table_steps)
 
@@ -295,7 +295,7 @@ def compare_sides(
         reasons += map(str, errors)
         raise UserError(
             "compare.nothing",
-            f"nothing to compare: {'; '.join(reasons)}. `python -m eval run` evaluates checkpoints",
+            f"nothing to compare: {'; '.join(reasons)}. `canon eval run` evaluates checkpoints",
             refused=refused,
             found=results,
         )

@@ -1,4 +1,4 @@
-"""`python -m canon_pretrain.run diff A B`: how two runs differ, and from which step on."""
+"""`canon run diff A B`: how two runs differ, and from which step on."""
 
 import argparse
 import json

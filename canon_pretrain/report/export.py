@@ -1,4 +1,4 @@
-"""`python -m canon_pretrain.run export wandb|tensorboard RUN`: copies of RUN/log.jsonl.
+"""`canon run export wandb|tensorboard RUN`: copies of RUN/log.jsonl.
 
     DIR/tb/events.out.tfevents.TIME.RUN_ID.canon    one file, which replaces earlier ones
     DIR/wandb/offline-run-TIME-ID                   for `wandb sync`; one folder per run, since
@@ -355,7 +355,7 @@ def add_parser(subparsers: Any) -> None:
         help="copy a run to wandb or TensorBoard",
         description="Copy log.jsonl and evaluations of a run to wandb or TensorBoard: one curve "
         "over all launches, which replaces earlier copies.",
-        epilog="example: python -m canon_pretrain.run export wandb RUN --mode online --follow",
+        epilog="example: canon run export wandb RUN --mode online --follow",
     )
     add, given = parser.add_argument, os.environ.get
     add("target", choices=("wandb", "tensorboard"))

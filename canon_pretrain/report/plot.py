@@ -1,4 +1,4 @@
-"""`python -m canon_pretrain.run plot RUN... --out FILE.html`: the curves of runs on one page.
+"""`canon run plot RUN... --out FILE.html`: the curves of runs on one page.
 
 `page_content` has plotly traces over steps; templates/plot.js places them over tokens or hours,
 smooths and filters them. No torch.

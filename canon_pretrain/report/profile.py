@@ -1,4 +1,4 @@
-"""`python -m canon_pretrain.run profile RUN`: the time of a traced step by kernel and purpose.
+"""`canon run profile RUN`: the time of a traced step by kernel and purpose.
 
 Reads the newest trace that `--profiling.enable_profiling` wrote to the run folder. No torch.
 """

@@ -1,4 +1,4 @@
-"""`python -m canon_pretrain.run status RUN...`: the state of runs on one screen.
+"""`canon run status RUN...`: the state of runs on one screen.
 
 Reads the small files of a run and the end of its log; writes nothing. Values of a damaged file are
 None, and `problems` names the file. No torch.

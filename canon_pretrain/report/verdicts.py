@@ -13,20 +13,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.report import decide, evaluations, noise
+from canon_pretrain.report import evaluations
 from canon_pretrain.report.architectures import Recipe
-from canon_pretrain.report.decide import ALPHA
 from canon_pretrain.report.evaluations import differing_task_options
 from canon_pretrain.report.items import Evaluation, ItemCache, Items, Scale, ScoreKey, is_loss
-from canon_pretrain.report.noise import (
+from canon_pretrain.report.record import RunRecord
+from canon_pretrain.run.results import BITS, GOLD_BITS, NATS, VALIDATION
+from canon_pretrain.stats import decide, noise
+from canon_pretrain.stats.decide import ALPHA
+from canon_pretrain.stats.noise import (
     MIN_CLUSTERS,
     Clusters,
     Difference,
     ItemScores,
     SeedNoise,
 )
-from canon_pretrain.report.record import RunRecord
-from canon_pretrain.run.results import BITS, GOLD_BITS, NATS, VALIDATION
 
 BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
 UNINFORMATIVE = "uninformative"

@@ -135,7 +135,7 @@ class LiveExports:
 
     def _report(self, target: str, what: str) -> None:
         logger.warning(
-            f"the live {target} export {what}. Training continues; `python -m canon_pretrain.run "
+            f"the live {target} export {what}. Training continues; `canon run "
             f"export {target} {self._folder}` exports the whole log later"
         )
 

@@ -71,7 +71,7 @@ class Data:
     """The `[data]` section: which shards, in which order; or which task."""
 
     path: str = ""
-    """Folder written by `python -m data_prep build`; holds train/ and validation/."""
+    """Folder written by `canon data build`; holds train/ and validation/."""
     paths: list[str] = field(default_factory=list)
     """Instead of `path`: several such folders, sampled by `weights`."""
     weights: list[float] = field(default_factory=list)

@@ -13,7 +13,7 @@
     obeyed.json     one-shot options, and the jobs that applied them (run/launches.py)
     STOP            create it to save and stop (run/session.py)
     checkpoint/     step-N/, written by the trainer
-    evals/          results, written by `python -m eval`
+    evals/          results, written by `canon eval`
     archive/        abandoned branches, and the run before --checkpoint.fresh
     comm_traces/    stacks and communication traces of ranks that hung
     profile_traces/, memory_snapshot/    with --profiling.*

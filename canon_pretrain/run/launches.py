@@ -60,15 +60,15 @@ Launch {launch[launch]}, started {launch[time]:.16} UTC: {launch[world_size]} ra
 ## Inspect, resume, stop and evaluate
 
     cd {here}
-    python -m canon_pretrain.run status {folder}
-    python -m canon_pretrain.run plot {folder} --out plot.html
-    python -m canon_pretrain.checkpoint list {folder}
+    canon run status {folder}
+    canon run plot {folder} --out plot.html
+    canon checkpoint list {folder}
 
     {launch[command][again]}
     touch {folder}/STOP
 
-    python -m eval run --checkpoint {folder}/checkpoint/step-{step} --suite {suite}
-    python -m eval report {folder}
+    canon eval run --checkpoint {folder}/checkpoint/step-{step} --suite {suite}
+    canon eval report {folder}
 
 ## Files
 

@@ -308,7 +308,7 @@ def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
                 if not all(isinstance(item, dict) for item in items):
                     raise ValueError("a line is not a JSON object")
         except UnreadableFile as error:
-            text = f"{error}; evaluate again with `python -m eval run`"
+            text = f"{error}; evaluate again with `canon eval run`"
             raise UserError("results.damaged", text, path=path) from None
         found[_task(path, SAMPLES)] = items
     return found
@@ -325,7 +325,7 @@ def read_results(path: Path) -> Results:
                 raise UserError("results.version", text, path=path)
             stored = files.parse_record(content, Results, finite=False)
     except UnreadableFile as error:
-        text = f"{error}; evaluate again with `python -m eval run`"
+        text = f"{error}; evaluate again with `canon eval run`"
         raise UserError("results.damaged", text, path=path) from None
     for task, metrics in stored.scores.items():
         for name, score in metrics.items():

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.core.cli import Parser, command, positive, program, run_process
+from canon_pretrain.core.cli import Parser, command, positive, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.synthetic.task import ANSWER, Task
 from canon_pretrain.synthetic.tasks import TASKS, build_task
@@ -145,8 +145,8 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run `python -m canon_pretrain.synthetic` and exit."""
-    parser = Parser(prog=program("canon_pretrain.synthetic"), description=__doc__, epilog=EPILOG)
+    """Run `canon synthetic` and exit."""
+    parser = Parser(prog="canon synthetic", description=__doc__, epilog=EPILOG)
     commands = parser.add_subparsers(dest="command", required=True)
     for run in (show, score, stats):
         sub = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import tyro
 from torchtitan.config.manager import custom_registry
 
-from canon_pretrain.core.cli import program
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
 from canon_pretrain.model.args import CHOICES, FLAVORS
@@ -203,4 +202,4 @@ def _print_help(job: CanonJobConfig, *, everything: bool) -> None:
             value = value_of(job, key[1])
             if value not in (None, "", []):
                 line += f" [{str(value).lower() if isinstance(value, bool) else value}]"
-        print(line.replace("PROGRAM", program("canon_pretrain.train")))
+        print(line)

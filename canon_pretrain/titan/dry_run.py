@@ -1,6 +1,6 @@
 """Estimate a run's parameters, memory, disk and time, on any machine.
 
-    python -m canon_pretrain.train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
+    canon train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
 
 Activations are counted without a GPU: see costs.py. `canon doctor --fake h100 --world N CONFIG`
 runs the trainer itself on fake GPUs, and takes a minute.
@@ -24,8 +24,8 @@ from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console, duration, size
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
-from canon_pretrain.kernels.gpus import GPUS, Gpu, Range, gpu_named
-from canon_pretrain.kernels.hardware import available_memory, peak_flops
+from canon_pretrain.machine.gpus import GPUS, Gpu, Range, gpu_named
+from canon_pretrain.machine.hardware import available_memory, peak_flops
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import (
     active_parameters,

@@ -1,4 +1,4 @@
-"""Compute the time of a step of several configs, for `canon_pretrain.prices`.
+"""Compute the time of a step of several configs, for `canon_pretrain.cluster.prices`.
 
     python -m canon_pretrain.titan.prices '{"gpu": "h100", "world_size": 1}' < CONFIGS
 
@@ -11,7 +11,7 @@ import sys
 
 from canon_pretrain.core.cli import command, run_process
 from canon_pretrain.core.errors import check_choice
-from canon_pretrain.kernels.gpus import GPUS
+from canon_pretrain.machine.gpus import GPUS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import Plan, reference
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from canon_pretrain.kernels.gpus import GPUS_PER_NODE, Gpu, Range
 from canon_pretrain.kernels.work import Work
+from canon_pretrain.machine.gpus import GPUS_PER_NODE, Gpu, Range
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import num_parameters, routed_parameters
 from canon_pretrain.titan.costs import compiled_block_costs, planned_backend

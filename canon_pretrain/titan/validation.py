@@ -1,6 +1,6 @@
 """Held-out loss while training: the same windows at every step, seed, architecture and world size.
 
-Shards' windows are those of `python -m eval run --suite validation`. The ranks share them, and
+Shards' windows are those of `canon eval run --suite validation`. The ranks share them, and
 run equally many forward passes. Losses are cross-entropy in float32, summed in float64.
 """
 
@@ -31,7 +31,7 @@ from canon_pretrain.data.held_out import (
 )
 from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.kernels.hardware import to_device
+from canon_pretrain.machine.hardware import to_device
 from canon_pretrain.run.folder import VALIDATION
 from canon_pretrain.run.log import json_value, read_log
 from canon_pretrain.synthetic.task import EVALUATION, EVALUATION_SEED

@@ -174,7 +174,7 @@ def _open_checkpoint(
     record = folder.read_config()
     if "imported_from" in (record.get("config") or ()):
         message = f"{folder.path} is an import, which names no data: evaluate an export of it"
-        raise UserError("eval.no_data", f"{message} (python -m canon_pretrain.hf export)")
+        raise UserError("eval.no_data", f"{message} (canon hf export)")
     step = checkpoint_step(checkpoint)
     try:
         config, identity = record["config"], record["identity"]

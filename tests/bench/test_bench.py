@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from canon_pretrain.bench import __main__ as bench_main
-from canon_pretrain.bench import kernels, limits, mixers, step, tables, timing
+from canon_pretrain.bench import limits, step, tables, timing
 from canon_pretrain.bench.__main__ import main
 from canon_pretrain.bench.limits import Machine
 from canon_pretrain.core.errors import UserError
@@ -23,6 +23,7 @@ from canon_pretrain.model.args import FLAVORS, ModelArgs
 from canon_pretrain.model.counts import flops_per_token
 from canon_pretrain.titan import console
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
+from tests.bench import kernels, mixers
 from tests.support import ROOT, error_codes
 
 SMALL = ("--flavor", "debug", "--tokens", "32")

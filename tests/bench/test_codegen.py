@@ -9,9 +9,9 @@ from importlib.metadata import version
 
 import pytest
 
-from canon_pretrain.bench.codegen import PAGE, RECORD, computed, page
 from canon_pretrain.bench.limits import min_block_bytes
 from canon_pretrain.model.args import flavor
+from tests.bench.codegen import PAGE, RECORD, computed, page
 from tests.support import ROOT
 
 RECORDED = json.loads(RECORD.read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.chain import begin, end, restarts_file
+from canon_pretrain.cluster.chain import begin, end, restarts_file
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, write_json
 from canon_pretrain.core.holder import Holder

@@ -19,11 +19,12 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from canon_pretrain import doctor, preflight
 from canon_pretrain.checkpoint import manifest
+from canon_pretrain.cluster import doctor, preflight
 from canon_pretrain.core import holder, lock
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.kernels import backends, hardware
+from canon_pretrain.kernels import backends
+from canon_pretrain.machine import hardware
 from canon_pretrain.model import attend
 from canon_pretrain.run.folder import RunFolder
 from tests.fake_hub import FakeHub
@@ -439,7 +440,7 @@ def test_a_terminated_doctor_leaves_nothing(number, tmp_path, monkeypatch):
 @pytest.mark.parametrize("loss, state", [(2.5, "ok"), ("nan", "broken")])
 def test_the_loss_of_one_gpu(tmp_path, monkeypatch, loss, state):
     def run(words, output, watch):
-        if "canon_pretrain.preflight" in words:
+        if "canon_pretrain.cluster.preflight" in words:
             report = preflight.Report(speeds={"cuda:0": {preflight.MATMUL: 1e12}})
             path = output.parent / f"{holder.host_name()}.rank0.json"
             path.write_text(json.dumps(doctor.asdict(report)))
@@ -471,7 +472,7 @@ def test_the_progress_counts_from_the_first_step(tmp_path, monkeypatch):
             shown.append((self, share, "starting" in text))
 
     def run(words, output, watch):
-        if "canon_pretrain.preflight" in words:
+        if "canon_pretrain.cluster.preflight" in words:
             return
         file = RunFolder(Path(words[-1])).log_file
         steps.append(watch())
@@ -542,7 +543,7 @@ def test_the_command_without_a_compiler(tmp_path):
     environ = os.environ | {"PATH": str(program.parent), "PYTHONPATH": str(ROOT)}
     environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "CXX": "g++", "HF_HOME": str(tmp_path / "hf")}
     environ.pop("CUDA_VISIBLE_DEVICES", None)
-    words = [sys.executable, "-m", "canon_pretrain.doctor", "--no_train", "--json"]
+    words = [sys.executable, "-m", "canon_pretrain.cluster.doctor", "--no_train", "--json"]
     done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, timeout=200)
     found = {each["what"]: each["state"] for each in json.loads(done.stdout)["findings"]}
     assert (done.returncode, found["GPU"], found["C++ compiler"]) == (1, "broken", "missing")

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from canon_pretrain import preflight
-from canon_pretrain.preflight import MATMUL, TWO_NODES, Report, judge, main
+from canon_pretrain.cluster import preflight
+from canon_pretrain.cluster.preflight import MATMUL, TWO_NODES, Report, judge, main
 from canon_pretrain.run.folder import RunFolder
 from tests.commands import fork_server
 from tests.fault_runs import checkpoint, unharmed_run

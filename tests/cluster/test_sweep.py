@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from canon_pretrain.cluster.sweep import main, read_sweep, sweep_rows
 from canon_pretrain.core.files import write_json
 from canon_pretrain.run.folder import PLAN, RunFolder
 from canon_pretrain.run.results import Score
 from canon_pretrain.run.status import Status
-from canon_pretrain.sweep import main, read_sweep, sweep_rows
 from canon_pretrain.titan.command_line import parse_job
 from tests.ranks import status
 from tests.report_runs import launch as launch_event
@@ -378,7 +378,14 @@ def test_the_table_compares_held_out_losses(tmp_path, capsys):
 @pytest.mark.system
 def test_run_trains_once(data_folder, tmp_path):
     plan(tmp_path / "s", "--configs", DEBUG, "--seeds", "3", "--data.path", data_folder)
-    command = [sys.executable, "-m", "canon_pretrain.sweep", "run", str(tmp_path / "s"), "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "canon_pretrain.cluster.sweep",
+        "run",
+        str(tmp_path / "s"),
+        "1",
+    ]
 
     for _ in range(2):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -15,12 +15,13 @@ import zstandard
 
 from canon_pretrain.core.lock import locked
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep import bench, planning, sources
 from data_prep import plan as plans
+from data_prep import planning, sources
 from data_prep.__main__ import main
 from data_prep.build import JobSlice, _check_folder, build
 from data_prep.plan import Input, Options, is_held_out, make_input_groups
 from data_prep.planning import train_tokenizer
+from tests.bench import data_prep as bench
 from tests.checkpoint_folders import kill_at, run_forked
 from tests.corpora import snapshot, stored_texts, write_corpus, write_tokenizer
 from tests.data_folders import tokenizer

@@ -2,10 +2,10 @@
 
 import pytest
 
-from canon_pretrain import doctor
+from canon_pretrain.cluster import doctor
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.fake_gpu.check import problems_of, show_fake_run, warnings_of
-from canon_pretrain.kernels.gpus import GPUS
+from canon_pretrain.machine.gpus import GPUS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import count_memory, on_meta
 from canon_pretrain.titan.step_time import count_step, step_seconds

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from canon_pretrain.fake_gpu.check import problems_of
-from canon_pretrain.kernels.gpus import GPUS
+from canon_pretrain.machine.gpus import GPUS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import GIB, count_memory, on_meta
 from canon_pretrain.titan.step_time import count_step, step_seconds

@@ -180,7 +180,7 @@ def find_facts(place: Place, rows: Rows) -> None:
     """The versions, and what matrix products and copies reach."""
     import torch
 
-    from canon_pretrain.kernels.hardware import copy_bandwidth, matmul_flops
+    from canon_pretrain.machine.hardware import copy_bandwidth, matmul_flops
 
     size, seconds, num_bytes = (256, 0.05, 1 << 22) if place.is_cpu else (8192, 1.0, 1 << 32)
     rates: dict[str, float] = {}
@@ -400,7 +400,7 @@ def run_kernel_tests(place: Place, rows: Rows) -> None:
     """The tests that are marked `gpu`, kernels first."""
     words = ["-m", "gpu", "-n", "6", "--maxfail", "20", *GPU_TESTS]
     if place.is_cpu:
-        words = ["-n", "0", "tests/kernels/test_hardware.py", "-k", "peak"]
+        words = ["-n", "0", "tests/machine/test_hardware.py", "-k", "peak"]
     rows.add_run("gpu", pytest(words))
 
 

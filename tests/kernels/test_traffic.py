@@ -8,12 +8,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from canon_pretrain.bench.codegen import RECORD, Case
 from canon_pretrain.kernels.delta import OPERATORS  # registers the recurrence
 from canon_pretrain.kernels.traffic import estimate_work, recurrence_work
 from canon_pretrain.model.args import flavor
 from canon_pretrain.titan.costs import compiled_block_costs
 from canon_pretrain.titan.step_time import TRAFFIC_FACTOR
+from tests.bench.codegen import RECORD, Case
 
 KIB = 1024
 ROWS, WIDTH = 128, 256

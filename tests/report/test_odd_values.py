@@ -11,10 +11,18 @@ import os
 
 import pytest
 
+from canon_pretrain.boards.__main__ import main as playground
 from canon_pretrain.checkpoint.__main__ import main as checkpoint
+from canon_pretrain.cluster.sweep import (
+    PlannedRun,
+    Sweep,
+    held_out_verdicts,
+    read_sweep,
+    show_table,
+    sweep_rows,
+)
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.playground import main as playground
 from canon_pretrain.report import card, picture
 from canon_pretrain.report.comparison import comparison_content
 from canon_pretrain.report.diff import compare, describe
@@ -28,14 +36,6 @@ from canon_pretrain.report.status import overview, summarize_run
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
 from canon_pretrain.run.log import json_value
-from canon_pretrain.sweep import (
-    PlannedRun,
-    Sweep,
-    held_out_verdicts,
-    read_sweep,
-    show_table,
-    sweep_rows,
-)
 from tests.board_runs import plant_board
 from tests.checkpoint_folders import make_step
 from tests.report_runs import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import canon_pretrain
-from canon_pretrain import chain
+from canon_pretrain.cluster import chain
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.source import (
@@ -50,10 +50,10 @@ def test_a_snapshot_is_a_program_of_its_own(run):
     init = snapshot / "canon_pretrain" / "__init__.py"
     assert read_source_tree(init) == read_source_tree(Path(canon_pretrain.__file__).resolve())
 
-    words = "import canon_pretrain.chain as chain; print(chain.__file__)"
+    words = "import canon_pretrain.cluster.chain as chain; print(chain.__file__)"
     environ = os.environ | {"PYTHONPATH": str(snapshot), "PYTHONSAFEPATH": "1"}
     shown = subprocess.check_output([sys.executable, "-c", words], env=environ, cwd=ROOT, text=True)
-    assert shown.strip() == str(snapshot / "canon_pretrain/chain.py")
+    assert shown.strip() == str(snapshot / "canon_pretrain/cluster/chain.py")
     check_snapshot(snapshot)  # Python's compiled files are no damage
 
 

@@ -145,7 +145,7 @@ def test_code_changes_do_not_change_a_run(jobs, data_folder, tmp_path):
 
     for name, text in {
         "canon_pretrain/titan/spec.py": "raise RuntimeError\n",
-        "canon_pretrain/preflight.py": "raise RuntimeError\n",
+        "canon_pretrain/cluster/preflight.py": "raise RuntimeError\n",
         "slurm/lib.sh": "pretrain_link() { exit 9; }\n",
         "train_configs/debug.toml": "[made_up_later]\nkey = 1\n",
     }.items():

@@ -104,11 +104,14 @@ TRAIN = ("submit.sh", slurm_script("pretrain_1b3.sh"), "a.toml", "--made.up", 1)
 EVAL = ("submit.sh", slurm_script("eval.sh"), "RUN/checkpoint/step-1", "jrt", "--limit", 9)
 BUILD = ("data_prep.sh", "submit", "--shards", 2, "--", "--out", "x")
 CHECKS = [
-    (TRAIN, "-m canon_pretrain.chain code --job none -- --config a.toml --made.up 1"),
+    (TRAIN, "-m canon_pretrain.cluster.chain code --job none -- --config a.toml --made.up 1"),
     (EVAL, "-m eval.schedule check RUN/checkpoint/step-1 jrt --limit 9"),
     (("submit.sh", slurm_script("eval_watch.sh"), "RUN"), "-m eval submit RUN --is_finished"),
-    (("submit.sh", slurm_script("sweep.sh"), "SWEEP"), "-m canon_pretrain.sweep todo SWEEP"),
-    (("sweep.sh", "submit", "."), "-m canon_pretrain.sweep todo . --besides "),
+    (
+        ("submit.sh", slurm_script("sweep.sh"), "SWEEP"),
+        "-m canon_pretrain.cluster.sweep todo SWEEP",
+    ),
+    (("sweep.sh", "submit", "."), "-m canon_pretrain.cluster.sweep todo . --besides "),
     (BUILD, "-m data_prep build --unbuilt-of 2 --out x"),
 ]
 """Scripts with arguments, and the program that checks them, which here refuses all."""

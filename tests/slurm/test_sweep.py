@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from canon_pretrain.sweep import main, read_sweep, sweep_rows
+from canon_pretrain.cluster.sweep import main, read_sweep, sweep_rows
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
 from tests.slurm_jobs import SITE, Job, ended, script

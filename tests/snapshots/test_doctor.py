@@ -4,8 +4,8 @@ import io
 
 import pytest
 
+from canon_pretrain.cluster.doctor import judge, show
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.doctor import judge, show
 
 FOUND = (
     judge("CPU", "2 of 2 cores, AMD EPYC", None, "data, evaluation, training without a GPU"),

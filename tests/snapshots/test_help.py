@@ -9,28 +9,28 @@ from canon_pretrain.__main__ import main as canon
 COMMANDS = (
     "canon_pretrain.new",
     "canon_pretrain.train",
-    "canon_pretrain.run",
-    *(f"canon_pretrain.run {name}" for name in ("status", "plot", "diff", "export", "profile")),
+    "canon_pretrain.report",
+    *(f"canon_pretrain.report {name}" for name in ("status", "plot", "diff", "export", "profile")),
     "canon_pretrain.checkpoint",
     *(f"canon_pretrain.checkpoint {name}" for name in ("list", "verify", "prune")),
-    "canon_pretrain.sweep",
-    *(f"canon_pretrain.sweep {name}" for name in ("plan", "table", "run")),
-    "canon_pretrain.playground",
-    *(f"canon_pretrain.playground {name}" for name in ("plan", "run", "status")),
-    "canon_pretrain.preflight",
-    "canon_pretrain.doctor",
-    "canon_pretrain.chain",
+    "canon_pretrain.cluster.sweep",
+    *(f"canon_pretrain.cluster.sweep {name}" for name in ("plan", "table", "run")),
+    "canon_pretrain.boards",
+    *(f"canon_pretrain.boards {name}" for name in ("plan", "run", "status")),
+    "canon_pretrain.cluster.preflight",
+    "canon_pretrain.cluster.doctor",
+    "canon_pretrain.cluster.chain",
     "canon_pretrain.sample",
     "canon_pretrain.synthetic",
     *(f"canon_pretrain.synthetic {name}" for name in ("show", "score", "stats", "bench")),
     "canon_pretrain.hf",
     *(f"canon_pretrain.hf {name}" for name in ("export", "push", "import")),
     "canon_pretrain.bench",
-    *(f"canon_pretrain.bench {name}" for name in ("canon", "step", "generate", "codegen")),
+    *(f"canon_pretrain.bench {name}" for name in ("step", "generate")),
     "data_prep",
-    *(f"data_prep {name}" for name in ("build", "finish", "verify", "stats", "show", "bench")),
+    *(f"data_prep {name}" for name in ("build", "finish", "verify", "stats", "show")),
     "eval",
-    *(f"eval {name}" for name in ("stage", "run", "tasks", "submit", "report", "compare", "bench")),
+    *(f"eval {name}" for name in ("stage", "run", "tasks", "submit", "report", "compare")),
 )
 
 
@@ -39,7 +39,7 @@ def test_help(words, snapshot, monkeypatch, capsys):
     name, *command = words.split()
     # else a package with a __main__
     is_module = name.endswith(
-        (".new", ".sample", ".train", ".sweep", ".playground", ".preflight", ".chain", ".doctor")
+        (".new", ".sample", ".train", ".sweep", ".preflight", ".chain", ".doctor")
     )
     module = importlib.import_module(name if is_module else f"{name}.__main__")
     monkeypatch.setenv("COLUMNS", "100")

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from canon_pretrain.boards.__main__ import main as playground
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.playground import main as playground
 from canon_pretrain.report.status import overview, summarize_run
 from eval.__main__ import main as eval_main
 from tests.board_runs import BOARD, curve, plant_board

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from canon_pretrain.cluster.sweep import read_sweep
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_log
-from canon_pretrain.sweep import read_sweep
 from tests.checkpoint_folders import small_disk
 from tests.commands import Command
 from tests.fault_runs import wait_for
@@ -56,7 +56,7 @@ def start(folder, out):
     path.write_text(BOARD)
     words = ("run", path, "--out", out, "--parallel", 2)
     # a background job of a shell ignores SIGINT, and so would the driver
-    words = ("canon_pretrain.playground", *words)
+    words = ("canon_pretrain.boards", *words)
     return Command("tests.forked_driver", *words, stdout=folder / "printed", interrupts=True)
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import canon_pretrain.train as entry
+from canon_pretrain.cluster.preflight import plan_job
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.model.counts import active_parameters, num_parameters
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.preflight import plan_job
 from canon_pretrain.run.config import Loss
 from canon_pretrain.titan import dry_run
 from canon_pretrain.titan.command_line import parse_job

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from canon_pretrain.kernels.gpus import GPUS, Range, Speeds, gpu_named
 from canon_pretrain.kernels.work import Work
+from canon_pretrain.machine.gpus import GPUS, Range, Speeds, gpu_named
 from canon_pretrain.model.args import flavor
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.titan import step_time

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from canon_pretrain.cluster.preflight import plan_job
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.preflight import plan_job
 from canon_pretrain.run.config import Data, Task
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.synthetic.copying import Copy

@@ -2,7 +2,7 @@
 
 import pytest
 
-from canon_pretrain.report.planned import (
+from canon_pretrain.cluster.planned import (
     DEFAULTS,
     data_fingerprint,
     planned_identity,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from canon_pretrain.report import board
-from canon_pretrain.report.board import Claim
+from canon_pretrain.stats import cells as board
+from canon_pretrain.stats.cells import Claim
 from tests import simulate_boards as simulate
 
 

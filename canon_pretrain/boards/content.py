@@ -13,11 +13,7 @@ from datetime import datetime
 from itertools import chain
 from typing import Any
 
-from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.counts import flops_per_token, num_parameters, state_bytes
-from canon_pretrain.report import board
-from canon_pretrain.report.board import Cells
-from canon_pretrain.report.board_results import (
+from canon_pretrain.boards.results import (
     RACED,
     BoardPlan,
     Choice,
@@ -28,12 +24,16 @@ from canon_pretrain.report.board_results import (
     read_results,
     size_of,
 )
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.counts import flops_per_token, num_parameters, state_bytes
 from canon_pretrain.report.curves import Band, rounded
-from canon_pretrain.report.decide import ALPHA
 from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, unix_time
 from canon_pretrain.run.launches import newest_launch
 from canon_pretrain.run.log import json_value
+from canon_pretrain.stats import cells as board
+from canon_pretrain.stats.cells import Cells
+from canon_pretrain.stats.decide import ALPHA
 
 VERSION = 1
 PAGE = "report.html"
@@ -383,7 +383,8 @@ def _facts(results: Sequence[Result]) -> Json:
 
 def write_page(plan: BoardPlan, now: datetime) -> list[str]:
     """Write report.html, .json and .md into the board's folder; return what to print."""
-    from canon_pretrain.report import board_tables, eval_report  # plotly takes a while to import
+    from canon_pretrain.boards import tables as board_tables  # plotly takes a while to import
+    from canon_pretrain.report import eval_report
 
     content = board_content(plan, now)
     labels = {"entry": board_tables.architectures(content)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.__main__ import main
-from eval.bench import CASES, agreement
+from tests.bench.eval import CASES, agreement
 from tests.data_folders import make_data_folder, sentence
 from tests.hf_exports import isolate_remote_code, plant_run
 from tests.support import refused

@@ -1,9 +1,9 @@
 """Sweeps: configs x learning rates x seeds, each a run in its own folder.
 
-    python -m canon_pretrain.sweep plan SWEEP --configs A.toml B.toml [--lr 1e-3 2e-3] [--seeds 0 1]
+    canon sweep plan SWEEP --configs A.toml B.toml [--lr 1e-3 2e-3] [--seeds 0 1]
         [--seed_of init|data|both] [--extend] [--section.key value ...]
-    python -m canon_pretrain.sweep table SWEEP [--json]
-    python -m canon_pretrain.sweep run SWEEP NUMBER [--ranks N]
+    canon sweep table SWEEP [--json]
+    canon sweep run SWEEP NUMBER [--ranks N]
 
 `run` trains into SWEEP/NAME on this machine, slurm/sweep.sh as a task of an array.
 A run that is DONE is skipped, others resume from their newest checkpoint. A folder that holds a run
@@ -34,14 +34,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.core.cli import Parser, command, positive, program, run_process
-from canon_pretrain.core.errors import EPILOG, UserError
-from canon_pretrain.core.files import UnreadableFile, parsing, read_record, write_json
-from canon_pretrain.core.holder import read_count
-from canon_pretrain.core.terminal import Console, printable
-from canon_pretrain.prices import compute_prices, print_prices
-from canon_pretrain.report.evaluations import logged_losses, suite_losses
-from canon_pretrain.report.planned import (
+from canon_pretrain.cluster.planned import (
     PlannedLaunch,
     Promises,
     check_values,
@@ -52,6 +45,13 @@ from canon_pretrain.report.planned import (
     planned_values,
     record_launch,
 )
+from canon_pretrain.cluster.prices import compute_prices, print_prices
+from canon_pretrain.core.cli import Parser, command, positive, run_process
+from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.files import UnreadableFile, parsing, read_record, write_json
+from canon_pretrain.core.holder import read_count
+from canon_pretrain.core.terminal import Console, printable
+from canon_pretrain.report.evaluations import logged_losses, suite_losses
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import format_number, summarize_run
 from canon_pretrain.run.config import Data, read_experiment
@@ -263,7 +263,7 @@ def read_sweep(folder: Path) -> Sweep:
         return _where_it_is(sweep, folder)
     except UnreadableFile as error:
         if error.is_missing:
-            text = f"{folder} has no {PLAN}, which `canon_pretrain.sweep plan` writes"
+            text = f"{folder} has no {PLAN}, which `canon_pretrain.cluster.sweep plan` writes"
             raise UserError("sweep.not_a_sweep", text) from None
         raise UserError("sweep.damaged", f"{error}: remove it and plan again") from None
 
@@ -310,7 +310,7 @@ def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
         return new, None
     old = read_sweep(folder)
     if old.promises and not new.promises:
-        text = f"{path} is a board's, of `canon_pretrain.playground`: choose another folder"
+        text = f"{path} is a board's, of `canon playground`: choose another folder"
         raise UserError("sweep.other_plan", text)
     started = {run.name for run in old.runs if has_started(folder / run.name)}
     if not started and not extend:
@@ -352,7 +352,7 @@ def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run `python -m canon_pretrain.sweep`."""
+    """Run `canon sweep`."""
     words = sys.argv[1:] if argv is None else argv
     place = next((i for i, word in enumerate(words) if _OPTION.fullmatch(word)), len(words))
     own, passed_on = words[:place], words[place:]
@@ -507,7 +507,7 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
             groups.setdefault(run.config, {}).setdefault(label, []).append(row.held_out_loss)
             start = f"held-out loss ({row.held_out_source}, step {row.held_out_step:,}):"
     if not groups:
-        return ["held-out loss: unknown; evaluate with `python -m eval run --suite validation`"]
+        return ["held-out loss: unknown; evaluate with `canon eval run --suite validation`"]
     mean = statistics.fmean
     every = [group for rates in groups.values() for group in rates.values()]
     df = sum(len(group) - 1 for group in every)
@@ -564,7 +564,7 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog=program("canon_pretrain.sweep"),
+        prog="canon sweep",
         description="Configs x learning rates x seeds, each a run in its own folder.",
         epilog=EPILOG,
         allow_abbrev=False,

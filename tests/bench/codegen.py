@@ -22,8 +22,8 @@ from canon_pretrain.bench.variants import Bench, Log, Result, normalize_canon_se
 from canon_pretrain.core.errors import UserError, check_choice, reason_in
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.kernels.gpus import GPUS, GPUS_PER_NODE
 from canon_pretrain.kernels.work import Work
+from canon_pretrain.machine.gpus import GPUS, GPUS_PER_NODE
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.counts import flops_per_token
 from canon_pretrain.titan.step_time import (

@@ -1,9 +1,9 @@
 """Check a job before it starts, and its nodes, to identify broken ones.
 
-    python -m canon_pretrain.preflight job --nodes 2 --ranks_per_node 8 -- --config FILE.toml ...
-    python -m canon_pretrain.preflight node --report DIR --run RUN --bytes N [--gpus 8]
-    torchrun ... -m canon_pretrain.preflight ranks --report DIR [--gpus 8]
-    python -m canon_pretrain.preflight verdict --report DIR --nodes n1,n2 [--ranks]
+    python -m canon_pretrain.cluster.preflight job --nodes 2 --ranks_per_node 8 -- --config F ...
+    python -m canon_pretrain.cluster.preflight node --report DIR --run RUN --bytes N [--gpus 8]
+    torchrun ... -m canon_pretrain.cluster.preflight ranks --report DIR [--gpus 8]
+    python -m canon_pretrain.cluster.preflight verdict --report DIR --nodes n1,n2 [--ranks]
 
 slurm/lib.sh calls them in this order before each launch. `verdict` prints the broken nodes.
 """
@@ -32,7 +32,7 @@ from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
 from canon_pretrain.core.holder import host_name
-from canon_pretrain.kernels.hardware import check_cuda, copy_bandwidth, matmul_flops
+from canon_pretrain.machine.hardware import check_cuda, copy_bandwidth, matmul_flops
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_tail
@@ -423,7 +423,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="python -m canon_pretrain.preflight",
+        prog="python -m canon_pretrain.cluster.preflight",
         description="Used by slurm/lib.sh.",
         epilog=EPILOG,
     )

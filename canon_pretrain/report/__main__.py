@@ -6,16 +6,16 @@ from the parsed arguments to the exit code.
 
 import sys
 
-from canon_pretrain.core.cli import Parser, command, program, run_process
+from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG
 from canon_pretrain.report import diff, export, plot, profile, status
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run `python -m canon_pretrain.run` and exit."""
+    """Run `canon run` and exit."""
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(
-        prog=program("canon_pretrain.run"),
+        prog="canon run",
         description="Inspect runs, during training or later.",
         epilog=EPILOG,
     )

@@ -24,7 +24,7 @@ import numpy as np
 from scipy import stats
 from scipy.special import gammaln, logsumexp, polygamma, stdtr, stdtrit
 
-from canon_pretrain.report.decide import ALPHA, Noise, critical_value, holm, two_sided_p
+from canon_pretrain.stats.decide import ALPHA, Noise, critical_value, holm, two_sided_p
 
 ITEMS = 256  # items behind a score between 0 and 1, if not given
 UNBOUNDED = 1 << 40  # items behind a score that is not a share of right answers

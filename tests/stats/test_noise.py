@@ -12,8 +12,8 @@ from scipy import stats
 from statsmodels.regression.linear_model import WLS
 from statsmodels.stats.multitest import multipletests
 
-from canon_pretrain.report import decide, noise
-from canon_pretrain.report.noise import Clusters, ItemScores, SeedNoise, seed_noise
+from canon_pretrain.stats import decide, noise
+from canon_pretrain.stats.noise import Clusters, ItemScores, SeedNoise, seed_noise
 from tests import simulate_statistics as simulate
 
 NOISE = SeedNoise(1e-4, 6.0, "paper", "")

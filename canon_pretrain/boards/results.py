@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parsing
 from canon_pretrain.core.terminal import printable
-from canon_pretrain.report.board import Claim, rate_optimum
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import ACTIVE_STATES, summarize_run
 from canon_pretrain.run.folder import is_run_folder
+from canon_pretrain.stats.cells import Claim, rate_optimum
 from canon_pretrain.synthetic.evaluation import (
     SCORED_WINDOWS,
     metrics,

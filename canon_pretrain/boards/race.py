@@ -17,9 +17,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from scipy.special import ndtr
 
+from canon_pretrain.boards.results import LOSS, Score, score_curve
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
-from canon_pretrain.report.board import (
+from canon_pretrain.report.record import RunRecord
+from canon_pretrain.stats.cells import (
     ITEMS,
     UNBOUNDED,
     Cell,
@@ -31,9 +33,7 @@ from canon_pretrain.report.board import (
     splits_expected,
     with_all_or_nothing,
 )
-from canon_pretrain.report.board_results import LOSS, Score, score_curve
-from canon_pretrain.report.decide import ALPHA
-from canon_pretrain.report.record import RunRecord
+from canon_pretrain.stats.decide import ALPHA
 
 RACE = "race.json"
 DIVERGED = "error[train.not_finite]"  # in the reason of a failed run

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from canon_pretrain.boards.__main__ import main
+from canon_pretrain.boards.content import board_content
+from canon_pretrain.boards.driver import write_failures
+from canon_pretrain.boards.results import BoardPlan, BoardRun
+from canon_pretrain.cluster.sweep import read_sweep
 from canon_pretrain.core.files import write_json
-from canon_pretrain.playground import main, write_failures
-from canon_pretrain.report.board import Claim
-from canon_pretrain.report.board_content import board_content
-from canon_pretrain.report.board_results import BoardPlan, BoardRun
 from canon_pretrain.run.status import Status
-from canon_pretrain.sweep import read_sweep
+from canon_pretrain.stats.cells import Claim
 from tests.board_runs import BOARD, CANON, COPY, ROPE, curve, large_board, plant_board
 from tests.browser import DESKTOP, PHONE
 from tests.report_pages import Page
@@ -284,7 +285,7 @@ def test_a_page_of_500_runs_takes_seconds(tmp_path):
     path = plant_board(tmp_path / "board", scores, large_board(5, 5, "[1e-3, 2e-3, 3e-3, 5e-3]"))
     words = ["report", str(path), "--out", str(path.parent)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "canon_pretrain.playground", *words], check=True)
+    subprocess.run([sys.executable, "-m", "canon_pretrain.boards", *words], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
     assert sum((path.parent / f"report.{end}").stat().st_size for end in ("html", "json")) < 10e6

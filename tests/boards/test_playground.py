@@ -14,27 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from canon_pretrain.boards.__main__ import main, race_entries
+from canon_pretrain.boards.board import BOARD, Board, read_board
+from canon_pretrain.boards.driver import OUTPUT, Driver, read_failures, visible_gpus
+from canon_pretrain.boards.plan import read_plan
+from canon_pretrain.boards.race import BoardRace, Stop, read_race
 from canon_pretrain.checkpoint.folder import CheckpointFolder
+from canon_pretrain.cluster.planned import check_values, num_steps, planned_values
+from canon_pretrain.cluster.sweep import main as plan_sweep
+from canon_pretrain.cluster.sweep import read_sweep, sweep_rows
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_record
 from canon_pretrain.core.lock import live_holder
-from canon_pretrain.playground import (
-    BOARD,
-    OUTPUT,
-    Board,
-    Driver,
-    main,
-    race_entries,
-    read_board,
-    read_failures,
-    read_plan,
-    visible_gpus,
-)
-from canon_pretrain.report.planned import check_values, num_steps, planned_values
-from canon_pretrain.report.race import BoardRace, Stop, read_race
 from canon_pretrain.run.folder import PLAN, RunFolder
-from canon_pretrain.sweep import main as plan_sweep
-from canon_pretrain.sweep import read_sweep, sweep_rows
 from canon_pretrain.titan.command_line import parse_job
 from tests.board_runs import plant_score_run
 from tests.ranks import events, logged_step, status
@@ -472,7 +464,7 @@ def driver(folder, text, *words):
     """Start the driver in the background."""
     # a background job of a shell, as this suite may be, ignores SIGINT, and so would its children
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [sys.executable, "-m", "canon_pretrain.playground", "run", board(folder, text)]
+    command = [sys.executable, "-m", "canon_pretrain.boards", "run", board(folder, text)]
     with open(folder / "printed", "ab") as out:
         process = subprocess.Popen(
             [*map(str, command), "--out", str(folder / "out"), *words],
@@ -507,7 +499,7 @@ def test_each_run_has_a_gpu(tmp_path, capfd, monkeypatch):
     sweep, out = plan(tmp_path, TEXT), tmp_path / "out"
     show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     monkeypatch.setattr(
-        "canon_pretrain.playground.train_command", lambda words: [sys.executable, "-c", show]
+        "canon_pretrain.boards.driver.train_command", lambda words: [sys.executable, "-c", show]
     )
     Driver(sweep, out, parallel=4, gpus=["2", "MIG-7"]).train()
     used = [(out / run.name / OUTPUT).read_text().strip() for run in sweep.runs]
@@ -543,7 +535,7 @@ def test_a_failed_run_has_a_reason(work, words, tmp_path, capfd, monkeypatch):
     sweep, out = plan(tmp_path, SMALL), tmp_path / "out"
     (out / NAMES[1]).write_text("")  # in place of a folder
     command = [sys.executable, "-c", work]
-    monkeypatch.setattr("canon_pretrain.playground.train_command", lambda words: command)
+    monkeypatch.setattr("canon_pretrain.boards.driver.train_command", lambda words: command)
     trained = Driver(sweep, out, parallel=2, gpus=["0"])
     trained.train()
     capfd.readouterr()
@@ -573,7 +565,7 @@ def test_runs_that_cannot_start_do_not_end_the_driver(tmp_path, capfd):
 
 def sleeping_trainers(monkeypatch, seconds):
     words = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
-    monkeypatch.setattr("canon_pretrain.playground.train_command", lambda _: words)
+    monkeypatch.setattr("canon_pretrain.boards.driver.train_command", lambda _: words)
 
 
 @contextmanager
@@ -594,7 +586,7 @@ def send(number, *delays_s):
 
 def test_ctrl_c_while_the_server_of_trainers_imports(tmp_path, capfd, monkeypatch):
     """Nothing has started, and nothing is waited for."""
-    monkeypatch.setattr("canon_pretrain.playground.SERVER", ("sleep", "60"))
+    monkeypatch.setattr("canon_pretrain.boards.driver.SERVER", ("sleep", "60"))
     trained = Driver(plan(tmp_path, SMALL), tmp_path / "out", parallel=2)
     with handler(signal.SIGINT, signal.default_int_handler):
         send(signal.SIGINT, 0.3)
@@ -647,7 +639,7 @@ def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
     sweep, out, ended = plan(tmp_path, SMALL), tmp_path / "out", tmp_path / "ended"
     work = f"import pathlib, time; time.sleep(0.6); pathlib.Path({str(ended)!r}).touch()"
     monkeypatch.setattr(
-        "canon_pretrain.playground.train_command", lambda words: [sys.executable, "-c", work]
+        "canon_pretrain.boards.driver.train_command", lambda words: [sys.executable, "-c", work]
     )
     monkeypatch.setattr(Driver, "_summary", lambda self, run: {"step": 2 * bool(self._children)})
     looks = []
@@ -677,9 +669,9 @@ def test_killed_runs_have_ended_when_their_driver_ends(tmp_path, monkeypatch):
         f"pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(60)"
     )
     monkeypatch.setattr(
-        "canon_pretrain.playground.train_command", lambda words: [sys.executable, "-c", work]
+        "canon_pretrain.boards.driver.train_command", lambda words: [sys.executable, "-c", work]
     )
-    monkeypatch.setattr("canon_pretrain.playground.REPORT_S", 0.1)
+    monkeypatch.setattr("canon_pretrain.boards.driver.REPORT_S", 0.1)
     driver = Driver(sweep, out, parallel=1, gpus=["0"])
 
     def interrupt_twice(progress=Driver._progress):

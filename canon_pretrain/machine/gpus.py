@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from canon_pretrain.kernels.hardware import peak_flops
+from canon_pretrain.machine.hardware import peak_flops
 
 GPUS_PER_NODE = 8
 

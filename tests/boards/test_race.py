@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from canon_pretrain.report.board import Claim
-from canon_pretrain.report.race import (
+from canon_pretrain.boards.race import (
     RACE,
     BoardRace,
     Entry,
@@ -16,6 +15,7 @@ from canon_pretrain.report.race import (
     race_stages,
     read_race,
 )
+from canon_pretrain.stats.cells import Claim
 from tests import simulate_boards as simulate
 from tests.report_runs import EVENTS, plant_run
 

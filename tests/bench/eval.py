@@ -37,7 +37,7 @@ from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import dtype_for
-from canon_pretrain.kernels.hardware import check_cuda, cpu_info
+from canon_pretrain.machine.hardware import check_cuda, cpu_info
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.transformer import Transformer
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="also write the figures to this file")
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Measure and print; raises UserError if the two sides answer differently."""
     console = tables.make_console()
     result = measure(arguments, partial(tables.print_lines, console))

@@ -1,8 +1,8 @@
 """The job chain of a run: decide before and after each launch what the job script does.
 
-    python -m canon_pretrain.chain code --job ID -- --config FILE.toml [--section.key value ...]
-    python -m canon_pretrain.chain begin RUN --job ID [--restarts K] [--take_code] -- --config ...
-    python -m canon_pretrain.chain end RUN --job ID [--restarts K] --asked none
+    python -m canon_pretrain.cluster.chain code --job ID -- --config FILE.toml ...
+    python -m canon_pretrain.cluster.chain begin RUN --job ID [--restarts K] [--take_code] -- ...
+    python -m canon_pretrain.cluster.chain end RUN --job ID [--restarts K] --asked none
 
 slurm/lib.sh calls it. torchrun turns every exit code of a worker into 1, so the outcome of a launch
 is read from status.json, the checkpoints and RUN/restarts.json. Restarts use the snapshots of the
@@ -265,7 +265,9 @@ def _write(run: RunFolder, start: JobStart) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Print an action and its reason, one per line; `begin` prints none if the job may start."""
     parser = argparse.ArgumentParser(
-        prog="python -m canon_pretrain.chain", description="Used by slurm/lib.sh.", epilog=EPILOG
+        prog="python -m canon_pretrain.cluster.chain",
+        description="Used by slurm/lib.sh.",
+        epilog=EPILOG,
     )
     parser.add_argument("command", choices=("code", "begin", "end"))
     parser.add_argument("run", type=Path, metavar="RUN", nargs="?", default=Path())

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import IO, Any
 
 from canon_pretrain.core.children import kill_tree, start_child
-from canon_pretrain.core.cli import Parser, available_cores, command, positive, program, run_process
+from canon_pretrain.core.cli import Parser, available_cores, command, positive, run_process
 from canon_pretrain.core.errors import EPILOG, UserError, check_choice, reason_in
 from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
 
@@ -44,7 +44,7 @@ WRITE_BYTES, WRITE_S = 64 << 20, 3.0
 SLOW_DISK = 50e6  # bytes per second
 MOUNTS = Path("/proc/mounts")
 NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "fuse")
-CHILD = "import sys; from canon_pretrain.doctor import print_group as f; f(*sys.argv[1:])"
+CHILD = "import sys; from canon_pretrain.cluster.doctor import print_group as f; f(*sys.argv[1:])"
 SCRATCH, OWNER = ".canon-doctor-", "owner.json"  # a folder for the checks, and whose it is
 INSTALL_CU126 = (  # as in README.md
     "TORCH=torch==2.13.0+cu126 "
@@ -94,7 +94,7 @@ def check_machine(folder: Path) -> Findings:
 
     from packaging.requirements import Requirement
 
-    from canon_pretrain.kernels.hardware import available_memory, cpu_info
+    from canon_pretrain.machine.hardware import available_memory, cpu_info
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -136,7 +136,7 @@ def check_gpu(folder: Path) -> Findings:
     import torch
     import torch.distributed as dist
 
-    from canon_pretrain.kernels.hardware import check_cuda, find_gpu, query_gpu
+    from canon_pretrain.machine.hardware import check_cuda, find_gpu, query_gpu
 
     evidence, uses = find_gpu(), "training and evaluation"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -227,8 +227,8 @@ def _check_compiler() -> Finding:
 
 def check_disk(folder: Path) -> Findings:
     """Check the file system of `folder`: space, speed, clock and locks."""
+    from canon_pretrain.cluster.preflight import CLOCK_FAULT_S, report_node
     from canon_pretrain.core.files import free_bytes
-    from canon_pretrain.preflight import CLOCK_FAULT_S, report_node
 
     uses, remedy = "run folders", "--dir with a folder on another file system"
     if not folder.exists():
@@ -332,7 +332,7 @@ def check_network(folder: Path) -> Findings:
 
 def check_slurm(folder: Path) -> Findings:
     """Check Slurm's commands, its controller and the settings of the cluster."""
-    from canon_pretrain.preflight import scontrol
+    from canon_pretrain.cluster.preflight import scontrol
 
     if absent := [name for name in ("sbatch", "squeue") if shutil.which(name) is None]:
         text = f"not on PATH: {', '.join(absent)}"
@@ -495,7 +495,7 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
                 problem = f"the loss goes from {losses[0]:.2f} to {losses[1]:.2f}"
             text += f": {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the start; "
             text += f"loss {losses[0]:.2f} to {losses[1]:.2f}; checkpoint verified"
-        remedy = f"train it yourself: python -m canon_pretrain.train --config {CONFIG}"
+        remedy = f"train it yourself: canon train --config {CONFIG}"
         facts: dict[str, Any] = {"steps_per_s": steps_per_s, "seconds": seconds, "ranks": ranks}
         yield judge("training", text, problem, uses, remedy, **facts)
     finally:
@@ -547,10 +547,17 @@ def _exit_on_signals() -> Iterator[None]:
 
 def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: int) -> Finding:
     """Add up tensors over the ranks that `launch` starts; reports and output go to `scratch`."""
+    from canon_pretrain.cluster.preflight import IN_NODE, MATMUL, read_reports
     from canon_pretrain.core.holder import host_name
-    from canon_pretrain.preflight import IN_NODE, MATMUL, read_reports
 
-    words = ["canon_pretrain.preflight", "ranks", "--report", str(scratch), "--gpus", str(gpus)]
+    words = [
+        "canon_pretrain.cluster.preflight",
+        "ranks",
+        "--report",
+        str(scratch),
+        "--gpus",
+        str(gpus),
+    ]
     problem = _run([*launch, *words], scratch / "ranks.out", lambda: 0)
     report = read_reports(scratch, [host_name()], ranks=True)[host_name()]
     speeds: dict[str, Any] = next(iter(report.speeds.values()), {}) if report else {}
@@ -620,9 +627,9 @@ def show(console: Console, name: str, found: Sequence[Finding]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """`python -m canon_pretrain.doctor`; exits with code 1 if something is broken."""
+    """`canon doctor`; exits with code 1 if something is broken."""
     parser = Parser(
-        prog=program("canon_pretrain.doctor"),
+        prog="canon doctor",
         description="What this machine has, what uses it, what is missing and how to get it.",
         epilog=EPILOG,
         allow_abbrev=False,
@@ -668,7 +675,7 @@ def _run_fake(given: argparse.Namespace, overrides: list[str]) -> int:
     """Run a config on fake GPUs and print what happened; return the exit code."""
     from canon_pretrain.fake_gpu.check import problems_of, run_in_subprocess, show_fake_run
     from canon_pretrain.fake_gpu.record import Options, to_plain
-    from canon_pretrain.kernels.gpus import GPUS
+    from canon_pretrain.machine.gpus import GPUS
 
     check_choice("--fake", given.fake, GPUS)
     if given.config is None:

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from canon_pretrain import playground, sweep
-from canon_pretrain.prices import Price, compute_prices
+from canon_pretrain.boards import __main__ as playground
+from canon_pretrain.cluster import sweep
+from canon_pretrain.cluster.prices import Price, compute_prices
 from tests.support import ROOT, refused
 
 CONFIGS = ROOT / "train_configs"

@@ -13,7 +13,7 @@ import numpy as np
 import scipy  # imports its other submodules, a second in all, when they are used
 from scipy.special import fdtrc, stdtrit
 
-from canon_pretrain.report.decide import ALPHA, Noise
+from canon_pretrain.stats.decide import ALPHA, Noise
 
 MIN_CLUSTERS = 8
 """Of fewer documents, or other sources of items, no interval and no test is shown."""

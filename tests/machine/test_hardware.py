@@ -8,7 +8,7 @@ import torch
 
 from canon_pretrain import train
 from canon_pretrain.bench.limits import Machine
-from canon_pretrain.kernels import hardware
+from canon_pretrain.machine import hardware
 from eval.__main__ import main as eval_main
 from tests.support import debug_run, error_codes, refused
 

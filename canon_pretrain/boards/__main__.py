@@ -1,0 +1,239 @@
+"""Boards: architectures x tasks x learning rates x seeds, planned and trained by one command.
+
+    canon playground plan BOARD.toml [--out DIR] [--extend]
+    canon playground run BOARD.toml [--out DIR] [--extend] [--parallel N] [--race]
+    canon playground status BOARD.toml [--out DIR] [--json]
+    canon playground report BOARD.toml [--out DIR]
+
+A board (format: board.py) is a sweep (cluster/sweep.py): DIR/configs has a config per
+task, difficulty and architecture, DIR/sweep.json the runs, DIR/board.json the board.
+
+`run --race` trains all arms of a task in stages and stops those that are worse at equal steps
+(race.py); DIR/race.json lists them, and none of their runs is started again.
+
+Until a run has started, `plan` and `run` take any change of BOARD.toml, then only --extend adds to
+the board. `run` trains several runs at once (driver.py). `report`, and `run` at its end, write
+DIR/report.html, .json and .md. No torch.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from canon_pretrain.cluster.planned import (
+    num_steps,
+    planned_values,
+)
+from canon_pretrain.cluster.sweep import (
+    Row,
+    Sweep,
+    print_rows,
+    read_sweep,
+    show_prices,
+    show_table,
+    sweep_rows,
+)
+from canon_pretrain.core.cli import (
+    EXIT_INTERRUPTED,
+    Parser,
+    available_cores,
+    command,
+    positive,
+    run_process,
+)
+from canon_pretrain.core.errors import EPILOG
+from canon_pretrain.core.lock import locked
+from canon_pretrain.report.status import ACTIVE_STATES
+
+if TYPE_CHECKING:  # scipy takes a while to import
+    from canon_pretrain.boards.race import Arm, Entry
+from canon_pretrain.boards.board import Board, read_board
+from canon_pretrain.boards.driver import Driver, read_failures, visible_gpus
+from canon_pretrain.boards.plan import check_promises, plan_board, promised_by, read_plan
+
+LOCK = ".playground.lock"
+RACE = "race.json"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run `canon playground`."""
+    with command(prints=True):
+        given = _parse(argv)
+        given.show(given)
+
+
+def plan(given: argparse.Namespace) -> None:
+    """Write or extend the plan, and print its size."""
+    sweep = _plan(given)
+    if given.gpu:
+        show_prices(sweep, given.gpu)
+
+
+def _plan(given: argparse.Namespace) -> Sweep:
+    sweep, num_new = plan_board(read_board(given.board), given.out, extend=given.extend)
+    print(f"{given.out}: {len(sweep.runs)} runs, {num_new} of them new")
+    return sweep
+
+
+def run(given: argparse.Namespace) -> None:
+    """Plan, train all runs that are not DONE, and print the table; exit with 1 if one failed."""
+    sweep = _plan(given)
+    with locked(given.out / LOCK, f"the board {given.out}"):
+        (board, sweep), stopped = read_plan(given.out), _stopped(given.out)
+        left = dataclasses.replace(sweep, runs=[x for x in sweep.runs if x.name not in stopped])
+        race = None
+        if given.race:
+            from canon_pretrain.boards.race import BoardRace
+
+            race = BoardRace(given.out, race_entries(board, sweep))
+        gpus = visible_gpus()
+        parallel = given.parallel or len(gpus) or available_cores()
+        driver = Driver(left, given.out, parallel, race, gpus=gpus)
+        driver.train()
+    show_table(_rows(given.out))
+    report(given)
+    if driver.stops:
+        print("stopped: the same command continues")
+        raise SystemExit(EXIT_INTERRUPTED)
+    if driver.failures:
+        print(f"{len(driver.failures)} run(s) failed; the same command retries them")
+        raise SystemExit(1)
+
+
+def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
+    """Return a race per task/difficulty and size."""
+    from canon_pretrain.boards.race import Entry, Race, race_stages
+    from canon_pretrain.boards.results import size_of
+    from canon_pretrain.stats.cells import Claim as TestedClaim
+
+    arms: dict[tuple[str, str], dict[Arm, list[str]]] = {}
+    for run in sweep.runs:
+        setting, arm = board.places[Path(run.config).stem]
+        runs = arms.setdefault((setting, size_of(arm)), {})
+        runs.setdefault((arm, run.learning_rate), []).append(run.name)
+    lengths = {x: num_steps(planned_values(Path(x))) for x in sweep.configs}
+    steps = {board.places[Path(x).stem][0]: length for x, length in lengths.items()}
+    entries = []
+    for (setting, size), runs in arms.items():
+        claims = [TestedClaim(**asdict(x)) for x in board.claims if x.task == setting]
+        stages = race_stages(max(map(len, runs.values())), steps[setting])
+        score = board.tasks[board.settings[setting][0]].score
+        entries.append(Entry(Race(setting, stages, len(arms), claims), runs, size, score))
+    return entries
+
+
+def _stopped(folder: Path) -> dict[str, str]:
+    """Return why runs were stopped by a race."""
+    if not (folder / RACE).exists():
+        return {}
+    from canon_pretrain.boards.race import read_race
+
+    board, sweep = read_plan(folder)
+    by_arm = {(x.task, x.arm, x.learning_rate): str(x) for x in read_race(folder).stops}
+    found = dict[str, str]()
+    for run in sweep.runs:
+        place = (*board.places[Path(run.config).stem], run.learning_rate)
+        found |= {run.name: by_arm[place]} if place in by_arm else {}
+    return found
+
+
+def _rows(folder: Path) -> list[Row]:
+    sweep, stopped, failures = read_sweep(folder), _stopped(folder), read_failures(folder)
+    rows = []
+    for run, row in zip(sweep.runs, sweep_rows(sweep, folder, datetime.now(UTC)), strict=True):
+        reason = failures.get(run.name, "")
+        if run.name in stopped and row.state != "done":
+            row = row._replace(state="raced", reason=stopped[run.name])
+        elif reason and row.state not in ("done", *ACTIVE_STATES):
+            row = row._replace(state="failed", reason=row.reason or reason)
+        rows.append(row)
+    return rows
+
+
+def status(given: argparse.Namespace) -> None:
+    rows = _rows(given.out)
+    if given.json:
+        print_rows(rows)
+    else:
+        show_table(rows)
+
+
+def report(given: argparse.Namespace) -> None:
+    """Write the page of the planned board, and print what is decided and the page's path."""
+    from canon_pretrain.boards.content import write_page
+    from canon_pretrain.boards.race import read_race
+    from canon_pretrain.boards.results import BoardPlan, BoardRun
+    from canon_pretrain.stats import cells as statistics  # scipy takes a while to import
+
+    board, sweep = read_plan(given.out)
+    settings = {run.config: board.places[Path(run.config).stem][0] for run in sweep.runs}
+    promises = {path: promised_by(board, setting) for path, setting in settings.items()}
+    check_promises(dataclasses.replace(sweep, promises=promises), given.out, promises)
+    failures, problems = read_failures(given.out), dict[str, str]()
+    runs = []
+    for run in sweep.runs:
+        setting, arm = board.places[Path(run.config).stem]
+        problem = failures.get(run.name, "")
+        runs.append(BoardRun(run.name, setting, arm, run.learning_rate, run.seed or 0, problem))
+        problems |= {run.name: other} if (other := sweep.other_plan(run, given.out)) else {}
+    tasks = {setting: board.tasks[name].score for setting, (name, _) in board.settings.items()}
+    claims = [statistics.Claim(**asdict(claim)) for claim in board.claims]
+    reference = asdict(board.reference) if board.reference else None
+    race = asdict(read_race(given.out))
+    raced = {"stops": race["stops"], "orders": race["orders"], "share": race["share"]}
+    named = (given.out, given.board.stem, [*board.arms], tasks, runs, claims)
+    plan = BoardPlan(*named, reference=reference, others=problems, **raced)
+    for line in write_page(plan, datetime.now(UTC)):
+        print(line)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="canon playground",
+        description="Compare architectures on tasks: plan a board, train its runs, show them.",
+        epilog=EPILOG,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    shared = Parser(add_help=False)
+    shared.add_argument(
+        "board", type=Path, metavar="BOARD.toml", help="format: canon_pretrain/boards/board.py"
+    )
+    about = "folder of the runs (default: outputs/boards/BOARD)"
+    shared.add_argument("--out", type=Path, metavar="DIR", help=about)
+    planned = Parser(add_help=False, parents=[shared])
+    planned.add_argument("--extend", action="store_true", help="add runs to an existing plan")
+    first = commands.add_parser(
+        "plan", help="write DIR/sweep.json and configs", parents=[planned], allow_abbrev=False
+    )
+    about = "print the GPU-hours on this GPU, one per run: a100, h100 or h200"
+    first.add_argument("--gpu", metavar="GPU", help=about)
+    first.set_defaults(show=plan)
+    second = commands.add_parser(
+        "run", help="plan, and train what is not DONE", parents=[planned], allow_abbrev=False
+    )
+    about = "runs at once, one thread each (default: one per GPU, else per available core)"
+    second.add_argument("--parallel", type=positive, metavar="N", help=about)
+    about = "stop arms that are worse than others at equal steps"
+    second.add_argument("--race", action="store_true", help=about)
+    second.set_defaults(show=run)
+    third = commands.add_parser(
+        "status", help="print the state of the runs", parents=[shared], allow_abbrev=False
+    )
+    third.add_argument("--json", action="store_true", help="print JSON")
+    third.set_defaults(show=status)
+    fourth = commands.add_parser(
+        "report", help="write DIR/report.html, .json, .md", parents=[shared], allow_abbrev=False
+    )
+    fourth.set_defaults(show=report)
+    given = parser.parse_args(argv)
+    given.out = given.out or Path("outputs", "boards", given.board.stem)
+    return given
+
+
+if __name__ == "__main__":
+    run_process(main)

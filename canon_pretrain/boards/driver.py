@@ -1,0 +1,400 @@
+"""Train the runs of a sweep on this machine, several at once, one core or GPU each.
+
+The first Ctrl-C saves and stops, the second stops at once. A signal that is ignored, such as
+nohup's SIGHUP, stays so. DIR/failures.json has the reason of each run that failed.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from rich.live import Live
+from rich.text import Text
+
+from canon_pretrain.cluster.planned import (
+    num_steps,
+    planned_values,
+)
+from canon_pretrain.cluster.sweep import (
+    PlannedRun,
+    Sweep,
+    train_command,
+)
+from canon_pretrain.core.children import ForkedChild, ForkServer, ending, kill_tree, start_child
+from canon_pretrain.core.cli import (
+    available_cores,
+)
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    open_file,
+    read_record,
+    write_json,
+)
+from canon_pretrain.core.lock import live_holder
+from canon_pretrain.core.terminal import Console, duration
+from canon_pretrain.report.status import summarize_run
+from canon_pretrain.run.folder import RunFolder, is_run_folder
+
+if TYPE_CHECKING:  # scipy takes a while to import
+    from canon_pretrain.boards.race import BoardRace
+
+OUTPUT = "output.log"
+FAILURES = "failures.json"
+POLL_S, SHOW_S, REPORT_S = 0.2, 1.0, 30.0
+MISSING = "without output"
+KILL_S = 5.0  # most that a killed process needs to end, a large one on a busy machine
+PATIENCE_S = 120.0  # a run whose driver was killed saves its last step before it ends
+# imports what a trainer does once, for all runs
+SERVER = (sys.executable, "-c", "from canon_pretrain.train import serve_forks; serve_forks()")
+TRAINER_ENVIRONMENT = {
+    # the next run of an architecture loads its differentiated graphs
+    "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a process with threads is not forked
+}
+
+
+@dataclass
+class _Child:
+    """A running trainer."""
+
+    run: PlannedRun
+    process: "subprocess.Popen[bytes] | ForkedChild"
+    first_step: int
+    gpu: str | None
+
+
+class Driver:
+    """Trains a sweep's runs, `parallel` at once; `failures` has the reason by run."""
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        folder: Path,
+        parallel: int,
+        race: "BoardRace | None" = None,
+        *,
+        gpus: Sequence[str] = (),
+        threads: int = 1,
+        server: ForkServer | None = None,
+    ) -> None:
+        self.sweep, self.folder, self.parallel, self.race = sweep, folder, parallel, race
+        self.gpus, self.threads = gpus, threads
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.failures: dict[str, str] = {}
+        self.stops = 0
+        """Requests to stop: the first saves, the second kills."""
+        self._children: list[_Child] = []
+        self._server = server
+        self._is_own_server = server is None
+        self._began = time.monotonic()
+        self._trained = 0  # steps of this driver's runs that have ended
+        lengths = {x: num_steps(planned_values(Path(x))) for x in sweep.configs}
+        self._steps = {run.name: lengths[run.config] for run in sweep.runs}
+        problems = {run.name: sweep.other_plan(run, folder) for run in sweep.runs}
+        self._others = {name: problem for name, problem in problems.items() if problem}
+        """Why the run in a folder is not the planned one."""
+        self._at = {run.name: self._step(run) for run in sweep.runs}
+
+    def _step(self, run: PlannedRun) -> int:
+        """Return the run's last known step."""
+        if self._is_done(run):
+            return self._steps[run.name]
+        return self._summary(run).get("step") or 0
+
+    def _is_done(self, run: PlannedRun) -> bool:
+        is_own = run.name not in self._others
+        return is_own and RunFolder(self.folder / run.name).done_file.exists()
+
+    def _summary(self, run: PlannedRun) -> dict[str, Any]:
+        path = self.folder / run.name
+        is_own = run.name not in self._others and is_run_folder(path)
+        return summarize_run(path, datetime.now(UTC)) if is_own else {}
+
+    def train(self) -> None:
+        """Train until each run is DONE or has failed, or until a second request to stop."""
+        waiting = [run for run in self.sweep.runs if not self._is_done(run)]
+        for other in [run for run in waiting if run.name in self._others]:
+            waiting.remove(other)
+            self._fail(other, self._others[other.name])
+        shown, before = 0.0, [""]
+        screen = Live(console=self.console, auto_refresh=False, transient=True)
+        with self._signals(), screen as live:
+            while self._children or waiting and not self.stops:
+                waiting += self._reap()
+                if self.race:
+                    waiting = self._advance(self.race, waiting)
+                while len(self._children) < self.parallel and not self.stops:
+                    if (run := self._next(waiting)) is None:
+                        break
+                    waiting.remove(run)
+                    self._start(run)
+                now = time.monotonic()
+                is_new = now - self._began < 2 * REPORT_S
+                pause = REPORT_S / 6 if is_new else REPORT_S
+                if now - shown >= (SHOW_S if self.console.is_terminal else pause):
+                    shown = now
+                    lines = self._progress()
+                    if self.console.is_terminal:
+                        live.update(Text("\n".join(lines)), refresh=True)
+                    elif lines != before:
+                        self._say(*lines)
+                    before = lines
+                time.sleep(POLL_S)
+
+    def _say(self, *lines: str) -> None:
+        for line in lines:
+            self.console.print(Text(line), soft_wrap=True)
+
+    def _next(self, waiting: Sequence[PlannedRun]) -> PlannedRun | None:
+        """Return the first run that no other process trains; after PATIENCE_S any."""
+        waiting = [run for run in waiting if self._is_due(run)]
+        for run in waiting:
+            try:
+                if live_holder(RunFolder(self.folder / run.name).lock_file) is None:
+                    return run
+            except OSError:
+                return run  # starting it reports the error
+        is_patient = self._children or time.monotonic() - self._began < PATIENCE_S
+        return None if is_patient or not waiting else waiting[0]
+
+    def _is_due(self, run: PlannedRun) -> bool:
+        target = self._target(run)
+        return self._at[run.name] < target or target == self._steps[run.name]
+
+    def _target(self, run: PlannedRun) -> int:
+        """Return the step to which a run may train now."""
+        return self.race.target(run.name) if self.race else self._steps[run.name]
+
+    def _start(self, run: PlannedRun) -> None:
+        """Train a run in a child process that is stopped if this one is killed."""
+        self._forget_failure(run)
+        path, busy = self.folder / run.name, [child.gpu for child in self._children]
+        gpu = min(self.gpus, key=busy.count, default=None)
+        try:
+            words = self.sweep.launch(run, self.folder)
+            if (target := self._target(run)) < self._steps[run.name]:
+                words += ["--run.stop_at", str(target)]
+            path.mkdir(parents=True, exist_ok=True)
+            with open_file(path / OUTPUT, "ab") as output:
+                process = self._launch(words, output, gpu)
+        except UserError as error:
+            return self._fail(run, str(error))
+        except OSError as error:
+            return self._fail(run, f"{error.filename or path}: {error.strerror or error}")
+        if process is None:
+            return
+        self._children.append(_Child(run, process, self._at[run.name], gpu))
+        if self.stops:  # since the child was started
+            process.terminate()
+
+    def _launch(
+        self, words: Sequence[str], output: BinaryIO, gpu: str | None
+    ) -> "subprocess.Popen[bytes] | ForkedChild | None":
+        """Start a trainer, forked from a process that has imported torch if there is no GPU.
+
+        Returns None if a request to stop comes first: the imports take seconds, or minutes on a
+        busy machine.
+        """
+        environ = trainer_environment(self.threads)
+        environ |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        if gpu is None:
+            try:
+                if self._server is None:
+                    self._server, self._is_own_server = ForkServer(SERVER, environ), True
+                process = self._server.start(
+                    ["train", "--config", *words], output, gives_up=lambda: self.stops > 0
+                )
+                if process is None:
+                    self._close_server()
+                return process
+            except OSError:  # the trainer that is started next says why
+                self._close_server()
+        return start_child(
+            train_command(words),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environ,
+        )
+
+    def _close_server(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _fail(self, run: PlannedRun, reason: str) -> None:
+        self.failures[run.name] = reason
+        self._say(f"{run.name}: failed: {reason}")
+        write_failures(self.folder, read_failures(self.folder) | {run.name: reason})
+
+    def _forget_failure(self, run: PlannedRun) -> None:
+        known = read_failures(self.folder)
+        if known.pop(run.name, None) is not None:
+            write_failures(self.folder, known)
+
+    def _reap(self) -> list[PlannedRun]:
+        """Report the children that have ended; return those that a race continues."""
+        paused = []
+        for child in [each for each in self._children if each.process.poll() is not None]:
+            self._children.remove(child)
+            run, code = child.run, child.process.returncode
+            self._at[run.name] = self._step(run)
+            self._trained += max(0, self._at[run.name] - child.first_step)
+            output = self.folder / run.name / OUTPUT
+            if self._is_done(run):
+                self._say(f"{run.name}: DONE")
+            elif self.stops or not code:
+                self._say(f"{run.name}: stopped at step {self._at[run.name]:,}")
+                if self._target(run) <= self._at[run.name] < self._steps[run.name]:
+                    paused.append(run)
+                elif not self.stops:
+                    self.failures[run.name] = "stopped"
+            else:
+                self._fail(run, f"{ending(code)}, {_last_line(output)} ({output})")
+        return paused
+
+    def _advance(self, race: "BoardRace", waiting: Sequence[PlannedRun]) -> list[PlannedRun]:
+        """Return the waiting runs without those of arms that the race stops now."""
+        ended = self._at | {x.run.name: x.first_step for x in self._children}
+        for stop in race.advance(ended, self.failures):
+            self._say(f"{stop.task}, {stop}")
+        stopped = [run for run in waiting if race.is_stopped(run.name)]
+        self._steps |= {run.name: self._at[run.name] for run in stopped}
+        return [run for run in waiting if run not in stopped]
+
+    def _progress(self) -> list[str]:
+        """Return a line per running run, and the total."""
+        lines, trained = [], self._trained
+        for child in self._children:
+            name, seen = child.run.name, self._summary(child.run)
+            self._at[name] = step = max(self._at[name], seen.get("step") or 0)
+            trained += step - child.first_step
+            eta = seen.get("eta_s")
+            left = f", about {duration(eta)} left" if eta is not None else ""
+            lines.append(f"{name}: step {step:,} of {self._steps[name]:,}{left}")
+        total, done = sum(self._steps.values()), sum(self._at.values())
+        runs = sum(self._at[name] >= steps for name, steps in self._steps.items())
+        runs -= sum(self._at[x.run.name] >= self._steps[x.run.name] for x in self._children)
+        text = f"{runs} of {len(self.sweep.runs)} runs, step {done:,} of {total:,}"
+        if trained and done < total:
+            seconds = (time.monotonic() - self._began) / trained * (total - done)
+            text += f", about {duration(seconds)} left"
+        return [*lines, text + (", stopping" if self.stops else "")]
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Stop the children at SIGINT, SIGTERM and SIGHUP, and whenever the block ends.
+
+        A signal that is ignored stays so: nohup's SIGHUP.
+        """
+        before = {
+            number: signal.signal(number, self._stop)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+        try:
+            yield
+        finally:
+            for child in self._children:
+                child.process.terminate()
+            if self._is_own_server:
+                self._close_server()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            if self.stops > 1:
+                self._wait_for_killed()
+
+    def _wait_for_killed(self) -> None:
+        """Wait until the killed children have ended: the next command may continue their runs.
+
+        A process that waits for a disk cannot be killed, hence the limit.
+        """
+        deadline = time.monotonic() + KILL_S
+        while any(child.process.poll() is None for child in self._children):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        """Ask the children to save and stop; the second time kill them, and end all waits."""
+        self.stops += 1
+        if self.stops == 1:
+            for child in self._children:
+                child.process.terminate()
+            return
+        for child in self._children:
+            if child.process.returncode is None:
+                kill_tree(child.process.pid)  # and its compilers
+        raise KeyboardInterrupt
+
+
+def train_sweep(sweep: Sweep, folder: Path, *, threads: int, server: ForkServer | None) -> None:
+    """Train all runs, as many at once as there are GPUs, or cores for `threads` each.
+
+    Raises KeyboardInterrupt if it was stopped, UserError if a run failed.
+    """
+    gpus = visible_gpus()
+    parallel = min(len(sweep.runs), len(gpus) or available_cores() // threads)
+    driver = Driver(sweep, folder, parallel, gpus=gpus, threads=threads, server=server)
+    driver.train()
+    if driver.stops:
+        raise KeyboardInterrupt
+    if driver.failures:
+        name, reason = next(iter(driver.failures.items()))
+        raise UserError(
+            "sweep.failed_runs",
+            f"{len(driver.failures)} of {len(sweep.runs)} runs failed, such as {name}: {reason}. "
+            "The same command tries again",
+            failures=driver.failures,
+        )
+
+
+def trainer_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a trainer with `threads` CPU threads that a driver starts."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    return environ | TRAINER_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
+
+
+def visible_gpus() -> list[str]:
+    """Return what CUDA_VISIBLE_DEVICES or nvidia-smi lists."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in given.replace(" ", "").split(",") if name not in ("", "-1")]
+    try:
+        words = ["nvidia-smi", "--list-gpus"]
+        listed = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [str(number) for number, _ in enumerate(listed.stdout.splitlines())]
+
+
+def read_failures(folder: Path) -> dict[str, str]:
+    """Return why runs failed when they were last started, by name."""
+    with suppress(UnreadableFile):
+        return read_record(folder / FAILURES, dict[str, str])
+    return {}
+
+
+def write_failures(folder: Path, reasons: Mapping[str, str]) -> None:
+    with suppress(OSError):  # a full disk, which is why runs fail
+        write_json(folder / FAILURES, reasons)
+
+
+def _last_line(path: Path) -> str:
+    """Return the last error[...] in the end of a log, else its last line."""
+    with suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        lines = file.read().decode(errors="replace").split("\n")
+        lines = [line.strip() for line in lines if line.strip()]
+        errors = [line for line in lines if line.startswith("error[")]
+        return [MISSING, *lines, *errors][-1]
+    return MISSING
