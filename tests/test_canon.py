@@ -66,8 +66,6 @@ def test_help_names_what_was_typed(name, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert capsys.readouterr().out.startswith(f"usage: canon {name} ")
-    monkeypatch.setattr("sys.argv", ["/a/eval/__main__.py", "--help"])
-    assert "canon eval" == "python -m eval"
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +105,6 @@ def test_bash_completes_stages_and_commands(bash):
         ),
         ("eval run --dtype ", ["auto", "float32", "bfloat16"]),
         ("eval compare train_c", ["train_configs"]),
-        ("eval bench --check", ["--checkpoint"]),
         ("hf export outputs --dt", ["--dtype"]),
         ("bench step --js", ["--json"]),
         ("checkpoint prune outputs --dry", ["--dry_run"]),

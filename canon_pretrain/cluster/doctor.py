@@ -33,7 +33,7 @@ from canon_pretrain.core.cli import Parser, available_cores, command, positive, 
 from canon_pretrain.core.errors import EPILOG, UserError, check_choice, reason_in
 from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "train_configs" / "playground" / "tiny" / "copy.toml"
 STYLES = {"ok": "green", "note": "cyan", "missing": "yellow", "broken": "bold red"}
 GROUP_TIMEOUT_S, HUB_TIMEOUT_S = 90.0, 5.0

@@ -31,15 +31,10 @@ _shtab_canon_commands() {
 
 _shtab_canon_bench_commands() {
   local _commands=(
-    all:'all but codegen and transformers, with few repeats.'
-    attention:'attention implementations compared.'
-    canon:'each Canon kernel alone: time and bytes.'
-    codegen:'launches and bytes of a block on an H100, counted without one.'
+    all:'the others with few repeats, except those that need an argument.'
     generate:'cost of Canon in generation.'
     memory:'memory saved for backward, and peak memory on a GPU.'
-    mixers:'recurrent mixers over SDPA, by length, and their layers over Llama'"'"'s.'
     step:'cost of Canon in a training step, by set and backend.'
-    trainer:'the trainer'"'"'s step over a bare loop; cost of a save.'
     transformers:'generation over that of transformers, on one export.'
   )
   _describe 'canon bench commands' _commands
@@ -56,7 +51,6 @@ _shtab_canon_checkpoint_commands() {
 
 _shtab_canon_data_commands() {
   local _commands=(
-    bench:'Compare the speed of tokenizers, build and loader with other libraries.'
     build:'Tokenize a source into DIR/train and DIR/validation; run it again to resume.'
     finish:'Write the manifests after all --shard builds, or with other limits.'
     show:'Print a document or a training window as text, as the model sees it.'
@@ -68,7 +62,6 @@ _shtab_canon_data_commands() {
 
 _shtab_canon_eval_commands() {
   local _commands=(
-    bench:'Measure our runner and lm_eval'"'"'s own on the same export.'
     compare:'What differs between two runs.'
     report:'Scores and verdicts of runs as one html page.'
     run:'Evaluate checkpoints on some suites, or on all.'
@@ -150,50 +143,6 @@ _shtab_canon_bench_all_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_bench_all_defaults_added=0
 
-_shtab_canon_bench_attention_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--flavor[size of the model (default\: 1b3 on a GPU, 8L512D on a CPU)]:flavor:"
-  "--position[(default\: nope)]:position:(rope nope alibi h_alibi partial_rope_a partial_rope_b partial_rope_c)"
-  "--layers[number of layers (default\: the flavor\'s)]:layers:"
-  "--dtype[(default\: bfloat16 on a GPU, else float32)]:dtype:(float32 bfloat16)"
-  "--micro-batch[rows (default\: by device)]:micro_batch:"
-  "--tokens[tokens per row (default\: by device)]:tokens:"
-  "--pairs[pairs of blocks (default\: 11)]:pairs:"
-  "--block-seconds[seconds per block (default\: 0.1)]:block_seconds:"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_attention_defaults_added=0
-
-_shtab_canon_bench_canon_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--flavor[size of the model (default\: 1b3 on a GPU, 8L512D on a CPU)]:flavor:"
-  "--position[(default\: rope)]:position:(rope nope alibi h_alibi partial_rope_a partial_rope_b partial_rope_c)"
-  "--layers[number of layers (default\: the flavor\'s)]:layers:"
-  "--dtype[(default\: bfloat16 on a GPU, else float32)]:dtype:(float32 bfloat16)"
-  "--backends[of reference, compiled, causal_conv1d, fla, triton (default\: all available)]:backends:"
-  "--micro-batch[rows (default\: by device)]:micro_batch:"
-  "--tokens[tokens per row (default\: by device)]:tokens:"
-  "--pairs[pairs of blocks (default\: 11)]:pairs:"
-  "--block-seconds[seconds per block (default\: 0.05)]:block_seconds:"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_canon_defaults_added=0
-
-_shtab_canon_bench_codegen_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--models[of nope, rope, partial_rope_a, partial_rope_b, partial_rope_c, nope_documents, rope_documents, rope_relu2, rope_standard_relu2, rope_standard_gelu, nope_qk_per_head, released_1b]:M:"
-  "--sets[Canon sets (default\: more for nope)]:SET:"
-  "--record[count all, and write kernels\/codegen.json and kernels\/CODEGEN.md]"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_codegen_defaults_added=0
-
 _shtab_canon_bench_generate_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--flavor[size of the model (default\: 1b3 on a GPU, 8L512D on a CPU)]:flavor:"
@@ -227,23 +176,6 @@ _shtab_canon_bench_memory_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_bench_memory_defaults_added=0
 
-_shtab_canon_bench_mixers_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--flavor[size of the model (default\: 1b3 on a GPU, 8L512D on a CPU)]:flavor:"
-  "--position[(default\: nope)]:position:(rope nope alibi h_alibi partial_rope_a partial_rope_b partial_rope_c)"
-  "--layers[number of layers (default\: the flavor\'s)]:layers:"
-  "--dtype[(default\: bfloat16 on a GPU, else float32)]:dtype:(float32 bfloat16)"
-  "--micro-batch[rows (default\: by device)]:micro_batch:"
-  "--tokens[tokens per row (default\: by device)]:tokens:"
-  "--pairs[pairs of blocks (default\: 7)]:pairs:"
-  "--block-seconds[seconds per block (default\: 0.3)]:block_seconds:"
-  "--lengths[tokens per row (default\: 1024 4096 16384)]:lengths:"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_mixers_defaults_added=0
-
 _shtab_canon_bench_step_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--unit[(default\: model on a GPU, block on a CPU)]:unit:(block model)"
@@ -262,17 +194,6 @@ _shtab_canon_bench_step_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_bench_step_defaults_added=0
-
-_shtab_canon_bench_trainer_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--config[(default\: train_configs\/quickstart.toml\; on a GPU train_configs\/nope_canon.toml --model.num_layers 6 --training.global_batch_size 6)]:config:_files"
-  "--repeats[blocks of each (default\: 30)]:repeats:"
-  "--steps[steps in a block (default\: 3)]:steps:"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_trainer_defaults_added=0
 
 _shtab_canon_bench_transformers_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -337,16 +258,6 @@ _shtab_canon_data_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_data_defaults_added=0
-
-_shtab_canon_data_bench_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--megabytes[maximum amount of text (default\: 96)]:N:"
-  "--repeats[measurements of each (default\: 3)]:N:"
-  "--json[also write the results to this file]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_data_bench_defaults_added=0
 
 _shtab_canon_data_build_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -438,19 +349,6 @@ _shtab_canon_eval_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_eval_defaults_added=0
 
-_shtab_canon_eval_bench_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--model[random weights of this size and variant (default\: Canon ABCD and no positions)]:FLAVOR[,FIELD=VALUE...]:"
-  "--checkpoint[a trained checkpoint instead]:RUN/checkpoint/step-N:_files"
-  "--repeats[measurements per case (3)]:repeats:"
-  "--scale[factor on the requests (default\: 1 on a CPU, 16 on a GPU)]:scale:"
-  "--cases[only these, such as hellaswag or jrt]:CASE:"
-  "--json[also write the figures to this file]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_eval_bench_defaults_added=0
-
 _shtab_canon_eval_compare_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--a[seeds of A, the baseline]:RUN:_files"
@@ -482,13 +380,13 @@ _shtab_canon_eval_report_defaults_added=0
 _shtab_canon_eval_run_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--checkpoint[RUN (its newest checkpoint), RUN\/checkpoint\/step-N, or an exported folder (with --out)]:RUN:_files"
-  "--suite[suites, tasks or groups listed by \`python -m eval tasks\`, a task\'s YAML, or all]:A,B:"
+  "--suite[suites, tasks or groups listed by \`canon eval tasks\`, a task\'s YAML, or all]:A,B:"
   "--limit[evaluate only the first N windows or items, as a trial]:limit:"
   "--out[folder of the results (default\: one per settings in RUN\/evals)]:out:_files"
   "--must_beat[validation\: exit with code 2 unless bits per byte are below this count model\'s]:must_beat:(unigram bigram)"
   "--data[folder of the run\'s shards if they were moved]:data:_files"
   "--held_out[validation\: score the text of this data_prep folder instead of the run\'s own]:DIR:_files"
-  "--staged[folder of \`python -m eval stage\` (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
+  "--staged[folder of \`canon eval stage\` (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
   "--max_length[maximum context in tokens (default\: training\'s seq_len\; babilong, birth-year\: 8192)]:max_length:"
   "--dtype[dtype of weights and compute (auto\: bfloat16 on a GPU, float32 on a CPU)]:dtype:(auto float32 bfloat16)"
   "--add_bos[begin each text with EOS\; training saw no BOS]"
@@ -531,7 +429,7 @@ _shtab_canon_eval_submit_options=(
   "--trust_task_files[use task files outside eval\/tasks, which are code, without a prompt]"
   "--data[folder of the run\'s shards if they were moved]:data:_files"
   "--held_out[validation\: score the text of this data_prep folder instead of the run\'s own]:DIR:_files"
-  "--staged[folder of \`python -m eval stage\` (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
+  "--staged[folder of \`canon eval stage\` (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
   "--max_length[maximum context in tokens (default\: training\'s seq_len\; babilong, birth-year\: 8192)]:max_length:"
   "--dtype[dtype of weights and compute (auto\: bfloat16 on a GPU, float32 on a CPU)]:dtype:(auto float32 bfloat16)"
   "--add_bos[begin each text with EOS\; training saw no BOS]"
@@ -627,7 +525,7 @@ _shtab_canon_playground_plan_options=(
   "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
   "--extend[add runs to an existing plan]"
   "--gpu[print the GPU-hours on this GPU, one per run\: a100, h100 or h200]:GPU:"
-  ":format\: canon_pretrain\/playground.py:_files"
+  ":format\: canon_pretrain\/boards\/board.py:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -636,7 +534,7 @@ _shtab_canon_playground_plan_defaults_added=0
 _shtab_canon_playground_report_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
-  ":format\: canon_pretrain\/playground.py:_files"
+  ":format\: canon_pretrain\/boards\/board.py:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -648,7 +546,7 @@ _shtab_canon_playground_run_options=(
   "--extend[add runs to an existing plan]"
   "--parallel[runs at once, one thread each (default\: one per GPU, else per available core)]:N:"
   "--race[stop arms that are worse than others at equal steps]"
-  ":format\: canon_pretrain\/playground.py:_files"
+  ":format\: canon_pretrain\/boards\/board.py:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -658,7 +556,7 @@ _shtab_canon_playground_status_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
   "--json[print JSON]"
-  ":format\: canon_pretrain\/playground.py:_files"
+  ":format\: canon_pretrain\/boards\/board.py:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -1093,14 +991,9 @@ _shtab_canon_bench() {
       curcontext="${curcontext%:*:*}:_shtab_canon_bench-$line[1]:"
       case $line[1] in
         all) _arguments -C -s $_shtab_canon_bench_all_options ;;
-        attention) _arguments -C -s $_shtab_canon_bench_attention_options ;;
-        canon) _arguments -C -s $_shtab_canon_bench_canon_options ;;
-        codegen) _arguments -C -s $_shtab_canon_bench_codegen_options ;;
         generate) _arguments -C -s $_shtab_canon_bench_generate_options ;;
         memory) _arguments -C -s $_shtab_canon_bench_memory_options ;;
-        mixers) _arguments -C -s $_shtab_canon_bench_mixers_options ;;
         step) _arguments -C -s $_shtab_canon_bench_step_options ;;
-        trainer) _arguments -C -s $_shtab_canon_bench_trainer_options ;;
         transformers) _arguments -C -s $_shtab_canon_bench_transformers_options ;;
       esac
   esac
@@ -1149,7 +1042,6 @@ _shtab_canon_data() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_canon_data-$line[1]:"
       case $line[1] in
-        bench) _arguments -C -s $_shtab_canon_data_bench_options ;;
         build) _arguments -C -s $_shtab_canon_data_build_options ;;
         finish) _arguments -C -s $_shtab_canon_data_finish_options ;;
         show) _arguments -C -s $_shtab_canon_data_show_options ;;
@@ -1177,7 +1069,6 @@ _shtab_canon_eval() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_canon_eval-$line[1]:"
       case $line[1] in
-        bench) _arguments -C -s $_shtab_canon_eval_bench_options ;;
         compare) _arguments -C -s $_shtab_canon_eval_compare_options ;;
         report) _arguments -C -s $_shtab_canon_eval_report_options ;;
         run) _arguments -C -s $_shtab_canon_eval_run_options ;;

@@ -147,7 +147,7 @@ def _close_pipe(process: Process) -> None:
 
 def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield (target, command) of each live export that the job's `metrics` section enables."""
-    base = [sys.executable, "-m", "canon_pretrain.run", "export"]
+    base = [sys.executable, "-m", "canon_pretrain", "run", "export"]
     last = [str(folder.resolve()), "--follow", "--beside_trainer"]
     if settings.enable_tensorboard:
         yield "tensorboard", [*base, "tensorboard", *last, f"--tb_folder={settings.save_tb_folder}"]
