@@ -1,10 +1,9 @@
-"""Show, score, describe and time the synthetic tasks."""
+"""Show, score and describe the synthetic tasks."""
 
 import argparse
 import json
 import sys
 import textwrap
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from canon_pretrain.synthetic.tasks import TASKS, build_task
 
 WIDTH = 100
 WORDS_SHOWN = 40
-BENCH_WINDOWS, BENCH_S = 64, 1.0
 QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
 
 
@@ -113,19 +111,6 @@ def _quantiles(lengths: Sequence[int] | np.ndarray) -> str:
     return f"mean {np.mean(lengths):,.1f}; {', '.join(parts)}"
 
 
-def bench(arguments: argparse.Namespace) -> None:
-    """Print the tokens per second of CPU time, in windows as the trainer reads them ahead."""
-    for task in [build_task(name, {}) for name in arguments.tasks or TASKS]:
-        task.windows(0, 0, BENCH_WINDOWS)
-        rounds, start = 0, time.process_time()
-        while time.process_time() - start < BENCH_S:
-            rounds += 1
-            task.windows(0, rounds * BENCH_WINDOWS, BENCH_WINDOWS)
-        tokens = rounds * BENCH_WINDOWS * task.seq_len
-        rate = tokens / (time.process_time() - start)
-        print(f"{task.name:8} {rate / 1e6:5.1f}M tokens/s per core", flush=True)
-
-
 def natural(text: str) -> int:
     """Parse an integer from 0 to 2**48 - 1, for argparse."""
     if not 0 <= (number := int(text)) < 1 << 48:
@@ -164,9 +149,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             sub.add_argument("--json", action="store_true", help="ids and loss_mask")
         if run is stats:
             sub.add_argument("--windows", type=positive, default=100, help="default 100")
-    sub = commands.add_parser("bench", help=bench.__doc__, description=bench.__doc__)
-    sub.set_defaults(run=bench)
-    sub.add_argument("tasks", metavar="TASK", nargs="*", help="default: all")
     given = list[str]()
     for word in sys.argv[1:] if argv is None else argv:
         # several settings may follow one --set, and a file may follow them
@@ -175,8 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         given.append(word)
     with command(prints=True):
         arguments = parser.parse_args(given)
-        if arguments.run is not bench:
-            arguments.task = build_task(arguments.task, dict(arguments.set or ()))
+        arguments.task = build_task(arguments.task, dict(arguments.set or ()))
         arguments.run(arguments)
     raise SystemExit(0)
 

@@ -22,7 +22,7 @@ COMMANDS = (
     "canon_pretrain.cluster.chain",
     "canon_pretrain.sample",
     "canon_pretrain.synthetic",
-    *(f"canon_pretrain.synthetic {name}" for name in ("show", "score", "stats", "bench")),
+    *(f"canon_pretrain.synthetic {name}" for name in ("show", "score", "stats")),
     "canon_pretrain.hf",
     *(f"canon_pretrain.hf {name}" for name in ("export", "push", "import")),
     "canon_pretrain.bench",
