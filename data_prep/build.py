@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.core.cli import positive
+from canon_pretrain.core.cli import command, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Progress, duration, size
 from canon_pretrain.data.hub import COMMIT
@@ -106,7 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     limits = Limits(arguments.max_documents, arguments.max_tokens)
     if arguments.unbuilt_of:
-        print_unbuilt(arguments, limits)
+        with command(prints=True):
+            print_unbuilt(arguments, limits)
         return
     names = "out source tokenizer workers files revision text_field text_suffixes eos".split()
     decisive = ("holdout", "bos", "max_line_bytes", "max_document_bytes")

@@ -61,7 +61,7 @@ class Request:
 
 
 def _parse_options(how: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_evaluation_options(parser)
     return parser.parse_args(list(how))
 

@@ -39,16 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--suite", default=ALL, help=f"{', '.join(SUITES)} or {ALL} (%(default)s)")
     about = f"the folder (default: ${staged.FOLDER_VARIABLE}, else {staged.DEFAULT_FOLDER})"
-    add("--to", type=Path, metavar="DIR", help=about)
+    add("--out", "--to", dest="to", type=Path, metavar="DIR", help=about)
     add("--only", nargs="+", metavar="KEY", help="only these data sets of the suite")
     about = f"use this commit of KEY's repository from now on; stored in DIR/{PINS}"
     add("--pin", nargs="+", default=[], metavar="KEY=COMMIT", help=about)
     about = "accept a different number of documents than the catalogue's"
-    add("--allow_count", "--allow-count", action="store_true", help=about)
+    add("--allow-count", action="store_true", help=about)
     add("--check", action="store_true", help="only verify the staged files' hashes; no network")
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Stage the chosen data sets, or verify them."""
     folder = staged.staged_folder(arguments.to)
     chosen = select_data_sets(arguments.suite, arguments.only)
@@ -154,7 +154,7 @@ def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
         raise UserError("stage.columns", f"{what}: {found}; choose another commit with {pin}")
     if not len(rows) or (not allow_count and len(rows) != data.documents):
         found = f"{len(rows):,} documents, expected {data.documents:,}"
-        message = f"{what}: {found}; choose another commit with {pin}, or give --allow_count"
+        message = f"{what}: {found}; choose another commit with {pin}, or give --allow-count"
         raise UserError("stage.documents", message)
     return _summary(staged.write_staged(folder, data.key, rows, revision=commit), data)
 

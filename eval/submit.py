@@ -44,35 +44,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs, or sweeps")
     add = parser.add_argument
-    add("--suites", metavar="A,B", help=f"suites, tasks or task files (default: {ALL})")
+    about = f"suites, tasks or task files (default: {ALL})"
+    add("--suite", "--suites", dest="suites", metavar="A,B", help=about)
     about = "steps that are multiples of N, and the last (default: every saved step)"
     add("--every", type=int, metavar="N", help=about)
     add("--local", action="store_true", help="run the evaluations here, one after the other")
     add("--once", action="store_true", help="submit what is due, and exit")
     add("--status", action="store_true", help="print a table of the evaluations' states")
     add("--json", action="store_true", help="print the states as JSON")
-    add("--is_finished", action="store_true", help="exit with code 0 if nothing is left, else 1")
+    add("--is-finished", action="store_true", help="exit with code 0 if nothing is left, else 1")
     about = f"jobs at a time over all these runs (default: {MAX_IN_FLIGHT}; with --local 1)"
-    add("--max_in_flight", type=int, metavar="K", help=about)
+    add("--max-in-flight", type=int, metavar="K", help=about)
     about = f"how often a failed job is submitted again (default: {schedules.DEFAULT_RETRIES})"
     add("--retries", type=int, metavar="R", help=about)
-    add("--interval_s", type=float, default=60.0, help="seconds between two polls (default: 60)")
+    add("--interval-s", type=float, default=60.0, help="seconds between two polls (default: 60)")
     about = "folder of the report (default: RUN/report; of several runs ./report)"
     add("--report", type=Path, metavar="DIR", help=about)
     add("--change", action="store_true", help="replace the options in schedule.json by those given")
     about = "a flag for each job, such as --sbatch=--partition=short (repeatable)"
     add("--sbatch", action="append", metavar="FLAG", help=about)
     about = "use task files outside eval/tasks, which are code, without a prompt"
-    add("--trust_task_files", action="store_true", help=about)
+    add("--trust-task-files", action="store_true", help=about)
     add_evaluation_options(parser.add_argument_group("passed on to `eval run`"))
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Watch the runs until all is evaluated, or print their states."""
     for name, least in (("max_in_flight", 1), ("retries", 0), ("every", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
-            message = f"--{name} {value}: expected at least {least}"
+            message = f"--{name.replace('_', '-')} {value}: expected at least {least}"
             raise UserError("eval.option_range", message, option=name)
     if not SCRIPTS.is_dir():
         message = f"{SCRIPTS} does not exist: install from the repository with pip install -e"
@@ -122,7 +123,7 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
         with contextlib.suppress(EOFError):
             answer = input(f"{what}. Let the jobs use it? [y/N] ")
     if answer.strip().lower() not in ("y", "yes"):
-        message = f"{what}. Read it, then give --trust_task_files"
+        message = f"{what}. Read it, then give --trust-task-files"
         raise UserError("submit.untrusted_task", message, files=files)
     arguments.trust_task_files = True
 
@@ -184,7 +185,7 @@ class Watcher:
                 late = {entry.step for entry in found if entry.state in ("waiting", *ACTIVE_STATES)}
                 if schedule.kept and len(late) > (bound := schedule.kept + schedule.max_held):
                     line = f"{len(late)} checkpoints wait, but the trainer keeps {bound}: raise "
-                    line += "--max_in_flight or --checkpoint.max_held"
+                    line += "--max-in-flight or --checkpoint.max_held"
                     self.log(f"{schedule.run.path}: {line}")
             is_stale = self._start_waiting(overview)
         if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
@@ -356,7 +357,7 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
     stalled = 0
     while True:
         if any(RunFolder(run).config_file.exists() for run in watcher.absent):
-            return execute(arguments)  # a run has started: add its schedule
+            return run(arguments)  # a run has started: add its schedule
         try:
             overview = watcher.poll()
         except UserError as error:

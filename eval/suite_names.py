@@ -18,7 +18,7 @@ from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.results import SUITES, VALIDATION
 
 ALL = "all"
-# lower limits of the default --max_length, so that contexts of 4,096 tokens fit
+# lower limits of the default --max-length, so that contexts of 4,096 tokens fit
 MIN_MAX_LENGTHS = {"babilong": 8192, "birth_year": 8192}
 # the suites' folders; the names of their task options begin with these
 FOLDERS = ("discriminative", "jrt", "babilong", "birth_year", "playground")
@@ -157,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grep", metavar="PATTERN", default="", help="only names that match")
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Print the names for `eval run --suite`, the kind and file of each."""
     try:
         pattern = re.compile(arguments.grep)

@@ -125,6 +125,6 @@ def check_fit(name: str, longest: int, *, answer_tokens: int, metadata: Mapping[
     if max_length is not None and longest + answer_tokens > max_length:
         needed = longest + answer_tokens
         message = f"{name}: prompts and answers of up to {needed} tokens exceed max_length "
-        message += f"{max_length}: give --max_length {needed}; for lm_eval, --model_args "
+        message += f"{max_length}: give --max-length {needed}; for lm_eval, --model_args "
         message += f"max_length={needed},max_position_embeddings={needed}"
         raise UserError("eval.prompt_too_long", message, expected=needed)

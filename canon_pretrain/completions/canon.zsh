@@ -12,7 +12,7 @@ _shtab_canon_commands() {
   local _commands=(
     bench:'speed and memory of models and kernels'
     checkpoint:'a run'"'"'s checkpoints'
-    completion:'print what a shell completes'
+    completion:'print what a shell completes: bash, zsh'
     data:'text to token shards'
     doctor:'what this machine has and lacks'
     eval:scores
@@ -42,9 +42,9 @@ _shtab_canon_bench_commands() {
 
 _shtab_canon_checkpoint_commands() {
   local _commands=(
-    list:'list checkpoints, by manifests and file sizes'
-    prune:'delete all but the newest K verified ones'
-    verify:'check the hash of every file; changes nothing'
+    list:'List checkpoints, by manifests and file sizes.'
+    prune:'Delete all but the newest K verified ones.'
+    verify:'Check the hash of every file; changes nothing.'
   )
   _describe 'canon checkpoint commands' _commands
 }
@@ -63,7 +63,7 @@ _shtab_canon_data_commands() {
 _shtab_canon_eval_commands() {
   local _commands=(
     compare:'What differs between two runs.'
-    report:'Scores and verdicts of runs as one html page.'
+    report:'Scores and verdicts of runs as one HTML page.'
     run:'Evaluate checkpoints on some suites, or on all.'
     stage:'Download the suites'"'"' data once, on a machine with network.'
     submit:'Evaluate the checkpoints of runs as training saves them. The request is stored in RUN/evals/schedule.json: later calls need no options.'
@@ -74,19 +74,19 @@ _shtab_canon_eval_commands() {
 
 _shtab_canon_hf_commands() {
   local _commands=(
-    export:'write a checkpoint as a folder for transformers'
-    import:'write a Hugging Face folder as a checkpoint'
-    push:'upload an export with a model card to the hub'
+    export:'Write a checkpoint as a folder for transformers.'
+    import:'Write a Hugging Face folder as a checkpoint.'
+    push:'Upload an export with a model card to the hub.'
   )
   _describe 'canon hf commands' _commands
 }
 
 _shtab_canon_playground_commands() {
   local _commands=(
-    plan:'write DIR/sweep.json and configs'
-    report:'write DIR/report.html, .json, .md'
-    run:'plan, and train what is not DONE'
-    status:'print the state of the runs'
+    plan:'Write DIR/sweep.json and configs.'
+    report:'Write DIR/report.html, .json, .md.'
+    run:'Plan, and train what is not DONE.'
+    status:'Print the state of the runs.'
   )
   _describe 'canon playground commands' _commands
 }
@@ -105,15 +105,14 @@ _shtab_canon_run_commands() {
 _shtab_canon_sweep_commands() {
   local _commands=(
     plan:'The first --section.key and all that follows is passed to every run.'
-    run:'train or resume one run'
-    table:'print the state of the runs'
+    run:'Train or resume one run.'
+    table:'Print the state of the runs.'
   )
   _describe 'canon sweep commands' _commands
 }
 
 _shtab_canon_synthetic_commands() {
   local _commands=(
-    bench:'Print the tokens per second of CPU time, in windows as the trainer reads them ahead.'
     score:'Print the numbers of right and wrong answers; those of the verdicts go to stderr.'
     show:'Print a window: one instance after another, with answers in brackets, or as JSON.'
     stats:'Print the ids of words, lengths, and shares, over some windows and instances.'
@@ -229,7 +228,7 @@ _shtab_canon_checkpoint_prune_options=(
   "--keep[1 or more]:K:"
   "--quarantine[also delete quarantined ones]"
   "--archive[also delete archived branches]"
-  "--dry_run[change nothing]"
+  "--dry-run[change nothing]"
   ":a run folder:_files"
 )
 
@@ -238,7 +237,7 @@ _shtab_canon_checkpoint_prune_defaults_added=0
 
 _shtab_canon_checkpoint_verify_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  ":a run folder:_files"
+  ":a run folder, or one of its checkpoints\: RUN\/checkpoint\/step-N:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -332,7 +331,7 @@ _shtab_canon_data_verify_defaults_added=0
 _shtab_canon_doctor_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--dir[where runs will be written (default\: this folder)]:DIR:_files"
-  "--no_train[skip the training check]"
+  "--no-train[skip the training check]"
   "--json[print JSON]"
   "--fake[run CONFIG on fake GPUs (a100, h100, h200)\: does it run, memory, waits of the host]:GPU:"
   "--world[fake GPUs (default\: 8)]:N:"
@@ -355,8 +354,8 @@ _shtab_canon_eval_compare_options=(
   "--b[seeds of B]:RUN:_files"
   "--step[compare at this step (default\: the last common one)]:step:"
   "*--suite[compare on this suite only (may be repeated)]:suite:"
-  "*--seed_sigma[known standard deviation over seeds\; TASK\:METRIC\=SIGMA for the log of a perplexity]:TASK=SIGMA:"
-  "--own_noise_only[estimate seed noise from these runs only, not from the paper]"
+  "*--seed-sigma[known standard deviation over seeds\; TASK\:METRIC\=SIGMA for the log of a perplexity]:TASK=SIGMA:"
+  "--own-noise-only[estimate seed noise from these runs only, not from the paper]"
   "--json[also write the rows to FILE]:FILE:_files"
   "(*)::two runs or sweeps, A the baseline\; or one sweep of two architectures:_files"
 )
@@ -367,8 +366,8 @@ _shtab_canon_eval_compare_defaults_added=0
 _shtab_canon_eval_report_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--baseline[the architecture, or one of its runs, to compare with (default\: the first run\'s)]:LABEL:"
-  "*--seed_sigma[known standard deviation over seeds\; TASK\:METRIC\=SIGMA for the log of a perplexity]:TASK=SIGMA:"
-  "--own_noise_only[estimate seed noise from these runs only, not from the paper]"
+  "*--seed-sigma[known standard deviation over seeds\; TASK\:METRIC\=SIGMA for the log of a perplexity]:TASK=SIGMA:"
+  "--own-noise-only[estimate seed noise from these runs only, not from the paper]"
   "--published[a clone of facebookresearch\/PhysicsLM4\: show the curves in its HTML beside the runs\']:CLONE:_files"
   "--out[folder of the page (default\: RUN\/report, or .\/report for several RUN)]:DIR:_files"
   "(*):runs, or sweeps:_files"
@@ -379,20 +378,20 @@ _shtab_canon_eval_report_defaults_added=0
 
 _shtab_canon_eval_run_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--checkpoint[RUN (its newest checkpoint), RUN\/checkpoint\/step-N, or an exported folder (with --out)]:RUN:_files"
   "--suite[suites, tasks or groups listed by \`canon eval tasks\`, a task\'s YAML, or all]:A,B:"
   "--limit[evaluate only the first N windows or items, as a trial]:limit:"
   "--out[folder of the results (default\: one per settings in RUN\/evals)]:out:_files"
-  "--must_beat[validation\: exit with code 2 unless bits per byte are below this count model\'s]:must_beat:(unigram bigram)"
+  "--must-beat[validation\: exit with code 2 unless bits per byte are below this count model\'s]:must_beat:(unigram bigram)"
   "--data[folder of the run\'s shards if they were moved]:data:_files"
-  "--held_out[validation\: score the text of this data_prep folder instead of the run\'s own]:DIR:_files"
+  "--held-out[validation\: score the text of this data_prep folder instead of the run\'s own]:DIR:_files"
   "--staged[folder of \`canon eval stage\` (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
-  "--max_length[maximum context in tokens (default\: training\'s seq_len\; babilong, birth-year\: 8192)]:max_length:"
+  "--max-length[maximum context in tokens (default\: training\'s seq_len\; babilong, birth-year\: 8192)]:max_length:"
   "--dtype[dtype of weights and compute (auto\: bfloat16 on a GPU, float32 on a CPU)]:dtype:(auto float32 bfloat16)"
-  "--add_bos[begin each text with EOS\; training saw no BOS]"
-  "--batch_tokens[tokens in a forward pass (default\: found once per device, then stored)]:N:"
+  "--add-bos[begin each text with EOS\; training saw no BOS]"
+  "--batch-tokens[tokens in a forward pass (default\: found once per device, then stored)]:N:"
   "--junk[birth-year\: text to hide the statements in (default\: the staged WikiText)]:FILE.txt:_files"
   "*--option[task option, see eval\/README.md (repeatable)]:NAME=VALUE:"
+  "(*)::RUN (its newest checkpoint), RUN\/checkpoint\/step-N, or an exported folder (with --out):_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -401,10 +400,10 @@ _shtab_canon_eval_run_defaults_added=0
 _shtab_canon_eval_stage_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--suite[discriminative, jrt, babilong or all (all)]:suite:"
-  "--to[the folder (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
+  {--out,--to}"[the folder (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
   "--only[only these data sets of the suite]:KEY:"
   "--pin[use this commit of KEY\'s repository from now on\; stored in DIR\/pins.json]:KEY=COMMIT:"
-  "--allow_count[accept a different number of documents than the catalogue\'s]"
+  "--allow-count[accept a different number of documents than the catalogue\'s]"
   "--check[only verify the staged files\' hashes\; no network]"
 )
 
@@ -413,27 +412,27 @@ _shtab_canon_eval_stage_defaults_added=0
 
 _shtab_canon_eval_submit_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--suites[suites, tasks or task files (default\: all)]:A,B:"
+  {--suite,--suites}"[suites, tasks or task files (default\: all)]:A,B:"
   "--every[steps that are multiples of N, and the last (default\: every saved step)]:N:"
   "--local[run the evaluations here, one after the other]"
   "--once[submit what is due, and exit]"
   "--status[print a table of the evaluations\' states]"
   "--json[print the states as JSON]"
-  "--is_finished[exit with code 0 if nothing is left, else 1]"
-  "--max_in_flight[jobs at a time over all these runs (default\: 8\; with --local 1)]:K:"
+  "--is-finished[exit with code 0 if nothing is left, else 1]"
+  "--max-in-flight[jobs at a time over all these runs (default\: 8\; with --local 1)]:K:"
   "--retries[how often a failed job is submitted again (default\: 2)]:R:"
-  "--interval_s[seconds between two polls (default\: 60)]:interval_s:"
+  "--interval-s[seconds between two polls (default\: 60)]:interval_s:"
   "--report[folder of the report (default\: RUN\/report\; of several runs .\/report)]:DIR:_files"
   "--change[replace the options in schedule.json by those given]"
   "*--sbatch[a flag for each job, such as --sbatch\=--partition\=short (repeatable)]:FLAG:"
-  "--trust_task_files[use task files outside eval\/tasks, which are code, without a prompt]"
+  "--trust-task-files[use task files outside eval\/tasks, which are code, without a prompt]"
   "--data[folder of the run\'s shards if they were moved]:data:_files"
-  "--held_out[validation\: score the text of this data_prep folder instead of the run\'s own]:DIR:_files"
+  "--held-out[validation\: score the text of this data_prep folder instead of the run\'s own]:DIR:_files"
   "--staged[folder of \`canon eval stage\` (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
-  "--max_length[maximum context in tokens (default\: training\'s seq_len\; babilong, birth-year\: 8192)]:max_length:"
+  "--max-length[maximum context in tokens (default\: training\'s seq_len\; babilong, birth-year\: 8192)]:max_length:"
   "--dtype[dtype of weights and compute (auto\: bfloat16 on a GPU, float32 on a CPU)]:dtype:(auto float32 bfloat16)"
-  "--add_bos[begin each text with EOS\; training saw no BOS]"
-  "--batch_tokens[tokens in a forward pass (default\: found once per device, then stored)]:N:"
+  "--add-bos[begin each text with EOS\; training saw no BOS]"
+  "--batch-tokens[tokens in a forward pass (default\: found once per device, then stored)]:N:"
   "--junk[birth-year\: text to hide the statements in (default\: the staged WikiText)]:FILE.txt:_files"
   "*--option[task option, see eval\/README.md (repeatable)]:NAME=VALUE:"
   "(*):runs, or sweeps:_files"
@@ -488,7 +487,7 @@ _shtab_canon_hf_push_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--private[create it private\; refuse one that is public]"
   "--revision[such as step-1000, created if missing (main)]:BRANCH:"
-  "--dry_run[show files and card\; use no network]"
+  "--dry-run[show files and card\; use no network]"
   "--dtype[float32]:dtype:(float32 bfloat16 float16)"
   "--tokenizer[the tokenizer, if it was moved]:PATH:_files"
   "--eos[end-of-text token, if its file does not name it]:TOKEN:"
@@ -632,10 +631,10 @@ _shtab_canon_sample_options=(
   "--compare[continuations side by side, with the losses of all tokens under both]:('A', 'B'):_files"
   "--prompt[what to continue (default\: a new text)]:TEXT:"
   "--file[read the prompt from it (-\: stdin), less one line end]:file:_files"
-  "--max_tokens[of an answer, at most (default\: 128)]:N:"
+  "--max-tokens[of an answer, at most (default\: 128)]:N:"
   "--temperature[0\: the likeliest token (default\: 0.8\; 0 on a synthetic task)]:T:"
-  "--top_k[of the K likeliest tokens (0\: all)]:K:"
-  "--top_p[of the likeliest with joint probability P (default\: 1)]:P:"
+  "--top-k[of the K likeliest tokens (0\: all)]:K:"
+  "--top-p[of the likeliest with joint probability P (default\: 1)]:P:"
   "--seed[of the draws\; sample k is the same for any --num (default\: 0)]:N:"
   "--num[samples of the prompt, in batches]:N:"
   "--json[an object per sample\: ids, text, log-probabilities (nats, at temperature 1)]"
@@ -659,7 +658,7 @@ _shtab_canon_sweep_plan_options=(
   "--configs[FILE.toml]:FILE.toml:_files"
   "--lr[default\: that of each config]:RATE:"
   "--seeds[default\: that of each config]:SEED:"
-  "--seed_of[what the seeds set (default\: both)]:seed_of:(init data both)"
+  "--seed-of[what the seeds set (default\: both)]:seed_of:(init data both)"
   "--extend[add runs to an existing plan]"
   "--gpu[print the GPU-hours on this GPU\: a100, h100 or h200]:GPU:"
   "--world[GPUs of a run (default\: 1)]:N:"
@@ -695,14 +694,6 @@ _shtab_canon_synthetic_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_synthetic_defaults_added=0
-
-_shtab_canon_synthetic_bench_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "(*)::default\: all:"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_synthetic_bench_defaults_added=0
 
 _shtab_canon_synthetic_score_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -741,7 +732,7 @@ _shtab_canon_train_options=(
   {--config,--job.config_file}"[path]:path:_files"
   {-h,--help}"[help]"
   "--help-all[help_all]"
-  "--dry_run[dry_run]"
+  "--dry-run[dry_run]"
   "--force[force]"
   "--gpu[gpu]:gpu:"
   "--world[world]:world:"
@@ -1200,7 +1191,6 @@ _shtab_canon_synthetic() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_canon_synthetic-$line[1]:"
       case $line[1] in
-        bench) _arguments -C -s $_shtab_canon_synthetic_bench_options ;;
         score) _arguments -C -s $_shtab_canon_synthetic_score_options ;;
         show) _arguments -C -s $_shtab_canon_synthetic_show_options ;;
         stats) _arguments -C -s $_shtab_canon_synthetic_stats_options ;;

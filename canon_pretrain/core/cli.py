@@ -20,11 +20,43 @@ EXIT_INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are UserErrors, with a code."""
+    """An ArgumentParser whose errors are UserErrors, with a code; `-` and `_` are one in options.
+
+    Options are not abbreviated: a later version might have another one that begins alike.
+    """
+
+    settings = ""
+    """An option of which several KEY=VALUE may follow, and a file after them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse words, sys.argv if None."""
+        words: list[str] = []
+        for word in map(self._declared, sys.argv[1:] if args is None else args):
+            if words[-2:-1] == [self.settings] and "=" in word and not word.startswith("-"):
+                words.append(self.settings)
+            words.append(word)
+        return super().parse_known_args(words, namespace)
+
+    def _declared(self, word: str) -> str:
+        """Return a word with its option, if it is one, as it was declared."""
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and name not in self._option_string_actions:
+            for option in self._option_string_actions:
+                if option.replace("_", "-") == name.replace("_", "-"):
+                    return f"{option}{equals}{value}"
+        return word
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
-        raise UserError("cli.usage", f"{message}. See {self.prog} --help", program=self.prog)
+        raise usage_error(self.prog, message)
+
+
+def usage_error(program: str, message: str) -> UserError:
+    """Return the error of words that a program does not accept."""
+    return UserError("cli.usage", f"{message}. See {program} --help", program=program)
 
 
 class _DroppingFile(io.FileIO):

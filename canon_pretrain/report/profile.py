@@ -176,22 +176,20 @@ class _Host:
         return outer
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "profile",
-        help="top kernels of a traced step, and its time by purpose",
-        description="Show the time of a traced step by purpose and kernel. Training with "
-        "--profiling.enable_profiling traces one step of every --profiling.profile_freq.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `canon run profile`."""
+    parser.description = (
+        "Show the time of a traced step by purpose and kernel. Training with "
+        "--profiling.enable_profiling traces one step of every --profiling.profile_freq."
     )
     add = parser.add_argument
     add("folder", type=Path, metavar="RUN", help="a run folder, or a trace file")
     add("--top", type=int, default=20, help="rows of the table (default 20)")
     add("--rank", type=int, default=0, help="rank of the trace (default 0)")
     add("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=main)
 
 
-def main(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the summary of one trace; return the exit code. Raises UserError."""
     path = find_trace(arguments.folder, arguments.rank)
     trace = read_trace(path)

@@ -29,7 +29,7 @@ PASS_TOKENS = {"cpu": 32, "cuda": 1024}
 # tokens per pass: beyond a CPU's caches it takes 1.9 times as long
 READ_TOKENS = {"cpu": 512}
 DEFAULT_GEN_TOKENS = 256
-OUT_OF_MEMORY_HINT = "out of device memory: lower --max_length or use --dtype bfloat16"
+OUT_OF_MEMORY_HINT = "out of device memory: lower --max-length or use --dtype bfloat16"
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
 
 Work = TypeVar("Work")
@@ -346,7 +346,7 @@ def generation_request(
     room = max_length - options["max_gen_toks"]
     if room < 1:
         message = f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt"
-        raise UserError("eval.max_length", f"{message}: raise --max_length", given=max_length)
+        raise UserError("eval.max_length", f"{message}: raise --max-length", given=max_length)
     until = tuple(stop for stop in options["until"] if stop)
     return GenerationRequest(tuple(tokens[-room:]), until, options["max_gen_toks"], temperature)
 

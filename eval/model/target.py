@@ -91,7 +91,7 @@ class EvalTarget:
         """The held-out shards; raises UserError if there are none."""
         if self.held_out is None:
             where = f"{self.checkpoint} in {self.train_shards.folder.parent}"
-            message = f"no held-out text for {where}: give --held_out, or build with --holdout"
+            message = f"no held-out text for {where}: give --held-out, or build with --holdout"
             raise UserError("eval.no_held_out", message)
         return self.held_out
 
@@ -102,7 +102,7 @@ class EvalTarget:
         _check_hash("tokenizer", shards.tokenizer_sha256, [train.tokenizer_sha256], wrong)
         if given is None and self.recorded_held_out:
             wrong = f"{shards.folder} is not the held-out text of {self.checkpoint}: restore it, "
-            wrong += f"or score this text with --held_out {shards.folder.parent}"
+            wrong += f"or score this text with --held-out {shards.folder.parent}"
             _check_hash("held_out", shards.fingerprint, self.recorded_held_out.split("+"), wrong)
 
     @property

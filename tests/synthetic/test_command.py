@@ -1,18 +1,18 @@
-"""`python -m canon_pretrain.synthetic`: show, score and stats."""
+"""`canon synthetic`: show, score and stats."""
 
+import contextlib
 import json
 
 import pytest
 
-from canon_pretrain.synthetic import __main__ as command
 from canon_pretrain.synthetic.tasks import TASKS, build_task
-from tests.support import error_codes
+from tests.support import canon_stage, error_codes
 
 
 def run(capsys, *arguments, code=0):
-    with pytest.raises(SystemExit) as stopped:
-        command.main([str(argument) for argument in arguments])
-    assert stopped.value.code == code
+    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as stopped:
+        canon_stage("synthetic")(arguments)
+    assert not code or stopped.value.code == code
     return capsys.readouterr()
 
 

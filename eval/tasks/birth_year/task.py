@@ -122,7 +122,7 @@ class FrozenSets:
                 found = f"prompts of up to {found.entry.max_tokens} tokens"
             left_out.setdefault(found, []).append(name)
         if not fitting:
-            message = f"no birth-year set fits max_length {max_length}: raise --max_length, even "
+            message = f"no birth-year set fits max_length {max_length}: raise --max-length, even "
             message += "beyond the training length"
             raise UserError("eval.max_length", message, given=max_length)
         return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]

@@ -18,7 +18,6 @@ DIR/report.html, .json and .md. No torch.
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,13 +38,9 @@ from canon_pretrain.cluster.sweep import (
 )
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
-    Parser,
     available_cores,
-    command,
     positive,
-    run_process,
 )
-from canon_pretrain.core.errors import EPILOG
 from canon_pretrain.core.lock import locked
 from canon_pretrain.report.status import ACTIVE_STATES
 
@@ -59,14 +54,44 @@ LOCK = ".playground.lock"
 RACE = "race.json"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run `canon playground`."""
-    with command(prints=True):
-        given = _parse(argv)
-        given.show(given)
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_board(parser)
+    parser.add_argument("--extend", action="store_true", help="add runs to an existing plan")
+    about = "print the GPU-hours on this GPU, one per run: a100, h100 or h200"
+    parser.add_argument("--gpu", metavar="GPU", help=about)
 
 
-def plan(given: argparse.Namespace) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_board(parser)
+    parser.add_argument("--extend", action="store_true", help="add runs to an existing plan")
+    about = "runs at once, one thread each (default: one per GPU, else per available core)"
+    parser.add_argument("--parallel", type=positive, metavar="N", help=about)
+    about = "stop arms that are worse than others at equal steps"
+    parser.add_argument("--race", action="store_true", help=about)
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_board(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_board(parser)
+
+
+def _add_board(parser: argparse.ArgumentParser) -> None:
+    about = "format: canon_pretrain/boards/board.py"
+    parser.add_argument("board", type=Path, metavar="BOARD.toml", help=about)
+    about = "folder of the runs (default: outputs/boards/BOARD)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=about)
+
+
+def _folder(given: argparse.Namespace) -> Path:
+    """Return the folder of the runs."""
+    return given.out or Path("outputs", "boards", given.board.stem)
+
+
+def run_plan(given: argparse.Namespace) -> None:
     """Write or extend the plan, and print its size."""
     sweep = _plan(given)
     if given.gpu:
@@ -74,28 +99,30 @@ def plan(given: argparse.Namespace) -> None:
 
 
 def _plan(given: argparse.Namespace) -> Sweep:
-    sweep, num_new = plan_board(read_board(given.board), given.out, extend=given.extend)
-    print(f"{given.out}: {len(sweep.runs)} runs, {num_new} of them new")
+    folder = _folder(given)
+    sweep, num_new = plan_board(read_board(given.board), folder, extend=given.extend)
+    print(f"{folder}: {len(sweep.runs)} runs, {num_new} of them new")
     return sweep
 
 
-def run(given: argparse.Namespace) -> None:
+def run_run(given: argparse.Namespace) -> None:
     """Plan, train all runs that are not DONE, and print the table; exit with 1 if one failed."""
     sweep = _plan(given)
-    with locked(given.out / LOCK, f"the board {given.out}"):
-        (board, sweep), stopped = read_plan(given.out), _stopped(given.out)
+    folder = _folder(given)
+    with locked(folder / LOCK, f"the board {folder}"):
+        (board, sweep), stopped = read_plan(folder), _stopped(folder)
         left = dataclasses.replace(sweep, runs=[x for x in sweep.runs if x.name not in stopped])
         race = None
         if given.race:
             from canon_pretrain.boards.race import BoardRace
 
-            race = BoardRace(given.out, race_entries(board, sweep))
+            race = BoardRace(folder, race_entries(board, sweep))
         gpus = visible_gpus()
         parallel = given.parallel or len(gpus) or available_cores()
-        driver = Driver(left, given.out, parallel, race, gpus=gpus)
+        driver = Driver(left, folder, parallel, race, gpus=gpus)
         driver.train()
-    show_table(_rows(given.out))
-    report(given)
+    show_table(_rows(folder))
+    run_report(given)
     if driver.stops:
         print("stopped: the same command continues")
         raise SystemExit(EXIT_INTERRUPTED)
@@ -154,86 +181,39 @@ def _rows(folder: Path) -> list[Row]:
     return rows
 
 
-def status(given: argparse.Namespace) -> None:
-    rows = _rows(given.out)
+def run_status(given: argparse.Namespace) -> None:
+    rows = _rows(_folder(given))
     if given.json:
         print_rows(rows)
     else:
         show_table(rows)
 
 
-def report(given: argparse.Namespace) -> None:
+def run_report(given: argparse.Namespace) -> None:
     """Write the page of the planned board, and print what is decided and the page's path."""
     from canon_pretrain.boards.content import write_page
     from canon_pretrain.boards.race import read_race
     from canon_pretrain.boards.results import BoardPlan, BoardRun
     from canon_pretrain.stats import cells as statistics  # scipy takes a while to import
 
-    board, sweep = read_plan(given.out)
+    folder = _folder(given)
+    board, sweep = read_plan(folder)
     settings = {run.config: board.places[Path(run.config).stem][0] for run in sweep.runs}
     promises = {path: promised_by(board, setting) for path, setting in settings.items()}
-    check_promises(dataclasses.replace(sweep, promises=promises), given.out, promises)
-    failures, problems = read_failures(given.out), dict[str, str]()
+    check_promises(dataclasses.replace(sweep, promises=promises), folder, promises)
+    failures, problems = read_failures(folder), dict[str, str]()
     runs = []
     for run in sweep.runs:
         setting, arm = board.places[Path(run.config).stem]
         problem = failures.get(run.name, "")
         runs.append(BoardRun(run.name, setting, arm, run.learning_rate, run.seed or 0, problem))
-        problems |= {run.name: other} if (other := sweep.other_plan(run, given.out)) else {}
+        problems |= {run.name: other} if (other := sweep.other_plan(run, folder)) else {}
     tasks = {setting: board.tasks[name].score for setting, (name, _) in board.settings.items()}
     claims = [statistics.Claim(**asdict(claim)) for claim in board.claims]
     reference = asdict(board.reference) if board.reference else None
-    race = asdict(read_race(given.out))
+    race = asdict(read_race(folder))
     raced = {"stops": race["stops"], "orders": race["orders"], "share": race["share"]}
-    named = (given.out, given.board.stem, [*board.arms], tasks, runs, claims)
+    named = (folder, given.board.stem, [*board.arms], tasks, runs, claims)
     plan = BoardPlan(*named, reference=reference, others=problems, **raced)
     for line in write_page(plan, datetime.now(UTC)):
         print(line)
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="canon playground",
-        description="Compare architectures on tasks: plan a board, train its runs, show them.",
-        epilog=EPILOG,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    shared = Parser(add_help=False)
-    shared.add_argument(
-        "board", type=Path, metavar="BOARD.toml", help="format: canon_pretrain/boards/board.py"
-    )
-    about = "folder of the runs (default: outputs/boards/BOARD)"
-    shared.add_argument("--out", type=Path, metavar="DIR", help=about)
-    planned = Parser(add_help=False, parents=[shared])
-    planned.add_argument("--extend", action="store_true", help="add runs to an existing plan")
-    first = commands.add_parser(
-        "plan", help="write DIR/sweep.json and configs", parents=[planned], allow_abbrev=False
-    )
-    about = "print the GPU-hours on this GPU, one per run: a100, h100 or h200"
-    first.add_argument("--gpu", metavar="GPU", help=about)
-    first.set_defaults(show=plan)
-    second = commands.add_parser(
-        "run", help="plan, and train what is not DONE", parents=[planned], allow_abbrev=False
-    )
-    about = "runs at once, one thread each (default: one per GPU, else per available core)"
-    second.add_argument("--parallel", type=positive, metavar="N", help=about)
-    about = "stop arms that are worse than others at equal steps"
-    second.add_argument("--race", action="store_true", help=about)
-    second.set_defaults(show=run)
-    third = commands.add_parser(
-        "status", help="print the state of the runs", parents=[shared], allow_abbrev=False
-    )
-    third.add_argument("--json", action="store_true", help="print JSON")
-    third.set_defaults(show=status)
-    fourth = commands.add_parser(
-        "report", help="write DIR/report.html, .json, .md", parents=[shared], allow_abbrev=False
-    )
-    fourth.set_defaults(show=report)
-    given = parser.parse_args(argv)
-    given.out = given.out or Path("outputs", "boards", given.board.stem)
-    return given
-
-
-if __name__ == "__main__":
-    run_process(main)
