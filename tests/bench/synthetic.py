@@ -1,4 +1,4 @@
-"""Tokens per second of CPU time that each synthetic task makes, in windows as the trainer reads them ahead."""
+"""Tokens per second of CPU time of each synthetic task, in windows as the trainer reads them."""
 
 import argparse
 import time
