@@ -26,7 +26,6 @@ that the trainer does not wait for the disk. NaN and infinities, which JSON lack
 """
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -107,12 +106,10 @@ class RunLog:
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             os.close(self._descriptor)
             raise UnreadableFile(path, "is not a regular file")
-        self._end_torn_line()
-
-    def _end_torn_line(self) -> None:
+        # else the next line would be lost with one that a crash has truncated
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")  # else the next line would be lost with it
+            os.write(self._descriptor, b"\n")
 
     def write(self, event: str, **fields: Any) -> None:
         """Queue one event with its UTC time; non-finite floats become strings."""
@@ -141,34 +138,8 @@ class RunLog:
         return self._writing.wait(timeout_s) and not self._unwritten
 
     def _write_waiting(self) -> None:
-        if self._unwritten and self._may_write():
-            self._follow_path()
-            self._append()
-
-    def _follow_path(self) -> None:
-        """Switch to the current file at `path` if it was replaced; rewrite it if it was removed."""
-        with contextlib.suppress(OSError):  # keep the open file; the next event retries
-            is_there = os.path.lexists(self.path)
-            if is_there and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
-                return
-            facts = _read_facts(self.path)
-            if (facts and facts.run_id) != self._head.get("run_id"):
-                return  # another launch archived this log and its run.json
-            if not is_there:
-                size = os.fstat(self._descriptor).st_size
-                files.write_atomic(self.path, os.pread(self._descriptor, size, 0))
-            self._open_anew()
-            self._end_torn_line()
-            what = "replaced: continuing in the new file" if is_there else "removed: rewritten"
-            logger.warning(f"{self.path} was {what}")
-
-    def _open_anew(self) -> None:
-        with contextlib.suppress(OSError):
-            descriptor = os.open(self.path, OPEN_FLAGS, 0o644)
-            os.dup2(descriptor, self._descriptor, inheritable=False)
-            os.close(descriptor)
-
-    def _append(self) -> None:
+        if not self._unwritten or not self._may_write():
+            return
         try:
             while content := bytes(self._unwritten):
                 done = os.write(self._descriptor, content)
@@ -177,8 +148,6 @@ class RunLog:
         except OSError as error:
             if not self._is_full:
                 logger.warning(f"{self.path}: {error.strerror}; keeping lines in memory")
-            if error.errno == errno.ESTALE:  # the NFS server restarted
-                self._open_anew()
         self._is_full = bool(self._unwritten)
 
     def close(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:

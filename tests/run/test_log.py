@@ -179,18 +179,15 @@ def test_superseded_events_are_dropped_in_any_order(tmp_path, seed):
     assert read_log(path) == read_tail(path, until=None) == _superseded_by_hand(events)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
-def test_lines_that_cannot_be_written_are_written_later(number, tmp_path, caplog):
+def test_lines_that_cannot_be_written_are_written_later(tmp_path, caplog):
     log = RunLog(tmp_path / "log.jsonl")
     log.write("start", world_size=1)
     assert log.flush()
-    refuse = mock.patch("os.write", side_effect=OSError(number, os.strerror(number)))
+    refuse = mock.patch("os.write", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with refuse:
         for step in (1, 2):
             log.write("step", step=step)
             assert not log.flush()
-    if number == errno.ESTALE:  # the descriptor is stale: the file is reopened
-        assert os.path.exists(f"/proc/self/fd/{log._descriptor}")
     log.write("step", step=3)
     assert log.flush() and steps(log.path) == [1, 2, 3]
     with refuse:
@@ -199,30 +196,6 @@ def test_lines_that_cannot_be_written_are_written_later(number, tmp_path, caplog
     log.close()  # twice does no harm
     assert steps(log.path) == [1, 2, 3]
     assert len(caplog.records) == 3, "twice full, and one line lost"
-
-
-def test_a_removed_or_replaced_log_is_continued(tmp_path, caplog):
-    """`rm log.jsonl` or `sed -i` in training. A log that a fresh start archived is left alone."""
-    log, run_file = RunLog(tmp_path / "log.jsonl"), tmp_path / "run.json"
-
-    def write(step):
-        log.write("step", step=step)
-        assert log.flush()
-
-    write(1)
-    log.path.unlink()
-    write(2)
-    write(3)
-    assert steps(log.path) == [1, 2, 3] and len(caplog.records) == 1
-    log.path.rename(tmp_path / "old")
-    log.path.write_text('{"event": "step", "step": 7}\n{"torn')
-    write(8)
-    assert len(caplog.records) == 2 and steps(log.path) == [7, 8]
-    run_file.write_text('{"run_id": "another", "created": "t", "launches": 1}')
-    log.path.rename(tmp_path / "archived")
-    write(9)
-    log.close()
-    assert not log.path.exists() and steps(tmp_path / "archived") == [7, 8, 9]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
