@@ -110,10 +110,11 @@ class Attend(nn.Module):
         rows = None if segments_BS is None else segments_BS.shape[0]
         if name == "flex" and whole:
             heads = num_heads if windowed else None
-            sizes = rows, heads, num_queries, num_keys
             on_cpu = device.type == "cpu"
             create = create_block_mask if on_cpu else _compiled(create_block_mask)
-            block_mask: BlockMask = create(mask_mod, *sizes, device=device.type)
+            block_mask: BlockMask = create(
+                mask_mod, rows, heads, num_queries, num_keys, device=device.type
+            )
             return block_mask
         if segments_BS is None and not windowed and (whole or num_queries == 1):
             return None
