@@ -65,8 +65,10 @@ def run(arguments: argparse.Namespace) -> None:
     if temperature is None:
         temperature = 0.0 if first.has_ids else TEMPERATURE
         if first.has_ids and (arguments.top_k or arguments.top_p < 1):
-            text = "a synthetic task is sampled at temperature 0: give --temperature as well"
-            raise UserError("sample.temperature", text)
+            raise UserError(
+                "sample.temperature",
+                "a synthetic task is sampled at temperature 0: give --temperature as well",
+            )
     settings = Settings(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     limit, num = arguments.max_tokens, arguments.num or 1
     is_plain = prompt is None and arguments.num is None and not arguments.json
@@ -101,11 +103,18 @@ def read_prompt(file: Path | None) -> str | None:
         else:
             text = sys.stdin.read(MAX_PROMPT + 1)
     except UnicodeDecodeError as error:
-        message = f"{file or STDIN} is not UTF-8: {error.reason} at byte {error.start}"
-        raise UserError("sample.not_utf8", message, path=file) from None
+        raise UserError(
+            "sample.not_utf8",
+            f"{file or STDIN} is not UTF-8: {error.reason} at byte {error.start}",
+            path=file,
+        ) from None
     if len(text) > MAX_PROMPT:
-        message = f"{file or STDIN} has more than {MAX_PROMPT:,} characters: no model reads so many"
-        raise UserError("sample.prompt_too_long", message, path=file, expected=MAX_PROMPT)
+        raise UserError(
+            "sample.prompt_too_long",
+            f"{file or STDIN} has more than {MAX_PROMPT:,} characters: no model reads so many",
+            path=file,
+            expected=MAX_PROMPT,
+        )
     text = text.removesuffix("\n")
     return text if file else text or None
 

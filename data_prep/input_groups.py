@@ -158,9 +158,11 @@ def worker_pool(workers: int, counts: Any = None) -> Iterator[ProcessPoolExecuto
         try:
             yield pool
         except BrokenProcessPool:
-            message = "a worker process was killed (out of memory?); run the same command again, "
-            message += "which resumes, perhaps with fewer --workers"
-            raise UserError("data.worker_killed", message) from None
+            raise UserError(
+                "data.worker_killed",
+                "a worker process was killed (out of memory?); run the same command again, "
+                "which resumes, perhaps with fewer --workers",
+            ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

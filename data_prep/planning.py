@@ -46,13 +46,19 @@ class TokenizerRequest:
         if not text.startswith("train:"):
             return cls("file", given=Tokenizer.load(Path(text), eos=eos))
         if eos is not None:
-            message = f"--eos {eos!r}: a trained tokenizer has its own; do not give --eos"
-            raise UserError("option.conflict", message, option="--eos")
+            raise UserError(
+                "option.conflict",
+                f"--eos {eos!r}: a trained tokenizer has its own; do not give --eos",
+                option="--eos",
+            )
         try:
             return cls(text, vocab_size=int(text.removeprefix("train:")))
         except ValueError:
-            message = f"--tokenizer {text!r}: expected train:N, such as train:2048, or a path"
-            raise UserError("option.invalid", message, option="--tokenizer") from None
+            raise UserError(
+                "option.invalid",
+                f"--tokenizer {text!r}: expected train:N, such as train:2048, or a path",
+                option="--tokenizer",
+            ) from None
 
 
 def prepare_plan(
@@ -93,9 +99,11 @@ def prepare_plan(
         tokenizer = tokenizer or _train_on(selection, plan.options, request)
         path = out / tokenizer.file_name
         if tokenizer.sha256 != plan.tokenizer.sha256:
-            message = f"{path}: is missing, and training does not reproduce the plan's (another "
-            message += "version of sentencepiece?); build into a new folder"
-            raise UserError("tokenizer.other_version", message)
+            raise UserError(
+                "tokenizer.other_version",
+                f"{path}: is missing, and training does not reproduce the plan's (another "
+                "version of sentencepiece?); build into a new folder",
+            )
         write_atomic(path, tokenizer.model)
     return plan, load_tokenizer(out, plan.tokenizer)
 
@@ -166,8 +174,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
     # "INTERNAL: src/file.cc(12) [(condition)] The reason."
     reason = str(cause).rpartition("] ")[2].strip() or "there is no text to train on"
-    message = f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}"
-    raise UserError("tokenizer.training", message, reason=reason)
+    raise UserError(
+        "tokenizer.training",
+        f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}",
+        reason=reason,
+    )
 
 
 def _without(lines: Iterable[str], characters: Iterable[str]) -> Iterator[str]:

@@ -85,8 +85,9 @@ def open_tasks(
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             if isinstance(error, ConnectionError):
                 reason += ". Load its data on a machine with network, with HF_HOME on a shared disk"
-            message = f"{path}: this task file does not load: {reason}"
-            raise UserError("eval.task_file", message, path=path) from error
+            raise UserError(
+                "eval.task_file", f"{path}: this task file does not load: {reason}", path=path
+            ) from error
 
 
 def _loader(

@@ -100,8 +100,9 @@ def read_request(run: Path, *, change: bool = False) -> Request | None:
     except UnreadableFile as error:
         if error.is_missing or change:
             return None
-        message = f"{error}: replace it with --change and all options"
-        raise UserError("schedule.damaged", message) from None
+        raise UserError(
+            "schedule.damaged", f"{error}: replace it with --change and all options"
+        ) from None
 
 
 def update_request(
@@ -118,9 +119,12 @@ def update_request(
         if known is not None and request != known and not change:
             before = {name: getattr(known, name) for name in given}
             name = next(name for name in given if before[name] != given[name])
-            message = f"{path} has {name} = {before[name]!r}, given {given[name]!r}: omit the "
-            message += "options to keep it, or replace it with --change"
-            raise UserError("schedule.changed", message, field=name)
+            raise UserError(
+                "schedule.changed",
+                f"{path} has {name} = {before[name]!r}, given {given[name]!r}: omit the "
+                "options to keep it, or replace it with --change",
+                field=name,
+            )
         if keep and request != known:
             write_json(path, asdict(request))
     return request
@@ -151,8 +155,12 @@ class Schedule:
         last, interval = int(training.get("steps", 0)), int(checkpoint.get("interval", 1))
         every = request.every or interval
         if every < 1 or every % interval:
-            message = f"--every {request.every}: expected a multiple of {path}'s {interval} steps"
-            raise UserError("schedule.every", message, given=request.every, expected=interval)
+            raise UserError(
+                "schedule.every",
+                f"--every {request.every}: expected a multiple of {path}'s {interval} steps",
+                given=request.every,
+                expected=interval,
+            )
         self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
         self._is_settled = False
 
@@ -283,8 +291,9 @@ def start_job(leases: Leases, job: str, lease_id: str | None, restarts: int) -> 
 def check_work(words: Sequence[str]) -> None:
     """Raise UserError if `eval run` would refuse these arguments of slurm/eval.sh in a job."""
     if len(words) < 2 or words[0].startswith("-") or words[1].startswith("-"):
-        message = "expected RUN/checkpoint/step-N and SUITE; see bash slurm/eval.sh --help"
-        raise UserError("slurm.usage", message)
+        raise UserError(
+            "slurm.usage", "expected RUN/checkpoint/step-N and SUITE; see bash slurm/eval.sh --help"
+        )
     parser = Parser(prog="slurm/eval.sh")
     add_arguments(parser)
     given, suite, *options = words
@@ -299,8 +308,11 @@ def check_work(words: Sequence[str]) -> None:
         if faults:
             raise DamagedCheckpoint("checkpoint.damaged", f"{checkpoint}: {faults[0]}")
     elif not checkpoint.is_dir():
-        message = f"{given} does not exist: expected RUN/checkpoint/step-N"
-        raise UserError("checkpoint.none", message, path=checkpoint)
+        raise UserError(
+            "checkpoint.none",
+            f"{given} does not exist: expected RUN/checkpoint/step-N",
+            path=checkpoint,
+        )
 
 
 def main(argv: list[str] | None = None) -> None:

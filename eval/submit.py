@@ -72,11 +72,15 @@ def execute(arguments: argparse.Namespace) -> None:
     for name, least in (("max_in_flight", 1), ("retries", 0), ("every", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
-            message = f"--{name} {value}: expected at least {least}"
-            raise UserError("eval.option_range", message, option=name)
+            raise UserError(
+                "eval.option_range", f"--{name} {value}: expected at least {least}", option=name
+            )
     if not SCRIPTS.is_dir():
-        message = f"{SCRIPTS} does not exist: install from the repository with pip install -e"
-        raise UserError("submit.no_scripts", message, path=SCRIPTS)
+        raise UserError(
+            "submit.no_scripts",
+            f"{SCRIPTS} does not exist: install from the repository with pip install -e",
+            path=SCRIPTS,
+        )
     named = [Path(os.path.abspath(run)) for run in arguments.runs]
     runs = [*dict.fromkeys(named_runs(named, planned=True))]
     # runs of a throttled sweep may start days after others, whose checkpoints can't wait
@@ -122,8 +126,9 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
         with contextlib.suppress(EOFError):
             answer = input(f"{what}. Let the jobs use it? [y/N] ")
     if answer.strip().lower() not in ("y", "yes"):
-        message = f"{what}. Read it, then give --trust_task_files"
-        raise UserError("submit.untrusted_task", message, files=files)
+        raise UserError(
+            "submit.untrusted_task", f"{what}. Read it, then give --trust_task_files", files=files
+        )
     arguments.trust_task_files = True
 
 
@@ -131,8 +136,10 @@ def _queue(*, needed: bool) -> Slurm:
     """Return the Slurm queue; an empty one if Slurm does not answer and is not `needed`."""
     slurm = Slurm()
     if needed and not slurm.is_available():
-        message = "no Slurm here (sbatch, squeue, scontrol): give --local, or use a login node"
-        raise UserError("submit.no_slurm", message)
+        raise UserError(
+            "submit.no_slurm",
+            "no Slurm here (sbatch, squeue, scontrol): give --local, or use a login node",
+        )
     try:
         slurm.refresh()
     except UserError:
@@ -183,8 +190,10 @@ class Watcher:
                 schedule.update_holds(found)
                 late = {entry.step for entry in found if entry.state in ("waiting", *ACTIVE_STATES)}
                 if schedule.kept and len(late) > (bound := schedule.kept + schedule.max_held):
-                    line = f"{len(late)} checkpoints wait, but the trainer keeps {bound}: raise "
-                    line += "--max_in_flight or --checkpoint.max_held"
+                    line = (
+                        f"{len(late)} checkpoints wait, but the trainer keeps {bound}: raise "
+                        "--max_in_flight or --checkpoint.max_held"
+                    )
                     self.log(f"{schedule.run.path}: {line}")
             is_stale = self._start_waiting(overview)
         if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
@@ -227,8 +236,10 @@ class Watcher:
                 text = f"{schedule.run.path}: no launch trains it, {where}; once it is resumed, "
                 self.log(text + "the same command evaluates the rest")
         if not any(schedule.steps for schedule in self.schedules):
-            message = "no checkpoint to evaluate, and no launch that would save one"
-            raise UserError("submit.no_checkpoint", message)
+            raise UserError(
+                "submit.no_checkpoint",
+                "no checkpoint to evaluate, and no launch that would save one",
+            )
 
     def _is_evaluated(self, overview: Overview) -> bool:
         return not self.absent and all(s.is_finished(found) for s, found in overview)

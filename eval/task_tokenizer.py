@@ -38,8 +38,10 @@ def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
     """Return the tokenizer that a task's metadata names, a data folder's or an export's."""
     given = metadata.get("tokenizer") or metadata.get("pretrained")
     if not given:
-        message = f"this task needs the evaluated model's tokenizer: {TOKENIZER_HINT}"
-        raise UserError("eval.task_tokenizer", message)
+        raise UserError(
+            "eval.task_tokenizer",
+            f"this task needs the evaluated model's tokenizer: {TOKENIZER_HINT}",
+        )
     path = Path(str(given)).expanduser()
     if path.exists() and not (path / HF_CONFIG).is_file():
         return _of_data(path)
@@ -124,7 +126,10 @@ def check_fit(name: str, longest: int, *, answer_tokens: int, metadata: Mapping[
     max_length = known_max_length(metadata)
     if max_length is not None and longest + answer_tokens > max_length:
         needed = longest + answer_tokens
-        message = f"{name}: prompts and answers of up to {needed} tokens exceed max_length "
-        message += f"{max_length}: give --max_length {needed}; for lm_eval, --model_args "
-        message += f"max_length={needed},max_position_embeddings={needed}"
-        raise UserError("eval.prompt_too_long", message, expected=needed)
+        raise UserError(
+            "eval.prompt_too_long",
+            f"{name}: prompts and answers of up to {needed} tokens exceed max_length "
+            f"{max_length}: give --max_length {needed}; for lm_eval, --model_args "
+            f"max_length={needed},max_position_embeddings={needed}",
+            expected=needed,
+        )

@@ -471,8 +471,10 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
             progress.update(share, f"training check: step {last} of {STEPS}, {where}")
             return last
 
-        options = f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
-        options += "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5"
+        options = (
+            f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
+            "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5"
+        )
         words = ["canon_pretrain.train", "--config", str(CONFIG), *options.split()]
         start = time.monotonic()
         problem = _run(
@@ -571,8 +573,9 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: in
             state = "note"
             remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
     rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
-    text = f"{where}: right sums{rate}; "
-    text += f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    text = (
+        f"{where}: right sums{rate}; matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    )
     several = "training on several ranks"
     return judge("all-reduce", text, problem, several, remedy, state, **speeds)
 

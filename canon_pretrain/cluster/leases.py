@@ -121,8 +121,9 @@ class Slurm:
         except FileNotFoundError:
             return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: not found")
         except subprocess.TimeoutExpired:
-            text = f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
-            raise SlurmTimeout("slurm.timeout", text) from None
+            raise SlurmTimeout(
+                "slurm.timeout", f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
+            ) from None
 
 
 class NoQueue(Slurm):

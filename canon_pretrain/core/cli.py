@@ -117,8 +117,11 @@ def check_encoding() -> None:
     """Raise UserError unless Python's text files are UTF-8, as torch's and a run's are."""
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
-        text = f"the locale's encoding is {encoding}, not UTF-8: set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
-        raise UserError("cli.encoding", text, given=encoding)
+        raise UserError(
+            "cli.encoding",
+            f"the locale's encoding is {encoding}, not UTF-8: set PYTHONUTF8=1 or LC_ALL=C.UTF-8",
+            given=encoding,
+        )
 
 
 @contextlib.contextmanager

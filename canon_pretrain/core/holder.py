@@ -38,8 +38,12 @@ def read_count(environ: Mapping[str, str], name: str) -> int:
     """Return the integer in an environment variable, 0 if unset. Raises UserError."""
     value = environ.get(name) or "0"
     if not (value.isascii() and value.isdigit()):
-        text = f"{name} = {value!r} in the environment: expected a number; unset it"
-        raise UserError("env.not_a_number", text, name=name, given=value)
+        raise UserError(
+            "env.not_a_number",
+            f"{name} = {value!r} in the environment: expected a number; unset it",
+            name=name,
+            given=value,
+        )
     return int(value)
 
 

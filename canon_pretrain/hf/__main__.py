@@ -63,8 +63,11 @@ def _push(
     push.check_name(repo)
     is_export = (checkpoint / RECORD).is_file()
     if is_export and any([dtype, license_id, *options.values()]):
-        text = f"{checkpoint} is an export, pushed as it is: give such options to `export`"
-        raise UserError("option.conflict", text, path=checkpoint)
+        raise UserError(
+            "option.conflict",
+            f"{checkpoint} is an export, pushed as it is: give such options to `export`",
+            path=checkpoint,
+        )
     if not dry_run:
         repo = push.full_name(repo)
     with tempfile.TemporaryDirectory(prefix="canon-push-") as scratch:

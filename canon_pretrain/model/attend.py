@@ -93,8 +93,12 @@ class Attend(nn.Module):
         name = self.implementation(device.type, masked=segments_BS is not None)
         if name == "flash_attn":
             if segments_BS is not None:
-                message = f'attention_backend = "{name}" supports no padding; choose "auto"'
-                raise UserError("attention.unsupported", message, backend=name, feature="padding")
+                raise UserError(
+                    "attention.unsupported",
+                    f'attention_backend = "{name}" supports no padding; choose "auto"',
+                    backend=name,
+                    feature="padding",
+                )
             return None
 
         def mask_mod(b: Any, h: Any, q: Any, s: Any) -> Any:

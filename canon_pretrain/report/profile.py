@@ -214,8 +214,9 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         summary = summarize(trace)
     except ValueError as error:
-        message = f"{path} has no step to summarize: {error}"
-        raise UserError("profile.empty_trace", message, path=path) from None
+        raise UserError(
+            "profile.empty_trace", f"{path} has no step to summarize: {error}", path=path
+        ) from None
     summary["rows"] = summary["rows"][: arguments.top]
     if arguments.json:
         print(json.dumps({"trace": str(path), "events": trace.num_events, **summary}))

@@ -198,9 +198,12 @@ def check_private(run: RunFolder) -> None:
     for path in (run.path, run.code):
         with contextlib.suppress(FileNotFoundError):
             if who := _other_writers(path):
-                text = f"{who} may write {path}: a job would run their code as you. Remove that "
-                text += f"right with `chmod go-w {path}`, or choose another --job.dump_folder"
-                raise UserError("run.others_write", text, path=path)
+                raise UserError(
+                    "run.others_write",
+                    f"{who} may write {path}: a job would run their code as you. Remove that "
+                    f"right with `chmod go-w {path}`, or choose another --job.dump_folder",
+                    path=path,
+                )
 
 
 def _other_writers(path: Path) -> str:
@@ -225,9 +228,11 @@ def _other_writers(path: Path) -> str:
 def check_snapshot(snapshot: Path) -> None:
     """Raise UserError unless `snapshot` is unchanged and owned by this user."""
     if faults := _faults(snapshot):
-        text = f"{snapshot}, the run's code, is damaged: {'; '.join(faults[:5])}. Restore it, or "
-        text += "use this repository's code with --run.allow_changes code"
-        raise UserError("run.code_damaged", text)
+        raise UserError(
+            "run.code_damaged",
+            f"{snapshot}, the run's code, is damaged: {'; '.join(faults[:5])}. Restore it, or "
+            "use this repository's code with --run.allow_changes code",
+        )
 
 
 def differences(snapshot: Path) -> list[str]:

@@ -109,8 +109,11 @@ def read_status(path: Path) -> Status | None:
     except UnreadableFile as error:
         if error.is_missing:
             return None
-        text = f"{error}; a running trainer rewrites it, else remove it"
-        raise UserError("run.status_damaged", text, path=path) from None
+        raise UserError(
+            "run.status_damaged",
+            f"{error}; a running trainer rewrites it, else remove it",
+            path=path,
+        ) from None
 
 
 def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S) -> str:

@@ -50,8 +50,9 @@ def read_trace(path: Path) -> Trace:
         for event in events:
             _keep(event, trace)
     except (OSError, AttributeError, KeyError, ValueError, TypeError) as error:
-        message = f"{path} is not a chrome trace: {error!r}"
-        raise UserError("profile.trace", message, path=path) from None
+        raise UserError(
+            "profile.trace", f"{path} is not a chrome trace: {error!r}", path=path
+        ) from None
     return trace
 
 
