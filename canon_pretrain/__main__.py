@@ -78,10 +78,14 @@ def _unknown(word: str) -> Exception:
         for each in commands.split():
             if each not in STAGES:
                 lines.setdefault(each, []).append(f"canon {name} {each}")
-    text = f'"{word}" is not a stage; `canon` lists them.'
-    if near := nearest(word, lines):
-        text += f" Did you mean `{'` or `'.join(lines[near])}`?"
-    return UserError("cli.unknown_stage", text, given=word, choices=[*STAGES])
+    near = nearest(word, lines)
+    hint = f" Did you mean `{'` or `'.join(lines[near])}`?" if near else ""
+    return UserError(
+        "cli.unknown_stage",
+        f'"{word}" is not a stage; `canon` lists them.{hint}',
+        given=word,
+        choices=[*STAGES],
+    )
 
 
 def start() -> None:

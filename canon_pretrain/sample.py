@@ -201,11 +201,15 @@ class Stream:
 
     def _reason(self) -> str:
         """Return why there are fewer tokens than asked for."""
-        num_ended, num = sum(answer.has_ended for answer in self._answers), len(self._answers)
-        text = f", {'the text' if num == 1 else f'{num_ended} of {num}'} ended" if num_ended else ""
+        reasons = [""]
+        num_texts = len(self._answers)
+        if num_ended := sum(answer.has_ended for answer in self._answers):
+            texts = "the text" if num_texts == 1 else f"{num_ended} of {num_texts}"
+            reasons.append(f"{texts} ended")
         if any(len(answer.ids) == answer.limit < self._max_tokens for answer in self._answers):
-            text += f", the context of {self._sampler.model.args.max_seq_len:,} tokens is full"
-        return text
+            max_seq_len = self._sampler.model.args.max_seq_len
+            reasons.append(f"the context of {max_seq_len:,} tokens is full")
+        return ", ".join(reasons)
 
     def _begin_next(self) -> None:
         self._number += 1

@@ -133,12 +133,12 @@ def _warn_of_few_held_out(training: int, held_out: int) -> None:
 
     total = training + held_out
     share = holdout_for(total)
-    advice = f"build again with --holdout {math.ceil(1000 * share) / 1000:g}"
-    if share * total < LEAST_HELD_OUT:
-        advice += " and more or smaller documents (--max-document-bytes)"
+    is_small = share * total < LEAST_HELD_OUT
+    more = " and more or smaller documents (--max-document-bytes)" if is_small else ""
     log(
         f"WARNING: {held_out} of {total:,} documents are held out. Comparisons of held-out loss "
-        f"need {LEAST_HELD_OUT}, and have no interval below 8: {advice}"
+        f"need {LEAST_HELD_OUT}, and have no interval below 8: build again with "
+        f"--holdout {math.ceil(1000 * share) / 1000:g}{more}"
     )
 
 

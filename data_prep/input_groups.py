@@ -106,8 +106,9 @@ def _write_input_group(job: InputGroupJob, tokenizer: Tokenizer, counts: Any) ->
     row = -1
     with job.writer(TRAIN) as train, job.writer(VALIDATION) as validation:
         for known in plan.inputs:
-            fields = plan.text_field, plan.group_field
-            reader = InputReader(job.root, known, *fields, options.max_line_bytes)
+            reader = InputReader(
+                job.root, known, plan.text_field, plan.group_field, options.max_line_bytes
+            )
             for document in cut_documents(reader.rows(), options.max_document_bytes):
                 row += 1
                 if isinstance(document, Skipped):

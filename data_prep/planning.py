@@ -135,8 +135,13 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
     num_held_out = num_texts = 0
     for known in inputs:
         sources.fetch(selection.source, selection.version, selection.root, [known])
-        fields = selection.text_field, selection.group_field
-        reader = InputReader(selection.root, known, *fields, options.max_line_bytes)
+        reader = InputReader(
+            selection.root,
+            known,
+            selection.text_field,
+            selection.group_field,
+            options.max_line_bytes,
+        )
         left = TRAIN_BYTES * known.size // max(total, 1)
         for row in cut_documents(reader.rows(), options.max_document_bytes):
             if isinstance(row, Document) and is_held_out(row.utf8, options.holdout):

@@ -150,8 +150,10 @@ class Evaluation:
         length = how["max_length"]
         if path is None:
             target.check_held_out(arguments.held_out)
-            shards = target.train_shards, target.held_out_shards
-            tasks = {name: validation_task(*shards, length, arguments.limit, self.log)}
+            task = validation_task(
+                target.train_shards, target.held_out_shards, length, arguments.limit, self.log
+            )
+            tasks = {name: task}
         else:
             tasks = self._open_tasks(name, path, length)
         asked = {
@@ -348,10 +350,8 @@ def print_results(console: Console, target: str, results: Results) -> None:
     rows: list[tuple[str, ...]] = []
     if asked["suite"] == VALIDATION:
         documents = results.num_sources.get(VALIDATION)
-        text = f"{counts[VALIDATION]:,} tokens"
-        if documents is not None:
-            text += f" of {documents:,} document{'s' * (documents != 1)}"
-        title = f"held-out loss over {text}: {target}"
+        source = "" if documents is None else f" of {documents:,} document{'s' * (documents != 1)}"
+        title = f"held-out loss over {counts[VALIDATION]:,} tokens{source}: {target}"
         columns, num_labels = ("model", "nats/token", "+-", "bits/byte"), 1
         losses = [(scores["bits_per_byte"].number, name) for name, scores in results.scores.items()]
         for bits, name in sorted(losses):

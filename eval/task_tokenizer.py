@@ -92,10 +92,16 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
         # not our export, or its tokenizer was added later
         vocabulary = json.dumps(sorted(found.get_vocab().items())).encode()
         sha256 = hashlib.sha256(vocabulary).hexdigest()
-    plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    # not verbose: documents may exceed the model's length before they are cut
-    encode = lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))  # noqa: E731
-    return TaskTokenizer(sha256, encode, lambda ids: str(found.decode(list(ids), **plain)))
+
+    def encode(text: str) -> list[int]:
+        # not verbose: documents may exceed the model's length before they are cut
+        return list(found.encode(text, add_special_tokens=False, verbose=False))
+
+    def decode(ids: Sequence[int]) -> str:
+        text = found.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    return TaskTokenizer(sha256, encode, decode)
 
 
 def known_max_length(metadata: Mapping[str, Any]) -> int | None:

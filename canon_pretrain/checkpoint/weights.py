@@ -152,5 +152,13 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     kept = {name: entry for name, entry in stored if not name.startswith(TRAINING_STATE)}
     weights = {n: torch.empty(x.size, dtype=x.properties.dtype) for n, x in kept.items()}
     load_no_dist(weights, checkpoint)
-    facts = {"run_id": manifest.run_id, "launch": manifest.launch, "weights_of": manifest.content}
-    save_no_dist(weights, temporary, step=manifest.step, in_place=True, kind="weights", **facts)
+    save_no_dist(
+        weights,
+        temporary,
+        step=manifest.step,
+        in_place=True,
+        kind="weights",
+        run_id=manifest.run_id,
+        launch=manifest.launch,
+        weights_of=manifest.content,
+    )

@@ -153,7 +153,7 @@ def check_gpu(folder: Path) -> Findings:
         yield judge("GPU", text, problem, uses, "", "note", **facts, **state)
     except UserError as error:
         problem, _, remedy = error.message.rpartition(". ")
-        remedy += f"; for drivers from 525 on: {INSTALL_CU126}"
+        remedy = f"{remedy}; for drivers from 525 on: {INSTALL_CU126}"
         yield judge("GPU", "", problem, uses, remedy, **facts)
     yield from check_kernels("cuda" if count else "cpu")
     absent, text = "not in this build of torch", f"in torch {torch.__version__}"
@@ -495,8 +495,10 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
             losses = [each["loss"] for each in (steps[0], steps[-1])]
             if problem is None and not all(map(math.isfinite, losses)):
                 problem = f"the loss goes from {losses[0]:.2f} to {losses[1]:.2f}"
-            text += f": {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the start; "
-            text += f"loss {losses[0]:.2f} to {losses[1]:.2f}; checkpoint verified"
+            text = (
+                f"{where}: {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the "
+                f"start; loss {losses[0]:.2f} to {losses[1]:.2f}; checkpoint verified"
+            )
         remedy = f"train it yourself: canon train --config {CONFIG}"
         facts: dict[str, Any] = {"steps_per_s": steps_per_s, "seconds": seconds, "ranks": ranks}
         yield judge("training", text, problem, uses, remedy, **facts)
@@ -563,8 +565,11 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: in
     problem = _run([*launch, *words], scratch / "ranks.out", lambda: 0)
     report = read_reports(scratch, [host_name()], ranks=True)[host_name()]
     speeds: dict[str, Any] = next(iter(report.speeds.values()), {}) if report else {}
-    state, remedy = "broken", "name the network interface (ip -br addr): "
-    remedy += "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    state = "broken"
+    remedy = (
+        "name the network interface (ip -br addr): "
+        "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    )
     if report and (faults := [*report.faults, *filter(None, [report.left_alone])]):
         problem = "; ".join(faults)
         if report.faults:  # of a device

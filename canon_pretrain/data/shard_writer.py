@@ -256,5 +256,6 @@ def write_shards(
         for row, (ids, size) in enumerate(zip(documents, sizes, strict=True)):
             writer.add(np.asarray(ids), num_bytes=size, row=row)
         writer.finish()
-    known = {"vocab_size": vocab_size, "eos_id": eos_id, "tokenizer_sha256": tokenizer_sha256}
-    write_manifest(folder, 1, **known)
+    write_manifest(
+        folder, 1, vocab_size=vocab_size, eos_id=eos_id, tokenizer_sha256=tokenizer_sha256
+    )

@@ -162,8 +162,17 @@ def make_manifest(
             if not is_inside or cut.text_bytes > record.text_bytes:
                 raise ValueError(f"{cut} in a shard of {kept}")
             kept = cut
-        counts = (kept.tokens, kept.documents, kept.text_bytes)
-        entries.append(ShardEntry(named.name, tokens, documents, *counts, named.sha256))
+        entries.append(
+            ShardEntry(
+                named.name,
+                tokens,
+                documents,
+                kept.tokens,
+                kept.documents,
+                kept.text_bytes,
+                named.sha256,
+            )
+        )
         tokens += kept.tokens
         documents += kept.documents
         text_bytes += kept.text_bytes

@@ -295,6 +295,7 @@ _OLD_MAMBA2 = """\
 In transformers 4.57 this class is wrong for padding on the left and for a prompt that is read in
 parts; its beam search needs `use_cache=False`. Transformers 5 is right.
 """
+_NO_BOS = "\nThe tokenizer adds no BOS, as in training; EOS starts an empty context.\n"
 _SERVERS = {"smollm3": "vLLM and SGLang serve", "mamba2": "vLLM serves"}
 
 
@@ -331,7 +332,7 @@ def _about(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None) 
     else:
         serving += _state_text(args)
     if tokenizer is not None:
-        serving += "\nThe tokenizer adds no BOS, as in training; EOS starts an empty context.\n"
+        serving += _NO_BOS
     loads = [("model", "AutoModelForCausalLM")]
     loads += [("tokenizer", "AutoTokenizer")] if tokenizer is not None else []
     trust = "" if plain else "trust_remote_code=True"

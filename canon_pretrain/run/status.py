@@ -97,8 +97,14 @@ class StatusWriter:
     def end(self, state: States, reason: str, step: int, error_code: str = "") -> bool:
         """Write the final state; `failed` is never replaced."""
         if self.status.state != "failed":
-            why = {"reason": reason, "error_code": error_code}
-            self.set(state=state, step=step, phase="ended", heartbeat=utc_now(), **why)
+            self.set(
+                state=state,
+                step=step,
+                phase="ended",
+                heartbeat=utc_now(),
+                reason=reason,
+                error_code=error_code,
+            )
         return self.write()
 
 

@@ -49,8 +49,13 @@ class Ranks:
             # not by init_process_group: `map` counts items in the store
             store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
             store.set_timeout(WORK_TIMEOUT)
-            given = {"rank": rank, "world_size": world_size, "timeout": WORK_TIMEOUT}
-            dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), **given)
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("gloo", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=WORK_TIMEOUT,
+            )
         except (RuntimeError, ValueError) as error:
             who = f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}"
             raise UserError(

@@ -48,10 +48,17 @@ class Playground(lm_eval.api.task.Task):
         self.task, args = _find_task(self._metadata)
         self._num_parameters = num_parameters(args)
         super().__init__()
-        sampled, temperature = self.task.temperature > 0, self.task.temperature
-        options = {"until": [], "do_sample": sampled, "temperature": temperature}
-        fields = {"task": config["task"], "metadata": self._metadata}
-        self._config = TaskConfig(**fields, num_fewshot=0, generation_kwargs=options)
+        temperature = self.task.temperature
+        self._config = TaskConfig(
+            task=config["task"],
+            metadata=self._metadata,
+            num_fewshot=0,
+            generation_kwargs={
+                "until": [],
+                "do_sample": temperature > 0,
+                "temperature": temperature,
+            },
+        )
 
     def download(self, *_: Any, **__: Any) -> None:
         """Load nothing: windows are generated."""
