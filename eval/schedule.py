@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from eval.staged import check_staged, staged_folder
 from eval.suite_names import SUITES, is_file, suite_name, suite_settings, task_files, task_folder
 
 DEFAULT_RETRIES = 2
-LOCK_TIMEOUT_S = 60.0
+LOCK_TIMEOUT_S = 600.0  # for a watcher that waits for Slurm
 HOLD_NAME = "submit"  # RUN/evals/holds/step-N.submit
 EXIT_NO_PROGRESS, EXIT_TAKEN_OVER = 1, 3
 
@@ -92,6 +92,12 @@ def to_argv(given: dict[str, Any]) -> list[str]:
     return list(map(str, words))
 
 
+def lock_schedule(run: Path) -> AbstractContextManager[None]:
+    """Return a lock for the block that changes a run's schedule, holds or leases."""
+    path = run / EVALS / "schedule.json"
+    return locked(path.with_name(".schedule.lock"), str(path), patience_s=LOCK_TIMEOUT_S)
+
+
 def read_request(run: Path, *, change: bool = False) -> Request | None:
     """Return schedule.json, None if missing, or damaged with `change`."""
     RunFolder(run).read_config()
@@ -111,8 +117,7 @@ def update_request(
     """Update schedule.json (if `keep`) and return it; `given` fields that differ need `change`."""
     RunFolder(run).read_config()
     path = run / EVALS / "schedule.json"
-    lock = path.with_name(".schedule.lock")
-    with locked(lock, str(path), patience_s=LOCK_TIMEOUT_S) if keep else nullcontext():
+    with lock_schedule(run) if keep else nullcontext():
         known = read_request(run, change=change)
         request = replace(known or Request(list(SUITES)), **given)
         # two watchers with different requests would hold and release the same checkpoints
