@@ -53,8 +53,10 @@ def run(arguments: argparse.Namespace) -> None:
     if temperature is None:
         temperature = 0.0 if first.has_ids else TEMPERATURE
         if first.has_ids and (arguments.top_k or arguments.top_p < 1):
-            text = "a synthetic task is sampled at temperature 0: give --temperature as well"
-            raise UserError("sample.temperature", text)
+            raise UserError(
+                "sample.temperature",
+                "a synthetic task is sampled at temperature 0: give --temperature as well",
+            )
     settings = Settings(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     limit, num = arguments.max_tokens, arguments.num or 1
     is_plain = prompt is None and arguments.num is None and not arguments.json
@@ -89,11 +91,18 @@ def read_prompt(file: Path | None) -> str | None:
         else:
             text = sys.stdin.read(MAX_PROMPT + 1)
     except UnicodeDecodeError as error:
-        message = f"{file or STDIN} is not UTF-8: {error.reason} at byte {error.start}"
-        raise UserError("sample.not_utf8", message, path=file) from None
+        raise UserError(
+            "sample.not_utf8",
+            f"{file or STDIN} is not UTF-8: {error.reason} at byte {error.start}",
+            path=file,
+        ) from None
     if len(text) > MAX_PROMPT:
-        message = f"{file or STDIN} has more than {MAX_PROMPT:,} characters: no model reads so many"
-        raise UserError("sample.prompt_too_long", message, path=file, expected=MAX_PROMPT)
+        raise UserError(
+            "sample.prompt_too_long",
+            f"{file or STDIN} has more than {MAX_PROMPT:,} characters: no model reads so many",
+            path=file,
+            expected=MAX_PROMPT,
+        )
     text = text.removesuffix("\n")
     return text if file else text or None
 
@@ -180,11 +189,15 @@ class Stream:
 
     def _reason(self) -> str:
         """Return why there are fewer tokens than asked for."""
-        num_ended, num = sum(answer.has_ended for answer in self._answers), len(self._answers)
-        text = f", {'the text' if num == 1 else f'{num_ended} of {num}'} ended" if num_ended else ""
+        reasons = [""]
+        num_texts = len(self._answers)
+        if num_ended := sum(answer.has_ended for answer in self._answers):
+            texts = "the text" if num_texts == 1 else f"{num_ended} of {num_texts}"
+            reasons.append(f"{texts} ended")
         if any(len(answer.ids) == answer.limit < self._max_tokens for answer in self._answers):
-            text += f", the context of {self._sampler.model.args.max_seq_len:,} tokens is full"
-        return text
+            max_seq_len = self._sampler.model.args.max_seq_len
+            reasons.append(f"the context of {max_seq_len:,} tokens is full")
+        return ", ".join(reasons)
 
     def _begin_next(self) -> None:
         self._number += 1

@@ -60,23 +60,30 @@ def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
     """Return the task file by suite; raises UserError for invalid options."""
     for name in ("limit", "max_length", "batch_tokens"):
         value = getattr(arguments, name)
+        option = f"--{name.replace('_', '-')}"
         if value is not None and value < 1:
-            message = f"--{name.replace('_', '-')} {value}: expected at least 1"
-            raise UserError("eval.option_range", message, option=name)
+            raise UserError(
+                "eval.option_range", f"{option} {value}: expected at least 1", option=name
+            )
     found = [find_suite(suite) for suite in split_suites(arguments.suite)]
     suites = dict(found)
     if len(suites) < len(found):
-        message = f"--suite {arguments.suite}: two suites of one name; rename a file"
-        raise UserError("eval.ambiguous_suite", message)
+        raise UserError(
+            "eval.ambiguous_suite",
+            f"--suite {arguments.suite}: two suites of one name; rename a file",
+        )
     has_probes = any(task_folder(path) == "birth_year" for path in suites.values())
     for name, suite, is_served in (
         ("must_beat", VALIDATION, VALIDATION in suites),
         ("junk", "birth-year", has_probes),
     ):
+        option = f"--{name.replace('_', '-')}"
         if getattr(arguments, name) is not None and not is_served:
-            option = name.replace("_", "-")
-            message = f"--{option} is for --suite {suite}, not for {arguments.suite}"
-            raise UserError("eval.option_suite", message, option=name)
+            raise UserError(
+                "eval.option_suite",
+                f"{option} is for --suite {suite}, not for {arguments.suite}",
+                option=name,
+            )
     return suites
 
 

@@ -73,8 +73,11 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
         return path, CheckpointFolder(path / CHECKPOINTS)
     if folder.steps() or folder.unfinished() or folder.leftovers() or folder.quarantined():
         return path.absolute().parent, folder
-    text = f"{path} has no config.json, {CHECKPOINTS}/ or step-N: expected a run folder"
-    raise UserError("checkpoint.none", text, path=path)
+    raise UserError(
+        "checkpoint.none",
+        f"{path} has no config.json, {CHECKPOINTS}/ or step-N: expected a run folder",
+        path=path,
+    )
 
 
 def run_list(arguments: Namespace) -> None:
@@ -161,8 +164,11 @@ def run_prune(arguments: Namespace) -> int:
     if others := folder.steps_of_other_runs(run_id):
         names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
         if run_id is None:
-            text = f"{folder.path} has {names}: expected checkpoints of one run"
-            raise UserError("checkpoint.other_run", text, steps=[*others])
+            raise UserError(
+                "checkpoint.other_run",
+                f"{folder.path} has {names}: expected checkpoints of one run",
+                steps=[*others],
+            )
         print(f"skipped, not of run {run_id}: {names}")
     given: dict[str, Any] = {"holds": lambda: held_steps(run), "run_id": lambda: run_id}
     retention = Retention(folder, keep, strip=strip_to_weights, workers=_WORKERS, **given)
@@ -176,8 +182,12 @@ def run_prune(arguments: Namespace) -> int:
     else:
         locks = (RunFolder(path).lock_file for path in (run, folder.path))
         if holder := next(filter(None, map(live_holder, locks)), None):
-            text = f"a launch uses and prunes {folder.path} ({holder}): stop it, or use --dry-run"
-            raise UserError("lock.held", text, path=folder.path, holder=holder)
+            raise UserError(
+                "lock.held",
+                f"a launch uses and prunes {folder.path} ({holder}): stop it, or use --dry-run",
+                path=folder.path,
+                holder=holder,
+            )
         # before retention: what it quarantines now is kept
         for path in doomed:
             try:

@@ -153,7 +153,7 @@ def check_gpu(folder: Path) -> Findings:
         yield judge("GPU", text, problem, uses, "", "note", **facts, **state)
     except UserError as error:
         problem, _, remedy = error.message.rpartition(". ")
-        remedy += f"; for drivers from 525 on: {INSTALL_CU126}"
+        remedy = f"{remedy}; for drivers from 525 on: {INSTALL_CU126}"
         yield judge("GPU", "", problem, uses, remedy, **facts)
     yield from check_kernels("cuda" if count else "cpu")
     absent, text = "not in this build of torch", f"in torch {torch.__version__}"
@@ -471,8 +471,10 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
             progress.update(share, f"training check: step {last} of {STEPS}, {where}")
             return last
 
-        options = f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
-        options += "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5"
+        options = (
+            f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
+            "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5"
+        )
         words = ["canon_pretrain.train", "--config", str(CONFIG), *options.split()]
         start = time.monotonic()
         problem = _run(
@@ -493,8 +495,10 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
             losses = [each["loss"] for each in (steps[0], steps[-1])]
             if problem is None and not all(map(math.isfinite, losses)):
                 problem = f"the loss goes from {losses[0]:.2f} to {losses[1]:.2f}"
-            text += f": {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the start; "
-            text += f"loss {losses[0]:.2f} to {losses[1]:.2f}; checkpoint verified"
+            text = (
+                f"{where}: {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the "
+                f"start; loss {losses[0]:.2f} to {losses[1]:.2f}; checkpoint verified"
+            )
         remedy = f"train it yourself: canon train --config {CONFIG}"
         facts: dict[str, Any] = {"steps_per_s": steps_per_s, "seconds": seconds, "ranks": ranks}
         yield judge("training", text, problem, uses, remedy, **facts)
@@ -561,8 +565,11 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: in
     problem = _run([*launch, *words], scratch / "ranks.out", lambda: 0)
     report = read_reports(scratch, [host_name()], ranks=True)[host_name()]
     speeds: dict[str, Any] = next(iter(report.speeds.values()), {}) if report else {}
-    state, remedy = "broken", "name the network interface (ip -br addr): "
-    remedy += "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    state = "broken"
+    remedy = (
+        "name the network interface (ip -br addr): "
+        "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    )
     if report and (faults := [*report.faults, *filter(None, [report.left_alone])]):
         problem = "; ".join(faults)
         if report.faults:  # of a device
@@ -571,8 +578,9 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: in
             state = "note"
             remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
     rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
-    text = f"{where}: right sums{rate}; "
-    text += f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    text = (
+        f"{where}: right sums{rate}; matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    )
     several = "training on several ranks"
     return judge("all-reduce", text, problem, several, remedy, state, **speeds)
 

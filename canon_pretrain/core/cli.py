@@ -83,18 +83,10 @@ class _PrintableStream(io.TextIOWrapper):
         return len(text)
 
 
-def _open(number: int, stream: TextIO | None) -> _PrintableStream:
-    try:
-        os.fstat(number)
-    except OSError:
-        # closed: the next file to be opened would get its number, and this stream's output
-        null = os.open(os.devnull, os.O_RDWR)
-        if null != number:
-            os.dup2(null, number)
-            os.close(null)
+def _open(number: int, stream: TextIO) -> _PrintableStream:
     return _PrintableStream(
         io.BufferedWriter(_DroppingFile(number, "w", closefd=False)),
-        stream.encoding if stream is not None else "utf-8",
+        stream.encoding,
         "backslashreplace",
         line_buffering=number == 2 or os.isatty(number),
         write_through=bool(getattr(stream, "write_through", False)),
@@ -105,16 +97,17 @@ def _open(number: int, stream: TextIO | None) -> _PrintableStream:
 def resilient_output() -> Iterator[None]:
     """Make sys.stdout and sys.stderr drop what cannot be written, within the block."""
     before = sys.stdout, sys.stderr
-    if before[0] is sys.__stdout__:  # not replaced by a test
-        for stream in filter(None, before):
+    out, err = sys.__stdout__, sys.__stderr__
+    if out and err and sys.stdout is out:  # not replaced by a test
+        for stream in (out, err):
             with contextlib.suppress(OSError):
                 stream.flush()
-        sys.stdout, sys.stderr = _open(1, before[0]), _open(2, before[1])
+        sys.stdout, sys.stderr = _open(1, out), _open(2, err)
     try:
         yield
     finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         sys.stdout, sys.stderr = before
 
 
@@ -134,7 +127,7 @@ def run_process(main: Callable[[], None]) -> None:
         atexit._run_exitfuncs()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    for stream in filter(None, (sys.stdout, sys.stderr)):
+    for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
             stream.flush()
     os._exit(code)
@@ -156,8 +149,11 @@ def check_encoding() -> None:
     """Raise UserError unless Python's text files are UTF-8, as torch's and a run's are."""
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
-        text = f"the locale's encoding is {encoding}, not UTF-8: set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
-        raise UserError("cli.encoding", text, given=encoding)
+        raise UserError(
+            "cli.encoding",
+            f"the locale's encoding is {encoding}, not UTF-8: set PYTHONUTF8=1 or LC_ALL=C.UTF-8",
+            given=encoding,
+        )
 
 
 @contextlib.contextmanager

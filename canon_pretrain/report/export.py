@@ -236,8 +236,12 @@ class WandbTarget:
         **options: Any,
     ) -> None:
         if mode not in MODES:
-            message = f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}"
-            raise UserError("export.wandb_mode", message, given=mode, expected=MODES)
+            raise UserError(
+                "export.wandb_mode",
+                f"WANDB_MODE = {mode!r}: expected one of {', '.join(MODES)}",
+                given=mode,
+                expected=MODES,
+            )
         if mode != "online":
             os.environ["WANDB_ERROR_REPORTING"] = "false"  # else it sends reports, even offline
         import wandb
@@ -380,8 +384,10 @@ def run(arguments: argparse.Namespace) -> int:
     record.folder.read_config()  # raises UserError if it is not a run
     follows, out = arguments.follow, arguments.out or arguments.folder
     if arguments.out is None and not follows and live_holder(record.folder.lock_file):
-        message = f"{record.folder.path} is being trained and may be live: add --out or --follow"
-        raise UserError("export.run_is_live", message)
+        raise UserError(
+            "export.run_is_live",
+            f"{record.folder.path} is being trained and may be live: add --out or --follow",
+        )
 
     def open_target(facts: RunMetadata) -> TensorBoardTarget | WandbTarget:
         if arguments.target == "tensorboard":

@@ -73,12 +73,17 @@ def _verdicts(task: Task, path: Path) -> Iterator[str]:
                 given = line.validate_json(raw, strict=True)
                 yield task.judge(given.prompt, given.answer).verdict
             except ValidationError as error:
-                text = f'{path}, line {number}: {error.errors()[0]["msg"]}; expected {{"prompt": '
-                text += '[id, ...], "answer": [id, ...]}'
-                raise UserError("task.line", text, path=path, line=number) from None
+                raise UserError(
+                    "task.line",
+                    f'{path}, line {number}: {error.errors()[0]["msg"]}; expected {{"prompt": '
+                    '[id, ...], "answer": [id, ...]}',
+                    path=path,
+                    line=number,
+                ) from None
             except UserError as error:
-                text = f"{path}, line {number}: {error}"
-                raise UserError("task.prompt", text, path=path, line=number) from None
+                raise UserError(
+                    "task.prompt", f"{path}, line {number}: {error}", path=path, line=number
+                ) from None
 
 
 def run_stats(arguments: argparse.Namespace) -> None:
