@@ -25,7 +25,8 @@ from canon_pretrain.core.terminal import Console, duration, size
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.machine.gpus import GPUS, Gpu, Range, gpu_named
-from canon_pretrain.machine.hardware import available_memory, peak_flops
+from canon_pretrain.machine.hardware import peak_flops
+from canon_pretrain.machine.memory import memory_per_process
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import (
     active_parameters,
@@ -100,7 +101,7 @@ def reference(gpu: str, mfu: float | None = None) -> Device:
 def this_machine(ranks: int, mfu: float | None = None) -> Device:
     """Return this machine's GPU, or a rank's share of the CPU if it has none."""
     if not has_accelerator():
-        memory = available_memory() / ranks / GIB
+        memory = memory_per_process(ranks) / GIB
         return Device("CPU core", memory, CPU_FLOPS_PER_RANK, "30 GFLOP/s per core", is_gpu=False)
     name = torch.cuda.get_device_name()
     assumed = DEFAULT_MFU if mfu is None else mfu
