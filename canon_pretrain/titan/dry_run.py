@@ -36,7 +36,8 @@ from canon_pretrain.model.counts import (
     state_bytes,
 )
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Loss, valid_world_sizes
+from canon_pretrain.run.config import valid_world_sizes
+from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan.costs import (
     block_bytes,
     compiled_block_costs,

@@ -6,109 +6,38 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from torchtitan.config import job_config as titan
 
 from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.core.fields import help_of, optional_fields
 from canon_pretrain.data.mixture import check_order, exact_weight
 from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
 from canon_pretrain.model.args import ModelArgs, fill_sizes
 from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.model.attend import check_backend_fits
-from canon_pretrain.run import config as experiment
+from canon_pretrain.run import sections
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.identity import IDENTITY
 from canon_pretrain.run.limits import LIMITED, OPTIMIZERS, check_limits, schedule_faults
 from canon_pretrain.synthetic.task import Task
+from canon_pretrain.synthetic.tasks import TaskSection, build_task
+
+
+def _model_overrides() -> Any:
+    """Return a dataclass of ModelArgs' fields as optional keys, but for training.seq_len."""
+    kinds = get_type_hints(ModelArgs)
+    del kinds["max_seq_len"]
+    return optional_fields(kinds, help_of(ModelArgs))
 
 
 @dataclass
-class Model(titan.Model):
+class Model(_model_overrides(), titan.Model):  # type: ignore[misc]  # a class is made by a call
     """The model: a flavor (a size) and overrides. An unset key has the flavor's value."""
 
     name: str = "canon"
     flavor: str = "debug"
-    vocab_size: int | None = None
-    """Unset: the vocabulary size of the shards, which it must equal, or of the task, which may be
-    smaller."""
-    num_layers: int | None = None
-    dim: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    """Heads of k and v (grouped-query attention); 0: as many as num_heads."""
-    mixer: str | None = None
-    """attention, gla, mamba2 or gated_deltanet, with the paper's heads, layers and widths."""
-    mixer_conv: bool | None = None
-    """The recurrent mixer's native conv1d. Unset: on for mamba2 and gated_deltanet without
-    Canon-B."""
-    expand_k: float | None = None
-    """Width of all keys over dim. Unset: gla 0.5, gated_deltanet 0.75."""
-    expand_v: float | None = None
-    """Width of all values over dim. Unset: gla 1, gated_deltanet 1.5."""
-    output_gate_rank: int | None = None
-    """Rank of the output gate of gla and gated_deltanet; 0: full."""
-    gla_feature_map: str | None = None
-    """identity, or elu: elu + 1 of q and k (the paper's Figure 23)."""
-    state_dim: int | None = None
-    """Mamba2's state size."""
-    mimetic_init: bool | None = None
-    """Mamba2's mimetic initial values (the paper's Figures 14 and 29)."""
-    ffn_dim: int | None = None
-    """Width of the feed-forward. Unset: the flavor's; 4 dim if ffn = "standard", dim if "moe",
-    2 dim with mamba2 or gated_deltanet."""
-    ffn: str | None = None
-    """gated: w2(act(w1 x) * w3 x); standard: w2(act(w1 x)), the paper's GPT2(RoPE); moe; none
-    (unset with mamba2: none, with twice the layers)."""
-    ffn_activation: str | None = None
-    """silu, relu2 (the paper's R2), or gelu (as GPT-2; requires ffn = "standard")."""
-    num_experts: int | None = None
-    """Experts of a layer with ffn = "moe" (32)."""
-    experts_per_token: int | None = None
-    """Experts that each token goes to (1)."""
-    num_shared_experts: int | None = None
-    """Further experts that every token goes to (0)."""
-    moe_gated: bool | None = None
-    """Gated experts; the paper's are standard."""
-    moe_capacity: float | None = None
-    """In training, an expert takes at most this many times its share of a sequence, in the tokens'
-    order (the paper's tutel: 2, of a micro-batch); 0: dropless."""
-    moe_balance: str | None = None
-    """How the load is evened: bias (of the scores, by each global batch's load), loss (Switch's, of
-    each sequence), none."""
-    moe_balance_rate: float | None = None
-    """Step of the bias, or factor of the loss."""
-    norm: str | None = None
-    """rmsnorm, or layernorm (as GPT-2)."""
-    bias: bool | None = None
-    """Biases in the blocks' linear layers and in LayerNorm (as GPT-2)."""
-    norm_eps: float | None = None
-    position: str | None = None
-    """rope, nope, alibi, h_alibi, or partial_rope_a, _b, _c (the paper's Figure 22)."""
-    partial_rope_dim: int | None = None
-    """Rotated dims per head in partial_rope_c; 0: a quarter."""
-    rope_theta: float | None = None
-    canon_set: str | None = None
-    """Any subset of ABCD; empty: no Canon layers."""
-    canon_kernel: int | None = None
-    canon_residual: bool | None = None
-    canon_activation: bool | None = None
-    canon_trainable: bool | None = None
-    """false: cst-Canon, which keeps its initial values (the paper's Figure 20)."""
-    canon_filter: str | None = None
-    """static, or dynamic: taps that depend on the token (arXiv 2606.03825)."""
-    qk_norm: str | None = None
-    """none; full: over all heads, before Canon-B; per_head: over each head, after Canon-B."""
-    tie_embeddings: bool | None = None
-    """The output matrix is the token embedding."""
-    document_mask: bool | None = None
-    """Stop attention and Canon at document boundaries (the paper does not)."""
-    eos_id: int | None = None
-    """Token that ends a document, for document_mask; must equal the shards' EOS."""
-    init: str | None = None
-    """paper: N(0, 0.02); lingua: truncated normal with std D^-1/2."""
-    init_seed: int | None = None
-    """Seed of the initial weights, which are the same at every world size."""
     attention_backend: str = "auto"
     """auto, sdpa, flex, flash_attn; SDPA with cudnn or flash first; or the packages fa3, fa4."""
     canon_backend: str = "auto"
@@ -118,81 +47,33 @@ class Model(titan.Model):
 
 
 @dataclass
-class Optimizer(titan.Optimizer):
+class Optimizer(sections.Optimizer, titan.Optimizer):
     """AdamW with the values of the paper's appendix B."""
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.98
-    eps: float = 1e-6
-    weight_decay: float = 0.03
-
 
 @dataclass
-class LRScheduler(titan.LRScheduler):
+class LRScheduler(sections.LRScheduler, titan.LRScheduler):
     """1000 warmup steps, then cosine to 10 % (assumed: the paper states no schedule)."""
 
-    warmup_steps: int = 1000
-    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
-    min_lr_factor: float = 0.1
-    decay_ratio: float | None = None
-    """WSD: constant after warmup, then decay over this last fraction of the run."""
-    decay_steps: int | None = None
-    """InfiniteLR: steps of decay after warmup, then constant. Unset: decay to the run's end."""
-
 
 @dataclass
-class Training(titan.Training):
+class Training(sections.Training, titan.Training):
     """Clip gradients to norm 1 (assumed: the paper states no clipping)."""
 
-    max_norm: float | int = 1.0
-    """Gradient norm to clip to; 0: no clipping."""
-
 
 @dataclass
-class Checkpoint(titan.Checkpoint):
+class Checkpoint(sections.Checkpoint, titan.Checkpoint):
     """Enabled, asynchronous, and the last checkpoint is a full one."""
 
-    enable: bool = True
-    last_save_model_only: bool = False
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-    """async: copy to (pinned) CPU memory, write in the background; the third value is the same."""
-    fresh: bool = False
-    """Restart at step 1 despite existing checkpoints; the run so far moves to RUN/archive."""
-    max_held: int = 4
-    """Checkpoints beyond `keep_latest_k` that keep their weights for pending evaluations."""
-
 
 @dataclass
-class Metrics(titan.Metrics):
+class Metrics(sections.Metrics, titan.Metrics):
     """`enable_wandb` and `enable_tensorboard` export RUN/log.jsonl live, in separate processes."""
 
-    wandb_mode: Literal["online", "offline", "disabled"] | None = None
-    """Unset: $WANDB_MODE, or online. Offline runs are in RUN/wandb, for `wandb sync`."""
-    wandb_project: str = ""
-    """Unset: $WANDB_PROJECT, or canon_pretrain."""
-    wandb_entity: str = ""
-    """Unset: $WANDB_ENTITY, or the account's default."""
-    wandb_name: str = ""
-    """Unset: $WANDB_NAME, or the run folder's name."""
-    wandb_tags: list[str] = field(default_factory=list)
-    """Additional tags; every run has its flavor, position and Canon set as tags."""
-
 
 @dataclass
-class Validation(titan.Validation):
+class Validation(sections.Validation, titan.Validation):
     """Loss on the held-out split while training, and after the last step."""
-
-    enable: bool | None = None
-    """Unset: validate if the data has a held-out split or is a task. True: error if it has none."""
-    path: str = ""
-    """Folder to validate on: its held-out split, else all of it. Unset: the training folders'."""
-    freq: int = 100
-    """Steps between two validations."""
-    windows: int | None = None
-    """Windows of training.seq_len tokens, the same each time; -1: all, which a task does not have.
-    Unset: training.global_batch_size windows per 100 steps of `freq`, at most 2**21 tokens; a
-    task's questions are asked about 16."""
 
 
 @dataclass
@@ -204,7 +85,7 @@ class ActivationCheckpoint(titan.ActivationCheckpoint):
 
 @dataclass
 class CanonJobConfig(titan.JobConfig):
-    """A training job: torchtitan's sections and those of run/config.py."""
+    """A training job: torchtitan's sections and those of run/sections.py."""
 
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
@@ -214,11 +95,11 @@ class CanonJobConfig(titan.JobConfig):
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     metrics: Metrics = field(default_factory=Metrics)
     validation: Validation = field(default_factory=Validation)
-    data: experiment.Data = field(default_factory=experiment.Data)
-    run: experiment.Run = field(default_factory=experiment.Run)
-    guards: experiment.Guards = field(default_factory=experiment.Guards)
-    loss: experiment.Loss = field(default_factory=experiment.Loss)
-    samples: experiment.Samples = field(default_factory=experiment.Samples)
+    data: sections.Data = field(default_factory=sections.Data)
+    run: sections.Run = field(default_factory=sections.Run)
+    guards: sections.Guards = field(default_factory=sections.Guards)
+    loss: sections.Loss = field(default_factory=sections.Loss)
+    samples: sections.Samples = field(default_factory=sections.Samples)
 
     @property
     def last_step(self) -> int:
@@ -230,8 +111,6 @@ class CanonJobConfig(titan.JobConfig):
         given = self.data.task
         if not given.name:
             return None
-        from canon_pretrain.synthetic.tasks import build_task  # each task has a module
-
         return build_task(given.name, given.given | {"seq_len": self.training.seq_len})
 
     @property
@@ -372,11 +251,9 @@ def check_allowed_changes(allowed: list[str], identity: Iterable[str]) -> None:
 def _identity_names() -> Iterator[str]:
     """Yield the names that the identity of any job may have."""
     yield FINGERPRINT
-    for section, keys in IDENTITY.items():
-        owner: Any = ModelArgs if section == "model" else getattr(CanonJobConfig(), section)
-        fields = [f.name for f in dataclasses.fields(owner)]
-        yield from (f"{section}.{key}" for key in keys or fields)
-    yield from (f"data.task.{f.name}" for f in dataclasses.fields(experiment.Task))
+    yield from IDENTITY
+    yield from (f"model.{f.name}" for f in dataclasses.fields(ModelArgs))
+    yield from (f"data.task.{f.name}" for f in dataclasses.fields(TaskSection))
 
 
 def _check_compile_backend(name: str) -> None:

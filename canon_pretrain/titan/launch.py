@@ -21,7 +21,7 @@ from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.identity import IDENTITY, Changes, differences
+from canon_pretrain.run.identity import IDENTITY, PER_LAUNCH_KEYS, Changes, differences
 from canon_pretrain.run.launches import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
@@ -35,6 +35,7 @@ from canon_pretrain.titan.job_config import (
     CanonJobConfig,
     check_allowed_changes,
     split_names,
+    value_of,
 )
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.parallelize import CanonChoice
@@ -89,11 +90,12 @@ def run_identity(
     job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return by dotted name what must not change between a run's launches unless allowed."""
-    identity = {FINGERPRINT: fingerprint, **(held_out or {})}
-    for section, keys in IDENTITY.items():
-        values = asdict(job.model_args if section == "model" else getattr(job, section))
-        identity |= {f"{section}.{key}": values[key] for key in keys or values}
-    return identity
+    return {
+        FINGERPRINT: fingerprint,
+        **(held_out or {}),
+        **{f"model.{key}": value for key, value in asdict(job.model_args).items()},
+        **{name: value_of(job, name) for name in IDENTITY},
+    }
 
 
 def check_identity(
@@ -141,7 +143,7 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
         return {}
     old = _flatten(CanonJobConfig().to_dict()) | _flatten(_recorded(folder, "config"))
     changed = differences(old, _flatten(config))
-    return {name: pair for name, pair in changed.items() if name not in launches.PER_LAUNCH_KEYS}
+    return {name: pair for name, pair in changed.items() if name not in PER_LAUNCH_KEYS}
 
 
 def _recorded(folder: RunFolder, part: str) -> dict[str, Any]:
@@ -302,7 +304,7 @@ def record_launch(
         "torchtitan": torchtitan.__version__,
         FINGERPRINT: identity[FINGERPRINT],
         HELD_OUT: identity.get(HELD_OUT),
-        "config_hash": config_hash(config, without=launches.PER_LAUNCH_KEYS),
+        "config_hash": config_hash(config, without=PER_LAUNCH_KEYS),
         **(record.header() if record is not None else {}),
     }
     changes = compared.changes | compared.config_changes

@@ -27,8 +27,8 @@ from torchtitan.tools.logging import logger
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.machine.hardware import to_device
-from canon_pretrain.run.config import Guards
 from canon_pretrain.run.launches import LaunchRecord
+from canon_pretrain.run.sections import Guards
 from canon_pretrain.run.session import LOST_LOCK, REASONS, Session, describe
 from canon_pretrain.titan import data as titan_data
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
