@@ -43,8 +43,11 @@ def planned_values(config: Path, options: Sequence[str] = ()) -> Values:
     values = read_experiment(config)
     for section, keys in values.items():
         if not isinstance(keys, dict):
-            text = f"{config}: '{section}' = {keys!r}: expected a section, [{section}]"
-            raise UserError("config.type", text, key=section)
+            raise UserError(
+                "config.type",
+                f"{config}: '{section}' = {keys!r}: expected a section, [{section}]",
+                key=section,
+            )
     return reduce(merge, (nested(key, value) for key, value in _parse(options)), values)
 
 
@@ -150,8 +153,11 @@ def _model_args(values: Values, seq_len: int) -> ModelArgs:
         try:
             TypeAdapter(kind).validate_python(own.get(key, getattr(base, key)), strict=True)
         except ValidationError as error:
-            text = f"model.{key} = {own[key]!r}: {error.errors()[0]['msg']}"
-            raise UserError("config.type", text, key=f"model.{key}") from None
+            raise UserError(
+                "config.type",
+                f"model.{key} = {own[key]!r}: {error.errors()[0]['msg']}",
+                key=f"model.{key}",
+            ) from None
     return replace(base, **fill_sizes(base, own) | {"max_seq_len": seq_len})
 
 

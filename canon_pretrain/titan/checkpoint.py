@@ -62,8 +62,11 @@ def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
     try:
         folder.make_trial()
     except OSError as error:
-        text = f"{folder.path}: {error.strerror}. {DISK_HINT}"
-        raise UserError("checkpoint.not_writable", text, path=folder.path) from None
+        raise UserError(
+            "checkpoint.not_writable",
+            f"{folder.path}: {error.strerror}. {DISK_HINT}",
+            path=folder.path,
+        ) from None
 
 
 def host_buffer(tensor: Tensor) -> Tensor:
@@ -278,8 +281,12 @@ class CanonCheckpointManager:
         self.rank_zero.run(lambda: remove_tree(trial) if trial.exists() else 0)
         if found:
             text = "; ".join(texts[0] for texts in found.values())
-            text = f"cannot write {num_bytes:,} bytes in {self.folder.path}: {text}. {DISK_HINT}"
-            raise UserError("checkpoint.not_writable", text, shared=True, ranks=list(found))
+            raise UserError(
+                "checkpoint.not_writable",
+                f"cannot write {num_bytes:,} bytes in {self.folder.path}: {text}. {DISK_HINT}",
+                shared=True,
+                ranks=list(found),
+            )
 
     def _write(
         self, staged: dict[str, Any], writer: VerifiedWriter, copied: torch.cuda.Event | None

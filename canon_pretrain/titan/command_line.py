@@ -143,8 +143,11 @@ def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:
             near = _meant_by(given, known) or suggestion(
                 f"--{given}", [f"--{name}" for name in known]
             )
-            text = f"unknown key --{given}.{near or ' See --help-all'}"
-            raise UserError("config.unknown_key", text, given=given)
+            raise UserError(
+                "config.unknown_key",
+                f"unknown key --{given}.{near or ' See --help-all'}",
+                given=given,
+            )
     # tyro takes an optional bool as Python writes it only, TOML and our help have it in lower case
     overrides = [
         re.sub("(?<![^=])(true|false)$", lambda m: m[0].title(), word) for word in overrides

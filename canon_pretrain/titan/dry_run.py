@@ -221,10 +221,13 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     parts = count_memory(job, on_meta(args), world_size, is_gpu=device.is_gpu)
     if (total := sum(parts.values())) > room:
         each = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
-        text = f"each of {world_size} rank(s) needs at least {total / GIB:.1f} GiB ({each}), but "
-        text += f"has {device.memory_gib:.1f} GiB ({device.name}). Lower {ADVICE} ranks, set "
-        text += "--activation_checkpoint.mode full, or train anyway with --force"
-        raise UserError("memory.too_small", text, parts=parts)
+        raise UserError(
+            "memory.too_small",
+            f"each of {world_size} rank(s) needs at least {total / GIB:.1f} GiB ({each}), but "
+            f"has {device.memory_gib:.1f} GiB ({device.name}). Lower {ADVICE} ranks, set "
+            "--activation_checkpoint.mode full, or train anyway with --force",
+            parts=parts,
+        )
 
 
 def on_meta(args: ModelArgs) -> Transformer:
@@ -359,8 +362,10 @@ def make_plans(
     gpu = (gpu or "h100").lower()
     check_choice("--gpu", gpu, GPUS)
     if mfu is not None and not 0 < mfu <= 1 or world is not None and world < 1:
-        text = f"--mfu {mfu} --world {world}: expected a fraction up to 1, and at least 1 rank"
-        raise UserError("option.invalid", text)
+        raise UserError(
+            "option.invalid",
+            f"--mfu {mfu} --world {world}: expected a fraction up to 1, and at least 1 rank",
+        )
     sizes = world_sizes(job)
     devices = torch.cuda.device_count() if has_accelerator() else available_cores()
     if ranks == 1:

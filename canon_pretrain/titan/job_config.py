@@ -159,9 +159,13 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     share, rest = divmod(total, world_size)
     if rest:
         fitting = valid_world_sizes(total)
-        text = f"training.global_batch_size = {total} is not divisible by {world_size} ranks. "
-        text += f"Valid world sizes: {', '.join(map(str, fitting))}"
-        raise UserError("config.world_size", text, given=world_size, valid=fitting)
+        raise UserError(
+            "config.world_size",
+            f"training.global_batch_size = {total} is not divisible by {world_size} ranks. "
+            f"Valid world sizes: {', '.join(map(str, fitting))}",
+            given=world_size,
+            valid=fitting,
+        )
     bound = min(share, job.training.local_batch_size)
     return next(size for size in range(bound, 0, -1) if share % size == 0)
 
@@ -243,9 +247,12 @@ def check_allowed_changes(allowed: list[str], identity: Iterable[str]) -> None:
     """Raise UserError unless `run.allow_changes` has names in a run's `identity` only, or CODE."""
     known = {*identity, HELD_OUT, CODE}
     if unknown := [name for name in split_names(allowed) if name not in known]:
-        text = f"run.allow_changes: {', '.join(unknown)} is not part of a run's identity. Expected "
-        text += f"{CODE}, {', '.join(sorted(known - {CODE}))}"
-        raise UserError("run.unknown_change", text, names=unknown)
+        raise UserError(
+            "run.unknown_change",
+            f"run.allow_changes: {', '.join(unknown)} is not part of a run's identity. Expected "
+            f"{CODE}, {', '.join(sorted(known - {CODE}))}",
+            names=unknown,
+        )
 
 
 def _identity_names() -> Iterator[str]:
