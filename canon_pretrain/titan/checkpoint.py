@@ -341,11 +341,16 @@ class CanonCheckpointManager:
             return
         self._event("checkpoint_failed", step=step, reason=why, in_a_row=self.failures)
         self._note(checkpoint_failures=self.failures)
-        text = f"step {step} NOT SAVED: {why}. Training continues; the next interval tries again"
+        alert = ""
         if self.failures >= ALERT_AFTER_FAILURES:
-            text += f"\n!!! {self.failures} saves in a row failed: a crash loses all steps after "
-            text += f"{self.saved_step} !!!"
-        logger.warning(text)
+            alert = (
+                f"\n!!! {self.failures} saves in a row failed: a crash loses all steps after "
+                f"{self.saved_step} !!!"
+            )
+        logger.warning(
+            f"step {step} NOT SAVED: {why}. Training continues; the next interval tries again"
+            f"{alert}"
+        )
 
     def _retain(self) -> None:
         """Delete old checkpoints; in the background, rank 0 only."""

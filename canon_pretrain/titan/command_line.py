@@ -201,8 +201,8 @@ def _print_help(job: CanonJobConfig, *, everything: bool) -> None:
     if everything:
         _cli(args=["--help"], default=job)  # prints and exits
     for line in SHORT_HELP.read_text().splitlines():
-        if key := re.match(r"  --(\w+\.[\w.]+)", line):
-            value = value_of(job, key[1])
-            if value not in (None, "", []):
-                line += f" [{str(value).lower() if isinstance(value, bool) else value}]"
-        print(line)
+        key = re.match(r"  --(\w+\.[\w.]+)", line)
+        value = value_of(job, key[1]) if key else None
+        if isinstance(value, bool):
+            value = str(value).lower()
+        print(line if value in (None, "", []) else f"{line} [{value}]")

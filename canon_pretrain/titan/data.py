@@ -80,14 +80,19 @@ def open_data(job: CanonJobConfig) -> OpenedData:
             raise UserError("data.held_out", f"held-out split: {error}. {OFF_HINT}") from None
         for part in filter(None, parts):
             part.close()
-            text = f"{part.folder} (validation.path = {job.validation.path!r}) "
+            place = f"{part.folder} (validation.path = {job.validation.path!r})"
             same = part.vocab_size == training.vocab_size
             if not same or part.tokenizer_sha256 != training.tokenizer_sha256:
-                text += f"has another tokenizer: rebuild it with the training data's. {OFF_HINT}"
-                raise UserError("data.tokenizers_differ", text)
+                raise UserError(
+                    "data.tokenizers_differ",
+                    f"{place} has another tokenizer: rebuild it with the training data's. "
+                    f"{OFF_HINT}",
+                )
             if part.fingerprint in {source.fingerprint for source in training.sources}:
-                text += f"is also training data: choose another text. {OFF_HINT}"
-                raise UserError("data.overlap", text)
+                raise UserError(
+                    "data.overlap",
+                    f"{place} is also training data: choose another text. {OFF_HINT}",
+                )
         notices += _resolve_validation(job, parts)
         return OpenedData(training, parts, notices, {HELD_OUT: joined_fingerprint(parts)}, prompts)
 

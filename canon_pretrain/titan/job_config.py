@@ -108,32 +108,39 @@ class CanonJobConfig(titan.JobConfig):
     @property
     def task(self) -> Task | None:
         """The task of `[data.task]`, None for shards. Raises UserError for bad settings."""
-        given = self.data.task
-        if not given.name:
+        section = self.data.task
+        if not section.name:
             return None
-        return build_task(given.name, given.given | {"seq_len": self.training.seq_len})
+        return build_task(section.name, section.given | {"seq_len": self.training.seq_len})
 
     @property
     def model_args(self) -> ModelArgs:
         """The flavor's arguments with this job's overrides, checked by ModelArgs."""
         base = model_flavor(self.model.flavor)
-        names = {f.name for f in dataclasses.fields(ModelArgs)}
-        own = {k: v for k, v in vars(self.model).items() if k in names and v is not None}
-        own = fill_sizes(base, own)
-        return dataclasses.replace(base, max_seq_len=self.training.seq_len, **own)
+        overrides = {
+            field.name: getattr(self.model, field.name)
+            for field in dataclasses.fields(ModelArgs)
+            if getattr(self.model, field.name, None) is not None
+        }
+        sizes = fill_sizes(base, overrides)
+        return dataclasses.replace(base, max_seq_len=self.training.seq_len, **sizes)
 
 
 def shard_degree(job: CanonJobConfig, world_size: int) -> int:
     """Return the ranks per replica; UserError if the degrees do not divide `world_size`."""
-    layout, batch = job.parallelism, job.training.global_batch_size
-    replicas, degree = layout.data_parallel_replicate_degree, layout.expert_parallel_degree
-    if world_size % (replicas * degree):
-        fitting = valid_world_sizes(batch, replicas * degree)
-        text = f"parallelism.data_parallel_replicate_degree = {replicas} "
-        text += f"times expert_parallel_degree = {degree} " if degree > 1 else ""
-        text += f"does not divide {world_size} ranks. "
-        text += f"Valid world sizes: {', '.join(map(str, fitting)) or 'none'}"
-        raise UserError("config.world_size", text, given=world_size, valid=fitting)
+    replicas = job.parallelism.data_parallel_replicate_degree
+    expert_degree = job.parallelism.expert_parallel_degree
+    if world_size % (replicas * expert_degree):
+        valid = valid_world_sizes(job.training.global_batch_size, replicas * expert_degree)
+        times = f"times expert_parallel_degree = {expert_degree} " if expert_degree > 1 else ""
+        raise UserError(
+            "config.world_size",
+            f"parallelism.data_parallel_replicate_degree = {replicas} {times}"
+            f"does not divide {world_size} ranks. "
+            f"Valid world sizes: {', '.join(map(str, valid)) or 'none'}",
+            given=world_size,
+            valid=valid,
+        )
     return world_size // replicas
 
 
@@ -216,11 +223,18 @@ def check_job(job: CanonJobConfig) -> None:
     """Raise UserError for a job that would not train what its file states."""
     defaults = CanonJobConfig()
     for name in UNSUPPORTED:
-        given, default = value_of(job, name), value_of(defaults, name)
-        if given != default:
-            text = f"{name} = {given!r} is not supported by this trainer; expected {default!r}"
-            text += f" ({INSTEAD[name]})" if name in INSTEAD else ""
-            raise UserError("config.unsupported", text, key=name)
+        value = value_of(job, name)
+        default = value_of(defaults, name)
+        if value != default:
+            instead = f" ({INSTEAD[name]})" if name in INSTEAD else ""
+            raise UserError(
+                "config.unsupported",
+                f"{name} = {value!r} is not supported by this trainer; expected {default!r}"
+                f"{instead}",
+                key=name,
+            )
+
+    # Each setting alone
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
     check_choice("canon_backend", job.model.canon_backend, BACKENDS)
     check_choice("mixer_backend", job.model.mixer_backend, MIXER_BACKENDS)
@@ -228,6 +242,8 @@ def check_job(job: CanonJobConfig) -> None:
     _check_compile_backend(job.compile.backend)
     check_allowed_changes(job.run.allow_changes, _identity_names())
     check_limits({name: value_of(job, name) for name in LIMITED})
+
+    # Settings together
     for fault in schedule_faults(job.lr_scheduler, job.training.steps):
         raise UserError("config.schedule", fault)
     for name, fault in _conflicts(job):
@@ -278,56 +294,80 @@ def value_of(job: CanonJobConfig, dotted: str) -> Any:
 
 def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, fault) of each value that contradicts another key or is no path."""
-    data, stop_at, steps, loss = job.data, job.run.stop_at, job.training.steps, job.loss
-    checkpoint, profiling, prompts = job.checkpoint, job.profiling, job.samples.prompts
-    recompute = job.activation_checkpoint
     for name in (*FOLDERS, *PATHS):
         value = value_of(job, name)
         if not _is_path(name, value):
             yield name, f"{name} = {value!r}: expected a path (only a shell expands ~)"
+    yield from _data_conflicts(job)
+    yield from _launch_conflicts(job)
+    yield from _computation_conflicts(job)
+
+
+def _data_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
+    data = job.data
     if data.path and data.paths:
         yield "data.path", f"data.path = {data.path!r}, data.paths = {data.paths!r}: set only one"
     if data.task.name:
-        names = ["data.path", "data.paths", "validation.path"]
-        names = [name for name in names if value_of(job, name)]
-        names += ["data.order"] if data.order != "random" else []
-        names += ["samples.interval"] if job.samples.interval else []
-        names += ["model.document_mask"] if job.model_args.document_mask else []
-        for name in names:
+        is_set = {
+            "data.path": data.path,
+            "data.paths": data.paths,
+            "validation.path": job.validation.path,
+            "data.order": data.order != "random",
+            "samples.interval": job.samples.interval,
+            "model.document_mask": job.model_args.document_mask,
+        }
+        for name in filter(is_set.get, is_set):
             yield name, f"{name} = {value_of(job, name)!r} and a task: unset it, or data.task.name"
         if job.validation.windows == -1:
             yield "validation.windows", "validation.windows = -1, but a task has no end"
     elif data.task.given:
         yield "data.task.name", f"data.task.name is unset, but has {', '.join(data.task.given)}"
-    if job.samples.interval and not job.samples.prompts:
+
+    prompts = job.samples.prompts
+    if job.samples.interval and not prompts:
         yield "samples.prompts", "samples.interval is set, but samples.prompts is empty: set both"
-    if repeated := [each for k, each in enumerate(prompts) if each in prompts[:k]]:
+    if repeated := [prompt for k, prompt in enumerate(prompts) if prompt in prompts[:k]]:
         yield "samples.prompts", f"samples.prompts has {repeated[0]!r} more than once: list it once"
     if len(data.weights) != len(data.paths):
         yield "data.weights", f"data.weights: expected {len(data.paths)} numbers, one per path"
+
+
+def _launch_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
+    stop_at = job.run.stop_at
+    steps = job.training.steps
     if stop_at is not None and not 1 <= stop_at <= steps:
         yield "run.stop_at", f"run.stop_at = {stop_at}: expected 1 to training.steps = {steps}"
-    if stop_at is not None and not checkpoint.enable:
+    if stop_at is not None and not job.checkpoint.enable:
         yield "checkpoint.enable", "run.stop_at requires checkpoint.enable = true"
-    if (degree := job.parallelism.expert_parallel_degree) > 1:
-        args, name = job.model_args, "parallelism.expert_parallel_degree"
-        if args.ffn != "moe" or args.num_experts % degree:
-            experts = args.num_experts if args.ffn == "moe" else 0
-            yield name, f"{name} = {degree} does not divide the model's {experts or 'no'} experts"
-    if loss.z_loss and loss.squared_loss:
-        yield "loss.squared_loss", "loss.z_loss and loss.squared_loss: set only one"
-    if checkpoint.fresh and checkpoint.load_step != -1:
+    if job.checkpoint.fresh and job.checkpoint.load_step != -1:
         yield "checkpoint.load_step", "checkpoint.fresh and checkpoint.load_step: set only one"
+
+
+def _computation_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
+    args = job.model_args
+    degree = job.parallelism.expert_parallel_degree
+    num_experts = args.num_experts if args.ffn == "moe" else 0
+    if degree > 1 and (num_experts == 0 or num_experts % degree):
+        name = "parallelism.expert_parallel_degree"
+        yield name, f"{name} = {degree} does not divide the model's {num_experts or 'no'} experts"
+    if job.loss.z_loss and job.loss.squared_loss:
+        yield "loss.squared_loss", "loss.z_loss and loss.squared_loss: set only one"
+
+    profiling = job.profiling
     warmup, active = profiling.profiler_warmup, profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < warmup + active:
-        text = f"profiling.profile_freq = {profiling.profile_freq}: expected at least "
-        text += f"profiler_warmup = {warmup} plus profiler_active = {active}"
-        yield "profiling.profile_freq", text
-    name, option = "activation_checkpoint.selective_ac_option", recompute.selective_ac_option
+        yield (
+            "profiling.profile_freq",
+            f"profiling.profile_freq = {profiling.profile_freq}: expected at least "
+            f"profiler_warmup = {warmup} plus profiler_active = {active}",
+        )
+
+    name = "activation_checkpoint.selective_ac_option"
+    option = job.activation_checkpoint.selective_ac_option
     if not re.fullmatch("op|[0-9]+", option):
         yield name, f'{name} = {option!r}: expected "op", or N to recompute every N-th layer'
-    compiled = job.compile.enable and "model" in job.compile.components
-    if recompute.mode == "memory_budget" and not compiled:
+    is_compiled = job.compile.enable and "model" in job.compile.components
+    if job.activation_checkpoint.mode == "memory_budget" and not is_compiled:
         name = "activation_checkpoint.mode"
         yield name, f'{name} = "memory_budget" requires compile.enable = true'
 

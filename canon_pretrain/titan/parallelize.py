@@ -247,13 +247,22 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
         return
     dtype = job.training.mixed_precision_param
     way = model.attend.implementation(device, masked=model.args.document_mask)
-    text = f'model.attention_backend = "{job.model.attention_backend}" selects {way}, which cannot '
+    selected = f'model.attention_backend = "{job.model.attention_backend}" selects {way}'
     if way != "sdpa" and device == "cpu":
-        text += "be trained on a CPU: choose auto"
-        raise UserError("attention.unsupported", text, shared=True, selected=way)
+        raise UserError(
+            "attention.unsupported",
+            f"{selected}, which cannot be trained on a CPU: choose auto",
+            shared=True,
+            selected=way,
+        )
     if way not in ("sdpa", "flex") and dtype == "float32":
-        text += f"use training.mixed_precision_param = {dtype}: choose auto or bfloat16"
-        raise UserError("attention.unsupported", text, shared=True, selected=way)
+        raise UserError(
+            "attention.unsupported",
+            f"{selected}, which cannot use training.mixed_precision_param = {dtype}: "
+            "choose auto or bfloat16",
+            shared=True,
+            selected=way,
+        )
 
 
 def fsdp_mesh(parallel_dims: ParallelDims, *, of_experts: bool = False) -> DeviceMesh:

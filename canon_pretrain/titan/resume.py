@@ -152,9 +152,12 @@ class Resume:
             manifest = _value_or_fault(Manifest.read, path)
             launch = None if isinstance(manifest, str) else manifest.launch
             if step > begin and launch is not None and launch < taker:
-                text = f"launch {launch} saved step {step} after launch {taker} took the run over "
-                text += f"at step {begin}"
-                self._quarantine(path, text, "STALE CHECKPOINT")
+                self._quarantine(
+                    path,
+                    f"launch {launch} saved step {step} after launch {taker} took the run over "
+                    f"at step {begin}",
+                    "STALE CHECKPOINT",
+                )
 
     def _next_candidate(self, asked: int) -> int | None:
         """Return the step to try next, or None if nothing was saved; UserError if none is left."""

@@ -339,8 +339,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         else:
             reason = stop or "run.stop_at"
             metrics.event("stop", step=step, reason=reason, **fields)
-            text = f"stopped at step {step} of {total} by {reason}; the same command"
-            text += f"{'' if stop else ' without --run.stop_at'} resumes from here"
+            again = "the same command" if stop else "the same command without --run.stop_at"
+            text = f"stopped at step {step} of {total} by {reason}; {again} resumes from here"
         metrics.flush()
         self._end(reason)
         logger.info(text)
