@@ -11,7 +11,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.machine import memory
 from canon_pretrain.model.counts import active_parameters, num_parameters
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Loss
+from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan import dry_run
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.costs import block_bytes, count_saved, head_bytes
