@@ -5,7 +5,7 @@ import functools
 import json
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -79,14 +79,7 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
     for key, value in values.items():
         dotted, hint = f"{prefix}{key}", cast(Any, hints.get(key))
         if key not in names:
-            near, known = nearest(key, names), f"expected one of {', '.join(sorted(names))}"
-            raise UserError(
-                "config.unknown_key",
-                f"{source}: unknown {'key' if prefix else 'section'} '{dotted}': "
-                + (f"did you mean '{near}'?" if near else known),
-                key=dotted,
-                nearest=near,
-            )
+            raise unknown_key(key, names, source, prefix)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
                 raise UserError(
@@ -105,3 +98,26 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
                 key=dotted,
             ) from None
     return cls(**arguments)
+
+
+def check_keys(
+    values: Mapping[str, Any], known: Mapping[str, Any], source: str, prefix: str = ""
+) -> None:
+    """Raise UserError for a key of TOML `values` that `known`, nested alike, does not have."""
+    for key, value in values.items():
+        if key not in known:
+            raise unknown_key(key, known, source, prefix)
+        if isinstance(value, dict) and isinstance(known[key], dict):
+            check_keys(value, known[key], source, f"{prefix}{key}.")
+
+
+def unknown_key(key: str, known: Iterable[str], source: str, prefix: str) -> UserError:
+    """Return the error for a key of a TOML section, with the nearest of the `known` ones."""
+    near = nearest(key, known)
+    hint = f"did you mean '{near}'?" if near else f"expected one of {', '.join(sorted(known))}"
+    return UserError(
+        "config.unknown_key",
+        f"{source}: unknown {'key' if prefix else 'section'} '{prefix}{key}': {hint}",
+        key=f"{prefix}{key}",
+        nearest=near,
+    )
