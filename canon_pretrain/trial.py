@@ -134,9 +134,16 @@ class Trial:
         if names := sum(finished.values(), []):
             folders = [self.runs / name for name in names]
             # where the shards are now: the runs know where they were
-            words = ("--suite", VALIDATION, "--data", self.folder / "data")
-            evaluation = ("eval", "run", *words, "--checkpoint", *folders)
-            self.stages.run("score on held-out documents", *evaluation)
+            self.stages.run(
+                "score on held-out documents",
+                "eval",
+                "run",
+                *folders,
+                "--suite",
+                VALIDATION,
+                "--data",
+                self.folder / "data",
+            )
         self.stages.run("write the page", "eval", "report", self.runs, "--out", self.folder)
         self._sample(record, finished)
         self._conclude(record, finished, diverged)
@@ -245,9 +252,16 @@ class Trial:
         for model, names in finished.items():
             if not names:
                 continue
-            options = ("--tokenizer", self.folder / "data", "--max-tokens", SAMPLE_TOKENS, "--json")
-            prompt = f"--prompt={record.prompt}"
-            output = self.stages.call("sample", self.runs / names[0], prompt, *options)
+            output = self.stages.call(
+                "sample",
+                self.runs / names[0],
+                f"--prompt={record.prompt}",
+                "--tokenizer",
+                self.folder / "data",
+                "--max-tokens",
+                SAMPLE_TOKENS,
+                "--json",
+            )
             sample = json.loads(output.strip().splitlines()[-1])
             text = printable(record.prompt + sample["text"], keep="\n")
             print(f"\n== a sample {self.models[model]} ({names[0]})\n{text}")

@@ -289,8 +289,14 @@ def main(argv: list[str] | None = None) -> None:
         elif given.command == "end":
             print(*end(run, job, given.asked, restarts=restarts), sep="\n")
         else:
-            more = {"take_code": given.take_code, "config": parse_launch(launch).config}
-            if (decision := begin(run, job, restarts=restarts, **more)) is not None:
+            decision = begin(
+                run,
+                job,
+                restarts=restarts,
+                take_code=given.take_code,
+                config=parse_launch(launch).config,
+            )
+            if decision is not None:
                 print(*decision, sep="\n")
             elif given.take_code:
                 print("code", newest_snapshot(run), sep="\n")
