@@ -47,8 +47,9 @@ from canon_pretrain.report.status import ACTIVE_STATES
 if TYPE_CHECKING:  # scipy takes a while to import
     from canon_pretrain.boards.race import Arm, Entry
 from canon_pretrain.boards.board import Board, read_board
-from canon_pretrain.boards.driver import Driver, read_failures, visible_gpus
+from canon_pretrain.boards.driver import Driver, read_failures
 from canon_pretrain.boards.plan import check_promises, plan_board, promised_by, read_plan
+from canon_pretrain.machine.hardware import visible_gpus
 
 LOCK = ".playground.lock"
 RACE = "race.json"

@@ -144,8 +144,11 @@ def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:
             near = _meant_by(given, known) or suggestion(
                 f"--{given}", [f"--{name}" for name in known]
             )
-            text = f"unknown key --{given}.{near or ' See --help-all'}"
-            raise UserError("config.unknown_key", text, given=given)
+            raise UserError(
+                "config.unknown_key",
+                f"unknown key --{given}.{near or ' See --help-all'}",
+                given=given,
+            )
     # tyro takes an optional bool as Python writes it only, TOML and our help have it in lower case
     overrides = [
         re.sub("(?<![^=])(true|false)$", lambda m: m[0].title(), word) for word in overrides
@@ -199,8 +202,8 @@ def _print_help(job: CanonJobConfig, *, everything: bool) -> None:
     if everything:
         _cli(args=["--help"], default=job)  # prints and exits
     for line in SHORT_HELP.read_text().splitlines():
-        if key := re.match(r"  --(\w+\.[\w.]+)", line):
-            value = value_of(job, key[1])
-            if value not in (None, "", []):
-                line += f" [{str(value).lower() if isinstance(value, bool) else value}]"
-        print(line)
+        key = re.match(r"  --(\w+\.[\w.]+)", line)
+        value = value_of(job, key[1]) if key else None
+        if isinstance(value, bool):
+            value = str(value).lower()
+        print(line if value in (None, "", []) else f"{line} [{value}]")
