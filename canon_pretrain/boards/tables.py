@@ -4,14 +4,14 @@ templates/board.body.jinja has their order and the text around them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from canon_pretrain.core.terminal import duration
-from canon_pretrain.report.figures import Json, Plot, draw_means
+from canon_pretrain.report.figures import Json, MeanLine, Plot, draw_means
 from canon_pretrain.report.sections import (
     MISSING,
     Cell,
-    Content,
     Table,
     make_cell,
     make_table,
@@ -20,6 +20,8 @@ from canon_pretrain.report.sections import (
     rounded,
     signed,
 )
+
+Content = Mapping[str, Any]
 
 SYMBOLS = {"best": "▲", "between": "◆", "worst": "▼", "undecided": "", "missing": ""}
 VERSIONS = ("torch", "torchtitan", "python", "hosts", "platforms")
@@ -211,10 +213,17 @@ def curves(content: Content) -> list[Plot]:
     found: list[Plot] = []
     for shown in content["curves"]:
         lines = [
-            {**line, "label": line["arm"].partition("/")[0], "n": [line["n"]] * len(line["steps"])}
+            MeanLine(
+                label=line["arm"].partition("/")[0],
+                values=line["values"],
+                low=line["low"],
+                high=line["high"],
+                n=[line["n"]] * len(line["steps"]),
+            )
             for line in shown["lines"]
         ]
-        task, figure = tasks[shown["task"]], draw_means(lines, names, "steps", bands=True)
+        steps = [line["steps"] for line in shown["lines"]]
+        task, figure = tasks[shown["task"]], draw_means(lines, steps, names, "steps", bands=True)
         if task["items"]:
             figure["layout"]["yaxis"] |= {"range": [-0.03, 1.03]}
         found.append((f"{task['task']} {shown['size']}".strip(), task["name"], figure))

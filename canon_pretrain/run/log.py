@@ -33,7 +33,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -201,7 +201,12 @@ def _read_facts(log: Path) -> RunFacts | None:
 
 
 def json_value(value: Any) -> Any:
-    """Return `value` with "NaN", "Infinity" or "-Infinity" for each non-finite float in it."""
+    """Return `value` as JSON, with "NaN", "Infinity" or "-Infinity" for each non-finite float.
+
+    A dataclass is an object with its fields, or what its `to_json` returns.
+    """
+    if is_dataclass(value):
+        value = value.to_json() if hasattr(value, "to_json") else vars(value)
     if isinstance(value, dict):
         return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
