@@ -16,7 +16,7 @@ from typing import Any
 from canon_pretrain.boards.board import read_board
 from canon_pretrain.boards.driver import train_sweep, trainer_environment
 from canon_pretrain.boards.plan import plan_board
-from canon_pretrain.core.cli import command
+from canon_pretrain.core.cli import command, run_process
 from canon_pretrain.core.files import read_bytes
 from canon_pretrain.core.terminal import duration
 from canon_pretrain.machine.hardware import threads_per_process, visible_gpus
@@ -155,3 +155,7 @@ def main(argv: list[str] | None = None) -> None:
         environ = trainer_environment(threads())
         with Stages(None, environ, forks=not visible_gpus()) as stages:
             Quickstart(stages, prefix).all()
+
+
+if __name__ == "__main__":
+    run_process(main)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from canon_pretrain.core.children import end_with_torchrun, separate_sessions
-from canon_pretrain.core.cli import Parser, check_encoding, resilient_output
+from canon_pretrain.core.cli import Parser, check_encoding, resilient_output, run_process
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.machine.device import check_cuda
@@ -149,3 +149,7 @@ def _split_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not options.dry_run and {options.gpu, options.world, options.mfu} != {None}:
         raise UserError("option.conflict", "--gpu, --world and --mfu require --dry-run")
     return options, rest
+
+
+if __name__ == "__main__":
+    run_process(main)

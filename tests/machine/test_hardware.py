@@ -96,8 +96,8 @@ def test_tensors_go_to_a_gpu_from_pinned_memory(device, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned)
     monkeypatch.setattr(torch.Tensor, "to", copy)
-    device.to_device(torch.zeros(2), device)
-    device.to_device(torch.zeros(2), "cpu")
+    device_module.to_device(torch.zeros(2), device)
+    device_module.to_device(torch.zeros(2), "cpu")
     expected = {"non_blocking": True}
     assert copies == [(True, (device,), expected), (False, ("cpu",), expected)]
 
