@@ -144,8 +144,7 @@ def generate(
 def _read(tokens_SB: list[Tensor]) -> list[list[int]]:
     if len(tokens_SB) == 1:
         return [tokens_SB[0].tolist()]
-    tokens: list[list[int]] = torch.stack(tokens_SB).tolist()
-    return tokens
+    return torch.stack(tokens_SB).tolist()
 
 
 class DecodeStep:

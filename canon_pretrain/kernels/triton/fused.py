@@ -93,10 +93,7 @@ def canon_triton(
         assert gain is not None
         x_BTC, gain, norm = F.rms_norm(x_BTC, (width,), gain.to(x_BTC.dtype), eps), None, "none"
     options = (head_dim, rope_heads, residual, activation, norm, eps)
-    y_BTC: Tensor = _CanonRows.apply(
-        x_BTC, None, weight_C1K, gain, segments_BN, cos_TR, sin_TR, options, 0
-    )
-    return y_BTC
+    return _CanonRows.apply(x_BTC, None, weight_C1K, gain, segments_BN, cos_TR, sin_TR, options, 0)
 
 
 def norm_canon_stream_triton(
@@ -198,10 +195,7 @@ def canon_gate_triton(
     if up_BTF.shape != gate_BTF.shape:
         raise ValueError(f"gate is {tuple(gate_BTF.shape)}, up {tuple(up_BTF.shape)}; not equal.")
     _check("canon_gate_triton", gate_BTF, weight_C1K, 2 * gate_BTF.shape[-1], segments_BN)
-    inner_BTF: Tensor = canon_gate(
-        gate_BTF, up_BTF, weight_C1K, segments_BN, residual, activation, relu2
-    )
-    return inner_BTF
+    return canon_gate(gate_BTF, up_BTF, weight_C1K, segments_BN, residual, activation, relu2)
 
 
 def _check(
