@@ -320,8 +320,7 @@ def _mamba2_args(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     for name in (*_SAME_IN_MAMBA2, "head_dim"):
         found[name] = checked(name, found[name], type(_MAMBA2_DEFAULTS[name]))
     if found["head_dim"] * found["num_heads"] != 2 * found["hidden_size"]:
-        text = "expected 2 hidden_size / num_heads"
-        raise_unsupported("head_dim", found["head_dim"], text)
+        raise_unsupported("head_dim", found["head_dim"], "expected 2 hidden_size / num_heads")
     no_limit = float("inf"), {"__float__": "Infinity"}  # as transformers 5 writes it
     match found.get("time_step_limit", [0.0, no_limit[0]]):
         case [0, high] if high in no_limit:

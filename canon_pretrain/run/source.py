@@ -188,8 +188,7 @@ def take_snapshot(run: RunFolder) -> Path:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    text = f"{path} cannot be written: {error.strerror}"
-    return UserError("run.unwritable", text, path=path)
+    return UserError("run.unwritable", f"{path} cannot be written: {error.strerror}", path=path)
 
 
 def check_private(run: RunFolder) -> None:

@@ -208,5 +208,7 @@ def _check(
         fits = segments_BN.shape == (x_BTC.shape[0], taps - 1 + x_BTC.shape[1])
     if not fits:
         given = [tuple(t.shape) for t in (x_BTC, weight_C1K, segments_BN) if t is not None]
-        wanted = f"[B, T, C], [{width}, 1, taps], 2 to 4 taps, and [B, taps - 1 + T]"
-        raise ValueError(f"{name} got x, weight and segments of shapes {given}; expected {wanted}")
+        raise ValueError(
+            f"{name} got x, weight and segments of shapes {given}; expected "
+            f"[B, T, C], [{width}, 1, taps], 2 to 4 taps, and [B, taps - 1 + T]"
+        )
