@@ -31,6 +31,8 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, sha256_file
 from canon_pretrain.run.folder import RunFolder
 
+PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+"""Options of git diff: a patch that `git apply` reads, whatever the user's settings."""
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = ("*.py", "*.toml")
 MAX_NAMES = 200
@@ -111,8 +113,7 @@ def read_source_tree(
         # without a commit all files are new
         since = "HEAD" if commit else "--cached"
         names = [f":(top,literal){name}" for name in shown]
-        without = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
-        diff = ask("diff", *without, since, "--", *names)
+        diff = ask("diff", *PLAIN, since, "--", *names)
         patch = diff.encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
     url = urlsplit(ask("remote", "get-url", "origin", is_needed=False).strip())
