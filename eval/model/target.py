@@ -237,7 +237,13 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
         part = open_held_out(data) if held_out is None else open_validation(held_out)
     seq_len, step = folder_args(export).max_seq_len, record.get("step")
     target = EvalTarget(
-        *(export.resolve(), None, step, seq_len, data, train, part),
+        export.resolve(),
+        None,
+        step,
+        seq_len,
+        data,
+        train,
+        part,
         trained_on=record.get("identity") or {},
     )
     if train is not None:
