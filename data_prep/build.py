@@ -193,8 +193,10 @@ def build(
         log(f"tokenizer: vocab_size {loaded.vocab_size:,}; {loaded.method}")
         _run(required, jobs, workers, job_slice or ALL_GROUPS)
         if job_slice:
-            finish = f"after all {job_slice.count}: canon data finish {out}"
-            log(f"{out}: built --shard {job_slice.index}/{job_slice.count}; {finish}")
+            log(
+                f"{out}: built --shard {job_slice.index}/{job_slice.count}; "
+                f"after all {job_slice.count}: canon data finish {out}"
+            )
             return
         with plan_lock(out):
             write_manifests(out, plan, limits)

@@ -95,8 +95,9 @@ def other_content(head: bytes) -> Content | None:
         if pattern.match(head):
             return Content(what, "rename it by its format, or unpack it")
     if encoding := _wide_encoding(head):
-        advice = f"convert it with `iconv -f {encoding} -t UTF-8 OLD > NEW`"
-        return Content(f"{encoding} text", advice)
+        return Content(
+            f"{encoding} text", f"convert it with `iconv -f {encoding} -t UTF-8 OLD > NEW`"
+        )
     if head.count(0) > max(_ZEROS, len(head) / 4):
         return Content("binary data", "leave it out")
     return LINES_OF_JSON if _begins_with_object(head) else None

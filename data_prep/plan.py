@@ -241,11 +241,13 @@ def is_held_out(utf8: bytes, holdout: float) -> bool:
 
 def all_held_out(where: str, num_documents: int, holdout: float) -> UserError:
     """Return the error of a build without a document to train on."""
-    message = (
+    return UserError(
+        "data.all_held_out",
         f"{where}all {num_documents:,} documents were held out: --holdout {holdout:g} chooses by a "
-        "hash of the text, equal texts alike; add different documents, or lower --holdout"
+        "hash of the text, equal texts alike; add different documents, or lower --holdout",
+        given=holdout,
+        documents=num_documents,
     )
-    return UserError("data.all_held_out", message, given=holdout, documents=num_documents)
 
 
 def holdout_for(num_documents: float) -> float:

@@ -489,5 +489,4 @@ def _as_bytes(column: Any) -> list[bytes | None]:
 
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    values: list[bytes | None] = column.cast(pyarrow.large_binary()).to_pylist()
-    return values
+    return column.cast(pyarrow.large_binary()).to_pylist()

@@ -33,8 +33,12 @@ def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = 
     tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     with TokenShards.open(folder / split) as shards:
         if not 0 <= number < shards.num_documents:
-            count = f"{folder / split} has {shards.num_documents} documents, numbered from 0"
-            raise UserError("option.invalid", f"--document {number}: {count}", option="--document")
+            raise UserError(
+                "option.invalid",
+                f"--document {number}: "
+                f"{folder / split} has {shards.num_documents} documents, numbered from 0",
+                option="--document",
+            )
         shard = [one for one in shards.shards if one.entry.first_document <= number][-1]
         entry = shard.entry
         at = number - entry.first_document

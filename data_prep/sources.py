@@ -152,8 +152,13 @@ def _select_stdlib() -> Selection:
             "input.none", f"{root}: no .py files; use a Python with its library as files", path=root
         )
     inputs = sorted(to_inputs(found, {}), key=lambda known: known.path != TOPICS)
-    version = f"python {platform.python_version()}"
-    return Selection(STDLIB, version, root, tuple(inputs), unit_bytes=INPUT_GROUP_BYTES)
+    return Selection(
+        STDLIB,
+        f"python {platform.python_version()}",
+        root,
+        tuple(inputs),
+        unit_bytes=INPUT_GROUP_BYTES,
+    )
 
 
 def _select_local(
@@ -211,8 +216,10 @@ def _unknown_format(
     if any(suffix_of(path.name) == ".json" for path in paths):
         advice = "a .json must have an object a line: convert a list with `jq -c '.[]' OLD > NEW`"
     given = summarize_paths(paths)
-    message = f"{files_option} {given}: unknown format; expected one of: {expected}; {advice}"
-    return UserError("input.unknown_format", message)
+    return UserError(
+        "input.unknown_format",
+        f"{files_option} {given}: unknown format; expected one of: {expected}; {advice}",
+    )
 
 
 def check_formats(selection: Selection) -> None:

@@ -8,10 +8,11 @@ for 97 million documents, the probability of a false duplicate is 0.0003.
 
 import argparse
 import hashlib
+import html
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,15 @@ from canon_pretrain.data.shards import CommitRecord, Shard, TokenShards, dtype_f
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.folder import SPLITS, add_workers, disk_errors, load_tokenizer, log
 from data_prep.input_groups import worker_pool
-from data_prep.plan import Plan, load_plan
+from data_prep.plan import Plan, TokenizerRecord, load_plan
 
 TEMPLATES = Path(__file__).parent / "templates"
-PLOTTED = ("split", "documents", "tokens", "lengths", "frequencies", "groups")
 CHUNK_TOKENS = 1 << 20
 """Tokens per read; a document may be longer."""
 MOST_COPIED = 10
 TOP_TOKENS = 30
 MAX_GROUPS = 100
+MAX_DRAWN_GROUPS = 20
 MAX_RANKS = 200
 MAX_PRINTED_ROWS = 20
 
@@ -51,21 +52,21 @@ def run(arguments: argparse.Namespace) -> None:
     stats(arguments.folder, arguments.html, workers=arguments.workers)
 
 
-def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[str, Any]:
-    """Print statistics of `folder`, write the page `html`, and return them as JSON values."""
-    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+def stats(folder: Path, page: Path | None = None, *, workers: int = 1) -> "DataStatistics":
+    """Print the statistics of `folder`, write `page`, and return them."""
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise UserError(
             "option.invalid",
-            f"--html {html}: expected a file in an existing folder",
+            f"--html {page}: expected a file in an existing folder",
             option="--html",
         )
-    content = data_content(folder, load_plan(folder), workers)
-    print_tables(content, Console())
-    if html is not None:
-        with disk_errors(html.parent):
-            write_html(html, content)
-        log(f"stats: {html}")
-    return content
+    statistics = data_statistics(folder, load_plan(folder), workers)
+    print_tables(statistics, Console())
+    if page is not None:
+        with disk_errors(page.parent):
+            write_html(page, statistics)
+        log(f"stats: {page}")
+    return statistics
 
 
 # ---- one pass over the tokens
@@ -118,108 +119,216 @@ def count_shard(shard: Shard, vocab_size: int) -> Counts:
     return Counts(tokens, lengths, np.frombuffer(b"".join(digests), dtype="<u8"))
 
 
-def find_duplicates(own: Counts, other: Counts) -> dict[str, Any]:
-    """Return counts of exact duplicates within a split, and of those in the `other` split."""
-    _, first, counts = np.unique(own.digests, return_index=True, return_counts=True)
-    first, counts = first[counts > 1], counts[counts > 1]
-    lengths = own.lengths[first].astype(np.int64)
-    best = np.lexsort((first, -lengths, -counts))[:MOST_COPIED]
-    copied = np.stack([counts[best], lengths[best], first[best]], axis=1).tolist()
-    return {
-        "copies": int((counts - 1).sum()),
-        "copied_tokens": int(((counts - 1) * lengths).sum()),
-        "elsewhere": int(np.isin(own.digests, other.digests).sum()),
-        "most_copied": [
-            dict(zip(("count", "tokens", "first"), row, strict=True)) for row in copied
-        ],
-    }
+# ---- the statistics
 
 
-# ---- the figures
+@dataclass(frozen=True)
+class LengthBin:
+    """The documents with `first` to `last` tokens, including EOS, and their tokens."""
+
+    first: int
+    last: int
+    documents: int
+    tokens: int
 
 
-def data_content(folder: Path, plan: Plan, workers: int) -> dict[str, Any]:
-    """Return the statistics as JSON values. Raises UserError."""
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of documents in tokens, including EOS; bin k is [2^k, 2^(k+1))."""
+
+    quantiles: tuple[int, ...] = (0, 0, 0)
+    """The 1 %, 50 % and 99 % quantiles."""
+    longest: int = 0
+    longest_document: int | None = None
+    bins: list[LengthBin] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TokenCount:
+    """How often an id occurs, and its text."""
+
+    id: int
+    text: str
+    count: int
+
+
+@dataclass(frozen=True)
+class Frequencies:
+    """The counts of some ids by rank, the most frequent first."""
+
+    ranks: list[int]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Documents of one group, of whole shards; `share` is that of the tokens."""
+
+    group: str
+    documents: int
+    tokens: int
+    bytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class CopiedDocument:
+    """A document that occurs `count` times, and the number of its first copy."""
+
+    count: int
+    tokens: int
+    first: int
+
+
+@dataclass(frozen=True)
+class Duplicates:
+    """Exact duplicates within a split, and documents that are `elsewhere`, in the other split."""
+
+    copies: int
+    copied_tokens: int
+    elsewhere: int
+    most_copied: list[CopiedDocument]
+
+
+@dataclass(frozen=True)
+class SplitStatistics:
+    """The statistics of a split."""
+
+    split: str
+    fingerprint: str
+    parts: int
+    documents: int
+    tokens: int
+    bytes: int
+    stored_bytes: int
+    lengths: Lengths
+    top_tokens: list[TokenCount]
+    unused_ids: int
+    frequencies: Frequencies
+    groups: list[Group]
+    """The largest first, at most MAX_GROUPS."""
+    num_groups: int
+    groups_count_more: bool
+    """Whether the manifest's cut ends the last shard early: commit records count whole shards."""
+    skipped: dict[str, int]
+    repaired: dict[str, int]
+    duplicates: Duplicates
+
+
+@dataclass(frozen=True)
+class DataStatistics:
+    """The statistics of a data folder, and what it was built from."""
+
+    folder: str
+    source: str
+    source_version: str
+    plan_sha256: str
+    tokenizer: TokenizerRecord
+    splits: list[SplitStatistics]
+
+
+def data_statistics(folder: Path, plan: Plan, workers: int) -> DataStatistics:
+    """Return the statistics of a data folder. Raises UserError."""
     tokenizer = load_tokenizer(folder, plan.tokenizer)
     opened = [TokenShards.open(folder / split) for split in SPLITS]
     shards = [shard for split in opened for shard in split.shards]
     vocab_size = plan.tokenizer.vocab_size
+
+    # read every token once
     total = sum(split.num_tokens for split in opened) or 1
-    done, counted = 0, []
+    done = 0
+    counted = []
     with Progress() as progress:
         for shard, counts in zip(shards, count_shards(shards, vocab_size, workers), strict=True):
             counted.append(counts)
             done += shard.entry.tokens
             progress.update(done / total, f"stats: {done:,} of {total:,} tokens")
+
     num_train = len(opened[0].shards)
-    both = [Counts.joined(vocab_size, own) for own in (counted[:num_train], counted[num_train:])]
-    splits = [
-        {"split": name, **_split_content(tokenizer, split, own)}
-        | {"duplicates": find_duplicates(own, other)}
-        for name, split, own, other in zip(SPLITS, opened, both, both[::-1], strict=True)
-    ]
-    names = ("requested", "sha256", "vocab_size")
-    return {
-        "folder": printable(str(folder)),
-        "source": plan.source,
-        "source_version": plan.source_version,
-        "plan_sha256": plan.sha256,
-        "tokenizer": {name: getattr(plan.tokenizer, name) for name in names},
-        "splits": splits,
-    }
+    train = Counts.joined(vocab_size, counted[:num_train])
+    validation = Counts.joined(vocab_size, counted[num_train:])
+    return DataStatistics(
+        folder=printable(str(folder)),
+        source=plan.source,
+        source_version=plan.source_version,
+        plan_sha256=plan.sha256,
+        tokenizer=plan.tokenizer,
+        splits=[
+            split_statistics(SPLITS[0], tokenizer, opened[0], train, validation),
+            split_statistics(SPLITS[1], tokenizer, opened[1], validation, train),
+        ],
+    )
 
 
-def _split_content(tokenizer: Tokenizer, split: TokenShards, counts: Counts) -> dict[str, Any]:
+def split_statistics(
+    name: str, tokenizer: Tokenizer, split: TokenShards, counts: Counts, other: Counts
+) -> SplitStatistics:
+    """Return the statistics of a split from its counts and those of the `other` split."""
     records = [shard.read_record() for shard in split.shards]
-    sizes = [known.size for shard in split.shards for known in vars(shard.files).values()]
-    top = np.argsort(-counts.tokens, kind="stable")[:TOP_TOKENS]
-    # ranks are evenly spaced on a logarithmic axis
-    ordered = np.sort(counts.tokens[counts.tokens > 0])[::-1]
-    ranks = np.unique(np.geomspace(1, max(len(ordered), 1), MAX_RANKS).round().astype(np.int64))
-    ranks = ranks[ranks <= len(ordered)]
-    reasons: dict[str, Counter[str]] = {"skipped": Counter(), "repaired": Counter()}
-    for record in records:
-        for what, total in reasons.items():
-            total.update({printable(why): n for why, n in getattr(record, what).items()})
-    return {
-        "fingerprint": split.fingerprint,
-        "parts": len(records),
-        "documents": split.num_documents,
-        "tokens": split.num_tokens,
-        "bytes": split.num_bytes,
-        "stored_bytes": sum(sizes),
-        "lengths": _length_content(counts.lengths),
-        "top_tokens": [
-            {"id": i, "text": token_text(tokenizer, i), "count": count}
-            for i, count in zip(top.tolist(), counts.tokens[top].tolist(), strict=True)
-            if count
+    groups = sum_groups(records)
+    return SplitStatistics(
+        split=name,
+        fingerprint=split.fingerprint,
+        parts=len(records),
+        documents=split.num_documents,
+        tokens=split.num_tokens,
+        bytes=split.num_bytes,
+        stored_bytes=sum(
+            file.size for shard in split.shards for file in vars(shard.files).values()
+        ),
+        lengths=summarize_lengths(counts.lengths),
+        top_tokens=top_tokens(tokenizer, counts.tokens),
+        unused_ids=int((counts.tokens == 0).sum()),
+        frequencies=rank_frequencies(counts.tokens),
+        groups=groups[:MAX_GROUPS],
+        num_groups=len(groups),
+        groups_count_more=sum(record.documents for record in records) > split.num_documents,
+        skipped=sum_reasons(record.skipped for record in records),
+        repaired=sum_reasons(record.repaired for record in records),
+        duplicates=find_duplicates(counts, other),
+    )
+
+
+def find_duplicates(counts: Counts, other: Counts) -> Duplicates:
+    """Return the exact duplicates within a split, and those in the `other` split."""
+    _, first, times = np.unique(counts.digests, return_index=True, return_counts=True)
+    first, times = first[times > 1], times[times > 1]
+    lengths = counts.lengths[first].astype(np.int64)
+    best = np.lexsort((first, -lengths, -times))[:MOST_COPIED]
+    return Duplicates(
+        copies=int((times - 1).sum()),
+        copied_tokens=int(((times - 1) * lengths).sum()),
+        elsewhere=int(np.isin(counts.digests, other.digests).sum()),
+        most_copied=[
+            CopiedDocument(*row)
+            for row in np.stack([times[best], lengths[best], first[best]], axis=1).tolist()
         ],
-        "unused_ids": int((counts.tokens == 0).sum()),
-        "frequencies": {"ranks": ranks.tolist(), "counts": ordered[ranks - 1].tolist()},
-        **_groups(records),
-        # commit records count whole shards, also if the manifest's cut ends the last one early
-        "groups_count_more": sum(r.documents for r in records) > split.num_documents,
-        **{what: dict(sorted(total.items())) for what, total in reasons.items()},
-    }
+    )
 
 
-def _length_content(lengths: np.ndarray) -> dict[str, Any]:
-    """Return lengths in tokens including EOS; bin k is [2^k, 2^(k+1))."""
+def summarize_lengths(lengths: np.ndarray) -> Lengths:
+    """Return quantiles, the longest and a histogram of documents' lengths."""
     if not len(lengths):
-        return {"quantiles": (0, 0, 0), "longest": 0, "longest_document": "–", "bins": []}
+        return Lengths()
     quantiles = np.quantile(lengths, [0.01, 0.5, 0.99], method="inverted_cdf").astype(int)
-    bins = np.frexp(lengths.astype(np.float64))[1] - 1
-    documents, tokens = np.bincount(bins), np.bincount(bins, weights=lengths)
-    return {
-        "quantiles": quantiles.tolist(),
-        "longest": int(lengths.max()),
-        "longest_document": int(lengths.argmax()),
-        "bins": [
-            {"from": 1 << k, "to": (2 << k) - 1}
-            | {"documents": int(documents[k]), "tokens": int(tokens[k])}
-            for k in range(int(bins.min()), len(documents))
+    powers = np.frexp(lengths.astype(np.float64))[1] - 1
+    documents = np.bincount(powers).tolist()
+    tokens = np.bincount(powers, weights=lengths).astype(int).tolist()
+    return Lengths(
+        quantiles=tuple(quantiles.tolist()),
+        longest=int(lengths.max()),
+        longest_document=int(lengths.argmax()),
+        bins=[
+            LengthBin(1 << k, (2 << k) - 1, documents[k], tokens[k])
+            for k in range(int(powers.min()), len(documents))
         ],
-    }
+    )
+
+
+def top_tokens(tokenizer: Tokenizer, counts: np.ndarray) -> list[TokenCount]:
+    """Return the most frequent ids."""
+    top = np.argsort(-counts, kind="stable")[:TOP_TOKENS].tolist()
+    return [TokenCount(i, token_text(tokenizer, i), int(counts[i])) for i in top if counts[i]]
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
@@ -232,21 +341,34 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     return f'"{printable(text)}"' if text else "no text"
 
 
-def _groups(records: list[CommitRecord]) -> dict[str, Any]:
+def rank_frequencies(counts: np.ndarray) -> Frequencies:
+    """Return the counts at ranks that are evenly spaced on a logarithmic axis."""
+    ordered = np.sort(counts[counts > 0])[::-1]
+    ranks = np.unique(np.geomspace(1, max(len(ordered), 1), MAX_RANKS).round().astype(np.int64))
+    ranks = ranks[ranks <= len(ordered)]
+    return Frequencies(ranks.tolist(), ordered[ranks - 1].tolist())
+
+
+def sum_groups(records: Sequence[CommitRecord]) -> list[Group]:
     """Return documents, tokens and bytes by group, of whole shards, the largest group first."""
     sums: dict[str, np.ndarray] = {}
     for record in records:
         for group, numbers in record.groups.items():
             sums[group] = sums.get(group, 0) + np.array(numbers, dtype=np.int64)
-    rows: list[dict[str, Any]] = []
-    for group, summed in sums.items():
-        row = dict(zip(("documents", "tokens", "bytes"), summed.tolist(), strict=True))
-        rows.append({"group": printable(group), **row})
-    total = sum(row["tokens"] for row in rows)
-    for row in rows:
-        row["share"] = row["tokens"] / max(total, 1)
-    rows.sort(key=lambda row: (-row["tokens"], row["group"]))
-    return {"groups": rows[:MAX_GROUPS], "num_groups": len(rows)}
+    total = max(1, sum(int(tokens) for _, tokens, _ in sums.values()))
+    groups = [
+        Group(printable(group), int(documents), int(tokens), int(num_bytes), int(tokens) / total)
+        for group, (documents, tokens, num_bytes) in sums.items()
+    ]
+    return sorted(groups, key=lambda group: (-group.tokens, group.group))
+
+
+def sum_reasons(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sums of counts by reason, in the order of the reasons."""
+    total: Counter[str] = Counter()
+    for counts in parts:
+        total.update({printable(reason): count for reason, count in counts.items()})
+    return dict(sorted(total.items()))
 
 
 # ---- output
@@ -264,99 +386,113 @@ class Table:
         return self.columns[column] not in ("", "group", "text")
 
 
-def print_tables(content: dict[str, Any], console: Console) -> None:
-    for table in tables(content):
+def print_tables(statistics: DataStatistics, console: Console) -> None:
+    for table in tables(statistics):
         drawn = rich.table.Table(title=escape(table.title), title_justify="left")
         for at, column in enumerate(table.columns):
             drawn.add_column(escape(column), justify="right" if table.is_number(at) else "left")
         for row in table.rows[:MAX_PRINTED_ROWS]:
             drawn.add_row(*map(escape, row))
         console.print(drawn)
-    for sentence in notes(content):
+    for sentence in notes(statistics):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
-def write_html(path: Path, content: dict[str, Any]) -> None:
-    from canon_pretrain.core.page import write_page  # imports plotly
-
-    plotted = [{name: split[name] for name in PLOTTED} for split in content["splits"]]
-    more: dict[str, Any] = {"content": content, "tables": tables(content), "notes": notes(content)}
-    write_page(path, TEMPLATES, "stats", plotted, **more)
-
-
-def tables(content: dict[str, Any]) -> list[Table]:
+def tables(statistics: DataStatistics) -> list[Table]:
     """Return tables of both splits: summary, lengths, groups, frequent tokens, duplicates."""
-    splits = content["splits"]
-    about = f"{content['source']}, {content['source_version']}, plan {content['plan_sha256'][:12]}"
-    summaries = [summary(split) for split in splits]
-    rows = [(name, *(each[name] for each in summaries)) for name in summaries[0]]
-    found = [Table(f"{content['folder']} ({about})", ("", *SPLITS), rows)]
-    for split in splits:
-        documents, tokens = split["documents"], split["tokens"]
-        lengths = [
-            (
-                f"{entry['from']:,} to {entry['to']:,}",
-                *_share(entry["documents"], documents),
-                *_share(entry["tokens"], tokens),
-            )
-            for entry in split["lengths"]["bins"]
-        ]
-        groups = [
-            (
-                row["group"] or "(none)",
-                f"{row['documents']:,}",
-                f"{row['tokens']:,}",
-                f"{100 * row['share']:.2f} %",
-                _ratio(row["bytes"], row["tokens"]),
-            )
-            for row in split["groups"]
-            if split["num_groups"] > 1
-        ]
-        top = [(str(r["id"]), r["text"], *_share(r["count"], tokens)) for r in split["top_tokens"]]
-        copied = [tuple(map(str, row.values())) for row in split["duplicates"]["most_copied"]]
-        bodies: Sequence[tuple[str, str, Sequence[tuple[str, ...]]]] = (
-            ("documents by length", "tokens/documents/share/tokens in them/share", lengths),
-            ("by group", "group/documents/tokens/share/bytes per token", groups),
-            ("most frequent tokens", "id/text/count/share", top),
-            ("most copied documents", "times/tokens/first document", copied),
-        )
-        for title, columns, body in bodies:
-            found.append(Table(f"{split['split']}: {title}", tuple(columns.split("/")), body))
-    return [table for table in found if table.rows]
+    source, version = statistics.source, statistics.source_version
+    title = f"{statistics.folder} ({source}, {version}, plan {statistics.plan_sha256[:12]})"
+    summaries = [summary(split) for split in statistics.splits]
+    rows = [(name, *(numbers[name] for numbers in summaries)) for name in summaries[0]]
+    drawn = [Table(title, ("", *SPLITS), rows)]
+    for split in statistics.splits:
+        drawn += split_tables(split)
+    return [table for table in drawn if table.rows]
 
 
-def summary(split: dict[str, Any]) -> dict[str, str]:
+def split_tables(split: SplitStatistics) -> Iterator[Table]:
+    """Yield the tables of one split."""
+    yield Table(
+        f"{split.split}: documents by length",
+        ("tokens", "documents", "share", "tokens in them", "share"),
+        [
+            (
+                f"{each.first:,} to {each.last:,}",
+                *_share(each.documents, split.documents),
+                *_share(each.tokens, split.tokens),
+            )
+            for each in split.lengths.bins
+        ],
+    )
+    groups = split.groups if split.num_groups > 1 else []
+    yield Table(
+        f"{split.split}: by group",
+        ("group", "documents", "tokens", "share", "bytes per token"),
+        [
+            (
+                group.group or "(none)",
+                f"{group.documents:,}",
+                f"{group.tokens:,}",
+                f"{100 * group.share:.2f} %",
+                _ratio(group.bytes, group.tokens),
+            )
+            for group in groups
+        ],
+    )
+    yield Table(
+        f"{split.split}: most frequent tokens",
+        ("id", "text", "count", "share"),
+        [
+            (str(token.id), token.text, *_share(token.count, split.tokens))
+            for token in split.top_tokens
+        ],
+    )
+    yield Table(
+        f"{split.split}: most copied documents",
+        ("times", "tokens", "first document"),
+        [
+            (str(copied.count), str(copied.tokens), str(copied.first))
+            for copied in split.duplicates.most_copied
+        ],
+    )
+
+
+def summary(split: SplitStatistics) -> dict[str, str]:
     """Return the main numbers of a split by name."""
-    lengths, copies = split["lengths"], split["duplicates"]
-    documents, tokens, num_bytes = split["documents"], split["tokens"], split["bytes"]
+    lengths, copies = split.lengths, split.duplicates
+    low, median, high = lengths.quantiles
+    longest = "–" if lengths.longest_document is None else lengths.longest_document
     return {
-        "documents": f"{documents:,}",
-        "tokens": f"{tokens:,}",
-        "text": size(num_bytes),
-        "bytes per token": _ratio(num_bytes, tokens),
-        "on disk": size(split["stored_bytes"]),
-        "tokens per document": _ratio(tokens, documents),
-        "median (1 % to 99 %)": "{1:,} ({0:,} to {2:,})".format(*lengths["quantiles"]),
-        "longest document": "{longest:,} (number {longest_document})".format(**lengths),
-        "exact copies": " = ".join(_share(copies["copies"], documents)),
-        "tokens in them": " = ".join(_share(copies["copied_tokens"], tokens)),
-        "in both splits": f"{copies['elsewhere']:,}",
-        "unused ids": f"{split['unused_ids']:,}",
-        "fingerprint": split["fingerprint"][:12],
+        "documents": f"{split.documents:,}",
+        "tokens": f"{split.tokens:,}",
+        "text": size(split.bytes),
+        "bytes per token": _ratio(split.bytes, split.tokens),
+        "on disk": size(split.stored_bytes),
+        "tokens per document": _ratio(split.tokens, split.documents),
+        "median (1 % to 99 %)": f"{median:,} ({low:,} to {high:,})",
+        "longest document": f"{lengths.longest:,} (number {longest})",
+        "exact copies": " = ".join(_share(copies.copies, split.documents)),
+        "tokens in them": " = ".join(_share(copies.copied_tokens, split.tokens)),
+        "in both splits": f"{copies.elsewhere:,}",
+        "unused ids": f"{split.unused_ids:,}",
+        "fingerprint": split.fingerprint[:12],
     }
 
 
-def notes(content: dict[str, Any]) -> Iterator[str]:
+def notes(statistics: DataStatistics) -> Iterator[str]:
     """Yield notes on skipped rows, repaired documents and groups."""
-    for split in content["splits"]:
-        for field, text in (("skipped", "skipped rows"), ("repaired", "repaired documents")):
-            if split[field]:
-                counts = ", ".join(f"{count:,} {why}" for why, count in split[field].items())
-                yield f"{split['split']}: {text}: {counts}."
-        if split["groups_count_more"]:
-            yield f"{split['split']}: groups include all of the shard in which the limit ends."
-        if split["num_groups"] > MAX_GROUPS:
-            yield f"{split['split']}: {split['num_groups']:,} groups, of which the largest."
+    for split in statistics.splits:
+        for text, reasons in (
+            ("skipped rows", split.skipped),
+            ("repaired documents", split.repaired),
+        ):
+            if reasons:
+                counts = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
+                yield f"{split.split}: {text}: {counts}."
+        if split.groups_count_more:
+            yield f"{split.split}: groups include all of the shard in which the limit ends."
+        if split.num_groups > MAX_GROUPS:
+            yield f"{split.split}: {split.num_groups:,} groups, of which the largest."
 
 
 def _ratio(one: int, other: int) -> str:
@@ -365,3 +501,101 @@ def _ratio(one: int, other: int) -> str:
 
 def _share(count: int, total: int) -> tuple[str, str]:
     return f"{count:,}", f"{100 * count / max(total, 1):.2f} %"
+
+
+# ---- the page
+
+
+def write_html(path: Path, statistics: DataStatistics) -> None:
+    from canon_pretrain.core.page import write_page  # imports plotly
+
+    write_page(
+        path,
+        TEMPLATES,
+        "stats",
+        figures(statistics),
+        content=statistics,
+        tables=tables(statistics),
+        notes=notes(statistics),
+    )
+
+
+Json = dict[str, Any]
+
+
+def figures(statistics: DataStatistics) -> dict[str, Json]:
+    """Return plotly traces and axes by the name of their place; `meta` is a trace's CSS color."""
+    splits = [split for split in statistics.splits if split.documents]
+    length = {"title": "tokens in a document, from", "type": "category"}
+    log_axis = {"type": "log", "dtick": 1}
+    return {
+        "documents": {
+            "traces": [_lengths(x, "documents", x.documents) for x in splits],
+            "xaxis": length,
+            "yaxis": {"title": "documents", "tickformat": ".0%"},
+        },
+        "tokens": {
+            "traces": [_lengths(x, "tokens", x.tokens) for x in splits],
+            "xaxis": length,
+            "yaxis": {"title": "tokens", "tickformat": ".0%"},
+        },
+        "groups": {
+            "traces": [_groups(split) for split in splits],
+            "xaxis": {"title": "tokens", "tickformat": ".0%"},
+            "yaxis": {"type": "category"},
+        },
+        "frequencies": {
+            "traces": [_frequencies(split) for split in splits],
+            "xaxis": {"title": "rank", **log_axis},
+            "yaxis": {"title": "share of the tokens", "tickformat": ".0e", **log_axis},
+        },
+    }
+
+
+def _lengths(split: SplitStatistics, what: str, total: int) -> Json:
+    """Return bars of the documents, or of their tokens, by length."""
+    counts = [getattr(each, what) for each in split.lengths.bins]
+    return {
+        **_trace(split, "bar"),
+        "x": [f"{each.first:,}" for each in split.lengths.bins],
+        "y": [count / total for count in counts],
+        "customdata": [
+            [f"{each.first:,} to {each.last:,} tokens", f"{count:,}"]
+            for each, count in zip(split.lengths.bins, counts, strict=True)
+        ],
+        "hovertemplate": f"%{{fullData.name}}: <b>%{{y:.2%}}</b>, %{{customdata[1]}} {what}"
+        "<br>in documents of %{customdata[0]}<extra></extra>",
+    }
+
+
+def _groups(split: SplitStatistics) -> Json:
+    groups = split.groups[:MAX_DRAWN_GROUPS][::-1]
+    names = [group.group or "(none)" for group in groups]
+    cut = [name if len(name) <= 30 else f"{name[:29]}…" for name in names]
+    return {
+        **_trace(split, "bar"),
+        "orientation": "h",
+        "x": [group.share for group in groups],
+        # plotly renders some HTML in texts
+        "y": [html.escape(name, quote=False) for name in cut],
+        "customdata": [[f"{group.tokens:,}", f"{group.documents:,}"] for group in groups],
+        "hovertemplate": "%{fullData.name}, %{y}: <b>%{x:.2%}</b><br>%{customdata[0]} tokens, "
+        "%{customdata[1]} documents<extra></extra>",
+    }
+
+
+def _frequencies(split: SplitStatistics) -> Json:
+    counts = split.frequencies.counts
+    return {
+        **_trace(split, "scatter"),
+        "mode": "lines",
+        "x": split.frequencies.ranks,
+        "y": [count / split.tokens for count in counts],
+        "customdata": [f"{count:,}" for count in counts],
+        "hovertemplate": "%{fullData.name}: rank %{x:,d}, <b>%{customdata}</b> times, "
+        "%{y:.2~%}<extra></extra>",
+    }
+
+
+def _trace(split: SplitStatistics, kind: str) -> Json:
+    return {"type": kind, "name": split.split, "meta": f"--split-{SPLITS.index(split.split)}"}

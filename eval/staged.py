@@ -201,8 +201,10 @@ def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
 
 def stage_command(key: str, folder: Path) -> str:
     """Return the instruction to stage the data set `key` into `folder`."""
-    command = f"canon eval stage --suite {CATALOGUE[key].suite} --only {key} --to {folder}"
-    return f"on a machine with network: {command}"
+    return (
+        "on a machine with network: "
+        f"canon eval stage --suite {CATALOGUE[key].suite} --only {key} --to {folder}"
+    )
 
 
 def write_staged(

@@ -267,8 +267,10 @@ class CheckpointFolder:
             for p in filter(os.path.lexists, moves)
         ]
         moved = "\n".join(f"{source} -> {target}" for source, target in pairs)
-        note = f"{archive.name}, {utc_now()}\n\nWhy: {why}\n\n{_ARCHIVE_NOTE}\n\n{moved}\n"
-        _write_note(archive / "README.txt", note)
+        _write_note(
+            archive / "README.txt",
+            f"{archive.name}, {utc_now()}\n\nWhy: {why}\n\n{_ARCHIVE_NOTE}\n\n{moved}\n",
+        )
         for source, target in pairs:
             _make_folder(target.parent)
             _move(source, target)

@@ -23,7 +23,12 @@ HASH_WORKERS = 4
 Kind = Literal["full", "weights"]
 
 DAMAGE = (
-    *(errno.EIO, errno.ENODATA, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+    errno.EIO,
+    errno.ENODATA,
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
     errno.ENXIO,  # not a regular file
 )
 """Errors that mean a damaged file; others, such as EACCES, do not."""

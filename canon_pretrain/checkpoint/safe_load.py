@@ -31,8 +31,14 @@ from canon_pretrain.checkpoint.manifest import DamagedCheckpoint
 METADATA = ".metadata"
 
 RECORDS = (
-    *(_StorageInfo, Metadata, MetadataIndex, records.StorageMeta, records.ChunkStorageMetadata),
-    *(records.BytesStorageMetadata, records.TensorProperties, records.TensorStorageMetadata),
+    _StorageInfo,
+    Metadata,
+    MetadataIndex,
+    records.StorageMeta,
+    records.ChunkStorageMetadata,
+    records.BytesStorageMetadata,
+    records.TensorProperties,
+    records.TensorStorageMetadata,
 )
 _FORMATS: type[Enum] = records._MEM_FORMAT_ENCODING
 _DTYPES = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]

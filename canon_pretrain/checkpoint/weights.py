@@ -28,9 +28,10 @@ MAX_NAMED = 3  # runs that an error names
 def checkpoint_step(checkpoint: Path) -> int:
     """Return the N of a folder named step-N. Raises UserError for any other name."""
     if (step := step_number(checkpoint.name)) is None:
-        expected = f"expected RUN or RUN/{CHECKPOINTS}/step-N"
         raise UserError(
-            "checkpoint.not_a_step", f"{_what_is_at(checkpoint)}: {expected}", path=checkpoint
+            "checkpoint.not_a_step",
+            f"{_what_is_at(checkpoint)}: expected RUN or RUN/{CHECKPOINTS}/step-N",
+            path=checkpoint,
         )
     return step
 

@@ -176,8 +176,10 @@ class LinkLock:
             self._silent_s += passed_s
             if before is None:
                 self._silent_s, self.rival = 0.0, None
-                wait = f"waiting up to {self._expiry_s:.1f} s for a heartbeat"
-                self.log(f"{self.path.parent} is locked by {snapshot.holder}; {wait}")
+                self.log(
+                    f"{self.path.parent} is locked by {snapshot.holder}; "
+                    f"waiting up to {self._expiry_s:.1f} s for a heartbeat"
+                )
             elif snapshot != before and not any(
                 # a read that overlaps a release may return the holder again after LEAVING
                 one.holder.id.startswith(files.LEAVING)

@@ -1,5 +1,7 @@
 """HTML pages with plots: NAME.html, .css and .js of a folder extend those of templates/page.*.
 
+Without a NAME.js, templates/figures.js draws what is plotted: figures by the name of their place.
+
 A page is small and works offline: plotly.js lies beside it, once for all pages of a folder. Its
 Content-Security-Policy allows scripts of the page's folder or site, and those whose hashes it
 lists; no request to anywhere else.
@@ -69,7 +71,9 @@ def _render(
     """Return the page as HTML; `library` is the name of plotly's file."""
     # autoescape covers every value; only our own files are marked as safe
     sheets = [COMMON / "page.css", *[COMMON / "dark.css"] * dark, templates / f"{name}.css"]
-    scripts = [path.read_text("utf-8") for path in (COMMON / "page.js", templates / f"{name}.js")]
+    script = templates / f"{name}.js"
+    drawer = script if script.exists() else COMMON / "figures.js"
+    scripts = [path.read_text("utf-8") for path in (COMMON / "page.js", drawer)]
     digests = [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in scripts]
     template = environment(templates, autoescape=True).get_template(f"{name}.html")
     return template.render(

@@ -53,8 +53,12 @@ class ShardFiles:
 
 def shard_error(path: Path, problem: str, **fields: Any) -> ShardError:
     """Return the error for a shard's damaged file; rebuilding the shard gives the same bytes."""
-    message = f"{path}: {problem}; delete {path.stem}.* in that folder and {REBUILD_HINT}"
-    return ShardError("shard.damaged", message, path=path, **fields)
+    return ShardError(
+        "shard.damaged",
+        f"{path}: {problem}; delete {path.stem}.* in that folder and {REBUILD_HINT}",
+        path=path,
+        **fields,
+    )
 
 
 def block_crcs(content: bytes | memoryview) -> np.ndarray:

@@ -92,10 +92,10 @@ class BatchLoader:
             )
         self._round = dp_world_size * local_batch_size
         if global_batch_size % self._round:
-            product = f"dp_world_size {dp_world_size} * local_batch_size {local_batch_size}"
             raise UserError(
                 "data.batch_size",
-                f"global_batch_size {global_batch_size} is not a multiple of {product}",
+                f"global_batch_size {global_batch_size} is not a multiple of "
+                f"dp_world_size {dp_world_size} * local_batch_size {local_batch_size}",
             )
         self._data = Mixture([data]) if isinstance(data, TokenShards) else data
         self._data.check(order, seq_len)

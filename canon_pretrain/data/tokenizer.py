@@ -115,10 +115,10 @@ class Tokenizer:
         try:
             model = Path(path).read_bytes()
         except OSError as error:
-            files = f"a SentencePiece {SENTENCEPIECE_FILE} or an HF {HF_FILE}"
             raise UserError(
                 "tokenizer.unreadable",
-                f"tokenizer {path}: {error.strerror}; give the path of {files}",
+                f"tokenizer {path}: {error.strerror}; give the path of "
+                f"a SentencePiece {SENTENCEPIECE_FILE} or an HF {HF_FILE}",
             ) from None
         return cls(model, str(path), eos=eos)
 

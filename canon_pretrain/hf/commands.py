@@ -68,8 +68,10 @@ def run_export(arguments: Namespace) -> None:
     record = _export(arguments, out, arguments.dtype, force=arguments.force)
     weights = [out / name for name in record["files"] if name.endswith(".safetensors")]
     total = size(sum(path.stat().st_size for path in weights))
-    about = f"{record['num_parameters']:,} parameters, {arguments.dtype}, {total}"
-    print(f"exported step {record['step']} to {out}: {about}")
+    print(
+        f"exported step {record['step']} to {out}: "
+        f"{record['num_parameters']:,} parameters, {arguments.dtype}, {total}"
+    )
 
 
 def _export(arguments: Namespace, out: Path, dtype: str, *, force: bool = False) -> dict[str, Any]:
@@ -154,8 +156,10 @@ def run_import(arguments: Namespace) -> None:
     print(f"imported to {imported.checkpoint}; the [model] section is {out / MODEL_TOML}")
     model_only = "initial_load_model_only"
     switch = f"no_{model_only}" if arguments.state_from else model_only
-    load = f"--checkpoint.initial_load_path {imported.checkpoint} --checkpoint.{switch}"
-    print(f"to train from it in a new run folder: {load}")
+    print(
+        "to train from it in a new run folder: "
+        f"--checkpoint.initial_load_path {imported.checkpoint} --checkpoint.{switch}"
+    )
 
 
 def _add_export_options(parser: argparse.ArgumentParser) -> None:

@@ -54,8 +54,17 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _CANON_ONLY = {
-    *("pretraining_tp", "rope_scaling", "rope_version", "rope_dim", "partial_rotary_factor"),
-    *("qk_norm", "canon_set", "canon_kernel", "canon_bias", "canon_activation", "canon_residual"),
+    "pretraining_tp",
+    "rope_scaling",
+    "rope_version",
+    "rope_dim",
+    "partial_rotary_factor",
+    "qk_norm",
+    "canon_set",
+    "canon_kernel",
+    "canon_bias",
+    "canon_activation",
+    "canon_residual",
 }
 _SAME = {
     "vocab_size": "vocab_size", "hidden_size": "dim", "intermediate_size": "ffn_dim",
@@ -84,11 +93,22 @@ _MAMBA2_DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 # those of the first values, of the kernels, and of rounding in less than float32
 _CHANGES_NO_MAMBA2 = {
-    *("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "chunk_size"),
-    *("rescale_prenorm_residual", "residual_in_fp32", "layer_types"),
+    "time_step_rank",
+    "time_step_min",
+    "time_step_max",
+    "time_step_floor",
+    "chunk_size",
+    "rescale_prenorm_residual",
+    "residual_in_fp32",
+    "layer_types",
 }
 _CHANGES_TRAINING = (
-    *("eos_id", "canon_trainable", "init", "init_seed", "mimetic_init", "moe_balance_rate"),
+    "eos_id",
+    "canon_trainable",
+    "init",
+    "init_seed",
+    "mimetic_init",
+    "moe_balance_rate",
 )
 # fields of ModelArgs that only the sub-dictionary can express
 _ELSEWHERE = {"num_kv_heads", "ffn_activation", "partial_rope_dim"}
@@ -159,12 +179,15 @@ BARE: Pairs = (
 
 
 _MAMBA2_ENDS: Pairs = (
-    *(("tok_embeddings", "backbone.embeddings"), ("norm", "backbone.norm_f")),
+    ("tok_embeddings", "backbone.embeddings"),
+    ("norm", "backbone.norm_f"),
     ("output", "lm_head"),
 )
 _MAMBA2_BLOCK: Pairs = (
-    *(("attention_norm", "norm"), ("attention.in_proj", "mixer.in_proj")),
-    *(("attention.conv1d", "mixer.conv1d"), ("attention.norm", "mixer.norm")),
+    ("attention_norm", "norm"),
+    ("attention.in_proj", "mixer.in_proj"),
+    ("attention.conv1d", "mixer.conv1d"),
+    ("attention.norm", "mixer.norm"),
     ("attention.out_proj", "mixer.out_proj"),
 )
 _MAMBA2_BARE: Pairs = tuple((f"attention.{n}", f"mixer.{n}") for n in ("A_log", "dt_bias", "D"))
@@ -320,8 +343,7 @@ def _mamba2_args(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     for name in (*_SAME_IN_MAMBA2, "head_dim"):
         found[name] = checked(name, found[name], type(_MAMBA2_DEFAULTS[name]))
     if found["head_dim"] * found["num_heads"] != 2 * found["hidden_size"]:
-        text = "expected 2 hidden_size / num_heads"
-        raise_unsupported("head_dim", found["head_dim"], text)
+        raise_unsupported("head_dim", found["head_dim"], "expected 2 hidden_size / num_heads")
     no_limit = float("inf"), {"__float__": "Infinity"}  # as transformers 5 writes it
     match found.get("time_step_limit", [0.0, no_limit[0]]):
         case [0, high] if high in no_limit:

@@ -309,8 +309,7 @@ def _state_text(args: ModelArgs) -> str:
     sizes = [f"- Canon-{args.canon_set}: {own}"] if args.canon_set else []
     sizes += [f"- conv1d: {sums}"] if args.mixer_conv else []
     if state_size(args):
-        head = f"{args.num_heads} states of {args.key_dim} x {args.value_dim}"
-        sizes.append(f"- recurrence: {head}")
+        sizes.append(f"- recurrence: {args.num_heads} states of {args.key_dim} x {args.value_dim}")
     tokens = _TOKENS.format(per_token) if per_token else ""
     text = _STATE.format(row=per_row, sizes="\n".join(sizes), tokens=tokens)
     return text if sizes else ""

@@ -210,8 +210,10 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         given = config.to_dict()
         if layout(given) != LINGUA:
-            hint = "import these weights with `canon hf import`"
-            raise ValueError(f'rope_version = "huggingface" is unsupported here: {hint}')
+            raise ValueError(
+                'rope_version = "huggingface" is unsupported here: '
+                "import these weights with `canon hf import`"
+            )
         backend = "flex" if config._attn_implementation == "flex_attention" else "sdpa"
         core = Transformer(to_args(given), attention_backend=backend)
         object.__setattr__(self, "core", core)
@@ -265,8 +267,10 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
     def _check_length(self, num_tokens: int) -> None:
         limit = self.config.max_position_embeddings
         if num_tokens > limit:
-            hint = "for more use from_pretrained(..., max_position_embeddings=N)"
-            raise ValueError(f"{num_tokens} tokens > max_position_embeddings = {limit}; {hint}")
+            raise ValueError(
+                f"{num_tokens} tokens > max_position_embeddings = {limit}; "
+                "for more use from_pretrained(..., max_position_embeddings=N)"
+            )
 
     def forward(
         self,

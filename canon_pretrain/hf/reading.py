@@ -100,9 +100,11 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
     config = read_json(path, finite=False)
     kind, ignored = config.get("model_type"), set(ignore)
     if params is None and kind not in fields.MODEL_TYPES and "model_type" not in ignored:
-        known = f"{' or '.join(fields.MODEL_TYPES)}, or --ignore model_type"
         raise UserError(
-            "hf.model_type", f"{path} has model_type = {kind!r}; expected {known}", given=kind
+            "hf.model_type",
+            f"{path} has model_type = {kind!r}; expected "
+            f"{' or '.join(fields.MODEL_TYPES)}, or --ignore model_type",
+            given=kind,
         )
     reader: Any = fields if params is None else lingua
     if others := sorted(set(reader.unknown(config)) - ignored):

@@ -212,8 +212,7 @@ class Sampler:
             return []
         tokens_T = torch.tensor(ids, device=self.model.tok_embeddings.weight.device)
         logits_TV = self.model(tokens_T[None, :-1])[0].float()
-        nats: list[float] = F.cross_entropy(logits_TV, tokens_T[1:], reduction="none").tolist()
-        return nats
+        return F.cross_entropy(logits_TV, tokens_T[1:], reduction="none").tolist()
 
     def loss_sums(self, ids: Sequence[int]) -> dict[int, float]:
         """Return the summed nats up to each place of the text (in characters) where a token ends.

@@ -170,8 +170,11 @@ def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
     for text in _probe_texts(other):
         ids = tokenizer.encode(text)
         if not np.array_equal(ids, other.encode(text).ids):
-            ids_text = f"{text!r} is {ids.tolist()} in training, not {other.encode(text).ids}"
-            raise UserError("hf.inexact_tokenizer", f"tokenizer.json would differ: {ids_text}")
+            raise UserError(
+                "hf.inexact_tokenizer",
+                "tokenizer.json would differ: "
+                f"{text!r} is {ids.tolist()} in training, not {other.encode(text).ids}",
+            )
 
 
 def _probe_texts(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:

@@ -118,8 +118,7 @@ def backend_problem(
     if backend not in OPTIONAL:
         return None
     if backend != "triton":
-        problem: str | None = _module(backend).package_problem(backend)
-        return problem
+        return _module(backend).package_problem(backend)
     if dtype not in TRITON_DTYPES:
         return f"the Triton kernels support float32, bfloat16 and float16, not {dtype}"
     if importlib.util.find_spec("triton") is None:
@@ -165,8 +164,7 @@ def chunked(mixer: str, *heads: Tensor, **past: Any) -> tuple[Tensor, Tensor]:
     """
     if not (heads[0].is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()):
         return CHUNKED[mixer](*heads, **past)
-    found: tuple[Tensor, Tensor] = checkpoint(CHUNKED[mixer], *heads, use_reentrant=False, **past)
-    return found
+    return checkpoint(CHUNKED[mixer], *heads, use_reentrant=False, **past)
 
 
 def check_mixer_backend(mixer: str, key_dim: int, backend: str) -> None:
@@ -220,8 +218,7 @@ def canon_gate(
     options: dict[str, Any] = {"residual": residual, "segments_BN": segments_BN}
     if fused := triton_kernels(backend, gate_BTF):
         options |= {"activation": activation, "relu2": relu2}
-        y_BTF: Tensor = fused.canon_gate_triton(gate_BTF, up_BTF, weight_C1K, **options)
-        return y_BTF
+        return fused.canon_gate_triton(gate_BTF, up_BTF, weight_C1K, **options)
     if resolve_backend(backend) == "compiled" and not activation:
         return canon_gate_compiled(gate_BTF, up_BTF, weight_C1K, relu2=relu2, **options)
     gate_weight, up_weight = weight_C1K.split((gate_BTF.shape[-1], up_BTF.shape[-1]))

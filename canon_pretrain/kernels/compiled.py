@@ -32,8 +32,7 @@ def canon_compiled(
     x: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool, segments_BN: Segments = None
 ) -> Tensor:
     """Compute `canon_reference` up to the order of additions; gradients are deterministic."""
-    y_BTC: Tensor = _Canon.apply(x, weight_C1K, segments_BN, (residual, activation))
-    return y_BTC
+    return _Canon.apply(x, weight_C1K, segments_BN, (residual, activation))
 
 
 def canon_gate_compiled(
@@ -46,8 +45,7 @@ def canon_gate_compiled(
     segments_BN: Tensor | None = None,
 ) -> Tensor:
     """Compute act(canon(gate)) * canon(up), [B, T, F], rounded once; the weight is [2F, 1, K]."""
-    y_BTF: Tensor = _CanonGate.apply(gate_BTF, up_BTF, weight_C1K, segments_BN, (residual, relu2))
-    return y_BTF
+    return _CanonGate.apply(gate_BTF, up_BTF, weight_C1K, segments_BN, (residual, relu2))
 
 
 class _Canon(torch.autograd.Function):

@@ -180,8 +180,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> N
 
 
 def _differentiate(ctx: Any, dz: Tensor, dstates: Tensor, _: Tensor) -> tuple[Tensor, ...]:
-    grads: tuple[Tensor, ...] = _scan_backward(dz, dstates, *ctx.saved_tensors)
-    return grads
+    return _scan_backward(dz, dstates, *ctx.saved_tensors)
 
 
 _scan.register_autograd(_differentiate, setup_context=_save)

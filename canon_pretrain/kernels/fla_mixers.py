@@ -87,8 +87,7 @@ def _recur(
     q, k, v, log_decay, *beta = heads
     # one dtype for the products; decays and states are float32
     cast = [q.to(v.dtype), k.to(v.dtype), v, log_decay.float(), *beta]
-    found: tuple[Tensor, Tensor] = fla_forward(cast, state, starts_BT, mixer, scale)
-    return found
+    return fla_forward(cast, state, starts_BT, mixer, scale)
 
 
 @torch.library.custom_op("canon_pretrain::fla_mixer", mutates_args=())
@@ -139,8 +138,7 @@ def _call(
     names = ("q", "k", "v", "g", "beta")
     options: dict[str, Any] = {"scale": scale, "initial_state": state, "output_final_state": True}
     if starts_BT is None:
-        found: tuple[Tensor, Tensor] = run(**dict(zip(names, heads, strict=False)), **options)
-        return found
+        return run(**dict(zip(names, heads, strict=False)), **options)
     begins_BT = starts_BT.clone()
     begins_BT[:, 0] = True
     sequence_BT = begins_BT.flatten().cumsum(0).view_as(begins_BT) - 1

@@ -197,8 +197,7 @@ def _scan(
     state_RKV = state_BHKV.flatten(0, 1)
     decay_NRK1 = log_decay_ZK.exp().unflatten(0, (-1, len(state_RKV)))[..., None]
     sums_NRKV = sums_ZKV.unflatten(0, (-1, len(state_RKV)))
-    states_NRKV: Tensor = _states(decay_NRK1, sums_NRKV, state_RKV, reverse)
-    return states_NRKV
+    return _states(decay_NRK1, sums_NRKV, state_RKV, reverse)
 
 
 @torch.library.custom_op(f"{OPERATORS}_gla_states", mutates_args=())

@@ -87,10 +87,9 @@ def canon_by_package(
         taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (taps_CK.shape[1] - 1, 0))
     # causal-conv1d skips segments below 0, which are our padding
     segments_BT = None if segments_BN is None else segments_BN[:, taps_CK.shape[1] - 1 :] + 1
-    y_BTC: Tensor = package_forward(
+    return package_forward(
         x_BTC, taps_CK, segments_BT, backend, residual and activation, activation
     )
-    return y_BTC
 
 
 @torch.library.custom_op("canon_pretrain::canon_package", mutates_args=())

@@ -54,8 +54,7 @@ def chunked_ssd(
     given = x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state
     if x_BTHP.shape[1] == 1:
         return _step(starts_BT, *given)
-    found: tuple[Tensor, Tensor] = _Ssd.apply(chunk, starts_BT, *given)
-    return found
+    return _Ssd.apply(chunk, starts_BT, *given)
 
 
 def _step(starts_BT: Tensor | None, *given: Tensor) -> tuple[Tensor, Tensor]:

@@ -301,8 +301,11 @@ def _check(args: ModelArgs) -> None:
 
     # Fields together
     if args.document_mask and args.eos_id >= args.vocab_size:
-        expected = f"a token id below vocab_size = {args.vocab_size}, for document_mask"
-        raise _out_of_range("eos_id", args.eos_id, expected)
+        raise _out_of_range(
+            "eos_id",
+            args.eos_id,
+            f"a token id below vocab_size = {args.vocab_size}, for document_mask",
+        )
     if args.ffn_activation == "gelu" and args.ffn not in ("standard", "moe"):
         raise _conflict("ffn_activation", 'ffn_activation = "gelu" needs ffn = "standard"')
     _check_divisible(args)
@@ -343,8 +346,11 @@ def _check_position(args: ModelArgs) -> None:
                 f'partial_rope_dim needs position = "partial_rope_c", not "{args.position}"',
             )
         if args.partial_rope_dim % 2 or args.partial_rope_dim >= args.head_dim:
-            expected = f"an even number below the head dim, {args.head_dim}, or 0 for a quarter"
-            raise _out_of_range("partial_rope_dim", args.partial_rope_dim, expected)
+            raise _out_of_range(
+                "partial_rope_dim",
+                args.partial_rope_dim,
+                f"an even number below the head dim, {args.head_dim}, or 0 for a quarter",
+            )
 
     # position -> divisors of the number of heads and of the head dim
     divisors = {
@@ -398,8 +404,9 @@ def _check_ffn(args: ModelArgs) -> None:
             _refuse(args, ["ffn_activation"], 'a feed-forward, but ffn = "none"')
         return
     if args.experts_per_token > args.num_experts:
-        expected = f"at most num_experts = {args.num_experts}"
-        raise _out_of_range("experts_per_token", args.experts_per_token, expected)
+        raise _out_of_range(
+            "experts_per_token", args.experts_per_token, f"at most num_experts = {args.num_experts}"
+        )
     if args.bias:
         raise _conflict("bias", 'bias = True is no option of these experts (ffn = "moe")')
     if args.moe_gated and args.ffn_activation == "gelu":
@@ -444,8 +451,9 @@ def _conflict(name: str, message: str) -> UserError:
 
 
 def _out_of_range(name: str, value: float, expected: str) -> UserError:
-    message = f"{name} = {value}: expected {expected}"
-    return UserError("model.out_of_range", message, name=name, given=value)
+    return UserError(
+        "model.out_of_range", f"{name} = {value}: expected {expected}", name=name, given=value
+    )
 
 
 # The paper's F = 8D/3 is rounded up to a multiple of 8: Canon-D's fast kernels need that.

@@ -116,18 +116,14 @@ class Attend(nn.Module):
             heads = num_heads if windowed else None
             on_cpu = device.type == "cpu"
             create = create_block_mask if on_cpu else _compiled(create_block_mask)
-            block_mask: BlockMask = create(
-                mask_mod, rows, heads, num_queries, num_keys, device=device.type
-            )
-            return block_mask
+            return create(mask_mod, rows, heads, num_queries, num_keys, device=device.type)
         if segments_BS is None and not windowed and (whole or num_queries == 1):
             return None
         places = [
             torch.arange(n, device=device).view([-1 if i == dim else 1 for i in range(4)])
             for dim, n in enumerate((rows or 1, num_heads, num_queries, num_keys))
         ]
-        dense: Tensor = mask_mod(*places)
-        return dense
+        return mask_mod(*places)
 
     def step_mask(self, position_1: Tensor, segments_BS: Tensor | None, num_keys: int) -> Tensor:
         """Return the mask of the token at `position_1` among keys that are not all read yet.
@@ -190,8 +186,7 @@ class Attend(nn.Module):
             options["score_mod"] = alibi
         is_plain = torch.compiler.is_compiling() or q.device.type == "cpu"
         flex: Any = flex_attention if is_plain else _compiled(flex_attention)
-        y: Tensor = flex(q, k, v, block_mask=mask, **options)
-        return y
+        return flex(q, k, v, block_mask=mask, **options)
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:
@@ -308,5 +303,4 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _flash_attn_func() -> Callable[..., Tensor]:
     # torch.compile can trace sys.modules, but not an import
     module = sys.modules.get("flash_attn") or importlib.import_module("flash_attn")
-    function: Callable[..., Tensor] = module.flash_attn_func
-    return function
+    return module.flash_attn_func

@@ -144,10 +144,7 @@ class Attention(nn.Module):
                     options["cos_TR"] = self.rope.cos_TR[: q.shape[1]]
                     options["sin_TR"] = self.rope.sin_TR[: q.shape[1]]
                 options |= {"head_dim": self.head_dim, "eps": self.norm_eps}
-                heads: tuple[Tensor, Tensor, Tensor] = kernels.canon_qkv_triton(
-                    q, k, v, self.canon_b.weight, **options
-                )
-                return heads
+                return kernels.canon_qkv_triton(q, k, v, self.canon_b.weight, **options)
         q, k = self._norm("full", q, k)
         if self.canon_b is not None:
             q, k, v = self.canon_b((q, k, v), segments_BN, cache, source_BTD)

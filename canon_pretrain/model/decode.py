@@ -144,8 +144,7 @@ def generate(
 def _read(tokens_SB: list[Tensor]) -> list[list[int]]:
     if len(tokens_SB) == 1:
         return [tokens_SB[0].tolist()]
-    tokens: list[list[int]] = torch.stack(tokens_SB).tolist()
-    return tokens
+    return torch.stack(tokens_SB).tolist()
 
 
 class DecodeStep:
@@ -302,8 +301,10 @@ def _check_prompts(
 ) -> None:
     args = model.args
     if len(limits) != len(prompts):
-        count = f"{len(limits)} numbers for {len(prompts)} prompts"
-        raise UserError("generate.max_new_tokens", f"max_new_tokens has {count}")
+        raise UserError(
+            "generate.max_new_tokens",
+            f"max_new_tokens has {len(limits)} numbers for {len(prompts)} prompts",
+        )
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         if limit < 1:
             raise UserError(
@@ -316,8 +317,12 @@ def _check_prompts(
                 "generate.empty_prompt", f"prompt {i} is empty: begin with EOS", prompt=i
             )
         if not 0 <= min(prompt) <= max(prompt) < args.vocab_size:
-            ids = f"{min(prompt)} to {max(prompt)}, the model's are 0 to {args.vocab_size - 1}"
-            raise UserError("generate.token_ids", f"prompt {i} has ids from {ids}", prompt=i)
+            raise UserError(
+                "generate.token_ids",
+                f"prompt {i} has ids from "
+                f"{min(prompt)} to {max(prompt)}, the model's are 0 to {args.vocab_size - 1}",
+                prompt=i,
+            )
         if len(prompt) + limit - 1 > args.max_seq_len:  # the last one is not read
             size = f"{len(prompt)} tokens with {limit} new ones"
             raise UserError(

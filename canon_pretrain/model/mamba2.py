@@ -67,5 +67,4 @@ class Mamba2(nn.Module):
         if cache is not None:
             cache.state = state
         gated_BTI = y_BTHP.flatten(-2).to(dtype) * F.silu(z_BTI.to(dtype))
-        out: Tensor = self.out_proj(self.norm(gated_BTI.to(x_BTD.dtype)))
-        return out
+        return self.out_proj(self.norm(gated_BTI.to(x_BTD.dtype)))

@@ -156,8 +156,7 @@ def grouped_linear(x_SD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     is_aligned = not (weight_EFD.shape[1] % ALIGNMENT or weight_EFD.shape[2] % ALIGNMENT)
     if x_SD.is_cuda and x_SD.dtype == torch.bfloat16 and is_aligned:
         return torch._grouped_mm(x_SD, weight_EFD.mT, offs=ends_E)
-    y_SF: Tensor = _grouped_linear(x_SD, weight_EFD, ends_E)
-    return y_SF
+    return _grouped_linear(x_SD, weight_EFD, ends_E)
 
 
 @torch.library.custom_op(f"{OPERATORS}_grouped_linear", mutates_args=())

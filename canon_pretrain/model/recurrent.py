@@ -33,8 +33,7 @@ class LowRank(nn.Module):
         self.up = nn.Linear(rank, out_width)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.up(self.down(x))
-        return out
+        return self.up(self.down(x))
 
 
 class GatedRecurrence(nn.Module):
@@ -80,8 +79,7 @@ class GatedRecurrence(nn.Module):
         y, gain = wide(o_BTHV), wide(self.o_norm.weight)
         y = F.rms_norm(y, y.shape[3:], gain, self.norm_eps)
         y = y * F.silu(wide(self.wg(x_gate))).view_as(y)
-        out: Tensor = self.wo(y.to(o_BTHV.dtype).flatten(-2))
-        return out
+        return self.wo(y.to(o_BTHV.dtype).flatten(-2))
 
     def inputs(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, *x_own: Tensor) -> Parts:
         """Return what the recurrence reads; `x_own` are the layer's further reads of x."""

@@ -43,8 +43,14 @@ SUFFIX = ".canon"  # of our files, which a new copy may remove
 GROUPS = {
     "train": ("loss", "max_loss", "grad_norm", "lr", "skipped_steps", "restarts"),
     "speed": (
-        *("tokens_per_second", "tokens_per_second_per_device", "seconds_per_step", "mfu"),
-        *("data_wait", "memory_gib", "checkpoint_seconds", "checkpoint_stall_seconds"),
+        "tokens_per_second",
+        "tokens_per_second_per_device",
+        "seconds_per_step",
+        "mfu",
+        "data_wait",
+        "memory_gib",
+        "checkpoint_seconds",
+        "checkpoint_stall_seconds",
     ),
 }
 """Fields of `step` events by the group that both tools show them in."""
@@ -140,8 +146,9 @@ def run_metadata(run: RunRecord, events: list[dict[str, Any]]) -> RunMetadata:
     """Return the metadata of a run from config.json and its log."""
     run_id = next((event["run_id"] for event in reversed(events) if "run_id" in event), None)
     flavor = run.config.get("model", {}).get("flavor")
-    names = "mixer", "position", "canon_set"
-    mixer, position, canon = (run.identity.get(f"model.{name}") for name in names)
+    mixer = run.identity.get("model.mixer")
+    position = run.identity.get("model.position")
+    canon = run.identity.get("model.canon_set")
     kind = position if mixer in (None, "attention") else mixer
     tags = tuple(filter(None, (flavor, kind, f"canon{canon}" if canon else "no-canon")))
     heads = [event for event in events if event["event"] in SEGMENT_EVENTS]
@@ -190,12 +197,20 @@ class TensorBoardTarget:
         if row.step != self._step:  # a live validation is a separate row
             values["tokens"] = row.tokens
         self._step = row.step
-        parts: list[Any] = [{"tag": k, "simple_value": v} for k, v in values.items()]
-        for k, (prompt, text) in enumerate(row.samples):
-            shown = {"dtype": "DT_STRING", "string_val": [f"{prompt}|{text}".encode()]}
-            kind = {"plugin_data": {"plugin_name": "text"}}
-            parts.append({"tag": f"samples/{k}", "tensor": shown, "metadata": kind})
-        self._write(wall_time=row.time or self._began, step=row.step, summary={"value": parts})
+        scalars = [{"tag": name, "simple_value": value} for name, value in values.items()]
+        texts = [
+            {
+                "tag": f"samples/{k}",
+                "tensor": {"dtype": "DT_STRING", "string_val": [f"{prompt}|{text}".encode()]},
+                "metadata": {"plugin_data": {"plugin_name": "text"}},
+            }
+            for k, (prompt, text) in enumerate(row.samples)
+        ]
+        self._write(
+            wall_time=row.time or self._began,
+            step=row.step,
+            summary={"value": [*scalars, *texts]},
+        )
 
     def restart(self, step: int) -> None:
         """Invalidate the steps after `step`, by a SessionLog event."""
@@ -255,14 +270,20 @@ class WandbTarget:
         self._html = wandb.Html
         self._before = self._offline_folders()
         folder.mkdir(parents=True, exist_ok=True)
-        settings: dict[str, Any] = {
-            **{"console": "off", "disable_code": True, "disable_git": True, "save_code": False},
-            **{"symlink": False, "silent": live or mode != "online", "init_timeout": WANDB_INIT_S},
-            # a later copy would show the machine that makes it
-            **{"x_disable_stats": not live, "x_disable_meta": not live},
-            "finish_timeout": WANDB_FINISH_S if live else 0.0,
-        }
         try:
+            settings = wandb.Settings(
+                console="off",
+                disable_code=True,
+                disable_git=True,
+                save_code=False,
+                symlink=False,
+                silent=live or mode != "online",
+                # a later copy would show the machine that makes it
+                x_disable_stats=not live,
+                x_disable_meta=not live,
+                init_timeout=WANDB_INIT_S,
+                finish_timeout=WANDB_FINISH_S if live else 0.0,
+            )
             self._run = wandb.init(
                 mode=mode,
                 dir=folder,
@@ -272,7 +293,7 @@ class WandbTarget:
                 resume="allow" if mode == "online" and live else None,
                 tags=[tag[:64] for tag in dict.fromkeys((*facts.tags, *tags))],
                 config=dict(facts.config),
-                settings=wandb.Settings(**settings),
+                settings=settings,
                 **options,
             )
         except (wandb.Error, ValueError, OSError) as error:  # ValueError: bad WANDB_ variables
@@ -392,9 +413,16 @@ def run(arguments: argparse.Namespace) -> int:
     def open_target(facts: RunMetadata) -> TensorBoardTarget | WandbTarget:
         if arguments.target == "tensorboard":
             return TensorBoardTarget(out / arguments.tb_folder, facts, live=follows)
-        options = {name: getattr(arguments, name) for name in ("mode", "tags", "project")}
-        options |= {"entity": arguments.entity or None, "name": arguments.name or facts.name}
-        return WandbTarget(out, facts, live=follows, **options)
+        return WandbTarget(
+            out,
+            facts,
+            live=follows,
+            mode=arguments.mode,
+            tags=arguments.tags,
+            project=arguments.project,
+            entity=arguments.entity or None,
+            name=arguments.name or facts.name,
+        )
 
     ended: Callable[[float], bool] | None = None
     if arguments.beside_trainer:

@@ -142,8 +142,11 @@ def not_a_run(path: Path) -> UserError:
             RunFolder(path).read_config()
         except UserError as error:
             return error
-    text = f"{what}: expected a run folder (job.dump_folder) or a folder of runs, such as a sweep"
-    return UserError("run.not_a_run", text, path=path)
+    return UserError(
+        "run.not_a_run",
+        f"{what}: expected a run folder (job.dump_folder) or a folder of runs, such as a sweep",
+        path=path,
+    )
 
 
 def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iterator[Path]:

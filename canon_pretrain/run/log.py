@@ -66,9 +66,22 @@ INTEGERS: dict[str, tuple[str, ...]] = {
     "restarts": (),
 }
 NUMBERS = (
-    *("loss", "max_loss", "bits_per_byte", "grad_norm", "lr", "mfu", "data_wait", "memory_gib"),
-    *("tokens_per_second", "tokens_per_second_per_device", "seconds_per_step"),
-    *("checkpoint_seconds", "checkpoint_stall_seconds", "cpu_seconds", "unigram", "bigram"),
+    "loss",
+    "max_loss",
+    "bits_per_byte",
+    "grad_norm",
+    "lr",
+    "mfu",
+    "data_wait",
+    "memory_gib",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "seconds_per_step",
+    "checkpoint_seconds",
+    "checkpoint_stall_seconds",
+    "cpu_seconds",
+    "unigram",
+    "bigram",
 )
 TEXTS = ("time", "run_id", "reason")
 TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24

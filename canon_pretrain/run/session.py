@@ -222,8 +222,11 @@ class Session:
                 "with --job.dump_folder, or free space",
                 path=path,
             ) from None
-        hint = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
-        self._lock(files.lock_file, hint, on_heartbeat=self._beat)
+        self._lock(
+            files.lock_file,
+            f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder",
+            on_heartbeat=self._beat,
+        )
         if self.checkpoints is not None:
             self._lock(RunFolder(self.checkpoints).lock_file, f"{another} --checkpoint.folder")
         for written in (files.run_file, files.config_file, files.status_file):

@@ -31,10 +31,11 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, sha256_file
 from canon_pretrain.run.folder import RunFolder
 
+PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+"""Options of git diff: a patch that `git apply` reads, whatever the user's settings."""
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = ("*.py", "*.toml")
 MAX_NAMES = 200
-DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
 GIT_TIMEOUT_S = 8.0  # less than GATHER_TIMEOUT_S in run/launches.py
 OWN_FOLDERS = ("data_prep", "eval")  # beside canon_pretrain/: their *.py files are in the patch
 KEPT, MANIFEST, SCRIPT = "source_tree.json", "manifest.json", "slurm/lib.sh"
@@ -112,7 +113,7 @@ def read_source_tree(
         # without a commit all files are new
         since = "HEAD" if commit else "--cached"
         names = [f":(top,literal){name}" for name in shown]
-        diff = ask("diff", *DIFF_OPTIONS, since, "--", *names)
+        diff = ask("diff", *PLAIN, since, "--", *names)
         patch = diff.encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
     url = urlsplit(ask("remote", "get-url", "origin", is_needed=False).strip())
@@ -188,8 +189,7 @@ def take_snapshot(run: RunFolder) -> Path:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    text = f"{path} cannot be written: {error.strerror}"
-    return UserError("run.unwritable", text, path=path)
+    return UserError("run.unwritable", f"{path} cannot be written: {error.strerror}", path=path)
 
 
 def check_private(run: RunFolder) -> None:

@@ -12,7 +12,8 @@ STEP = "ProfilerStep#"
 
 OPERATOR, SCOPE, LAUNCH, WORK = "operator", "scope", "launch", "work"
 KINDS = {
-    **{"cpu_op": OPERATOR, "user_annotation": SCOPE},
+    "cpu_op": OPERATOR,
+    "user_annotation": SCOPE,
     **dict.fromkeys(("cuda_runtime", "cuda_driver"), LAUNCH),
     **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), WORK),
 }

@@ -112,8 +112,9 @@ class Lano(Task):
             self.refuse("grammar", self.grammar, ", ".join(GRAMMARS))
         symbols = Grammar(GRAMMARS[self.grammar]).rules
         if self.root not in (0, *symbols):
-            expected = f"0 (the root of {self.grammar}) or one of {sorted(symbols)}"
-            self.refuse("root", self.root, expected)
+            self.refuse(
+                "root", self.root, f"0 (the root of {self.grammar}) or one of {sorted(symbols)}"
+            )
 
     @functools.cached_property
     def language(self) -> Grammar:

@@ -31,8 +31,23 @@ TASKS: Mapping[str, type[Task]] = MappingProxyType(
     }
 )
 _ORDER = (
-    *("n", "k", "vocab", "name_tokens", "n_weight", "exact_n", "exact_k", "last_query"),
-    *("l", "modulus", "synonyms", "exact_l", "grammar", "root", "people", "exposures", "loss_on"),
+    "n",
+    "k",
+    "vocab",
+    "name_tokens",
+    "n_weight",
+    "exact_n",
+    "exact_k",
+    "last_query",
+    "l",
+    "modulus",
+    "synonyms",
+    "exact_l",
+    "grammar",
+    "root",
+    "people",
+    "exposures",
+    "loss_on",
 )
 """The order of the keys in --help-all and in config.json; other settings follow."""
 

@@ -216,8 +216,12 @@ def _open_checkpoint(
         with contextlib.closing(Mixture.open(mixed, config["data"]["weights"])) as mixture:
             if found in {source.fingerprint for source in mixture.sources}:
                 found = mixture.fingerprint
-    wrong = f"{data} is not what {folder.path} was trained on: name the run's shards with --data"
-    _check_hash("data", found, [trained_on], wrong)
+    _check_hash(
+        "data",
+        found,
+        [trained_on],
+        f"{data} is not what {folder.path} was trained on: name the run's shards with --data",
+    )
     if apart:
         part = open_validation(apart) if held_out or Path(apart).is_dir() else None
     else:
@@ -233,13 +237,23 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
         part = open_held_out(data) if held_out is None else open_validation(held_out)
     seq_len, step = folder_args(export).max_seq_len, record.get("step")
     target = EvalTarget(
-        *(export.resolve(), None, step, seq_len, data, train, part),
+        export.resolve(),
+        None,
+        step,
+        seq_len,
+        data,
+        train,
+        part,
         trained_on=record.get("identity") or {},
     )
     if train is not None:
         wanted = (record.get("tokenizer") or {}).get("sha256") or target.tokenizer.sha256
-        wrong = f"{data} was written with another tokenizer than {export} was trained with"
-        _check_hash("tokenizer", train.tokenizer_sha256, [wanted], wrong)
+        _check_hash(
+            "tokenizer",
+            train.tokenizer_sha256,
+            [wanted],
+            f"{data} was written with another tokenizer than {export} was trained with",
+        )
     return target
 
 

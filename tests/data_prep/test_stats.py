@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -45,7 +46,7 @@ def tokens_of(text):
 
 def test_every_number_equals_a_count_by_hand(data, monkeypatch):
     monkeypatch.setattr(stats, "CHUNK_TOKENS", 17)
-    content = stats.stats(data)
+    content = asdict(stats.stats(data))
     train, validation = content["splits"]
     documents = [tokens_of(text) for group in texts() for text in group]
     ids = Counter(i for document in documents for i in document)
@@ -62,7 +63,7 @@ def test_every_number_equals_a_count_by_hand(data, monkeypatch):
     assert len(documents[found["longest_document"]]) == lengths[-1]
     assert found["quantiles"][1] == lengths[(len(lengths) + 1) // 2 - 1]
     for entry in found["bins"]:
-        inside = [n for n in lengths if entry["from"] <= n <= entry["to"]]
+        inside = [n for n in lengths if entry["first"] <= n <= entry["last"]]
         assert (entry["documents"], entry["tokens"]) == (len(inside), sum(inside))
     assert sum(entry["documents"] for entry in found["bins"]) == len(documents)
     assert train["skipped"] == {"empty": 3}
@@ -86,7 +87,7 @@ def test_workers_change_nothing(data):
 def test_empty_splits(tmp_path, monkeypatch):
     monkeypatch.setattr("data_prep.finish.check_documents", lambda *_: None)  # as earlier versions
     make_data_folder(tmp_path / "data", [[]])
-    content = stats.stats(tmp_path / "data", tmp_path / "page.html")
+    content = asdict(stats.stats(tmp_path / "data", tmp_path / "page.html"))
     assert content["splits"][0]["documents"] == 0
     assert content["splits"][0]["lengths"]["bins"] == []
 
@@ -95,7 +96,7 @@ def test_empty_splits(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 def test_the_page_draws_its_plots_and_requests_nothing(browser, data, tmp_path, size):
     page = tmp_path / "page.html"
-    content = stats.stats(data, page)
+    content = asdict(stats.stats(data, page))
     html = page.read_text()
     assert "<img src=x" not in html and "\x1b" not in html
     policy = html.split('Content-Security-Policy" content="')[1].split('"')[0]

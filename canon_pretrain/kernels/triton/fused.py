@@ -93,10 +93,7 @@ def canon_triton(
         assert gain is not None
         x_BTC, gain, norm = F.rms_norm(x_BTC, (width,), gain.to(x_BTC.dtype), eps), None, "none"
     options = (head_dim, rope_heads, residual, activation, norm, eps)
-    y_BTC: Tensor = _CanonRows.apply(
-        x_BTC, None, weight_C1K, gain, segments_BN, cos_TR, sin_TR, options, 0
-    )
-    return y_BTC
+    return _CanonRows.apply(x_BTC, None, weight_C1K, gain, segments_BN, cos_TR, sin_TR, options, 0)
 
 
 def norm_canon_stream_triton(
@@ -198,10 +195,7 @@ def canon_gate_triton(
     if up_BTF.shape != gate_BTF.shape:
         raise ValueError(f"gate is {tuple(gate_BTF.shape)}, up {tuple(up_BTF.shape)}; not equal.")
     _check("canon_gate_triton", gate_BTF, weight_C1K, 2 * gate_BTF.shape[-1], segments_BN)
-    inner_BTF: Tensor = canon_gate(
-        gate_BTF, up_BTF, weight_C1K, segments_BN, residual, activation, relu2
-    )
-    return inner_BTF
+    return canon_gate(gate_BTF, up_BTF, weight_C1K, segments_BN, residual, activation, relu2)
 
 
 def _check(
@@ -214,5 +208,7 @@ def _check(
         fits = segments_BN.shape == (x_BTC.shape[0], taps - 1 + x_BTC.shape[1])
     if not fits:
         given = [tuple(t.shape) for t in (x_BTC, weight_C1K, segments_BN) if t is not None]
-        wanted = f"[B, T, C], [{width}, 1, taps], 2 to 4 taps, and [B, taps - 1 + T]"
-        raise ValueError(f"{name} got x, weight and segments of shapes {given}; expected {wanted}")
+        raise ValueError(
+            f"{name} got x, weight and segments of shapes {given}; expected "
+            f"[B, T, C], [{width}, 1, taps], 2 to 4 taps, and [B, taps - 1 + T]"
+        )

@@ -79,8 +79,10 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
             ) from None
         return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
     if not (staged / WIKITEXT / MANIFEST).exists():
-        hint = f"{stage_command(WIKITEXT, staged)}; or give --junk FILE.txt"
-        return f"the text around the statements, WikiText, is not staged; {hint}"
+        return (
+            "the text around the statements, WikiText, is not staged; "
+            f"{stage_command(WIKITEXT, staged)}; or give --junk FILE.txt"
+        )
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     pages = load_staged(WIKITEXT, staged)
