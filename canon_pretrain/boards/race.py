@@ -25,14 +25,13 @@ from canon_pretrain.stats.cells import (
     ITEMS,
     UNBOUNDED,
     Cell,
-    Claim,
     difference_p,
-    measure,
+    measure_task,
     num_choices,
     pooled_p,
-    splits_expected,
     with_all_or_nothing,
 )
+from canon_pretrain.stats.claims import Claim
 from canon_pretrain.stats.decide import ALPHA
 
 RACE = "race.json"
@@ -123,8 +122,8 @@ class Race:
     claims: Sequence[Claim] = ()  # on this task; until they are decided, both sides are needed
     stopped: dict[Arm, Stop] = field(default_factory=dict)
     decided: dict[tuple[str, str], Stop] = field(default_factory=dict)  # by (worse, better)
-    seen: dict[tuple[str, Arm], Cell] = field(default_factory=dict)
-    """The newest cells of all races of the board, by task: which are all-or-nothing."""
+    seen: dict[tuple[str, str, float | None], Cell] = field(default_factory=dict)
+    """The newest cells of all races of the board, by task and arm: which are all-or-nothing."""
 
     def look(
         self,
@@ -188,23 +187,9 @@ class Race:
         self, scores: Mapping[Arm, Sequence[float]], items: int, sign: int
     ) -> dict[Arm, Cell]:
         """Return the cells, of which a higher mean is better, and add them to `seen`."""
-        named = {str(k): {"": own} for k, own in enumerate(scores.values())}
-        found = measure(named, items={"": items})[""].values()
-        cells = {arm: x._replace(mean=sign * x.mean) for arm, x in zip(scores, found, strict=True)}
-        self.seen |= {(self.task, arm): cell for arm, cell in cells.items()}
-        for arm, cell in cells.items():
-            # the other cells of its task and of its architecture
-            related = [
-                x
-                for (task, other), x in self.seen.items()
-                if x.is_split is not None
-                and (task == self.task or other[0] == arm[0])
-                and (task, other) != (self.task, arm)
-            ]
-            num_split = sum(bool(x.is_split) for x in related)
-            expected = math.fsum(map(splits_expected, related))
-            cells[arm] = with_all_or_nothing(cell, num_split, expected)
-        return cells
+        for arm, cell in measure_task(scores, items=items).items():
+            self.seen[(self.task, *arm)] = cell._replace(mean=sign * cell.mean)
+        return {arm: with_all_or_nothing(self.seen, (self.task, *arm)) for arm in scores}
 
     def _needs(self, name: str) -> bool:
         """Return whether a claim on this architecture is open."""
@@ -273,7 +258,7 @@ class BoardRace:
             run: (x, arm) for x in entries for arm, runs in x.runs.items() for run in runs
         }
         record = read_race(folder)
-        seen: dict[tuple[str, Arm], Cell] = {}
+        seen: dict[tuple[str, str, float | None], Cell] = {}
         for entry in entries:
             entry.race.seen = seen
             race, stages = entry.race, entry.race.stages
