@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from rich.live import Live
 from rich.text import Text
@@ -42,7 +42,7 @@ from canon_pretrain.core.files import (
 )
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import Console, duration
-from canon_pretrain.report.status import summarize_run
+from canon_pretrain.report.status import RunSummary, summarize_run
 from canon_pretrain.run.folder import RunFolder, is_run_folder
 
 if TYPE_CHECKING:  # scipy takes a while to import
@@ -109,16 +109,18 @@ class Driver:
         """Return the run's last known step."""
         if self._is_done(run):
             return self._steps[run.name]
-        return self._summary(run).get("step") or 0
+        summary = self._summary(run)
+        return summary.step or 0 if summary else 0
 
     def _is_done(self, run: PlannedRun) -> bool:
         is_own = run.name not in self._others
         return is_own and RunFolder(self.folder / run.name).done_file.exists()
 
-    def _summary(self, run: PlannedRun) -> dict[str, Any]:
+    def _summary(self, run: PlannedRun) -> RunSummary | None:
+        """Return the state of a run; None if it has not started, or is not the planned one."""
         path = self.folder / run.name
         is_own = run.name not in self._others and is_run_folder(path)
-        return summarize_run(path, datetime.now(UTC)) if is_own else {}
+        return summarize_run(path, datetime.now(UTC)) if is_own else None
 
     def train(self) -> None:
         """Train until each run is DONE or has failed, or until a second request to stop."""
@@ -274,22 +276,33 @@ class Driver:
 
     def _progress(self) -> list[str]:
         """Return a line per running run, and the total."""
-        lines, trained = [], self._trained
+        lines = []
+        trained = 0
         for child in self._children:
-            name, seen = child.run.name, self._summary(child.run)
-            self._at[name] = step = max(self._at[name], seen.get("step") or 0)
-            trained += step - child.first_step
-            eta = seen.get("eta_s")
-            left = f", about {duration(eta)} left" if eta is not None else ""
-            lines.append(f"{name}: step {step:,} of {self._steps[name]:,}{left}")
-        total, done = sum(self._steps.values()), sum(self._at.values())
-        runs = sum(self._at[name] >= steps for name, steps in self._steps.items())
-        runs -= sum(self._at[x.run.name] >= self._steps[x.run.name] for x in self._children)
-        text = f"{runs} of {len(self.sweep.runs)} runs, step {done:,} of {total:,}"
+            name = child.run.name
+            summary = self._summary(child.run)
+            if summary is not None:
+                self._at[name] = max(self._at[name], summary.step or 0)
+            trained += self._at[name] - child.first_step
+            left = ""
+            if summary is not None and summary.eta_s is not None:
+                left = f", about {duration(summary.eta_s)} left"
+            lines.append(f"{name}: step {self._at[name]:,} of {self._steps[name]:,}{left}")
+
+        total = sum(self._steps.values())
+        done = sum(self._at.values())
+        left = ""
         if trained and done < total:
             seconds = (time.monotonic() - self._began) / trained * (total - done)
-            text += f", about {duration(seconds)} left"
-        return [*lines, text + (", stopping" if self.stops else "")]
+            left = f", about {duration(seconds)} left"
+        ended = self._at.keys() - {child.run.name for child in self._children}
+        num_ended = sum(self._at[name] >= self._steps[name] for name in ended)
+        stopping = ", stopping" if self.stops else ""
+        lines.append(
+            f"{num_ended} of {len(self.sweep.runs)} runs, step {done:,} of {total:,}"
+            f"{left}{stopping}"
+        )
+        return lines
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 from rich.table import Table
@@ -59,7 +59,6 @@ from canon_pretrain.run.folder import PLAN, RunFolder, is_run_folder
 from canon_pretrain.run.log import json_value
 
 _OPTION = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)
-ALPHA = 0.05
 COLUMNS = ("#", "run", "state", "step", "held-out", "training loss", "job", "why")
 OWN = {"--configs", "--lr", "--seeds", "--seed_of", "--extend"}
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -103,8 +102,17 @@ class Sweep:
     """Absolute path of SWEEP when it was planned, by which a plan that was moved finds its configs;
     "" in plans of earlier versions."""
 
+    def with_paths(self, paths: Mapping[str, str]) -> "Sweep":
+        """Return the sweep with the configs of old paths at new ones."""
+        return replace(
+            self,
+            runs=[replace(run, config=paths[run.config]) for run in self.runs],
+            configs={paths[path]: digest for path, digest in self.configs.items()},
+            promises={paths.get(path, path): own for path, own in self.promises.items()},
+        )
+
     def settings(self, run: PlannedRun) -> list[str]:
-        """Return the options that the plan gives a run."""
+        """Return the options that the plan sets for a run."""
         words = []
         if run.learning_rate is not None:
             words += [f"--{RATE_KEY}", repr(float(run.learning_rate))]
@@ -281,23 +289,22 @@ def _where_it_is(sweep: Sweep, folder: Path) -> Sweep:
     for path in sweep.configs:
         moved = os.path.normpath(os.path.join(now, os.path.relpath(path, sweep.folder)))
         paths[path] = moved if os.path.exists(moved) else path
-    return replace(
-        sweep,
-        runs=[replace(run, config=paths[run.config]) for run in sweep.runs],
-        configs={paths[path]: digest for path, digest in sweep.configs.items()},
-        promises={paths.get(path, path): each for path, each in sweep.promises.items()},
-    )
+    return sweep.with_paths(paths)
 
 
 def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
     """Write sweep.json, or `extend` it by new runs; return the sweep and the number of new runs."""
-    sweep, old = merge_plan(folder, new, extend=extend)
+    return store_plan(folder, *merge_plan(folder, new, extend=extend))
+
+
+def store_plan(folder: Path, sweep: Sweep, old: Sweep | None) -> tuple[Sweep, int]:
+    """Write a plan that was merged with the `old` one; return it and the number of new runs."""
     sweep = replace(sweep, folder=os.path.abspath(folder))
     if sweep != old:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / PLAN, asdict(sweep))
-    known = {run.name for run in old.runs} if old else set[str]()
-    return sweep, sum(run.name not in known for run in sweep.runs)
+    old_names = {run.name for run in old.runs} if old else set[str]()
+    return sweep, sum(run.name not in old_names for run in sweep.runs)
 
 
 def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, Sweep | None]:
@@ -310,27 +317,17 @@ def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
         return new, None
     old = read_sweep(folder)
     if old.promises and not new.promises:
-        text = f"{path} is a board's, of `canon playground`: choose another folder"
-        raise UserError("sweep.other_plan", text)
-    started = {run.name for run in old.runs if has_started(folder / run.name)}
+        raise UserError(
+            "sweep.other_plan",
+            f"{path} is a board's, of `canon playground`: choose another folder",
+        )
+    started = [run for run in old.runs if has_started(folder / run.name)]
     if not started and not extend:
         return new, old
-    known, wanted = ({run.name: run.config for run in each.runs} for each in (old, new))
-    added = [run for run in new.runs if run.name not in known]
-    faults = []
-    if old.seed_of != new.seed_of and old.runs[0].seed is not None:
-        faults.append(f"its --seed_of is {old.seed_of}, not {new.seed_of}")
-    if old.arguments != new.arguments:
-        before, now = (" ".join(each.arguments) or "none" for each in (old, new))
-        faults.append(f"its options are {before}, not {now}")
-    for name, config in known.items():
-        if wanted.get(name, config) != config:
-            faults.append(f"the config of its {name} is {config}, not {wanted[name]}")
-    for config in {known[name]: None for name in known if name in started}:
-        if new.configs.get(config, digest := old.configs[config]) != digest:
-            faults.append(f"{config} (or what it extends) has changed, and its runs have started")
-    if missing := ", ".join(name for name in known if name not in wanted):
-        faults.append(f"it also has {missing}")
+
+    old_names = {run.name for run in old.runs}
+    added = [run for run in new.runs if run.name not in old_names]
+    faults = _plan_faults(old, new, started)
     if added and not extend:
         faults.append(f"it lacks {len(added)} run(s), such as {added[0].name}")
     if faults:
@@ -346,6 +343,27 @@ def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
         promises=old.promises | new.promises,
     )
     return merged, old
+
+
+def _plan_faults(old: Sweep, new: Sweep, started: Sequence[PlannedRun]) -> list[str]:
+    """Say how a new plan contradicts the old one, of which these runs have started."""
+    faults = []
+    if old.seed_of != new.seed_of and old.runs[0].seed is not None:
+        faults.append(f"its --seed_of is {old.seed_of}, not {new.seed_of}")
+    if old.arguments != new.arguments:
+        before, now = (" ".join(plan.arguments) or "none" for plan in (old, new))
+        faults.append(f"its options are {before}, not {now}")
+    configs = {run.name: run.config for run in new.runs}
+    for run in old.runs:
+        config = configs.get(run.name, run.config)
+        if config != run.config:
+            faults.append(f"the config of its {run.name} is {run.config}, not {config}")
+    for config in dict.fromkeys(run.config for run in started):
+        if new.configs.get(config, old.configs[config]) != old.configs[config]:
+            faults.append(f"{config} (or what it extends) has changed, and its runs have started")
+    if missing := ", ".join(run.name for run in old.runs if run.name not in configs):
+        faults.append(f"it also has {missing}")
+    return faults
 
 
 # -- the command
@@ -441,7 +459,8 @@ def print_todo(given: argparse.Namespace) -> None:
 # -- the table: a row per run, and a comparison of held-out losses
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """A run of the sweep; `held_out_loss` is in nats per token, at the same step of all runs."""
 
     number: int
@@ -459,21 +478,34 @@ class Row(NamedTuple):
 
 def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     """Return the rows, by number; damaged run folders raise no error."""
-    rows = []
     others = {run.name: sweep.other_plan(run, folder) for run in sweep.runs}
     own = [run for run in sweep.runs if others[run.name] is None]
     source, step, losses = _held_out_losses(own, folder)
-    for place, run in enumerate(sweep.runs, 1):
-        found: dict[str, Any] = {}
+
+    rows = []
+    for number, run in enumerate(sweep.runs, 1):
+        row = Row(number, run.name)
         if others[run.name] is not None:
-            found |= {"state": "failed", "reason": others[run.name]}
+            row = replace(row, state="failed", reason=others[run.name])
         elif is_run_folder(folder / run.name):
-            seen = summarize_run(folder / run.name, now)
-            names = ("state", "step", "steps", "loss", "job_id", "reason")
-            found |= {name: seen[name] for name in names}
-        if (loss := losses.get(run.name)) is not None:
-            found |= {"held_out_loss": loss, "held_out_step": step, "held_out_source": source}
-        rows.append(Row(place, run.name, **found))
+            summary = summarize_run(folder / run.name, now)
+            row = replace(
+                row,
+                state=summary.state,
+                step=summary.step,
+                steps=summary.steps,
+                loss=summary.loss,
+                job_id=summary.job_id,
+                reason=summary.reason,
+            )
+        if run.name in losses:
+            row = replace(
+                row,
+                held_out_loss=losses[run.name],
+                held_out_step=step,
+                held_out_source=source,
+            )
+        rows.append(row)
     return rows
 
 
@@ -485,9 +517,9 @@ def _held_out_losses(runs: Sequence[PlannedRun], folder: Path) -> tuple[str, int
             with suppress(UserError):  # damaged: reported by `run status` and `eval report`
                 losses = losses_of(RunRecord(folder / run.name))
                 by_run[run.name] = {at: x for at, x in losses.items() if math.isfinite(x)}
-        known = Counter(scored for losses in by_run.values() for scored in losses)
-        if known:
-            at = max(known, key=lambda scored: (known[scored], scored))
+        num_runs = Counter(scored for losses in by_run.values() for scored in losses)
+        if num_runs:
+            at = max(num_runs, key=lambda scored: (num_runs[scored], scored))
             return source, at[0], {name: x[at] for name, x in by_run.items() if at in x}
     return "", 0, {}
 
@@ -498,48 +530,58 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     Student's t-test over seeds, with the variance pooled over all configs and learning rates and
     Bonferroni's correction over the configs. `eval compare` also pairs documents.
     """
-    from scipy import stats  # slow to import
+    # slow to import
+    from canon_pretrain.stats.cells import rate_optimum, student_p
+    from canon_pretrain.stats.decide import ALPHA
+    from canon_pretrain.stats.noise import pooled_variance, student_half_width
 
-    groups: dict[str, dict[str, list[float]]] = {}
+    scored = [row for row in rows if row.held_out_loss is not None]
+    if not scored:
+        return ["held-out loss: unknown; evaluate with `canon eval run --suite validation`"]
+    start = f"held-out loss ({scored[-1].held_out_source}, step {scored[-1].held_out_step:,}):"
+
+    losses: dict[str, dict[float | None, list[float]]] = {}
     for run, row in zip(sweep.runs, rows, strict=True):
         if row.held_out_loss is not None:
-            label = run_name(Path(run.config), run.learning_rate, None)
-            groups.setdefault(run.config, {}).setdefault(label, []).append(row.held_out_loss)
-            start = f"held-out loss ({row.held_out_source}, step {row.held_out_step:,}):"
-    if not groups:
-        return ["held-out loss: unknown; evaluate with `canon eval run --suite validation`"]
-    mean = statistics.fmean
-    every = [group for rates in groups.values() for group in rates.values()]
-    df = sum(len(group) - 1 for group in every)
-    squares = math.fsum((x - mean(group)) ** 2 for group in every for x in group)
-    (first, base), *others = (
-        min(rates.items(), key=lambda item: mean(item[1])) for rates in groups.values()
-    )
+            by_rate = losses.setdefault(run.config, {})
+            by_rate.setdefault(run.learning_rate, []).append(row.held_out_loss)
+    best = {}
+    for config, by_rate in losses.items():
+        rate = rate_optimum(by_rate, lower_is_better=True).rate
+        best[run_name(Path(config), rate, None)] = by_rate[rate]
+
+    (first, base), *others = best.items()
+    base_mean = statistics.fmean(base)
     if not others:
-        return [f"{start} lowest with {first}, {mean(base):.4f} ({len(base)} seeds)"]
+        return [f"{start} lowest with {first}, {base_mean:.4f} ({len(base)} seeds)"]
+
+    groups = [group for by_rate in losses.values() for group in by_rate.values()]
+    variance, df = pooled_variance(groups)
     lines = []
     for label, ours in others:
-        size = mean(ours) - mean(base)
-        verdict, lower = ("better", "lower") if size < 0 else ("worse", "higher")
-        by = f"by {abs(size):.3g} nats/token than {first}"
-        error = math.sqrt(squares / df * (1 / len(ours) + 1 / len(base))) if df else 0.0
-        if not error:
-            lines.append(f"{start} {label} {lower} {by}; no verdict without several seeds")
+        difference = statistics.fmean(ours) - base_mean
+        size = abs(difference)
+        verdict, direction = ("better", "lower") if difference < 0 else ("worse", "higher")
+        by = f"by {size:.3g} nats/token than {first}"
+        stderr = math.sqrt(variance * (1 / len(ours) + 1 / len(base)))
+        if not stderr:
+            lines.append(f"{start} {label} {direction} {by}; no verdict without several seeds")
             continue
-        p = min(1.0, 2 * stats.t.sf(abs(size) / error, df) * len(others))
-        half = stats.t.isf(ALPHA / 2 / len(others), df) * error
+
+        p = min(1.0, student_p(size, stderr, df) * len(others))
+        half = student_half_width(stderr, df, ALPHA / len(others))
         if p > ALPHA:
-            verdict = f"within noise, {lower}"
+            verdict = f"within noise, {direction}"
         lines.append(
-            f"{start} {label} {verdict} {by} (95 % {abs(size) - half:.3g} to "
-            f"{abs(size) + half:.3g}, p {p:.2g}, over {len(ours)} and {len(base)} seeds)"
+            f"{start} {label} {verdict} {by} (95 % {size - half:.3g} to {size + half:.3g}, "
+            f"p {p:.2g}, over {len(ours)} and {len(base)} seeds)"
         )
     return lines
 
 
 def print_rows(rows: Sequence[Row]) -> None:
     """Print the rows as JSON."""
-    print(json.dumps(json_value([row._asdict() for row in rows]), indent=2, ensure_ascii=False))
+    print(json.dumps(json_value(rows), indent=2, ensure_ascii=False))
 
 
 def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
@@ -547,16 +589,24 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=100_000, color_system=None)
-    for words in verdicts:
-        console.print(Text(words, style="bold"), soft_wrap=True)
+    for verdict in verdicts:
+        console.print(Text(verdict, style="bold"), soft_wrap=True)
+
     table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        loss = format_number(row.loss, ".4f")
-        step = "" if row.step is None else f"{row.step:,}/{row.steps or '?'}"
-        held_out = "" if row.held_out_loss is None else f"{row.held_out_loss:.4f}"
-        cells = (row.number, row.name, row.state, step, held_out, loss, row.job_id, row.reason)
+        cells = (
+            row.number,
+            row.name,
+            row.state,
+            "" if row.step is None else f"{row.step:,}/{row.steps or '?'}",
+            "" if row.held_out_loss is None else f"{row.held_out_loss:.4f}",
+            format_number(row.loss, ".4f"),
+            row.job_id,
+            row.reason,
+        )
         table.add_row(*(Text(printable(str(cell or ""))) for cell in cells))
     console.print(table)
+
     counts = Counter(row.state for row in rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     console.print(Text(f"{len(rows)} runs: {states}"))

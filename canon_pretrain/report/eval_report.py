@@ -88,7 +88,7 @@ def execute(arguments: argparse.Namespace) -> None:
 def write_report(
     folder: Path,
     name: str,
-    content: Content,
+    content: Any,
     labels: Mapping[str, Sequence[str]],
     kind: str = "report",
     **modules: Any,

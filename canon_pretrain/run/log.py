@@ -34,7 +34,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -208,7 +208,12 @@ def _read_facts(log: Path) -> RunFacts | None:
 
 
 def json_value(value: Any) -> Any:
-    """Return `value` with "NaN", "Infinity" or "-Infinity" for each non-finite float in it."""
+    """Return `value` with "NaN", "Infinity" or "-Infinity" for each non-finite float in it.
+
+    A dataclass becomes a dict of its fields.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
         return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
