@@ -34,7 +34,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -208,12 +208,12 @@ def _read_facts(log: Path) -> RunFacts | None:
 
 
 def json_value(value: Any) -> Any:
-    """Return `value` with "NaN", "Infinity" or "-Infinity" for each non-finite float in it.
+    """Return `value` as JSON, with "NaN", "Infinity" or "-Infinity" for each non-finite float.
 
-    A dataclass becomes a dict of its fields.
+    A dataclass is an object with its fields, or what its `to_json` returns.
     """
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
+    if is_dataclass(value):
+        value = value.to_json() if hasattr(value, "to_json") else vars(value)
     if isinstance(value, dict):
         return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
