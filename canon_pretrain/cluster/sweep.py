@@ -113,13 +113,13 @@ class Sweep:
 
     def settings(self, run: PlannedRun) -> list[str]:
         """Return the options that the plan sets for a run."""
-        words = []
+        options = []
         if run.learning_rate is not None:
-            words += [f"--{RATE_KEY}", repr(float(run.learning_rate))]
+            options += [f"--{RATE_KEY}", repr(float(run.learning_rate))]
         if run.seed is not None:
             for key in SEED_KEYS[self.seed_of]:
-                words += [f"--{key}", str(run.seed)]
-        return words + self.arguments
+                options += [f"--{key}", str(run.seed)]
+        return options + self.arguments
 
     def options(self, run: PlannedRun, folder: Path) -> list[str]:
         """Return the run's options of canon_pretrain.train, except for --config."""
@@ -146,10 +146,11 @@ class Sweep:
     def other_plan(self, run: PlannedRun, folder: Path) -> str | None:
         """Say how the run in SWEEP/`name` differs from the planned one; None if it does not."""
         identity = _identity(run.config, self.configs[run.config], tuple(self.arguments))
-        if identity is not None and run.learning_rate is not None:
-            identity = identity | {RATE_KEY: run.learning_rate}
-        if identity is not None and run.seed is not None:
-            identity = identity | dict.fromkeys(SEED_KEYS[self.seed_of], run.seed)
+        if identity is not None:
+            if run.learning_rate is not None:
+                identity = identity | {RATE_KEY: run.learning_rate}
+            if run.seed is not None:
+                identity = identity | dict.fromkeys(SEED_KEYS[self.seed_of], run.seed)
         return other_plan(folder / run.name, self._planned(run), identity)
 
     def is_done(self, run: PlannedRun, folder: Path) -> bool:
@@ -168,9 +169,11 @@ def _identity(config: str, digest: str, arguments: tuple[str, ...]) -> dict[str,
     with suppress(UserError):
         if config_hash(config) == digest:
             values = planned_values(Path(config), arguments)
+            identity = planned_identity(values)
             fingerprint = data_fingerprint(values)
-            known = {} if fingerprint is None else {"data_fingerprint": fingerprint}
-            return planned_identity(values) | known
+            if fingerprint is not None:
+                identity["data_fingerprint"] = fingerprint
+            return identity
     return None
 
 
@@ -182,15 +185,19 @@ def make_sweep(
     arguments: Sequence[str],
 ) -> Sweep:
     """Return all combinations, configs outermost. Default: each config's own rate and seed."""
+    # What the sweep sets, the runs' other options may not.
+    set_by = {FOLDER_KEY: "its name", "job.config_file": "--configs"}
+    if learning_rates:
+        set_by[RATE_KEY] = "--lr"
+    if seeds:
+        set_by |= dict.fromkeys(SEED_KEYS[seed_of], "--seeds")
+    for word in arguments:
+        if word.startswith("--") and (option := set_by.get(_key(word))):
+            raise UserError("sweep.own_option", f"{word}: the sweep sets this by {option}")
+
+    paths = [os.path.abspath(config) for config in configs]
     rates = [_value("--lr", word, Rate) for word in learning_rates] or [None]
     numbers = [_value("--seeds", word, Seed) for word in seeds] or [None]
-    own = {FOLDER_KEY: "its name", "job.config_file": "--configs"}
-    own |= {RATE_KEY: "--lr"} if learning_rates else {}
-    own |= dict.fromkeys(SEED_KEYS[seed_of] if seeds else (), "--seeds")
-    for word in arguments:
-        if word.startswith("--") and (by := own.get(_key(word))):
-            raise UserError("sweep.own_option", f"{word}: the sweep sets this by {by}")
-    paths = [os.path.abspath(config) for config in configs]
     runs = [
         PlannedRun(run_name(Path(path), rate, seed), path, rate, seed)
         for path, rate, seed in itertools.product(paths, rates, numbers)
@@ -229,11 +236,13 @@ def _key(word: str) -> str:
 
 def run_name(config: Path, rate: float | None, seed: int | None) -> str:
     """Return CONFIG-lr3e-3-seed1, which does not depend on the other runs of a sweep."""
-    name = config.stem
+    parts = [config.stem]
     if rate is not None:
         digits, _, places = f"{Decimal(repr(rate)).normalize():e}".partition("e")
-        name += f"-lr{digits}e{int(places)}"
-    return name if seed is None else f"{name}-seed{seed}"
+        parts.append(f"lr{digits}e{int(places)}")
+    if seed is not None:
+        parts.append(f"seed{seed}")
+    return "-".join(parts)
 
 
 def config_hash(path: str) -> str:
@@ -248,18 +257,18 @@ def values_hash(values: Mapping[str, Any]) -> str:
 
 def data_differences(sweep: Sweep) -> list[str]:
     """Return the keys by which configs differ in the data that runs of one seed see."""
-    defaults = {f"data.{each.name}": each.default for each in fields(Data)}
+    defaults = {f"data.{one.name}": one.default for one in fields(Data)}
     experiments = [read_experiment(Path(path)) for path in sweep.configs]
-    given = {_key(word) for word in sweep.arguments}
+    set_keys = {_key(word) for word in sweep.arguments}
     if sweep.runs[0].seed is not None:
-        given.update(SEED_KEYS[sweep.seed_of])
+        set_keys.update(SEED_KEYS[sweep.seed_of])
 
     def differs(key: str) -> bool:
         section, _, name = key.partition(".")
-        values = [each.get(section, {}).get(name, defaults.get(key)) for each in experiments]
+        values = [values.get(section, {}).get(name, defaults.get(key)) for values in experiments]
         return any(value != values[0] for value in values)
 
-    return [key for key in sorted({*defaults, *SAME_DATA} - given) if differs(key)]
+    return [key for key in sorted({*defaults, *SAME_DATA} - set_keys) if differs(key)]
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -271,8 +280,10 @@ def read_sweep(folder: Path) -> Sweep:
         return _where_it_is(sweep, folder)
     except UnreadableFile as error:
         if error.is_missing:
-            text = f"{folder} has no {PLAN}, which `canon_pretrain.cluster.sweep plan` writes"
-            raise UserError("sweep.not_a_sweep", text) from None
+            raise UserError(
+                "sweep.not_a_sweep",
+                f"{folder} has no {PLAN}, which `canon_pretrain.cluster.sweep plan` writes",
+            ) from None
         raise UserError("sweep.damaged", f"{error}: remove it and plan again") from None
 
 
@@ -387,8 +398,9 @@ def main(argv: list[str] | None = None) -> None:
 def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
     """Write or extend the plan, and print it."""
     if misplaced := OWN.intersection(passed_on):
-        text = f"{', '.join(misplaced)}: give it before {passed_on[0]}"
-        raise UserError("sweep.misplaced_option", text)
+        raise UserError(
+            "sweep.misplaced_option", f"{', '.join(misplaced)}: give it before {passed_on[0]}"
+        )
     if given.seed_of and not given.seeds:
         raise UserError("sweep.value", "--seed_of needs --seeds")
     new = make_sweep(given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on)
@@ -436,24 +448,27 @@ def run(given: argparse.Namespace) -> None:
 
 def train_command(words: Sequence[str], ranks: int = 1) -> list[str]:
     """Return the command that trains with the arguments `words`; one rank needs no torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    launcher = torchrun if ranks > 1 else []
+    launcher = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [sys.executable, *launcher, "-m", "canon_pretrain.train", "--config", *words]
 
 
 def print_todo(given: argparse.Namespace) -> None:
     """Print the runs that are not DONE and one of them per config, for slurm/sweep.sh."""
-    sweep, skipped = read_sweep(given.sweep), given.besides.split(",")
-    left: dict[str, str] = {}
+    folder: Path = given.sweep
+    sweep = read_sweep(folder)
+    skipped = given.besides.split(",")
+    configs: dict[str, str] = {}  # by number of a run
     for number, planned in enumerate(sweep.runs, 1):
-        if problem := sweep.other_plan(planned, given.sweep):
+        if problem := sweep.other_plan(planned, folder):
             print(f"NOTE: {planned.name} is skipped: {problem}", file=sys.stderr)
-        elif RunFolder(given.sweep / planned.name).done_file.exists() or str(number) in skipped:
-            continue
-        else:
-            left[str(number)] = planned.config
-    first = {config: number for number, config in reversed(left.items())}
-    print(",".join(left), " ".join(k for k in left if k in first.values()), sep="\n")
+        elif str(number) not in skipped and not RunFolder(folder / planned.name).done_file.exists():
+            configs[str(number)] = planned.config
+    firsts: dict[str, str] = {}
+    for text, config in configs.items():
+        firsts.setdefault(config, text)
+    print(",".join(configs), " ".join(firsts.values()), sep="\n")
 
 
 # -- the table: a row per run, and a comparison of held-out losses
