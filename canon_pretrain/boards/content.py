@@ -378,7 +378,7 @@ def _differences(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[
                 interval=pair.interval,
                 p=pair.p,
                 p_holm=p_holm,
-                better=pair.better if _is_seen(p_holm) else None,
+                better=pair.better if p_holm is not None and p_holm <= ALPHA else None,
             )
         )
     for order in plan.race.orders:
@@ -401,10 +401,6 @@ def _corrected(p_holm: float | None, plan: BoardPlan) -> float | None:
     return None if p_holm is None else min(p_holm / plan.race.share, 1.0)
 
 
-def _is_seen(p_holm: float | None) -> bool:
-    return p_holm is not None and p_holm <= ALPHA
-
-
 def _claims(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[ClaimRow]:
     """Test the claims on final scores, or take them from the race that decided them."""
     scored = [c for c in plan.claims if {c.better, c.worse} <= final.get(c.task, {}).keys()]
@@ -417,9 +413,14 @@ def _claims(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[Claim
         is_refuted = not claim.margin and (claim.task, claim.worse, claim.better) in orders
         row = ClaimRow(claim.task, claim.better, claim.worse, claim.margin)
         if test is not None:
-            p_holm = _corrected(test.p_holm, plan)
-            verdict = "seen" if _is_seen(p_holm) else "not seen"
-            row = replace(row, difference=test.difference, p=test.p, p_holm=p_holm, verdict=verdict)
+            test = test._replace(p_holm=_corrected(test.p_holm, plan))
+            row = replace(
+                row,
+                difference=test.difference,
+                p=test.p,
+                p_holm=test.p_holm,
+                verdict="seen" if test.is_seen else "not seen",
+            )
         elif order is not None:
             row = replace(row, p_holm=order.p, step=order.step, verdict="seen")
         elif is_refuted:
