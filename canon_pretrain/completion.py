@@ -9,27 +9,16 @@ Write the script again after an update.
 import argparse
 from pathlib import Path
 
-from canon_pretrain.core.cli import Parser, command, run_process
-from canon_pretrain.core.errors import EPILOG
-
 SCRIPTS = Path(__file__).parent / "completions"
 """Made by tests/completions.py: the parsers of all programs take seconds to import."""
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Print the completion script of a shell."""
-    parser = Parser(
-        prog="canon completion",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("shell", choices=("bash", "zsh"))
-    with command(prints=True):
-        shell = parser.parse_args(argv).shell
-        print((SCRIPTS / f"canon.{shell}").read_text(encoding="utf-8"), end="")
 
 
-if __name__ == "__main__":
-    run_process(main)
+def run(arguments: argparse.Namespace) -> None:
+    """Print the completion script of a shell."""
+    print((SCRIPTS / f"canon.{arguments.shell}").read_text(encoding="utf-8"), end="")

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from canon_pretrain.core.cli import Parser, available_cores, command, positive, run_process
-from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.cli import available_cores, positive
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import create_file
 from canon_pretrain.core.terminal import duration, printable, size
 from canon_pretrain.machine.hardware import available_memory, check_cuda, cpu_info
@@ -112,7 +112,7 @@ class Machine:
 
         A CPU's is left to half to other programs.
         """
-        # bytes per value, and values that a token keeps of a block's width: what --dry_run counts
+        # bytes per value, and values that a token keeps of a block's width: what --dry-run counts
         # in bfloat16, about twice that on a CPU
         width, kept, share = (2, 8, 0.8) if self.is_gpu else (4, 16, 0.5)
         values = kept * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size
@@ -563,23 +563,18 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     add("--text-suffixes", nargs="+", default=(), metavar=".S", help=suffixes)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """The command; exits with code 2 on bad input."""
-    parser = Parser(
-        prog="canon new",
-        description="Propose an experiment for your text: look at it and at this machine, write "
-        "NAME.toml, and print the next commands.",
-        epilog=EPILOG,
-        allow_abbrev=False,
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Propose an experiment for your text: look at it and at this machine, write "
+        "NAME.toml, and print the next commands."
     )
     add = parser.add_argument
     add("name", metavar="NAME", help="of NAME.toml and of outputs/NAME")
     add("--data", nargs="+", type=Path, required=True, metavar="PATH", help=FILES_HELP)
     add("--minutes", type=positive, default=10, help="of training here (default: %(default)s)")
     add_text_options(parser)
-    with command():
-        propose_experiment(parser.parse_args(argv))
 
 
-if __name__ == "__main__":
-    run_process(main)
+def run(arguments: argparse.Namespace) -> None:
+    """Write NAME.toml and print the next commands. Raises UserError."""
+    propose_experiment(arguments)

@@ -54,12 +54,12 @@ class Quickstart:
         self._train_and_resume()
 
         checkpoint = self.run / "checkpoint" / f"step-{self.steps}"
-        scores = f"eval run --checkpoint {checkpoint} --suite {VALIDATION} --must_beat bigram"
+        scores = f"eval run --checkpoint {checkpoint} --suite {VALIDATION} --must-beat bigram"
         self._stage("4/7 held-out loss beside models that count tokens", scores)
         print(f"{self._gain_over_bigram():.2f} bits per byte better than a bigram of the text")
 
         self._stage("5/7 a page to look at", f"eval report {self.run}")
-        sample = f"sample {self.run} --prompt {PROMPT!r} --max_tokens 60 --seed 0"
+        sample = f"sample {self.run} --prompt {PROMPT!r} --max-tokens 60 --seed 0"
         self._stage("6/7 a sample", sample)
         self._show_canon()
 
@@ -92,7 +92,7 @@ class Quickstart:
         own, bigram = (
             evaluation.score(ScoreKey(VALIDATION, task, BITS)) for task in (VALIDATION, "bigram")
         )
-        assert own is not None  # --must_beat has compared them
+        assert own is not None  # --must-beat has compared them
         assert bigram is not None
         return bigram - own
 

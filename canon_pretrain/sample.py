@@ -23,13 +23,14 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.core.cli import Parser, command, positive, run_process
-from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.cli import positive, usage_error
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, printable
 
 if TYPE_CHECKING:  # imports torch
     from canon_pretrain.hf.sampling import Answer, Sampler, Segment, Settings
 
+PROGRAM = "canon sample"
 TEMPERATURE = 0.8
 MAX_TOKENS = 128
 STDIN = Path("-")
@@ -40,22 +41,9 @@ COLORS = ((1.0, "green"), (3.0, "default"), (6.0, "yellow"), (math.inf, "red"))
 """Upper bounds of a token's nats, and its color."""
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`canon sample`; exits with code 2 for bad input."""
-    with command(prints=True):
-        parser = _parser()
-        arguments = parser.parse_args(argv)
-        if (arguments.checkpoint is None) == (arguments.compare is None):
-            parser.error("expected a CHECKPOINT, or --compare A B")
-        if arguments.compare and arguments.num:
-            parser.error("--compare shows one sample of each: leave out --num")
-        if arguments.temperature == 0 and (arguments.top_k or arguments.top_p < 1):
-            parser.error("--temperature 0 takes the likeliest token: leave out --top_k and --top_p")
-        run(arguments)
-
-
 def run(arguments: argparse.Namespace) -> None:
-    """Load the models that `arguments` name, and print what they ask for."""
+    """Load the models that `arguments` name, and print what they ask for. Raises UserError."""
+    _check(arguments)
     prompt = read_prompt(arguments.file) if arguments.prompt is None else arguments.prompt
     from canon_pretrain.hf.sampling import Sampler, Settings, compare  # imports torch
 
@@ -65,8 +53,10 @@ def run(arguments: argparse.Namespace) -> None:
     if temperature is None:
         temperature = 0.0 if first.has_ids else TEMPERATURE
         if first.has_ids and (arguments.top_k or arguments.top_p < 1):
-            text = "a synthetic task is sampled at temperature 0: give --temperature as well"
-            raise UserError("sample.temperature", text)
+            raise UserError(
+                "sample.temperature",
+                "a synthetic task is sampled at temperature 0: give --temperature as well",
+            )
     settings = Settings(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     limit, num = arguments.max_tokens, arguments.num or 1
     is_plain = prompt is None and arguments.num is None and not arguments.json
@@ -101,11 +91,18 @@ def read_prompt(file: Path | None) -> str | None:
         else:
             text = sys.stdin.read(MAX_PROMPT + 1)
     except UnicodeDecodeError as error:
-        message = f"{file or STDIN} is not UTF-8: {error.reason} at byte {error.start}"
-        raise UserError("sample.not_utf8", message, path=file) from None
+        raise UserError(
+            "sample.not_utf8",
+            f"{file or STDIN} is not UTF-8: {error.reason} at byte {error.start}",
+            path=file,
+        ) from None
     if len(text) > MAX_PROMPT:
-        message = f"{file or STDIN} has more than {MAX_PROMPT:,} characters: no model reads so many"
-        raise UserError("sample.prompt_too_long", message, path=file, expected=MAX_PROMPT)
+        raise UserError(
+            "sample.prompt_too_long",
+            f"{file or STDIN} has more than {MAX_PROMPT:,} characters: no model reads so many",
+            path=file,
+            expected=MAX_PROMPT,
+        )
     text = text.removesuffix("\n")
     return text if file else text or None
 
@@ -192,11 +189,15 @@ class Stream:
 
     def _reason(self) -> str:
         """Return why there are fewer tokens than asked for."""
-        num_ended, num = sum(answer.has_ended for answer in self._answers), len(self._answers)
-        text = f", {'the text' if num == 1 else f'{num_ended} of {num}'} ended" if num_ended else ""
+        reasons = [""]
+        num_texts = len(self._answers)
+        if num_ended := sum(answer.has_ended for answer in self._answers):
+            texts = "the text" if num_texts == 1 else f"{num_ended} of {num_texts}"
+            reasons.append(f"{texts} ended")
         if any(len(answer.ids) == answer.limit < self._max_tokens for answer in self._answers):
-            text += f", the context of {self._sampler.model.args.max_seq_len:,} tokens is full"
-        return text
+            max_seq_len = self._sampler.model.args.max_seq_len
+            reasons.append(f"the context of {max_seq_len:,} tokens is full")
+        return ", ".join(reasons)
 
     def _begin_next(self) -> None:
         self._number += 1
@@ -341,13 +342,22 @@ def _nats(nats: float) -> Text:
     return Text(f"{nats:.2f}", style=_color(nats))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="canon sample",
-        description="Sample from a checkpoint or an export, or compare two. Without a prompt, in a "
-        "terminal, it continues what you type.",
-        epilog=EPILOG,
-        allow_abbrev=False,
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise UserError for options that do not go together."""
+    if (arguments.checkpoint is None) == (arguments.compare is None):
+        raise usage_error(PROGRAM, "expected a CHECKPOINT, or --compare A B")
+    if arguments.compare and arguments.num:
+        raise usage_error(PROGRAM, "--compare shows one sample of each: leave out --num")
+    if arguments.temperature == 0 and (arguments.top_k or arguments.top_p < 1):
+        raise usage_error(
+            PROGRAM, "--temperature 0 takes the likeliest token: leave out --top-k and --top-p"
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Sample from a checkpoint or an export, or compare two. Without a prompt, in a "
+        "terminal, it continues what you type."
     )
     add = parser.add_argument
     about = "a run (its newest step), RUN/checkpoint/step-N, or an export"
@@ -360,12 +370,12 @@ def _parser() -> argparse.ArgumentParser:
         "--file", type=Path, help="read the prompt from it (-: stdin), less one line end"
     )
     about = "of an answer, at most (default: %(default)s)"
-    add("--max_tokens", type=positive, default=MAX_TOKENS, metavar="N", help=about)
+    add("--max-tokens", type=positive, default=MAX_TOKENS, metavar="N", help=about)
     about = f"0: the likeliest token (default: {TEMPERATURE}; 0 on a synthetic task)"
     add("--temperature", type=_temperature, metavar="T", help=about)
-    add("--top_k", type=_count, default=0, metavar="K", help="of the K likeliest tokens (0: all)")
+    add("--top-k", type=_count, default=0, metavar="K", help="of the K likeliest tokens (0: all)")
     about = "of the likeliest with joint probability P (default: 1)"
-    add("--top_p", type=_probability, default=1.0, metavar="P", help=about)
+    add("--top-p", type=_probability, default=1.0, metavar="P", help=about)
     about = "of the draws; sample k is the same for any --num (default: 0)"
     add("--seed", type=_count, default=0, metavar="N", help=about)
     add("--num", type=positive, metavar="N", help="samples of the prompt, in batches")
@@ -374,7 +384,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", type=Path, metavar="PATH", help="the tokenizer, if the data were moved")
     about = "(default: bfloat16 on a GPU, else float32)"
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help=about)
-    return parser
 
 
 def _count(text: str) -> int:
@@ -396,7 +405,3 @@ def _checked(
         if fits(number := kind(text)):
             return number
     raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
-
-
-if __name__ == "__main__":
-    run_process(main)

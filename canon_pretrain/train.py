@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from canon_pretrain.core.children import end_with_torchrun, separate_sessions, serve
-from canon_pretrain.core.cli import check_encoding, resilient_output, run_process
+from canon_pretrain.core.cli import Parser, check_encoding, resilient_output, run_process
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.machine.hardware import check_cuda
@@ -160,9 +160,9 @@ def _run(argv: list[str], *, quiet: bool) -> None:
 
 
 def launch_options() -> argparse.ArgumentParser:
-    """Return the parser of --force and --dry_run with its options."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--dry_run", "--dry-run", action="store_true")
+    """Return the parser of --force and --dry-run with its options."""
+    parser = Parser(add_help=False, exit_on_error=False)
+    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--gpu")
     parser.add_argument("--world", type=int)
@@ -177,7 +177,7 @@ def _split_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     except argparse.ArgumentError as error:
         raise UserError("option.invalid", str(error)) from None
     if not options.dry_run and {options.gpu, options.world, options.mfu} != {None}:
-        raise UserError("option.conflict", "--gpu, --world and --mfu require --dry_run")
+        raise UserError("option.conflict", "--gpu, --world and --mfu require --dry-run")
     return options, rest
 
 

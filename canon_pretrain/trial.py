@@ -32,12 +32,10 @@ from canon_pretrain.cluster.sweep import make_sweep, write_plan
 from canon_pretrain.core.children import end_with
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
-    Parser,
     available_cores,
     command,
-    run_process,
 )
-from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import (
     UnreadableFile,
     read_record,
@@ -248,7 +246,7 @@ class Trial:
         for model, names in finished.items():
             if not names:
                 continue
-            options = ("--tokenizer", self.folder / "data", "--max_tokens", SAMPLE_TOKENS, "--json")
+            options = ("--tokenizer", self.folder / "data", "--max-tokens", SAMPLE_TOKENS, "--json")
             prompt = f"--prompt={record.prompt}"
             output = self.stages.call("sample", self.runs / names[0], prompt, *options)
             sample = json.loads(output.strip().splitlines()[-1])
@@ -410,41 +408,39 @@ def _stop(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run `canon try`; exits with code 2 if it cannot go on, 130 if interrupted."""
-    parser = Parser(
-        prog="canon try",
-        description="Does Canon help on your text? Train a model with Canon layers and one "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Does Canon help on your text? Train a model with Canon layers and one "
         "without, two seeds each, and compare them. After an interruption, the same command "
-        "continues.",
-        epilog=EPILOG,
-        allow_abbrev=False,
+        "continues."
     )
     add = parser.add_argument
     add("text", nargs="+", metavar="TEXT", help=FILES_HELP)
     add("--minutes", type=_minutes, default=10.0, help=MINUTES_HELP)
     add("--name", help="of the folder outputs/NAME (default: that of TEXT)")
     add_text_options(parser)
-    with command():
-        given = parser.parse_args(argv)
-        name = given.name or folder_name(given.text[0])
-        check_name(name)
-        folder = Path("outputs", name)
-        paths = [os.path.normpath(path) for path in given.text]
-        request = Request(paths, given.minutes, given.text_field, [*given.text_suffixes])
 
-        signal.signal(signal.SIGTERM, _stop)
-        folder.parent.mkdir(exist_ok=True)
-        with locked(folder.with_name(f".{name}.lock"), f"the trial {folder}"):
-            environ = trainer_environment(threads_per_run())
-            try:
-                if (folder / RECORD).exists():
-                    print(f"{folder}: continues", flush=True)
-                with Stages(folder / LOG, environ, forks=not visible_gpus()) as stages:
-                    Trial(folder, stages).run(request)
-            except KeyboardInterrupt:
-                print("\nstopped: the same command continues")
-                raise SystemExit(EXIT_INTERRUPTED) from None
+
+def run(arguments: argparse.Namespace) -> None:
+    """Try Canon on a text. Raises UserError if it cannot go on; exits with 130 if interrupted."""
+    name = arguments.name or folder_name(arguments.text[0])
+    check_name(name)
+    folder = Path("outputs", name)
+    paths = [os.path.normpath(path) for path in arguments.text]
+    request = Request(paths, arguments.minutes, arguments.text_field, [*arguments.text_suffixes])
+
+    signal.signal(signal.SIGTERM, _stop)
+    folder.parent.mkdir(exist_ok=True)
+    with locked(folder.with_name(f".{name}.lock"), f"the trial {folder}"):
+        environ = trainer_environment(threads_per_run())
+        try:
+            if (folder / RECORD).exists():
+                print(f"{folder}: continues", flush=True)
+            with Stages(folder / LOG, environ, forks=not visible_gpus()) as stages:
+                Trial(folder, stages).run(request)
+        except KeyboardInterrupt:
+            print("\nstopped: the same command continues")
+            raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 def _minutes(text: str) -> float:
@@ -452,7 +448,3 @@ def _minutes(text: str) -> float:
     if not 0 < (number := float(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"{text}, expected a number above 0")
     return number
-
-
-if __name__ == "__main__":
-    run_process(main)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.core.cli import positive
+from canon_pretrain.core.cli import command, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Progress, duration, size
 from canon_pretrain.data.hub import COMMIT
@@ -56,8 +56,11 @@ class JobSlice:
     def parse(cls, text: str) -> "JobSlice":
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
-            message = f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8"
-            raise UserError("option.invalid", message, option="--shard")
+            raise UserError(
+                "option.invalid",
+                f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8",
+                option="--shard",
+            )
         return cls(int(match[1]), int(match[2]))
 
     def input_groups(self, num_groups: int) -> range:
@@ -72,8 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--source", required=True, metavar="NAME", help=", ".join(sources.SOURCES))
     files = f"files or folders: a copy of the source, or those of `local` ({' '.join(SUFFIXES)})"
     add("--files", nargs="+", type=Path, default=(), metavar="PATH", help=files)
-    tokenizer = "train a SentencePiece BPE tokenizer with vocab_size N on the training documents, "
-    tokenizer += "or load the SentencePiece tokenizer.model or HF tokenizer.json at PATH"
+    tokenizer = (
+        "train a SentencePiece BPE tokenizer with vocab_size N on the training documents, "
+        "or load the SentencePiece tokenizer.model or HF tokenizer.json at PATH"
+    )
     add("--tokenizer", required=True, metavar="train:N|PATH", help=tokenizer)
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to resume")
     held_out = "share of documents for validation, chosen by hash (default: %(default)s)"
@@ -106,7 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     limits = Limits(arguments.max_documents, arguments.max_tokens)
     if arguments.unbuilt_of:
-        print_unbuilt(arguments, limits)
+        with command(prints=True):
+            print_unbuilt(arguments, limits)
         return
     names = "out source tokenizer workers files revision text_field text_suffixes eos".split()
     decisive = ("holdout", "bos", "max_line_bytes", "max_document_bytes")
@@ -198,14 +204,18 @@ def build(
 def _check_folder(out: Path) -> None:
     """Raise UserError if `out` has files other than a build's: nothing else is overwritten."""
     if out.exists() and not out.is_dir():
-        message = f"--out {out}: is a file; give a new or empty folder"
-        raise UserError("data.other_files", message, path=out)
+        raise UserError(
+            "data.other_files", f"--out {out}: is a file; give a new or empty folder", path=out
+        )
     names = sorted(path.name for path in out.iterdir()) if out.exists() else []
     others = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
     # looked up after the listing: another build writes its plan before anything else
     if others and not (out / PLAN).exists():
-        message = f"--out {out}: has {others[0]} and no {PLAN}; give a new or empty folder"
-        raise UserError("data.other_files", message, path=out / others[0])
+        raise UserError(
+            "data.other_files",
+            f"--out {out}: has {others[0]} and no {PLAN}; give a new or empty folder",
+            path=out / others[0],
+        )
 
 
 class RequiredGroups:

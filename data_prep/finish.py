@@ -118,8 +118,12 @@ def check_documents(
         raise all_held_out(f"{out}: ", num_held_out, plan.options.holdout)
     skipped = sum((Counter(named.record.skipped) for named in train), Counter[str]())
     counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
-    message = f"{out}: the source has no documents (skipped: {counts or 'none'}); build other files"
-    raise UserError("data.no_documents", message, path=out, skipped=dict(skipped))
+    raise UserError(
+        "data.no_documents",
+        f"{out}: the source has no documents (skipped: {counts or 'none'}); build other files",
+        path=out,
+        skipped=dict(skipped),
+    )
 
 
 def _warn_of_few_held_out(training: int, held_out: int) -> None:
@@ -129,12 +133,12 @@ def _warn_of_few_held_out(training: int, held_out: int) -> None:
 
     total = training + held_out
     share = holdout_for(total)
-    advice = f"build again with --holdout {math.ceil(1000 * share) / 1000:g}"
-    if share * total < LEAST_HELD_OUT:
-        advice += " and more or smaller documents (--max-document-bytes)"
+    is_small = share * total < LEAST_HELD_OUT
+    more = " and more or smaller documents (--max-document-bytes)" if is_small else ""
     log(
         f"WARNING: {held_out} of {total:,} documents are held out. Comparisons of held-out loss "
-        f"need {LEAST_HELD_OUT}, and have no interval below 8: {advice}"
+        f"need {LEAST_HELD_OUT}, and have no interval below 8: build again with "
+        f"--holdout {math.ceil(1000 * share) / 1000:g}{more}"
     )
 
 
@@ -149,8 +153,12 @@ def _training_stream(
             rest = range(group, len(plan.units))
             missing = sum(not is_complete(out, later, plan.sha256) for later in rest)
             count = f"{missing:,} of {len(plan.units):,} are missing"
-            message = f"{out}: input group {group} is not built ({count}); run every --shard again"
-            raise UserError("data.not_built", message, input_group=group, missing=missing)
+            raise UserError(
+                "data.not_built",
+                f"{out}: input group {group} is not built ({count}); run every --shard again",
+                input_group=group,
+                missing=missing,
+            )
         for named in read_commits(out / TRAIN, [group]):
             if limits.reached(documents, tokens):
                 return records, num_groups, None
@@ -160,8 +168,11 @@ def _training_stream(
                 if cut := _cut_shard(out / TRAIN, named, room_documents, room_tokens):
                     return [*records, named], group + 1, cut
                 if not documents:
-                    message = f"--max-tokens {limits.max_tokens}: the first document is longer"
-                    raise UserError("option.invalid", message, option="--max-tokens")
+                    raise UserError(
+                        "option.invalid",
+                        f"--max-tokens {limits.max_tokens}: the first document is longer",
+                        option="--max-tokens",
+                    )
                 return records, num_groups, None
             records.append(named)
             num_groups = group + 1

@@ -64,9 +64,11 @@ def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
         raise UserError("tokenizer.changed", f"{message}; delete it and {REBUILD_HINT}")
     for text, ids in tokenizer.probe_ids().items():
         if ids != record.probe_ids[text]:
-            message = f"{path}: {text!r} has ids {ids}, in the plan {record.probe_ids[text]}; "
-            message += "install the version that made the plan, or build into a new folder"
-            raise UserError("tokenizer.other_version", message)
+            raise UserError(
+                "tokenizer.other_version",
+                f"{path}: {text!r} has ids {ids}, in the plan {record.probe_ids[text]}; "
+                "install the version that made the plan, or build into a new folder",
+            )
     return tokenizer
 
 
@@ -92,9 +94,15 @@ def disk_errors(folder: Path) -> Iterator[None]:
         again = "and run the same command again, which resumes"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = size(free_bytes(folder))
-            message = f"{folder}: the disk is full{where}, {free} free; free some space {again}"
-            raise UserError("disk.full", message, path=folder) from error
+            raise UserError(
+                "disk.full",
+                f"{folder}: the disk is full{where}, {free} free; free some space {again}",
+                path=folder,
+            ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE):
-            message = f"{folder}: {error.strerror}{where}; check disk and permissions {again}"
-            raise UserError("disk.not_writable", message, path=folder) from error
+            raise UserError(
+                "disk.not_writable",
+                f"{folder}: {error.strerror}{where}; check disk and permissions {again}",
+                path=folder,
+            ) from error
         raise

@@ -135,8 +135,13 @@ def check_content(path: Path, head: bytes, promised: str = "") -> None:
     content = other_content(head)
     if content is None or content.what == promised:
         return
-    message = f"{path}: holds {content.what}, which its name does not say; {content.advice}"
-    raise UserError("input.other_format", message, path=path, row=1, found=content.what)
+    raise UserError(
+        "input.other_format",
+        f"{path}: holds {content.what}, which its name does not say; {content.advice}",
+        path=path,
+        row=1,
+        found=content.what,
+    )
 
 
 def check_file(path: Path) -> None:

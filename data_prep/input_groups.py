@@ -106,8 +106,9 @@ def _write_input_group(job: InputGroupJob, tokenizer: Tokenizer, counts: Any) ->
     row = -1
     with job.writer(TRAIN) as train, job.writer(VALIDATION) as validation:
         for known in plan.inputs:
-            fields = plan.text_field, plan.group_field
-            reader = InputReader(job.root, known, *fields, options.max_line_bytes)
+            reader = InputReader(
+                job.root, known, plan.text_field, plan.group_field, options.max_line_bytes
+            )
             for document in cut_documents(reader.rows(), options.max_document_bytes):
                 row += 1
                 if isinstance(document, Skipped):
@@ -158,9 +159,11 @@ def worker_pool(workers: int, counts: Any = None) -> Iterator[ProcessPoolExecuto
         try:
             yield pool
         except BrokenProcessPool:
-            message = "a worker process was killed (out of memory?); run the same command again, "
-            message += "which resumes, perhaps with fewer --workers"
-            raise UserError("data.worker_killed", message) from None
+            raise UserError(
+                "data.worker_killed",
+                "a worker process was killed (out of memory?); run the same command again, "
+                "which resumes, perhaps with fewer --workers",
+            ) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 

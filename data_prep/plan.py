@@ -69,12 +69,17 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.holdout < 1:
-            message = f"--holdout {self.holdout}: expected at least 0 and less than 1"
-            raise UserError("option.invalid", message, option="--holdout")
+            raise UserError(
+                "option.invalid",
+                f"--holdout {self.holdout}: expected at least 0 and less than 1",
+                option="--holdout",
+            )
         if self.max_document_bytes is not None and self.max_document_bytes < MIN_CUT_BYTES:
-            message = f"--max-document-bytes {self.max_document_bytes}: expected {MIN_CUT_BYTES} "
-            message += "or more"
-            raise UserError("option.invalid", message, option="--max-document-bytes")
+            raise UserError(
+                "option.invalid",
+                f"--max-document-bytes {self.max_document_bytes}: expected {MIN_CUT_BYTES} or more",
+                option="--max-document-bytes",
+            )
 
 
 @dataclass(frozen=True)
@@ -177,16 +182,20 @@ def load_plan(folder: Path) -> Plan:
     """Read plan.json. Raises UserError if it is missing, damaged or of another version."""
     path = folder / PLAN
     if not path.exists():
-        message = f"{folder}: no {PLAN}, so not a folder of `canon data build`"
-        raise UserError("plan.missing", message, path=path)
+        raise UserError(
+            "plan.missing", f"{folder}: no {PLAN}, so not a folder of `canon data build`", path=path
+        )
     try:
         header = read_record(path, _Header, max_bytes=MAX_PLAN_BYTES)
         plan = read_record(path, Plan, max_bytes=MAX_PLAN_BYTES)
         if plan.sha256 != header.sha256:
             raise UserError("plan.damaged", "its content does not match its hash")
     except UserError as error:
-        message = f"{path}: damaged ({error}); restore it from a copy, or build into a new folder"
-        raise UserError("plan.damaged", message, path=path) from None
+        raise UserError(
+            "plan.damaged",
+            f"{path}: damaged ({error}); restore it from a copy, or build into a new folder",
+            path=path,
+        ) from None
     return plan
 
 
@@ -196,10 +205,12 @@ def check_same_plan(folder: Path, old: Plan, new: Plan) -> None:
         more = len(lines) - MAX_DIFFERENCES
         shown = lines[:MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else [])
         text = "".join(f"\n  {line}" for line in shown)
-        message = (
-            f"{folder} was built from another plan:{text}\nGive the old values or another --out"
+        raise UserError(
+            "plan.changed",
+            f"{folder} was built from another plan:{text}\nGive the old values or another --out",
+            path=folder,
+            differences=lines,
         )
-        raise UserError("plan.changed", message, path=folder, differences=lines)
 
 
 def differences(old: Plan, new: Plan) -> list[str]:

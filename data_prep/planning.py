@@ -46,13 +46,19 @@ class TokenizerRequest:
         if not text.startswith("train:"):
             return cls("file", given=Tokenizer.load(Path(text), eos=eos))
         if eos is not None:
-            message = f"--eos {eos!r}: a trained tokenizer has its own; do not give --eos"
-            raise UserError("option.conflict", message, option="--eos")
+            raise UserError(
+                "option.conflict",
+                f"--eos {eos!r}: a trained tokenizer has its own; do not give --eos",
+                option="--eos",
+            )
         try:
             return cls(text, vocab_size=int(text.removeprefix("train:")))
         except ValueError:
-            message = f"--tokenizer {text!r}: expected train:N, such as train:2048, or a path"
-            raise UserError("option.invalid", message, option="--tokenizer") from None
+            raise UserError(
+                "option.invalid",
+                f"--tokenizer {text!r}: expected train:N, such as train:2048, or a path",
+                option="--tokenizer",
+            ) from None
 
 
 def prepare_plan(
@@ -93,9 +99,11 @@ def prepare_plan(
         tokenizer = tokenizer or _train_on(selection, plan.options, request)
         path = out / tokenizer.file_name
         if tokenizer.sha256 != plan.tokenizer.sha256:
-            message = f"{path}: is missing, and training does not reproduce the plan's (another "
-            message += "version of sentencepiece?); build into a new folder"
-            raise UserError("tokenizer.other_version", message)
+            raise UserError(
+                "tokenizer.other_version",
+                f"{path}: is missing, and training does not reproduce the plan's (another "
+                "version of sentencepiece?); build into a new folder",
+            )
         write_atomic(path, tokenizer.model)
     return plan, load_tokenizer(out, plan.tokenizer)
 
@@ -127,8 +135,13 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
     num_held_out = num_texts = 0
     for known in inputs:
         sources.fetch(selection.source, selection.version, selection.root, [known])
-        fields = selection.text_field, selection.group_field
-        reader = InputReader(selection.root, known, *fields, options.max_line_bytes)
+        reader = InputReader(
+            selection.root,
+            known,
+            selection.text_field,
+            selection.group_field,
+            options.max_line_bytes,
+        )
         left = TRAIN_BYTES * known.size // max(total, 1)
         for row in cut_documents(reader.rows(), options.max_document_bytes):
             if isinstance(row, Document) and is_held_out(row.utf8, options.holdout):
@@ -166,8 +179,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
     # "INTERNAL: src/file.cc(12) [(condition)] The reason."
     reason = str(cause).rpartition("] ")[2].strip() or "there is no text to train on"
-    message = f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}"
-    raise UserError("tokenizer.training", message, reason=reason)
+    raise UserError(
+        "tokenizer.training",
+        f"--tokenizer train:{vocab_size}: cannot be trained on this source: {reason}",
+        reason=reason,
+    )
 
 
 def _without(lines: Iterable[str], characters: Iterable[str]) -> Iterator[str]:

@@ -204,10 +204,16 @@ class InputReader:
             where = f"{self.path}, row {self._row + 1:,}"
             # for damage, pyarrow may raise an OSError without errno
             if isinstance(error, OSError) and error.errno is not None:
-                message = f"{where}: {error.strerror}; all inputs are required"
-                raise UserError("input.unreadable", message, **place) from None
-            message = f"{where}: damaged: {error}; download or copy the file again"
-            raise UserError("input.damaged", message, **place) from None
+                raise UserError(
+                    "input.unreadable",
+                    f"{where}: {error.strerror}; all inputs are required",
+                    **place,
+                ) from None
+            raise UserError(
+                "input.damaged",
+                f"{where}: damaged: {error}; download or copy the file again",
+                **place,
+            ) from None
 
     def _format(
         self, suffix: str
@@ -387,8 +393,11 @@ class InputReader:
             )
 
     def _fail_changed(self, problem: str) -> NoReturn:
-        message = f"{self.path}: {problem}: it was changed; restore it, or build into a new folder"
-        raise UserError("input.changed", message, path=self.path)
+        raise UserError(
+            "input.changed",
+            f"{self.path}: {problem}: it was changed; restore it, or build into a new folder",
+            path=self.path,
+        )
 
     def _fail_field(self, fields: list[str]) -> NoReturn:
         found = f"the fields are {str(fields)[1:-1]:.500}"
@@ -396,8 +405,9 @@ class InputReader:
 
     def _fail(self, problem: str) -> NoReturn:
         row = self._row + 1
-        message = f"{self.path}, row {row:,}: {problem}"
-        raise UserError("input.bad_row", message, path=self.path, row=row) from None
+        raise UserError(
+            "input.bad_row", f"{self.path}, row {row:,}: {problem}", path=self.path, row=row
+        ) from None
 
 
 def _decompress(

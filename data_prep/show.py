@@ -34,8 +34,7 @@ def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = 
     with TokenShards.open(folder / split) as shards:
         if not 0 <= number < shards.num_documents:
             count = f"{folder / split} has {shards.num_documents} documents, numbered from 0"
-            message = f"--document {number}: {count}"
-            raise UserError("option.invalid", message, option="--document")
+            raise UserError("option.invalid", f"--document {number}: {count}", option="--document")
         shard = [one for one in shards.shards if one.entry.first_document <= number][-1]
         entry = shard.entry
         at = number - entry.first_document
@@ -60,8 +59,9 @@ def show_window(
     """Return sample `sample` of a run with data_seed `seed` as text. Raises UserError."""
     for name, value in (("--window", sample), ("--seed", seed)):
         if not 0 <= value < 1 << 64:
-            message = f"{name} {value}: expected 0 to 2**64 - 1"
-            raise UserError("option.invalid", message, option=name)
+            raise UserError(
+                "option.invalid", f"{name} {value}: expected 0 to 2**64 - 1", option=name
+            )
     tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
     with TokenShards.open(folder / split) as shards:
         place = permuted_offset if order == "permute" else window_offset

@@ -101,8 +101,11 @@ def check_options(
         ("--files", files or None, (*HUB_SOURCES, LOCAL)),
     ):
         if value is not None and source not in takers:
-            message = f"{option} with --source {source}: it is for {', '.join(takers)} only"
-            raise UserError("option.conflict", message, option=option)
+            raise UserError(
+                "option.conflict",
+                f"{option} with --source {source}: it is for {', '.join(takers)} only",
+                option=option,
+            )
 
 
 def select(
@@ -145,8 +148,9 @@ def _select_stdlib() -> Selection:
         for path in (Path(folder, name) for name in names if name.endswith(".py")):
             found[path.relative_to(root).as_posix()] = path
     if not found:
-        message = f"{root}: no .py files; use a Python with its library as files"
-        raise UserError("input.none", message, path=root)
+        raise UserError(
+            "input.none", f"{root}: no .py files; use a Python with its library as files", path=root
+        )
     inputs = sorted(to_inputs(found, {}), key=lambda known: known.path != TOPICS)
     version = f"python {platform.python_version()}"
     return Selection(STDLIB, version, root, tuple(inputs), unit_bytes=INPUT_GROUP_BYTES)
@@ -156,8 +160,9 @@ def _select_local(
     files: Sequence[Path], text_field: str, text_suffixes: Sequence[str], files_option: str
 ) -> Selection:
     if not files:
-        message = f"--source {LOCAL} needs --files FILE_OR_FOLDER ..."
-        raise UserError("option.missing", message, option="--files")
+        raise UserError(
+            "option.missing", f"--source {LOCAL} needs --files FILE_OR_FOLDER ...", option="--files"
+        )
     listed, named = find_files(files, files_option)
     found = [path for path in listed if path.exists()]
     if dangling := set(listed).difference(found):
@@ -242,24 +247,34 @@ def _list_mirror(
 ) -> tuple[str, Path, tuple[Input, ...]]:
     """Return the version, root and inputs of a copy on disk."""
     if revision is not None and not hub.COMMIT.fullmatch(revision):
-        message = f"--revision {revision} with --files: give the copy's 40-digit commit, or none"
-        raise UserError("option.conflict", message, option="--revision")
+        raise UserError(
+            "option.conflict",
+            f"--revision {revision} with --files: give the copy's 40-digit commit, or none",
+            option="--revision",
+        )
     found, named = find_files(files)
     root, paths = match_tails(found, known.tail)
     if wrong := named - set(paths.values()) if paths else files:
         shape = "/".join(known.tail)
-        message = f"--files {summarize_paths(wrong)}: no files {shape} of {source}; {OTHER_FILES}"
-        raise UserError("input.wrong_files", message)
+        raise UserError(
+            "input.wrong_files",
+            f"--files {summarize_paths(wrong)}: no files {shape} of {source}; {OTHER_FILES}",
+        )
     for literal in (name for name in known.tail[:-1] if "[" not in name):
         shape = re.sub("[0-9]+", "[0-9]+", literal)  # of the folder's siblings
         siblings = [name for name in root.parts if re.fullmatch(shape, name) and name != literal]
         if siblings:
-            message = f"--files {root}: is {siblings[0]}, {source} is {literal}; {OTHER_FILES}"
-            raise UserError("input.wrong_files", message)
+            raise UserError(
+                "input.wrong_files",
+                f"--files {root}: is {siblings[0]}, {source} is {literal}; {OTHER_FILES}",
+            )
     commit, hashes = hub.known_hashes(root, paths)
     if revision and commit and commit != revision:
-        message = f"--revision {revision}: the files below {root} are of commit {commit}"
-        raise UserError("option.conflict", message, option="--revision")
+        raise UserError(
+            "option.conflict",
+            f"--revision {revision}: the files below {root} are of commit {commit}",
+            option="--revision",
+        )
     return revision or commit or ON_DISK, root, to_inputs(paths, hashes)
 
 
@@ -305,8 +320,11 @@ def find_files(
             raise UserError("input.none", f"{option} {path}: does not exist", path=path)
         for file in [absolute] if absolute in named else _walk(absolute, option):
             if file in found:
-                message = f"{option} {path}: {file} is already given by {found[file]}"
-                raise UserError("input.given_twice", message, path=file)
+                raise UserError(
+                    "input.given_twice",
+                    f"{option} {path}: {file} is already given by {found[file]}",
+                    path=file,
+                )
             found[file] = path
     return list(found), frozenset(named)
 
@@ -315,16 +333,20 @@ def _walk(root: Path, option: str) -> Iterator[Path]:
     seen = set()
 
     def raise_user_error(error: OSError) -> None:
-        message = f"{error.filename}: cannot be listed: {error.strerror}"
-        raise UserError("input.unreadable", message, path=error.filename)
+        raise UserError(
+            "input.unreadable",
+            f"{error.filename}: cannot be listed: {error.strerror}",
+            path=error.filename,
+        )
 
     for folder, folders, names in os.walk(root, followlinks=True, onerror=raise_user_error):
         if (identity := os.path.realpath(folder)) in seen:
-            message = (
+            raise UserError(
+                "input.given_twice",
                 f"{option} {root}: {folder} is reached twice, through links; remove the link, "
+                "or give the folders separately",
+                path=Path(folder),
             )
-            message += "or give the folders separately"
-            raise UserError("input.given_twice", message, path=Path(folder))
         seen.add(identity)
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(folder) / name for name in names if not name.startswith("."))
@@ -343,8 +365,10 @@ def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[
                 matches.setdefault(Path(match[1]), {})[match[2]] = file
         if len(matches) > 1:
             roots = summarize_paths(matches)
-            message = f"--files: several folders have {shape}: {roots}; give one of them"
-            raise UserError("input.wrong_files", message)
+            raise UserError(
+                "input.wrong_files",
+                f"--files: several folders have {shape}: {roots}; give one of them",
+            )
         if matches:
             return matches.popitem()
     return Path(), {}

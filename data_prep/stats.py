@@ -54,8 +54,11 @@ def run(arguments: argparse.Namespace) -> None:
 def stats(folder: Path, html: Path | None = None, *, workers: int = 1) -> dict[str, Any]:
     """Print statistics of `folder`, write the page `html`, and return them as JSON values."""
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        message = f"--html {html}: expected a file in an existing folder"
-        raise UserError("option.invalid", message, option="--html")
+        raise UserError(
+            "option.invalid",
+            f"--html {html}: expected a file in an existing folder",
+            option="--html",
+        )
     content = data_content(folder, load_plan(folder), workers)
     print_tables(content, Console())
     if html is not None:

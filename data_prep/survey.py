@@ -76,8 +76,11 @@ class Survey:
             except UserError as error:
                 if vocab_size <= fewest - MAX_LEFT_OUT:
                     reason = error.fields.get("reason", error.message)
-                    message = f"no tokenizer can be trained on this text: {reason}"
-                    raise UserError("input.no_tokenizer", message, reason=reason) from None
+                    raise UserError(
+                        "input.no_tokenizer",
+                        f"no tokenizer can be trained on this text: {reason}",
+                        reason=reason,
+                    ) from None
                 vocab_size = max(vocab_size // 2, fewest) if vocab_size > fewest else vocab_size - 1
         num_tokens = sum(len(tokenizer.encode(text)) + 1 for text in self.sample)
         return vocab_size, num_tokens / self.sampled

@@ -194,9 +194,11 @@ class StoredShard:
         with suppress(OSError):
             known.append(sha256_file(self.file("json")))
         if not rebuilt.exists() or (any(known) and sha256_file(rebuilt) not in known):
-            message = f"{self.folder / self.name}: the inputs give other bytes (another version of "
-            message += "Python, sentencepiece or pyarrow?); repair it where it was built"
-            raise ShardError("shard.not_reproduced", message)
+            raise ShardError(
+                "shard.not_reproduced",
+                f"{self.folder / self.name}: the inputs give other bytes (another version of "
+                "Python, sentencepiece or pyarrow?); repair it where it was built",
+            )
 
 
 Fault = tuple[str, StoredShard | None]
@@ -235,8 +237,12 @@ def verify(
     fields: dict[str, Any] = {"path": folder, "shards": len(damaged)}
     if not repair:
         hint = f"; --repair rebuilds {len(damaged)} shard(s)" if damaged else ""
-        message = f"{folder}: {len(faults)} fault(s){hint}"
-        raise UserError("data.damaged", message, faults=[text for text, _ in faults], **fields)
+        raise UserError(
+            "data.damaged",
+            f"{folder}: {len(faults)} fault(s){hint}",
+            faults=[text for text, _ in faults],
+            **fields,
+        )
     repaired = repair_shards(folder, plan, damaged, root or Path(plan.root))
     left = [text for text, shard in faults if shard and shard not in repaired]
     left += [text for text, _ in find_faults(folder, plan, "size", workers)]
@@ -245,8 +251,12 @@ def verify(
     for text in left:
         log(f"still damaged: {text}")
     if left:
-        message = f"{folder}: {len(left)} fault(s) left after the repair"
-        raise UserError("data.damaged", message, faults=left, **fields)
+        raise UserError(
+            "data.damaged",
+            f"{folder}: {len(left)} fault(s) left after the repair",
+            faults=left,
+            **fields,
+        )
     log(f"{folder}: ok, rebuilt {len(repaired)} shard(s)")
 
 

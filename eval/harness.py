@@ -83,10 +83,14 @@ def open_tasks(
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
             reason = " ".join(f"{type(error).__name__}: {error}".split())
+            remedy = ""
             if isinstance(error, ConnectionError):
-                reason += ". Load its data on a machine with network, with HF_HOME on a shared disk"
-            message = f"{path}: this task file does not load: {reason}"
-            raise UserError("eval.task_file", message, path=path) from error
+                remedy = ". Load its data on a machine with network, with HF_HOME on a shared disk"
+            raise UserError(
+                "eval.task_file",
+                f"{path}: this task file does not load: {reason}{remedy}",
+                path=path,
+            ) from error
 
 
 def _loader(

@@ -150,8 +150,10 @@ class Evaluation:
         length = how["max_length"]
         if path is None:
             target.check_held_out(arguments.held_out)
-            shards = target.train_shards, target.held_out_shards
-            tasks = {name: validation_task(*shards, length, arguments.limit, self.log)}
+            task = validation_task(
+                target.train_shards, target.held_out_shards, length, arguments.limit, self.log
+            )
+            tasks = {name: task}
         else:
             tasks = self._open_tasks(name, path, length)
         asked = {
@@ -168,8 +170,10 @@ class Evaluation:
         elif target.folder is not None and target.evals is not None:
             folder = stored.results_folder(target.folder, asked)
         else:
-            message = f"{target.checkpoint} belongs to no run or an abandoned branch: give --out"
-            raise UserError("eval.no_out", message)
+            raise UserError(
+                "eval.no_out",
+                f"{target.checkpoint} belongs to no run or an abandoned branch: give --out",
+            )
         # before the evaluation, which may take hours
         with report_disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -220,8 +224,11 @@ class Evaluation:
             return None
         name = next(n for n in sorted({*before, *now}) if before.get(n) != now.get(n))
         what = f"{name} {before.get(name)!r}, not {now.get(name)!r}"
-        message = f"--out {plan.folder} holds other results ({what}): choose another folder"
-        raise UserError("eval.other_results", message, field=name)
+        raise UserError(
+            "eval.other_results",
+            f"--out {plan.folder} holds other results ({what}): choose another folder",
+            field=name,
+        )
 
     def _run_suite(self, plan: SuitePlan, lm: CanonLM, work: TotalProgress) -> None:
         unfinished = PartialResults(plan.folder, plan.settings)
@@ -292,8 +299,12 @@ class Evaluation:
             return
         ours, theirs = (results.scores[t]["bits_per_byte"].number for t in (VALIDATION, rival))
         if not ours < theirs:
-            message = f"{ours:.4f} bits/byte do not beat the {rival} model's {theirs:.4f}"
-            raise UserError("eval.not_beaten", message, ours=ours, rival=theirs)
+            raise UserError(
+                "eval.not_beaten",
+                f"{ours:.4f} bits/byte do not beat the {rival} model's {theirs:.4f}",
+                ours=ours,
+                rival=theirs,
+            )
 
 
 def merge_tasks(
@@ -324,9 +335,12 @@ def report_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        message = f"{folder}: results can't be written: {error.strerror}. Make room and repeat the "
-        message += "command, which resumes; or choose another folder with --out"
-        raise UserError("eval.cannot_write", message, path=folder) from None
+        raise UserError(
+            "eval.cannot_write",
+            f"{folder}: results can't be written: {error.strerror}. Make room and repeat the "
+            "command, which resumes; or choose another folder with --out",
+            path=folder,
+        ) from None
 
 
 def print_results(console: Console, target: str, results: Results) -> None:
@@ -336,10 +350,8 @@ def print_results(console: Console, target: str, results: Results) -> None:
     rows: list[tuple[str, ...]] = []
     if asked["suite"] == VALIDATION:
         documents = results.num_sources.get(VALIDATION)
-        text = f"{counts[VALIDATION]:,} tokens"
-        if documents is not None:
-            text += f" of {documents:,} document{'s' * (documents != 1)}"
-        title = f"held-out loss over {text}: {target}"
+        source = "" if documents is None else f" of {documents:,} document{'s' * (documents != 1)}"
+        title = f"held-out loss over {counts[VALIDATION]:,} tokens{source}: {target}"
         columns, num_labels = ("model", "nats/token", "+-", "bits/byte"), 1
         losses = [(scores["bits_per_byte"].number, name) for name, scores in results.scores.items()]
         for bits, name in sorted(losses):

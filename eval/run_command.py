@@ -12,13 +12,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval run`."""
     add = parser.add_argument
     about = "RUN (its newest checkpoint), RUN/checkpoint/step-N, or an exported folder (with --out)"
-    add("--checkpoint", type=Path, required=True, nargs="+", metavar="RUN", help=about)
+    checkpoint = parser.add_mutually_exclusive_group(required=True)
+    checkpoint.add_argument(
+        "checkpoint", type=Path, nargs="*", metavar="RUN", default=argparse.SUPPRESS, help=about
+    )
+    checkpoint.add_argument(
+        "--checkpoint", type=Path, nargs="+", metavar="RUN", help=argparse.SUPPRESS
+    )
     about = "suites, tasks or groups listed by `canon eval tasks`, a task's YAML, or all"
     add("--suite", required=True, metavar="A,B", help=about)
     add("--limit", type=int, help="evaluate only the first N windows or items, as a trial")
     add("--out", type=Path, help="folder of the results (default: one per settings in RUN/evals)")
     about = "validation: exit with code 2 unless bits per byte are below this count model's"
-    add("--must_beat", choices=COUNT_MODELS, help=about)
+    add("--must-beat", choices=COUNT_MODELS, help=about)
     add_evaluation_options(parser)
 
 
@@ -27,16 +33,16 @@ def add_evaluation_options(parser: argparse._ActionsContainer) -> None:
     add = parser.add_argument
     add("--data", type=Path, help="folder of the run's shards if they were moved")
     about = "validation: score the text of this data_prep folder instead of the run's own"
-    add("--held_out", type=Path, metavar="DIR", help=about)
+    add("--held-out", type=Path, metavar="DIR", help=about)
     about = "folder of `canon eval stage` (default: $CANON_EVAL_DATA, else outputs/eval_data)"
     add("--staged", type=Path, metavar="DIR", help=about)
     about = "maximum context in tokens (default: training's seq_len; babilong, birth-year: 8192)"
-    add("--max_length", type=int, help=about)
+    add("--max-length", type=int, help=about)
     about = "dtype of weights and compute (auto: bfloat16 on a GPU, float32 on a CPU)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help=about)
-    add("--add_bos", action="store_true", help="begin each text with EOS; training saw no BOS")
+    add("--add-bos", action="store_true", help="begin each text with EOS; training saw no BOS")
     about = "tokens in a forward pass (default: found once per device, then stored)"
-    add("--batch_tokens", type=int, metavar="N", help=about)
+    add("--batch-tokens", type=int, metavar="N", help=about)
     about = "birth-year: text to hide the statements in (default: the staged WikiText)"
     add("--junk", type=Path, metavar="FILE.txt", help=about)
     about = "task option, see eval/README.md (repeatable)"
@@ -54,26 +60,34 @@ def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
     """Return the task file by suite; raises UserError for invalid options."""
     for name in ("limit", "max_length", "batch_tokens"):
         value = getattr(arguments, name)
+        option = f"--{name.replace('_', '-')}"
         if value is not None and value < 1:
-            message = f"--{name} {value}: expected at least 1"
-            raise UserError("eval.option_range", message, option=name)
+            raise UserError(
+                "eval.option_range", f"{option} {value}: expected at least 1", option=name
+            )
     found = [find_suite(suite) for suite in split_suites(arguments.suite)]
     suites = dict(found)
     if len(suites) < len(found):
-        message = f"--suite {arguments.suite}: two suites of one name; rename a file"
-        raise UserError("eval.ambiguous_suite", message)
+        raise UserError(
+            "eval.ambiguous_suite",
+            f"--suite {arguments.suite}: two suites of one name; rename a file",
+        )
     has_probes = any(task_folder(path) == "birth_year" for path in suites.values())
     for name, suite, is_served in (
         ("must_beat", VALIDATION, VALIDATION in suites),
         ("junk", "birth-year", has_probes),
     ):
+        option = f"--{name.replace('_', '-')}"
         if getattr(arguments, name) is not None and not is_served:
-            message = f"--{name} is for --suite {suite}, not for {arguments.suite}"
-            raise UserError("eval.option_suite", message, option=name)
+            raise UserError(
+                "eval.option_suite",
+                f"{option} is for --suite {suite}, not for {arguments.suite}",
+                option=name,
+            )
     return suites
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Evaluate; see run.py."""
     from eval.run import run
 

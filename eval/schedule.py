@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from eval.staged import check_staged, staged_folder
 from eval.suite_names import SUITES, is_file, suite_name, suite_settings, task_files, task_folder
 
 DEFAULT_RETRIES = 2
-LOCK_TIMEOUT_S = 60.0
+LOCK_TIMEOUT_S = 600.0  # for a watcher that waits for Slurm
 HOLD_NAME = "submit"  # RUN/evals/holds/step-N.submit
 EXIT_NO_PROGRESS, EXIT_TAKEN_OVER = 1, 3
 
@@ -61,7 +61,7 @@ class Request:
 
 
 def _parse_options(how: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_evaluation_options(parser)
     return parser.parse_args(list(how))
 
@@ -92,6 +92,12 @@ def to_argv(given: dict[str, Any]) -> list[str]:
     return list(map(str, words))
 
 
+def lock_schedule(run: Path) -> AbstractContextManager[None]:
+    """Return a lock for the block that changes a run's schedule, holds or leases."""
+    path = run / EVALS / "schedule.json"
+    return locked(path.with_name(".schedule.lock"), str(path), patience_s=LOCK_TIMEOUT_S)
+
+
 def read_request(run: Path, *, change: bool = False) -> Request | None:
     """Return schedule.json, None if missing, or damaged with `change`."""
     RunFolder(run).read_config()
@@ -100,8 +106,9 @@ def read_request(run: Path, *, change: bool = False) -> Request | None:
     except UnreadableFile as error:
         if error.is_missing or change:
             return None
-        message = f"{error}: replace it with --change and all options"
-        raise UserError("schedule.damaged", message) from None
+        raise UserError(
+            "schedule.damaged", f"{error}: replace it with --change and all options"
+        ) from None
 
 
 def update_request(
@@ -110,17 +117,19 @@ def update_request(
     """Update schedule.json (if `keep`) and return it; `given` fields that differ need `change`."""
     RunFolder(run).read_config()
     path = run / EVALS / "schedule.json"
-    lock = path.with_name(".schedule.lock")
-    with locked(lock, str(path), patience_s=LOCK_TIMEOUT_S) if keep else nullcontext():
+    with lock_schedule(run) if keep else nullcontext():
         known = read_request(run, change=change)
         request = replace(known or Request(list(SUITES)), **given)
         # two watchers with different requests would hold and release the same checkpoints
         if known is not None and request != known and not change:
             before = {name: getattr(known, name) for name in given}
             name = next(name for name in given if before[name] != given[name])
-            message = f"{path} has {name} = {before[name]!r}, given {given[name]!r}: omit the "
-            message += "options to keep it, or replace it with --change"
-            raise UserError("schedule.changed", message, field=name)
+            raise UserError(
+                "schedule.changed",
+                f"{path} has {name} = {before[name]!r}, given {given[name]!r}: omit the "
+                "options to keep it, or replace it with --change",
+                field=name,
+            )
         if keep and request != known:
             write_json(path, asdict(request))
     return request
@@ -151,8 +160,12 @@ class Schedule:
         last, interval = int(training.get("steps", 0)), int(checkpoint.get("interval", 1))
         every = request.every or interval
         if every < 1 or every % interval:
-            message = f"--every {request.every}: expected a multiple of {path}'s {interval} steps"
-            raise UserError("schedule.every", message, given=request.every, expected=interval)
+            raise UserError(
+                "schedule.every",
+                f"--every {request.every}: expected a multiple of {path}'s {interval} steps",
+                given=request.every,
+                expected=interval,
+            )
         self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
         self._is_settled = False
 
@@ -283,8 +296,9 @@ def start_job(leases: Leases, job: str, lease_id: str | None, restarts: int) -> 
 def check_work(words: Sequence[str]) -> None:
     """Raise UserError if `eval run` would refuse these arguments of slurm/eval.sh in a job."""
     if len(words) < 2 or words[0].startswith("-") or words[1].startswith("-"):
-        message = "expected RUN/checkpoint/step-N and SUITE; see bash slurm/eval.sh --help"
-        raise UserError("slurm.usage", message)
+        raise UserError(
+            "slurm.usage", "expected RUN/checkpoint/step-N and SUITE; see bash slurm/eval.sh --help"
+        )
     parser = Parser(prog="slurm/eval.sh")
     add_arguments(parser)
     given, suite, *options = words
@@ -299,8 +313,11 @@ def check_work(words: Sequence[str]) -> None:
         if faults:
             raise DamagedCheckpoint("checkpoint.damaged", f"{checkpoint}: {faults[0]}")
     elif not checkpoint.is_dir():
-        message = f"{given} does not exist: expected RUN/checkpoint/step-N"
-        raise UserError("checkpoint.none", message, path=checkpoint)
+        raise UserError(
+            "checkpoint.none",
+            f"{given} does not exist: expected RUN/checkpoint/step-N",
+            path=checkpoint,
+        )
 
 
 def main(argv: list[str] | None = None) -> None:

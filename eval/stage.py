@@ -39,16 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--suite", default=ALL, help=f"{', '.join(SUITES)} or {ALL} (%(default)s)")
     about = f"the folder (default: ${staged.FOLDER_VARIABLE}, else {staged.DEFAULT_FOLDER})"
-    add("--to", type=Path, metavar="DIR", help=about)
+    add("--out", "--to", dest="to", type=Path, metavar="DIR", help=about)
     add("--only", nargs="+", metavar="KEY", help="only these data sets of the suite")
     about = f"use this commit of KEY's repository from now on; stored in DIR/{PINS}"
     add("--pin", nargs="+", default=[], metavar="KEY=COMMIT", help=about)
     about = "accept a different number of documents than the catalogue's"
-    add("--allow_count", "--allow-count", action="store_true", help=about)
+    add("--allow-count", action="store_true", help=about)
     add("--check", action="store_true", help="only verify the staged files' hashes; no network")
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Stage the chosen data sets, or verify them."""
     folder = staged.staged_folder(arguments.to)
     chosen = select_data_sets(arguments.suite, arguments.only)
@@ -68,9 +68,12 @@ def execute(arguments: argparse.Namespace) -> None:
             finally:
                 shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)
     except OSError as error:
-        message = f"{folder} can't be written: {error.strerror}; make room or choose another "
-        message += "folder with --to, and repeat the command, which resumes"
-        raise UserError("eval.cannot_write", message, path=folder) from None
+        raise UserError(
+            "eval.cannot_write",
+            f"{folder} can't be written: {error.strerror}; make room or choose another "
+            "folder with --to, and repeat the command, which resumes",
+            path=folder,
+        ) from None
 
 
 def select_data_sets(suite: str, only: Sequence[str] | None) -> list[DataSet]:
@@ -106,8 +109,11 @@ def parse_pins(given: Sequence[str]) -> dict[str, str]:
     for pin in given:
         key, _, commit = pin.partition("=")
         if not hub.COMMIT.fullmatch(commit):
-            message = f"--pin {pin}: expected KEY=COMMIT with the commit's 40 hex digits"
-            raise UserError("stage.pin", message, given=pin)
+            raise UserError(
+                "stage.pin",
+                f"--pin {pin}: expected KEY=COMMIT with the commit's 40 hex digits",
+                given=pin,
+            )
         path = staged.data_set(key).path
         if chosen.setdefault(path, commit) != commit:
             raise UserError("stage.pin", f"--pin {pin}: two commits for {path}", given=pin)
@@ -129,8 +135,11 @@ def _process_each(
         print(f"[{number}/{len(chosen)}] {data.key}: {line}", flush=True)
     if failed:
         count = f"{len(failed)} of {len(chosen)} data sets"
-        message = f"{count} are not {state} in {folder}: {', '.join(failed)}; see above"
-        raise UserError("stage.incomplete", message, failed=failed)
+        raise UserError(
+            "stage.incomplete",
+            f"{count} are not {state} in {folder}: {', '.join(failed)}; see above",
+            failed=failed,
+        )
     print(f"{state} in {folder}: {len(chosen)} of {len(chosen)} data sets", flush=True)
 
 
@@ -154,8 +163,10 @@ def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
         raise UserError("stage.columns", f"{what}: {found}; choose another commit with {pin}")
     if not len(rows) or (not allow_count and len(rows) != data.documents):
         found = f"{len(rows):,} documents, expected {data.documents:,}"
-        message = f"{what}: {found}; choose another commit with {pin}, or give --allow_count"
-        raise UserError("stage.documents", message)
+        raise UserError(
+            "stage.documents",
+            f"{what}: {found}; choose another commit with {pin}, or give --allow-count",
+        )
     return _summary(staged.write_staged(folder, data.key, rows, revision=commit), data)
 
 

@@ -136,8 +136,11 @@ def check_staged(suites: Collection[str], folder: Path) -> None:
     """Raise UserError if a data set of these suites is not in `folder`; reads no rows."""
     for key, data in CATALOGUE.items():
         if data.suite in suites and not (folder / key / MANIFEST).is_file():
-            message = f"{folder / key}: not staged; {stage_command(key, folder)}"
-            raise UserError("stage.missing", message, path=folder / key / MANIFEST)
+            raise UserError(
+                "stage.missing",
+                f"{folder / key}: not staged; {stage_command(key, folder)}",
+                path=folder / key / MANIFEST,
+            )
 
 
 def data_set(key: str) -> DataSet:
@@ -169,14 +172,18 @@ def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
     except files.UnreadableFile as error:
         command = stage_command(key, folder)
         if error.is_missing:
-            message = f"{path.parent}: not staged; {command}"
-            raise UserError("stage.missing", message, path=path) from None
+            raise UserError(
+                "stage.missing", f"{path.parent}: not staged; {command}", path=path
+            ) from None
         raise UserError("stage.damaged", f"{error}; {command}", path=path) from None
     expected = {"version": MANIFEST_VERSION, "key": key, "path": data.path, "config": data.config}
     found = {name: getattr(manifest, name) for name in expected}
     if found != expected or set(manifest.splits) != {data.split}:
-        message = f"{path}: {found}, expected {expected}; {stage_command(key, folder)}"
-        raise UserError("stage.damaged", message, path=path)
+        raise UserError(
+            "stage.damaged",
+            f"{path}: {found}, expected {expected}; {stage_command(key, folder)}",
+            path=path,
+        )
     known = manifest.splits[data.split]
     path = folder / key / known.file
     try:
@@ -186,8 +193,9 @@ def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
     except OSError as error:
         fault = f"can't be read: {error.strerror}"
     if fault:
-        message = f"{path}: {fault}; {stage_command(key, folder)}"
-        raise UserError("stage.damaged", message, path=path)
+        raise UserError(
+            "stage.damaged", f"{path}: {fault}; {stage_command(key, folder)}", path=path
+        )
     return manifest, content
 
 

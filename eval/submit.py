@@ -1,6 +1,7 @@
 """`eval submit`: evaluate a run's checkpoints as they are saved, each suite once, by Slurm jobs.
 
-Any number of watchers may run at once (see cluster/leases.py); a killed one loses nothing.
+Any number of watchers may run at once: they take turns, by a lock on each run's schedule. A killed
+one loses nothing (see cluster/leases.py).
 """
 
 import argparse
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -44,39 +45,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="runs, or sweeps")
     add = parser.add_argument
-    add("--suites", metavar="A,B", help=f"suites, tasks or task files (default: {ALL})")
+    about = f"suites, tasks or task files (default: {ALL})"
+    add("--suite", "--suites", dest="suites", metavar="A,B", help=about)
     about = "steps that are multiples of N, and the last (default: every saved step)"
     add("--every", type=int, metavar="N", help=about)
     add("--local", action="store_true", help="run the evaluations here, one after the other")
     add("--once", action="store_true", help="submit what is due, and exit")
     add("--status", action="store_true", help="print a table of the evaluations' states")
     add("--json", action="store_true", help="print the states as JSON")
-    add("--is_finished", action="store_true", help="exit with code 0 if nothing is left, else 1")
+    add("--is-finished", action="store_true", help="exit with code 0 if nothing is left, else 1")
     about = f"jobs at a time over all these runs (default: {MAX_IN_FLIGHT}; with --local 1)"
-    add("--max_in_flight", type=int, metavar="K", help=about)
+    add("--max-in-flight", type=int, metavar="K", help=about)
     about = f"how often a failed job is submitted again (default: {schedules.DEFAULT_RETRIES})"
     add("--retries", type=int, metavar="R", help=about)
-    add("--interval_s", type=float, default=60.0, help="seconds between two polls (default: 60)")
+    add("--interval-s", type=float, default=60.0, help="seconds between two polls (default: 60)")
     about = "folder of the report (default: RUN/report; of several runs ./report)"
     add("--report", type=Path, metavar="DIR", help=about)
     add("--change", action="store_true", help="replace the options in schedule.json by those given")
     about = "a flag for each job, such as --sbatch=--partition=short (repeatable)"
     add("--sbatch", action="append", metavar="FLAG", help=about)
     about = "use task files outside eval/tasks, which are code, without a prompt"
-    add("--trust_task_files", action="store_true", help=about)
+    add("--trust-task-files", action="store_true", help=about)
     add_evaluation_options(parser.add_argument_group("passed on to `eval run`"))
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Watch the runs until all is evaluated, or print their states."""
     for name, least in (("max_in_flight", 1), ("retries", 0), ("every", 1)):
         value = getattr(arguments, name)
+        option = f"--{name.replace('_', '-')}"
         if value is not None and value < least:
-            message = f"--{name} {value}: expected at least {least}"
-            raise UserError("eval.option_range", message, option=name)
+            raise UserError(
+                "eval.option_range", f"{option} {value}: expected at least {least}", option=name
+            )
     if not SCRIPTS.is_dir():
-        message = f"{SCRIPTS} does not exist: install from the repository with pip install -e"
-        raise UserError("submit.no_scripts", message, path=SCRIPTS)
+        raise UserError(
+            "submit.no_scripts",
+            f"{SCRIPTS} does not exist: install from the repository with pip install -e",
+            path=SCRIPTS,
+        )
     named = [Path(os.path.abspath(run)) for run in arguments.runs]
     runs = [*dict.fromkeys(named_runs(named, planned=True))]
     # runs of a throttled sweep may start days after others, whose checkpoints can't wait
@@ -98,10 +105,13 @@ def execute(arguments: argparse.Namespace) -> None:
     read_only = arguments.status or arguments.json or arguments.is_finished
     if not read_only:
         _confirm_task_files(given.get("suites", known), arguments)
-    settled = {"change": arguments.change, "keep": not read_only}
+    stored = [
+        schedules.update_request(run, given, change=arguments.change, keep=not read_only)
+        for run in runs
+    ]
     out = arguments.report or (Path("report") if len(named) > 1 else named[0] / "report")
     watcher = Watcher(
-        [Schedule(run, schedules.update_request(run, given, **settled)) for run in runs],
+        [*map(Schedule, runs, stored)],
         _queue(needed=not (arguments.local or read_only)),
         Path(os.path.abspath(out)),
         max_in_flight=arguments.max_in_flight or (1 if arguments.local else MAX_IN_FLIGHT),
@@ -122,8 +132,9 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
         with contextlib.suppress(EOFError):
             answer = input(f"{what}. Let the jobs use it? [y/N] ")
     if answer.strip().lower() not in ("y", "yes"):
-        message = f"{what}. Read it, then give --trust_task_files"
-        raise UserError("submit.untrusted_task", message, files=files)
+        raise UserError(
+            "submit.untrusted_task", f"{what}. Read it, then give --trust-task-files", files=files
+        )
     arguments.trust_task_files = True
 
 
@@ -131,8 +142,10 @@ def _queue(*, needed: bool) -> Slurm:
     """Return the Slurm queue; an empty one if Slurm does not answer and is not `needed`."""
     slurm = Slurm()
     if needed and not slurm.is_available():
-        message = "no Slurm here (sbatch, squeue, scontrol): give --local, or use a login node"
-        raise UserError("submit.no_slurm", message)
+        raise UserError(
+            "submit.no_slurm",
+            "no Slurm here (sbatch, squeue, scontrol): give --local, or use a login node",
+        )
     try:
         slurm.refresh()
     except UserError:
@@ -153,6 +166,10 @@ class JobSpec:
     is_done: Callable[[], bool]
     log_folder: Path
     flags: list[str]
+
+    def words_for(self, lease: Lease) -> list[str]:
+        """Return the script's arguments; an evaluation checks its lease first."""
+        return ["--lease", lease.id, *self.words] if self.script == "eval.sh" else self.words
 
 
 @dataclass
@@ -175,25 +192,40 @@ class Watcher:
 
     def poll(self) -> Overview:
         """Hold checkpoints, start jobs, and the report if all is done; return the overview."""
-        is_stale = True
-        while is_stale:
-            self.queue.refresh()
-            overview = self.overview()
-            for schedule, found in overview:
-                schedule.update_holds(found)
-                late = {entry.step for entry in found if entry.state in ("waiting", *ACTIVE_STATES)}
-                if schedule.kept and len(late) > (bound := schedule.kept + schedule.max_held):
-                    line = f"{len(late)} checkpoints wait, but the trainer keeps {bound}: raise "
-                    line += "--max_in_flight or --checkpoint.max_held"
-                    self.log(f"{schedule.run.path}: {line}")
-            is_stale = self._start_waiting(overview)
-        if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
-            work = self._report_job()
-            self._start(work, work.leases.current())
+        while True:
+            with self._lock_schedules():
+                self.queue.refresh()
+                overview = self.overview()
+                self._hold_checkpoints(overview)
+                local_job = self._start_due(overview)
+            if local_job is None:
+                break
+            self._run_locally(*local_job)  # perhaps for hours
+
         for run in self.absent:
             self.log(f"{run}: not started, or not a run folder")
         self.log(summary(overview))
         return overview
+
+    @contextlib.contextmanager
+    def _lock_schedules(self) -> Iterator[None]:
+        """Let no other watcher of these runs submit a job within the block."""
+        with contextlib.ExitStack() as locks:
+            # in order: two watchers of several runs do not wait for each other
+            for run in sorted({schedule.run.path.resolve() for schedule in self.schedules}):
+                locks.enter_context(schedules.lock_schedule(run))
+            yield
+
+    def _hold_checkpoints(self, overview: Overview) -> None:
+        for schedule, found in overview:
+            schedule.update_holds(found)
+            late = {entry.step for entry in found if entry.state in ("waiting", *ACTIVE_STATES)}
+            bound = schedule.kept + schedule.max_held
+            if schedule.kept and len(late) > bound:
+                self.log(
+                    f"{schedule.run.path}: {len(late)} checkpoints wait, but the trainer keeps "
+                    f"{bound}: raise --max-in-flight or --checkpoint.max_held"
+                )
 
     def is_finished(self, overview: Overview) -> bool:
         """Return whether nothing is left to do, including the report."""
@@ -227,32 +259,48 @@ class Watcher:
                 text = f"{schedule.run.path}: no launch trains it, {where}; once it is resumed, "
                 self.log(text + "the same command evaluates the rest")
         if not any(schedule.steps for schedule in self.schedules):
-            message = "no checkpoint to evaluate, and no launch that would save one"
-            raise UserError("submit.no_checkpoint", message)
+            raise UserError(
+                "submit.no_checkpoint",
+                "no checkpoint to evaluate, and no launch that would save one",
+            )
 
     def _is_evaluated(self, overview: Overview) -> bool:
         return not self.absent and all(s.is_finished(found) for s, found in overview)
 
-    def _start_waiting(self, overview: Overview) -> bool:
-        """Start waiting jobs up to the limit, oldest first; return whether to poll again."""
+    def _start_due(self, overview: Overview) -> tuple[JobSpec, Lease] | None:
+        """Submit jobs up to the limit, oldest steps first, and the report after the last one.
+
+        With `local`, submit nothing: claim the first and return it.
+        """
         waiting = [(s, e) for s, found in overview for e in found if e.state == "waiting"]
+        waiting.sort(key=lambda pair: pair[1].step)
         in_flight = sum(entry.state in ACTIVE_STATES for _, found in overview for entry in found)
-        for schedule, entry in sorted(waiting, key=lambda pair: pair[1].step):
-            if in_flight >= self.max_in_flight:
-                return False
-            if not self._start(self._evaluation_job(schedule, entry), entry.lease):
-                in_flight = self._num_in_flight()
-            elif self.local:  # it has run, perhaps for hours
-                return True
-            else:
-                in_flight += 1
-        return False
+        fitting = waiting[: max(0, self.max_in_flight - in_flight)]
+        due = [self._evaluation_job(schedule, entry) for schedule, entry in fitting]
+        if self._is_evaluated(overview) and self.report_state()[0] == "waiting":
+            due.append(self._report_job())
+
+        for work in due:
+            last = work.leases.current()
+            lease = cluster.new_lease(
+                1 if last is None else last.number + 1,
+                work.name,
+                cluster=self.queue.name,
+                job=LOCAL if self.local else None,
+            )
+            work.leases.claim(lease)
+            if self.local:
+                return work, lease
+            self._submit(work, lease)
+        return None
 
     def _evaluation_job(self, schedule: Schedule, entry: Entry) -> JobSpec:
         checkpoint = str(schedule.checkpoints.step_path(entry.step))
         leases = leases_of(schedule.run.path, entry.step, entry.suite)
         return JobSpec(
-            name=f"eval-{schedule.run.path.name}-step-{entry.step}-{suite_name(entry.suite)}",
+            name=_plain(
+                f"eval-{schedule.run.path.name}-step-{entry.step}-{suite_name(entry.suite)}"
+            ),
             leases=leases,
             script="eval.sh",
             words=[checkpoint, entry.suite, *schedule.options_for(entry.suite)],
@@ -268,7 +316,7 @@ class Watcher:
         folder = self.out / "leases" / digest
         runs = [str(schedule.run.path) for schedule in self.schedules]
         return JobSpec(
-            name=f"eval-report-{self.schedules[0].run.path.name}",
+            name=_plain(f"eval-report-{self.schedules[0].run.path.name}"),
             leases=Leases(folder),
             script="eval_report.sh",
             words=["--mark", str(folder / "done"), *runs, "--out", str(self.out)],
@@ -277,51 +325,24 @@ class Watcher:
             flags=self.schedules[0].request.sbatch,
         )
 
-    def _start(self, work: JobSpec, before: Lease | None) -> bool:
-        """Claim and submit a job; return False if another has it, or too many are in flight."""
-        number = 1 if before is None else before.number + 1
-        # no characters that are special to a shell or squeue
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", work.name)
-        lease = cluster.new_lease(number, name, cluster=self.queue.name)
-        if not work.leases.claim(lease):
-            return False
-        if reason := self._reason_to_skip(work, lease):
-            work.leases.record(lease, ended=f"given back: {reason}")
-            return False
-        words = (["--lease", lease.id] if work.script == "eval.sh" else []) + work.words
-        if self.local:
-            self._run_locally(work, lease, words)
-            return True
+    def _submit(self, work: JobSpec, lease: Lease) -> None:
         log = f"{str(work.log_folder).replace('%', '%%')}/slurm-%j.log"
         if "\\" in log:  # sbatch treats it as an escape
             log = "/dev/null"
         flags = [f"--job-name={lease.name}", f"--output={log}", *work.flags]
         try:
-            job = self.queue.submit(work.script, words, flags)
+            job = self.queue.submit(work.script, work.words_for(lease), flags)
         except cluster.SlurmTimeout:
             raise  # it may have the job: keep the claim, and find the job by its name
         except UserError as error:
             work.leases.record(lease, ended=f"given back: {error}")
             raise
-        if not work.leases.is_current(lease.id):
-            self.queue.cancel(job)  # another watcher took over meanwhile
-            return False
         work.leases.record(lease, job=job)
-        self.log(f"job {job}: {name}")
-        return True
+        self.log(f"job {job}: {work.name}")
 
-    def _reason_to_skip(self, work: JobSpec, lease: Lease) -> str:
-        """Check again after the claim; return what has changed, or an empty text."""
-        if work.is_done():
-            return "it is done"
-        if work.script == "eval.sh" and self._num_in_flight() > self.max_in_flight:
-            return f"{self.max_in_flight} are in flight"
-        return "" if work.leases.is_current(lease.id) else "another watcher has a later claim"
-
-    def _run_locally(self, work: JobSpec, lease: Lease, words: list[str]) -> None:
-        lease = work.leases.record(lease, job=LOCAL)
+    def _run_locally(self, work: JobSpec, lease: Lease) -> None:
         self.log(f"local: {work.name}")
-        command = ["bash", str(SCRIPTS / work.script), "--local", *words]
+        command = ["bash", str(SCRIPTS / work.script), "--local", *work.words_for(lease)]
         environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
         process = start_child(command, env=environ, stdin=subprocess.DEVNULL)
         try:
@@ -342,9 +363,10 @@ class Watcher:
             raise
         work.leases.record(lease, ended=f"exit code {process.returncode}")
 
-    def _num_in_flight(self) -> int:
-        self.queue.refresh()
-        return sum(entry.state in ACTIVE_STATES for _, found in self.overview() for entry in found)
+
+def _plain(name: str) -> str:
+    """Return a job's name without characters that are special to a shell or squeue."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
 def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
@@ -356,7 +378,7 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
     stalled = 0
     while True:
         if any(RunFolder(run).config_file.exists() for run in watcher.absent):
-            return execute(arguments)  # a run has started: add its schedule
+            return run(arguments)  # a run has started: add its schedule
         try:
             overview = watcher.poll()
         except UserError as error:

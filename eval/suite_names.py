@@ -18,7 +18,7 @@ from canon_pretrain.core.files import sha256_file
 from canon_pretrain.run.results import SUITES, VALIDATION
 
 ALL = "all"
-# lower limits of the default --max_length, so that contexts of 4,096 tokens fit
+# lower limits of the default --max-length, so that contexts of 4,096 tokens fit
 MIN_MAX_LENGTHS = {"babilong": 8192, "birth_year": 8192}
 # the suites' folders; the names of their task options begin with these
 FOLDERS = ("discriminative", "jrt", "babilong", "birth_year", "playground")
@@ -91,8 +91,11 @@ def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
             find_suite(name)
         suites += SUITES if name == ALL else [suite]
     if not suites:
-        message = f"no suite in {given!r}: expected {ALL}, or names such as jrt,{VALIDATION}"
-        raise UserError("eval.unknown_suite", message, given=given)
+        raise UserError(
+            "eval.unknown_suite",
+            f"no suite in {given!r}: expected {ALL}, or names such as jrt,{VALIDATION}",
+            given=given,
+        )
     return list(dict.fromkeys(suites))
 
 
@@ -113,15 +116,20 @@ def find_suite(given: str) -> tuple[str, Path | None]:
         if not path.is_file():
             raise UserError("eval.unknown_suite", f"--suite {given}: no such file", given=given)
         if path.stem == VALIDATION or path.resolve() != files.get(path.stem, path).resolve():
-            message = f"{given}: '{path.stem}' is the name of another suite; rename the file"
-            raise UserError("eval.ambiguous_suite", message)
+            raise UserError(
+                "eval.ambiguous_suite",
+                f"{given}: '{path.stem}' is the name of another suite; rename the file",
+            )
         return path.stem, path
     if given in harness_names():
         return given, harness_names()[given].path
     near = suggestion(given, [*SUITES, ALL, *files]) or suggestion(given, harness_names())
-    message = f"unknown suite '{given}'; expected {', '.join(SUITES)}, {ALL}, a name listed by "
-    message += f"`canon eval tasks`, or a task's YAML.{near}"
-    raise UserError("eval.unknown_suite", message, given=given)
+    raise UserError(
+        "eval.unknown_suite",
+        f"unknown suite '{given}'; expected {', '.join(SUITES)}, {ALL}, a name listed by "
+        f"`canon eval tasks`, or a task's YAML.{near}",
+        given=given,
+    )
 
 
 def task_folder(path: Path | None) -> str:
@@ -157,13 +165,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grep", metavar="PATTERN", default="", help="only names that match")
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Print the names for `eval run --suite`, the kind and file of each."""
     try:
         pattern = re.compile(arguments.grep)
     except re.error as error:
-        message = f"--grep {arguments.grep!r}: no regular expression: {error}"
-        raise UserError("eval.grep", message) from None
+        raise UserError(
+            "eval.grep", f"--grep {arguments.grep!r}: no regular expression: {error}"
+        ) from None
     ours = {VALIDATION: TASKS.with_name("validation.py")} | task_files()
     known = {name: HarnessName("suite", ours[name]) for name in SUITES}
     for name in sorted(ours):
@@ -172,7 +181,8 @@ def execute(arguments: argparse.Namespace) -> None:
         known.setdefault(name, theirs)
     found = [name for name in known if pattern.search(name)]
     if not found:
-        message = f"none of {len(known):,} names matches --grep {arguments.grep!r}"
-        raise UserError("eval.grep", message)
+        raise UserError(
+            "eval.grep", f"none of {len(known):,} names matches --grep {arguments.grep!r}"
+        )
     for name in found:
         print(f"{name:40} {known[name].kind:5} {known[name].path}")

@@ -38,8 +38,10 @@ def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
     """Return the tokenizer that a task's metadata names, a data folder's or an export's."""
     given = metadata.get("tokenizer") or metadata.get("pretrained")
     if not given:
-        message = f"this task needs the evaluated model's tokenizer: {TOKENIZER_HINT}"
-        raise UserError("eval.task_tokenizer", message)
+        raise UserError(
+            "eval.task_tokenizer",
+            f"this task needs the evaluated model's tokenizer: {TOKENIZER_HINT}",
+        )
     path = Path(str(given)).expanduser()
     if path.exists() and not (path / HF_CONFIG).is_file():
         return _of_data(path)
@@ -90,10 +92,16 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
         # not our export, or its tokenizer was added later
         vocabulary = json.dumps(sorted(found.get_vocab().items())).encode()
         sha256 = hashlib.sha256(vocabulary).hexdigest()
-    plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-    # not verbose: documents may exceed the model's length before they are cut
-    encode = lambda text: list(found.encode(text, add_special_tokens=False, verbose=False))  # noqa: E731
-    return TaskTokenizer(sha256, encode, lambda ids: str(found.decode(list(ids), **plain)))
+
+    def encode(text: str) -> list[int]:
+        # not verbose: documents may exceed the model's length before they are cut
+        return list(found.encode(text, add_special_tokens=False, verbose=False))
+
+    def decode(ids: Sequence[int]) -> str:
+        text = found.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    return TaskTokenizer(sha256, encode, decode)
 
 
 def known_max_length(metadata: Mapping[str, Any]) -> int | None:
@@ -124,7 +132,10 @@ def check_fit(name: str, longest: int, *, answer_tokens: int, metadata: Mapping[
     max_length = known_max_length(metadata)
     if max_length is not None and longest + answer_tokens > max_length:
         needed = longest + answer_tokens
-        message = f"{name}: prompts and answers of up to {needed} tokens exceed max_length "
-        message += f"{max_length}: give --max_length {needed}; for lm_eval, --model_args "
-        message += f"max_length={needed},max_position_embeddings={needed}"
-        raise UserError("eval.prompt_too_long", message, expected=needed)
+        raise UserError(
+            "eval.prompt_too_long",
+            f"{name}: prompts and answers of up to {needed} tokens exceed max_length "
+            f"{max_length}: give --max-length {needed}; for lm_eval, --model_args "
+            f"max_length={needed},max_position_embeddings={needed}",
+            expected=needed,
+        )

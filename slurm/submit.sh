@@ -101,7 +101,7 @@ check_job() {
             plan_job "$NODES" "${with_data[@]}"
             printf 'run folder: %s\n' "$RUN" >&2
             ;;
-        sweep.sh) words_of python -m canon_pretrain.cluster.sweep todo "$@" ;;
+        sweep.sh) words_of python -m canon_pretrain sweep todo "$@" ;;
         eval.sh) ((WAITS)) || words_of python -m eval.schedule check "$@" ;;
         eval_watch.sh)
             # 1: not finished; a watch may be submitted before there is a run

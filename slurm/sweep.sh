@@ -39,13 +39,13 @@ source "$repo/slurm/lib.sh" || { echo "error[slurm.repository]: submit in the re
 
 # run_words NUMBER: set WORDS to the arguments of the run, its config first; empty if it is DONE
 run_words() {
-    words_of python -m canon_pretrain.cluster.sweep run "$SWEEP" "$1" --print0
+    words_of python -m canon_pretrain sweep run "$SWEEP" "$1" --print0
 }
 
 # todo [--besides N,N]: set LEFT, the runs that are not DONE, and FIRSTS, one of them per config
 todo() {
     local answer lines
-    answer=$(on_head python -m canon_pretrain.cluster.sweep todo "$SWEEP" "$@") || exit 2
+    answer=$(on_head python -m canon_pretrain sweep todo "$SWEEP" "$@") || exit 2
     mapfile -t lines <<<"$answer"
     LEFT=${lines[0]}
     read -r -a FIRSTS <<<"${lines[1]:-}"
@@ -120,7 +120,7 @@ sweep_local() {
         child=''
         ((code == 0)) || failed=$((failed + 1))
     done
-    on_head python -m canon_pretrain.cluster.sweep table "$SWEEP"
+    on_head python -m canon_pretrain sweep table "$SWEEP"
     ((!enough)) || say "stopped: run the same command to continue"
     ((!failed)) || die sweep.failed_runs "$failed run(s) failed; run the same command to retry them"
 }

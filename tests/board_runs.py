@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.boards.__main__ import main
 from canon_pretrain.cluster.planned import planned_identity
 from canon_pretrain.cluster.sweep import PlannedRun, read_sweep
 from canon_pretrain.run.config import read_experiment
 from tests.report_runs import launch, plant_run, step
-from tests.support import ROOT
+from tests.support import ROOT, canon_stage
+
+main = canon_stage("playground")
 
 COPY = ROOT / "train_configs" / "playground" / "tiny" / "copy.toml"
 HEAD = f"""

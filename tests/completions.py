@@ -2,14 +2,11 @@
 
 import argparse
 import re
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
 
 import shtab
 
-from canon_pretrain.__main__ import STAGES
+from canon_pretrain.commands import COMMANDS, Command, Group, functions_of, make_parser
 
 PATHS = re.compile("PATH|FILE|DIR|RUN|FOLDER|CHECKPOINT")
 
@@ -21,35 +18,38 @@ def scripts() -> dict[str, str]:
     return {shell: text.rstrip("\n") + "\n" for shell, text in made.items()}
 
 
-class _Parsing(Exception):
-    """A program is about to parse its arguments with `parser`."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
-
-
 def canon_parser() -> argparse.ArgumentParser:
     """Return one parser of all programs, for completion: it parses, but runs nothing."""
     root = argparse.ArgumentParser(prog="canon")
     stages = root.add_subparsers()
-    for name, (module, about, _) in STAGES.items():
-        stages.add_parser(name, help=about)
-        parser = _train_parser() if name == "train" else _parser_of(module)
-        parser.description = about  # what zsh shows
+    for name, stage in COMMANDS.items():
+        stages.add_parser(name, help=stage.about)
+        parser = _parser_of(name, stage)
+        parser.description = stage.about  # what zsh shows
         stages.choices[name] = parser
     _mark_paths(root)
     return root
 
 
-def _parser_of(module: str) -> argparse.ArgumentParser:
+def _parser_of(name: str, stage: Command | Group) -> argparse.ArgumentParser:
     """Return the parser of a program, complete with the arguments of each command."""
-    main = import_module(module).main
-    parser = _stopped(main, [])
-    commands = _commands(parser)
-    for name in commands:
-        # a program may add a command's arguments only if it is given
-        commands[name] = _commands(_stopped(main, [name]))[name]
+    if name == "train":
+        return _train_parser()
+    if name == "bench":
+        return _bench_parser()
+    commands = {"": stage} if isinstance(stage, Command) else stage.commands
+    parser = make_parser(name, {word: functions_of(each)[0] for word, each in commands.items()})
+    for word, each in commands.items():
+        if each.is_hidden:
+            del _commands(parser)[word]
     return parser
+
+
+def _bench_parser() -> argparse.ArgumentParser:
+    from canon_pretrain.bench.__main__ import COMMANDS as BENCHES
+    from canon_pretrain.bench.__main__ import make_bench_parser
+
+    return make_bench_parser([*BENCHES], BENCHES, "canon bench")
 
 
 def _train_parser() -> argparse.ArgumentParser:
@@ -62,23 +62,6 @@ def _train_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, parents=[own_options(), launch_options()])
     add_keys(parser)
     return parser
-
-
-def _stopped(main: Callable[[list[str]], None], words: list[str]) -> argparse.ArgumentParser:
-    """Return the parser with which a program is about to parse `words`; it goes no further."""
-
-    def stop(parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        raise _Parsing(parser)
-
-    patched: Any = argparse.ArgumentParser
-    real, patched.parse_known_args = patched.parse_known_args, stop
-    try:
-        main(words)
-    except _Parsing as found:
-        return found.parser
-    finally:
-        patched.parse_known_args = real
-    raise AssertionError(f"{main.__module__} parsed nothing")
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -183,7 +183,8 @@ import argparse, dataclasses, json, sys
 import datasets, huggingface_hub
 from canon_pretrain.core.errors import UserError
 from eval import staged
-from eval.stage import add_arguments, execute
+from canon_pretrain.core.cli import Parser
+from eval.stage import add_arguments, run
 
 real = dict(staged.CATALOGUE)
 for line in sys.stdin:
@@ -191,10 +192,10 @@ for line in sys.stdin:
     for key, data in real.items():
         count = asked["counts"].get(key, data.documents)
         staged.CATALOGUE[key] = dataclasses.replace(data, documents=count)
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_arguments(parser)
     try:
-        execute(parser.parse_args(asked["words"]))
+        run(parser.parse_args(asked["words"]))
     except UserError as error:
         print(f"error[{error.code}]: {error}")
     print("----", flush=True)

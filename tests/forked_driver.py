@@ -1,4 +1,4 @@
-"""A program, named by the first word, whose fork server is a fork of its process.
+"""`canon`, whose fork server is a fork of its process.
 
 The driver's own server imports torch in a new interpreter, 5 to 40 s of CPU for each start of a
 driver. tests/commands.py forks this process from one that has imported torch.
@@ -7,12 +7,11 @@ driver. tests/commands.py forks this process from one that has imported torch.
 import os
 import signal
 import subprocess
-import sys
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import canon_pretrain.train  # noqa: F401
+from canon_pretrain.__main__ import main
 from canon_pretrain.core import children
 from canon_pretrain.core.cli import run_process
 
@@ -48,4 +47,4 @@ class ForkedServer:
 if __name__ == "__main__":
     own = {"Popen": ForkedServer, "DEVNULL": subprocess.DEVNULL}
     children.subprocess = SimpleNamespace(**own)  # type: ignore[assignment]
-    run_process(import_module(sys.argv.pop(1)).main)
+    run_process(main)

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from canon_pretrain.cluster.planned import planned_identity, planned_values
 from canon_pretrain.cluster.sweep import PlannedRun, Sweep
 from canon_pretrain.core.files import write_json
-from canon_pretrain.report.__main__ import main
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import begin_launch
 from canon_pretrain.run.results import Results, Score, results_folder, write_results
 from canon_pretrain.run.status import Status
+from tests.support import canon_stage
+
+main = canon_stage("run")
 
 TOKENS_A_STEP = 2048
 FINGERPRINT = "3ae1b18e23821c84" * 4
@@ -33,10 +34,12 @@ IDENTITY = {
 
 
 def run_command(*words: object) -> int:
-    """Run `python -m canon_pretrain.run` in this process; return its exit code."""
-    with pytest.raises(SystemExit) as left:
-        main([*map(str, words)])
-    return int(left.value.code or 0)
+    """Run `canon run` in this process; return its exit code."""
+    try:
+        main(words)
+    except SystemExit as left:
+        return int(left.code or 0)
+    return 0
 
 
 def launch(event: str, world_size: int = 2, **fields: Any) -> dict[str, Any]:

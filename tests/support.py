@@ -5,19 +5,25 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from canon_pretrain.__main__ import main as canon
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shard_writer import write_shards
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 512
 EOS_ID = 2
+
+
+def canon_stage(*stage: str) -> Callable[[Sequence[str]], None]:
+    """Return the function that runs `canon STAGE` with more words."""
+    return lambda words: canon([*stage, *map(str, words)])
 
 
 @contextlib.contextmanager

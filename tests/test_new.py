@@ -17,7 +17,7 @@ from canon_pretrain.titan.job_config import check_job, micro_batch_size
 from data_prep.plan import AIMED_HELD_OUT
 from data_prep.planning import train_tokenizer
 from tests.commands import run_command
-from tests.support import error_codes
+from tests.support import canon_stage, error_codes
 
 CPU = new.Machine("2 cores", False, 1, 8e9)
 NODE = new.Machine("8 GPUs", True, 8, 80e9)
@@ -51,7 +51,7 @@ def write_text(folder, files, words=1000):
 
 def run(*words):
     with pytest.raises(SystemExit) if "fails" in words else pytest.MonkeyPatch.context():
-        new.main([str(word) for word in words if word != "fails"])
+        canon_stage("new")([word for word in words if word != "fails"])
 
 
 def job_of(name):

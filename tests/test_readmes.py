@@ -6,7 +6,6 @@ A document's `sh` blocks are one script, which the system tier runs in a copy of
 jobs bash -n.
 """
 
-import argparse
 import dataclasses
 import importlib.util
 import os
@@ -20,8 +19,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from canon_pretrain import quickstart
-from canon_pretrain.__main__ import STAGES
+from canon_pretrain import commands, quickstart
+from canon_pretrain.__main__ import main
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import make_plans
 from canon_pretrain.titan.job_config import CanonJobConfig
@@ -98,7 +97,7 @@ def test_paths_modules_options_and_config_keys_exist(name):
     for module in re.findall(r"-m ([a-z_]\w+(?:\.\w+)*)", code(name)):
         assert module in ("system", "gpu", "slurm") or importlib.util.find_spec(module), module
     for stage in re.findall(r"(?<![\w./-])canon ([a-z]+)", code(name)):
-        assert stage in STAGES, stage
+        assert stage in commands.COMMANDS, stage
     for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*[\w]", code(name)):
         key = option[2:].replace("-", "_").replace(".no_", ".")
         assert option.replace("_", "-") in OPTIONS or key in KEYS or option in OTHER_TOOLS, option
@@ -116,32 +115,31 @@ def test_the_quickstart_and_its_toml_agree():
 
 @pytest.mark.system
 def test_dry_commands_parse(monkeypatch):
-    def parse(parser, *args, real=argparse.ArgumentParser.parse_args):
-        real(parser, *args)
-        raise EOFError  # parsed, and no further
+    def parsed(arguments):
+        raise EOFError  # and no further
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    real = commands.functions_of
+    monkeypatch.setattr(commands, "functions_of", lambda chosen: (real(chosen)[0], parsed))
     for words in dry_commands():
         tool, *rest = [word for word in words if not re.match(r"[A-Z_]+=", word)]
         assert tool != "make" or f"\n{rest[0]}: " in (ROOT / "Makefile").read_text(), words
         scripts = [word for word in rest if word.endswith(".sh")]
         for script in scripts:
             subprocess.run(["bash", "-n", ROOT / script], check=True)
-        module, *given = rest[rest.index("-m") + 1 :] if "-m" in rest else ["", *rest]
-        if tool == "canon":
-            module, given = STAGES[rest[0]][0].removesuffix(".__main__"), rest[1:]
+        stage = rest if tool == "canon" else []
+        if "-m" in rest and rest[rest.index("-m") + 1] == "canon_pretrain.train":
+            stage = ["train", *rest[rest.index("-m") + 2 :]]
         if scripts and scripts[-1].endswith("pretrain_1b3.sh"):
             config, *given = rest[rest.index(scripts[-1]) + 1 :]
             parse_job(["--config", str(ROOT / config), *given])
         elif scripts and "--" in rest:
-            module, given = "data_prep", ["build", *rest[rest.index("--") + 1 :]]
-        if module == "canon_pretrain.train":
-            options, given = _split_options([*given, "--dry_run"])
+            stage = ["data", "build", *rest[rest.index("--") + 1 :]]
+        if stage[:1] == ["train"]:
+            options, given = _split_options([*stage[1:], "--dry-run"])
             make_plans(parse_job(given), options.gpu, options.world, options.mfu, 1)
-        elif module.partition(".")[0] in FOLDERS[:3] and not module.endswith(".bench"):
-            package = importlib.util.find_spec(module).submodule_search_locations
+        elif stage and stage[0] != "bench":
             with pytest.raises(EOFError):
-                importlib.import_module(f"{module}.__main__" if package else module).main(given)
+                main(stage)
 
 
 @pytest.mark.system

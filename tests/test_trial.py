@@ -23,7 +23,7 @@ from canon_pretrain.run.status import StatusWriter
 from tests.commands import Command
 from tests.ranks import events, logged_step
 from tests.report_runs import evaluated, planted_run
-from tests.support import error_codes
+from tests.support import canon_stage, error_codes
 
 ROW = {
     "difference": -0.2, "bits_per_nat": 0.5, "num_clusters": 18, "num_runs": [2, 2],
@@ -156,7 +156,7 @@ def test_a_trial_goes_on_after_any_end(text, tmp_path, monkeypatch, quick_machin
 
 def run(capsys, *words):
     with pytest.raises(SystemExit) as stop:
-        trial.main([str(word) for word in words])
+        canon_stage("try")(words)
     return stop.value.code, capsys.readouterr().err
 
 
@@ -204,7 +204,7 @@ def planted(text, quick_machine, monkeypatch, tmp_path):
         monkeypatch.setattr(trial, "train_sweep", train)
         code = 0
         try:
-            trial.main(["mytext", "--minutes", "1"])
+            canon_stage("try")(["mytext", "--minutes", "1"])
         except SystemExit as stop:
             code = stop.code
         return code, capsys.readouterr(), trained

@@ -138,8 +138,8 @@ def _run_one(
     return result
 
 
-def _parse(words: list[str], commands: Commands, program: str) -> argparse.Namespace:
-    """Parse the command line, importing only the chosen command's module."""
+def make_bench_parser(words: list[str], commands: Commands, program: str) -> Parser:
+    """Return the parser; only the modules of benches among `words` are imported."""
     parser = Parser(prog=program, description=__doc__, epilog=EPILOG)
     subparsers = parser.add_subparsers(dest="command", required=True)
     all_benches = Command("", "the others with few repeats, except those that need an argument")
@@ -148,6 +148,11 @@ def _parse(words: list[str], commands: Commands, program: str) -> argparse.Names
         if name in commands and name in words:
             _load_bench(chosen, name).add_arguments(sub)
         sub.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    return parser
+
+
+def _parse(words: list[str], commands: Commands, program: str) -> argparse.Namespace:
+    parser = make_bench_parser(words, commands, program)
     parsed, overrides = parser.parse_known_args(words)
     if overrides and not (parsed.command in commands and commands[parsed.command].takes_keys):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")

@@ -44,8 +44,12 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
         else:
             return run, folder.step_path(step)
     which = "undamaged checkpoint" if steps else "checkpoint yet"
-    text = f"{run.path} has no {which}: expected {folder.path}/step-N"
-    raise UserError("checkpoint.none", text, path=run.path, damaged=steps)
+    raise UserError(
+        "checkpoint.none",
+        f"{run.path} has no {which}: expected {folder.path}/step-N",
+        path=run.path,
+        damaged=steps,
+    )
 
 
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:
@@ -70,6 +74,10 @@ def model_args(identity: Mapping[str, Any], file: Path) -> ModelArgs:
         found = given[f.name] = identity.get(f"model.{f.name}", f.default)
         known = (int, float) if isinstance(f.default, float) else (type(f.default),)
         if type(found) not in known:
-            text = f"{file} of another version: model.{f.name} = {found!r}"
-            raise UserError("run.other_version", text, name=f"model.{f.name}", given=found)
+            raise UserError(
+                "run.other_version",
+                f"{file} of another version: model.{f.name} = {found!r}",
+                name=f"model.{f.name}",
+                given=found,
+            )
     return ModelArgs(**given)

@@ -54,8 +54,9 @@ class CheckpointFolder:
 
     def _check_may_change(self) -> None:
         if not self.may_change():
-            text = "another launch took over the run folder"
-            raise PermissionError(errno.EPERM, text, str(self.path))
+            raise PermissionError(
+                errno.EPERM, "another launch took over the run folder", str(self.path)
+            )
 
     @classmethod
     def of_run(cls, run: RunFolder) -> "CheckpointFolder":

@@ -158,6 +158,10 @@ def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
     if folder.name != f"step-{manifest.step}":
         faults.insert(0, f"its manifest is that of step {manifest.step}")
     if faults:
-        text = f"{folder} is damaged: {'; '.join(faults)}"
-        raise DamagedCheckpoint("checkpoint.damaged", text, path=folder, faults=faults)
+        raise DamagedCheckpoint(
+            "checkpoint.damaged",
+            f"{folder} is damaged: {'; '.join(faults)}",
+            path=folder,
+            faults=faults,
+        )
     return manifest

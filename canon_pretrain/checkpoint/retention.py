@@ -167,8 +167,12 @@ class Retention:
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
             if faults or (manifest.kind, manifest.step) != ("weights", step):
-                text = f"{temporary} does not hold the weights of step {step}: {faults}"
-                raise DamagedCheckpoint("checkpoint.damaged", text, path=temporary, faults=faults)
+                raise DamagedCheckpoint(
+                    "checkpoint.damaged",
+                    f"{temporary} does not hold the weights of step {step}: {faults}",
+                    path=temporary,
+                    faults=faults,
+                )
             outcome.bytes_freed += self.folder.replace_step(step)
         finally:
             with contextlib.suppress(OSError):

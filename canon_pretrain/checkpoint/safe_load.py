@@ -89,8 +89,9 @@ def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
         raise DamagedCheckpoint("checkpoint.damaged", f"{path} is missing", path=path) from None
     except Exception as error:  # from damaged bytes an unpickler may raise anything
         text = str(error) if isinstance(error, pickle.UnpicklingError) else describe(error)
-        text = f"{path} is damaged: {text}"
-        raise DamagedCheckpoint("checkpoint.damaged", text, path=path) from error
+        raise DamagedCheckpoint(
+            "checkpoint.damaged", f"{path} is damaged: {text}", path=path
+        ) from error
     return metadata
 
 
@@ -136,8 +137,11 @@ class SafePlanner(DefaultLoadPlanner):
             text = f"cannot be loaded: {describe(error)}"
             if found := re.search(r"GLOBAL (\S+)", str(error)):
                 text = f"names {found.group(1)}, which is not a plain value; it was not run"
-            text = f"the checkpoint is damaged: its entry {name} {text}"
-            raise DamagedCheckpoint("checkpoint.damaged", text, entry=name) from error
+            raise DamagedCheckpoint(
+                "checkpoint.damaged",
+                f"the checkpoint is damaged: its entry {name} {text}",
+                entry=name,
+            ) from error
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
@@ -163,8 +167,9 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
         fields: Any = error.fields | {"path": checkpoint}
         raise DamagedCheckpoint("checkpoint.damaged", f"{checkpoint}: {error}", **fields) from error
     except (OSError, ValueError, TypeError) as error:  # an offset outside the file, or no file
-        text = f"{checkpoint} is damaged: {describe(error)}"
-        raise DamagedCheckpoint("checkpoint.damaged", text, path=checkpoint) from error
+        raise DamagedCheckpoint(
+            "checkpoint.damaged", f"{checkpoint} is damaged: {describe(error)}", path=checkpoint
+        ) from error
     return metadata
 
 

@@ -56,8 +56,12 @@ def check_checkpoint(checkpoint: Path) -> None:
     steps = folder.steps()
     others = f"steps in {folder.path}: {', '.join(map(str, steps)) or 'none'}"
     if not checkpoint.is_dir():
-        text = f"no checkpoint at {checkpoint}; {others}"
-        raise UserError("checkpoint.missing", text, path=checkpoint, steps=steps)
+        raise UserError(
+            "checkpoint.missing",
+            f"no checkpoint at {checkpoint}; {others}",
+            path=checkpoint,
+            steps=steps,
+        )
     try:
         verify(checkpoint, hashes=False)
     except DamagedCheckpoint as error:
@@ -99,10 +103,12 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
         sizes = stored.get(name), like[name].shape if name in like else None
         if sizes[0] != sizes[1]:
             found, expected = ("absent" if s is None else f"of shape {tuple(s)}" for s in sizes)
-            text = (
-                f"{checkpoint} is of another model than {config}: {name}: {found}, not {expected}"
+            raise UserError(
+                "checkpoint.other_model",
+                f"{checkpoint} is of another model than {config}: {name}: {found}, not {expected}",
+                path=checkpoint,
+                name=name,
             )
-            raise UserError("checkpoint.other_model", text, path=checkpoint, name=name)
     return manifest
 
 
@@ -129,8 +135,11 @@ def load_no_dist(state: dict[str, Any], checkpoint: Path) -> None:
             reader, planner = SafeReader(checkpoint), SafePlanner()
             dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
-        text = f"{checkpoint} is damaged: {safe_load.describe(error)}"
-        raise DamagedCheckpoint("checkpoint.damaged", text, path=checkpoint) from error
+        raise DamagedCheckpoint(
+            "checkpoint.damaged",
+            f"{checkpoint} is damaged: {safe_load.describe(error)}",
+            path=checkpoint,
+        ) from error
 
 
 def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
@@ -143,5 +152,13 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     kept = {name: entry for name, entry in stored if not name.startswith(TRAINING_STATE)}
     weights = {n: torch.empty(x.size, dtype=x.properties.dtype) for n, x in kept.items()}
     load_no_dist(weights, checkpoint)
-    facts = {"run_id": manifest.run_id, "launch": manifest.launch, "weights_of": manifest.content}
-    save_no_dist(weights, temporary, step=manifest.step, in_place=True, kind="weights", **facts)
+    save_no_dist(
+        weights,
+        temporary,
+        step=manifest.step,
+        in_place=True,
+        kind="weights",
+        run_id=manifest.run_id,
+        launch=manifest.launch,
+        weights_of=manifest.content,
+    )

@@ -166,8 +166,11 @@ class VerifiedWriter(dcp.FileSystemWriter):
         version = str(torch.__version__)
         manifest = Manifest(torch=version, saved=utc_now(), files=files, **self._facts)
         if faults := manifests.find_faults(self.temporary, manifest, hashes=False):
-            text = f"{self.temporary} must be shared by all nodes: {'; '.join(faults)}"
-            raise DamagedCheckpoint("checkpoint.not_shared", text, faults=faults)
+            raise DamagedCheckpoint(
+                "checkpoint.not_shared",
+                f"{self.temporary} must be shared by all nodes: {'; '.join(faults)}",
+                faults=faults,
+            )
         manifest.write(self.temporary)  # syncs the names in the folder too
         if self.final != self.temporary:
             self._refuse_existing()
@@ -179,8 +182,9 @@ class VerifiedWriter(dcp.FileSystemWriter):
 
     def _refuse_existing(self) -> None:
         if os.path.lexists(self.final):
-            text = "exists, and checkpoints are never overwritten"
-            raise FileExistsError(errno.EEXIST, text, str(self.final))
+            raise FileExistsError(
+                errno.EEXIST, "exists, and checkpoints are never overwritten", str(self.final)
+            )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The job chain of a run: decide before and after each launch what the job script does.
 
     python -m canon_pretrain.cluster.chain code --job ID -- --config FILE.toml ...
-    python -m canon_pretrain.cluster.chain begin RUN --job ID [--restarts K] [--take_code] -- ...
+    python -m canon_pretrain.cluster.chain begin RUN --job ID [--restarts K] [--take-code] -- ...
     python -m canon_pretrain.cluster.chain end RUN --job ID [--restarts K] --asked none
 
 slurm/lib.sh calls it. torchrun turns every exit code of a worker into 1, so the outcome of a launch
@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import Field
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.core.cli import command, positive, run_process
+from canon_pretrain.core.cli import Parser, command, positive, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
 from canon_pretrain.core.holder import read_count
@@ -89,11 +89,11 @@ def newest_checkpoint(run: RunFolder) -> int:
 
 def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
     """Return `config`, `folder`, `allowed` and `fresh` as canon_pretrain.train reads them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     add = parser.add_argument
-    add("--config", "--job.config_file", "--job.config-file", type=Path, nargs="?")
-    add("--job.dump_folder", "--job.dump-folder", dest="folder", nargs="?")
-    add("--run.allow_changes", "--run.allow-changes", dest="allowed", nargs="*")
+    add("--config", "--job.config_file", type=Path, nargs="?")
+    add("--job.dump_folder", dest="folder", nargs="?")
+    add("--run.allow_changes", dest="allowed", nargs="*")
     add("--checkpoint.fresh", dest="fresh", nargs="?", const="true")
     launch = parser.parse_known_args(arguments)[0]
     values = read_experiment(launch.config) if launch.config is not None else {}
@@ -293,7 +293,7 @@ def _write(run: RunFolder, start: JobStart) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Print an action and its reason, one per line; `begin` prints none if the job may start."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m canon_pretrain.cluster.chain",
         description="Used by slurm/lib.sh.",
         epilog=EPILOG,
@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--job", required=True, help="id of the job, the same for all its restarts")
     parser.add_argument("--restarts", type=positive, default=RESTARTS)
     parser.add_argument("--asked", choices=get_args(StopCause), default="none")
-    parser.add_argument("--take_code", action="store_true")
+    parser.add_argument("--take-code", action="store_true")
     own = sys.argv[1:] if argv is None else argv
     place = own.index("--") if "--" in own else len(own)
     given, launch = parser.parse_args(own[:place]), own[place + 1 :]

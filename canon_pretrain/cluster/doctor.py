@@ -1,6 +1,6 @@
 """Report what this machine has, what uses it, what is missing and how to get it; then train.
 
-    canon doctor [--dir DIR] [--no_train] [--json]
+    canon doctor [--dir DIR] [--no-train] [--json]
     canon doctor --fake h100 --world 64 CONFIG [--section.key VALUE ...]
 
 Each group of checks is a process with a timeout: a driver, disk or server that hangs, or a library
@@ -29,11 +29,11 @@ from types import FrameType
 from typing import IO, Any
 
 from canon_pretrain.core.children import kill_tree, start_child
-from canon_pretrain.core.cli import Parser, available_cores, command, positive, run_process
-from canon_pretrain.core.errors import EPILOG, UserError, check_choice, reason_in
+from canon_pretrain.core.cli import available_cores, positive, usage_error
+from canon_pretrain.core.errors import UserError, check_choice, reason_in
 from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "train_configs" / "playground" / "tiny" / "copy.toml"
 STYLES = {"ok": "green", "note": "cyan", "missing": "yellow", "broken": "bold red"}
 GROUP_TIMEOUT_S, HUB_TIMEOUT_S = 90.0, 5.0
@@ -153,7 +153,7 @@ def check_gpu(folder: Path) -> Findings:
         yield judge("GPU", text, problem, uses, "", "note", **facts, **state)
     except UserError as error:
         problem, _, remedy = error.message.rpartition(". ")
-        remedy += f"; for drivers from 525 on: {INSTALL_CU126}"
+        remedy = f"{remedy}; for drivers from 525 on: {INSTALL_CU126}"
         yield judge("GPU", "", problem, uses, remedy, **facts)
     yield from check_kernels("cuda" if count else "cpu")
     absent, text = "not in this build of torch", f"in torch {torch.__version__}"
@@ -471,8 +471,10 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
             progress.update(share, f"training check: step {last} of {STEPS}, {where}")
             return last
 
-        options = f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
-        options += "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5"
+        options = (
+            f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
+            "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5"
+        )
         words = ["canon_pretrain.train", "--config", str(CONFIG), *options.split()]
         start = time.monotonic()
         problem = _run(
@@ -493,8 +495,10 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
             losses = [each["loss"] for each in (steps[0], steps[-1])]
             if problem is None and not all(map(math.isfinite, losses)):
                 problem = f"the loss goes from {losses[0]:.2f} to {losses[1]:.2f}"
-            text += f": {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the start; "
-            text += f"loss {losses[0]:.2f} to {losses[1]:.2f}; checkpoint verified"
+            text = (
+                f"{where}: {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the "
+                f"start; loss {losses[0]:.2f} to {losses[1]:.2f}; checkpoint verified"
+            )
         remedy = f"train it yourself: canon train --config {CONFIG}"
         facts: dict[str, Any] = {"steps_per_s": steps_per_s, "seconds": seconds, "ranks": ranks}
         yield judge("training", text, problem, uses, remedy, **facts)
@@ -561,8 +565,11 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: in
     problem = _run([*launch, *words], scratch / "ranks.out", lambda: 0)
     report = read_reports(scratch, [host_name()], ranks=True)[host_name()]
     speeds: dict[str, Any] = next(iter(report.speeds.values()), {}) if report else {}
-    state, remedy = "broken", "name the network interface (ip -br addr): "
-    remedy += "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    state = "broken"
+    remedy = (
+        "name the network interface (ip -br addr): "
+        "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    )
     if report and (faults := [*report.faults, *filter(None, [report.left_alone])]):
         problem = "; ".join(faults)
         if report.faults:  # of a device
@@ -571,8 +578,9 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: in
             state = "note"
             remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
     rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
-    text = f"{where}: right sums{rate}; "
-    text += f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    text = (
+        f"{where}: right sums{rate}; matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    )
     several = "training on several ranks"
     return judge("all-reduce", text, problem, several, remedy, state, **speeds)
 
@@ -626,52 +634,53 @@ def show(console: Console, name: str, found: Sequence[Finding]) -> None:
     console.print(table)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`canon doctor`; exits with code 1 if something is broken."""
-    parser = Parser(
-        prog="canon doctor",
-        description="What this machine has, what uses it, what is missing and how to get it.",
-        epilog=EPILOG,
-        allow_abbrev=False,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "What this machine has, what uses it, what is missing and how to get it."
     where = "where runs will be written (default: this folder)"
     parser.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help=where)
-    parser.add_argument("--no_train", action="store_true", help="skip the training check")
+    parser.add_argument("--no-train", action="store_true", help="skip the training check")
     parser.add_argument("--json", action="store_true", help="print JSON")
     about = "run CONFIG on fake GPUs (a100, h100, h200): does it run, memory, waits of the host"
     parser.add_argument("--fake", metavar="GPU", help=about)
     parser.add_argument("--world", type=positive, metavar="N", help="fake GPUs (default: 8)")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML of the fake run")
-    with command(prints=True):
-        given, overrides = parser.parse_known_args(argv)
-        if given.fake is not None:
-            raise SystemExit(_run_fake(given, overrides))
-        given = parser.parse_args(argv)
-        if given.world or given.config:
-            raise UserError("option.conflict", "--world and CONFIG: only with --fake")
-        console, every = Console(highlight=False), list[tuple[str, Finding]]()
-
-        def add(name: str, found: Sequence[Finding]) -> None:
-            every.extend((name, each) for each in found)
-            if not given.json:
-                show(console, name, found)
-
-        for name, found in run_groups(given.dir):
-            add(name, found)
-        gpus = sum(each.facts.get("gpus", 0) for _, each in every)
-        if not given.no_train:
-            errors = Console(stderr=True, highlight=False, soft_wrap=True)
-            add("training", list(check_training(given.dir, gpus, errors)))
-        broken = [each.what for _, each in every if each.state == "broken"]
-        if given.json:
-            rows = [{"group": name, **asdict(each)} for name, each in every]
-            print(json.dumps({"works": not broken, "findings": rows}, indent=2))
-        else:
-            console.print(f"broken: {', '.join(broken)}" if broken else "nothing is broken")
-    raise SystemExit(1 if broken else 0)
 
 
-def _run_fake(given: argparse.Namespace, overrides: list[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Print the findings; return exit code 1 if something is broken."""
+    if arguments.fake is not None:
+        return _run_fake(arguments)
+    if arguments.overrides:
+        words = " ".join(arguments.overrides)
+        raise usage_error("canon doctor", f"unrecognized arguments: {words}")
+    if arguments.world or arguments.config:
+        raise UserError("option.conflict", "--world and CONFIG: only with --fake")
+
+    console = Console(highlight=False)
+    findings: list[tuple[str, Finding]] = []
+
+    def add(name: str, found: Sequence[Finding]) -> None:
+        findings.extend((name, finding) for finding in found)
+        if not arguments.json:
+            show(console, name, found)
+
+    for name, found in run_groups(arguments.dir):
+        add(name, found)
+    gpus = sum(finding.facts.get("gpus", 0) for _, finding in findings)
+    if not arguments.no_train:
+        errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        add("training", list(check_training(arguments.dir, gpus, errors)))
+
+    broken = [finding.what for _, finding in findings if finding.state == "broken"]
+    if arguments.json:
+        rows = [{"group": name, **asdict(finding)} for name, finding in findings]
+        print(json.dumps({"works": not broken, "findings": rows}, indent=2))
+    else:
+        console.print(f"broken: {', '.join(broken)}" if broken else "nothing is broken")
+    return 1 if broken else 0
+
+
+def _run_fake(given: argparse.Namespace) -> int:
     """Run a config on fake GPUs and print what happened; return the exit code."""
     from canon_pretrain.fake_gpu.check import problems_of, run_in_subprocess, show_fake_run
     from canon_pretrain.fake_gpu.record import Options, to_plain
@@ -681,13 +690,9 @@ def _run_fake(given: argparse.Namespace, overrides: list[str]) -> int:
     if given.config is None:
         raise UserError("option.missing", "--fake needs the TOML of a run: CONFIG")
     options = Options(given.fake, given.world or 8)
-    report = run_in_subprocess(["--config", given.config, *overrides], options)
+    report = run_in_subprocess(["--config", given.config, *given.overrides], options)
     if given.json:
         print(json.dumps(to_plain(report), indent=2))
     else:
         show_fake_run(report, Console(highlight=False))
     return 1 if problems_of(report) else 0
-
-
-if __name__ == "__main__":
-    run_process(main)

@@ -1,11 +1,11 @@
-"""Leases on work items, so that several watchers never submit the same one twice.
+"""Leases on work items: which job does each one, so that none is submitted twice.
 
     FOLDER/K.json    the K-th claim of a work item, and its job
 
-A watcher claims a work item, submits a Slurm job and records it; the job checks the claim first. A
-claim is made by a hard link, which is atomic on NFS and Lustre. The highest number counts, and none
-is deleted: a watcher that finds the job gone makes the next claim. In doubt a job is alive: work is
-submitted again only if Slurm reports its job gone.
+A watcher, which holds the lock of its runs (eval/schedule.py), claims a work item, submits a Slurm
+job and records it; the job checks the claim first. The highest number counts, and none is deleted:
+a watcher that finds the job gone makes the next claim. In doubt a job is alive: work is submitted
+again only if Slurm reports its job gone.
 """
 
 import os
@@ -13,9 +13,7 @@ import re
 import shutil
 import subprocess
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +21,7 @@ from typing import Any, Literal
 from canon_pretrain.checkpoint.folder import entries
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
-from canon_pretrain.core.holder import Holder, link, process_lives, remove
+from canon_pretrain.core.holder import Holder, process_lives
 
 DEAD = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
@@ -101,28 +99,39 @@ class Slurm:
 
     def submit(self, script: str, arguments: Sequence[str], flags: Sequence[str]) -> str:
         """Submit slurm/`script`; return the job's id. Raises UserError, SlurmTimeout."""
-        command = ("bash", str(SCRIPTS / "submit.sh"), "--parsable", *flags)
-        variables = {"CANON_REPO": str(SCRIPTS.parent), "CANON_JOB_CHECKED": "1"}
-        done = self._run(*command, str(SCRIPTS / script), *arguments, **variables)
+        done = self._run(
+            "bash",
+            str(SCRIPTS / "submit.sh"),
+            "--parsable",
+            *flags,
+            str(SCRIPTS / script),
+            *arguments,
+            CANON_REPO=str(SCRIPTS.parent),
+            CANON_JOB_CHECKED="1",
+        )
         words = done.stdout.split()
         if done.returncode or not words:
             text = (done.stderr or done.stdout).strip()
             raise UserError("slurm.refused", f"sbatch refused {script}: {text}")
         return words[-1].partition(";")[0]
 
-    def cancel(self, job: str) -> None:
-        self._run("scancel", job)
-
     def _run(self, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
         try:
-            options: Any = {"env": self._environ | more, "capture_output": True, "text": True}
-            options |= {"errors": "replace", "stdin": subprocess.DEVNULL, "timeout": TIMEOUT_S}
-            return subprocess.run(command, **options)
+            return subprocess.run(
+                command,
+                env=self._environ | more,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+            )
         except FileNotFoundError:
             return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: not found")
         except subprocess.TimeoutExpired:
-            text = f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
-            raise SlurmTimeout("slurm.timeout", text) from None
+            raise SlurmTimeout(
+                "slurm.timeout", f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
+            ) from None
 
 
 class NoQueue(Slurm):
@@ -178,16 +187,10 @@ class Leases:
     def current(self) -> Lease | None:
         return next(reversed(self.all()), None)
 
-    def is_current(self, lease_id: str) -> bool:
-        current = self.current()
-        return current is not None and current.id == lease_id
-
-    def claim(self, lease: Lease) -> bool:
-        """Make `lease` the current one; return False if its number is taken."""
+    def claim(self, lease: Lease) -> None:
+        """Make `lease` the current one."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self._temporary() as temporary:
-            write_json(temporary, asdict(lease))
-            return link(temporary, self._path(lease.number))
+        write_json(self._path(lease.number), asdict(lease))
 
     def record(self, lease: Lease, **values: Any) -> Lease:
         """Write `values` to the claim, unless it has been archived."""
@@ -206,6 +209,7 @@ class Leases:
         """Return the state of the work (None: not in flight), the lease, updated, and details."""
         if lease is None or lease.ended is not None:
             return None, lease, (lease and lease.ended) or ""
+
         if lease.job == LOCAL:
             lives = process_lives(lease.holder)
             if lives is None:  # on another machine: by its heartbeat
@@ -214,6 +218,7 @@ class Leases:
                 return "running", lease, f"on {lease.holder.host}"
             ended = "its process is gone"
             return None, self.record(lease, ended=ended), ended
+
         if lease.job is None:
             if self._age_s(lease) <= expiry_s:
                 return "claimed", lease, f"by {lease.holder.host}"
@@ -222,6 +227,7 @@ class Leases:
             if job is None:
                 return None, lease, ""
             lease = self.record(lease, job=job)
+
         assert lease.job is not None
         if lease.cluster not in (None, queue.name):
             return "queued", lease, f"job {lease.job} of cluster {lease.cluster}"
@@ -232,27 +238,13 @@ class Leases:
         return None, self.record(lease, ended=ended), ended
 
     def _age_s(self, lease: Lease) -> float:
-        with self._temporary() as probe, suppress(OSError):
-            written = self._path(lease.number).stat().st_mtime
-            probe.touch()
-            return max(0.0, probe.stat().st_mtime - written)
-        return 0.0  # unknown
+        return time.time() - self._path(lease.number).stat().st_mtime
 
     def _read(self, number: int) -> Lease:
-        for _ in range(3):
-            try:
-                return replace(read_record(self._path(number), Lease), number=number)
-            except UnreadableFile:
-                time.sleep(0.01)  # NFS: replaced while reading
-        return Lease(number, Holder(f"damaged-{number}", "unknown", 1, None, None, 0, ""))
+        try:
+            return replace(read_record(self._path(number), Lease), number=number)
+        except UnreadableFile:
+            return Lease(number, Holder(f"damaged-{number}", "unknown", 1, None, None, 0, ""))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}.json"
-
-    @contextmanager
-    def _temporary(self) -> Iterator[Path]:
-        path = self.folder / f".{uuid.uuid4().hex}.tmp"
-        try:
-            yield path
-        finally:
-            remove(path)

@@ -1,6 +1,6 @@
 """Check a job before it starts, and its nodes, to identify broken ones.
 
-    python -m canon_pretrain.cluster.preflight job --nodes 2 --ranks_per_node 8 -- --config F ...
+    python -m canon_pretrain.cluster.preflight job --nodes 2 --ranks-per-node 8 -- --config F ...
     python -m canon_pretrain.cluster.preflight node --report DIR --run RUN --bytes N [--gpus 8]
     torchrun ... -m canon_pretrain.cluster.preflight ranks --report DIR [--gpus 8]
     python -m canon_pretrain.cluster.preflight verdict --report DIR --nodes n1,n2 [--ranks]
@@ -431,7 +431,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     names = ("job", "node", "ranks", "verdict")
     job, node, ranks, verdict = (commands.add_parser(name) for name in names)
     job.add_argument("--nodes", type=int, required=True)
-    job.add_argument("--ranks_per_node", type=int, required=True)
+    job.add_argument("--ranks-per-node", type=int, required=True)
     job.add_argument("--data", action="store_true", help="also check the data")
     node.add_argument("--run", type=Path, required=True)
     node.add_argument("--bytes", type=int, default=0, help="approximate size of a checkpoint")

@@ -1,7 +1,7 @@
 """Sweeps: configs x learning rates x seeds, each a run in its own folder.
 
     canon sweep plan SWEEP --configs A.toml B.toml [--lr 1e-3 2e-3] [--seeds 0 1]
-        [--seed_of init|data|both] [--extend] [--section.key value ...]
+        [--seed-of init|data|both] [--extend] [--section.key value ...]
     canon sweep table SWEEP [--json]
     canon sweep run SWEEP NUMBER [--ranks N]
 
@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import os
-import re
 import statistics
 import sys
 from collections import Counter
@@ -46,8 +45,8 @@ from canon_pretrain.cluster.planned import (
     record_launch,
 )
 from canon_pretrain.cluster.prices import compute_prices, print_prices
-from canon_pretrain.core.cli import Parser, command, positive, run_process
-from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.cli import positive
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, parsing, read_record, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console, printable
@@ -58,9 +57,8 @@ from canon_pretrain.run.config import Data, read_experiment
 from canon_pretrain.run.folder import PLAN, RunFolder, is_run_folder
 from canon_pretrain.run.log import json_value
 
-_OPTION = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)
 COLUMNS = ("#", "run", "state", "step", "held-out", "training loss", "job", "why")
-OWN = {"--configs", "--lr", "--seeds", "--seed_of", "--extend"}
+OWN = {"--configs", "--lr", "--seeds", "--seed-of", "--extend"}
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]  # torch's generators and TOML take no larger ones
 SeedOf = Literal["init", "data", "both"]
@@ -360,7 +358,7 @@ def _plan_faults(old: Sweep, new: Sweep, started: Sequence[PlannedRun]) -> list[
     """Say how a new plan contradicts the old one, of which these runs have started."""
     faults = []
     if old.seed_of != new.seed_of and old.runs[0].seed is not None:
-        faults.append(f"its --seed_of is {old.seed_of}, not {new.seed_of}")
+        faults.append(f"its --seed-of is {old.seed_of}, not {new.seed_of}")
     if old.arguments != new.arguments:
         before, now = (" ".join(plan.arguments) or "none" for plan in (old, new))
         faults.append(f"its options are {before}, not {now}")
@@ -380,29 +378,56 @@ def _plan_faults(old: Sweep, new: Sweep, started: Sequence[PlannedRun]) -> list[
 # -- the command
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run `canon sweep`."""
-    words = sys.argv[1:] if argv is None else argv
-    place = next((i for i, word in enumerate(words) if _OPTION.fullmatch(word)), len(words))
-    own, passed_on = words[:place], words[place:]
-    with command(prints=own[:1] != ["plan"]):
-        given = _parse(own)
-        if given.command == "plan":
-            return plan(given, passed_on)
-        if passed_on:
-            text = f"{passed_on[0]}: give options of the runs to `plan`"
-            raise UserError("sweep.misplaced_option", text)
-        given.show(given)
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "The first --section.key and all that follows is passed to every run."
+    _add_sweep(parser)
+    add = parser.add_argument
+    add("--configs", nargs="+", required=True, metavar="FILE.toml")
+    add("--lr", nargs="+", default=[], metavar="RATE", help="default: that of each config")
+    add("--seeds", nargs="+", default=[], metavar="SEED", help="default: that of each config")
+    add("--seed-of", choices=SEED_KEYS, help="what the seeds set (default: both)")
+    add("--extend", action="store_true", help="add runs to an existing plan")
+    add("--gpu", metavar="GPU", help="print the GPU-hours on this GPU: a100, h100 or h200")
+    add("--world", type=positive, default=1, metavar="N", help="GPUs of a run (default: 1)")
 
 
-def plan(given: argparse.Namespace, passed_on: list[str]) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_sweep(parser)
+    add = parser.add_argument
+    add("number", type=int, metavar="NUMBER", help="as in the table, from 1")
+    add("--ranks", type=positive, default=1, help="processes, one per GPU (default: 1)")
+    add("--print0", action="store_true", help="print the arguments of the launch")
+
+
+def add_table_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_sweep(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_todo_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_sweep(parser)
+    parser.add_argument("--besides", default="", metavar="N,N", help="runs to skip")
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sweep", type=Path, metavar="SWEEP", help="folder of the sweep")
+
+
+def _refuse_keys(overrides: Sequence[str]) -> None:
+    if overrides:
+        text = f"{overrides[0]}: give options of the runs to `plan`"
+        raise UserError("sweep.misplaced_option", text)
+
+
+def run_plan(given: argparse.Namespace) -> None:
     """Write or extend the plan, and print it."""
-    if misplaced := OWN.intersection(passed_on):
+    passed_on = given.overrides
+    if misplaced := OWN.intersection(word.replace("_", "-") for word in passed_on):
         raise UserError(
             "sweep.misplaced_option", f"{', '.join(misplaced)}: give it before {passed_on[0]}"
         )
     if given.seed_of and not given.seeds:
-        raise UserError("sweep.value", "--seed_of needs --seeds")
+        raise UserError("sweep.value", "--seed-of needs --seeds")
     new = make_sweep(given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on)
     sweep, num_new = write_plan(given.sweep, new, extend=given.extend)
     for key in data_differences(sweep):
@@ -420,7 +445,9 @@ def show_prices(sweep: Sweep, gpu: str, world_size: int = 1) -> None:
     print_prices(prices, gpu, Console(soft_wrap=True))
 
 
-def table(given: argparse.Namespace) -> None:
+def run_table(given: argparse.Namespace) -> None:
+    """Print the state of the runs, and which architectures differ in held-out loss."""
+    _refuse_keys(given.overrides)
     sweep = read_sweep(given.sweep)
     rows = sweep_rows(sweep, given.sweep, datetime.now(UTC))
     if given.json:
@@ -429,8 +456,9 @@ def table(given: argparse.Namespace) -> None:
         show_table(rows, held_out_verdicts(sweep, rows))
 
 
-def run(given: argparse.Namespace) -> None:
+def run_run(given: argparse.Namespace) -> None:
     """Replace this process by the trainer; with --print0 print the trainer's arguments."""
+    _refuse_keys(given.overrides)
     folder: Path = given.sweep
     sweep = read_sweep(folder)
     if not 1 <= given.number <= len(sweep.runs):
@@ -454,7 +482,7 @@ def train_command(words: Sequence[str], ranks: int = 1) -> list[str]:
     return [sys.executable, *launcher, "-m", "canon_pretrain.train", "--config", *words]
 
 
-def print_todo(given: argparse.Namespace) -> None:
+def run_todo(given: argparse.Namespace) -> None:
     """Print the runs that are not DONE and one of them per config, for slurm/sweep.sh."""
     folder: Path = given.sweep
     sweep = read_sweep(folder)
@@ -625,43 +653,3 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
     counts = Counter(row.state for row in rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     console.print(Text(f"{len(rows)} runs: {states}"))
-
-
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="canon sweep",
-        description="Configs x learning rates x seeds, each a run in its own folder.",
-        epilog=EPILOG,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,table,run}")
-    shared = Parser(add_help=False)
-    shared.add_argument("sweep", type=Path, metavar="SWEEP", help="folder of the sweep")
-    new = functools.partial(commands.add_parser, parents=[shared], allow_abbrev=False)
-    about = "The first --section.key and all that follows is passed to every run."
-    add = new("plan", help="write SWEEP/sweep.json", description=about).add_argument
-    add("--configs", nargs="+", required=True, metavar="FILE.toml")
-    add("--lr", nargs="+", default=[], metavar="RATE", help="default: that of each config")
-    add("--seeds", nargs="+", default=[], metavar="SEED", help="default: that of each config")
-    add("--seed_of", choices=SEED_KEYS, help="what the seeds set (default: both)")
-    add("--extend", action="store_true", help="add runs to an existing plan")
-    add("--gpu", metavar="GPU", help="print the GPU-hours on this GPU: a100, h100 or h200")
-    add("--world", type=positive, default=1, metavar="N", help="GPUs of a run (default: 1)")
-    shown = new("table", help="print the state of the runs")
-    shown.add_argument("--json", action="store_true", help="print JSON")
-    shown.set_defaults(show=table)
-    one = new("run", help="train or resume one run")
-    one.add_argument("number", type=int, metavar="NUMBER", help="as in the table, from 1")
-    one.add_argument(
-        "--ranks", type=positive, default=1, help="processes, one per GPU (default: 1)"
-    )
-    one.add_argument("--print0", action="store_true", help="print the arguments of the launch")
-    one.set_defaults(show=run)
-    todo = new("todo", description=print_todo.__doc__)
-    todo.add_argument("--besides", default="", metavar="N,N", help="runs to skip")
-    todo.set_defaults(show=print_todo)
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_process(main)

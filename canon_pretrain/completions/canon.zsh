@@ -12,7 +12,7 @@ _shtab_canon_commands() {
   local _commands=(
     bench:'speed and memory of models and kernels'
     checkpoint:'a run'"'"'s checkpoints'
-    completion:'print what a shell completes'
+    completion:'print what a shell completes: bash, zsh'
     data:'text to token shards'
     doctor:'what this machine has and lacks'
     eval:scores
@@ -31,15 +31,10 @@ _shtab_canon_commands() {
 
 _shtab_canon_bench_commands() {
   local _commands=(
-    all:'all but codegen and transformers, with few repeats.'
-    attention:'attention implementations compared.'
-    canon:'each Canon kernel alone: time and bytes.'
-    codegen:'launches and bytes of a block on an H100, counted without one.'
+    all:'the others with few repeats, except those that need an argument.'
     generate:'cost of Canon in generation.'
     memory:'memory saved for backward, and peak memory on a GPU.'
-    mixers:'recurrent mixers over SDPA, by length, and their layers over Llama'"'"'s.'
     step:'cost of Canon in a training step, by set and backend.'
-    trainer:'the trainer'"'"'s step over a bare loop; cost of a save.'
     transformers:'generation over that of transformers, on one export.'
   )
   _describe 'canon bench commands' _commands
@@ -47,16 +42,15 @@ _shtab_canon_bench_commands() {
 
 _shtab_canon_checkpoint_commands() {
   local _commands=(
-    list:'list checkpoints, by manifests and file sizes'
-    prune:'delete all but the newest K verified ones'
-    verify:'check the hash of every file; changes nothing'
+    list:'List checkpoints, by manifests and file sizes.'
+    prune:'Delete all but the newest K verified ones.'
+    verify:'Check the hash of every file; changes nothing.'
   )
   _describe 'canon checkpoint commands' _commands
 }
 
 _shtab_canon_data_commands() {
   local _commands=(
-    bench:'Compare the speed of tokenizers, build and loader with other libraries.'
     build:'Tokenize a source into DIR/train and DIR/validation; run it again to resume.'
     finish:'Write the manifests after all --shard builds, or with other limits.'
     show:'Print a document or a training window as text, as the model sees it.'
@@ -68,9 +62,8 @@ _shtab_canon_data_commands() {
 
 _shtab_canon_eval_commands() {
   local _commands=(
-    bench:'Measure our runner and lm_eval'"'"'s own on the same export.'
     compare:'What differs between two runs.'
-    report:'Scores and verdicts of runs as one html page.'
+    report:'Scores and verdicts of runs as one HTML page.'
     run:'Evaluate checkpoints on some suites, or on all.'
     stage:'Download the suites'"'"' data once, on a machine with network.'
     submit:'Evaluate the checkpoints of runs as training saves them. The request is stored in RUN/evals/schedule.json: later calls need no options.'
@@ -81,19 +74,19 @@ _shtab_canon_eval_commands() {
 
 _shtab_canon_hf_commands() {
   local _commands=(
-    export:'write a checkpoint as a folder for transformers'
-    import:'write a Hugging Face folder as a checkpoint'
-    push:'upload an export with a model card to the hub'
+    export:'Write a checkpoint as a folder for transformers.'
+    import:'Write a Hugging Face folder as a checkpoint.'
+    push:'Upload an export with a model card to the hub.'
   )
   _describe 'canon hf commands' _commands
 }
 
 _shtab_canon_playground_commands() {
   local _commands=(
-    plan:'write DIR/sweep.json and configs'
-    report:'write DIR/report.html, .json, .md'
-    run:'plan, and train what is not DONE'
-    status:'print the state of the runs'
+    plan:'Write DIR/sweep.json and configs.'
+    report:'Write DIR/report.html, .json, .md.'
+    run:'Plan, and train what is not DONE.'
+    status:'Print the state of the runs.'
   )
   _describe 'canon playground commands' _commands
 }
@@ -112,15 +105,14 @@ _shtab_canon_run_commands() {
 _shtab_canon_sweep_commands() {
   local _commands=(
     plan:'The first --section.key and all that follows is passed to every run.'
-    run:'train or resume one run'
-    table:'print the state of the runs'
+    run:'Train or resume one run.'
+    table:'Print the state of the runs.'
   )
   _describe 'canon sweep commands' _commands
 }
 
 _shtab_canon_synthetic_commands() {
   local _commands=(
-    bench:'Print the tokens per second of CPU time, in windows as the trainer reads them ahead.'
     score:'Print the numbers of right and wrong answers; those of the verdicts go to stderr.'
     show:'Print a window: one instance after another, with answers in brackets, or as JSON.'
     stats:'Print the ids of words, lengths, and shares, over some windows and instances.'
@@ -149,50 +141,6 @@ _shtab_canon_bench_all_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_bench_all_defaults_added=0
-
-_shtab_canon_bench_attention_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--flavor[size of the model (default\: 1b3 on a GPU, 8L512D on a CPU)]:flavor:"
-  "--position[(default\: nope)]:position:(rope nope alibi h_alibi partial_rope_a partial_rope_b partial_rope_c)"
-  "--layers[number of layers (default\: the flavor\'s)]:layers:"
-  "--dtype[(default\: bfloat16 on a GPU, else float32)]:dtype:(float32 bfloat16)"
-  "--micro-batch[rows (default\: by device)]:micro_batch:"
-  "--tokens[tokens per row (default\: by device)]:tokens:"
-  "--pairs[pairs of blocks (default\: 11)]:pairs:"
-  "--block-seconds[seconds per block (default\: 0.1)]:block_seconds:"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_attention_defaults_added=0
-
-_shtab_canon_bench_canon_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--flavor[size of the model (default\: 1b3 on a GPU, 8L512D on a CPU)]:flavor:"
-  "--position[(default\: rope)]:position:(rope nope alibi h_alibi partial_rope_a partial_rope_b partial_rope_c)"
-  "--layers[number of layers (default\: the flavor\'s)]:layers:"
-  "--dtype[(default\: bfloat16 on a GPU, else float32)]:dtype:(float32 bfloat16)"
-  "--backends[of reference, compiled, causal_conv1d, fla, triton (default\: all available)]:backends:"
-  "--micro-batch[rows (default\: by device)]:micro_batch:"
-  "--tokens[tokens per row (default\: by device)]:tokens:"
-  "--pairs[pairs of blocks (default\: 11)]:pairs:"
-  "--block-seconds[seconds per block (default\: 0.05)]:block_seconds:"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_canon_defaults_added=0
-
-_shtab_canon_bench_codegen_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--models[of nope, rope, partial_rope_a, partial_rope_b, partial_rope_c, nope_documents, rope_documents, rope_relu2, rope_standard_relu2, rope_standard_gelu, nope_qk_per_head, released_1b]:M:"
-  "--sets[Canon sets (default\: more for nope)]:SET:"
-  "--record[count all, and write kernels\/codegen.json and kernels\/CODEGEN.md]"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_codegen_defaults_added=0
 
 _shtab_canon_bench_generate_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -227,23 +175,6 @@ _shtab_canon_bench_memory_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_bench_memory_defaults_added=0
 
-_shtab_canon_bench_mixers_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--flavor[size of the model (default\: 1b3 on a GPU, 8L512D on a CPU)]:flavor:"
-  "--position[(default\: nope)]:position:(rope nope alibi h_alibi partial_rope_a partial_rope_b partial_rope_c)"
-  "--layers[number of layers (default\: the flavor\'s)]:layers:"
-  "--dtype[(default\: bfloat16 on a GPU, else float32)]:dtype:(float32 bfloat16)"
-  "--micro-batch[rows (default\: by device)]:micro_batch:"
-  "--tokens[tokens per row (default\: by device)]:tokens:"
-  "--pairs[pairs of blocks (default\: 7)]:pairs:"
-  "--block-seconds[seconds per block (default\: 0.3)]:block_seconds:"
-  "--lengths[tokens per row (default\: 1024 4096 16384)]:lengths:"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_mixers_defaults_added=0
-
 _shtab_canon_bench_step_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--unit[(default\: model on a GPU, block on a CPU)]:unit:(block model)"
@@ -262,17 +193,6 @@ _shtab_canon_bench_step_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_bench_step_defaults_added=0
-
-_shtab_canon_bench_trainer_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--config[(default\: train_configs\/quickstart.toml\; on a GPU train_configs\/nope_canon.toml --model.num_layers 6 --training.global_batch_size 6)]:config:_files"
-  "--repeats[blocks of each (default\: 30)]:repeats:"
-  "--steps[steps in a block (default\: 3)]:steps:"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_trainer_defaults_added=0
 
 _shtab_canon_bench_transformers_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -308,7 +228,7 @@ _shtab_canon_checkpoint_prune_options=(
   "--keep[1 or more]:K:"
   "--quarantine[also delete quarantined ones]"
   "--archive[also delete archived branches]"
-  "--dry_run[change nothing]"
+  "--dry-run[change nothing]"
   ":a run folder:_files"
 )
 
@@ -317,7 +237,7 @@ _shtab_canon_checkpoint_prune_defaults_added=0
 
 _shtab_canon_checkpoint_verify_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  ":a run folder:_files"
+  ":a run folder, or one of its checkpoints\: RUN\/checkpoint\/step-N:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -337,16 +257,6 @@ _shtab_canon_data_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_data_defaults_added=0
-
-_shtab_canon_data_bench_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--megabytes[maximum amount of text (default\: 96)]:N:"
-  "--repeats[measurements of each (default\: 3)]:N:"
-  "--json[also write the results to this file]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_data_bench_defaults_added=0
 
 _shtab_canon_data_build_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -421,7 +331,7 @@ _shtab_canon_data_verify_defaults_added=0
 _shtab_canon_doctor_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--dir[where runs will be written (default\: this folder)]:DIR:_files"
-  "--no_train[skip the training check]"
+  "--no-train[skip the training check]"
   "--json[print JSON]"
   "--fake[run CONFIG on fake GPUs (a100, h100, h200)\: does it run, memory, waits of the host]:GPU:"
   "--world[fake GPUs (default\: 8)]:N:"
@@ -438,27 +348,14 @@ _shtab_canon_eval_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_eval_defaults_added=0
 
-_shtab_canon_eval_bench_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--model[random weights of this size and variant (default\: Canon ABCD and no positions)]:FLAVOR[,FIELD=VALUE...]:"
-  "--checkpoint[a trained checkpoint instead]:RUN/checkpoint/step-N:_files"
-  "--repeats[measurements per case (3)]:repeats:"
-  "--scale[factor on the requests (default\: 1 on a CPU, 16 on a GPU)]:scale:"
-  "--cases[only these, such as hellaswag or jrt]:CASE:"
-  "--json[also write the figures to this file]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_eval_bench_defaults_added=0
-
 _shtab_canon_eval_compare_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--a[seeds of A, the baseline]:RUN:_files"
   "--b[seeds of B]:RUN:_files"
   "--step[compare at this step (default\: the last common one)]:step:"
   "*--suite[compare on this suite only (may be repeated)]:suite:"
-  "*--seed_sigma[known standard deviation over seeds\; TASK\:METRIC\=SIGMA for the log of a perplexity]:TASK=SIGMA:"
-  "--own_noise_only[estimate seed noise from these runs only, not from the paper]"
+  "*--seed-sigma[known standard deviation over seeds\; TASK\:METRIC\=SIGMA for the log of a perplexity]:TASK=SIGMA:"
+  "--own-noise-only[estimate seed noise from these runs only, not from the paper]"
   "--json[also write the rows to FILE]:FILE:_files"
   "(*)::two runs or sweeps, A the baseline\; or one sweep of two architectures:_files"
 )
@@ -469,8 +366,8 @@ _shtab_canon_eval_compare_defaults_added=0
 _shtab_canon_eval_report_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--baseline[the architecture, or one of its runs, to compare with (default\: the first run\'s)]:LABEL:"
-  "*--seed_sigma[known standard deviation over seeds\; TASK\:METRIC\=SIGMA for the log of a perplexity]:TASK=SIGMA:"
-  "--own_noise_only[estimate seed noise from these runs only, not from the paper]"
+  "*--seed-sigma[known standard deviation over seeds\; TASK\:METRIC\=SIGMA for the log of a perplexity]:TASK=SIGMA:"
+  "--own-noise-only[estimate seed noise from these runs only, not from the paper]"
   "--published[a clone of facebookresearch\/PhysicsLM4\: show the curves in its HTML beside the runs\']:CLONE:_files"
   "--out[folder of the page (default\: RUN\/report, or .\/report for several RUN)]:DIR:_files"
   "(*):runs, or sweeps:_files"
@@ -481,20 +378,20 @@ _shtab_canon_eval_report_defaults_added=0
 
 _shtab_canon_eval_run_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--checkpoint[RUN (its newest checkpoint), RUN\/checkpoint\/step-N, or an exported folder (with --out)]:RUN:_files"
-  "--suite[suites, tasks or groups listed by \`python -m eval tasks\`, a task\'s YAML, or all]:A,B:"
+  "--suite[suites, tasks or groups listed by \`canon eval tasks\`, a task\'s YAML, or all]:A,B:"
   "--limit[evaluate only the first N windows or items, as a trial]:limit:"
   "--out[folder of the results (default\: one per settings in RUN\/evals)]:out:_files"
-  "--must_beat[validation\: exit with code 2 unless bits per byte are below this count model\'s]:must_beat:(unigram bigram)"
+  "--must-beat[validation\: exit with code 2 unless bits per byte are below this count model\'s]:must_beat:(unigram bigram)"
   "--data[folder of the run\'s shards if they were moved]:data:_files"
-  "--held_out[validation\: score the text of this data_prep folder instead of the run\'s own]:DIR:_files"
-  "--staged[folder of \`python -m eval stage\` (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
-  "--max_length[maximum context in tokens (default\: training\'s seq_len\; babilong, birth-year\: 8192)]:max_length:"
+  "--held-out[validation\: score the text of this data_prep folder instead of the run\'s own]:DIR:_files"
+  "--staged[folder of \`canon eval stage\` (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
+  "--max-length[maximum context in tokens (default\: training\'s seq_len\; babilong, birth-year\: 8192)]:max_length:"
   "--dtype[dtype of weights and compute (auto\: bfloat16 on a GPU, float32 on a CPU)]:dtype:(auto float32 bfloat16)"
-  "--add_bos[begin each text with EOS\; training saw no BOS]"
-  "--batch_tokens[tokens in a forward pass (default\: found once per device, then stored)]:N:"
+  "--add-bos[begin each text with EOS\; training saw no BOS]"
+  "--batch-tokens[tokens in a forward pass (default\: found once per device, then stored)]:N:"
   "--junk[birth-year\: text to hide the statements in (default\: the staged WikiText)]:FILE.txt:_files"
   "*--option[task option, see eval\/README.md (repeatable)]:NAME=VALUE:"
+  "(*)::RUN (its newest checkpoint), RUN\/checkpoint\/step-N, or an exported folder (with --out):_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -503,10 +400,10 @@ _shtab_canon_eval_run_defaults_added=0
 _shtab_canon_eval_stage_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--suite[discriminative, jrt, babilong or all (all)]:suite:"
-  "--to[the folder (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
+  {--out,--to}"[the folder (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
   "--only[only these data sets of the suite]:KEY:"
   "--pin[use this commit of KEY\'s repository from now on\; stored in DIR\/pins.json]:KEY=COMMIT:"
-  "--allow_count[accept a different number of documents than the catalogue\'s]"
+  "--allow-count[accept a different number of documents than the catalogue\'s]"
   "--check[only verify the staged files\' hashes\; no network]"
 )
 
@@ -515,27 +412,27 @@ _shtab_canon_eval_stage_defaults_added=0
 
 _shtab_canon_eval_submit_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--suites[suites, tasks or task files (default\: all)]:A,B:"
+  {--suite,--suites}"[suites, tasks or task files (default\: all)]:A,B:"
   "--every[steps that are multiples of N, and the last (default\: every saved step)]:N:"
   "--local[run the evaluations here, one after the other]"
   "--once[submit what is due, and exit]"
   "--status[print a table of the evaluations\' states]"
   "--json[print the states as JSON]"
-  "--is_finished[exit with code 0 if nothing is left, else 1]"
-  "--max_in_flight[jobs at a time over all these runs (default\: 8\; with --local 1)]:K:"
+  "--is-finished[exit with code 0 if nothing is left, else 1]"
+  "--max-in-flight[jobs at a time over all these runs (default\: 8\; with --local 1)]:K:"
   "--retries[how often a failed job is submitted again (default\: 2)]:R:"
-  "--interval_s[seconds between two polls (default\: 60)]:interval_s:"
+  "--interval-s[seconds between two polls (default\: 60)]:interval_s:"
   "--report[folder of the report (default\: RUN\/report\; of several runs .\/report)]:DIR:_files"
   "--change[replace the options in schedule.json by those given]"
   "*--sbatch[a flag for each job, such as --sbatch\=--partition\=short (repeatable)]:FLAG:"
-  "--trust_task_files[use task files outside eval\/tasks, which are code, without a prompt]"
+  "--trust-task-files[use task files outside eval\/tasks, which are code, without a prompt]"
   "--data[folder of the run\'s shards if they were moved]:data:_files"
-  "--held_out[validation\: score the text of this data_prep folder instead of the run\'s own]:DIR:_files"
-  "--staged[folder of \`python -m eval stage\` (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
-  "--max_length[maximum context in tokens (default\: training\'s seq_len\; babilong, birth-year\: 8192)]:max_length:"
+  "--held-out[validation\: score the text of this data_prep folder instead of the run\'s own]:DIR:_files"
+  "--staged[folder of \`canon eval stage\` (default\: \$CANON_EVAL_DATA, else outputs\/eval_data)]:DIR:_files"
+  "--max-length[maximum context in tokens (default\: training\'s seq_len\; babilong, birth-year\: 8192)]:max_length:"
   "--dtype[dtype of weights and compute (auto\: bfloat16 on a GPU, float32 on a CPU)]:dtype:(auto float32 bfloat16)"
-  "--add_bos[begin each text with EOS\; training saw no BOS]"
-  "--batch_tokens[tokens in a forward pass (default\: found once per device, then stored)]:N:"
+  "--add-bos[begin each text with EOS\; training saw no BOS]"
+  "--batch-tokens[tokens in a forward pass (default\: found once per device, then stored)]:N:"
   "--junk[birth-year\: text to hide the statements in (default\: the staged WikiText)]:FILE.txt:_files"
   "*--option[task option, see eval\/README.md (repeatable)]:NAME=VALUE:"
   "(*):runs, or sweeps:_files"
@@ -590,7 +487,7 @@ _shtab_canon_hf_push_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--private[create it private\; refuse one that is public]"
   "--revision[such as step-1000, created if missing (main)]:BRANCH:"
-  "--dry_run[show files and card\; use no network]"
+  "--dry-run[show files and card\; use no network]"
   "--dtype[float32]:dtype:(float32 bfloat16 float16)"
   "--tokenizer[the tokenizer, if it was moved]:PATH:_files"
   "--eos[end-of-text token, if its file does not name it]:TOKEN:"
@@ -627,7 +524,7 @@ _shtab_canon_playground_plan_options=(
   "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
   "--extend[add runs to an existing plan]"
   "--gpu[print the GPU-hours on this GPU, one per run\: a100, h100 or h200]:GPU:"
-  ":format\: canon_pretrain\/playground.py:_files"
+  ":format\: canon_pretrain\/boards\/board.py:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -636,7 +533,7 @@ _shtab_canon_playground_plan_defaults_added=0
 _shtab_canon_playground_report_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
-  ":format\: canon_pretrain\/playground.py:_files"
+  ":format\: canon_pretrain\/boards\/board.py:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -648,7 +545,7 @@ _shtab_canon_playground_run_options=(
   "--extend[add runs to an existing plan]"
   "--parallel[runs at once, one thread each (default\: one per GPU, else per available core)]:N:"
   "--race[stop arms that are worse than others at equal steps]"
-  ":format\: canon_pretrain\/playground.py:_files"
+  ":format\: canon_pretrain\/boards\/board.py:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -658,7 +555,7 @@ _shtab_canon_playground_status_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--out[folder of the runs (default\: outputs\/boards\/BOARD)]:DIR:_files"
   "--json[print JSON]"
-  ":format\: canon_pretrain\/playground.py:_files"
+  ":format\: canon_pretrain\/boards\/board.py:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -734,10 +631,10 @@ _shtab_canon_sample_options=(
   "--compare[continuations side by side, with the losses of all tokens under both]:('A', 'B'):_files"
   "--prompt[what to continue (default\: a new text)]:TEXT:"
   "--file[read the prompt from it (-\: stdin), less one line end]:file:_files"
-  "--max_tokens[of an answer, at most (default\: 128)]:N:"
+  "--max-tokens[of an answer, at most (default\: 128)]:N:"
   "--temperature[0\: the likeliest token (default\: 0.8\; 0 on a synthetic task)]:T:"
-  "--top_k[of the K likeliest tokens (0\: all)]:K:"
-  "--top_p[of the likeliest with joint probability P (default\: 1)]:P:"
+  "--top-k[of the K likeliest tokens (0\: all)]:K:"
+  "--top-p[of the likeliest with joint probability P (default\: 1)]:P:"
   "--seed[of the draws\; sample k is the same for any --num (default\: 0)]:N:"
   "--num[samples of the prompt, in batches]:N:"
   "--json[an object per sample\: ids, text, log-probabilities (nats, at temperature 1)]"
@@ -761,7 +658,7 @@ _shtab_canon_sweep_plan_options=(
   "--configs[FILE.toml]:FILE.toml:_files"
   "--lr[default\: that of each config]:RATE:"
   "--seeds[default\: that of each config]:SEED:"
-  "--seed_of[what the seeds set (default\: both)]:seed_of:(init data both)"
+  "--seed-of[what the seeds set (default\: both)]:seed_of:(init data both)"
   "--extend[add runs to an existing plan]"
   "--gpu[print the GPU-hours on this GPU\: a100, h100 or h200]:GPU:"
   "--world[GPUs of a run (default\: 1)]:N:"
@@ -797,14 +694,6 @@ _shtab_canon_synthetic_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_synthetic_defaults_added=0
-
-_shtab_canon_synthetic_bench_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "(*)::default\: all:"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_synthetic_bench_defaults_added=0
 
 _shtab_canon_synthetic_score_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -843,7 +732,7 @@ _shtab_canon_train_options=(
   {--config,--job.config_file}"[path]:path:_files"
   {-h,--help}"[help]"
   "--help-all[help_all]"
-  "--dry_run[dry_run]"
+  "--dry-run[dry_run]"
   "--force[force]"
   "--gpu[gpu]:gpu:"
   "--world[world]:world:"
@@ -1093,14 +982,9 @@ _shtab_canon_bench() {
       curcontext="${curcontext%:*:*}:_shtab_canon_bench-$line[1]:"
       case $line[1] in
         all) _arguments -C -s $_shtab_canon_bench_all_options ;;
-        attention) _arguments -C -s $_shtab_canon_bench_attention_options ;;
-        canon) _arguments -C -s $_shtab_canon_bench_canon_options ;;
-        codegen) _arguments -C -s $_shtab_canon_bench_codegen_options ;;
         generate) _arguments -C -s $_shtab_canon_bench_generate_options ;;
         memory) _arguments -C -s $_shtab_canon_bench_memory_options ;;
-        mixers) _arguments -C -s $_shtab_canon_bench_mixers_options ;;
         step) _arguments -C -s $_shtab_canon_bench_step_options ;;
-        trainer) _arguments -C -s $_shtab_canon_bench_trainer_options ;;
         transformers) _arguments -C -s $_shtab_canon_bench_transformers_options ;;
       esac
   esac
@@ -1149,7 +1033,6 @@ _shtab_canon_data() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_canon_data-$line[1]:"
       case $line[1] in
-        bench) _arguments -C -s $_shtab_canon_data_bench_options ;;
         build) _arguments -C -s $_shtab_canon_data_build_options ;;
         finish) _arguments -C -s $_shtab_canon_data_finish_options ;;
         show) _arguments -C -s $_shtab_canon_data_show_options ;;
@@ -1177,7 +1060,6 @@ _shtab_canon_eval() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_canon_eval-$line[1]:"
       case $line[1] in
-        bench) _arguments -C -s $_shtab_canon_eval_bench_options ;;
         compare) _arguments -C -s $_shtab_canon_eval_compare_options ;;
         report) _arguments -C -s $_shtab_canon_eval_report_options ;;
         run) _arguments -C -s $_shtab_canon_eval_run_options ;;
@@ -1309,7 +1191,6 @@ _shtab_canon_synthetic() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_canon_synthetic-$line[1]:"
       case $line[1] in
-        bench) _arguments -C -s $_shtab_canon_synthetic_bench_options ;;
         score) _arguments -C -s $_shtab_canon_synthetic_score_options ;;
         show) _arguments -C -s $_shtab_canon_synthetic_show_options ;;
         stats) _arguments -C -s $_shtab_canon_synthetic_stats_options ;;

@@ -20,11 +20,43 @@ EXIT_INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are UserErrors, with a code."""
+    """An ArgumentParser whose errors are UserErrors, with a code; `-` and `_` are one in options.
+
+    Options are not abbreviated: a later version might have another one that begins alike.
+    """
+
+    settings = ""
+    """An option of which several KEY=VALUE may follow, and a file after them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse words, sys.argv if None."""
+        words: list[str] = []
+        for word in map(self._declared, sys.argv[1:] if args is None else args):
+            if words[-2:-1] == [self.settings] and "=" in word and not word.startswith("-"):
+                words.append(self.settings)
+            words.append(word)
+        return super().parse_known_args(words, namespace)
+
+    def _declared(self, word: str) -> str:
+        """Return a word with its option, if it is one, as it was declared."""
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and name not in self._option_string_actions:
+            for option in self._option_string_actions:
+                if option.replace("_", "-") == name.replace("_", "-"):
+                    return f"{option}{equals}{value}"
+        return word
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
-        raise UserError("cli.usage", f"{message}. See {self.prog} --help", program=self.prog)
+        raise usage_error(self.prog, message)
+
+
+def usage_error(program: str, message: str) -> UserError:
+    """Return the error of words that a program does not accept."""
+    return UserError("cli.usage", f"{message}. See {program} --help", program=program)
 
 
 class _DroppingFile(io.FileIO):
@@ -51,18 +83,10 @@ class _PrintableStream(io.TextIOWrapper):
         return len(text)
 
 
-def _open(number: int, stream: TextIO | None) -> _PrintableStream:
-    try:
-        os.fstat(number)
-    except OSError:
-        # closed: the next file to be opened would get its number, and this stream's output
-        null = os.open(os.devnull, os.O_RDWR)
-        if null != number:
-            os.dup2(null, number)
-            os.close(null)
+def _open(number: int, stream: TextIO) -> _PrintableStream:
     return _PrintableStream(
         io.BufferedWriter(_DroppingFile(number, "w", closefd=False)),
-        stream.encoding if stream is not None else "utf-8",
+        stream.encoding,
         "backslashreplace",
         line_buffering=number == 2 or os.isatty(number),
         write_through=bool(getattr(stream, "write_through", False)),
@@ -73,16 +97,17 @@ def _open(number: int, stream: TextIO | None) -> _PrintableStream:
 def resilient_output() -> Iterator[None]:
     """Make sys.stdout and sys.stderr drop what cannot be written, within the block."""
     before = sys.stdout, sys.stderr
-    if before[0] is sys.__stdout__:  # not replaced by a test
-        for stream in filter(None, before):
+    out, err = sys.__stdout__, sys.__stderr__
+    if out and err and sys.stdout is out:  # not replaced by a test
+        for stream in (out, err):
             with contextlib.suppress(OSError):
                 stream.flush()
-        sys.stdout, sys.stderr = _open(1, before[0]), _open(2, before[1])
+        sys.stdout, sys.stderr = _open(1, out), _open(2, err)
     try:
         yield
     finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         sys.stdout, sys.stderr = before
 
 
@@ -102,7 +127,7 @@ def run_process(main: Callable[[], None]) -> None:
         atexit._run_exitfuncs()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    for stream in filter(None, (sys.stdout, sys.stderr)):
+    for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
             stream.flush()
     os._exit(code)
@@ -124,8 +149,11 @@ def check_encoding() -> None:
     """Raise UserError unless Python's text files are UTF-8, as torch's and a run's are."""
     encoding = locale.getpreferredencoding(False)
     if codecs.lookup(encoding).name != "utf-8":
-        text = f"the locale's encoding is {encoding}, not UTF-8: set PYTHONUTF8=1 or LC_ALL=C.UTF-8"
-        raise UserError("cli.encoding", text, given=encoding)
+        raise UserError(
+            "cli.encoding",
+            f"the locale's encoding is {encoding}, not UTF-8: set PYTHONUTF8=1 or LC_ALL=C.UTF-8",
+            given=encoding,
+        )
 
 
 @contextlib.contextmanager

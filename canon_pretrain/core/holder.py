@@ -38,8 +38,12 @@ def read_count(environ: Mapping[str, str], name: str) -> int:
     """Return the integer in an environment variable, 0 if unset. Raises UserError."""
     value = environ.get(name) or "0"
     if not (value.isascii() and value.isdigit()):
-        text = f"{name} = {value!r} in the environment: expected a number; unset it"
-        raise UserError("env.not_a_number", text, name=name, given=value)
+        raise UserError(
+            "env.not_a_number",
+            f"{name} = {value!r} in the environment: expected a number; unset it",
+            name=name,
+            given=value,
+        )
     return int(value)
 
 
@@ -116,16 +120,13 @@ def parse(content: bytes) -> Holder | None:
 
 def read(path: Path) -> tuple[Holder, int] | None:
     """Return the holder in a lock file and the file's mtime_ns; None if it does not exist."""
-    for attempt in range(3):
+    for _ in range(3):
         try:
             with open(path, "rb", opener=open_nonblocking) as file:
-                content, mtime_ns = file.read(MAX_BYTES) or b"", os.fstat(file.fileno()).st_mtime_ns
+                content = file.read(MAX_BYTES) or b""
+                mtime_ns = os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
-        except OSError as error:
-            if error.errno != errno.ESTALE or attempt == 2:  # NFS: replaced during the read
-                raise
-            continue
         if (holder := parse(content)) is not None:
             return holder, mtime_ns
         time.sleep(0.01)  # it may be half written

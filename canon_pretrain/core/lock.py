@@ -144,14 +144,22 @@ class LinkLock:
             while not lock.try_acquire():
                 if (rival := lock.rival) is not None:
                     who = f"{rival.holder}, last heartbeat {age_s(path, rival):.1f} s ago"
-                    text = f"{path.parent} is in use by another launch ({who}). Wait, or {hint}"
-                    raise UserError("lock.held", text, path=path, holder=rival.holder)
+                    raise UserError(
+                        "lock.held",
+                        f"{path.parent} is in use by another launch ({who}). Wait, or {hint}",
+                        path=path,
+                        holder=rival.holder,
+                    )
                 time.sleep(min(1.0, lock.heartbeat_s / 4))
         except OSError as error:
             no_folder = isinstance(error, FileExistsError)  # raised by mkdir
             why = "its folder is a file or a broken link" if no_folder else error.strerror
-            text = f"the lock {path} cannot be created: {why}. Free space, or {hint}"
-            raise UserError("lock.unavailable", text, path=path, errno=error.errno) from error
+            raise UserError(
+                "lock.unavailable",
+                f"the lock {path} cannot be created: {why}. Free space, or {hint}",
+                path=path,
+                errno=error.errno,
+            ) from error
         return lock
 
     def try_acquire(self) -> bool:
@@ -226,8 +234,11 @@ class LinkLock:
     def _check_not_stopped(self, began: float) -> None:
         """Raise UserError if the takeover took longer than the expiry: we may be replaced."""
         if (passed := time.monotonic() - began) > self._expiry_s:
-            text = f"this process was stopped for {passed:.0f} s taking {self.path}: start again"
-            raise UserError("lock.lost", text, path=self.path)
+            raise UserError(
+                "lock.lost",
+                f"this process was stopped for {passed:.0f} s taking {self.path}: start again",
+                path=self.path,
+            )
 
     def is_owner(self) -> bool:
         """Return whether this process holds the lock, by reading the file now."""
@@ -336,8 +347,11 @@ def locked(
     deadline, poll_s, link_lock = time.monotonic() + patience_s, POLL_S, _link_lock(path)
     while (held := _take(path, link_lock)) is None:
         if time.monotonic() >= deadline:
-            text = f"{what} is being built by another process ({path}); wait for it or stop it"
-            raise UserError("lock.held", text, path=path)
+            raise UserError(
+                "lock.held",
+                f"{what} is being built by another process ({path}); wait for it or stop it",
+                path=path,
+            )
         if on_wait:
             on_wait()
             on_wait = None
@@ -350,8 +364,11 @@ def locked(
         was_ours = is_owner()
         release()
     if not was_ours:
-        text = f"{what}: this process was stopped, and another one took {path}: start again"
-        raise UserError("lock.lost", text, path=path)
+        raise UserError(
+            "lock.lost",
+            f"{what}: this process was stopped, and another one took {path}: start again",
+            path=path,
+        )
 
 
 def remove_locks(folder: Path) -> None:

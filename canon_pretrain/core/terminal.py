@@ -54,8 +54,12 @@ class Progress:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._started = self._shown = time.monotonic()
         self._has_bar = self.console.is_terminal and not self.console.quiet
-        columns = (rich.progress.BarColumn(), rich.progress.TextColumn("{task.description}"))
-        self._bar = rich.progress.Progress(*columns, console=self.console, transient=True)
+        self._bar = rich.progress.Progress(
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("{task.description}"),
+            console=self.console,
+            transient=True,
+        )
         self._task = self._bar.add_task("", total=1.0)
 
     def __enter__(self) -> Self:
@@ -70,7 +74,7 @@ class Progress:
         """Show `text` and the time left; `share` in [0, 1] is the fraction done."""
         elapsed = time.monotonic() - self._started
         if 0 < share < 1 and elapsed > 1:
-            text += f", about {duration(elapsed / share * (1 - share))} left"
+            text = f"{text}, about {duration(elapsed / share * (1 - share))} left"
         if self._has_bar:
             self._bar.update(self._task, completed=share, description=text)
         elif final or time.monotonic() - self._shown >= (5.0 if elapsed < 60 else 30.0):

@@ -110,8 +110,9 @@ class BlockReader:
             for block, found in enumerate(block_crcs(content), first_block):
                 if found != (expected := self._crcs[name][block]):
                     where = f"64-KiB block {block} (byte {block * BLOCK_BYTES})"
-                    problem = f"{where} has CRC32 {found:08x}, expected {expected:08x}"
-                    raise shard_error(path, problem, block=block)
+                    raise shard_error(
+                        path, f"{where} has CRC32 {found:08x}, expected {expected:08x}", block=block
+                    )
             ids = self._ids[(at - begin) // width : (min(end, stop) - begin) // width]
             out[done : done + len(ids)] = ids
             done += len(ids)
@@ -134,8 +135,11 @@ class BlockReader:
                     raise shard_error(path, f"truncated to {end} bytes while open", end=end)
                 done += got
         except OSError as error:
-            message = f"{path}: cannot be read: {error.strerror}; check the disk or network folder"
-            raise ShardError("shard.unreadable", message, path=path) from error
+            raise ShardError(
+                "shard.unreadable",
+                f"{path}: cannot be read: {error.strerror}; check the disk or network folder",
+                path=path,
+            ) from error
 
     def _open(self, path: Path) -> int:
         """Return a descriptor of a .bin file; close the oldest one above MAX_OPEN_FILES."""

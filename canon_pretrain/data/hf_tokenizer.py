@@ -85,15 +85,19 @@ class HFTokenizer:
             content = json.loads(model)
             added = {entry["content"]: int(entry["id"]) for entry in content["added_tokens"]}
         except (ValueError, KeyError, TypeError) as error:
-            message = f"tokenizer {name}: not a tokenizer.json: {error!r}"
-            raise UserError("tokenizer.unreadable", message) from None
+            raise UserError(
+                "tokenizer.unreadable", f"tokenizer {name}: not a tokenizer.json: {error!r}"
+            ) from None
         known = added if eos is not None else EOS_NAMES
         found = [token for token, i in added.items() if token in known and eos in (None, token, i)]
         if len(found) != 1:
             wanted = "an EOS by name" if eos is None else repr(eos)
             there = f"{len(found)} of its added tokens ({', '.join(list(added)[:8])})"
-            message = f"tokenizer {name}: {there} are {wanted}, expected one; give --eos TOKEN"
-            raise UserError("tokenizer.eos", message, found=len(found))
+            raise UserError(
+                "tokenizer.eos",
+                f"tokenizer {name}: {there} are {wanted}, expected one; give --eos TOKEN",
+                found=len(found),
+            )
         self.eos_token, self.eos_id = found[0], added[found[0]]
         self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
         for entry in content["added_tokens"]:
@@ -122,8 +126,10 @@ class HFTokenizer:
             for probe in (token, f"a{token}b", f" {token} "):
                 self.encode(probe)
         if not len(self.encode(_RARE_CHARACTER)):
-            message = f"tokenizer {name}: drops characters; give one with byte fallback or <unk>"
-            raise UserError("tokenizer.drops_text", message)
+            raise UserError(
+                "tokenizer.drops_text",
+                f"tokenizer {name}: drops characters; give one with byte fallback or <unk>",
+            )
 
     def encode(self, text: str) -> np.ndarray:
         if self._encoder is None:
@@ -131,8 +137,10 @@ class HFTokenizer:
         else:
             tokens = self._encoder.encode(text)
         if any((tokens == special).any() for special in self._special):
-            message = f"tokenizer {self._name}: gives text the ids of EOS or BOS; choose another"
-            raise UserError("tokenizer.eos_in_text", message)
+            raise UserError(
+                "tokenizer.eos_in_text",
+                f"tokenizer {self._name}: gives text the ids of EOS or BOS; choose another",
+            )
         return tokens
 
     def decode(self, ids: list[int]) -> str:
@@ -143,8 +151,9 @@ def _load(content: dict[str, Any], name: str) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
     except Exception as error:  # the package raises nothing more precise
-        message = f"tokenizer {name}: not a tokenizer.json: {error}"
-        raise UserError("tokenizer.unreadable", message) from None
+        raise UserError(
+            "tokenizer.unreadable", f"tokenizer {name}: not a tokenizer.json: {error}"
+        ) from None
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()

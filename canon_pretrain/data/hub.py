@@ -53,8 +53,11 @@ def find_commit(repo: str, revision: str | None, hints: HubHints) -> str:
     with hub_errors(repo, revision or "main", hints):
         found = HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_S).sha
     if not found or (revision and COMMIT.fullmatch(revision) and found != revision):
-        message = f"{repo}: requested {revision}, the hub (HF_ENDPOINT) returned {found}"
-        raise UserError("hub.unexpected", message, repo=repo)
+        raise UserError(
+            "hub.unexpected",
+            f"{repo}: requested {revision}, the hub (HF_ENDPOINT) returned {found}",
+            repo=repo,
+        )
     return found
 
 
@@ -114,8 +117,11 @@ def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], hints: H
         if not path.exists():
             if (free := free_bytes(root)) < known.size:
                 needed = f"{known.path} needs {size(known.size)}"
-                message = f"{root}: {size(free)} free, {needed}; free some space or set HF_HOME"
-                raise HubUnavailable("disk.full", message, path=root)
+                raise HubUnavailable(
+                    "disk.full",
+                    f"{root}: {size(free)} free, {needed}; free some space or set HF_HOME",
+                    path=root,
+                )
             place: dict[str, Any] = {"revision": commit, "cache_dir": root.parents[2]}
             with hub_errors(repo, commit, hints, known.path):
                 hf_hub_download(repo, known.path, repo_type="dataset", **place)
@@ -159,8 +165,13 @@ def hub_errors(
         yield
     except (transport_error(), OSError, *BAD_ANSWER, *unexpected) as error:
         what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
-        detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-        raise _user_error(error, hints, unexpected, what, detail) from None
+        raise _user_error(
+            error,
+            hints,
+            unexpected,
+            what,
+            f"({type(error).__name__}: {' '.join(str(error).split())[:300]})",
+        ) from None
 
 
 def transport_error() -> Any:

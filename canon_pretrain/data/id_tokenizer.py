@@ -50,9 +50,11 @@ class IdTokenizer:
     def encode(self, text: str) -> np.ndarray:
         words = text.split()
         if not all(word.isdecimal() and 0 < int(word) < self.vocab_size for word in words):
-            message = f"tokenizer {self._name}: {text[:40]!r} is not a text of ids from 1 to "
-            message += f"{self.vocab_size - 1}: this model knows no words"
-            raise UserError("tokenizer.not_ids", message)
+            raise UserError(
+                "tokenizer.not_ids",
+                f"tokenizer {self._name}: {text[:40]!r} is not a text of ids from 1 to "
+                f"{self.vocab_size - 1}: this model knows no words",
+            )
         return np.array([int(word) for word in words], dtype=np.int64)
 
     def decode(self, ids: list[int]) -> str:

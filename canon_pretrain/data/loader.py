@@ -81,16 +81,22 @@ class BatchLoader:
         batch_sizes = {"global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
         for name, value in {"seq_len": seq_len, **batch_sizes}.items():
             if value < 1:
-                message = f"{name} is {value}, expected at least 1"
-                raise UserError("data.out_of_range", message, name=name)
+                raise UserError(
+                    "data.out_of_range", f"{name} is {value}, expected at least 1", name=name
+                )
         if not 0 <= data_seed < 1 << 64:
-            message = f"data_seed is {data_seed}, expected 0 to 2**64 - 1"
-            raise UserError("data.out_of_range", message, name="data_seed")
+            raise UserError(
+                "data.out_of_range",
+                f"data_seed is {data_seed}, expected 0 to 2**64 - 1",
+                name="data_seed",
+            )
         self._round = dp_world_size * local_batch_size
         if global_batch_size % self._round:
             product = f"dp_world_size {dp_world_size} * local_batch_size {local_batch_size}"
-            message = f"global_batch_size {global_batch_size} is not a multiple of {product}"
-            raise UserError("data.batch_size", message)
+            raise UserError(
+                "data.batch_size",
+                f"global_batch_size {global_batch_size} is not a multiple of {product}",
+            )
         self._data = Mixture([data]) if isinstance(data, TokenShards) else data
         self._data.check(order, seq_len)
         self._order, self.is_masked = order, self._data.is_masked
@@ -137,14 +143,19 @@ class BatchLoader:
         for field in changed:
             if field not in allow:
                 values = f"{current[field]!r}, in the checkpoint {state.get(field)!r}"
-                message = f"the data order changed: {field} is {values}; set it back"
-                raise UserError("data.order_changed", message, field=field)
+                raise UserError(
+                    "data.order_changed",
+                    f"the data order changed: {field} is {values}; set it back",
+                    field=field,
+                )
         next_sample = state["next_sample"]
         origin = next_sample if changed else state["origin"]
         if (next_sample - origin) % self._round:
             place = f"sample {next_sample - origin}, not a multiple of {self._round}"
-            message = f"the checkpoint is inside a step (at {place}); resume at its world size"
-            raise UserError("data.inside_step", message)
+            raise UserError(
+                "data.inside_step",
+                f"the checkpoint is inside a step (at {place}); resume at its world size",
+            )
         is_new_data = "fingerprint" in changed
         counts = [0] * len(self.source_tokens) if is_new_data else state["source_tokens"]
         self.source_tokens = list(counts)

@@ -32,16 +32,19 @@ from canon_pretrain.data.shards import TokenShards
 def exact_weight(weight: float) -> Fraction:
     """Return the decimal as written: 0.7 is 7/10. Raises UserError unless positive."""
     if not (math.isfinite(weight) and weight > 0):
-        message = f"data.weights has {weight!r}, expected finite numbers above 0"
-        raise UserError("data.weights", message)
+        raise UserError(
+            "data.weights", f"data.weights has {weight!r}, expected finite numbers above 0"
+        )
     return Fraction(str(weight))
 
 
 def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
     """Return the 64-bit words at which the next source begins, uint64 [len(shares) - 1]."""
     if min(shares) * (1 << 64) < 1:
-        message = f"data.weights has a share of {float(min(shares)):.3g}, too small to be drawn"
-        raise UserError("data.weights", message)
+        raise UserError(
+            "data.weights",
+            f"data.weights has a share of {float(min(shares)):.3g}, too small to be drawn",
+        )
     ends = itertools.accumulate(shares)
     return np.array([math.floor(end * (1 << 64)) for end in ends][:-1], dtype=np.uint64)
 
@@ -50,8 +53,10 @@ def check_order(order: str, num_sources: int) -> None:
     """Raise UserError for an unknown order, or "permute" with several sources."""
     check_choice("data.order", order, typing.get_args(Order))
     if order == "permute" and num_sources > 1:
-        message = "data.order = 'permute' takes one folder; use 'random' for a weighted mixture"
-        raise UserError("data.order", message)
+        raise UserError(
+            "data.order",
+            "data.order = 'permute' takes one folder; use 'random' for a weighted mixture",
+        )
 
 
 class Mixture(AbstractContextManager["Mixture"]):
@@ -66,8 +71,10 @@ class Mixture(AbstractContextManager["Mixture"]):
         names: Sequence[str] | None = None,
     ) -> None:
         if not sources or len(weights) != len(sources):
-            message = f"data.weights has {len(weights)} numbers for {len(sources)} folders"
-            raise UserError("data.weights", message)
+            raise UserError(
+                "data.weights",
+                f"data.weights has {len(weights)} numbers for {len(sources)} folders",
+            )
         exact = [exact_weight(weight) for weight in weights]
         self.sources = tuple(sources)
         self.shares = tuple(weight / sum(exact) for weight in exact)
@@ -141,11 +148,15 @@ def _check_pair(one: TokenShards, other: TokenShards) -> None:
         first, second = getattr(one, field), getattr(other, field)
         if first != second:
             values = f"{first!r} in {one.folder}, {second!r} in {other.folder}"
-            message = f"{field} is {values}; build all folders with one tokenizer"
-            raise UserError("data.tokenizers_differ", message, field=field)
+            raise UserError(
+                "data.tokenizers_differ",
+                f"{field} is {values}; build all folders with one tokenizer",
+                field=field,
+            )
     if one.fingerprint == other.fingerprint:
-        message = f"{one.folder} and {other.folder} hold the same data; give it once"
-        raise UserError("data.same_twice", message)
+        raise UserError(
+            "data.same_twice", f"{one.folder} and {other.folder} hold the same data; give it once"
+        )
 
 
 def short_names(folders: Sequence[str]) -> list[str]:

@@ -37,8 +37,10 @@ def philox_blocks(seed: int, first: int, count: int) -> np.ndarray:
 def check_length(num_tokens: int, seq_len: int, name: str = "the data") -> None:
     """Raise UserError if a stream of `num_tokens`, called `name`, is shorter than a window."""
     if num_tokens <= seq_len:
-        message = f"{name} has {num_tokens} tokens, seq_len {seq_len} needs at least {seq_len + 1}"
-        raise UserError("data.too_short", message)
+        raise UserError(
+            "data.too_short",
+            f"{name} has {num_tokens} tokens, seq_len {seq_len} needs at least {seq_len + 1}",
+        )
 
 
 def offset_of_word(word: int, num_tokens: int, seq_len: int) -> int:

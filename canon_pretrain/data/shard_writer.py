@@ -89,8 +89,11 @@ class ShardWriter:
         version: int = VERSION,
     ) -> None:
         if not 0 <= eos_id < vocab_size:
-            message = f"eos_id {eos_id} is outside the vocabulary of {vocab_size}"
-            raise ShardError("data.outside_vocab", message, given=eos_id)
+            raise ShardError(
+                "data.outside_vocab",
+                f"eos_id {eos_id} is outside the vocabulary of {vocab_size}",
+                given=eos_id,
+            )
         self._folder, self._input_group = folder, input_group
         self._vocab_size, self._dtype = vocab_size, shards.dtype_for(vocab_size)
         self._plan_sha256 = plan_sha256
@@ -110,16 +113,20 @@ class ShardWriter:
         count = len(ids)
         where, most = f"row {row} of input group {self._input_group}", self._max_shard_tokens
         if not 0 < count <= most:
-            message = (
-                f"{where}: a document of {count} tokens, expected 1 to {most}; split or drop it"
+            raise ShardError(
+                "data.document_length",
+                f"{where}: a document of {count} tokens, expected 1 to {most}; split or drop it",
+                given=count,
             )
-            raise ShardError("data.document_length", message, given=count)
         low, high = int(ids.min()), int(ids.max())
         # before the cast: NumPy would silently store 70000 as uint16 4464
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high
-            message = f"{where}: token id {bad} is outside the vocabulary of {self._vocab_size}"
-            raise ShardError("data.outside_vocab", message, given=bad)
+            raise ShardError(
+                "data.outside_vocab",
+                f"{where}: token id {bad} is outside the vocabulary of {self._vocab_size}",
+                given=bad,
+            )
         if self._shard and self._shard.tokens + count > most:
             self._commit(self._shard, {}, {}, last=False)
         shard = self._shard = self._shard or self._new_shard(row)
@@ -249,5 +256,6 @@ def write_shards(
         for row, (ids, size) in enumerate(zip(documents, sizes, strict=True)):
             writer.add(np.asarray(ids), num_bytes=size, row=row)
         writer.finish()
-    known = {"vocab_size": vocab_size, "eos_id": eos_id, "tokenizer_sha256": tokenizer_sha256}
-    write_manifest(folder, 1, **known)
+    write_manifest(
+        folder, 1, vocab_size=vocab_size, eos_id=eos_id, tokenizer_sha256=tokenizer_sha256
+    )

@@ -162,8 +162,17 @@ def make_manifest(
             if not is_inside or cut.text_bytes > record.text_bytes:
                 raise ValueError(f"{cut} in a shard of {kept}")
             kept = cut
-        counts = (kept.tokens, kept.documents, kept.text_bytes)
-        entries.append(ShardEntry(named.name, tokens, documents, *counts, named.sha256))
+        entries.append(
+            ShardEntry(
+                named.name,
+                tokens,
+                documents,
+                kept.tokens,
+                kept.documents,
+                kept.text_bytes,
+                named.sha256,
+            )
+        )
         tokens += kept.tokens
         documents += kept.documents
         text_bytes += kept.text_bytes
@@ -230,8 +239,11 @@ class TokenShards(AbstractContextManager["TokenShards"]):
         records = [read_commit(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
         if not manifest.matches(records):
             path = folder / MANIFEST
-            message = f"{path}: does not match its commit records; delete it and {REBUILD_HINT}"
-            raise ShardError("shard.manifest", message, path=path)
+            raise ShardError(
+                "shard.manifest",
+                f"{path}: does not match its commit records; delete it and {REBUILD_HINT}",
+                path=path,
+            )
         shards = []
         for entry, named in zip(manifest.parts, records, strict=True):
             for path, known, found in shard_sizes(folder, named):
@@ -286,13 +298,20 @@ def read_manifest(folder: Path) -> Manifest:
         return read_record(path, Manifest)
     except UnreadableFile as error:
         if not error.is_missing:
-            message = f"{error}; delete it and {REBUILD_HINT}"
-            raise ShardError("shard.manifest", message, path=path) from None
+            raise ShardError(
+                "shard.manifest", f"{error}; delete it and {REBUILD_HINT}", path=path
+            ) from None
     if any(folder.glob("part-*")):
-        message = f"{folder}: the build is unfinished (no {MANIFEST}); {REBUILD_HINT}"
-        raise ShardError("shard.unfinished", message, path=folder)
-    message = f"{folder}: no {MANIFEST}; write token shards with `canon data build`"
-    raise ShardError("shard.no_split", message, path=folder)
+        raise ShardError(
+            "shard.unfinished",
+            f"{folder}: the build is unfinished (no {MANIFEST}); {REBUILD_HINT}",
+            path=folder,
+        )
+    raise ShardError(
+        "shard.no_split",
+        f"{folder}: no {MANIFEST}; write token shards with `canon data build`",
+        path=folder,
+    )
 
 
 def read_commit(folder: Path, name: str, sha256: str = "") -> NamedRecord:

@@ -36,19 +36,27 @@ class SentencePieceModel:
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
-            message = f"tokenizer {name}: neither a SentencePiece tokenizer.model nor JSON"
-            raise UserError("tokenizer.unreadable", message) from error
+            raise UserError(
+                "tokenizer.unreadable",
+                f"tokenizer {name}: neither a SentencePiece tokenizer.model nor JSON",
+            ) from error
         self.vocab_size: int = self._processor.vocab_size()
         self.bos_id: int = self._processor.bos_id()
         self.eos_id: int = self._processor.eos_id()
         if self.eos_id < 0:
-            message = f"tokenizer {name}: has no EOS; give a model trained with an eos_id"
-            raise UserError("tokenizer.eos", message, found=0)
+            raise UserError(
+                "tokenizer.eos",
+                f"tokenizer {name}: has no EOS; give a model trained with an eos_id",
+                found=0,
+            )
         self.eos_token: str = self._processor.id_to_piece(self.eos_id)
         if eos not in (None, self.eos_id, self.eos_token):
             own = f"{self.eos_token} (id {self.eos_id})"
-            message = f"tokenizer {name}: EOS is {own}, not {eos!r}; do not give it"
-            raise UserError("tokenizer.eos", message, found=1)
+            raise UserError(
+                "tokenizer.eos",
+                f"tokenizer {name}: EOS is {own}, not {eos!r}; do not give it",
+                found=1,
+            )
         info = SentencePieceInfo.read(model)
         self._encoder, reason = None, info.whole_text_reason()
         if not reason:
@@ -83,8 +91,10 @@ class Tokenizer:
 
     def __init__(self, model: bytes, name: str, *, eos: str | int | None = None) -> None:
         if not model:
-            message = f"tokenizer {name}: the file is empty; give a {' or '.join(FILE_NAMES)}"
-            raise UserError("tokenizer.unreadable", message)
+            raise UserError(
+                "tokenizer.unreadable",
+                f"tokenizer {name}: the file is empty; give a {' or '.join(FILE_NAMES)}",
+            )
         # the first byte of a SentencePiece model is 10, the tag of its first token
         is_json = model[:1] == b"{"
         self.file_name = HF_FILE if is_json else SENTENCEPIECE_FILE
@@ -106,8 +116,10 @@ class Tokenizer:
             model = Path(path).read_bytes()
         except OSError as error:
             files = f"a SentencePiece {SENTENCEPIECE_FILE} or an HF {HF_FILE}"
-            message = f"tokenizer {path}: {error.strerror}; give the path of {files}"
-            raise UserError("tokenizer.unreadable", message) from None
+            raise UserError(
+                "tokenizer.unreadable",
+                f"tokenizer {path}: {error.strerror}; give the path of {files}",
+            ) from None
         return cls(model, str(path), eos=eos)
 
     @classmethod
@@ -122,8 +134,11 @@ class Tokenizer:
             there = there[:1]
         if len(there) != 1:
             names = " and ".join(path.name for path in there) or "no tokenizer"
-            message = f"{folder}: has {names}, expected one of {' and '.join(FILE_NAMES)}"
-            raise UserError("tokenizer.not_one", message, found=len(there))
+            raise UserError(
+                "tokenizer.not_one",
+                f"{folder}: has {names}, expected one of {' and '.join(FILE_NAMES)}",
+                found=len(there),
+            )
         return cls.load(there[0], eos=eos)
 
     def encode(self, text: str) -> np.ndarray:

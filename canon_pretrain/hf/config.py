@@ -347,8 +347,9 @@ def checked(name: str, value: Any, kind: Any) -> Any:
 
 
 def raise_unsupported(name: str, value: object, why: str) -> NoReturn:
-    text = f"{name} = {value!r:.200}: {why}"
-    raise UserError("hf.unsupported_field", text, name=name, given=value)
+    raise UserError(
+        "hf.unsupported_field", f"{name} = {value!r:.200}: {why}", name=name, given=value
+    )
 
 
 def _checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,8 +86,11 @@ def export(
     old = None
     if os.path.lexists(out):
         if not force:
-            text = f"{out} exists; choose another folder, or replace it with --force"
-            raise UserError("hf.out_exists", text, path=out)
+            raise UserError(
+                "hf.out_exists",
+                f"{out} exists; choose another folder, or replace it with --force",
+                path=out,
+            )
         old = files_of_export(out)
     if old is not None:
         out = out.resolve()  # the temporary folder must be on the same disk
@@ -138,8 +141,11 @@ def _tensors(
     orders = interleave_orders(args) if kind != MODEL_TYPE and args.rope_dim else {}
     for name, tensor in weights.stream_weights(checkpoint, like, dtype):
         if not tensor.isfinite().all():
-            text = f"{name} is not finite in {dtype}: choose another --dtype or an earlier step"
-            raise UserError("hf.not_finite", text, name=name)
+            raise UserError(
+                "hf.not_finite",
+                f"{name} is not finite in {dtype}: choose another --dtype or an earlier step",
+                name=name,
+            )
         yield to_hf(name, kind), tensor[orders[name].argsort()] if name in orders else tensor
 
 
@@ -149,8 +155,11 @@ def files_of_export(out: Path) -> list[str]:
     with contextlib.suppress(disk.UnreadableFile):
         files = disk.read_record(out / RECORD, _Files).files
     if not files or any(name != Path(name).name for name in files):
-        text = f"{out} exists, and has no valid {RECORD} that lists the files of an export"
-        raise UserError("hf.not_an_export", text, path=out)
+        raise UserError(
+            "hf.not_an_export",
+            f"{out} exists, and has no valid {RECORD} that lists the files of an export",
+            path=out,
+        )
     return files
 
 
@@ -166,8 +175,11 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
     for name in {*old, *new}:
         path = out / name
         if os.path.lexists(path) and (name not in old or path.is_dir()):
-            text = f"{path} is not a file of the earlier export: move it"
-            raise UserError("hf.not_an_export", text, path=path)
+            raise UserError(
+                "hf.not_an_export",
+                f"{path} is not a file of the earlier export: move it",
+                path=path,
+            )
     # until the end the record lists the files of both exports, for --force after a kill
     disk.write_json(out / RECORD, record | {"files": sorted({*old, *new})})
     (out / CONFIG).unlink(missing_ok=True)
@@ -203,8 +215,12 @@ def _find_tokenizer(
     found = find_tokenizer(run.path, run, asked, eos, hint=_TOKENIZER_HINT)
     if found.vocab_size > args.vocab_size:
         sizes = f"{found.vocab_size} tokens, the model {args.vocab_size}"
-        text = f"the tokenizer has {sizes}. {_TOKENIZER_HINT}"
-        raise UserError("hf.vocab_size", text, given=found.vocab_size, expected=args.vocab_size)
+        raise UserError(
+            "hf.vocab_size",
+            f"the tokenizer has {sizes}. {_TOKENIZER_HINT}",
+            given=found.vocab_size,
+            expected=args.vocab_size,
+        )
     return found, _Ids(found.eos_id, found.vocab_size)
 
 
@@ -234,8 +250,9 @@ def _small_files(
         try:
             records |= tokenizer_files(tokenizer, args.max_seq_len)
         except UserError as error:
-            text = f"{error}. Leave it out with --no-tokenizer"
-            raise UserError("hf.inexact_tokenizer", text) from None
+            raise UserError(
+                "hf.inexact_tokenizer", f"{error}. Leave it out with --no-tokenizer"
+            ) from None
     for name, record in records.items():
         files[name] = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
     return files
@@ -278,6 +295,7 @@ _OLD_MAMBA2 = """\
 In transformers 4.57 this class is wrong for padding on the left and for a prompt that is read in
 parts; its beam search needs `use_cache=False`. Transformers 5 is right.
 """
+_NO_BOS = "\nThe tokenizer adds no BOS, as in training; EOS starts an empty context.\n"
 _SERVERS = {"smollm3": "vLLM and SGLang serve", "mamba2": "vLLM serves"}
 
 
@@ -303,8 +321,10 @@ def _about(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None) 
     plain, serving = plain_fields(args), _CUSTOM
     if plain is not None:
         servers = _SERVERS.get(plain["model_type"], "vLLM, SGLang and llama.cpp serve")
-        serving = f"A standard {plain['architectures'][0]}, without custom code.\n"
-        serving += f"{servers} it like any model of that class.\n"
+        serving = (
+            f"A standard {plain['architectures'][0]}, without custom code.\n"
+            f"{servers} it like any model of that class.\n"
+        )
         if "llama.cpp" in servers and tokenizer is not None and not llama_cpp_reads(tokenizer):
             serving += _NO_GGUF
         if plain["model_type"] == MAMBA2:
@@ -312,7 +332,7 @@ def _about(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None) 
     else:
         serving += _state_text(args)
     if tokenizer is not None:
-        serving += "\nThe tokenizer adds no BOS, as in training; EOS starts an empty context.\n"
+        serving += _NO_BOS
     loads = [("model", "AutoModelForCausalLM")]
     loads += [("tokenizer", "AutoTokenizer")] if tokenizer is not None else []
     trust = "" if plain else "trust_remote_code=True"

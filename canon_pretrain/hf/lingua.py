@@ -88,12 +88,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().split("\n")[0]
-        text = f"{path} cannot be read as plain tensors: {reason}"
-        raise UserError("hf.unreadable_weights", text, path=path) from None
+        raise UserError(
+            "hf.unreadable_weights", f"{path} cannot be read as plain tensors: {reason}", path=path
+        ) from None
     state = content.get("model") if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(_is_dense(tensor) for tensor in state.values()):
-        text = f'{path}: expected plain tensors under "model"'
-        raise UserError("hf.unreadable_weights", text, path=path)
+        raise UserError(
+            "hf.unreadable_weights", f'{path}: expected plain tensors under "model"', path=path
+        )
     return state
 
 

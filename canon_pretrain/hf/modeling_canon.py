@@ -306,8 +306,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             core.rope.reset(tokens_BT.device)  # transformers builds models on the meta device
         keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
         memory = cache.memory if cache is not None else None
-        options = {"is_real_BT": is_real_BT, "cache": memory, "logits_to_keep": keep}
-        logits_BTV = core(tokens_BT, **options)
+        logits_BTV = core(tokens_BT, is_real_BT=is_real_BT, cache=memory, logits_to_keep=keep)
         if not isinstance(logits_to_keep, int):
             logits_BTV = logits_BTV[:, logits_to_keep]
         loss = None

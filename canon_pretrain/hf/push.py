@@ -46,11 +46,19 @@ class Upload:
         names = files_of_export(export)
         # a record that was tampered with may list a link to any file of this machine
         if links := [name for name in (*names, RECORD) if (export / name).is_symlink()]:
-            text = f"{export}: {', '.join(links)} are links, maybe out of it; export it again"
-            raise UserError("hf.not_an_export", text, path=export, links=links)
+            raise UserError(
+                "hf.not_an_export",
+                f"{export}: {', '.join(links)} are links, maybe out of it; export it again",
+                path=export,
+                links=links,
+            )
         if missing := [name for name in names if not (export / name).is_file()]:
-            text = f"{export} is incomplete: {', '.join(missing)} missing; export it again"
-            raise UserError("hf.incomplete_export", text, path=export, missing=missing)
+            raise UserError(
+                "hf.incomplete_export",
+                f"{export} is incomplete: {', '.join(missing)} missing; export it again",
+                path=export,
+                missing=missing,
+            )
         files: dict[str, Path | bytes] = {name: export / name for name in sorted(names)}
         record = read_json(export / RECORD, finite=False)
         if record.get("checkpoint"):
@@ -81,8 +89,11 @@ def check_name(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        text = f"{repo}: expected USER/NAME, ORGANIZATION/NAME or NAME: {error}"
-        raise UserError("hub.repo_name", text, given=repo) from None
+        raise UserError(
+            "hub.repo_name",
+            f"{repo}: expected USER/NAME, ORGANIZATION/NAME or NAME: {error}",
+            given=repo,
+        ) from None
 
 
 def full_name(repo: str) -> str:
@@ -113,8 +124,11 @@ def push(upload: Upload, *, private: bool, revision: str | None) -> str:
             api.create_branch(repo, branch=revision, exist_ok=True)
         info = api.model_info(repo, revision=revision)
         if private and not info.private:
-            text = f"{repo} is public: make it private in its settings, or choose another name"
-            raise UserError("hub.public_repo", text, repo=repo)
+            raise UserError(
+                "hub.public_repo",
+                f"{repo} is public: make it private in its settings, or choose another name",
+                repo=repo,
+            )
         there = {sibling.rfilename for sibling in info.siblings or ()}
         if RECORD in there:
             record = Path(api.hf_hub_download(repo, RECORD, revision=info.sha))
@@ -128,8 +142,11 @@ def push(upload: Upload, *, private: bool, revision: str | None) -> str:
                         note = f"NOTE: {README} was edited on the hub, and is kept: delete it there"
                         print(f"{note} for a new one", file=sys.stderr)
         elif others := there - _OTHERS:
-            text = f"{repo} has files of another model ({min(others)}): choose another name"
-            raise UserError("hub.name_taken", text, repo=repo)
+            raise UserError(
+                "hub.name_taken",
+                f"{repo} has files of another model ({min(others)}): choose another name",
+                repo=repo,
+            )
         changes: list[Any] = [CommitOperationAdd(*pair) for pair in files.items()]
         gone = sorted(set(old) & there - set(upload.files))
         changes += [CommitOperationDelete(name, is_folder=False) for name in gone]
@@ -152,31 +169,50 @@ def _errors(repo: str) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, *BAD_ANSWER, transport_error()) as error:
         causes = causes_of(error)
         if any(isinstance(each, errors.LocalTokenNotFoundError) for each in causes):
-            text = "not logged in: run `hf auth login`, or set HF_TOKEN to a token that may write"
-            raise UserError("hub.no_token", text) from None
+            raise UserError(
+                "hub.no_token",
+                "not logged in: run `hf auth login`, or set HF_TOKEN to a token that may write",
+            ) from None
         first = causes[-1]
         detail = f"({type(first).__name__}: {' '.join(str(first).split())[:300]})"
         replies = [e.response for e in causes if isinstance(e, errors.HfHubHTTPError)]
         status = next((x.status_code for x in replies if x is not None), None)
         if isinstance(error, BAD_ANSWER) or any(map(is_page, replies)):
-            text = f"{repo}: {NOT_THE_HUB}; it confirmed no commit {detail}"
-            raise UserError("hub.unexpected", text, status=status) from None
+            raise UserError(
+                "hub.unexpected",
+                f"{repo}: {NOT_THE_HUB}; it confirmed no commit {detail}",
+                status=status,
+            ) from None
         if status in (401, 403, 404):
-            text = f"{repo}: this token may not write there: log in (`hf auth login` or HF_TOKEN) "
-            text += f"with one that may, or choose a name of yours {detail}"
-            raise UserError("hub.no_access", text, status=status) from None
+            raise UserError(
+                "hub.no_access",
+                f"{repo}: this token may not write there: log in (`hf auth login` or HF_TOKEN) "
+                f"with one that may, or choose a name of yours {detail}",
+                status=status,
+            ) from None
         if status in (409, 412):
-            text = f"{repo} was changed meanwhile; nothing was committed: run it again {detail}"
-            raise UserError("hub.conflict", text, status=status) from None
+            raise UserError(
+                "hub.conflict",
+                f"{repo} was changed meanwhile; nothing was committed: run it again {detail}",
+                status=status,
+            ) from None
         if status == 400 or (status is None and isinstance(error, ValueError)):
-            text = f"{repo}: the hub refused the content; nothing was committed {detail}"
-            raise UserError("hub.rejected", text, status=status) from None
+            raise UserError(
+                "hub.rejected",
+                f"{repo}: the hub refused the content; nothing was committed {detail}",
+                status=status,
+            ) from None
         if status is not None:
-            text = f"{repo}: the hub returned status {status}, and confirmed no commit: run the "
-            text += f"same command again later {detail}"
-            raise UserError("hub.http_error", text, status=status) from None
+            raise UserError(
+                "hub.http_error",
+                f"{repo}: the hub returned status {status}, and confirmed no commit: run the "
+                f"same command again later {detail}",
+                status=status,
+            ) from None
         if isinstance(error, OSError) and error.filename:
             raise  # a file of this machine
-        text = f"{repo}: the hub cannot be reached or the upload broke off, and it confirmed no "
-        text += f"commit: check HF_HUB_OFFLINE and the network, and run it again {detail}"
-        raise UserError("hub.unavailable", text) from None
+        raise UserError(
+            "hub.unavailable",
+            f"{repo}: the hub cannot be reached or the upload broke off, and it confirmed no "
+            f"commit: check HF_HUB_OFFLINE and the network, and run it again {detail}",
+        ) from None

@@ -101,12 +101,16 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
     kind, ignored = config.get("model_type"), set(ignore)
     if params is None and kind not in fields.MODEL_TYPES and "model_type" not in ignored:
         known = f"{' or '.join(fields.MODEL_TYPES)}, or --ignore model_type"
-        text = f"{path} has model_type = {kind!r}; expected {known}"
-        raise UserError("hf.model_type", text, given=kind)
+        raise UserError(
+            "hf.model_type", f"{path} has model_type = {kind!r}; expected {known}", given=kind
+        )
     reader: Any = fields if params is None else lingua
     if others := sorted(set(reader.unknown(config)) - ignored):
-        text = f"{path} has unknown fields. If they have no effect: --ignore {' '.join(others)}"
-        raise UserError("hf.unknown_fields", text, names=others)
+        raise UserError(
+            "hf.unknown_fields",
+            f"{path} has unknown fields. If they have no effect: --ignore {' '.join(others)}",
+            names=others,
+        )
     try:
         if params is None:
             layout(config)  # raises for an unknown one, before the weights are read
@@ -117,9 +121,11 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
     shapes = [shape for _, _, shape, _ in _tensors(source)]
     num_values = sum(shape.numel() for shape in shapes)
     if args.num_layers > len(shapes) or num_parameters(args) > 4 * num_values:
-        text = f"{path} describes {args.num_layers} layers with {num_parameters(args):,} parameters"
-        text += f"; the folder has {len(shapes):,} tensors with {num_values:,} values"
-        raise UserError("hf.missing_tensors", text)
+        raise UserError(
+            "hf.missing_tensors",
+            f"{path} describes {args.num_layers} layers with {num_parameters(args):,} parameters"
+            f"; the folder has {len(shapes):,} tensors with {num_values:,} values",
+        )
     return args
 
 
@@ -140,26 +146,43 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
             continue
         if shape != wanted[ours].shape:
             given, expected = tuple(shape), tuple(wanted[ours].shape)
-            text = f"{source}: {theirs} has shape {given}, expected {expected}"
-            raise UserError("hf.tensor_shape", text, name=theirs, given=given, expected=expected)
+            raise UserError(
+                "hf.tensor_shape",
+                f"{source}: {theirs} has shape {given}, expected {expected}",
+                name=theirs,
+                given=given,
+                expected=expected,
+            )
         tensor = read()
         if tensor.dtype not in _FLOATS:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            text = f"{source}: {theirs} is {dtype}, expected floating point"
-            raise UserError("hf.tensor_dtype", text, name=theirs, given=dtype)
+            raise UserError(
+                "hf.tensor_dtype",
+                f"{source}: {theirs} is {dtype}, expected floating point",
+                name=theirs,
+                given=dtype,
+            )
         tensor = tensor.to(torch.float32)
         if ours in weights and not torch.equal(weights[ours], tensor):
             head, embedding = (to_hf(name, kind) for name in ("output.weight", ours))
-            text = f"{source}: {described} ties {head} and {embedding}, but they differ"
-            raise UserError("hf.tied_weights_differ", text)
+            raise UserError(
+                "hf.tied_weights_differ",
+                f"{source}: {described} ties {head} and {embedding}, but they differ",
+            )
         weights[ours] = tensor
     absent = [name for name in wanted if name not in weights]
     if missing := [name if is_lingua else to_hf(name, kind) for name in absent]:
-        text = f"{source} lacks {_listed(missing)}, which its {described} describes"
-        raise UserError("hf.missing_tensors", text, names=missing)
+        raise UserError(
+            "hf.missing_tensors",
+            f"{source} lacks {_listed(missing)}, which its {described} describes",
+            names=missing,
+        )
     if extra:
-        text = f"{source} has {_listed(extra)}, which its {described} does not describe"
-        raise UserError("hf.unknown_tensors", text, names=extra)
+        raise UserError(
+            "hf.unknown_tensors",
+            f"{source} has {_listed(extra)}, which its {described} does not describe",
+            names=extra,
+        )
     if not is_lingua and args.rope_dim and layout(config) == fields.HUGGINGFACE:
         for name, order in interleave_orders(args).items():
             weights[name] = weights[name][order]
@@ -223,8 +246,11 @@ def model_toml(args: ModelArgs, source: str) -> str:
 
 def _training_state(checkpoint: Path, args: ModelArgs) -> dict[str, Any]:
     if checkpoints.check_weights(checkpoint, meta_weights(args)).kind != "full":
-        text = f"{checkpoint} holds only weights, no optimizer state"
-        raise UserError("checkpoint.weights_only", text, path=checkpoint)
+        raise UserError(
+            "checkpoint.weights_only",
+            f"{checkpoint} holds only weights, no optimizer state",
+            path=checkpoint,
+        )
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         if isinstance(entry, TensorStorageMetadata)
@@ -256,8 +282,11 @@ def _file(source: Path, name: str | Path) -> Path:
     # in the hub's cache each file of snapshots/REVISION is a link to its blob
     blobs = [f.parent.parent / "blobs" for f in (root, root.parent) if f.parent.name == "snapshots"]
     if not any(real.is_relative_to(folder) for folder in (root, *blobs)):
-        text = f"{path} is a link to {real}, outside of the folder: copy the file itself"
-        raise UserError("hf.outside_link", text, path=path)
+        raise UserError(
+            "hf.outside_link",
+            f"{path} is a link to {real}, outside of the folder: copy the file itself",
+            path=path,
+        )
     if real.exists() and not real.is_file():
         raise UserError("hf.unreadable_weights", f"{path} is not a regular file", path=path)
     return path
@@ -275,8 +304,11 @@ def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callab
             with safe_open(path, framework="pt", device="cpu") as file:
                 there = set(file.keys())
                 if lost := sorted(names - there):
-                    text = f"{path} lacks {_listed(lost)}, which {INDEX} lists"
-                    raise UserError("hf.damaged_index", text, names=lost)
+                    raise UserError(
+                        "hf.damaged_index",
+                        f"{path} lacks {_listed(lost)}, which {INDEX} lists",
+                        names=lost,
+                    )
                 for name in sorted(names or there):
                     shape = torch.Size(file.get_slice(name).get_shape())
                     try:
@@ -285,8 +317,9 @@ def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callab
                         ours = None
                     yield name, ours, shape, partial(file.get_tensor, name)
         except (SafetensorError, OSError) as error:
-            text = f"{path} cannot be read: {error}"
-            raise UserError("hf.unreadable_weights", text, path=path) from None
+            raise UserError(
+                "hf.unreadable_weights", f"{path} cannot be read: {error}", path=path
+            ) from None
 
 
 def _files(source: Path) -> dict[Path, set[str]]:
@@ -298,14 +331,19 @@ def _files(source: Path) -> dict[Path, set[str]]:
         files: dict[Path, set[str]] = {}
         for name, file in places.items():
             if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
-                text = f"{source / INDEX} lists {name} in {file!r}: expected a file name"
-                raise UserError("hf.damaged_index", text, names=[name])
+                raise UserError(
+                    "hf.damaged_index",
+                    f"{source / INDEX} lists {name} in {file!r}: expected a file name",
+                    names=[name],
+                )
             files.setdefault(_file(source, file), set()).add(name)
         return files
     if (source / ONE_FILE).is_file():
         return {_file(source, ONE_FILE): set()}
     if any(source.glob("*.bin")) or any(source.glob("*.pt*")):
-        text = f"{source} holds pickled weights, which can run code: use safetensors"
-        raise UserError("hf.pickled_weights", text, path=source)
-    text = f"{source} has neither {ONE_FILE} nor {INDEX}"
-    raise UserError("hf.no_weights", text, path=source)
+        raise UserError(
+            "hf.pickled_weights",
+            f"{source} holds pickled weights, which can run code: use safetensors",
+            path=source,
+        )
+    raise UserError("hf.no_weights", f"{source} has neither {ONE_FILE} nor {INDEX}", path=source)

@@ -119,8 +119,10 @@ class Sampler:
         if found.vocab_size > model.args.vocab_size:
             sizes = f"{found.vocab_size} tokens, the model {model.args.vocab_size}"
             way_out = "leave out --tokenizer" if tokenizer else "name that of training: --tokenizer"
-            text = f"the tokenizer {tokenizer or 'in ' + str(checkpoint)} has {sizes}: {way_out}"
-            raise UserError("sample.vocab_size", text)
+            raise UserError(
+                "sample.vocab_size",
+                f"the tokenizer {tokenizer or 'in ' + str(checkpoint)} has {sizes}: {way_out}",
+            )
         return cls(checkpoint, model, found, task)
 
     @property
@@ -133,13 +135,18 @@ class Sampler:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # such as a byte of the command line
-            message = f"the text is not UTF-8: see character {error.start + 1:,}"
-            raise UserError("sample.not_utf8", message, character=error.start + 1) from None
+            raise UserError(
+                "sample.not_utf8",
+                f"the text is not UTF-8: see character {error.start + 1:,}",
+                character=error.start + 1,
+            ) from None
         found: list[int] = self.tokenizer.encode(text).tolist()
         if self.has_ids and not found:
-            message = f"{self.checkpoint} knows ids, no words: give some, as in --prompt '12 45'"
-            message += " (canon synthetic show prints a task's)"
-            raise UserError("sample.no_ids", message)
+            raise UserError(
+                "sample.no_ids",
+                f"{self.checkpoint} knows ids, no words: give some, as in --prompt '12 45'"
+                " (canon synthetic show prints a task's)",
+            )
         return found if self.has_ids else [self.tokenizer.eos_id, *found]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -150,9 +157,13 @@ class Sampler:
         """Return an Answer without tokens; at most as many will come as the model can read."""
         longest = self.model.args.max_seq_len
         if len(prompt) > longest:
-            text = f"a prompt of {len(prompt):,} tokens, more than max_seq_len = {longest:,}"
-            text += f" of {self.checkpoint}"
-            raise UserError("sample.prompt_too_long", text, given=len(prompt), expected=longest)
+            raise UserError(
+                "sample.prompt_too_long",
+                f"a prompt of {len(prompt):,} tokens, more than max_seq_len = {longest:,}"
+                f" of {self.checkpoint}",
+                given=len(prompt),
+                expected=longest,
+            )
         # the last token is not read
         return Answer(self, prompt, min(max_tokens, longest + 1 - len(prompt)))
 

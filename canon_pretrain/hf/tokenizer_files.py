@@ -90,8 +90,10 @@ def _from_sentencepiece(model: bytes) -> dict[str, Any]:
         "it does not escape spaces": not facts.escapes_spaces,
     }
     if reasons := [reason for reason, holds in refusals.items() if holds]:
-        text = f"the tokenizer can't be converted to tokenizer.json: {'; '.join(reasons)}"
-        raise UserError("hf.inexact_tokenizer", text)
+        raise UserError(
+            "hf.inexact_tokenizer",
+            f"the tokenizer can't be converted to tokenizer.json: {'; '.join(reasons)}",
+        )
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     made = tokenizers.Tokenizer(_model(processor, pieces, facts))

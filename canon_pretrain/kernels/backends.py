@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.kernels.compiled import Segments, canon_compiled, canon_gate_compiled, sum_dtype
-from canon_pretrain.kernels.delta import chunked_delta
 from canon_pretrain.kernels.dynamic import canon_dynamic
-from canon_pretrain.kernels.gla import chunked_gla
-from canon_pretrain.kernels.ssd import chunked_ssd
+from canon_pretrain.kernels.recurrences import CHUNKED, Recurrence
 
 BACKENDS = ("auto", "reference", "compiled", "causal_conv1d", "fla", "triton")
 OPTIONAL = {
@@ -31,12 +28,6 @@ OPTIONAL = {
 }
 """Backends that need a GPU or a package -> their modules."""
 MIXER_BACKENDS = ("auto", "chunked", "fla")
-Recurrence = Callable[..., tuple[Tensor, Tensor]]
-CHUNKED: dict[str, Recurrence] = {
-    "gla": chunked_gla,
-    "mamba2": chunked_ssd,
-    "gated_deltanet": chunked_delta,
-}
 TRITON_TAPS = 4
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)

@@ -46,8 +46,7 @@ def canon_gate_compiled(
     segments_BN: Tensor | None = None,
 ) -> Tensor:
     """Compute act(canon(gate)) * canon(up), [B, T, F], rounded once; the weight is [2F, 1, K]."""
-    given = gate_BTF, up_BTF, weight_C1K, segments_BN
-    y_BTF: Tensor = _CanonGate.apply(*given, (residual, relu2))
+    y_BTF: Tensor = _CanonGate.apply(gate_BTF, up_BTF, weight_C1K, segments_BN, (residual, relu2))
     return y_BTF
 
 

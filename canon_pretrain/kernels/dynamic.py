@@ -37,8 +37,8 @@ def canon_dynamic(
     """
     # [K, C, R]: one tap's matrix is contiguous
     weight_KCR = weight_CRK.permute(2, 0, 1).to(x_BTC.dtype).contiguous()
-    given = x_BTC, z_BTR.to(x_BTC.dtype), weight_KCR
-    y_BTC: Tensor = _Dynamic.apply(*given, segments_BN, (residual, activation))
+    z_BTR = z_BTR.to(x_BTC.dtype)
+    y_BTC: Tensor = _Dynamic.apply(x_BTC, z_BTR, weight_KCR, segments_BN, (residual, activation))
     return y_BTC
 
 

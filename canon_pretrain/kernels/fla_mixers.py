@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.kernels import packages
-from canon_pretrain.kernels.backends import CHUNKED, Recurrence
 from canon_pretrain.kernels.packages import PACKAGES, package_problem
+from canon_pretrain.kernels.recurrences import CHUNKED, Recurrence
 
 FLA = PACKAGES["fla"]
 MIXERS = {
@@ -63,8 +63,7 @@ def ssd(
 ) -> tuple[Tensor, Tensor]:
     """Compute `chunked_ssd`."""
     if not fits(x_BTHP):
-        past = {"state": state, "starts_BT": starts_BT}
-        return CHUNKED["mamba2"](x_BTHP, dt_BTH, A_H, *b_c_d, **past)
+        return CHUNKED["mamba2"](x_BTHP, dt_BTH, A_H, *b_c_d, state=state, starts_BT=starts_BT)
     B_BTN, C_BTN, D_H = b_c_d
     k_BTHN = dt_BTH[..., None] * B_BTN[:, :, None]
     heads = C_BTN[:, :, None].expand_as(k_BTHN), k_BTHN, x_BTHP, dt_BTH * A_H

@@ -209,8 +209,7 @@ def _states(decay_NRK1: Tensor, sums_NRKV: Tensor, state_RKV: Tensor, reverse: b
     states_NRKV[-1 if reverse else 0] = state_RKV
     for n in reversed(range(num_chunks)) if reverse else range(num_chunks):
         before, after = (n + 1, n) if reverse else (n, n + 1)
-        step = sums_NRKV[n], decay_NRK1[n], states_NRKV[before]
-        torch.addcmul(*step, out=states_NRKV[after])
+        torch.addcmul(sums_NRKV[n], decay_NRK1[n], states_NRKV[before], out=states_NRKV[after])
     return states_NRKV
 
 

@@ -80,14 +80,16 @@ def canon_by_package(
     supported = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % 8 == 0
     if not fits or not (segments_BN is None if backend == "fla" else supported):
         return canon_compiled(x_BTC, weight_C1K, segments_BN=segments_BN, **kind)
+
     residual, activation = kind["residual"], kind["activation"]
     taps_CK = weight_C1K[:, 0].float()
     if residual and not activation:  # the residual adds 1 to the current token's tap
         taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (taps_CK.shape[1] - 1, 0))
     # causal-conv1d skips segments below 0, which are our padding
     segments_BT = None if segments_BN is None else segments_BN[:, taps_CK.shape[1] - 1 :] + 1
-    kinds = residual and activation, activation
-    y_BTC: Tensor = package_forward(x_BTC, taps_CK, segments_BT, backend, *kinds)
+    y_BTC: Tensor = package_forward(
+        x_BTC, taps_CK, segments_BT, backend, residual and activation, activation
+    )
     return y_BTC
 
 
@@ -99,8 +101,9 @@ def package_forward(
     run = _function(backend, 0)
     if backend == "fla":
         x_BTC = x_BTC.contiguous()
-        options = {"residual": x_BTC if adds else None, "activation": "silu" if silu else None}
-        y_BTC: Tensor = run(x=x_BTC, weight=taps_CK, bias=None, **options)[0]
+        residual, activation = x_BTC if adds else None, "silu" if silu else None
+        y_BTC: Tensor
+        y_BTC, _ = run(x=x_BTC, weight=taps_CK, bias=None, residual=residual, activation=activation)
         return y_BTC
     segments = None if segments_BT is None else segments_BT.contiguous()
     y_BCT = run(_channels_last(x_BTC), taps_CK, None, segments, None, None, silu)
@@ -117,18 +120,19 @@ def package_backward(
     if backend == "fla":
         x, dy = x.contiguous(), dy.contiguous()
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            given = {"x": x, "dy": dy, "dht": None, "weight": taps}
-            dx_BTC, dtaps_CK, *_ = run(**given, activation="silu" if silu else None)
+            activation = "silu" if silu else None
+            dx_BTC, dtaps_CK, *_ = run(x=x, dy=dy, dht=None, weight=taps, activation=activation)
         return dx_BTC + dy if adds else dx_BTC, dtaps_CK
     dx_BTC = x.new_empty(x.shape)
     segments = None if segments is None else segments.contiguous()
-    both = _channels_last(x), taps, None, _channels_last(dy), segments
+    x_BCT, dy_BCT, dx_BCT = map(_channels_last, (x, dy, dx_BTC))
+
     # deterministic only under this flag; use_deterministic_algorithms also sets inductor's options
     wanted = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
-        dtaps_CK = run(*both, None, None, _channels_last(dx_BTC), False, silu)[1]
+        _, dtaps_CK, *_ = run(x_BCT, taps, None, dy_BCT, segments, None, None, dx_BCT, False, silu)
     finally:
         torch._C._set_deterministic_algorithms(wanted, warn_only=warn_only)
     return dx_BTC + dy if adds else dx_BTC, dtaps_CK

@@ -219,6 +219,6 @@ def _states(log_BHC: Tensor, added: Tensor, first_BHNP: Tensor) -> tuple[Tensor,
     of_groups = to_end[..., None, :] @ added.unflatten(2, (-1, GROUP)).flatten(4)
     before, last = _states(sums[..., -1], of_groups[..., 0, :].unflatten(3, shape), first_BHNP)
     # each group by itself, as further heads
-    grouped = log_BHGJ.flatten(1, 2), added.view(num_rows, -1, GROUP, *shape)
-    states, _ = _states(*grouped, before.flatten(1, 2))
+    log_BHC, added = log_BHGJ.flatten(1, 2), added.view(num_rows, -1, GROUP, *shape)
+    states, _ = _states(log_BHC, added, before.flatten(1, 2))
     return states.reshape(num_rows, num_heads, -1, *shape)[:, :, :num_chunks], last

@@ -251,11 +251,17 @@ def _check(args: ModelArgs) -> None:
     if args.canon_kernel not in CANON_KERNELS:
         raise _out_of_range("canon_kernel", args.canon_kernel, "2 to 16 (the paper's is 4)")
     if args.document_mask and not 0 <= args.eos_id < args.vocab_size:
-        expected = f"a token id below vocab_size = {args.vocab_size}, for document_mask"
-        raise _out_of_range("eos_id", args.eos_id, expected)
+        raise _out_of_range(
+            "eos_id",
+            args.eos_id,
+            f"a token id below vocab_size = {args.vocab_size}, for document_mask",
+        )
     if args.ffn_activation == "gelu" and args.ffn not in ("standard", "moe"):
-        message = 'ffn_activation = "gelu" needs ffn = "standard"'
-        raise UserError("model.conflict", message, name="ffn_activation")
+        raise UserError(
+            "model.conflict",
+            'ffn_activation = "gelu" needs ffn = "standard"',
+            name="ffn_activation",
+        )
     _check_divisible(args)
     _check_position(args)
     _check_mixer(args)
@@ -293,8 +299,9 @@ def _refuse(args: ModelArgs, names: Iterable[str], needed: str) -> None:
     """Raise UserError if one of the fields is not its default, because it needs something else."""
     for name in names:
         if (given := getattr(args, name)) != getattr(ModelArgs, name):
-            message = f"{name} = {str(given).lower()} needs {needed}"
-            raise UserError("model.conflict", message, name=name)
+            raise UserError(
+                "model.conflict", f"{name} = {str(given).lower()} needs {needed}", name=name
+            )
 
 
 def _check_mixer(args: ModelArgs) -> None:
@@ -313,12 +320,16 @@ def _check_ffn(args: ModelArgs) -> None:
     if args.ffn != "moe":
         _refuse(args, _MOE_FIELDS, f'ffn = "moe", not "{args.ffn}"')
     elif args.experts_per_token > args.num_experts:
-        expected = f"at most num_experts = {args.num_experts}"
-        raise _out_of_range("experts_per_token", args.experts_per_token, expected)
+        raise _out_of_range(
+            "experts_per_token", args.experts_per_token, f"at most num_experts = {args.num_experts}"
+        )
     elif args.bias or args.moe_gated and args.ffn_activation == "gelu":
         name = "bias" if args.bias else "ffn_activation"
-        message = f'{name} = {getattr(args, name)} is no option of these experts (ffn = "moe")'
-        raise UserError("model.conflict", message, name=name)
+        raise UserError(
+            "model.conflict",
+            f'{name} = {getattr(args, name)} is no option of these experts (ffn = "moe")',
+            name=name,
+        )
     if args.ffn == "none":
         _refuse(args, ["ffn_activation"], 'a feed-forward, but ffn = "none"')
     reasons = {
@@ -328,8 +339,11 @@ def _check_ffn(args: ModelArgs) -> None:
     }
     refused = {"none": "CD", "moe": "D"}.get(args.ffn, "")
     if set(refused) & set(args.canon_set):
-        message = f'canon_set = "{args.canon_set}": {reasons[args.ffn]}'
-        raise UserError("model.conflict", message, name="canon_set")
+        raise UserError(
+            "model.conflict",
+            f'canon_set = "{args.canon_set}": {reasons[args.ffn]}',
+            name="canon_set",
+        )
 
 
 def _out_of_range(name: str, given: float, expected: str) -> UserError:
@@ -340,11 +354,17 @@ def _out_of_range(name: str, given: float, expected: str) -> UserError:
 def _check_position(args: ModelArgs) -> None:
     if args.partial_rope_dim:
         if args.position != "partial_rope_c":
-            message = f'partial_rope_dim needs position = "partial_rope_c", not "{args.position}"'
-            raise UserError("model.conflict", message, name="partial_rope_dim")
+            raise UserError(
+                "model.conflict",
+                f'partial_rope_dim needs position = "partial_rope_c", not "{args.position}"',
+                name="partial_rope_dim",
+            )
         if args.partial_rope_dim % 2 or args.partial_rope_dim >= args.head_dim:
-            expected = f"an even number below the head dim, {args.head_dim}, or 0 for a quarter"
-            raise _out_of_range("partial_rope_dim", args.partial_rope_dim, expected)
+            raise _out_of_range(
+                "partial_rope_dim",
+                args.partial_rope_dim,
+                f"an even number below the head dim, {args.head_dim}, or 0 for a quarter",
+            )
     # position -> divisors of the number of heads and of the head dim
     divisors = {"rope": (1, 2), "h_alibi": (2, 1), "partial_rope_a": (2, 4)}
     divisors |= {"partial_rope_b": (4, 2), "partial_rope_c": (1, 2 if args.partial_rope_dim else 8)}

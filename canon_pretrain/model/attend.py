@@ -93,8 +93,12 @@ class Attend(nn.Module):
         name = self.implementation(device.type, masked=segments_BS is not None)
         if name == "flash_attn":
             if segments_BS is not None:
-                message = f'attention_backend = "{name}" supports no padding; choose "auto"'
-                raise UserError("attention.unsupported", message, backend=name, feature="padding")
+                raise UserError(
+                    "attention.unsupported",
+                    f'attention_backend = "{name}" supports no padding; choose "auto"',
+                    backend=name,
+                    feature="padding",
+                )
             return None
 
         def mask_mod(b: Any, h: Any, q: Any, s: Any) -> Any:
@@ -110,10 +114,11 @@ class Attend(nn.Module):
         rows = None if segments_BS is None else segments_BS.shape[0]
         if name == "flex" and whole:
             heads = num_heads if windowed else None
-            sizes = rows, heads, num_queries, num_keys
             on_cpu = device.type == "cpu"
             create = create_block_mask if on_cpu else _compiled(create_block_mask)
-            block_mask: BlockMask = create(mask_mod, *sizes, device=device.type)
+            block_mask: BlockMask = create(
+                mask_mod, rows, heads, num_queries, num_keys, device=device.type
+            )
             return block_mask
         if segments_BS is None and not windowed and (whole or num_queries == 1):
             return None

@@ -116,8 +116,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
         x_q, x_k, x_v = per_reader(x_BTD, 3)
-        qkv = self.wq(x_q), self.wk(x_k), self.wv(x_v)
-        q_BTHK, k_BSGK, v_BSGK = self.heads(*qkv, segments_BN, cache, x_q)
+        q_BTHK, k_BSGK, v_BSGK = self.heads(
+            self.wq(x_q), self.wk(x_k), self.wv(x_v), segments_BN, cache, x_q
+        )
         if cache is not None:
             k_BSGK, v_BSGK = cache.append(k_BSGK, v_BSGK)
         return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, mask).flatten(-2))

@@ -105,8 +105,9 @@ class Canon(nn.Module):
         memory = cache.canon.get(self.site)
         assert not isinstance(memory, DynamicMemory)
         if memory is None:
-            options = {"residual": self.residual, "activation": self.activation}
-            memory = cache.canon[self.site] = CanonMemory(parts[0], self.weight, **options)
+            memory = cache.canon[self.site] = CanonMemory(
+                parts[0], self.weight, residual=self.residual, activation=self.activation
+            )
         return memory.read(parts, self.weight, segments_BN, self.backend)
 
     def options(self, segments_BN: Segments) -> dict[str, Any]:

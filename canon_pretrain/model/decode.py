@@ -306,8 +306,11 @@ def _check_prompts(
         raise UserError("generate.max_new_tokens", f"max_new_tokens has {count}")
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         if limit < 1:
-            message = f"prompt {i} with {limit} new tokens: expected at least 1"
-            raise UserError("generate.max_new_tokens", message, prompt=i)
+            raise UserError(
+                "generate.max_new_tokens",
+                f"prompt {i} with {limit} new tokens: expected at least 1",
+                prompt=i,
+            )
         if not len(prompt):
             raise UserError(
                 "generate.empty_prompt", f"prompt {i} is empty: begin with EOS", prompt=i
@@ -317,8 +320,11 @@ def _check_prompts(
             raise UserError("generate.token_ids", f"prompt {i} has ids from {ids}", prompt=i)
         if len(prompt) + limit - 1 > args.max_seq_len:  # the last one is not read
             size = f"{len(prompt)} tokens with {limit} new ones"
-            message = f"prompt {i} of {size} is longer than max_seq_len = {args.max_seq_len}"
-            raise UserError("model.sequence_too_long", message, prompt=i)
+            raise UserError(
+                "model.sequence_too_long",
+                f"prompt {i} of {size} is longer than max_seq_len = {args.max_seq_len}",
+                prompt=i,
+            )
 
 
 def _check_sampling(temperature: float, top_k: int, top_p: float, generator: object) -> None:

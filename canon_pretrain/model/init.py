@@ -95,8 +95,9 @@ class InitialValue:
             steps = block.uniform_(low, high, generator=generator).exp()
             return steps + (-torch.expm1(-steps)).log()  # softplus inverted
         bound = TRUNCATE_SIGMAS * self.scale
-        law = 0.0, self.scale, -bound, bound
-        return torch.nn.init.trunc_normal_(block, *law, generator=generator)
+        return torch.nn.init.trunc_normal_(
+            block, 0.0, self.scale, -bound, bound, generator=generator
+        )
 
 
 def plain_name(name: str) -> str:

@@ -61,8 +61,9 @@ class Mamba2(nn.Module):
         x_BTHP, A_H = x_BTI.unflatten(-1, (-1, self.head_dim)), -self.A_log.to(dtype).exp()
         state = None if cache is None else cache.state
         starts_BT = segment_starts(segments_BN, x_BTD.shape[1])
-        given = x_BTHP, dt_BTH, A_H, b_BTS, c_BTS, self.D
-        y_BTHP, state = self.recurrence(*given, state=state, starts_BT=starts_BT)
+        y_BTHP, state = self.recurrence(
+            x_BTHP, dt_BTH, A_H, b_BTS, c_BTS, self.D, state=state, starts_BT=starts_BT
+        )
         if cache is not None:
             cache.state = state
         gated_BTI = y_BTHP.flatten(-2).to(dtype) * F.silu(z_BTI.to(dtype))

@@ -197,7 +197,6 @@ class Transformer(nn.Module):
         super().__init__()
         check_canon_backend(canon_backend)
         check_mixer_backend(args.mixer, args.key_dim, mixer_backend)
-        backends = canon_backend, mixer_backend
         self.args, self.canon_backend = args, canon_backend
         # with its weight: torch draws one, which on the meta device imports torch._dynamo first
         weight_VD = torch.empty(args.vocab_size, args.dim)
@@ -208,7 +207,9 @@ class Transformer(nn.Module):
         # a ModuleDict: torchtitan's compile and FSDP helpers go through layers.named_children()
         self.layers = nn.ModuleDict()
         for i in range(args.num_layers):
-            self.layers[str(i)] = TransformerBlock(args, self.rope, self.attend, *backends)
+            self.layers[str(i)] = TransformerBlock(
+                args, self.rope, self.attend, canon_backend, mixer_backend
+            )
         self.norm = make_norm(args)
         self.output: nn.Linear | None = None
         if not args.tie_embeddings:

@@ -46,15 +46,15 @@ def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options on seed noise of `eval compare` and `eval report`."""
     add = parser.add_argument
     about = "known standard deviation over seeds; TASK:METRIC=SIGMA for the log of a perplexity"
-    add("--seed_sigma", action="append", default=[], metavar="TASK=SIGMA", help=about)
+    add("--seed-sigma", action="append", default=[], metavar="TASK=SIGMA", help=about)
     about = "estimate seed noise from these runs only, not from the paper"
-    add("--own_noise_only", action="store_true", help=about)
+    add("--own-noise-only", action="store_true", help=about)
 
 
 def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **more: Any) -> Options:
     """Return the options of add_noise_arguments, and `more`.
 
-    Raises UserError if --seed_sigma names an unknown task or is not above 0.
+    Raises UserError if --seed-sigma names an unknown task or is not above 0.
     """
     scores = [each.results.scores for run in runs for each in run.evaluations]
     tasks = {name for found in scores for name in found}
@@ -69,7 +69,7 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
                 raise ValueError
         except ValueError:
             expected = "TASK=SIGMA or TASK:METRIC=SIGMA of a task here and a number above 0"
-            message = f"--seed_sigma {given}: expected {expected}.{suggestion(name, tasks)}"
+            message = f"--seed-sigma {given}: expected {expected}.{suggestion(name, tasks)}"
             raise UserError("compare.seed_sigma", message, given=given) from None
     return Options(sigmas, arguments.own_noise_only, **more)
 
@@ -249,7 +249,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Print the comparison. Raises UserError if the two sides cannot be compared.
 
     Runs and results that cannot be read are left out; then it exits with code 2.

@@ -282,13 +282,12 @@ def _describe_losses(losses: Losses) -> str:
     return f"differ by more than {losses.rtol:g} {beyond}; {first}; {lines}"
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "diff",
-        help="how two runs differ, and from which step on",
-        description="Compare two run folders: identity, data, config, code, packages, environment, "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `canon run diff`."""
+    parser.description = (
+        "Compare two run folders: identity, data, config, code, packages, environment, "
         "and the first steps at which their data and losses differ. Values of one run or job (its "
-        "folder, job ids, world size) are ignored. Exit code 0: same; 1: different; 2: error.",
+        "folder, job ids, world size) are ignored. Exit code 0: same; 1: different; 2: error."
     )
     for name in ("a", "b"):
         parser.add_argument(name, type=Path, metavar=name.upper(), help="a run folder")
@@ -296,7 +295,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--rtol", type=float, default=RTOL, help=about)
     parser.add_argument("--all", action="store_true", help="also show ignored differences")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

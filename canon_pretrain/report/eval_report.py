@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help=about)
 
 
-def execute(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace) -> None:
     """Write the report of `arguments.runs` and print its scores. Raises UserError, OSError.
 
     Runs and results that cannot be read are left out; then it exits with code 2.

@@ -407,14 +407,13 @@ def _follow(
     return target.finish()
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "export",
-        help="copy a run to wandb or TensorBoard",
-        description="Copy log.jsonl and evaluations of a run to wandb or TensorBoard: one curve "
-        "over all launches, which replaces earlier copies.",
-        epilog="example: canon run export wandb RUN --mode online --follow",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `canon run export`."""
+    parser.description = (
+        "Copy log.jsonl and evaluations of a run to wandb or TensorBoard: one curve "
+        "over all launches, which replaces earlier copies."
     )
+    parser.epilog = "example: canon run export wandb RUN --mode online --follow"
     add, given = parser.add_argument, os.environ.get
     add("target", choices=("wandb", "tensorboard"))
     add("folder", type=Path, metavar="RUN", help="a run folder")
@@ -429,9 +428,8 @@ def add_parser(subparsers: Any) -> None:
         add(f"--{option}", default=given(variable), help=about)
     add("--tags", nargs="*", default=[], metavar="TAG", help="wandb tags")
     # metrics.save_tb_folder; and how the trainer starts it: until the pipe closes, ignoring signals
-    add("--tb_folder", default="tb", help=argparse.SUPPRESS)
-    add("--beside_trainer", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
+    add("--tb-folder", default="tb", help=argparse.SUPPRESS)
+    add("--beside-trainer", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -264,17 +264,15 @@ def _notes(run: RunRecord, most: int) -> Iterator[str]:
     yield from (f"{run.label}: {sentence}" for sentence in run.notices)
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "plot",
-        help="curves of several runs on one page",
-        description="Plot the curves of runs on one HTML page that works offline. Runs that differ "
-        "in their seeds only are drawn as mean and band.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `canon run plot`."""
+    parser.description = (
+        "Plot the curves of runs on one HTML page that works offline. Runs that differ "
+        "in their seeds only are drawn as mean and band."
     )
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="a run, or a folder of runs")
     add("--out", type=Path, required=True, metavar="FILE.html", help="the page to write")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

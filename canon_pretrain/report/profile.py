@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -73,41 +73,57 @@ def summarize(trace: Trace) -> Facts:
     that may overlap; while communication is `exposed`, nothing else runs.
     """
     host = _Host(trace.threads.values())
-    steps = [x.event for x in host.spans if x.event.name.startswith(STEP)]
+    steps = [span.event for span in host.spans if span.event.name.startswith(STEP)]
     if trace.work:
         spans = [_Span(x, host.purpose_of_work(x), [(x.begin, x.end)]) for x in trace.work]
     else:  # and the scopes of gloo's collectives
         spans = [x for x in host.spans if x.event.kind == OPERATOR or x.purpose == COMMUNICATION]
     if not spans or not steps:
         raise ValueError(f"no operators and kernels, or no {STEP}")
+
     window = [*steps, *trace.work]
     begin, end = min(event.begin for event in window), max(event.end for event in window)
     if end <= begin:
         raise ValueError("events without duration")
 
-    def share(*kinds: Sequence[_Span]) -> float:
-        own = sorted(interval for each in kinds for span in each for interval in span.own)
-        begins, ends = np.clip(np.array(own).reshape(-1, 2), begin, end).T
+    def share(spans: Iterable[_Span]) -> float:
+        """Return the part of the window in which one of these spans runs."""
+        intervals = sorted(interval for span in spans for interval in span.own)
+        begins, ends = np.clip(np.array(intervals).reshape(-1, 2), begin, end).T
         done = np.maximum.accumulate(np.append(begin, ends))[:-1]
         return float(np.maximum(ends - np.maximum(begins, done), 0).sum()) / (end - begin)
 
+    # kernels or operators, and their purposes
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     for span in spans:
-        own_us = sum(until - since for since, until in span.own)
-        times[span.event.name, span.purpose or OTHER].append(own_us)
-    rows: list[Facts] = []
+        self_us = sum(until - since for since, until in span.own)
+        times[span.event.name, span.purpose or OTHER].append(self_us)
+    rows: list[Facts] = [
+        {
+            "name": name,
+            "purpose": purpose,
+            "count": len(calls_us),
+            "self_us": sum(calls_us),
+            "share": sum(calls_us) / (end - begin),
+        }
+        for (name, purpose), calls_us in times.items()
+    ]
     purposes = dict.fromkeys(PURPOSES, 0.0)
-    for (name, purpose), each in times.items():
-        facts = {"count": len(each), "self_us": sum(each), "share": sum(each) / (end - begin)}
-        rows.append({"name": name, "purpose": purpose, **facts})
-        purposes[purpose] += facts["share"]
-    scopes = [x.event for x in host.spans if (x.event.kind, x.event.name) == (SCOPE, DATA)]
-    waits = [_Span(each, DATA, [(each.begin, each.end)]) for each in scopes]
-    purposes[DATA] = share(waits)  # including overlap with device work
-    talks = [span for span in spans if span.purpose == COMMUNICATION]
-    rest = [span for span in spans if span.purpose != COMMUNICATION]
+    for row in rows:
+        purposes[row["purpose"]] += row["share"]
+
+    # waiting for data, including overlap with device work
+    waits = [
+        _Span(span.event, DATA, [(span.event.begin, span.event.end)])
+        for span in host.spans
+        if span.event.kind == SCOPE and span.event.name == DATA
+    ]
+    purposes[DATA] = share(waits)
+
     busy = share(spans)
-    overlapped = share(talks) + share(rest) - busy
+    communication = share(span for span in spans if span.purpose == COMMUNICATION)
+    computation = share(span for span in spans if span.purpose != COMMUNICATION)
+    overlapped = communication + computation - busy
     return {
         "is_device": bool(trace.work),
         # the profiler counts completed steps
@@ -115,9 +131,9 @@ def summarize(trace: Trace) -> Facts:
         "window_us": end - begin,
         "busy_share": busy,
         # a host is idle while it waits for data, a device may not be
-        "idle_share": 1 - (busy if trace.work else share(spans, waits)),
+        "idle_share": 1 - (busy if trace.work else share([*spans, *waits])),
         "purposes": purposes,
-        "communication_exposed": share(talks) - overlapped,
+        "communication_exposed": communication - overlapped,
         "communication_overlapped": overlapped,
         "rows": sorted(rows, key=lambda row: -row["self_us"]),
     }
@@ -176,39 +192,35 @@ class _Host:
         return outer
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "profile",
-        help="top kernels of a traced step, and its time by purpose",
-        description="Show the time of a traced step by purpose and kernel. Training with "
-        "--profiling.enable_profiling traces one step of every --profiling.profile_freq.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `canon run profile`."""
+    parser.description = (
+        "Show the time of a traced step by purpose and kernel. Training with "
+        "--profiling.enable_profiling traces one step of every --profiling.profile_freq."
     )
     add = parser.add_argument
     add("folder", type=Path, metavar="RUN", help="a run folder, or a trace file")
     add("--top", type=int, default=20, help="rows of the table (default 20)")
     add("--rank", type=int, default=0, help="rank of the trace (default 0)")
     add("--json", action="store_true", help="print one JSON document")
-    parser.set_defaults(run=main)
 
 
-def main(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the summary of one trace; return the exit code. Raises UserError."""
     path = find_trace(arguments.folder, arguments.rank)
     trace = read_trace(path)
     try:
         summary = summarize(trace)
     except ValueError as error:
-        message = f"{path} has no step to summarize: {error}"
-        raise UserError("profile.empty_trace", message, path=path) from None
+        raise UserError(
+            "profile.empty_trace", f"{path} has no step to summarize: {error}", path=path
+        ) from None
     summary["rows"] = summary["rows"][: arguments.top]
     if arguments.json:
-        document = {"trace": str(path), "events": trace.num_events, "is_whole": trace.is_whole}
-        print(json.dumps(document | summary))
+        print(json.dumps({"trace": str(path), "events": trace.num_events, **summary}))
         return 0
     console = Console(highlight=False)
     console.print(f"{path} ({size(path.stat().st_size)})", soft_wrap=True, markup=False)
-    if not trace.is_whole:
-        console.print("[yellow]the file is truncated: this is a summary of its start[/yellow]")
     print_summary(console, summary)
     return 0
 
@@ -236,24 +248,34 @@ def find_trace(run: Path, rank: int) -> Path:
 def print_summary(console: Console, summary: Facts) -> None:
     """Print the tables of purposes and of kernels or operators."""
     processor, work = ("GPU", "kernel") if summary["is_device"] else ("CPU", "operator")
+    shares = {name: f"{value:.1%}" for name, value in summary.items() if isinstance(value, float)}
     steps = ", ".join(map(str, summary["steps"]))
-    shares = {k: f"{v:.1%}" for k, v in summary.items() if isinstance(v, float)}
     console.print(
         f"step {steps}: {summary['window_us'] / 1000:,.1f} ms, "
         f"{processor} busy {shares['busy_share']}, idle {shares['idle_share']}"
     )
-    exposed, overlapped = (shares[f"communication_{how}"] for how in ("exposed", "overlapped"))
-    more = {COMMUNICATION: f"; {exposed} exposed, {overlapped} overlapped"}
+
     table = Table("purpose", "share", "description", box=None, pad_edge=False)
-    for name, (about, _) in PURPOSES.items():
-        table.add_row(name, f"{summary['purposes'][name]:.1%}", about + more.get(name, ""))
+    for name, (description, _) in PURPOSES.items():
+        if name == COMMUNICATION:
+            exposed = shares["communication_exposed"]
+            overlapped = shares["communication_overlapped"]
+            description = f"{description}; {exposed} exposed, {overlapped} overlapped"
+        table.add_row(name, f"{summary['purposes'][name]:.1%}", description)
     table.add_row("idle", shares["idle_share"], f"no {work} runs")
     console.print(table, "")
+
     table = Table(box=None, pad_edge=False)
     table.add_column(work, no_wrap=True, max_width=max(20, console.width - 47))
-    for name in ("purpose", "calls", "self ms", "share"):
-        table.add_column(name, no_wrap=True, justify="left" if name == "purpose" else "right")
+    table.add_column("purpose", no_wrap=True)
+    for name in ("calls", "self ms", "share"):
+        table.add_column(name, no_wrap=True, justify="right")
     for row in summary["rows"]:
-        numbers = f"{row['count']:,}", f"{row['self_us'] / 1000:,.3f}", f"{row['share']:.1%}"
-        table.add_row(Text(row["name"], overflow="ellipsis"), row["purpose"], *numbers)
+        table.add_row(
+            Text(row["name"], overflow="ellipsis"),
+            row["purpose"],
+            f"{row['count']:,}",
+            f"{row['self_us'] / 1000:,.3f}",
+            f"{row['share']:.1%}",
+        )
     console.print(table)

@@ -357,21 +357,19 @@ def summarize_runs(patterns: Iterable[str]) -> list[RunSummary]:
     return [summarize_run(run, now) for run in find_runs(patterns)]
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "status",
-        help="the state of runs: step, loss, speed, checkpoint, evaluations, job",
-        description=f"Show the state of runs, one per line. A checkpoint is verified by {CHECKED}.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `canon run status`."""
+    parser.description = (
+        f"Show the state of runs, one per line. A checkpoint is verified by {CHECKED}."
     )
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of runs, or a pattern")
     add("--json", action="store_true", help="print one JSON document")
     about = f"refresh every SECONDS (default {WATCH_S:g}) until Ctrl-C; give it after the runs"
     add("--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS", help=about)
-    parser.set_defaults(run=show_status)
 
 
-def show_status(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Print the overview; returns 0. Raises UserError if no run is named."""
     console = Console()
     if args.watch is not None:

@@ -147,10 +147,10 @@ def _close_pipe(process: Process) -> None:
 
 def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield (target, command) of each live export that the job's `metrics` section enables."""
-    base = [sys.executable, "-m", "canon_pretrain.run", "export"]
-    last = [str(folder.resolve()), "--follow", "--beside_trainer"]
+    base = [sys.executable, "-m", "canon_pretrain", "run", "export"]
+    last = [str(folder.resolve()), "--follow", "--beside-trainer"]
     if settings.enable_tensorboard:
-        yield "tensorboard", [*base, "tensorboard", *last, f"--tb_folder={settings.save_tb_folder}"]
+        yield "tensorboard", [*base, "tensorboard", *last, f"--tb-folder={settings.save_tb_folder}"]
     mode = settings.wandb_mode or os.environ.get("WANDB_MODE") or "online"
     if settings.enable_wandb and mode != "disabled":
         options = {"project": settings.wandb_project, "entity": settings.wandb_entity}

@@ -175,8 +175,11 @@ def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     given = own.pop("extends", [])
     bases = [given] if isinstance(given, str) else given
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        text = f"{path}: `extends` = {given!r}: expected a path or a list of paths"
-        raise UserError("config.type", text, key="extends")
+        raise UserError(
+            "config.type",
+            f"{path}: `extends` = {given!r}: expected a path or a list of paths",
+            key="extends",
+        )
     read = (read_experiment(path.parent / base, (*chain, resolved)) for base in bases)
     return functools.reduce(merge, [*read, own], {})
 
@@ -221,13 +224,19 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
             )
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
-                text = f"{source}: '{dotted}' = {value!r}: expected a section, [{dotted}]"
-                raise UserError("config.type", text, key=dotted)
+                raise UserError(
+                    "config.type",
+                    f"{source}: '{dotted}' = {value!r}: expected a section, [{dotted}]",
+                    key=dotted,
+                )
             arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
             continue
         try:
             TypeAdapter(hint).validate_python(value, strict=True)
         except ValidationError as error:
-            text = f"{source}: '{dotted}' = {value!r}: {error.errors()[0]['msg']}"
-            raise UserError("config.type", text, key=dotted) from None
+            raise UserError(
+                "config.type",
+                f"{source}: '{dotted}' = {value!r}: {error.errors()[0]['msg']}",
+                key=dotted,
+            ) from None
     return cls(**arguments)

@@ -94,8 +94,9 @@ class RunFolder:
             if "identity" in config:
                 return config
             problem = f"{self.config_file} was not written by a run (an export is not a run)"
-        text = f"{problem}: expected a run (job.dump_folder)"
-        raise UserError("run.not_a_run", text, path=self.path)
+        raise UserError(
+            "run.not_a_run", f"{problem}: expected a run (job.dump_folder)", path=self.path
+        )
 
     def read_log(self) -> list[dict[str, Any]]:
         """Return the events of log.jsonl (see log.read_log). Raises UserError if it is missing."""

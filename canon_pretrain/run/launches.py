@@ -352,7 +352,7 @@ def _readme(folder: RunFolder, launch: Mapping[str, Any]) -> bytes:
     if git["commit"]:
         code = f"commit {git['commit'][:12]} of {git['origin'] or git['folder']}"
         if git["dirty"]:
-            code += f", with the changes in launches/{launch['launch']:03}/source.patch"
+            code = f"{code}, with the changes in launches/{launch['launch']:03}/source.patch"
     page = README.format(
         ours=IS_OURS,
         title=config.get("job", {}).get("description") or run.name,

@@ -62,8 +62,9 @@ def check_limits(values: Mapping[str, Any]) -> None:
             except ValidationError as error:
                 expected = " or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
                 expected = expected.replace("Input should be", "expected")
-                text = f"{name} = {values[name]!r}: {expected}"
-                raise UserError("config.invalid_value", text, key=name) from None
+                raise UserError(
+                    "config.invalid_value", f"{name} = {values[name]!r}: {expected}", key=name
+                ) from None
 
 
 def schedule_faults(schedule: Any, steps: int) -> Iterator[str]:

@@ -26,7 +26,6 @@ that the trainer does not wait for the disk. NaN and infinities, which JSON lack
 """
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -157,16 +156,12 @@ class RunLog:
             if not is_there:
                 size = os.fstat(self._descriptor).st_size
                 files.write_atomic(self.path, os.pread(self._descriptor, size, 0))
-            self._open_anew()
-            self._end_torn_line()
-            what = "replaced: continuing in the new file" if is_there else "removed: rewritten"
-            logger.warning(f"{self.path} was {what}")
-
-    def _open_anew(self) -> None:
-        with contextlib.suppress(OSError):
             descriptor = os.open(self.path, OPEN_FLAGS, 0o644)
             os.dup2(descriptor, self._descriptor, inheritable=False)
             os.close(descriptor)
+            self._end_torn_line()
+            what = "replaced: continuing in the new file" if is_there else "removed: rewritten"
+            logger.warning(f"{self.path} was {what}")
 
     def _append(self) -> None:
         try:
@@ -177,8 +172,6 @@ class RunLog:
         except OSError as error:
             if not self._is_full:
                 logger.warning(f"{self.path}: {error.strerror}; keeping lines in memory")
-            if error.errno == errno.ESTALE:  # the NFS server restarted
-                self._open_anew()
         self._is_full = bool(self._unwritten)
 
     def close(self, timeout_s: float = FLUSH_TIMEOUT_S) -> None:

@@ -308,8 +308,9 @@ def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
                 if not all(isinstance(item, dict) for item in items):
                     raise ValueError("a line is not a JSON object")
         except UnreadableFile as error:
-            text = f"{error}; evaluate again with `canon eval run`"
-            raise UserError("results.damaged", text, path=path) from None
+            raise UserError(
+                "results.damaged", f"{error}; evaluate again with `canon eval run`", path=path
+            ) from None
         found[_task(path, SAMPLES)] = items
     return found
 
@@ -321,12 +322,14 @@ def read_results(path: Path) -> Results:
         with parsing(path):
             version = parse_json(content, finite=False).get("version")
             if version != VERSION:
-                text = f"{path}: version {version!r}, expected {VERSION}"
-                raise UserError("results.version", text, path=path)
+                raise UserError(
+                    "results.version", f"{path}: version {version!r}, expected {VERSION}", path=path
+                )
             stored = files.parse_record(content, Results, finite=False)
     except UnreadableFile as error:
-        text = f"{error}; evaluate again with `canon eval run`"
-        raise UserError("results.damaged", text, path=path) from None
+        raise UserError(
+            "results.damaged", f"{error}; evaluate again with `canon eval run`", path=path
+        ) from None
     for task, metrics in stored.scores.items():
         for name, score in metrics.items():
             count = stored.num_samples.get(task)

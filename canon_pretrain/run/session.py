@@ -145,8 +145,10 @@ class StopRequests:
                 self._stop_file.unlink(missing_ok=True)
             self._has_stop_file = False
         except OSError as error:
-            text = f"{self._stop_file} cannot be removed: {error.strerror}; remove it yourself"
-            raise UserError("run.stop_file", text) from None
+            raise UserError(
+                "run.stop_file",
+                f"{self._stop_file} cannot be removed: {error.strerror}; remove it yourself",
+            ) from None
 
 
 @dataclass
@@ -214,9 +216,12 @@ class Session:
             with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-") as probe:
                 began = os.fstat(probe.fileno()).st_mtime
         except OSError as error:
-            text = f"the run folder {path} cannot be written: {error.strerror}; choose another "
-            text += "with --job.dump_folder, or free space"
-            raise UserError("run.unwritable", text, path=path) from None
+            raise UserError(
+                "run.unwritable",
+                f"the run folder {path} cannot be written: {error.strerror}; choose another "
+                "with --job.dump_folder, or free space",
+                path=path,
+            ) from None
         hint = f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder"
         self._lock(files.lock_file, hint, on_heartbeat=self._beat)
         if self.checkpoints is not None:

@@ -96,9 +96,9 @@ def read_source_tree(
     if problems:
         return SourceTree(problem=f"{root} is not tracked by git: {problems[0]}")
     root = Path(top)
-    status = ("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
     # each record: two letters, a space, a path
-    changed = [record[3:] for record in ask(*status).split("\0")[:-1]]
+    status = ask("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
+    changed = [record[3:] for record in status.split("\0")[:-1]]
     if problems:
         return SourceTree(folder=top, problem=problems[0])
     commit = ask("rev-parse", "--verify", "HEAD", is_needed=False).strip() or None
@@ -108,10 +108,12 @@ def read_source_tree(
     shown = [name for name in scripts if any(Path(name).is_relative_to(f) for f in own)]
     patch = b""
     if shown:
-        diff = ("diff", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
         # without a commit all files are new
-        since, names = "HEAD" if commit else "--cached", [f":(top,literal){n}" for n in shown]
-        patch = ask(*diff, since, "--", *names).encode(errors="surrogateescape")
+        since = "HEAD" if commit else "--cached"
+        names = [f":(top,literal){name}" for name in shown]
+        without = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+        diff = ask("diff", *without, since, "--", *names)
+        patch = diff.encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
     url = urlsplit(ask("remote", "get-url", "origin", is_needed=False).strip())
     # last: slow in a tree with runs and data
@@ -198,9 +200,12 @@ def check_private(run: RunFolder) -> None:
     for path in (run.path, run.code):
         with contextlib.suppress(FileNotFoundError):
             if who := _other_writers(path):
-                text = f"{who} may write {path}: a job would run their code as you. Remove that "
-                text += f"right with `chmod go-w {path}`, or choose another --job.dump_folder"
-                raise UserError("run.others_write", text, path=path)
+                raise UserError(
+                    "run.others_write",
+                    f"{who} may write {path}: a job would run their code as you. Remove that "
+                    f"right with `chmod go-w {path}`, or choose another --job.dump_folder",
+                    path=path,
+                )
 
 
 def _other_writers(path: Path) -> str:
@@ -225,9 +230,11 @@ def _other_writers(path: Path) -> str:
 def check_snapshot(snapshot: Path) -> None:
     """Raise UserError unless `snapshot` is unchanged and owned by this user."""
     if faults := _faults(snapshot):
-        text = f"{snapshot}, the run's code, is damaged: {'; '.join(faults[:5])}. Restore it, or "
-        text += "use this repository's code with --run.allow_changes code"
-        raise UserError("run.code_damaged", text)
+        raise UserError(
+            "run.code_damaged",
+            f"{snapshot}, the run's code, is damaged: {'; '.join(faults[:5])}. Restore it, or "
+            "use this repository's code with --run.allow_changes code",
+        )
 
 
 def differences(snapshot: Path) -> list[str]:

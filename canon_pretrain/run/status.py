@@ -97,8 +97,14 @@ class StatusWriter:
     def end(self, state: States, reason: str, step: int, error_code: str = "") -> bool:
         """Write the final state; `failed` is never replaced."""
         if self.status.state != "failed":
-            why = {"reason": reason, "error_code": error_code}
-            self.set(state=state, step=step, phase="ended", heartbeat=utc_now(), **why)
+            self.set(
+                state=state,
+                step=step,
+                phase="ended",
+                heartbeat=utc_now(),
+                reason=reason,
+                error_code=error_code,
+            )
         return self.write()
 
 
@@ -109,8 +115,11 @@ def read_status(path: Path) -> Status | None:
     except UnreadableFile as error:
         if error.is_missing:
             return None
-        text = f"{error}; a running trainer rewrites it, else remove it"
-        raise UserError("run.status_damaged", text, path=path) from None
+        raise UserError(
+            "run.status_damaged",
+            f"{error}; a running trainer rewrites it, else remove it",
+            path=path,
+        ) from None
 
 
 def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S) -> str:

@@ -91,9 +91,13 @@ class Task(ABC):
             self.refuse("loss_on", self.loss_on, '"answers" or "all"')
         self.check()
         if self.longest is not None and self.longest > self.seq_len:
-            text = f"{self.name}: an instance may have {self.longest} tokens, more than seq_len = "
-            text += f"{self.seq_len}: lower the task's size, or raise seq_len"
-            raise UserError("task.too_long", text, longest=self.longest, seq_len=self.seq_len)
+            raise UserError(
+                "task.too_long",
+                f"{self.name}: an instance may have {self.longest} tokens, more than seq_len = "
+                f"{self.seq_len}: lower the task's size, or raise seq_len",
+                longest=self.longest,
+                seq_len=self.seq_len,
+            )
 
     @abstractmethod
     def check(self) -> None:
@@ -165,8 +169,13 @@ class Task(ABC):
         return {}
 
     def refuse(self, key: str, given: object, expected: str) -> NoReturn:
-        text = f"task {self.name}: {key} = {given}, expected {expected}"
-        raise UserError("task.setting", text, task=self.name, key=key, given=given)
+        raise UserError(
+            "task.setting",
+            f"task {self.name}: {key} = {given}, expected {expected}",
+            task=self.name,
+            key=key,
+            given=given,
+        )
 
     def check_least(self, **least: int) -> None:
         """Raise UserError unless these settings have at least these values."""
@@ -175,8 +184,9 @@ class Task(ABC):
                 self.refuse(key, getattr(self, key), f"at least {bound}")
 
     def bad_prompt(self, expected: str) -> NoReturn:
-        text = f"task {self.name}: the prompt is not {expected}"
-        raise UserError("task.prompt", text, task=self.name)
+        raise UserError(
+            "task.prompt", f"task {self.name}: the prompt is not {expected}", task=self.name
+        )
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -45,5 +45,9 @@ def build_task(name: str, settings: Mapping[str, Any]) -> Task:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        text = f"task {name}: {key} = {first['input']!r}: {first['msg']}"
-        raise UserError("task.setting", text, task=name, key=key) from None
+        raise UserError(
+            "task.setting",
+            f"task {name}: {key} = {first['input']!r}: {first['msg']}",
+            task=name,
+            key=key,
+        ) from None

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import tyro
 from torchtitan.config.manager import custom_registry
 
+from canon_pretrain.core.cli import Parser
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
 from canon_pretrain.model.args import CHOICES, FLAVORS
@@ -92,11 +93,11 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
 
 def own_options() -> argparse.ArgumentParser:
     """Return the parser of the options that are no keys."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    names = ("--config", "--job.config_file", "--job.config-file")  # the last two: torchtitan's
+    parser = Parser(add_help=False, exit_on_error=False)
+    names = ("--config", "--job.config_file")  # the latter: torchtitan's
     parser.add_argument(*names, dest="path", type=Path)
     parser.add_argument("-h", "--help", action="store_true", dest="help")
-    parser.add_argument("--help-all", "--help_all", action="store_true", dest="help_all")
+    parser.add_argument("--help-all", action="store_true", dest="help_all")
     return parser
 
 

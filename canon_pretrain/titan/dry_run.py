@@ -1,6 +1,6 @@
 """Estimate a run's parameters, memory, disk and time, on any machine.
 
-    canon train --config FILE.toml --dry_run [--gpu h100] [--world 8] [--mfu 0.4]
+    canon train --config FILE.toml --dry-run [--gpu h100] [--world 8] [--mfu 0.4]
 
 Activations are counted without a GPU: see costs.py. `canon doctor --fake h100 --world N CONFIG`
 runs the trainer itself on fake GPUs, and takes a minute.
@@ -397,7 +397,7 @@ def startup_notes(
     if (days := flops / (world_size * device.flops_per_s) / DAY_S) > 7:
         yield (
             f"this run takes about {days:,.0f} days, assuming {device.assumed}; "
-            "--dry_run computes the time"
+            "--dry-run computes the time"
         )
 
 

@@ -29,7 +29,7 @@ PASS_TOKENS = {"cpu": 32, "cuda": 1024}
 # tokens per pass: beyond a CPU's caches it takes 1.9 times as long
 READ_TOKENS = {"cpu": 512}
 DEFAULT_GEN_TOKENS = 256
-OUT_OF_MEMORY_HINT = "out of device memory: lower --max_length or use --dtype bfloat16"
+OUT_OF_MEMORY_HINT = "out of device memory: lower --max-length or use --dtype bfloat16"
 GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "num_beams"}
 
 Work = TypeVar("Work")
@@ -85,8 +85,12 @@ class CanonLM(TemplateLM):
             )
         longest = model.args.max_seq_len
         if not 1 <= max_length <= longest:
-            message = f"max_length {max_length}: expected 1 to {longest}"
-            raise UserError("eval.max_length", message, given=max_length, expected=longest)
+            raise UserError(
+                "eval.max_length",
+                f"max_length {max_length}: expected 1 to {longest}",
+                given=max_length,
+                expected=longest,
+            )
         self.model, self._tokenizer = model, tokenizer
         self.max_length, self.batch_tokens = max_length, batch_tokens
         self.ranks, self.on_done, self.log = ranks or Ranks(), on_done, log
@@ -152,16 +156,24 @@ class CanonLM(TemplateLM):
             if after[:1] == before:  # the text begins with EOS already
                 after = after[1:]
         if not after and continuation:
-            message = f"no token of {continuation!r:.40} is its own: one crosses the boundary "
-            message += f"from the context {context[-20:]!r}"
-            raise UserError("eval.continuation", message, given=0, expected=self.max_length)
+            raise UserError(
+                "eval.continuation",
+                f"no token of {continuation!r:.40} is its own: one crosses the boundary "
+                f"from the context {context[-20:]!r}",
+                given=0,
+                expected=self.max_length,
+            )
         return self._pair(before + after, len(after), request)
 
     def _pair(self, tokens: list[int], count: int, request: Instance | None = None) -> Pair:
         if not 0 < count <= self.max_length or count == len(tokens):
             given = f"{count} tokens after {len(tokens) - count}"
-            message = f"a continuation of {given}: expected 1 to {self.max_length}"
-            raise UserError("eval.continuation", message, given=count, expected=self.max_length)
+            raise UserError(
+                "eval.continuation",
+                f"a continuation of {given}: expected 1 to {self.max_length}",
+                given=count,
+                expected=self.max_length,
+            )
         # the last token is only predicted, not read: hence one more than max_length
         kept = tokens[-(self.max_length + 1) :]
         if request is not None and len(kept) < len(tokens):
@@ -341,12 +353,14 @@ def generation_request(
     unknown = options.keys() - GENERATION_OPTIONS
     temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
     if options.get("num_beams", 1) != 1 or unknown:
-        message = f"generation options {options}: expected until, max_gen_toks, temperature"
-        raise UserError("eval.generation_options", message)
+        raise UserError(
+            "eval.generation_options",
+            f"generation options {options}: expected until, max_gen_toks, temperature",
+        )
     room = max_length - options["max_gen_toks"]
     if room < 1:
         message = f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt"
-        raise UserError("eval.max_length", f"{message}: raise --max_length", given=max_length)
+        raise UserError("eval.max_length", f"{message}: raise --max-length", given=max_length)
     until = tuple(stop for stop in options["until"] if stop)
     return GenerationRequest(tuple(tokens[-room:]), until, options["max_gen_toks"], temperature)
 

@@ -49,12 +49,19 @@ class Ranks:
             # not by init_process_group: `map` counts items in the store
             store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
             store.set_timeout(WORK_TIMEOUT)
-            given = {"rank": rank, "world_size": world_size, "timeout": WORK_TIMEOUT}
-            dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), **given)
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("gloo", store),
+                rank=rank,
+                world_size=world_size,
+                timeout=WORK_TIMEOUT,
+            )
         except (RuntimeError, ValueError) as error:
             who = f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}"
-            message = f"{who} could not connect: {error}. Use torchrun, or unset WORLD_SIZE"
-            raise UserError("ranks.connect", message) from None
+            raise UserError(
+                "ranks.connect",
+                f"{who} could not connect: {error}. Use torchrun, or unset WORLD_SIZE",
+            ) from None
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return cls(rank, world_size, local_rank, dist.PrefixStore("map", store))
 
@@ -149,8 +156,9 @@ class Ranks:
             raise fault
         for rank, error in enumerate(self._exchange(None)):
             if error is not None:
-                message = f"rank {rank} of {self.world_size} failed: {error}"
-                raise RankFailed("ranks.failed", message, rank=rank)
+                raise RankFailed(
+                    "ranks.failed", f"rank {rank} of {self.world_size} failed: {error}", rank=rank
+                )
 
     def _exchange(self, value: Any) -> list[Any]:
         shares = [value] * self.world_size
@@ -160,6 +168,7 @@ class Ranks:
             except (RuntimeError, ValueError) as error:
                 # gloo: a connection was closed, or WORK_TIMEOUT is over
                 reason = str(error).strip().splitlines()[0]
-                message = f"another rank died ({reason}): see its own output"
-                raise RankFailed("ranks.lost", message) from None
+                raise RankFailed(
+                    "ranks.lost", f"another rank died ({reason}): see its own output"
+                ) from None
         return shares

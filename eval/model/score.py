@@ -224,8 +224,10 @@ def score_batch(
     logs_N = torch.cat([logs for _, logs, _ in found]).double().cpu().numpy()
     hits_N = torch.cat([hits for _, _, hits in found]).cpu().numpy()
     if not np.isfinite(logs_N).all():
-        message = "the model's logits are not finite: it diverged, or needs --dtype float32"
-        raise UserError("eval.not_finite", message)
+        raise UserError(
+            "eval.not_finite",
+            "the model's logits are not finite: it diverged, or needs --dtype float32",
+        )
     owners = [pair for part, _, _ in found for pair in part]
     known, owner_N = np.unique(owners, return_inverse=True)
     sums, misses = (np.bincount(owner_N, weights).tolist() for weights in (logs_N, ~hits_N))

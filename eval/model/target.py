@@ -82,8 +82,9 @@ class EvalTarget:
             message = f"{self.checkpoint} was trained on the task {self.task.name}, without shards:"
             raise UserError("eval.no_data", f"{message} use --suite playground")
         if self.train is None:
-            message = f"{self.checkpoint} is an export, which names no data: give --data"
-            raise UserError("eval.no_data", message)
+            raise UserError(
+                "eval.no_data", f"{self.checkpoint} is an export, which names no data: give --data"
+            )
         return self.train
 
     @property
@@ -91,8 +92,10 @@ class EvalTarget:
         """The held-out shards; raises UserError if there are none."""
         if self.held_out is None:
             where = f"{self.checkpoint} in {self.train_shards.folder.parent}"
-            message = f"no held-out text for {where}: give --held_out, or build with --holdout"
-            raise UserError("eval.no_held_out", message)
+            raise UserError(
+                "eval.no_held_out",
+                f"no held-out text for {where}: give --held-out, or build with --holdout",
+            )
         return self.held_out
 
     def check_held_out(self, given: Path | None = None) -> None:
@@ -101,8 +104,10 @@ class EvalTarget:
         wrong = f"{shards.folder} was written with another tokenizer than {train.folder}"
         _check_hash("tokenizer", shards.tokenizer_sha256, [train.tokenizer_sha256], wrong)
         if given is None and self.recorded_held_out:
-            wrong = f"{shards.folder} is not the held-out text of {self.checkpoint}: restore it, "
-            wrong += f"or score this text with --held_out {shards.folder.parent}"
+            wrong = (
+                f"{shards.folder} is not the held-out text of {self.checkpoint}: restore it, "
+                f"or score this text with --held-out {shards.folder.parent}"
+            )
             _check_hash("held_out", shards.fingerprint, self.recorded_held_out.split("+"), wrong)
 
     @property
@@ -163,8 +168,11 @@ class EvalTarget:
 def _check_hash(what: str, found: str | None, expected: Sequence[str | None], wrong: str) -> None:
     if found not in expected:
         known = " or ".join((sha256 or "none")[:16] for sha256 in expected)
-        message = f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}"
-        raise UserError("eval.mismatch", message, what=what)
+        raise UserError(
+            "eval.mismatch",
+            f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}",
+            what=what,
+        )
 
 
 def _open_checkpoint(
@@ -186,15 +194,21 @@ def _open_checkpoint(
         trained_on = identity["data_fingerprint"]
         apart = held_out or config.get("validation", {}).get("path")
     except (KeyError, TypeError) as error:
-        message = f"{folder.config_file} is damaged: it lacks {error}"
-        raise UserError("eval.run_damaged", message) from None
+        raise UserError(
+            "eval.run_damaged", f"{folder.config_file} is damaged: it lacks {error}"
+        ) from None
     if data is None and mixed:
         names = ", ".join(map(str, mixed))
-        message = f"{folder.path} was trained on a mixture: choose one of {names} with --data"
-        raise UserError("eval.mixture", message)
+        raise UserError(
+            "eval.mixture",
+            f"{folder.path} was trained on a mixture: choose one of {names} with --data",
+        )
     if data is None and not recorded.is_dir():
-        message = f"{recorded} does not exist: name the folder it was moved to with --data"
-        raise UserError("eval.data_moved", message, path=recorded)
+        raise UserError(
+            "eval.data_moved",
+            f"{recorded} does not exist: name the folder it was moved to with --data",
+            path=recorded,
+        )
     data = data or recorded
     train = TokenShards.open(data / "train")
     found = train.fingerprint

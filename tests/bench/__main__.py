@@ -3,6 +3,7 @@
 python -m tests.bench canon|attention|mixers|trainer|codegen|all    see --help
 python -m tests.bench data       tokenizers, build and loader beside other libraries
 python -m tests.bench eval       our evaluation model beside lm_eval's own on one export
+python -m tests.bench synthetic  tokens per second of each synthetic task
 """
 
 import sys
@@ -33,7 +34,11 @@ COMMANDS = {
         "tests.bench.codegen", "launches and bytes of a block on an H100, counted without one"
     ),
 }
-STAGES = {"data": "tests.bench.data_prep", "eval": "tests.bench.eval"}
+STAGES = {
+    "data": "tests.bench.data_prep",
+    "eval": "tests.bench.eval",
+    "synthetic": "tests.bench.synthetic",
+}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,7 +19,8 @@ from canon_pretrain.bench.limits import Machine
 from canon_pretrain.bench.timing import Step, compare_steps
 from canon_pretrain.bench.variants import NONE, Log, Result, Workload
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.kernels.backends import CHUNKED, fla_mixers, recurrence
+from canon_pretrain.kernels.backends import fla_mixers, recurrence
+from canon_pretrain.kernels.recurrences import CHUNKED
 from canon_pretrain.model.args import fill_sizes
 from canon_pretrain.model.init import initial_value
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.boards.__main__ import main
 from canon_pretrain.boards.content import board_content
 from canon_pretrain.boards.driver import write_failures
 from canon_pretrain.boards.results import BoardPlan, BoardRun
@@ -25,6 +24,9 @@ from tests.board_runs import BOARD, CANON, COPY, ROPE, curve, large_board, plant
 from tests.browser import DESKTOP, PHONE
 from tests.report_pages import Page
 from tests.report_runs import plant_planned_run
+from tests.support import canon_stage
+
+main = canon_stage("playground")
 
 CLAIM = '[[claims]]\ntask = "copy/{}"\nbetter = "{}"\nworse = "{}"\nmargin = {}\n'
 LEVELS = {"rope": 0.75, "rope_canon": 1.0, "nope": 0.125}
@@ -297,7 +299,7 @@ def test_a_page_of_500_runs_takes_seconds(tmp_path):
     path = plant_board(tmp_path / "board", scores, large_board(5, 5, "[1e-3, 2e-3, 3e-3, 5e-3]"))
     words = ["report", str(path), "--out", str(path.parent)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "canon_pretrain.boards", *words], check=True)
+    subprocess.run([sys.executable, "-m", "canon_pretrain", "playground", *words], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
     assert sum((path.parent / f"report.{end}").stat().st_size for end in ("html", "json")) < 10e6

@@ -14,15 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.boards.__main__ import main, race_entries
 from canon_pretrain.boards.board import BOARD, Board, read_board
+from canon_pretrain.boards.commands import race_entries
 from canon_pretrain.boards.driver import OUTPUT, Driver, read_failures, visible_gpus
 from canon_pretrain.boards.plan import read_plan
 from canon_pretrain.boards.race import BoardRace
 from canon_pretrain.boards.stops import Stop, read_race
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.cluster.planned import check_values, num_steps, planned_values
-from canon_pretrain.cluster.sweep import main as plan_sweep
 from canon_pretrain.cluster.sweep import read_sweep, sweep_rows
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_record
@@ -33,7 +32,10 @@ from canon_pretrain.titan.command_line import parse_job
 from tests.board_runs import plant_score_run
 from tests.ranks import events, logged_step, status
 from tests.report_runs import plant_run
-from tests.support import ROOT, error_codes
+from tests.support import ROOT, canon_stage, error_codes
+
+plan_sweep = canon_stage("sweep")
+main = canon_stage("playground")
 
 COPY = ROOT / "train_configs" / "playground" / "tiny" / "copy.toml"
 TEXT = f"""
@@ -466,7 +468,7 @@ def driver(folder, text, *words):
     """Start the driver in the background."""
     # a background job of a shell, as this suite may be, ignores SIGINT, and so would its children
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = [sys.executable, "-m", "canon_pretrain.boards", "run", board(folder, text)]
+    command = [sys.executable, "-m", "canon_pretrain", "playground", "run", board(folder, text)]
     with open(folder / "printed", "ab") as out:
         process = subprocess.Popen(
             [*map(str, command), "--out", str(folder / "out"), *words],

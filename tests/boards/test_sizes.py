@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.boards.__main__ import main
 from canon_pretrain.boards.plan import WINDOWS
 from canon_pretrain.cluster.sweep import config_hash, read_sweep
 from canon_pretrain.core.files import write_json
 from canon_pretrain.titan.command_line import parse_job
-from tests.support import ROOT, error_codes
+from tests.support import ROOT, canon_stage, error_codes
+
+main = canon_stage("playground")
 
 PAPER = ROOT / "train_configs" / "playground"
 ROPE = '[architectures.rope]\nposition = "rope"\n'

@@ -11,14 +11,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from canon_pretrain.checkpoint.__main__ import main
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.retention import hold_step
 from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.lock import LinkLock
 from canon_pretrain.run.folder import RunFolder
 from tests.checkpoint_folders import flip_byte, make_step, set_manifest, write_manifest
-from tests.support import error_codes
+from tests.support import canon_stage, error_codes
+
+main = canon_stage("checkpoint")
 
 Command = Callable[..., tuple[str, str]]
 

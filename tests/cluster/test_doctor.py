@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from canon_pretrain.run.folder import RunFolder
 from tests.fake_hub import FakeHub
 from tests.fake_slurm import FakeSlurm
 from tests.flash_packages import flash_impl
-from tests.support import ROOT
+from tests.support import ROOT, canon_stage
 
 NOWHERE = Path("/proc/1")  # which root cannot write either
 QUIET = Console(quiet=True)
@@ -349,9 +350,9 @@ def test_exit_code_and_json(state, monkeypatch, capsys):
     monkeypatch.setattr(doctor, "run_groups", lambda folder: [("disk", [finding])])
     monkeypatch.setattr(doctor, "check_training", lambda *given: [doctor.judge("t", "", None, "")])
     for options in (["--json"], ["--json", "--no_train"], []):
-        with pytest.raises(SystemExit) as ended:
-            doctor.main(options)
-        assert ended.value.code == (state == "broken")
+        with pytest.raises(SystemExit) if state == "broken" else nullcontext() as ended:
+            canon_stage("doctor")(options)
+        assert state != "broken" or ended.value.code == 1
         if options:
             found = json.loads(capsys.readouterr().out)
             assert found["works"] == (state != "broken")
@@ -543,7 +544,7 @@ def test_the_command_without_a_compiler(tmp_path):
     environ = os.environ | {"PATH": str(program.parent), "PYTHONPATH": str(ROOT)}
     environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "CXX": "g++", "HF_HOME": str(tmp_path / "hf")}
     environ.pop("CUDA_VISIBLE_DEVICES", None)
-    words = [sys.executable, "-m", "canon_pretrain.cluster.doctor", "--no_train", "--json"]
+    words = [sys.executable, "-m", "canon_pretrain", "doctor", "--no_train", "--json"]
     done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, timeout=200)
     found = {each["what"]: each["state"] for each in json.loads(done.stdout)["findings"]}
     assert (done.returncode, found["GPU"], found["C++ compiler"]) == (1, "broken", "missing")

@@ -4,10 +4,8 @@ import re
 
 import pytest
 
-from canon_pretrain.boards import __main__ as playground
-from canon_pretrain.cluster import sweep
 from canon_pretrain.cluster.prices import Price, compute_prices
-from tests.support import ROOT, refused
+from tests.support import ROOT, canon_stage, refused
 
 CONFIGS = ROOT / "train_configs"
 COPY = str(CONFIGS / "playground" / "copy_1l.toml")
@@ -30,7 +28,7 @@ def test_gpu_hours_are_runs_times_steps_times_gpus():
 
 def test_a_sweep_says_its_price(tmp_path, capsys):
     words = ["plan", str(tmp_path / "sweep"), "--configs", COPY, "--seeds", "0", "1"]
-    sweep.main([*words, "--gpu", "h100", "--training.steps", "7200"])
+    canon_stage("sweep")([*words, "--gpu", "h100", "--training.steps", "7200"])
     lines = capsys.readouterr().out.splitlines()
     name, runs, steps, milliseconds, hours = lines[-2].split()
     assert (name, runs, steps) == ("copy_1l", "2", "7,200")
@@ -49,7 +47,7 @@ def test_no_price_for_what_is_not_known():
 def test_a_board_says_its_price(tmp_path, capsys):
     board = tmp_path / "board.toml"
     board.write_text(BOARD)
-    playground.main(["plan", str(board), "--out", str(tmp_path / "out"), "--gpu", "a100"])
+    canon_stage("playground")(["plan", str(board), "--out", str(tmp_path / "out"), "--gpu", "a100"])
     printed = capsys.readouterr().out
     rows = re.findall(r"^copy-(\w+) +2 ", printed, re.MULTILINE)
     assert rows == ["rope", "canon"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from canon_pretrain.cluster.sweep import main, read_sweep, sweep_rows
+from canon_pretrain.cluster.sweep import read_sweep, sweep_rows
 from canon_pretrain.core.files import write_json
 from canon_pretrain.run.folder import PLAN, RunFolder
 from canon_pretrain.run.results import Score
@@ -21,7 +21,9 @@ from canon_pretrain.titan.command_line import parse_job
 from tests.ranks import status
 from tests.report_runs import launch as launch_event
 from tests.report_runs import plant_planned_run, plant_results, plant_run, step
-from tests.support import ROOT, error_codes
+from tests.support import ROOT, canon_stage, error_codes
+
+main = canon_stage("sweep")
 
 NOW = datetime(2026, 11, 20, 12, 30, tzinfo=UTC)
 DEBUG = str(ROOT / "train_configs" / "debug.toml")

@@ -1,6 +1,5 @@
 """`python -m eval run` on a run with text: suites, task files, stored results and errors."""
 
-import argparse
 import json
 import math
 import shutil
@@ -14,6 +13,7 @@ from lm_eval.tasks import TaskManager
 import eval.harness
 from canon_pretrain.checkpoint.weights import strip_to_weights
 from canon_pretrain.checkpoint.writer import save_no_dist
+from canon_pretrain.core.cli import Parser
 from canon_pretrain.core.files import write_json
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shard_writer import write_shards
@@ -368,7 +368,7 @@ def test_submit_and_run_agree_on_stored_results(copy, evaluate, tmp_path, monkey
     words = ["--option", "jrt_tokens=500", "--option", "prompts=a.toml"]
 
     def known(suite, words=words):
-        parser = argparse.ArgumentParser()
+        parser = Parser()
         add_evaluation_options(parser)
         how = to_argv(vars(parser.parse_args([*words])))
         monkeypatch.chdir(tmp_path.parent)  # jobs run elsewhere

@@ -2,7 +2,6 @@
 
 import pytest
 
-from canon_pretrain.cluster import doctor
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.fake_gpu.check import problems_of, show_fake_run, warnings_of
 from canon_pretrain.machine.gpus import GPUS
@@ -10,7 +9,7 @@ from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import count_memory, on_meta
 from canon_pretrain.titan.step_time import count_step, step_seconds
 from tests.fake_gpu_server import FakeRuns
-from tests.support import ROOT
+from tests.support import ROOT, canon_stage
 
 CONFIGS = ROOT / "train_configs"
 LAYERS = ("--model.num_layers", "2")
@@ -115,7 +114,7 @@ def faulty(runs, fault, *words, case="nope_canon"):
 def test_what_the_trainer_refuses_is_said(capsys):
     config = str(CONFIGS / "nope_canon.toml")
     with pytest.raises(SystemExit) as left:
-        doctor.main(["--fake", "h100", config, *LAYERS, "--training.enable_cpu_offload"])
+        canon_stage("doctor")(["--fake", "h100", config, *LAYERS, "--training.enable_cpu_offload"])
     assert left.value.code == 1
     assert "training.enable_cpu_offload = True" in " ".join(capsys.readouterr().out.split())
 

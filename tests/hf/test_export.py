@@ -18,7 +18,6 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.tokenizer import load_tokenizer
 from canon_pretrain.hf import export as export_module
 from canon_pretrain.hf import writing
-from canon_pretrain.hf.__main__ import main
 from canon_pretrain.hf.config import to_ours
 from canon_pretrain.hf.export import DTYPES, RECORD, export
 from canon_pretrain.hf.reading import import_folder
@@ -32,8 +31,10 @@ from tests.data_folders import make_data_folder, sentence, tokenizer
 from tests.hf_exports import export_model, plant_run, weights_of
 from tests.hf_exports import quick as quick
 from tests.ranks import events, launch
-from tests.support import ROOT, debug_run, error_codes, refused
+from tests.support import ROOT, canon_stage, debug_run, error_codes, refused
 from tests.variants import VARIANTS, build, random_tokens, variant
+
+main = canon_stage("hf")
 
 STEP = 10
 

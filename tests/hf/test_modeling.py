@@ -276,7 +276,7 @@ def test_unsupported_options_raise():
         ("cropped", lambda: past.crop(-1)),
         ("cache", lambda: past.update(torch.zeros(1), torch.zeros(1), 0)),
         ("1 rows", lambda: model(torch.tensor([[1], [2]]), past_key_values=past)),
-        ("canon_pretrain.hf import", lambda: LlamaCanonForCausalLM(LlamaCanonConfig(**fields))),
+        ("canon hf import", lambda: LlamaCanonForCausalLM(LlamaCanonConfig(**fields))),
         ("DataParallel", lambda: replica(short)),
     ]
     for match, call in calls:

@@ -12,13 +12,14 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from canon_pretrain.hf.__main__ import main
 from canon_pretrain.hf.export import RECORD
 from tests.fake_model_hub import USER, model_hub
 from tests.hf_exports import isolate_remote_code, plant_run
 from tests.hf_exports import quick as quick
-from tests.support import ROOT, error_codes
+from tests.support import ROOT, canon_stage, error_codes
 from tests.variants import VARIANTS, build, random_tokens
+
+main = canon_stage("hf")
 
 # httpx on huggingface_hub's way to send large files
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -219,7 +220,7 @@ def test_an_answer_without_a_name(hub, checkpoint, capsys):
 def test_no_token_or_no_network_fails_before_exporting(checkpoint, tmp_path):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     env |= {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-m", "canon_pretrain.hf", "push", str(checkpoint), REPO]
+    command = [sys.executable, "-m", "canon_pretrain", "hf", "push", str(checkpoint), REPO]
     for more, code in (({}, "hub.no_token"), ({"HF_TOKEN": "hf_x"}, "hub.unavailable")):
         ended = subprocess.run(command, env=env | more, cwd=ROOT, capture_output=True, text=True)
         assert (ended.returncode, error_codes(ended.stderr)) == (2, [code])

@@ -19,12 +19,14 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.modeling_canon import LlamaCanonForCausalLM
 from canon_pretrain.hf.sampling import Answer, Detokenizer, Sampler, Segment, Settings, compare
-from canon_pretrain.sample import converse, main, print_compared
+from canon_pretrain.sample import converse, print_compared
 from eval.model.lm import CanonLM
 from tests.data_folders import sentence
 from tests.eval_text_runs import VOCAB_SIZE, write_run
 from tests.scripted_lm import requests
-from tests.support import error_codes, refused
+from tests.support import canon_stage, error_codes, refused
+
+main = canon_stage("sample")
 
 PROMPT = "the river said"
 ODD = "of the \u00e9t\u00e9, \u4e16\u754c \U0001f642\U0001f642 x\ufffdy  </s>\n a\u0301 \u20ac"
@@ -410,8 +412,8 @@ def test_losses_of_the_prompt_are_computed_once(base, monkeypatch, capsys):
     [
         "--temperature nan",
         "--temperature -1",
-        "--top_k -1",
-        "--top_p 2",
+        "--top-k -1",
+        "--top-p 2",
         "--temperature 0 --top_k 3",
         "--temperature 0 --top_p 0.5",
         "--seed abc",

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from canon_pretrain.kernels import fla_mixers, packages
-from canon_pretrain.kernels.backends import CHUNKED, check_mixer_backend
+from canon_pretrain.kernels.backends import check_mixer_backend
 from canon_pretrain.kernels.fla_mixers import FORMS, MIXERS, check_mixer
+from canon_pretrain.kernels.recurrences import CHUNKED
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.transformer import TransformerBlock
 from tests.canon_inputs import randoms

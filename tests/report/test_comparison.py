@@ -1,6 +1,5 @@
 """Architectures and `eval compare`: planted item scores give the expected verdicts."""
 
-import argparse
 import json
 import math
 
@@ -9,8 +8,10 @@ import pytest
 from lm_eval.api import metrics
 from scipy import stats
 
+from canon_pretrain.core.cli import Parser
 from canon_pretrain.report.architectures import architectures, choose
-from canon_pretrain.report.comparison import add_arguments, comparison_content, execute
+from canon_pretrain.report.comparison import add_arguments, comparison_content
+from canon_pretrain.report.comparison import run as run_compare
 from canon_pretrain.report.figures import score_curves
 from canon_pretrain.report.items import ItemCache, Scale, _values
 from canon_pretrain.report.record import read_runs
@@ -601,9 +602,9 @@ def test_scores_are_lm_evals_aggregates_of_items(metric):
 def compare(tmp_path_factory):
     def run(*words):
         """Run the command and return its --json."""
-        parser, out = argparse.ArgumentParser(), tmp_path_factory.mktemp("pair") / "pair.json"
+        parser, out = Parser(), tmp_path_factory.mktemp("pair") / "pair.json"
         add_arguments(parser)
-        execute(parser.parse_args(["--json", str(out), *map(str, words)]))
+        run_compare(parser.parse_args(["--json", str(out), *map(str, words)]))
         return json.loads(out.read_text())
 
     return run

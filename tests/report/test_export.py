@@ -233,8 +233,8 @@ def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
     # wandb would send every SLURM_ variable
     planted = {"SLURM_JOB_COMMENT": SECRET, "SLURM_SPANK_OPTION": "my-token", "SLURM_JOB_ID": "77"}
     start = partial(subprocess.Popen, stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True)
-    command = [sys.executable, "-m", "canon_pretrain.run", "export", "wandb", str(killed_twice)]
-    words = ("--follow", "--beside_trainer", "--tags", "live")
+    command = [sys.executable, "-m", "canon_pretrain", "run", "export", "wandb", str(killed_twice)]
+    words = ("--follow", "--beside-trainer", "--tags", "live")
     live = start([*command, *words], env=env | planted)
     deadline = time.monotonic() + 60
     while not list((killed_twice / "wandb").glob("offline-run-*/*.wandb")):
@@ -286,11 +286,11 @@ def test_commands_of_the_live_copies(tmp_path, monkeypatch):
 
     def commands(**settings):
         metrics = SimpleNamespace(**{**job, "wandb_tags": [], **settings})
-        return [words[4:] for _, words in background.follow_commands(metrics, tmp_path)]
+        return [words[5:] for _, words in background.follow_commands(metrics, tmp_path)]
 
-    both = [str(tmp_path), "--follow", "--beside_trainer"]
+    both = [str(tmp_path), "--follow", "--beside-trainer"]
     assert commands() == commands(enable_wandb=True, wandb_mode="disabled") == []
-    assert commands(enable_tensorboard=True) == [["tensorboard", *both, "--tb_folder=x"]]
+    assert commands(enable_tensorboard=True) == [["tensorboard", *both, "--tb-folder=x"]]
     options = ["--project=p", "--mode=online", "--tags", "a", "b"]
     found = commands(enable_wandb=True, wandb_project="p", wandb_tags=["a", "b"])
     assert found == [["wandb", *both, *options]]

@@ -11,8 +11,6 @@ import os
 
 import pytest
 
-from canon_pretrain.boards.__main__ import main as playground
-from canon_pretrain.checkpoint.__main__ import main as checkpoint
 from canon_pretrain.cluster.sweep import (
     PlannedRun,
     Sweep,
@@ -48,6 +46,10 @@ from tests.report_runs import (
     records,
     step,
 )
+from tests.support import canon_stage
+
+checkpoint = canon_stage("checkpoint")
+playground = canon_stage("playground")
 
 TEXT = "0f" * 32
 LAST = 40

@@ -209,7 +209,7 @@ def test_piped_output_is_plain_and_reads_the_end_of_a_log(tmp_path, capsys):
 
 def test_watch_follows_the_run_and_restores_the_terminal(tmp_path):
     run = training_run(tmp_path / "run")
-    words = [sys.executable, "-m", "canon_pretrain.report", "status", ".", "--watch", "0.1"]
+    words = [sys.executable, "-m", "canon_pretrain", "run", "status", ".", "--watch", "0.1"]
     env = os.environ | {"FORCE_COLOR": "1", "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(words, cwd=tmp_path, env=env, stdout=PIPE) as process:
         for found, added in ((b"4.0000", step(21, 3.1415)), (b"3.1415", None)):

@@ -179,18 +179,15 @@ def test_superseded_events_are_dropped_in_any_order(tmp_path, seed):
     assert read_log(path) == read_tail(path, until=None) == _superseded_by_hand(events)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.ESTALE])
-def test_lines_that_cannot_be_written_are_written_later(number, tmp_path, caplog):
+def test_lines_that_cannot_be_written_are_written_later(tmp_path, caplog):
     log = RunLog(tmp_path / "log.jsonl")
     log.write("start", world_size=1)
     assert log.flush()
-    refuse = mock.patch("os.write", side_effect=OSError(number, os.strerror(number)))
+    refuse = mock.patch("os.write", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with refuse:
         for step in (1, 2):
             log.write("step", step=step)
             assert not log.flush()
-    if number == errno.ESTALE:  # the descriptor is stale: the file is reopened
-        assert os.path.exists(f"/proc/self/fd/{log._descriptor}")
     log.write("step", step=3)
     assert log.flush() and steps(log.path) == [1, 2, 3]
     with refuse:

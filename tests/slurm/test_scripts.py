@@ -109,9 +109,9 @@ CHECKS = [
     (("submit.sh", slurm_script("eval_watch.sh"), "RUN"), "-m eval submit RUN --is_finished"),
     (
         ("submit.sh", slurm_script("sweep.sh"), "SWEEP"),
-        "-m canon_pretrain.cluster.sweep todo SWEEP",
+        "-m canon_pretrain sweep todo SWEEP",
     ),
-    (("sweep.sh", "submit", "."), "-m canon_pretrain.cluster.sweep todo . --besides "),
+    (("sweep.sh", "submit", "."), "-m canon_pretrain sweep todo . --besides "),
     (BUILD, "-m data_prep build --unbuilt-of 2 --out x"),
 ]
 """Scripts with arguments, and the program that checks them, which here refuses all."""

@@ -9,11 +9,13 @@ from datetime import UTC, datetime
 
 import pytest
 
-from canon_pretrain.cluster.sweep import main, read_sweep, sweep_rows
+from canon_pretrain.cluster.sweep import read_sweep, sweep_rows
 from tests.fault_runs import steps
 from tests.ranks import assert_same_run, launch, logged_step, status
 from tests.slurm_jobs import SITE, Job, ended, script
-from tests.support import ROOT, debug_run, error_codes
+from tests.support import ROOT, canon_stage, debug_run, error_codes
+
+main = canon_stage("sweep")
 
 SCRIPT = str(ROOT / "slurm" / "sweep.sh")
 PACED = '{"training": 2}'

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
-from canon_pretrain.checkpoint.__main__ import main
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.retention import hold_step
 from tests.checkpoint_folders import fake_strip, flip_byte, make_step
+from tests.support import canon_stage
 
-COMMANDS = ("list", "verify", "prune --keep 2 --dry_run", "prune --keep 2 --quarantine --archive")
+main = canon_stage("checkpoint")
+
+COMMANDS = ("list", "verify", "prune --keep 2 --dry-run", "prune --keep 2 --quarantine --archive")
 
 
 def test_output(tmp_path, capsys, monkeypatch, snapshot):

@@ -1,7 +1,8 @@
 """The scripts that `canon completion` prints are those of today's options."""
 
-from canon_pretrain.completion import SCRIPTS, main
+from canon_pretrain.completion import SCRIPTS
 from tests.completions import scripts
+from tests.support import canon_stage
 
 
 def test_the_completions_are_current(request, capsys):
@@ -10,5 +11,5 @@ def test_the_completions_are_current(request, capsys):
         if request.config.getoption("--snapshot-update"):
             path.write_text(text)
         assert path.read_text() == text
-        main([shell])
+        canon_stage("completion")([shell])
         assert capsys.readouterr().out == text

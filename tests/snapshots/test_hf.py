@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from canon_pretrain.hf.__main__ import main
 from tests.hf_exports import plant_run
+from tests.support import canon_stage
 from tests.variants import build, variant
+
+main = canon_stage("hf")
 
 
 @pytest.mark.parametrize("name", ["nope ABCD", "rope", "gla AC conv", "mamba2 conv"])

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from canon_pretrain.boards.__main__ import main as playground
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.report.status import overview, summarize_run
 from eval.__main__ import main as eval_main
@@ -27,6 +26,9 @@ from tests.report_runs import (
     step,
     training_run,
 )
+from tests.support import canon_stage
+
+playground = canon_stage("playground")
 
 RNG = np.random.default_rng
 

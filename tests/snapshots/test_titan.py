@@ -73,6 +73,6 @@ def test_dry_run(config, world, snapshot, monkeypatch, capsys):
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: False)
     monkeypatch.setattr(dry_run, "available_cores", lambda: 2)
     monkeypatch.setattr(dry_run, "available_memory", lambda: 16 * 2**30)
-    words = f"--data.path= --dry_run --gpu H200 --world {world} --mfu 0.5 --loss.z_loss 1e-4"
+    words = f"--data.path= --dry-run --gpu H200 --world {world} --mfu 0.5 --loss.z_loss 1e-4"
     main(["--config", str(ROOT / "train_configs" / f"{config}.toml"), *words.split()])
     assert capsys.readouterr().out == snapshot

@@ -1,18 +1,18 @@
-"""`python -m canon_pretrain.synthetic`: show, score, stats and bench."""
+"""`canon synthetic`: show, score and stats."""
 
+import contextlib
 import json
 
 import pytest
 
-from canon_pretrain.synthetic import __main__ as command
 from canon_pretrain.synthetic.tasks import TASKS, build_task
-from tests.support import error_codes
+from tests.support import canon_stage, error_codes
 
 
 def run(capsys, *arguments, code=0):
-    with pytest.raises(SystemExit) as stopped:
-        command.main([str(argument) for argument in arguments])
-    assert stopped.value.code == code
+    with pytest.raises(SystemExit) if code else contextlib.nullcontext() as stopped:
+        canon_stage("synthetic")(arguments)
+    assert not code or stopped.value.code == code
     return capsys.readouterr()
 
 
@@ -60,14 +60,8 @@ def test_bad_line_is_refused_with_its_number(capsys, tmp_path):
 
 
 def test_bad_arguments_exit_with_2(capsys):
-    codes = {"show copy --set m=3": "task.unknown_setting", "bench cpoy": "config.unknown_choice"}
+    codes = {"show copy --set m=3": "task.unknown_setting", "show cpoy": "config.unknown_choice"}
     for arguments, code in (codes | {"score copy /no/file": "file.os_error"}).items():
         assert error_codes(run(capsys, *arguments.split(), code=2).err) == [code]
     for arguments in ("show copy --set n", "show copy --seed -1", "stats copy --windows 0"):
         assert "usage" in run(capsys, *arguments.split(), code=2).err
-
-
-def test_bench_prints_a_rate_per_task(capsys, monkeypatch):
-    monkeypatch.setattr(command, "BENCH_S", 0.001)
-    monkeypatch.setattr(command, "BENCH_WINDOWS", 2)
-    assert [line.split()[0] for line in run(capsys, "bench").out.splitlines()] == list(TASKS)

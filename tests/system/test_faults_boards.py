@@ -56,8 +56,9 @@ def start(folder, out):
     path.write_text(BOARD)
     words = ("run", path, "--out", out, "--parallel", 2)
     # a background job of a shell ignores SIGINT, and so would the driver
-    words = ("canon_pretrain.boards", *words)
-    return Command("tests.forked_driver", *words, stdout=folder / "printed", interrupts=True)
+    return Command(
+        "tests.forked_driver", "playground", *words, stdout=folder / "printed", interrupts=True
+    )
 
 
 def runs(out):

@@ -93,8 +93,9 @@ def canon_triton(
         assert gain is not None
         x_BTC, gain, norm = F.rms_norm(x_BTC, (width,), gain.to(x_BTC.dtype), eps), None, "none"
     options = (head_dim, rope_heads, residual, activation, norm, eps)
-    given = x_BTC, None, weight_C1K, gain, segments_BN, cos_TR, sin_TR
-    y_BTC: Tensor = _CanonRows.apply(*given, options, 0)
+    y_BTC: Tensor = _CanonRows.apply(
+        x_BTC, None, weight_C1K, gain, segments_BN, cos_TR, sin_TR, options, 0
+    )
     return y_BTC
 
 
@@ -117,8 +118,16 @@ def norm_canon_stream_triton(
     width = h_BTD.shape[-1]
     if width > MAX_ROW:
         h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
-        kind: Any = {"residual": residual, "activation": activation, "segments_BN": segments_BN}
-        y_BTD = canon_triton(h_BTD, weight_D1K, gain=gain_D, norm="full", eps=eps, **kind)
+        y_BTD = canon_triton(
+            h_BTD,
+            weight_D1K,
+            residual=residual,
+            activation=activation,
+            segments_BN=segments_BN,
+            gain=gain_D,
+            norm="full",
+            eps=eps,
+        )
         return h_BTD, *(y_BTD,) * readers
     _check("norm_canon_stream_triton", h_BTD, weight_D1K, width, segments_BN)
     if (
@@ -131,8 +140,10 @@ def norm_canon_stream_triton(
     ):
         raise ValueError(f"expected a reader, a gain [{width}], added like h")
     options = (0, 0, residual, activation, "full", eps)
-    given = h_BTD, added_BTD, weight_D1K, gain_D, segments_BN, None, None
-    stream_BTD, *results = _CanonRows.apply(*given, options, min(readers, MAX_READERS))
+    fused_readers = min(readers, MAX_READERS)
+    stream_BTD, *results = _CanonRows.apply(
+        h_BTD, added_BTD, weight_D1K, gain_D, segments_BN, None, None, options, fused_readers
+    )
     shared = [results[-1]] * (readers - len(results))
     return stream_BTD, *results, *shared
 
@@ -187,8 +198,9 @@ def canon_gate_triton(
     if up_BTF.shape != gate_BTF.shape:
         raise ValueError(f"gate is {tuple(gate_BTF.shape)}, up {tuple(up_BTF.shape)}; not equal.")
     _check("canon_gate_triton", gate_BTF, weight_C1K, 2 * gate_BTF.shape[-1], segments_BN)
-    options = segments_BN, residual, activation, relu2
-    inner_BTF: Tensor = canon_gate(gate_BTF, up_BTF, weight_C1K, *options)
+    inner_BTF: Tensor = canon_gate(
+        gate_BTF, up_BTF, weight_C1K, segments_BN, residual, activation, relu2
+    )
     return inner_BTF
 
 

@@ -53,8 +53,11 @@ def load(
         # the question's trailing space is also in the paper's prompts
         question, target = row["question"], row["target"].strip()
         if target.lower() not in map(str.lower, LABELS[qa]):
-            message = f"{key}, row {place}: target {target!r}, expected one of {LABELS[qa]}"
-            raise UserError("babilong.target", message, row=place)
+            raise UserError(
+                "babilong.target",
+                f"{key}, row {place}: target {target!r}, expected one of {LABELS[qa]}",
+                row=place,
+            )
         prompt = prompts.of(row["input"], question)
         document = {"task": qa, "prompt": prompt, "question": question, "target": target}
         documents.append({**document, "prompts": prompts.sha256})
@@ -133,8 +136,10 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
         raise UserError("babilong.prompts", f"{where}: {error.strerror}") from None
     except (UserError, SyntaxError, ValueError, TypeError, LookupError, *PARSER_ERRORS) as error:
         lacks = "has no " if isinstance(error, KeyError) else ""
-        message = f"{where} [{task}]: {lacks}{error}. See {OWN_PROMPTS} for the format"
-        raise UserError("babilong.prompts", message) from None
+        raise UserError(
+            "babilong.prompts",
+            f"{where} [{task}]: {lacks}{error}. See {OWN_PROMPTS} for the format",
+        ) from None
 
 
 def _of_sections(content: Mapping[str, Any], task: str) -> Prompts:

@@ -51,9 +51,12 @@ class ProbeSet:
     def read(self) -> list[dict[str, Any]]:
         """Return the probes; raises UserError if the file has changed."""
         if not self.path.exists() or files.sha256_file(self.path) != self.entry.sha256:
-            message = f"{self.path} has changed since it was written: restore it, or delete "
-            message += f"{self.path.parent} and evaluate this run's checkpoints again"
-            raise UserError("probes.damaged", message, path=self.path)
+            raise UserError(
+                "probes.damaged",
+                f"{self.path} has changed since it was written: restore it, or delete "
+                f"{self.path.parent} and evaluate this run's checkpoints again",
+                path=self.path,
+            )
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
@@ -71,8 +74,9 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
         try:
             text = Path(junk).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            message = f"junk {junk}: can't be read as UTF-8 text: {error}"
-            raise UserError("probes.junk", message, path=junk) from None
+            raise UserError(
+                "probes.junk", f"junk {junk}: can't be read as UTF-8 text: {error}", path=junk
+            ) from None
         return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
     if not (staged / WIKITEXT / MANIFEST).exists():
         hint = f"{stage_command(WIKITEXT, staged)}; or give --junk FILE.txt"
@@ -122,9 +126,12 @@ class FrozenSets:
                 found = f"prompts of up to {found.entry.max_tokens} tokens"
             left_out.setdefault(found, []).append(name)
         if not fitting:
-            message = f"no birth-year set fits max_length {max_length}: raise --max_length, even "
-            message += "beyond the training length"
-            raise UserError("eval.max_length", message, given=max_length)
+            raise UserError(
+                "eval.max_length",
+                f"no birth-year set fits max_length {max_length}: raise --max-length, even "
+                "beyond the training length",
+                given=max_length,
+            )
         return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
 
     def get(self, name: str, advance: Callable[[str], None] = lambda name: None) -> ProbeSet | str:
@@ -179,8 +186,11 @@ class FrozenSets:
         try:
             return files.read_record(self.folder / SETS_FILE, dict[str, dict[str, Entry]])["sets"]
         except files.UnreadableFile as error:
-            message = f"{error}; delete {self.folder} to write it again"
-            raise UserError("probes.damaged", message, path=self.folder / SETS_FILE) from None
+            raise UserError(
+                "probes.damaged",
+                f"{error}; delete {self.folder} to write it again",
+                path=self.folder / SETS_FILE,
+            ) from None
 
 
 def load(
@@ -192,9 +202,12 @@ def load(
     junk = str(metadata.get("junk") or "")
     found = _frozen_sets(folder, task_tokenizer(metadata), junk, staged).get(probe_set)
     if isinstance(found, str):
-        message = f"the probes {probe_set} are not in {folder}: {found}. With lm_eval, give "
-        message += '--metadata \'{"probes": "RUN/evals/probes"}\' or \'{"junk": "FILE.txt"}\''
-        raise UserError("probes.missing", message, path=folder)
+        raise UserError(
+            "probes.missing",
+            f"the probes {probe_set} are not in {folder}: {found}. With lm_eval, give "
+            '--metadata \'{"probes": "RUN/evals/probes"}\' or \'{"junk": "FILE.txt"}\'',
+            path=folder,
+        )
     check_fit(probe_set, found.entry.max_tokens, answer_tokens=ANSWER_TOKENS, metadata=metadata)
     return {"test": datasets.Dataset.from_list(found.read())}
 

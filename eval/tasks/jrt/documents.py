@@ -216,15 +216,19 @@ def load(
         try:
             found = _item(STYLES[dataset], raw, tokenizer, options, twice)
         except KeyError as error:
-            message = f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; "
-            message += f"see the options {dataset}_context and {dataset}_answers"
-            raise UserError("jrt.field", message, field=error.args[0]) from None
+            raise UserError(
+                "jrt.field",
+                f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; "
+                f"see the options {dataset}_context and {dataset}_answers",
+                field=error.args[0],
+            ) from None
         if found is not None:
             items.append({"row": number, **found[0]})
             num_cut += not found[1]
     if not items:
-        message = f"{dataset}: no row has an answer of two characters in {options[2]}"
-        raise UserError("jrt.no_rows", message)
+        raise UserError(
+            "jrt.no_rows", f"{dataset}: no row has an answer of two characters in {options[2]}"
+        )
     dropped = len(rows) - len(items)
     counts = {"rows": len(rows), "dropped": dropped, "kept": len(items), "cut": num_cut}
     centres = [item["centre"] for item in items]
@@ -286,8 +290,11 @@ def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:
             check_choice("option", name, sorted(known))
     given = str(metadata.get(tokens, NUM_TOKENS))
     if not given.isdecimal() or int(given) < 2:
-        message = f"{tokens} {given!r}: expected a number of tokens, at least 2"
-        raise UserError("eval.option_range", message, option=tokens)
+        raise UserError(
+            "eval.option_range",
+            f"{tokens} {given!r}: expected a number of tokens, at least 2",
+            option=tokens,
+        )
     answers = metadata.get(f"{dataset}_answers", style.answers)
     names = answers.split(",") if isinstance(answers, str) else answers
     fields = tuple(stripped for name in names if (stripped := str(name).strip()))

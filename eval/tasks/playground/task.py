@@ -48,10 +48,17 @@ class Playground(lm_eval.api.task.Task):
         self.task, args = _find_task(self._metadata)
         self._num_parameters = num_parameters(args)
         super().__init__()
-        sampled, temperature = self.task.temperature > 0, self.task.temperature
-        options = {"until": [], "do_sample": sampled, "temperature": temperature}
-        fields = {"task": config["task"], "metadata": self._metadata}
-        self._config = TaskConfig(**fields, num_fewshot=0, generation_kwargs=options)
+        temperature = self.task.temperature
+        self._config = TaskConfig(
+            task=config["task"],
+            metadata=self._metadata,
+            num_fewshot=0,
+            generation_kwargs={
+                "until": [],
+                "do_sample": temperature > 0,
+                "temperature": temperature,
+            },
+        )
 
     def download(self, *_: Any, **__: Any) -> None:
         """Load nothing: windows are generated."""
@@ -61,8 +68,11 @@ class Playground(lm_eval.api.task.Task):
     def _windows(self) -> list[list[Asked]]:
         given = str(self._metadata.get("playground_windows", WINDOWS))
         if not given.isdecimal() or int(given) < 1:
-            message = f"playground_windows = {given!r}: expected a number of windows"
-            raise UserError("playground.windows", message, given=given)
+            raise UserError(
+                "playground.windows",
+                f"playground_windows = {given!r}: expected a number of windows",
+                given=given,
+            )
         return evaluation_windows(self.task, int(given), POSITIONS)
 
     def test_docs(self) -> list[dict[str, Any]]:
@@ -127,9 +137,11 @@ def _find_task(metadata: Mapping[str, Any]) -> tuple[Task, ModelArgs]:
     identity = identity or {}
     task = task_of_run(identity)
     if task is None:
-        message = "the suite playground asks a model that was trained on a synthetic task "
-        message += "(data.task.name): give such a run, or an export of one"
-        raise UserError("playground.no_task", message)
+        raise UserError(
+            "playground.no_task",
+            "the suite playground asks a model that was trained on a synthetic task "
+            "(data.task.name): give such a run, or an export of one",
+        )
     return task, model_args(identity, Path("the model"))
 
 

@@ -1,8 +1,8 @@
 """List, verify and prune a run's checkpoints.
 
     canon checkpoint list RUN [--json]
-    canon checkpoint verify RUN
-    canon checkpoint prune RUN --keep K [--quarantine] [--archive] [--dry_run]
+    canon checkpoint verify RUN|RUN/checkpoint/step-N
+    canon checkpoint prune RUN --keep K [--quarantine] [--archive] [--dry-run]
 
 Exit code 1: a checkpoint is damaged, of another run, or could not be pruned; 2: bad input.
 """
@@ -16,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from canon_pretrain.checkpoint.folder import CheckpointFolder, tree_bytes
+from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from canon_pretrain.checkpoint.retention import Retention, held_steps
-from canon_pretrain.core.cli import Parser, command, positive, run_process
-from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.cli import positive
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import size
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
@@ -30,37 +30,38 @@ EXIT_DAMAGED = 1
 _WORKERS = min(8, os.cpu_count() or 1)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """`canon checkpoint`; exits with code 1 for damage, 2 for bad input."""
-    argv = sys.argv[1:] if argv is None else argv
-    with command(prints=argv[:1] == ["list"]):
-        arguments = _parser().parse_args(argv)
-        run, folder = find_folder(arguments.run)
-        facts = known_run(RunFolder(run))
-        # without a run folder: the only run that the checkpoints name
-        named = {facts.run_id} if facts else {*folder.steps_of_other_runs(None).values()}
-        arguments.function(run, folder, named.pop() if len(named) == 1 else None, arguments)
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="canon checkpoint",
-        description="List, verify and prune the checkpoints of a run.",
-        epilog=EPILOG,
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("list", help="list checkpoints, by manifests and file sizes")
-    check = commands.add_parser("verify", help="check the hash of every file; changes nothing")
-    prune = commands.add_parser("prune", help="delete all but the newest K verified ones")
-    for each, function in ((show, _list), (check, _verify), (prune, _prune)):
-        each.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-        each.set_defaults(function=function)
-    show.add_argument("--json", action="store_true", help="print JSON")
-    prune.add_argument("--keep", type=positive, required=True, metavar="K", help="1 or more")
-    prune.add_argument("--quarantine", action="store_true", help="also delete quarantined ones")
-    prune.add_argument("--archive", action="store_true", help="also delete archived branches")
-    prune.add_argument("--dry_run", "--dry-run", action="store_true", help="change nothing")
-    return parser
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    about = "a run folder, or one of its checkpoints: RUN/checkpoint/step-N"
+    parser.add_argument("run", type=Path, metavar="RUN", help=about)
+
+
+def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument("--keep", type=positive, required=True, metavar="K", help="1 or more")
+    parser.add_argument("--quarantine", action="store_true", help="also delete quarantined ones")
+    parser.add_argument("--archive", action="store_true", help="also delete archived branches")
+    parser.add_argument("--dry-run", action="store_true", help="change nothing")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+
+
+def _find(path: Path) -> tuple[Path, CheckpointFolder, str | None]:
+    """Return the run folder, its checkpoint folder and the id of the run, None if unknown."""
+    run, folder = find_folder(path)
+    facts = known_run(RunFolder(run))
+    if facts is not None:
+        return run, folder, facts.run_id
+
+    # without a run folder: the only run that the checkpoints name
+    run_ids = {*folder.steps_of_other_runs(None).values()}
+    return run, folder, run_ids.pop() if len(run_ids) == 1 else None
 
 
 def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
@@ -72,11 +73,17 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
         return path, CheckpointFolder(path / CHECKPOINTS)
     if folder.steps() or folder.unfinished() or folder.leftovers() or folder.quarantined():
         return path.absolute().parent, folder
-    text = f"{path} has no config.json, {CHECKPOINTS}/ or step-N: expected a run folder"
-    raise UserError("checkpoint.none", text, path=path)
+    raise UserError(
+        "checkpoint.none",
+        f"{path} has no config.json, {CHECKPOINTS}/ or step-N: expected a run folder",
+        path=path,
+    )
 
 
-def _list(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
+def run_list(arguments: Namespace) -> None:
+    """Print the checkpoints, and what else the folder holds."""
+    run, folder, run_id = _find(arguments.run)
+
     def sized(paths: list[Path]) -> list[dict[str, Any]]:
         return [{"path": str(path), "bytes": tree_bytes(path)} for path in paths]
 
@@ -131,28 +138,37 @@ def _line(facts: dict[str, Any]) -> str:
     return f"step-{facts['step']}  {facts['state']}  {', '.join(parts)}"
 
 
-def _verify(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
-    """Verify every file; exit with code 1 if a checkpoint is damaged or of another run."""
-    steps, states = folder.steps(), set[str]()
-    for step in steps:
-        print(_line(facts := _read(folder.step_path(step), run_id, hashes=True)))
-        states.add(facts["state"])
+def run_verify(arguments: Namespace) -> int:
+    """Verify every file; return exit code 1 if a checkpoint is damaged or of another run."""
+    path = arguments.run
+    step = None if RunFolder(path).has_config() else step_number(path.name)
+    _, folder, run_id = _find(path if step is None else path.parent)
+    steps = folder.steps() if step is None else [step]
     if not steps:
         print(f"no checkpoint in {folder.path}")
-    if states - {"whole"}:
-        raise SystemExit(EXIT_DAMAGED)
+
+    is_damaged = False
+    for number in steps:
+        facts = _read(folder.step_path(number), run_id, hashes=True)
+        print(_line(facts))
+        is_damaged |= facts["state"] != "whole"
+    return EXIT_DAMAGED if is_damaged else 0
 
 
-def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: Namespace) -> None:
-    """Delete, or print what would be deleted; exit with code 1 on errors."""
+def run_prune(arguments: Namespace) -> int:
+    """Delete, or print what would be deleted; return exit code 1 on errors."""
     from canon_pretrain.checkpoint.weights import strip_to_weights  # imports torch
 
+    run, folder, run_id = _find(arguments.run)
     keep = arguments.keep
     if others := folder.steps_of_other_runs(run_id):
         names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
         if run_id is None:
-            text = f"{folder.path} has {names}: expected checkpoints of one run"
-            raise UserError("checkpoint.other_run", text, steps=[*others])
+            raise UserError(
+                "checkpoint.other_run",
+                f"{folder.path} has {names}: expected checkpoints of one run",
+                steps=[*others],
+            )
         print(f"skipped, not of run {run_id}: {names}")
     given: dict[str, Any] = {"holds": lambda: held_steps(run), "run_id": lambda: run_id}
     retention = Retention(folder, keep, strip=strip_to_weights, workers=_WORKERS, **given)
@@ -166,8 +182,12 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
     else:
         locks = (RunFolder(path).lock_file for path in (run, folder.path))
         if holder := next(filter(None, map(live_holder, locks)), None):
-            text = f"a launch uses and prunes {folder.path} ({holder}): stop it, or use --dry_run"
-            raise UserError("lock.held", text, path=folder.path, holder=holder)
+            raise UserError(
+                "lock.held",
+                f"a launch uses and prunes {folder.path} ({holder}): stop it, or use --dry-run",
+                path=folder.path,
+                holder=holder,
+            )
         # before retention: what it quarantines now is kept
         for path in doomed:
             try:
@@ -192,9 +212,4 @@ def _prune(run: Path, folder: CheckpointFolder, run_id: str | None, arguments: N
     print(f"{size(freed)} {would}freed{'; nothing changed' * arguments.dry_run}")
     for text in errors:
         print(f"error: {text}", file=sys.stderr)
-    if errors:
-        raise SystemExit(EXIT_DAMAGED)
-
-
-if __name__ == "__main__":
-    run_process(main)
+    return EXIT_DAMAGED if errors else 0

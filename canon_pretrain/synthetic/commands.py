@@ -1,10 +1,9 @@
-"""Show, score, describe and time the synthetic tasks."""
+"""Show, score and describe the synthetic tasks."""
 
 import argparse
 import json
 import sys
 import textwrap
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,14 +13,13 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.core.cli import Parser, command, positive, run_process
-from canon_pretrain.core.errors import EPILOG, UserError
+from canon_pretrain.core.cli import Parser, positive
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.synthetic.task import ANSWER, Task
 from canon_pretrain.synthetic.tasks import TASKS, build_task
 
 WIDTH = 100
 WORDS_SHOWN = 40
-BENCH_WINDOWS, BENCH_S = 64, 1.0
 QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
 
 
@@ -33,9 +31,9 @@ class ScoredLine:
     answer: list[int]
 
 
-def show(arguments: argparse.Namespace) -> None:
+def run_show(arguments: argparse.Namespace) -> None:
     """Print a window: one instance after another, with answers in brackets, or as JSON."""
-    task = arguments.task
+    task = _task(arguments)
     windows = task.windows(arguments.seed, arguments.index, 1)
     ids, kinds = windows.ids[0].tolist(), windows.kinds[0]
     if arguments.json:
@@ -53,14 +51,18 @@ def show(arguments: argparse.Namespace) -> None:
         print(*textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False), sep="\n")
 
 
-def score(arguments: argparse.Namespace) -> None:
+def run_score(arguments: argparse.Namespace) -> None:
     """Print the numbers of right and wrong answers; those of the verdicts go to stderr."""
-    verdicts = Counter(_verdicts(arguments.task, arguments.file))
+    verdicts = Counter(_verdicts(_task(arguments), arguments.file))
     right = verdicts.pop("right", 0)
     print(json.dumps({"right": right, "wrong": verdicts.total()}))
     if verdicts:
         text = ", ".join(f"{number:,} {verdict}" for verdict, number in verdicts.most_common())
         print(f"not right: {text}", file=sys.stderr)
+
+
+def _task(arguments: argparse.Namespace) -> Task:
+    return build_task(arguments.task, dict(arguments.set or ()))
 
 
 def _verdicts(task: Task, path: Path) -> Iterator[str]:
@@ -71,17 +73,22 @@ def _verdicts(task: Task, path: Path) -> Iterator[str]:
                 given = line.validate_json(raw, strict=True)
                 yield task.judge(given.prompt, given.answer).verdict
             except ValidationError as error:
-                text = f'{path}, line {number}: {error.errors()[0]["msg"]}; expected {{"prompt": '
-                text += '[id, ...], "answer": [id, ...]}'
-                raise UserError("task.line", text, path=path, line=number) from None
+                raise UserError(
+                    "task.line",
+                    f'{path}, line {number}: {error.errors()[0]["msg"]}; expected {{"prompt": '
+                    '[id, ...], "answer": [id, ...]}',
+                    path=path,
+                    line=number,
+                ) from None
             except UserError as error:
-                text = f"{path}, line {number}: {error}"
-                raise UserError("task.prompt", text, path=path, line=number) from None
+                raise UserError(
+                    "task.prompt", f"{path}, line {number}: {error}", path=path, line=number
+                ) from None
 
 
-def stats(arguments: argparse.Namespace) -> None:
+def run_stats(arguments: argparse.Namespace) -> None:
     """Print the ids of words, lengths, and shares, over some windows and instances."""
-    task, seed, count = arguments.task, arguments.seed, arguments.windows
+    task, seed, count = _task(arguments), arguments.seed, arguments.windows
     lengths = np.diff(task.instances(seed, 0, 10 * count).ends, prepend=0)
     windows = task.windows(seed, 0, count)
     questions = list(task.questions(seed, 0, count))
@@ -113,19 +120,6 @@ def _quantiles(lengths: Sequence[int] | np.ndarray) -> str:
     return f"mean {np.mean(lengths):,.1f}; {', '.join(parts)}"
 
 
-def bench(arguments: argparse.Namespace) -> None:
-    """Print the tokens per second of CPU time, in windows as the trainer reads them ahead."""
-    for task in [build_task(name, {}) for name in arguments.tasks or TASKS]:
-        task.windows(0, 0, BENCH_WINDOWS)
-        rounds, start = 0, time.process_time()
-        while time.process_time() - start < BENCH_S:
-            rounds += 1
-            task.windows(0, rounds * BENCH_WINDOWS, BENCH_WINDOWS)
-        tokens = rounds * BENCH_WINDOWS * task.seq_len
-        rate = tokens / (time.process_time() - start)
-        print(f"{task.name:8} {rate / 1e6:5.1f}M tokens/s per core", flush=True)
-
-
 def natural(text: str) -> int:
     """Parse an integer from 0 to 2**48 - 1, for argparse."""
     if not 0 <= (number := int(text)) < 1 << 48:
@@ -144,42 +138,27 @@ def setting(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run `canon synthetic` and exit."""
-    parser = Parser(prog="canon synthetic", description=__doc__, epilog=EPILOG)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for run in (show, score, stats):
-        sub = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
-        sub.set_defaults(run=run)
-        sub.add_argument("task", metavar="TASK", help=f"one of {', '.join(TASKS)}")
-        text = "settings of the task, as n=8 or name_tokens=[1,2]"
-        sub.add_argument("--set", metavar="KEY=VALUE", type=setting, action="append", help=text)
-        if run is score:
-            text = 'lines {"prompt": [id, ...], "answer": [id, ...]}'
-            sub.add_argument("file", metavar="FILE.jsonl", type=Path, help=text)
-        else:
-            sub.add_argument("--seed", type=natural, default=0, help="default 0")
-        if run is show:
-            sub.add_argument("--index", type=natural, default=0, help="of the window; default 0")
-            sub.add_argument("--json", action="store_true", help="ids and loss_mask")
-        if run is stats:
-            sub.add_argument("--windows", type=positive, default=100, help="default 100")
-    sub = commands.add_parser("bench", help=bench.__doc__, description=bench.__doc__)
-    sub.set_defaults(run=bench)
-    sub.add_argument("tasks", metavar="TASK", nargs="*", help="default: all")
-    given = list[str]()
-    for word in sys.argv[1:] if argv is None else argv:
-        # several settings may follow one --set, and a file may follow them
-        if given[-2:-1] == ["--set"] and "=" in word and not word.startswith("-"):
-            given.append("--set")
-        given.append(word)
-    with command(prints=True):
-        arguments = parser.parse_args(given)
-        if arguments.run is not bench:
-            arguments.task = build_task(arguments.task, dict(arguments.set or ()))
-        arguments.run(arguments)
-    raise SystemExit(0)
+def add_show_arguments(parser: Parser) -> None:
+    _add_task(parser)
+    parser.add_argument("--seed", type=natural, default=0, help="default 0")
+    parser.add_argument("--index", type=natural, default=0, help="of the window; default 0")
+    parser.add_argument("--json", action="store_true", help="ids and loss_mask")
 
 
-if __name__ == "__main__":
-    run_process(main)
+def add_score_arguments(parser: Parser) -> None:
+    _add_task(parser)
+    about = 'lines {"prompt": [id, ...], "answer": [id, ...]}'
+    parser.add_argument("file", metavar="FILE.jsonl", type=Path, help=about)
+
+
+def add_stats_arguments(parser: Parser) -> None:
+    _add_task(parser)
+    parser.add_argument("--seed", type=natural, default=0, help="default 0")
+    parser.add_argument("--windows", type=positive, default=100, help="default 100")
+
+
+def _add_task(parser: Parser) -> None:
+    parser.add_argument("task", metavar="TASK", help=f"one of {', '.join(TASKS)}")
+    about = "settings of the task, as n=8 or name_tokens=[1,2]"
+    parser.add_argument("--set", metavar="KEY=VALUE", type=setting, action="append", help=about)
+    parser.settings = "--set"

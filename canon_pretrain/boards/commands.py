@@ -18,7 +18,6 @@ DIR/report.html, .json and .md. No torch.
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,13 +38,9 @@ from canon_pretrain.cluster.sweep import (
 )
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
-    Parser,
     available_cores,
-    command,
     positive,
-    run_process,
 )
-from canon_pretrain.core.errors import EPILOG
 from canon_pretrain.core.lock import locked
 from canon_pretrain.report.status import ACTIVE_STATES
 
@@ -57,14 +52,44 @@ LOCK = ".playground.lock"
 PAGE = "report.html"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run `canon playground`."""
-    with command(prints=True):
-        given = _parse(argv)
-        given.show(given)
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_board(parser)
+    parser.add_argument("--extend", action="store_true", help="add runs to an existing plan")
+    about = "print the GPU-hours on this GPU, one per run: a100, h100 or h200"
+    parser.add_argument("--gpu", metavar="GPU", help=about)
 
 
-def plan(given: argparse.Namespace) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_board(parser)
+    parser.add_argument("--extend", action="store_true", help="add runs to an existing plan")
+    about = "runs at once, one thread each (default: one per GPU, else per available core)"
+    parser.add_argument("--parallel", type=positive, metavar="N", help=about)
+    about = "stop arms that are worse than others at equal steps"
+    parser.add_argument("--race", action="store_true", help=about)
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_board(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_board(parser)
+
+
+def _add_board(parser: argparse.ArgumentParser) -> None:
+    about = "format: canon_pretrain/boards/board.py"
+    parser.add_argument("board", type=Path, metavar="BOARD.toml", help=about)
+    about = "folder of the runs (default: outputs/boards/BOARD)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=about)
+
+
+def _folder(given: argparse.Namespace) -> Path:
+    """Return the folder of the runs."""
+    return given.out or Path("outputs", "boards", given.board.stem)
+
+
+def run_plan(given: argparse.Namespace) -> None:
     """Write or extend the plan, and print its size."""
     sweep = _plan(given)
     if given.gpu:
@@ -73,29 +98,31 @@ def plan(given: argparse.Namespace) -> None:
 
 def _plan(given: argparse.Namespace) -> Sweep:
     """Write or extend the plan, and print how many runs it has."""
-    sweep, num_new = plan_board(read_board(given.board), given.out, extend=given.extend)
-    print(f"{given.out}: {len(sweep.runs)} runs, {num_new} of them new")
+    folder = _folder(given)
+    sweep, num_new = plan_board(read_board(given.board), folder, extend=given.extend)
+    print(f"{folder}: {len(sweep.runs)} runs, {num_new} of them new")
     return sweep
 
 
-def run(given: argparse.Namespace) -> None:
+def run_run(given: argparse.Namespace) -> None:
     """Plan, train all runs that are not DONE, and print the table; exit with 1 if one failed."""
     _plan(given)
-    with locked(given.out / LOCK, f"the board {given.out}"):
-        board, sweep = read_plan(given.out)
-        stopped = _stopped(given.out)
+    folder = _folder(given)
+    with locked(folder / LOCK, f"the board {folder}"):
+        board, sweep = read_plan(folder)
+        stopped = _stopped(folder)
         left = dataclasses.replace(sweep, runs=[x for x in sweep.runs if x.name not in stopped])
         race = None
         if given.race:
             from canon_pretrain.boards.race import BoardRace  # scipy takes a while to import
 
-            race = BoardRace(given.out, race_entries(board, sweep))
+            race = BoardRace(folder, race_entries(board, sweep))
         gpus = visible_gpus()
         parallel = given.parallel or len(gpus) or available_cores()
-        driver = Driver(left, given.out, parallel, race, gpus=gpus)
+        driver = Driver(left, folder, parallel, race, gpus=gpus)
         driver.train()
-    show_table(_rows(given.out))
-    report(given)
+    show_table(_rows(folder))
+    run_report(given)
     if driver.stops:
         print("stopped: the same command continues")
         raise SystemExit(EXIT_INTERRUPTED)
@@ -152,28 +179,28 @@ def _rows(folder: Path) -> list[Row]:
     return rows
 
 
-def status(given: argparse.Namespace) -> None:
-    rows = _rows(given.out)
+def run_status(given: argparse.Namespace) -> None:
+    rows = _rows(_folder(given))
     if given.json:
         print_rows(rows)
     else:
         show_table(rows)
 
 
-def report(given: argparse.Namespace) -> None:
+def run_report(given: argparse.Namespace) -> None:
     """Write the page of the planned board, and print what is decided and the page's path."""
     # scipy and plotly take a while to import
     from canon_pretrain.boards import tables
     from canon_pretrain.boards.content import board_content
     from canon_pretrain.report import eval_report
 
-    plan = _board_plan(given.out, given.board.stem)
-    content = board_content(plan, datetime.now(UTC))
+    folder = _folder(given)
+    content = board_content(_board_plan(folder, given.board.stem), datetime.now(UTC))
     labels = {"entry": tables.architectures(content)}
-    eval_report.write_report(given.out, PAGE, content, labels, "board", board=tables)
+    eval_report.write_report(folder, PAGE, content, labels, "board", board=tables)
     for line in (*tables.errors(content), *tables.headline(content)):
         print(line)
-    print(f"report: {(given.out / PAGE).resolve()}")
+    print(f"report: {(folder / PAGE).resolve()}")
 
 
 def _board_plan(folder: Path, title: str) -> "BoardPlan":
@@ -204,51 +231,3 @@ def _board_plan(folder: Path, title: str) -> "BoardPlan":
         reference=board.reference,
         others=others,
     )
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="canon playground",
-        description="Compare architectures on tasks: plan a board, train its runs, show them.",
-        epilog=EPILOG,
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-    shared = Parser(add_help=False)
-    shared.add_argument(
-        "board", type=Path, metavar="BOARD.toml", help="format: canon_pretrain/boards/board.py"
-    )
-    about = "folder of the runs (default: outputs/boards/BOARD)"
-    shared.add_argument("--out", type=Path, metavar="DIR", help=about)
-    planned = Parser(add_help=False, parents=[shared])
-    planned.add_argument("--extend", action="store_true", help="add runs to an existing plan")
-    first = commands.add_parser(
-        "plan", help="write DIR/sweep.json and configs", parents=[planned], allow_abbrev=False
-    )
-    about = "print the GPU-hours on this GPU, one per run: a100, h100 or h200"
-    first.add_argument("--gpu", metavar="GPU", help=about)
-    first.set_defaults(show=plan)
-    second = commands.add_parser(
-        "run", help="plan, and train what is not DONE", parents=[planned], allow_abbrev=False
-    )
-    about = "runs at once, one thread each (default: one per GPU, else per available core)"
-    second.add_argument("--parallel", type=positive, metavar="N", help=about)
-    about = "stop arms that are worse than others at equal steps"
-    second.add_argument("--race", action="store_true", help=about)
-    second.set_defaults(show=run)
-    third = commands.add_parser(
-        "status", help="print the state of the runs", parents=[shared], allow_abbrev=False
-    )
-    third.add_argument("--json", action="store_true", help="print JSON")
-    third.set_defaults(show=status)
-    fourth = commands.add_parser(
-        "report", help="write DIR/report.html, .json, .md", parents=[shared], allow_abbrev=False
-    )
-    fourth.set_defaults(show=report)
-    given = parser.parse_args(argv)
-    given.out = given.out or Path("outputs", "boards", given.board.stem)
-    return given
-
-
-if __name__ == "__main__":
-    run_process(main)

@@ -1,0 +1,408 @@
+"""The commands of `canon`: the module of each, and what it is for.
+
+A module has two functions per command, imported only when the command is used:
+
+    add_arguments(parser)             if it is its only command, else add_NAME_arguments(parser)
+    run(arguments) -> exit code       if it is its only command, else run_NAME(arguments)
+
+`run` may return None for 0. Stages are modules by name only: they still meet on disk alone.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from canon_pretrain.core.cli import Parser, command
+from canon_pretrain.core.errors import EPILOG, UserError, nearest
+
+SECTION_KEY = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command; `name` is NAME of its functions if its module has several commands."""
+
+    module: str
+    about: str
+    name: str = ""
+    prints: bool = False  # stdout is the result: if it cannot be written, the command fails
+    interrupted: str = ""  # what Ctrl-C prints
+    takes_keys: bool = False  # words that it does not know become `arguments.overrides`
+    ends_with_keys: bool = False  # the first --section.key and all that follows do
+    parses: bool = False  # the module's `main(words)` parses for itself
+    is_hidden: bool = False  # not in help: for scripts
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands with a common first word."""
+
+    about: str
+    description: str
+    commands: dict[str, Command]
+
+
+DATA_INTERRUPTED = "interrupted; run the same command again to resume"
+EVAL_INTERRUPTED = "interrupted: what is finished is kept, the same command resumes"
+
+# in the order in which a user meets them
+COMMANDS: dict[str, Command | Group] = {
+    "doctor": Command(
+        "canon_pretrain.cluster.doctor",
+        "what this machine has and lacks",
+        prints=True,
+        takes_keys=True,
+    ),
+    "try": Command("canon_pretrain.trial", "does Canon help on your text? train, compare, report"),
+    "new": Command("canon_pretrain.new", "propose an experiment for your own text"),
+    "data": Group(
+        "text to token shards",
+        "Write text as token shards, and check them.",
+        {
+            "build": Command(
+                "data_prep.build",
+                "tokenize a source into DIR/train and DIR/validation; run it again to resume",
+                interrupted=DATA_INTERRUPTED,
+            ),
+            "finish": Command(
+                "data_prep.finish",
+                "write the manifests after all --shard builds, or with other limits",
+                interrupted=DATA_INTERRUPTED,
+            ),
+            "verify": Command(
+                "data_prep.verify",
+                "check a finished folder (exit code 2 if it is damaged), and repair it",
+                interrupted=DATA_INTERRUPTED,
+            ),
+            "stats": Command(
+                "data_prep.stats",
+                "show counts, lengths, tokens, duplicates and groups of a finished folder",
+            ),
+            "show": Command(
+                "data_prep.show",
+                "print a document or a training window as text, as the model sees it",
+                prints=True,
+            ),
+        },
+    ),
+    "train": Command(
+        "canon_pretrain.train", "train or resume (several GPUs: torchrun)", parses=True
+    ),
+    "run": Group(
+        "inspect runs",
+        "Inspect runs, during training or later.",
+        {
+            "status": Command(
+                "canon_pretrain.report.status",
+                "the state of runs: step, loss, speed, checkpoint, evaluations, job",
+                prints=True,
+            ),
+            "plot": Command("canon_pretrain.report.plot", "curves of several runs on one page"),
+            "diff": Command(
+                "canon_pretrain.report.diff",
+                "how two runs differ, and from which step on",
+                prints=True,
+            ),
+            "export": Command("canon_pretrain.report.export", "copy a run to wandb or TensorBoard"),
+            "profile": Command(
+                "canon_pretrain.report.profile",
+                "top kernels of a traced step, and its time by purpose",
+                prints=True,
+            ),
+        },
+    ),
+    "sample": Command(
+        "canon_pretrain.sample", "text from a checkpoint, or from two side by side", prints=True
+    ),
+    "checkpoint": Group(
+        "a run's checkpoints",
+        "List, verify and prune the checkpoints of a run.",
+        {
+            "list": Command(
+                "canon_pretrain.checkpoint.commands",
+                "list checkpoints, by manifests and file sizes",
+                "list",
+                prints=True,
+            ),
+            "verify": Command(
+                "canon_pretrain.checkpoint.commands",
+                "check the hash of every file; changes nothing",
+                "verify",
+            ),
+            "prune": Command(
+                "canon_pretrain.checkpoint.commands",
+                "delete all but the newest K verified ones",
+                "prune",
+            ),
+        },
+    ),
+    "eval": Group(
+        "scores",
+        "Evaluate checkpoints.",
+        {
+            "run": Command(
+                "eval.run_command",
+                "evaluate checkpoints on some suites, or on all",
+                interrupted=EVAL_INTERRUPTED,
+            ),
+            "compare": Command(
+                "canon_pretrain.report.comparison", "what differs between two runs", prints=True
+            ),
+            "report": Command(
+                "canon_pretrain.report.eval_report", "scores and verdicts of runs as one HTML page"
+            ),
+            "tasks": Command(
+                "eval.suite_names", "list suites and tasks, ours and lm_eval's", prints=True
+            ),
+            "stage": Command(
+                "eval.stage",
+                "download the suites' data once, on a machine with network",
+                interrupted=EVAL_INTERRUPTED,
+            ),
+            "submit": Command(
+                "eval.submit",
+                "evaluate checkpoints as they are saved, by Slurm jobs or locally",
+                interrupted=EVAL_INTERRUPTED,
+            ),
+        },
+    ),
+    "hf": Group(
+        "to Hugging Face and back",
+        "Export checkpoints to Hugging Face folders, push them, and import them.",
+        {
+            "export": Command(
+                "canon_pretrain.hf.commands",
+                "write a checkpoint as a folder for transformers",
+                "export",
+            ),
+            "push": Command(
+                "canon_pretrain.hf.commands",
+                "upload an export with a model card to the hub",
+                "push",
+            ),
+            "import": Command(
+                "canon_pretrain.hf.commands",
+                "write a Hugging Face folder as a checkpoint",
+                "import",
+            ),
+        },
+    ),
+    "sweep": Group(
+        "configs x learning rates x seeds",
+        "Configs x learning rates x seeds, each a run in its own folder.",
+        {
+            "plan": Command(
+                "canon_pretrain.cluster.sweep",
+                "write SWEEP/sweep.json",
+                "plan",
+                ends_with_keys=True,
+            ),
+            "run": Command(
+                "canon_pretrain.cluster.sweep",
+                "train or resume one run",
+                "run",
+                prints=True,
+                ends_with_keys=True,
+            ),
+            "table": Command(
+                "canon_pretrain.cluster.sweep",
+                "print the state of the runs",
+                "table",
+                prints=True,
+                ends_with_keys=True,
+            ),
+            "todo": Command(
+                "canon_pretrain.cluster.sweep",
+                "print the numbers of runs to submit",
+                "todo",
+                prints=True,
+                ends_with_keys=True,
+                is_hidden=True,
+            ),
+        },
+    ),
+    "playground": Group(
+        "models x tasks",
+        "Compare architectures on tasks: plan a board, train its runs, show them.",
+        {
+            "plan": Command(
+                "canon_pretrain.boards.commands",
+                "write DIR/sweep.json and configs",
+                "plan",
+                prints=True,
+            ),
+            "run": Command(
+                "canon_pretrain.boards.commands",
+                "plan, and train what is not DONE",
+                "run",
+                prints=True,
+            ),
+            "status": Command(
+                "canon_pretrain.boards.commands",
+                "print the state of the runs",
+                "status",
+                prints=True,
+            ),
+            "report": Command(
+                "canon_pretrain.boards.commands",
+                "write DIR/report.html, .json, .md",
+                "report",
+                prints=True,
+            ),
+        },
+    ),
+    "synthetic": Group(
+        "the paper's tasks",
+        "Show, score and describe the synthetic tasks.",
+        {
+            "show": Command(
+                "canon_pretrain.synthetic.commands",
+                "print a window: one instance after another, with answers in brackets, or as JSON",
+                "show",
+                prints=True,
+            ),
+            "score": Command(
+                "canon_pretrain.synthetic.commands",
+                "print the numbers of right and wrong answers; those of the verdicts go to stderr",
+                "score",
+                prints=True,
+            ),
+            "stats": Command(
+                "canon_pretrain.synthetic.commands",
+                "print the ids of words, lengths, and shares, over some windows and instances",
+                "stats",
+                prints=True,
+            ),
+        },
+    ),
+    "bench": Command(
+        "canon_pretrain.bench.__main__", "speed and memory of models and kernels", parses=True
+    ),
+    "completion": Command(
+        "canon_pretrain.completion", "print what a shell completes: bash, zsh", prints=True
+    ),
+}
+
+
+def run_command(words: Sequence[str], is_imported: Callable[[], None]) -> None:
+    """Run the command that `words` begin with; exit with its code if that is not 0.
+
+    `is_imported` is called after the command's module has been imported.
+    """
+    stage = COMMANDS[words[0]]
+    chosen = stage if isinstance(stage, Command) else stage.commands.get("".join(words[1:2]))
+    code: int | None
+    if chosen is None:
+        is_imported()
+        with command():
+            code = _show_help(words)
+    elif chosen.parses:
+        module = import_module(chosen.module)
+        is_imported()
+        code = module.main(words[1:])
+    else:
+        add_arguments, run = functions_of(chosen)
+        is_imported()
+        with command(prints=chosen.prints, interrupted=chosen.interrupted):
+            code = run(_parse(words, chosen, add_arguments))
+    if code:
+        raise SystemExit(code)
+
+
+def functions_of(chosen: Command) -> tuple[Callable[..., None], Callable[..., int | None]]:
+    """Import a command's module; return its functions to add arguments, and to run."""
+    module = import_module(chosen.module)
+    if not chosen.name:
+        return module.add_arguments, module.run
+    return getattr(module, f"add_{chosen.name}_arguments"), getattr(module, f"run_{chosen.name}")
+
+
+def make_parser(
+    name: str, add_arguments: dict[str, Callable[[argparse.ArgumentParser], None]]
+) -> Parser:
+    """Return the parser of a command or a group.
+
+    `add_arguments`: by command of the group, "" for a command that is none; other commands have no
+    arguments, as their modules are not imported.
+    """
+    stage = COMMANDS[name]
+    if isinstance(stage, Command):
+        parser = Parser(prog=f"canon {name}", description=_sentence(stage.about), epilog=EPILOG)
+        add_arguments[""](parser)
+        return parser
+
+    parser = Parser(prog=f"canon {name}", description=stage.description, epilog=EPILOG)
+    shown = [word for word, each in stage.commands.items() if not each.is_hidden]
+    hides = len(shown) < len(stage.commands)
+    metavar = "{" + ",".join(shown) + "}" if hides else None
+    commands = parser.add_subparsers(dest="command", required=True, metavar=metavar)
+    for word, each in stage.commands.items():
+        help_options: dict[str, Any] = {} if each.is_hidden else {"help": each.about}
+        own = commands.add_parser(word, description=_sentence(each.about), **help_options)
+        if word in add_arguments:
+            add_arguments[word](own)
+    return parser
+
+
+def _parse(
+    words: Sequence[str], chosen: Command, add_arguments: Callable[..., None]
+) -> argparse.Namespace:
+    name, *rest = words
+    is_group = isinstance(COMMANDS[name], Group)
+    parser = make_parser(name, {rest[0] if is_group else "": add_arguments})
+    if chosen.takes_keys:
+        arguments, arguments.overrides = parser.parse_known_args(rest)
+        return arguments
+    if chosen.ends_with_keys:
+        first = (place for place, word in enumerate(rest) if SECTION_KEY.fullmatch(word))
+        end = next(first, len(rest))
+        arguments = parser.parse_args(rest[:end])
+        arguments.overrides = rest[end:]
+        return arguments
+    return parser.parse_args(rest)
+
+
+def _show_help(words: Sequence[str]) -> int:
+    """Print the help of a group, as an error if it was not asked for; return the exit code."""
+    parser = make_parser(words[0], {})
+    if words[1:]:
+        parser.parse_args(words[1:])  # --help, or an unknown command
+        return 0
+    with redirect_stdout(sys.stderr), suppress(SystemExit):
+        parser.parse_args(["--help"])
+    return 2
+
+
+def _sentence(about: str) -> str:
+    return f"{about[0].upper()}{about[1:]}."
+
+
+def print_commands() -> None:
+    """Print all commands."""
+    print("usage: canon STAGE ...    (more: canon STAGE --help)\n")
+    for name, stage in COMMANDS.items():
+        commands = stage.commands.items() if isinstance(stage, Group) else ()
+        shown = [word for word, each in commands if not each.is_hidden]
+        print(f"  {name:11} {stage.about}{': ' if shown else ''}{', '.join(shown)}")
+
+
+def unknown_command(word: str) -> UserError:
+    """Return the error for an unknown first word, with the nearest command."""
+    lines = {name: [f"canon {name}"] for name in COMMANDS}
+    for name, stage in COMMANDS.items():
+        for inner in stage.commands if isinstance(stage, Group) else ():
+            if inner not in COMMANDS:
+                lines.setdefault(inner, []).append(f"canon {name} {inner}")
+    near = nearest(word, lines)
+    meant = f" Did you mean `{'` or `'.join(lines[near])}`?" if near else ""
+    return UserError(
+        "cli.unknown_stage",
+        f'"{word}" is not a stage; `canon` lists them.{meant}',
+        given=word,
+        choices=[*COMMANDS],
+    )

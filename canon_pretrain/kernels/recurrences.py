@@ -1,0 +1,17 @@
+"""The chunked recurrences by the name of their mixer: for backends.py and its adapters."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from canon_pretrain.kernels.delta import chunked_delta
+from canon_pretrain.kernels.gla import chunked_gla
+from canon_pretrain.kernels.ssd import chunked_ssd
+
+Recurrence = Callable[..., tuple[Tensor, Tensor]]
+
+CHUNKED: dict[str, Recurrence] = {
+    "gla": chunked_gla,
+    "mamba2": chunked_ssd,
+    "gated_deltanet": chunked_delta,
+}

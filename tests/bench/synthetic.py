@@ -1,0 +1,26 @@
+"""Tokens per second of CPU time of each synthetic task, in windows as the trainer reads them."""
+
+import argparse
+import time
+
+from canon_pretrain.synthetic.tasks import TASKS, build_task
+
+WINDOWS, SECONDS = 64, 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the tasks to time."""
+    parser.add_argument("tasks", metavar="TASK", nargs="*", help="default: all")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print a rate per task."""
+    for task in [build_task(name, {}) for name in arguments.tasks or TASKS]:
+        task.windows(0, 0, WINDOWS)
+        rounds, start = 0, time.process_time()
+        while time.process_time() - start < SECONDS:
+            rounds += 1
+            task.windows(0, rounds * WINDOWS, WINDOWS)
+        tokens = rounds * WINDOWS * task.seq_len
+        rate = tokens / (time.process_time() - start)
+        print(f"{task.name:8} {rate / 1e6:5.1f}M tokens/s per core", flush=True)
