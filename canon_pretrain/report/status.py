@@ -256,11 +256,10 @@ def _age(seconds: float | None) -> str:
 
 def _cells(run: RunSummary) -> dict[str, str]:
     """Return one line of the table by column title."""
-    checkpoint = "none"
+    newest = "none"
     if run.checkpoint is not None:
-        checkpoint = f"{run.checkpoint.step:,} ({_age(run.checkpoint.age_s)} ago)"
-    if run.checkpoint_failures:
-        checkpoint += f", then {run.checkpoint_failures} failed"
+        newest = f"{run.checkpoint.step:,} ({_age(run.checkpoint.age_s)} ago)"
+    failed = run.checkpoint_failures
 
     progress = ""
     if run.steps and run.step is not None:
@@ -281,7 +280,7 @@ def _cells(run: RunSummary) -> dict[str, str]:
         "MFU": format_number(run.mfu, ".1%"),
         "restarts": format_number(run.restarts),
         "skipped": format_number(run.skipped_steps),
-        "checkpoint": checkpoint,
+        "checkpoint": f"{newest}, then {failed} failed" if failed else newest,
         "heartbeat": _age(run.heartbeat_age_s),
         "evals done+pending": f"{evals.done}+{evals.pending}" if evals != NO_EVALUATIONS else "",
         "job": " on ".join(filter(None, (job, run.nodes))),

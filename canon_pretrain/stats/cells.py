@@ -182,10 +182,10 @@ def measure(
             is_split = bool(np.diff(np.sort(group)).max(initial=0.0) > APART)
         cells[task, name] = cell._replace(interval=interval, is_split=is_split)
 
-    found: Cells = {task: {} for task in tasks}
+    by_task: Cells = {task: {} for task in tasks}
     for task, name in cells:
-        found[task][name] = with_all_or_nothing(cells, (task, name))
-    return found
+        by_task[task][name] = with_all_or_nothing(cells, (task, name))
+    return by_task
 
 
 def measure_task(scores: Mapping[K, Sequence[float]], *, items: int = ITEMS) -> dict[K, Cell]:
@@ -253,28 +253,32 @@ def _shrink(
     Given the task's typical variance, variance / typical is F(df, prior df). The prior df is the
     most probable one for the whole board, with the typical variances integrated out.
     """
-    known, out, out_df = dfs > 0, variances.copy(), np.zeros(len(variances))
-    if not known.any():
-        return out, out_df
-    logs, df = np.log(variances[known]), dfs[known]
+    has_noise = dfs > 0
+    if not has_noise.any():
+        return variances, np.zeros(len(variances))
+
+    # The density of each variance: [prior df, typical variance, cell], and summed by task.
+    logs, df = np.log(variances[has_noise]), dfs[has_noise]
     grid = np.linspace(logs.min() - 4, logs.max() + 4, 96)
     d0 = PRIOR_DF[:, None, None]
     z = np.log(df / d0) + logs - grid[:, None]
     log_f = gammaln((df + d0) / 2) - gammaln(df / 2) - gammaln(d0 / 2)
     log_f = log_f + df / 2 * z - (df + d0) / 2 * np.logaddexp(0, z)
-    members = tasks[known][:, None] == np.arange(tasks.max() + 1)
-    by_task = log_f @ members  # [prior df, typical variance, task]
+    members = tasks[has_noise][:, None] == np.arange(tasks.max() + 1)
+    by_task = log_f @ members
+
+    # The most probable prior df, and the typical variance of each task.
     log_prior = np.log(PRIOR_DF) - np.log(PRIOR_DF**2 + USUAL_DF**2)  # over log(prior df)
     best = int(np.argmax(logsumexp(by_task, axis=1).sum(axis=1) + log_prior))
     weights = np.exp(by_task[best] - by_task[best].max(axis=0))
     weights /= weights.sum(axis=0)
     center = grid @ weights
-    # the typical variance is uncertain too: fewer prior degrees of freedom
+
+    # The typical variance is uncertain too: fewer prior degrees of freedom.
     spread = polygamma(1, PRIOR_DF[best] / 2) + grid**2 @ weights - center**2
     typical, prior = np.exp(center)[tasks], _df_of_spread(spread)[tasks]
-    pooled = (df @ members)[tasks]
-    out = (prior * typical + dfs * variances) / (prior + dfs)
-    return out, np.minimum(prior + dfs, pooled)
+    shrunk = (prior * typical + dfs * variances) / (prior + dfs)
+    return shrunk, np.minimum(prior + dfs, (df @ members)[tasks])
 
 
 def _df_of_spread(spread: np.ndarray) -> np.ndarray:
@@ -342,19 +346,19 @@ def differences(cells: Cells, *, lower_is_better: Collection[str] = ()) -> list[
                 p = min(p * choices[size < 0], 1.0)
             pairs.append(Difference(task, a, b, size, _noises(x, y), p, choices=choices))
 
-    found = []
+    corrected = []
     for pair, p in zip(pairs, _holm([pair.p for pair in pairs]), strict=True):
         better = None
         if p is not None and p <= ALPHA:
             a_is_better = (pair.difference > 0) != (pair.task in lower_is_better)
             better = pair.a if a_is_better else pair.b
-        found.append(pair._replace(p_holm=p, better=better))
-    return found
+        corrected.append(pair._replace(p_holm=p, better=better))
+    return corrected
 
 
 def _holm(p: Sequence[float | None]) -> list[float | None]:
-    known = np.array([x for x in p if x is not None])
-    adjusted = iter(holm(known, np.ones(known.size)).tolist())
+    tested = np.array([x for x in p if x is not None])
+    adjusted = iter(holm(tested, np.ones(tested.size)).tolist())
     return [None if x is None else next(adjusted) for x in p]
 
 
