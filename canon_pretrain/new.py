@@ -10,8 +10,7 @@ import os
 import re
 import shlex
 import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +18,9 @@ from canon_pretrain.core.cli import available_cores, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import create_file
 from canon_pretrain.core.terminal import duration, printable, size
-from canon_pretrain.machine.hardware import available_memory, check_cuda, cpu_info
+from canon_pretrain.machine.hardware import check_cuda, cpu_info, threads_per_process
+from canon_pretrain.machine.memory import memory_per_process
+from canon_pretrain.machine.timing import best_rate
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.run.config import to_toml
@@ -95,7 +96,7 @@ class Machine:
 
         check_cuda()
         if gpus := torch.cuda.device_count():
-            memory = torch.cuda.get_device_properties(0).total_memory
+            memory = memory_per_process(1)
             name = f"{gpus} x {torch.cuda.get_device_name(0)}"
             ranks = 1 << (gpus.bit_length() - 1)  # a power of two divides the batch
             if models > 1:
@@ -105,7 +106,7 @@ class Machine:
         cores = available_cores()
         name = f"{cores} cores of {cpu_info('model name') or 'a CPU'}"
         parallel = min(models, cores)
-        return cls(name, False, 1, available_memory() / parallel, parallel)
+        return cls(name, False, 1, memory_per_process(parallel), parallel)
 
     def micro_batch(self, args: ModelArgs) -> int:
         """Return the windows of a forward pass that surely fit into the memory, or 0.
@@ -128,7 +129,7 @@ class Machine:
         from canon_pretrain.model.transformer import Transformer
 
         if self.parallel > 1 and not self.is_gpu:
-            torch.set_num_threads(available_cores() // self.parallel)
+            torch.set_num_threads(threads_per_process(self.parallel))
         device = torch.device("cuda" if self.is_gpu else "cpu")
         model = Transformer(args).to(device)
         model.init_weights()
@@ -146,20 +147,9 @@ class Machine:
                 torch.cuda.synchronize()
 
         step()  # compiles and allocates
-        return TRAINER_SHARE * best_rate(step) * tokens.numel() * self.ranks
-
-
-def best_rate(step: Callable[[], None]) -> float:
-    """Return the most calls per second of MEASUREMENTS, in MEASURE_S: other programs disturb."""
-    rates: list[float] = []
-    begin = time.perf_counter()
-    while not rates or time.perf_counter() - begin < MEASURE_S:
-        start, steps = time.perf_counter(), 0
-        while (seconds := time.perf_counter() - start) < MEASURE_S / MEASUREMENTS:
-            step()
-            steps += 1
-        rates.append(steps / seconds)
-    return max(rates)
+        return (
+            TRAINER_SHARE * best_rate(step, MEASURE_S, MEASUREMENTS) * tokens.numel() * self.ranks
+        )
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from canon_pretrain.boards.board import read_board
-from canon_pretrain.boards.driver import train_sweep, trainer_environment, visible_gpus
+from canon_pretrain.boards.driver import train_sweep, trainer_environment
 from canon_pretrain.boards.plan import plan_board
-from canon_pretrain.core.cli import available_cores, command, run_process
+from canon_pretrain.core.cli import command
 from canon_pretrain.core.files import read_bytes
 from canon_pretrain.core.terminal import duration
+from canon_pretrain.machine.hardware import threads_per_process, visible_gpus
 from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import ScoreKey
 from canon_pretrain.report.record import read_runs
@@ -141,7 +142,7 @@ def bars(report: Mapping[str, Any]) -> str:
 
 def threads() -> int:
     """Return the CPU threads of each rank and model; more would wait for each other."""
-    return min(MOST_THREADS, max(1, available_cores() // RANKS))
+    return min(MOST_THREADS, threads_per_process(RANKS))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -154,7 +155,3 @@ def main(argv: list[str] | None = None) -> None:
         environ = trainer_environment(threads())
         with Stages(None, environ, forks=not visible_gpus()) as stages:
             Quickstart(stages, prefix).all()
-
-
-if __name__ == "__main__":
-    run_process(main)

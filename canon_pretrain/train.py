@@ -22,6 +22,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan import device
 from canon_pretrain.titan.console import init_logging, logger
+from canon_pretrain.titan.keys import read_options
 
 QUIET_S = 10.0  # that a rank waits for another one to print the error that both have
 
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
     try:
         check_encoding()
+        read_options(_split_options(argv)[1], quiet=quiet)
         device.prepare_process()
     except UserError as error:
         _exit_with(error, quiet=quiet)
@@ -179,7 +181,3 @@ def _split_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not options.dry_run and {options.gpu, options.world, options.mfu} != {None}:
         raise UserError("option.conflict", "--gpu, --world and --mfu require --dry-run")
     return options, rest
-
-
-if __name__ == "__main__":
-    run_process(main)

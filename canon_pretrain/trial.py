@@ -25,14 +25,12 @@ from canon_pretrain.boards.driver import (
     read_failures,
     train_sweep,
     trainer_environment,
-    visible_gpus,
 )
 from canon_pretrain.boards.race import DIVERGED
 from canon_pretrain.cluster.sweep import make_sweep, write_plan
 from canon_pretrain.core.children import end_with
 from canon_pretrain.core.cli import (
     EXIT_INTERRUPTED,
-    available_cores,
     command,
 )
 from canon_pretrain.core.errors import UserError
@@ -45,6 +43,7 @@ from canon_pretrain.core.files import (
 )
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.terminal import printable
+from canon_pretrain.machine.hardware import threads_per_process, visible_gpus
 from canon_pretrain.new import (
     FILES_HELP,
     Machine,
@@ -230,7 +229,7 @@ class Trial:
         try:
             if left.runs:
                 server = self.stages.server
-                train_sweep(left, self.runs, threads=threads_per_run(), server=server)
+                train_sweep(left, self.runs, threads=threads_per_process(NUM_RUNS), server=server)
         except UserError as error:
             others = read_failures(self.runs).keys() - self._diverged()
             if error.code != "sweep.failed_runs" or others:
@@ -383,11 +382,6 @@ def training_seconds(left: float) -> float:
     return max(min(TRAINING_SHARE * left, left - OTHER_S), left / 4)
 
 
-def threads_per_run() -> int:
-    """Return the CPU threads of each run while all that fit train at once."""
-    return max(1, available_cores() // NUM_RUNS)
-
-
 def verdict(row: dict[str, Any], documents: str = "documents") -> str:
     """Return a sentence on the comparison `row` of held-out losses, with Canon against without."""
     sentence = f"With Canon: {held_out_difference(row, documents)}"
@@ -432,7 +426,7 @@ def run(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, _stop)
     folder.parent.mkdir(exist_ok=True)
     with locked(folder.with_name(f".{name}.lock"), f"the trial {folder}"):
-        environ = trainer_environment(threads_per_run())
+        environ = trainer_environment(threads_per_process(NUM_RUNS))
         try:
             if (folder / RECORD).exists():
                 print(f"{folder}: continues", flush=True)

@@ -1,6 +1,10 @@
-"""Make the completions of `canon`, canon_pretrain/completions/canon.SHELL, from its parsers."""
+"""Make the completions of `canon`, canon_pretrain/completions/canon.SHELL, and titan/keys.json.
+
+`make snapshots` writes them.
+"""
 
 import argparse
+import json
 import re
 from pathlib import Path
 
@@ -16,6 +20,16 @@ def scripts() -> dict[str, str]:
     parser = canon_parser()
     made = {shell: str(shtab.complete(parser, shell)) for shell in ("bash", "zsh")}
     return {shell: text.rstrip("\n") + "\n" for shell, text in made.items()}
+
+
+def train_keys() -> str:
+    """Return the content of canon_pretrain/titan/keys.json: the keys of a job, and defaults."""
+    from canon_pretrain.titan.device import prepare_device
+
+    prepare_device()  # torchtitan looks up the device when it is imported
+    from canon_pretrain.titan.job_config import CanonJobConfig
+
+    return json.dumps(CanonJobConfig().to_dict(), indent=1) + "\n"
 
 
 def canon_parser() -> argparse.ArgumentParser:
@@ -56,7 +70,8 @@ def _train_parser() -> argparse.ArgumentParser:
     from canon_pretrain.titan.device import prepare_device
 
     prepare_device()  # torchtitan looks up the device when it is imported
-    from canon_pretrain.titan.command_line import add_keys, own_options
+    from canon_pretrain.titan.command_line import add_keys
+    from canon_pretrain.titan.keys import own_options
     from canon_pretrain.train import launch_options
 
     parser = argparse.ArgumentParser(add_help=False, parents=[own_options(), launch_options()])
@@ -70,11 +85,8 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
 
 
 def _mark_paths(parser: argparse.ArgumentParser) -> None:
-    """Let files complete where a path is expected, and each option under one spelling."""
+    """Let files complete where a path is expected."""
     for action in parser._actions:
-        # --dry_run, not --dry-run as well
-        spellings = {word.replace("-", "_"): word for word in reversed(action.option_strings)}
-        action.option_strings = [*reversed(spellings.values())]
         is_path = action.type is Path or PATHS.search(f"{action.metavar}")
         if is_path and not action.choices:
             action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from canon_pretrain.__main__ import main, start
 from canon_pretrain.commands import COMMANDS, Group
 from tests.support import ROOT, error_codes
 
+DEBUG = "train_configs/debug.toml"
 GROUPS = {name: stage for name, stage in COMMANDS.items() if isinstance(stage, Group)}
 
 
@@ -38,6 +39,29 @@ def test_the_table_fits_a_terminal_and_imports_no_stage():
         "canon_pretrain.commands",
     }
     assert not {"torch", "numpy", "pydantic"} & {*json.loads(loaded)}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --help",
+        "train --typo",
+        f"train --config {DEBUG} --model.dims 3",
+        "eval run --help",
+    ],
+)
+def test_help_and_typos_need_no_torch(words):
+    code = f"""
+import sys, time
+from canon_pretrain.__main__ import main
+try:
+    main({words.split()})
+except SystemExit as left:
+    print([left.code, "torch" in sys.modules, time.process_time() < 1.0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    expected = 2 if "ty" in words or "dims" in words else 0
+    assert done.stdout.splitlines()[-1] == str([expected, False, True])
 
 
 def test_an_unknown_word_is_an_error(capsys):

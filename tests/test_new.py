@@ -213,18 +213,6 @@ def test_options_are_called_as_the_user_gave_them(tmp_path, capsys):
         assert "--files" not in capsys.readouterr().err
 
 
-def test_the_best_of_several_measurements_counts(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(new.time, "perf_counter", lambda: now)
-
-    def step():
-        nonlocal now
-        now += 0.1 if now < 0.5 else 0.01
-
-    assert new.best_rate(step) == pytest.approx(100, rel=0.05)
-    assert now == pytest.approx(new.MEASURE_S, rel=0.2)
-
-
 @pytest.mark.parametrize(("speed", "factor"), [(1000.0, 4), (100.0, 1)])
 def test_many_characters_have_a_larger_vocabulary_if_time_allows(
     speed, factor, tmp_path, monkeypatch, capsys

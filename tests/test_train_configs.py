@@ -15,7 +15,8 @@ from canon_pretrain.model.args import CHOICES, ROTARY, ModelArgs
 from canon_pretrain.model.counts import layer_parameters, num_parameters, state_size
 from canon_pretrain.model.init import initial_value
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
-from canon_pretrain.run.config import Loss, build, merge, read_experiment
+from canon_pretrain.run.config import build, merge, read_experiment
+from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, check_job
 from tests.ranks import flat

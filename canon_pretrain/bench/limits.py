@@ -23,10 +23,10 @@ from canon_pretrain.kernels.graphs import is_view
 from canon_pretrain.machine.hardware import (
     check_cuda,
     cpu_info,
-    matmul_flops,
     peak_flops,
     query_gpu,
 )
+from canon_pretrain.machine.timing import matmul_flops
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import flops_per_token
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from canon_pretrain.boards.board import Board, read_board
-from canon_pretrain.boards.driver import Driver, read_failures, visible_gpus
+from canon_pretrain.boards.driver import Driver, read_failures
 from canon_pretrain.boards.plan import check_promises, plan_board, promised_by, read_plan
 from canon_pretrain.boards.stops import RACE, read_race
 from canon_pretrain.cluster.planned import num_steps, planned_values
@@ -42,6 +42,7 @@ from canon_pretrain.core.cli import (
     positive,
 )
 from canon_pretrain.core.lock import locked
+from canon_pretrain.machine.hardware import visible_gpus
 from canon_pretrain.report.status import ACTIVE_STATES
 
 if TYPE_CHECKING:  # scipy takes a while to import

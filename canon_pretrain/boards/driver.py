@@ -42,6 +42,7 @@ from canon_pretrain.core.files import (
 )
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import Console, duration
+from canon_pretrain.machine.hardware import visible_gpus
 from canon_pretrain.report.status import RunSummary, summarize_run
 from canon_pretrain.run.folder import RunFolder, is_run_folder
 
@@ -399,20 +400,6 @@ def trainer_environment(threads: int) -> dict[str, str]:
     """Return the environment of a trainer with `threads` CPU threads that a driver starts."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     return environ | TRAINER_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
-
-
-def visible_gpus() -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES or nvidia-smi lists."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.replace(" ", "").split(",") if name not in ("", "-1")]
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=60, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [str(number) for number, _ in enumerate(listed.stdout.splitlines())]
 
 
 def read_failures(folder: Path) -> dict[str, str]:

@@ -37,8 +37,9 @@ from canon_pretrain.core.files import (
     write_atomic,
     write_json,
 )
-from canon_pretrain.run.config import Data, build, merge, read_experiment, to_toml
+from canon_pretrain.run.config import build, merge, read_experiment, to_toml
 from canon_pretrain.run.folder import PLAN
+from canon_pretrain.run.sections import Data
 from canon_pretrain.synthetic.evaluation import metrics
 from canon_pretrain.synthetic.tasks import build_task
 

@@ -94,7 +94,8 @@ def check_machine(folder: Path) -> Findings:
 
     from packaging.requirements import Requirement
 
-    from canon_pretrain.machine.hardware import available_memory, cpu_info
+    from canon_pretrain.machine.hardware import cpu_info
+    from canon_pretrain.machine.memory import available_memory
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -23,46 +23,14 @@ from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.model.args import ModelArgs, fill_sizes, flavor
-from canon_pretrain.run.config import Data, Guards, Loss, Task, build, merge, read_experiment
+from canon_pretrain.run.config import build, merge, read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.identity import IDENTITY, differences
 from canon_pretrain.run.limits import OPTIMIZERS, check_limits, schedule_faults
-from canon_pretrain.synthetic.tasks import build_task
+from canon_pretrain.run.sections import Data, Sections, Training
+from canon_pretrain.synthetic.tasks import TaskSection, build_task
 
 SHOWN = 4  # differences in a sentence
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "optimizer": {
-        "name": "AdamW",
-        "lr": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.98,
-        "eps": 1e-6,
-        "weight_decay": 0.03,
-        "implementation": "fused",
-        "early_step_in_backward": False,
-    },
-    "lr_scheduler": {
-        "warmup_steps": 1000,
-        "total_steps": None,
-        "decay_ratio": None,
-        "decay_type": "cosine",
-        "min_lr_factor": 0.1,
-        "decay_steps": None,
-    },
-    "training": {
-        "seq_len": 2048,
-        "global_batch_size": -1,
-        "steps": 10000,
-        "max_norm": 1.0,
-        "dtype": "float32",
-        "mixed_precision_param": "bfloat16",
-        "mixed_precision_reduce": "float32",
-    },
-    "loss": asdict(Loss()),
-    "guards": asdict(Guards()),
-}
-"""The job's defaults in sections of the identity, without torchtitan; a test compares them."""
-
 Values = dict[str, dict[str, Any]]
 """A job's values by section and key, as in TOML"""
 
@@ -75,8 +43,11 @@ def planned_values(config: Path, options: Sequence[str] = ()) -> Values:
     values = read_experiment(config)
     for section, keys in values.items():
         if not isinstance(keys, dict):
-            text = f"{config}: '{section}' = {keys!r}: expected a section, [{section}]"
-            raise UserError("config.type", text, key=section)
+            raise UserError(
+                "config.type",
+                f"{config}: '{section}' = {keys!r}: expected a section, [{section}]",
+                key=section,
+            )
     return reduce(merge, (nested(key, value) for key, value in _parse(options)), values)
 
 
@@ -110,7 +81,7 @@ LISTS = ("data.paths", "data.weights")
 
 def _kinds(section: str, name: str) -> set[Any]:
     """Return the types of a key of our own sections; empty if it is not known."""
-    cls = {"model": ModelArgs, "data": Data, "data.task": Task}.get(section)
+    cls = {"model": ModelArgs, "data": Data, "data.task": TaskSection}.get(section)
     kind = cls and get_type_hints(cls).get(name)
     return {kind, *get_args(kind), *chain(*map(get_args, get_args(kind)))}
 
@@ -131,7 +102,7 @@ def check_values(values: Values) -> None:
     """Raise UserError for values that the trainer would refuse, as far as torch is not needed."""
     dotted = {f"{x}.{key}": value for x, keys in values.items() for key, value in keys.items()}
     # which has no default that trains
-    dotted.setdefault("training.global_batch_size", DEFAULTS["training"]["global_batch_size"])
+    dotted.setdefault("training.global_batch_size", Training.global_batch_size)
     check_limits(dotted)
     check_choice("optimizer.name", _section("optimizer", values)["name"], OPTIMIZERS)
     planned_identity(values)
@@ -146,7 +117,8 @@ def num_steps(values: Values) -> int:
 
 
 def _section(name: str, values: Values) -> dict[str, Any]:
-    return DEFAULTS[name] | values.get(name, {})
+    """Return a section's values, with the trainer's defaults for the others."""
+    return asdict(getattr(Sections(), name)) | values.get(name, {})
 
 
 def planned_identity(values: Values) -> dict[str, Any]:
@@ -154,23 +126,23 @@ def planned_identity(values: Values) -> dict[str, Any]:
 
     These are the fingerprints, and the size of the vocabulary if it is not set. Raises UserError.
     """
-    training = _section("training", values)
-    sections = {name: _section(name, values) for name in DEFAULTS}
-    sections["model"] = asdict(_model_args(values, training["seq_len"]))
+    seq_len = _section("training", values)["seq_len"]
+    model = asdict(_model_args(values, seq_len))
     if values.get("model", {}).get("vocab_size") is None:
-        del sections["model"]["vocab_size"]
+        del model["vocab_size"]
+    identity = {f"model.{key}": value for key, value in model.items()}
+
     data = build(Data, values.get("data", {}), "the plan", "data.")
-    sections["data"] = asdict(data)
-    identity = {
-        f"{section}.{key}": sections[section][key]
-        for section, keys in IDENTITY.items()
-        for key in keys or sections[section]
-    }
+    for name in IDENTITY:
+        section, _, key = name.partition(".")
+        settings = asdict(data) if section == "data" else _section(section, values)
+        identity[name] = settings[key]
+
     if data.task.name:
-        task = build_task(data.task.name, data.task.given | {"seq_len": training["seq_len"]})
-        settings = {"name": task.name, **task.settings}
-        del settings["seq_len"]  # as training.seq_len
-        identity |= {f"data.task.{key}": value for key, value in settings.items()}
+        task = build_task(data.task.name, data.task.given | {"seq_len": seq_len})
+        identity |= {"data.task.name": task.name}
+        identity |= {f"data.task.{key}": value for key, value in task.settings.items()}
+        del identity["data.task.seq_len"]  # as training.seq_len
     return dict(json.loads(json.dumps(identity)))  # lists for tuples, as in config.json
 
 
@@ -182,8 +154,11 @@ def _model_args(values: Values, seq_len: int) -> ModelArgs:
         try:
             TypeAdapter(kind).validate_python(own.get(key, getattr(base, key)), strict=True)
         except ValidationError as error:
-            text = f"model.{key} = {own[key]!r}: {error.errors()[0]['msg']}"
-            raise UserError("config.type", text, key=f"model.{key}") from None
+            raise UserError(
+                "config.type",
+                f"model.{key} = {own[key]!r}: {error.errors()[0]['msg']}",
+                key=f"model.{key}",
+            ) from None
     return replace(base, **fill_sizes(base, own) | {"max_seq_len": seq_len})
 
 

@@ -28,11 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from canon_pretrain.core.children import end_with_torchrun
-from canon_pretrain.core.cli import Parser, command, run_process
+from canon_pretrain.core.cli import Parser, command
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
 from canon_pretrain.core.holder import host_name
-from canon_pretrain.machine.hardware import check_cuda, copy_bandwidth, matmul_flops
+from canon_pretrain.machine.hardware import check_cuda
+from canon_pretrain.machine.timing import copy_bandwidth, matmul_flops
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_tail
@@ -442,7 +443,3 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     for each in (job, node, ranks):
         each.add_argument("--gpus", type=int, default=0, help="expected GPUs; 0: CPUs")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_process(main)

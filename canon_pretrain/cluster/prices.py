@@ -12,8 +12,7 @@ from rich.table import Table
 
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import Console, duration
-
-NODE_GPUS = 8
+from canon_pretrain.machine.gpus import GPUS_PER_NODE
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
     console.print(
         f"{num_runs} runs, {world_size} {gpu.upper()} each: {_hours(likely)} GPU-hours "
         f"({_hours(fast)} to {_hours(slow)}), {duration(3600 * likely)} on one GPU, "
-        f"{duration(3600 * likely / NODE_GPUS)} on {NODE_GPUS}; computed, not measured, without "
-        "start-up and evaluation"
+        f"{duration(3600 * likely / GPUS_PER_NODE)} on {GPUS_PER_NODE}; computed, not measured, "
+        "without start-up and evaluation"
     )
     if any(price.with_fla for price in prices):
         console.print("recurrences with fla-core; without it they take 1.5 to 2 times as long")

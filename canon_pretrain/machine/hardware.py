@@ -1,14 +1,13 @@
-"""The GPUs, memory and speed of this node; torch is imported lazily."""
+"""The GPUs and CPU of this node; torch is imported lazily. Memory: memory.py, speed: timing.py."""
 
 import glob
 import os
 import re
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,8 +58,13 @@ def peak_flops(name: str) -> float | None:
 
 def find_gpu() -> str | None:
     """Return evidence of an NVIDIA GPU, usable or not; None if there is none."""
-    lines = [f"nvidia-smi: {x}" for x in _nvidia_smi("-L").splitlines() if x.startswith("GPU ")]
+    lines = [f"nvidia-smi: {line}" for line in _gpu_lines()]
     return next(iter([*sorted(glob.glob(DEVICE_FILES)), *lines]), None)
+
+
+def _gpu_lines() -> list[str]:
+    """Return a line per GPU from nvidia-smi."""
+    return [line for line in _nvidia_smi("-L").splitlines() if line.startswith("GPU ")]
 
 
 def check_cuda() -> None:
@@ -94,46 +98,17 @@ def to_device(tensor: "torch.Tensor", device: "torch.device | str") -> "torch.Te
     return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)
 
 
-def matmul_flops(
-    device: "torch.device",
-    dtype: "torch.dtype",
-    *,
-    size: int,
-    seconds: float,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Return the FLOP/s of square matrix products, repeated for about `seconds`."""
-    import torch
-
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    return 2 * size**3 * _steps_per_second(lambda: torch.mm(a, b, out=out), seconds, clock)
+def visible_gpus() -> list[str]:
+    """Return what CUDA_VISIBLE_DEVICES lists, or else the numbers of what nvidia-smi lists."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.replace(" ", "").split(",") if name not in ("", "-1")]
+    return [str(number) for number, _ in enumerate(_gpu_lines())]
 
 
-def copy_bandwidth(source: "torch.Tensor", target: "torch.Tensor", *, seconds: float) -> float:
-    """Return the bytes read and written per second, repeating copies for about `seconds`."""
-    return (
-        2
-        * source.nbytes
-        * _steps_per_second(lambda: target.copy_(source), seconds, time.perf_counter)
-    )
-
-
-def _steps_per_second(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
-    import torch
-
-    def run(count: int) -> float:
-        synchronize()
-        begin = clock()
-        for _ in range(count):
-            step()
-        synchronize()
-        return clock() - begin
-
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    fastest = min(run(1) for _ in range(3))
-    count = max(1, round(seconds / max(fastest, 1e-6)))
-    return count / max(run(count), 1e-9)
+def threads_per_process(processes: int) -> int:
+    """Return the CPU threads of each of several processes that run at once."""
+    return max(1, available_cores() // processes)
 
 
 def query_gpu(gpu: str) -> dict[str, Any] | None:
@@ -165,33 +140,16 @@ def numa_cores(gpu: int, root: Path = Path("/")) -> set[int]:
 
     place: Any = torch.cuda.get_device_properties(gpu)
     name = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
-    node = _read(root / "sys/bus/pci/devices" / name / "numa_node").strip()
+    node = read_text(root / "sys/bus/pci/devices" / name / "numa_node").strip()
     if not node.isdigit():  # -1: unknown, as in many virtual machines
         return set()
-    cpulist = _read(root / f"sys/devices/system/node/node{node}/cpulist")
+    cpulist = read_text(root / f"sys/devices/system/node/node{node}/cpulist")
     ranges = re.findall(r"(\d+)(?:-(\d+))?", cpulist)
     return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
-def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of available main memory, within every cgroup's limit."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    if found := re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE):
-        limits.append(1024 * int(found[1]))
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        inner, top, file = Path(path.lstrip("/")), root / "sys/fs/cgroup", "memory.max"
-        if "memory" in controllers.split(","):  # version 1
-            top, file = top / "memory", "memory.limit_in_bytes"
-        elif controllers:
-            continue
-        texts = [_read(top / folder / file).strip() for folder in (inner, *inner.parents)]
-        # otherwise "max", or not visible in a container
-        limits += [int(text) for text in texts if text.isdigit()]
-    return min(limits)
-
-
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file of /proc or /sys; empty if it cannot be read."""
     try:
         return path.read_text()
     except OSError:

@@ -4,125 +4,147 @@ Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from canon_pretrain.core.errors import UserError, check_choice, nearest, suggestion
 
+MIXERS = ("attention", "gla", "mamba2", "gated_deltanet")
 ROTARY = ("rope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
 POSITIONS = ("rope", "nope", "alibi", "h_alibi", *ROTARY[1:])
-QK_NORMS = ("none", "full", "per_head")
-MIXERS = ("attention", "gla", "mamba2", "gated_deltanet")
-CHOICES = {
-    "mixer": MIXERS,
-    "position": POSITIONS,
-    "init": ("paper", "lingua"),
-    "qk_norm": QK_NORMS,
-    "gla_feature_map": ("identity", "elu"),
-    "ffn": ("gated", "standard", "moe", "none"),
-    "ffn_activation": ("silu", "relu2", "gelu"),
-    "moe_balance": ("bias", "loss", "none"),
-    "norm": ("rmsnorm", "layernorm"),
-    "canon_filter": ("static", "dynamic"),
-}
-_NEEDS = {
-    **dict.fromkeys(("position", "qk_norm", "num_kv_heads", "partial_rope_dim"), ("attention",)),
-    "bias": ("attention",),
-    "mixer_conv": MIXERS[1:],
-    **dict.fromkeys(("expand_k", "expand_v", "output_gate_rank"), ("gla", "gated_deltanet")),
-    "gla_feature_map": ("gla",),
-    **dict.fromkeys(("state_dim", "mimetic_init"), ("mamba2",)),
-}
-"""The mixers of which a field is an option; `position` is then "nope"."""
-_MOE_FIELDS = """num_experts experts_per_token num_shared_experts moe_gated moe_capacity moe_balance
-    moe_balance_rate""".split()
-_CANON_FIELDS = "canon_kernel canon_residual canon_activation canon_trainable canon_filter".split()
 CANON_SITES = "ABCD"
-CANON_KERNELS = range(2, 17)
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a field may have, in words and as a test, which NaN does not pass."""
+
+    expected: str
+    contains: Callable[[float], bool]
+
+
+Count = Annotated[int, Range("an integer of at least 1", lambda value: value >= 1)]
+Size = Annotated[int, Range("an integer of at least 0", lambda value: value >= 0)]
+Positive = Annotated[float, Range("a finite number above 0", lambda value: 0 < value < math.inf)]
+Amount = Annotated[
+    float, Range("a finite number of at least 0", lambda value: 0 <= value < math.inf)
+]
+Taps = Annotated[int, Range("2 to 16 (the paper's is 4)", lambda value: value in range(2, 17))]
 
 
 @dataclass(frozen=True)
 class ModelArgs:
     """All options of one model; equal args mean equal initial weights.
 
-    `num_kv_heads`: G, the heads of k and v (grouped-query attention); 0 means H.
-    `position`: the partial layouts rotate one quarter of the dimensions (Figure 22): `a` half of
-    the heads, half of each one's dims; `b` a quarter of the heads, all dims; `c` all heads, a
-    quarter of each one's dims, or `partial_rope_dim` of them (stored as 0 for a quarter). `alibi`
-    adds -2^(-8h/H) per token of distance to the scores of head h (1 .. H); in `h_alibi` head h of
-    the first half attends to the last h tokens only.
-    `canon_set`: any subset of the sites A, B, C, D of section 4; stored sorted and upper-case.
-    `canon_trainable=False`: cst-Canon, fixed at its initial values (Figure 20).
-    `canon_filter`: `dynamic` adds to each tap what the token itself asks for (model/canon.py).
-    `mixer`: what mixes tokens in a block: attention, or a recurrence of states (H heads, K key
-    width, V value width): `gla` and `gated_deltanet` with H K = `expand_k` D, H V = `expand_v` D
-    and a gate of the output (of rank `output_gate_rank`, 0 for full), `mamba2` with K =
-    `state_dim`, H V = 2 D. They have no positions (`nope`). `mixer_conv`: their native conv1d with
-    SiLU, of `canon_kernel` taps, which Canon-B replaces. `gla_feature_map`: `elu` is elu + 1 of q
-    and k. `mimetic_init`: Trockman et al.'s initial values of Mamba2.
-    `ffn`: `gated` w2(act(w1 x) * w3 x), `standard` w2(act(w1 x)), `none` (Mamba2's), or `moe`:
-    each token goes to `experts_per_token` of `num_experts` feed-forwards of width F, standard or
-    gated (`moe_gated`), and to `num_shared_experts` more. `moe_capacity`: in training an expert
-    takes at most this many times its share of a sequence (paper: 2), 0 for any number.
-    `moe_balance`: a `loss` of each sequence (Switch) or a `bias` of the routing scores
-    (DeepSeek-V3) evens the load, by `moe_balance_rate`.
-    `ffn_activation`: `silu`, or `relu2`, the square of relu (Figure 21), or `gelu`, GPT2's tanh
-    form, in the standard one only.
-    `norm`, `bias`: `layernorm`, and biases in it and in the blocks' linear layers (Figure 11).
-    `qk_norm`: `full` RMSNorm over the whole vector of q and of k, before Canon-B (the released
-    models); `per_head` over each head's K dims, one gain for all heads, after Canon-B (Qwen3's).
-    `tie_embeddings`: the output matrix is the token embedding.
-    `document_mask`: attention and Canon stop at the start of a document; `eos_id` ends one.
-    `init`: `paper` N(0, 0.02); `lingua` a normal of std fan_in^-1/2 cut at 3 sigma.
+    A field is declared here only: its annotation has its type and its range or its choices, and the
+    string below it is its help. `[model]`, the command line and the checks follow from it.
 
     The default of a field added later means what earlier versions did. Raises UserError for a
     value that is out of range or conflicts with the others.
     """
 
-    vocab_size: int = 32000
-    num_layers: int = 24
-    dim: int = 2048
-    num_heads: int = 32
-    num_kv_heads: int = 0
-    mixer: str = "attention"
+    vocab_size: Count = 32000
+    """Unset: the vocabulary size of the shards, which it must equal, or of the task, which may be
+    smaller."""
+    num_layers: Count = 24
+    dim: Count = 2048
+    num_heads: Count = 32
+    num_kv_heads: Size = 0
+    """Heads of k and v (grouped-query attention); 0: as many as num_heads."""
+
+    # What mixes tokens: attention, or a recurrence of states (H heads, K key width, V value width)
+    # without positions. GLA and GatedDeltaNet: H K = expand_k D, H V = expand_v D. Mamba2: K =
+    # state_dim, H V = 2 D. The native conv1d has SiLU and canon_kernel taps; Canon-B replaces it.
+    mixer: Annotated[str, MIXERS] = "attention"
+    """attention, gla, mamba2 or gated_deltanet, with the paper's heads, layers and widths."""
     mixer_conv: bool = False
-    expand_k: float = 0.5
-    expand_v: float = 1.0
-    output_gate_rank: int = 0
-    gla_feature_map: str = "identity"
-    state_dim: int = 64
+    """The recurrent mixer's native conv1d. Unset: on for mamba2 and gated_deltanet without
+    Canon-B."""
+    expand_k: Positive = 0.5
+    """Width of all keys over dim. Unset: gla 0.5, gated_deltanet 0.75."""
+    expand_v: Positive = 1.0
+    """Width of all values over dim. Unset: gla 1, gated_deltanet 1.5."""
+    output_gate_rank: Size = 0
+    """Rank of the output gate of gla and gated_deltanet; 0: full."""
+    gla_feature_map: Annotated[str, ("identity", "elu")] = "identity"
+    """identity, or elu: elu + 1 of q and k (the paper's Figure 23)."""
+    state_dim: Count = 64
+    """Mamba2's state size."""
     mimetic_init: bool = False
-    ffn_dim: int = 5504
-    ffn: str = "gated"
-    ffn_activation: str = "silu"
-    num_experts: int = 32
-    experts_per_token: int = 1
-    num_shared_experts: int = 0
+    """Mamba2's mimetic initial values (the paper's Figures 14 and 29)."""
+
+    # An expert is a feed-forward of width F, standard or gated. A loss of each sequence (Switch) or
+    # a bias of the routing scores (DeepSeek-V3) evens their load. "gelu" is GPT-2's tanh form.
+    ffn_dim: Count = 5504
+    """Width of the feed-forward. Unset: the flavor's; 4 dim if ffn = "standard", dim if "moe",
+    2 dim with mamba2 or gated_deltanet."""
+    ffn: Annotated[str, ("gated", "standard", "moe", "none")] = "gated"
+    """gated: w2(act(w1 x) * w3 x); standard: w2(act(w1 x)), the paper's GPT2(RoPE); moe; none
+    (unset with mamba2: none, with twice the layers)."""
+    ffn_activation: Annotated[str, ("silu", "relu2", "gelu")] = "silu"
+    """silu, relu2 (the paper's R2), or gelu (as GPT-2; requires ffn = "standard")."""
+    num_experts: Count = 32
+    """Experts of a layer with ffn = "moe" (32)."""
+    experts_per_token: Count = 1
+    """Experts that each token goes to (1)."""
+    num_shared_experts: Size = 0
+    """Further experts that every token goes to (0)."""
     moe_gated: bool = False
-    moe_capacity: float = 0.0
-    moe_balance: str = "bias"
-    moe_balance_rate: float = 1e-3
-    norm: str = "rmsnorm"
+    """Gated experts; the paper's are standard."""
+    moe_capacity: Amount = 0.0
+    """In training, an expert takes at most this many times its share of a sequence, in the tokens'
+    order (the paper's tutel: 2, of a micro-batch); 0: dropless."""
+    moe_balance: Annotated[str, ("bias", "loss", "none")] = "bias"
+    """How the load is evened: bias (of the scores, by each global batch's load), loss (Switch's, of
+    each sequence), none."""
+    moe_balance_rate: Amount = 1e-3
+    """Step of the bias, or factor of the loss."""
+
+    norm: Annotated[str, ("rmsnorm", "layernorm")] = "rmsnorm"
+    """rmsnorm, or layernorm (as GPT-2)."""
     bias: bool = False
-    max_seq_len: int = 4096
-    norm_eps: float = 1e-5
-    position: str = "rope"
-    partial_rope_dim: int = 0
-    rope_theta: float = 10000.0
+    """Biases in the blocks' linear layers and in LayerNorm (as GPT-2)."""
+    max_seq_len: Count = 4096
+    norm_eps: Positive = 1e-5
+
+    # The partial layouts rotate one quarter of the dimensions (Figure 22): a half of the heads,
+    # half of each one's dims; b a quarter of the heads, all dims; c all heads, partial_rope_dim of
+    # each one's dims. alibi adds -2^(-8h/H) per token of distance to the scores of head h (1 .. H);
+    # in h_alibi head h of the first half attends to the last h tokens only.
+    position: Annotated[str, POSITIONS] = "rope"
+    """rope, nope, alibi, h_alibi, or partial_rope_a, _b, _c (the paper's Figure 22)."""
+    partial_rope_dim: Size = 0
+    """Rotated dims per head in partial_rope_c; 0: a quarter."""
+    rope_theta: Positive = 10000.0
+
+    # Canon layers at the sites of section 4, stored sorted and in upper case. A dynamic filter adds
+    # to each tap what the token itself asks for (model/canon.py).
     canon_set: str = ""
-    canon_kernel: int = 4
+    """Any subset of ABCD; empty: no Canon layers."""
+    canon_kernel: Taps = 4
     canon_residual: bool = True
     canon_activation: bool = False
     canon_trainable: bool = True
-    canon_filter: str = "static"
-    qk_norm: str = "none"
+    """false: cst-Canon, which keeps its initial values (the paper's Figure 20)."""
+    canon_filter: Annotated[str, ("static", "dynamic")] = "static"
+    """static, or dynamic: taps that depend on the token (arXiv 2606.03825)."""
+
+    # RMSNorm of q and k. full: over the whole vector (the released models); per_head: over the K
+    # dims of each head, with one gain for all heads (Qwen3's).
+    qk_norm: Annotated[str, ("none", "full", "per_head")] = "none"
+    """none; full: over all heads, before Canon-B; per_head: over each head, after Canon-B."""
     tie_embeddings: bool = False
+    """The output matrix is the token embedding."""
     document_mask: bool = False
-    eos_id: int = 2
-    init: str = "paper"
-    init_seed: int = 0
+    """Stop attention and Canon at document boundaries (the paper does not)."""
+    eos_id: Size = 2
+    """Token that ends a document, for document_mask; must equal the shards' EOS."""
+    init: Annotated[str, ("paper", "lingua")] = "paper"
+    """paper: N(0, 0.02); lingua: truncated normal with std D^-1/2."""
+    init_seed: Size = 0
+    """Seed of the initial weights, which are the same at every world size."""
 
     def __post_init__(self) -> None:
         letters = "".join(sorted(self.canon_set.upper()))
@@ -230,177 +252,223 @@ class ModelArgs:
         return self.head_dim // divisor if self.position in ROTARY else 0
 
 
+def _marks(kind: type) -> dict[str, Any]:
+    """Return the mark of type `kind` in the annotation of each field of ModelArgs that has one."""
+    return {
+        name: mark
+        for name, hint in get_type_hints(ModelArgs, include_extras=True).items()
+        for mark in getattr(hint, "__metadata__", ())
+        if isinstance(mark, kind)
+    }
+
+
+RANGES: Mapping[str, Range] = MappingProxyType(_marks(Range))
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(_marks(tuple))
+
+_MIXERS_OF = {
+    "qk_norm": ("attention",),
+    "num_kv_heads": ("attention",),
+    "partial_rope_dim": ("attention",),
+    "bias": ("attention",),
+    "mixer_conv": MIXERS[1:],
+    "expand_k": ("gla", "gated_deltanet"),
+    "expand_v": ("gla", "gated_deltanet"),
+    "output_gate_rank": ("gla", "gated_deltanet"),
+    "gla_feature_map": ("gla",),
+    "state_dim": ("mamba2",),
+    "mimetic_init": ("mamba2",),
+}
+"""The mixers of which a field is an option."""
+_MOE_FIELDS = (
+    "num_experts",
+    "experts_per_token",
+    "num_shared_experts",
+    "moe_gated",
+    "moe_capacity",
+    "moe_balance",
+    "moe_balance_rate",
+)
+_CANON_FIELDS = ("canon_residual", "canon_activation", "canon_trainable", "canon_filter")
+
+
 def _check(args: ModelArgs) -> None:
-    least = dict.fromkeys(("vocab_size", "num_layers", "dim", "num_heads", "ffn_dim"), 1)
-    least |= {"max_seq_len": 1, "init_seed": 0, "num_kv_heads": 0, "partial_rope_dim": 0}
-    least |= {"state_dim": 1, "output_gate_rank": 0, "num_experts": 1, "experts_per_token": 1}
-    least |= {"num_shared_experts": 0, "eos_id": 0}
-    for name, smallest in least.items():
-        if (value := getattr(args, name)) < smallest:
-            raise _out_of_range(name, value, f"an integer of at least {smallest}")
-    for name in ("norm_eps", "rope_theta", "expand_k", "expand_v"):
-        value = getattr(args, name)
-        if not (math.isfinite(value) and value > 0):
-            raise _out_of_range(name, value, "a finite number above 0")
-    for name in ("moe_capacity", "moe_balance_rate"):
-        value = getattr(args, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise _out_of_range(name, value, "a finite number of at least 0")
+    # Each field alone
+    for name, range_ in RANGES.items():
+        if not range_.contains(value := getattr(args, name)):
+            raise _out_of_range(name, value, range_.expected)
     for name, choices in CHOICES.items():
         check_choice(name, getattr(args, name), choices)
-    if args.canon_kernel not in CANON_KERNELS:
-        raise _out_of_range("canon_kernel", args.canon_kernel, "2 to 16 (the paper's is 4)")
-    if args.document_mask and not 0 <= args.eos_id < args.vocab_size:
-        raise _out_of_range(
-            "eos_id",
-            args.eos_id,
-            f"a token id below vocab_size = {args.vocab_size}, for document_mask",
-        )
+
+    # Fields together
+    if args.document_mask and args.eos_id >= args.vocab_size:
+        expected = f"a token id below vocab_size = {args.vocab_size}, for document_mask"
+        raise _out_of_range("eos_id", args.eos_id, expected)
     if args.ffn_activation == "gelu" and args.ffn not in ("standard", "moe"):
-        raise UserError(
-            "model.conflict",
-            'ffn_activation = "gelu" needs ffn = "standard"',
-            name="ffn_activation",
-        )
+        raise _conflict("ffn_activation", 'ffn_activation = "gelu" needs ffn = "standard"')
     _check_divisible(args)
     _check_position(args)
     _check_mixer(args)
     _check_ffn(args)
-    if args.canon_filter == "dynamic" and not args.canon_trainable:
-        _refuse(args, ["canon_trainable"], 'canon_filter = "static"')
-    if not args.canon_set:
-        has_conv = {"canon_kernel"} if args.mixer_conv else set()
-        _refuse(args, set(_CANON_FIELDS) - has_conv, 'Canon layers, but canon_set = ""')
+    _check_canon(args)
 
 
 def _check_divisible(args: ModelArgs) -> None:
-    parts: list[tuple[str, float, str, int]]
-    parts = [("dim", args.dim, "num_heads", args.num_heads)]
-    if args.mixer == "attention":
-        parts.append(("num_heads", args.num_heads, "num_kv_heads", args.kv_heads))
-    elif args.mixer == "mamba2":
-        parts = [("2 dim", 2 * args.dim, "num_heads", args.num_heads)]
-    else:
-        widths = {"expand_k": args.expand_k * args.dim, "expand_v": args.expand_v * args.dim}
-        heads = "num_heads", args.num_heads
-        parts = [(f"{name} dim", width, *heads) for name, width in widths.items()]
-    for whole, width, part, number in parts:
-        if width % number:
-            raise UserError(
-                "model.not_divisible",
-                f"{whole} = {width:g} is not a multiple of {part} = {number}; "
-                "change one of the two",
-                name=whole,
-                divisor=number,
-            )
+    match args.mixer:
+        case "attention":
+            _divide("dim", args.dim, "num_heads", args.num_heads)
+            _divide("num_heads", args.num_heads, "num_kv_heads", args.kv_heads)
+        case "mamba2":
+            _divide("2 dim", 2 * args.dim, "num_heads", args.num_heads)
+        case _:
+            _divide("expand_k dim", args.expand_k * args.dim, "num_heads", args.num_heads)
+            _divide("expand_v dim", args.expand_v * args.dim, "num_heads", args.num_heads)
 
 
-def _refuse(args: ModelArgs, names: Iterable[str], needed: str) -> None:
-    """Raise UserError if one of the fields is not its default, because it needs something else."""
-    for name in names:
-        if (given := getattr(args, name)) != getattr(ModelArgs, name):
-            raise UserError(
-                "model.conflict", f"{name} = {str(given).lower()} needs {needed}", name=name
-            )
-
-
-def _check_mixer(args: ModelArgs) -> None:
-    if args.mixer != "attention" and args.position != "nope":
-        message = f'mixer = "{args.mixer}" has no positions: set position = "nope", not '
-        raise UserError("model.conflict", f'{message}"{args.position}"', name="position")
-    for name, mixers in _NEEDS.items():
-        if args.mixer not in mixers and name != "position":
-            _refuse(args, [name], f"mixer = {' or '.join(mixers)}, not {args.mixer}")
-    if args.mixer_conv and "B" in args.canon_set:
-        message = "mixer_conv = true beside Canon-B, which replaces it: set mixer_conv = false, or "
-        raise UserError("model.conflict", f"{message}canon_set without B", name="mixer_conv")
-
-
-def _check_ffn(args: ModelArgs) -> None:
-    if args.ffn != "moe":
-        _refuse(args, _MOE_FIELDS, f'ffn = "moe", not "{args.ffn}"')
-    elif args.experts_per_token > args.num_experts:
-        raise _out_of_range(
-            "experts_per_token", args.experts_per_token, f"at most num_experts = {args.num_experts}"
-        )
-    elif args.bias or args.moe_gated and args.ffn_activation == "gelu":
-        name = "bias" if args.bias else "ffn_activation"
+def _divide(name: str, number: float, divisor_name: str, divisor: int) -> None:
+    if number % divisor:
         raise UserError(
-            "model.conflict",
-            f'{name} = {getattr(args, name)} is no option of these experts (ffn = "moe")',
+            "model.not_divisible",
+            f"{name} = {number:g} is not a multiple of {divisor_name} = {divisor}; "
+            "change one of the two",
             name=name,
+            divisor=divisor,
         )
-    if args.ffn == "none":
-        _refuse(args, ["ffn_activation"], 'a feed-forward, but ffn = "none"')
-    reasons = {
-        "none": 'ffn = "none" has no feed-forward for C and D: choose from A and B',
-        "moe": 'ffn = "moe" sends neighboring tokens to different experts, whose inner channels D '
-        "could not mix: choose from A, B and C",
-    }
-    refused = {"none": "CD", "moe": "D"}.get(args.ffn, "")
-    if set(refused) & set(args.canon_set):
-        raise UserError(
-            "model.conflict",
-            f'canon_set = "{args.canon_set}": {reasons[args.ffn]}',
-            name="canon_set",
-        )
-
-
-def _out_of_range(name: str, given: float, expected: str) -> UserError:
-    message = f"{name} = {given}: expected {expected}"
-    return UserError("model.out_of_range", message, name=name, given=given)
 
 
 def _check_position(args: ModelArgs) -> None:
     if args.partial_rope_dim:
         if args.position != "partial_rope_c":
-            raise UserError(
-                "model.conflict",
+            raise _conflict(
+                "partial_rope_dim",
                 f'partial_rope_dim needs position = "partial_rope_c", not "{args.position}"',
-                name="partial_rope_dim",
             )
         if args.partial_rope_dim % 2 or args.partial_rope_dim >= args.head_dim:
-            raise _out_of_range(
-                "partial_rope_dim",
-                args.partial_rope_dim,
-                f"an even number below the head dim, {args.head_dim}, or 0 for a quarter",
-            )
+            expected = f"an even number below the head dim, {args.head_dim}, or 0 for a quarter"
+            raise _out_of_range("partial_rope_dim", args.partial_rope_dim, expected)
+
     # position -> divisors of the number of heads and of the head dim
-    divisors = {"rope": (1, 2), "h_alibi": (2, 1), "partial_rope_a": (2, 4)}
-    divisors |= {"partial_rope_b": (4, 2), "partial_rope_c": (1, 2 if args.partial_rope_dim else 8)}
+    divisors = {
+        "rope": (1, 2),
+        "h_alibi": (2, 1),
+        "partial_rope_a": (2, 4),
+        "partial_rope_b": (4, 2),
+        "partial_rope_c": (1, 2 if args.partial_rope_dim else 8),
+    }
     heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
-    name = "num_heads" if args.position == "h_alibi" or not args.num_kv_heads else "num_kv_heads"
-    sizes = {name: (getattr(args, name), heads_divisor), "head_dim": (args.head_dim, dims_divisor)}
-    for size, (given, divisor) in sizes.items():
-        if given % divisor:
-            raise UserError(
-                "model.not_divisible",
-                f'position = "{args.position}" needs a {size} (dim / num_heads for head_dim) that '
-                f"is a multiple of {divisor}, not {given}",
-                name=size,
-                divisor=divisor,
-            )
+    if args.position == "h_alibi" or not args.num_kv_heads:
+        _divide_for_position(args, "num_heads", args.num_heads, heads_divisor)
+    else:
+        _divide_for_position(args, "num_kv_heads", args.num_kv_heads, heads_divisor)
+    _divide_for_position(args, "head_dim", args.head_dim, dims_divisor)
+
+
+def _divide_for_position(args: ModelArgs, name: str, number: int, divisor: int) -> None:
+    if number % divisor:
+        raise UserError(
+            "model.not_divisible",
+            f'position = "{args.position}" needs a {name} (dim / num_heads for head_dim) that '
+            f"is a multiple of {divisor}, not {number}",
+            name=name,
+            divisor=divisor,
+        )
+
+
+def _check_mixer(args: ModelArgs) -> None:
+    if args.mixer != "attention" and args.position != "nope":
+        raise _conflict(
+            "position",
+            f'mixer = "{args.mixer}" has no positions: set position = "nope", not '
+            f'"{args.position}"',
+        )
+    for name, mixers in _MIXERS_OF.items():
+        if args.mixer not in mixers:
+            _refuse(args, [name], f"mixer = {' or '.join(mixers)}, not {args.mixer}")
+    if args.mixer_conv and "B" in args.canon_set:
+        raise _conflict(
+            "mixer_conv",
+            "mixer_conv = true beside Canon-B, which replaces it: set mixer_conv = false, or "
+            "canon_set without B",
+        )
+
+
+def _check_ffn(args: ModelArgs) -> None:
+    if args.ffn != "moe":
+        _refuse(args, _MOE_FIELDS, f'ffn = "moe", not "{args.ffn}"')
+        if args.ffn == "none":
+            _refuse(args, ["ffn_activation"], 'a feed-forward, but ffn = "none"')
+        return
+    if args.experts_per_token > args.num_experts:
+        expected = f"at most num_experts = {args.num_experts}"
+        raise _out_of_range("experts_per_token", args.experts_per_token, expected)
+    if args.bias:
+        raise _conflict("bias", 'bias = True is no option of these experts (ffn = "moe")')
+    if args.moe_gated and args.ffn_activation == "gelu":
+        raise _conflict(
+            "ffn_activation",
+            'ffn_activation = gelu is no option of these experts (ffn = "moe")',
+        )
+
+
+def _check_canon(args: ModelArgs) -> None:
+    if args.ffn == "none" and {*"CD"} & {*args.canon_set}:
+        raise _conflict(
+            "canon_set",
+            f'canon_set = "{args.canon_set}": ffn = "none" has no feed-forward for C and D: '
+            "choose from A and B",
+        )
+    if args.ffn == "moe" and "D" in args.canon_set:
+        raise _conflict(
+            "canon_set",
+            f'canon_set = "{args.canon_set}": ffn = "moe" sends neighboring tokens to different '
+            "experts, whose inner channels D could not mix: choose from A, B and C",
+        )
+    if args.canon_filter == "dynamic" and not args.canon_trainable:
+        _refuse(args, ["canon_trainable"], 'canon_filter = "static"')
+    if not args.canon_set:
+        needed = 'Canon layers, but canon_set = ""'
+        if not args.mixer_conv:
+            _refuse(args, ["canon_kernel"], needed)
+        _refuse(args, _CANON_FIELDS, needed)
+
+
+def _refuse(args: ModelArgs, names: Iterable[str], needed: str) -> None:
+    """Raise UserError if one of the fields is not its default, because it needs something else."""
+    for name in names:
+        value = getattr(args, name)
+        if value != getattr(ModelArgs, name):
+            raise _conflict(name, f"{name} = {str(value).lower()} needs {needed}")
+
+
+def _conflict(name: str, message: str) -> UserError:
+    return UserError("model.conflict", message, name=name)
+
+
+def _out_of_range(name: str, value: float, expected: str) -> UserError:
+    message = f"{name} = {value}: expected {expected}"
+    return UserError("model.out_of_range", message, name=name, given=value)
 
 
 # The paper's F = 8D/3 is rounded up to a multiple of 8: Canon-D's fast kernels need that.
+_SIZES = {
+    # name: V, L, D, H, F, tokens
+    "debug": (512, 2, 64, 4, 176, 128),
+    "quickstart": (2048, 3, 128, 4, 344, 256),
+    "4M": (2000, 4, 256, 4, 768, 512),  # the TinyStories ablation
+    "162M": (32000, 16, 768, 8, 2048, 4096),  # Llama medium
+    # the synthetic tasks' sizes, section 3
+    "8L512D": (32000, 8, 512, 8, 1368, 4096),
+    "8L768D": (32000, 8, 768, 12, 2048, 4096),
+    "12L512D": (32000, 12, 512, 8, 1368, 4096),
+    "12L768D": (32000, 12, 768, 12, 2048, 4096),
+    "1b3": (32000, 24, 2048, 32, 5504, 4096),  # section 9 and appendix B
+    # the released LlamaCanon checkpoints are wider
+    "1b3_released": (32000, 24, 2048, 32, 5632, 4096),
+    "1b7": (32000, 24, 2304, 24, 6144, 4096),  # SlimPajama, 300B tokens
+}
 FLAVORS: Mapping[str, ModelArgs] = MappingProxyType(
     {
-        name: ModelArgs(v, n, d, h, ffn_dim=f, max_seq_len=t)
-        for name, (v, n, d, h, f, t) in {
-            "debug": (512, 2, 64, 4, 176, 128),
-            "quickstart": (2048, 3, 128, 4, 344, 256),
-            "4M": (2000, 4, 256, 4, 768, 512),  # seed 000: TinyStories
-            "162M": (32000, 16, 768, 8, 2048, 4096),  # seed 001: Llama medium
-            # the synthetic tasks' sizes, section 3
-            "8L512D": (32000, 8, 512, 8, 1368, 4096),
-            "8L768D": (32000, 8, 768, 12, 2048, 4096),
-            "12L512D": (32000, 12, 512, 8, 1368, 4096),
-            "12L768D": (32000, 12, 768, 12, 2048, 4096),
-            "1b3": (32000, 24, 2048, 32, 5504, 4096),  # section 9 and appendix B
-            # the released LlamaCanon checkpoints are wider
-            "1b3_released": (32000, 24, 2048, 32, 5632, 4096),
-            "1b7": (32000, 24, 2304, 24, 6144, 4096),  # SlimPajama, 300B tokens
-        }.items()
+        name: ModelArgs(vocab, layers, dim, heads, ffn_dim=width, max_seq_len=length)
+        for name, (vocab, layers, dim, heads, width, length) in _SIZES.items()
     }
 )
 
@@ -408,38 +476,43 @@ FLAVORS: Mapping[str, ModelArgs] = MappingProxyType(
 def flavor(name: str) -> ModelArgs:
     """Return the flavor `name`. Raises UserError for an unknown name."""
     if name not in FLAVORS:
-        known = f"expected one of {', '.join(FLAVORS)}.{suggestion(name, FLAVORS)}"
         raise UserError(
             "model.unknown_flavor",
-            f'model flavor "{name}" is not known; {known}',
+            f'model flavor "{name}" is not known; expected one of {", ".join(FLAVORS)}.'
+            f"{suggestion(name, FLAVORS)}",
             nearest=nearest(name, FLAVORS),
         )
     return FLAVORS[name]
 
 
-def fill_sizes(base: ModelArgs, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given` with what the paper changes in a flavor `base` for its mixer and feed-forward.
+def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the sizes that the paper changes in the flavor `base` for a mixer or feed-forward.
 
     A layer has about 12 D^2 parameters as Llama's, or 6 D^2 of Mamba2 without feed-forward, of
     which there are twice as many (appendix C).
     """
-    found = dict(given)
-    dim, mixer = found.get("dim", base.dim), found.get("mixer", base.mixer)
+    sizes = dict(overrides)
+    dim = sizes.get("dim", base.dim)
+    mixer = sizes.get("mixer", base.mixer)
     if mixer != base.mixer:
-        found.setdefault("position", "nope")
         heads = {"gla": 4, "mamba2": 16, "gated_deltanet": 12}
-        found.setdefault("num_heads", heads.get(mixer, base.num_heads))  # refused by ModelArgs
-        has_canon_b = "B" in str(found.get("canon_set", base.canon_set)).upper()
-        found.setdefault("mixer_conv", mixer != "gla" and not has_canon_b)
+        has_canon_b = "B" in str(sizes.get("canon_set", base.canon_set)).upper()
+        sizes.setdefault("position", "nope")
+        sizes.setdefault("num_heads", heads.get(mixer, base.num_heads))  # refused by ModelArgs
+        sizes.setdefault("mixer_conv", mixer != "gla" and not has_canon_b)
     if mixer == "gated_deltanet" != base.mixer:
-        found = {"expand_k": 0.75, "expand_v": 1.5} | found
+        sizes.setdefault("expand_k", 0.75)
+        sizes.setdefault("expand_v", 1.5)
     if mixer == "mamba2" != base.mixer:
-        found.setdefault("ffn", "none")
-    ffn = found.get("ffn", base.ffn)
+        sizes.setdefault("ffn", "none")
+
+    ffn = sizes.get("ffn", base.ffn)
     if ffn == "none" != base.ffn:
-        found.setdefault("num_layers", 2 * base.num_layers)
+        sizes.setdefault("num_layers", 2 * base.num_layers)
     if mixer in ("mamba2", "gated_deltanet") and mixer != base.mixer and ffn == "gated":
-        found.setdefault("ffn_dim", 2 * dim)
-    if ffn in (widths := {"standard": 4 * dim, "moe": dim}) and ffn != base.ffn:
-        found.setdefault("ffn_dim", widths[ffn])
-    return found
+        sizes.setdefault("ffn_dim", 2 * dim)
+    if ffn == "standard" != base.ffn:
+        sizes.setdefault("ffn_dim", 4 * dim)
+    if ffn == "moe" != base.ffn:
+        sizes.setdefault("ffn_dim", dim)
+    return sizes

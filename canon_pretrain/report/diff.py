@@ -15,7 +15,8 @@ from canon_pretrain.core.files import read_bytes, read_json, sha256_file
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, flatten
-from canon_pretrain.run.launches import PER_LAUNCH_KEYS, launch_numbers
+from canon_pretrain.run.identity import PER_LAUNCH_KEYS
+from canon_pretrain.run.launches import launch_numbers
 from canon_pretrain.run.log import json_value
 
 RTOL = 1e-4  # rounding differences between losses of one experiment on two machines

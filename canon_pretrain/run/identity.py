@@ -3,21 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+from canon_pretrain.run.sections import marked
+from canon_pretrain.run.setting import Mark
+
 Changes = dict[str, list[Any]]
 """Dotted name -> [old, new]"""
-IDENTITY: dict[str, tuple[str, ...]] = {
-    "model": (),
-    "optimizer": (),
-    "lr_scheduler": (),
-    "data": ("data_seed", "order"),
-    "loss": ("z_loss", "squared_loss"),
-    "guards": ("outlier_sigma", "outlier_window"),
-    "training": (
-        *("seq_len", "global_batch_size", "steps", "max_norm", "dtype"),
-        *("mixed_precision_param", "mixed_precision_reduce"),
-    ),
-}
-"""Section -> its keys in a run's identity; empty: all."""
+IDENTITY = marked(Mark.IDENTITY)
+"""Dotted names of the settings in a run's identity, which also has each field of ModelArgs, of the
+task, and the fingerprints of the data."""
+PER_LAUNCH_KEYS = marked(Mark.PER_LAUNCH, Mark.ONE_SHOT)
+"""Settings of one launch, or that follow from its world size: differences are not reported."""
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:

@@ -34,20 +34,15 @@ from canon_pretrain.core.terminal import printable
 from canon_pretrain.run import folder as run_folder
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunFacts, read_tail
+from canon_pretrain.run.sections import marked
+from canon_pretrain.run.setting import Mark
 from canon_pretrain.run.source import SourceTree, read_source_tree
 
-PER_LAUNCH_KEYS = (
-    *("job.config_file", "run.stop_at", "run.allow_changes", "run.code"),
-    *("checkpoint.fresh", "checkpoint.load_step", "training.local_batch_size"),
-)
-"""Settings of one launch, or that follow from its world size: differences are not reported."""
 FRESH = "checkpoint.fresh"
 GATHER_TIMEOUT_S = 10.0  # for git and packages, which are read while the launch starts
 IS_OURS = "<!-- canon_pretrain writes this file at each launch; without this line it is yours -->"
-# left out of the command that resumes a run
-ONE_SHOT_OPTIONS = (
-    *("--run.stop_at", "--run.allow_changes", "--checkpoint.fresh", "--checkpoint.load_step"),
-)
+ONE_SHOT_OPTIONS = tuple(f"--{name}" for name in marked(Mark.ONE_SHOT))
+"""Options that are left out of the command that resumes a run"""
 README = """\
 {ours}
 

@@ -67,6 +67,7 @@ class Brevo1(GraphTask):
     name: ClassVar[str] = "brevo1"
     n: int = 70
     last_query: bool = False
+    """Brevo: query the last vertex, as the released generator."""
 
     @functools.cached_property
     def _names(self) -> Names | _Numbers:

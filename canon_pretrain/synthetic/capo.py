@@ -120,7 +120,9 @@ class Capo(Task):
     seq_len: int = 512
     loss_on: Literal["answers", "all"] = "all"
     people: int = 50_000
+    """Capo: the number of biographies."""
     exposures: int = 100
+    """Capo: how often each person is seen, each time in other words."""
 
     def check(self) -> None:
         self.check_least(people=1, exposures=1)

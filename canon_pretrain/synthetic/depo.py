@@ -36,9 +36,13 @@ class Depo1(GraphTask):
     seq_len: int = 2048
     n: int = 225
     k: int = 8
+    """Depo: the most hops of a query."""
     vocab: int = 50
+    """Depo, Brevo: names have tokens 1 to vocab, the last one vocab + 1 to 2 vocab."""
     name_tokens: tuple[int, int] | int = (1, 2)
+    """Depo, Brevo: the tokens of a name, or the fewest and the most."""
     exact_k: bool = False
+    """Depo: k hops in each query."""
 
     def check(self) -> None:
         super().check()

@@ -102,7 +102,9 @@ class Lano(Task):
     seq_len: int = 512
     loss_on: Literal["answers", "all"] = "all"
     grammar: Literal["cfg3f", "cfg3j", "cfg3k"] = "cfg3f"
+    """Lano: cfg3f, cfg3j or cfg3k."""
     root: int = 0
+    """Lano: the symbol that sentences derive from; 0: the grammar's."""
 
     def check(self) -> None:
         self.check_least(seq_len=2)

@@ -26,9 +26,13 @@ class Mano(Task):
     name: ClassVar[str] = "mano"
     loss_on: Literal["answers", "all"] = "all"
     l: int = 10  # noqa: E741
+    """Mano: the most operators of an expression."""
     modulus: int = 23
+    """Mano: the modulus of the arithmetic."""
     synonyms: bool = False
+    """Mano: two ids for each mark, as the released generator."""
     exact_l: bool = False
+    """Mano: l operators in each expression."""
 
     def check(self) -> None:
         self.check_least(l=1, modulus=2)

@@ -76,7 +76,11 @@ class Judgement(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A task and its settings, which are the fields. Raises UserError for settings out of range."""
+    """A task and its settings, which are the fields. Raises UserError for settings out of range.
+
+    The fields of all tasks are the keys of `[data.task]` (tasks.py). The string below a field is
+    the text of its key in --help-all.
+    """
 
     name: ClassVar[str]
     temperature: ClassVar[float] = 0.0
@@ -85,6 +89,7 @@ class Task(ABC):
     """The names that `score_spans` returns, and whether higher is better."""
     seq_len: int = 1024
     loss_on: Literal["answers", "all"] = "answers"
+    """Labels that the loss counts."""
 
     def __post_init__(self) -> None:
         if self.loss_on not in ("answers", "all"):
@@ -271,8 +276,11 @@ class GraphTask(Task):
     """A task on graphs of 3 to `n` vertices, or of exactly `n` with `exact_n`."""
 
     n: int
+    """Depo, Brevo: the most vertices; Copy: the tokens to copy."""
     n_weight: NWeight = "n+sqrt(N)"
+    """Depo, Brevo: sizes n are drawn with weight 1 / this: "n+sqrt(N)" or "sqrt(N+n)"."""
     exact_n: bool = False
+    """Depo, Brevo: n vertices in each instance."""
 
     def check(self) -> None:
         self.check_least(n=3)

@@ -62,8 +62,11 @@ def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
     try:
         folder.make_trial()
     except OSError as error:
-        text = f"{folder.path}: {error.strerror}. {DISK_HINT}"
-        raise UserError("checkpoint.not_writable", text, path=folder.path) from None
+        raise UserError(
+            "checkpoint.not_writable",
+            f"{folder.path}: {error.strerror}. {DISK_HINT}",
+            path=folder.path,
+        ) from None
 
 
 def host_buffer(tensor: Tensor) -> Tensor:
@@ -278,8 +281,12 @@ class CanonCheckpointManager:
         self.rank_zero.run(lambda: remove_tree(trial) if trial.exists() else 0)
         if found:
             text = "; ".join(texts[0] for texts in found.values())
-            text = f"cannot write {num_bytes:,} bytes in {self.folder.path}: {text}. {DISK_HINT}"
-            raise UserError("checkpoint.not_writable", text, shared=True, ranks=list(found))
+            raise UserError(
+                "checkpoint.not_writable",
+                f"cannot write {num_bytes:,} bytes in {self.folder.path}: {text}. {DISK_HINT}",
+                shared=True,
+                ranks=list(found),
+            )
 
     def _write(
         self, staged: dict[str, Any], writer: VerifiedWriter, copied: torch.cuda.Event | None
@@ -334,11 +341,16 @@ class CanonCheckpointManager:
             return
         self._event("checkpoint_failed", step=step, reason=why, in_a_row=self.failures)
         self._note(checkpoint_failures=self.failures)
-        text = f"step {step} NOT SAVED: {why}. Training continues; the next interval tries again"
+        alert = ""
         if self.failures >= ALERT_AFTER_FAILURES:
-            text += f"\n!!! {self.failures} saves in a row failed: a crash loses all steps after "
-            text += f"{self.saved_step} !!!"
-        logger.warning(text)
+            alert = (
+                f"\n!!! {self.failures} saves in a row failed: a crash loses all steps after "
+                f"{self.saved_step} !!!"
+            )
+        logger.warning(
+            f"step {step} NOT SAVED: {why}. Training continues; the next interval tries again"
+            f"{alert}"
+        )
 
     def _retain(self) -> None:
         """Delete old checkpoints; in the background, rank 0 only."""

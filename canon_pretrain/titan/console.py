@@ -35,8 +35,10 @@ LINE_INTERVAL_S = 2.0
 REDRAWS_PER_SECOND = 1.0
 PRINT_TIMEOUT_S = 0.2
 FIGURES = "grad_norm {grad_norm:.3f}|lr {lr:.2e}|{tokens_per_second:,.0f} tok/s|MFU {mfu:.1%}"
-MORE = "|{seconds_per_step:.3g} s/step|data wait {data_wait:.1%}|memory {memory_gib:.1f} GiB"
-MORE += "|{tokens:,} tokens|skipped steps {skipped_steps}|restarts {restarts}"
+MORE = (
+    "|{seconds_per_step:.3g} s/step|data wait {data_wait:.1%}|memory {memory_gib:.1f} GiB"
+    "|{tokens:,} tokens|skipped steps {skipped_steps}|restarts {restarts}"
+)
 
 
 class Console:
@@ -126,11 +128,10 @@ class Console:
 
     def _format_loss(self, loss: float) -> str:
         """Return the loss, and next to it the bigram's once that is known."""
-        text = f"loss {loss:.4f}"
-        if "count_models" in self._latest:
-            _, counted = self._latest["count_models"]
-            text += f" (held-out bigram {counted['bigram']:.2f})"
-        return text
+        if "count_models" not in self._latest:
+            return f"loss {loss:.4f}"
+        _, fields = self._latest["count_models"]
+        return f"loss {loss:.4f} (held-out bigram {fields['bigram']:.2f})"
 
     def _eta(self, fields: Mapping[str, Any]) -> str:
         return duration((self.last_step - self._step) * fields["seconds_per_step"])
@@ -158,28 +159,36 @@ class Console:
             yield from (*line, Segment.line())
 
     def _lines(self, width: int) -> Iterator[rich.console.RenderableType]:
+        # Progress
         _, step = self._latest.get("step", (0.0, {}))
+        eta = f"  ETA {self._eta(step)}" if step else ""
         bar = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
-        share = f"{self._step / self.total_steps:.1%}"
-        share += f"  ETA {self._eta(step)}" if step else ""
-        progress = ProgressBar(self.total_steps, self._step)
-        bar.add_row(f"step {self._step}/{self.total_steps}", progress, share)
+        bar.add_row(
+            f"step {self._step}/{self.total_steps}",
+            ProgressBar(self.total_steps, self._step),
+            f"{self._step / self.total_steps:.1%}{eta}",
+        )
         yield bar
+
+        # Loss and other figures of the last step
         if self._losses:
             loss = f"{self._format_loss(self._losses[-1])} "
             drawn = sparkline(list(self._losses)[-max(1, width - len(loss)) :])
             yield Text.assemble((loss, "bold"), (drawn, "cyan"), no_wrap=True, overflow="crop")
         if step:
             yield Text(_format_fields(step, FIGURES + MORE))
-        state = "no checkpoint in this launch yet"
+
+        # Last checkpoint, validation and events
+        saved = "no checkpoint in this launch yet"
         if "checkpoint" in self._latest:
-            saved, fields = self._latest["checkpoint"]
-            state = f"checkpoint of step {fields['step']}, "
-            state += f"{duration(time.monotonic() - saved)} ago"
+            saved_at, fields = self._latest["checkpoint"]
+            age = duration(time.monotonic() - saved_at)
+            saved = f"checkpoint of step {fields['step']}, {age} ago"
+        validated = ""
         if "validation" in self._latest:
-            fields = self._latest["validation"][1]
-            state += f"  validation {_format_validation(fields)} at step {fields['step']}"
-        yield Text(state)
+            _, fields = self._latest["validation"]
+            validated = f"  validation {_format_validation(fields)} at step {fields['step']}"
+        yield Text(saved + validated)
         for event in list(self._events):
             yield Text(event, "dim", no_wrap=True, overflow="crop")
 

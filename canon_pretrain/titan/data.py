@@ -77,18 +77,22 @@ def open_data(job: CanonJobConfig) -> OpenedData:
             for folder in validation_folders(job):
                 parts.append((open_validation if job.validation.path else open_held_out)(folder))
         except ShardError as error:
-            text = f"held-out split: {error}. {OFF_HINT}"
-            raise UserError("data.held_out", text) from None
+            raise UserError("data.held_out", f"held-out split: {error}. {OFF_HINT}") from None
         for part in filter(None, parts):
             part.close()
-            text = f"{part.folder} (validation.path = {job.validation.path!r}) "
+            place = f"{part.folder} (validation.path = {job.validation.path!r})"
             same = part.vocab_size == training.vocab_size
             if not same or part.tokenizer_sha256 != training.tokenizer_sha256:
-                text += f"has another tokenizer: rebuild it with the training data's. {OFF_HINT}"
-                raise UserError("data.tokenizers_differ", text)
+                raise UserError(
+                    "data.tokenizers_differ",
+                    f"{place} has another tokenizer: rebuild it with the training data's. "
+                    f"{OFF_HINT}",
+                )
             if part.fingerprint in {source.fingerprint for source in training.sources}:
-                text += f"is also training data: choose another text. {OFF_HINT}"
-                raise UserError("data.overlap", text)
+                raise UserError(
+                    "data.overlap",
+                    f"{place} is also training data: choose another text. {OFF_HINT}",
+                )
         notices += _resolve_validation(job, parts)
         return OpenedData(training, parts, notices, {HELD_OUT: joined_fingerprint(parts)}, prompts)
 
@@ -100,9 +104,13 @@ def open_task(job: CanonJobConfig) -> TaskWindows | None:
     if job.model.vocab_size is None:
         job.model.vocab_size = task.vocab_size
     if (given := job.model_args.vocab_size) < task.vocab_size:
-        text = f"model.vocab_size = {given}, but task {task.name} has ids up to "
-        text += f"{task.vocab_size - 1}: unset model.vocab_size"
-        raise UserError("data.vocab_size", text, given=given, expected=task.vocab_size)
+        raise UserError(
+            "data.vocab_size",
+            f"model.vocab_size = {given}, but task {task.name} has ids up to "
+            f"{task.vocab_size - 1}: unset model.vocab_size",
+            given=given,
+            expected=task.vocab_size,
+        )
     return TaskWindows(task)
 
 
@@ -115,18 +123,30 @@ def open_shards(job: CanonJobConfig) -> Mixture:
         job.model.vocab_size = mixture.vocab_size
     args = job.model_args
     if mixture.vocab_size > args.vocab_size:
-        text = f"model.vocab_size = {args.vocab_size}, but {job.data.folders[0]} has "
-        text += f"{mixture.vocab_size}: unset model.vocab_size, or choose other shards"
-        raise UserError("data.vocab_size", text, given=args.vocab_size, expected=mixture.vocab_size)
+        raise UserError(
+            "data.vocab_size",
+            f"model.vocab_size = {args.vocab_size}, but {job.data.folders[0]} has "
+            f"{mixture.vocab_size}: unset model.vocab_size, or choose other shards",
+            given=args.vocab_size,
+            expected=mixture.vocab_size,
+        )
     for folder, source in zip(job.data.folders, mixture.sources, strict=True):
         if args.document_mask and source.eos_id != args.eos_id:
-            text = f"model.document_mask: model.eos_id = {args.eos_id}, but documents of {folder} "
-            text += f"end with {source.eos_id}: set model.eos_id = {source.eos_id}"
-            raise UserError("data.eos_id", text, folder=folder, expected=source.eos_id)
+            raise UserError(
+                "data.eos_id",
+                f"model.document_mask: model.eos_id = {args.eos_id}, but documents of {folder} "
+                f"end with {source.eos_id}: set model.eos_id = {source.eos_id}",
+                folder=folder,
+                expected=source.eos_id,
+            )
         if source.num_tokens <= (window := job.training.seq_len):
-            text = f"{folder} has {source.num_tokens:,} training tokens, less than one window of "
-            text += f"training.seq_len + 1 = {window + 1}"
-            raise UserError("data.too_short", text, folder=folder, num_tokens=source.num_tokens)
+            raise UserError(
+                "data.too_short",
+                f"{folder} has {source.num_tokens:,} training tokens, less than one window of "
+                f"training.seq_len + 1 = {window + 1}",
+                folder=folder,
+                num_tokens=source.num_tokens,
+            )
     return mixture
 
 
@@ -147,8 +167,11 @@ def _resolve_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None]
     without = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
     text = f"no held-out split in {', '.join(without)} (--holdout): set validation.path"
     if job.validation.enable and without:
-        text = f"validation.enable = True, but {text}, or unset validation.enable"
-        raise UserError("data.no_validation", text, folders=without)
+        raise UserError(
+            "data.no_validation",
+            f"validation.enable = True, but {text}, or unset validation.enable",
+            folders=without,
+        )
     job.validation.enable = len(without) < len(folders)
     return [text] if without else []
 
@@ -165,10 +188,14 @@ def broadcast_data(
     dist.all_gather_object(everyone, data and (socket.gethostname(), data.fingerprints))
     others = {host: own for host, own in filter(None, everyone) if own != first.fingerprints}
     if others:
-        text = f"{', '.join(job.data.folders) or 'data.task'} differs between nodes: "
-        text += f"{first.fingerprints} on rank 0's, {others} on others. "
-        text += "Copy rank 0's data, or use a shared folder"
-        raise UserError("data.differs_between_nodes", text, shared=True, nodes=others)
+        raise UserError(
+            "data.differs_between_nodes",
+            f"{', '.join(job.data.folders) or 'data.task'} differs between nodes: "
+            f"{first.fingerprints} on rank 0's, {others} on others. "
+            "Copy rank 0's data, or use a shared folder",
+            shared=True,
+            nodes=others,
+        )
     return first, compared
 
 

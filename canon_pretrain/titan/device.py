@@ -111,16 +111,23 @@ def check_launch() -> None:
     import torch
 
     if missing := [name for name in TORCHRUN if name not in os.environ]:
-        text = f"only some of torchrun's variables are set; missing: {', '.join(missing)}. Start "
-        text += "with torchrun, or unset all of them for a single rank"
-        raise UserError("launch.environment", text, missing=missing)
+        raise UserError(
+            "launch.environment",
+            f"only some of torchrun's variables are set; missing: {', '.join(missing)}. Start "
+            "with torchrun, or unset all of them for a single rank",
+            missing=missing,
+        )
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         read_count(os.environ, name)
     ranks = read_count(os.environ, "LOCAL_WORLD_SIZE")
     if has_accelerator() and (gpus := torch.cuda.device_count()) < ranks:
-        text = f"{ranks} ranks on a node with {gpus} GPU(s): start at most one rank per GPU, or "
-        text += "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
-        raise UserError("launch.gpus", text, ranks=ranks, gpus=gpus)
+        raise UserError(
+            "launch.gpus",
+            f"{ranks} ranks on a node with {gpus} GPU(s): start at most one rank per GPU, or "
+            "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU",
+            ranks=ranks,
+            gpus=gpus,
+        )
 
 
 def bind_device() -> None:

@@ -25,7 +25,8 @@ from canon_pretrain.core.terminal import Console, duration, size
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
 from canon_pretrain.machine.gpus import GPUS, Gpu, Range, gpu_named
-from canon_pretrain.machine.hardware import available_memory, peak_flops
+from canon_pretrain.machine.hardware import peak_flops
+from canon_pretrain.machine.memory import memory_per_process
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import (
     active_parameters,
@@ -36,7 +37,8 @@ from canon_pretrain.model.counts import (
     state_bytes,
 )
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Loss, valid_world_sizes
+from canon_pretrain.run.config import valid_world_sizes
+from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan.costs import (
     block_bytes,
     compiled_block_costs,
@@ -100,7 +102,7 @@ def reference(gpu: str, mfu: float | None = None) -> Device:
 def this_machine(ranks: int, mfu: float | None = None) -> Device:
     """Return this machine's GPU, or a rank's share of the CPU if it has none."""
     if not has_accelerator():
-        memory = available_memory() / ranks / GIB
+        memory = memory_per_process(ranks) / GIB
         return Device("CPU core", memory, CPU_FLOPS_PER_RANK, "30 GFLOP/s per core", is_gpu=False)
     name = torch.cuda.get_device_name()
     assumed = DEFAULT_MFU if mfu is None else mfu
@@ -220,10 +222,13 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     parts = count_memory(job, on_meta(args), world_size, is_gpu=device.is_gpu)
     if (total := sum(parts.values())) > room:
         each = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
-        text = f"each of {world_size} rank(s) needs at least {total / GIB:.1f} GiB ({each}), but "
-        text += f"has {device.memory_gib:.1f} GiB ({device.name}). Lower {ADVICE} ranks, set "
-        text += "--activation_checkpoint.mode full, or train anyway with --force"
-        raise UserError("memory.too_small", text, parts=parts)
+        raise UserError(
+            "memory.too_small",
+            f"each of {world_size} rank(s) needs at least {total / GIB:.1f} GiB ({each}), but "
+            f"has {device.memory_gib:.1f} GiB ({device.name}). Lower {ADVICE} ranks, set "
+            "--activation_checkpoint.mode full, or train anyway with --force",
+            parts=parts,
+        )
 
 
 def on_meta(args: ModelArgs) -> Transformer:
@@ -358,8 +363,10 @@ def make_plans(
     gpu = (gpu or "h100").lower()
     check_choice("--gpu", gpu, GPUS)
     if mfu is not None and not 0 < mfu <= 1 or world is not None and world < 1:
-        text = f"--mfu {mfu} --world {world}: expected a fraction up to 1, and at least 1 rank"
-        raise UserError("option.invalid", text)
+        raise UserError(
+            "option.invalid",
+            f"--mfu {mfu} --world {world}: expected a fraction up to 1, and at least 1 rank",
+        )
     sizes = world_sizes(job)
     devices = torch.cuda.device_count() if has_accelerator() else available_cores()
     if ranks == 1:
@@ -432,82 +439,123 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
 
 
 def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
-    args, training, plan = job.model_args, job.training, next(iter(plans.values()))
+    """Return what the plans of a job have in common, and the pace of each, by title."""
+    args = job.model_args
+    plan = next(iter(plans.values()))
+    steps = job.training.steps
     trained = f", {plan.trained:,} trained" if plan.trained != plan.parameters else ""
-    if (active := active_parameters(args)) != num_parameters(args):
-        trained += f", {active:,} active per token"
-    kept, each = plan.checkpoints_kept, plan.checkpoint_bytes
+    num_active = active_parameters(args)
+    active = f", {num_active:,} active per token" if num_active != num_parameters(args) else ""
+    num_saved = plan.checkpoints_kept + 1
     itemsize = dtype_for(args.vocab_size).itemsize
+    return {
+        "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, "
+        f"hidden {args.dim}, {_feed_forward(args)}, {', '.join(_variant(job))}",
+        "parameters": f"{plan.parameters:,}{trained}{active}, "
+        f"{layer_parameters(args) / args.dim**2:.3f} D^2 per layer",
+        "FLOPs per token": f"{_abbreviate(plan.flops_per_token)} by {flops_formula(args)}",
+        "decoding holds": _decoding_state(args),
+        "steps": f"{steps:,} of {plan.tokens // steps:,} tokens: {_abbreviate(plan.tokens)} tokens",
+        "valid world sizes": ", ".join(map(str, world_sizes(job))),
+        **{title: _pace(job, each) for title, each in plans.items()},
+        **_data_facts(job, plan),
+        "data fingerprint": plan.data_fingerprint
+        or f"no data yet; {itemsize} bytes per token drawn",
+        "disk for checkpoints": f"{plan.checkpoints_kept} + 1 being written, "
+        f"{size(plan.checkpoint_bytes)} each: {size(num_saved * plan.checkpoint_bytes)}",
+    }
+
+
+def _feed_forward(args: ModelArgs) -> str:
+    match args.ffn:
+        case "none":
+            return "no feed-forward"
+        case "moe":
+            return (
+                f"{args.num_experts} experts, {args.experts_per_token} per token, "
+                f"of F {args.ffn_dim}"
+            )
+        case "standard":
+            return f"standard F {args.ffn_dim}"
+    return f"F {args.ffn_dim}"
+
+
+def _variant(job: CanonJobConfig) -> list[str]:
+    """Return the mixer, position and Canon set, and each other setting that is no default."""
+    args = job.model_args
+    if args.mixer == "attention":
+        variant = [args.position]
+    else:
+        conv = "conv1d" if args.mixer_conv else "no conv1d"
+        variant = [args.mixer, f"states {args.key_dim} x {args.value_dim}", conv]
+    variant.append(f"Canon-{args.canon_set}" if args.canon_set else "no Canon")
+    if args.mixer == "attention":
+        variant.append(f"QK-norm {args.qk_norm}")
+
+    defaults = vars(ModelArgs()) | vars(Loss())
+    for name, value in (vars(args) | vars(job.loss)).items():
+        if name not in SUMMARIZED_KEYS and value != defaults[name]:
+            variant.append(f"{name} = {json.dumps(value)}")
+    return variant
+
+
+def _decoding_state(args: ModelArgs) -> str:
+    per_token, per_sequence = state_bytes(args, 2)
+    state = []
+    if per_sequence:
+        state.append(f"{size(per_sequence)} per sequence")
+    if per_token:
+        state.append(f"{size(per_token)} per token in bfloat16")
+    return " and ".join(state)
+
+
+def _data_facts(job: CanonJobConfig, plan: Plan) -> dict[str, str]:
+    if plan.windows is not None:
+        task = plan.windows.task
+        settings = [f"{key} = {json.dumps(value)}" for key, value in task.settings.items()]
+        sample = plan.windows.windows(job.data.data_seed, 0, SHOWN_WINDOWS)
+        share = np.mean(sample[:, 1:] >= 0)
+        return {
+            "task": f"{task.name}: {', '.join(settings)}",
+            "labels": f"{share:.1%} of tokens; ids below {task.vocab_size}",
+        }
     where = ", ".join(job.data.folders) or "data.path unset"
-    data = {
+    facts = {
         "disk for data": f"{size(plan.data_bytes)} ({where})",
         "epochs over the data": "; ".join(plan.epochs),
     }
-    if plan.data_vocab_size not in (None, args.vocab_size):
-        data["vocabulary"] = f"{args.vocab_size:,}, {plan.data_vocab_size:,} of them in the data"
-    if (windows := plan.windows) is not None:
-        own = [f"{key} = {json.dumps(value)}" for key, value in windows.task.settings.items()]
-        found = windows.windows(job.data.data_seed, 0, SHOWN_WINDOWS)
-        share = np.mean(found[:, 1:] >= 0)
-        data = {"task": f"{windows.task.name}: {', '.join(own)}"}
-        data["labels"] = f"{share:.1%} of tokens; ids below {windows.task.vocab_size}"
-    settings, defaults = vars(args) | vars(job.loss), vars(ModelArgs()) | vars(Loss())
-    is_attention, sizes = args.mixer == "attention", f"hidden {args.dim}"
-    experts = f"{args.num_experts} experts, {args.experts_per_token} per token, of "
-    kind = {"moe": experts, "standard": "standard "}.get(args.ffn, "")
-    sizes += ", no feed-forward" if args.ffn == "none" else f", {kind}F {args.ffn_dim}"
-    variant = [args.position]
-    if not is_attention:
-        conv = "conv1d" if args.mixer_conv else "no conv1d"
-        variant = [args.mixer, f"states {args.key_dim} x {args.value_dim}", conv]
-    variant += [f"Canon-{args.canon_set}" if args.canon_set else "no Canon"]
-    variant += [f"QK-norm {args.qk_norm}"] if is_attention else []
-    for name, value in settings.items():
-        if name not in SUMMARIZED_KEYS and value != defaults[name]:
-            variant.append(f"{name} = {json.dumps(value)}")
-    per_token, per_row = state_bytes(args, 2)
-    held = [f"{size(per_row)} per sequence"] if per_row else []
-    held += [f"{size(per_token)} per token in bfloat16"] if per_token else []
-    return {
-        "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, {sizes}, "
-        f"{', '.join(variant)}",
-        "parameters": f"{plan.parameters:,}{trained}, "
-        f"{layer_parameters(args) / args.dim**2:.3f} D^2 per layer",
-        "FLOPs per token": f"{_abbreviate(plan.flops_per_token)} by {flops_formula(args)}",
-        "decoding holds": " and ".join(held),
-        "steps": f"{training.steps:,} of {plan.tokens // training.steps:,} tokens: "
-        f"{_abbreviate(plan.tokens)} tokens",
-        "valid world sizes": ", ".join(map(str, world_sizes(job))),
-        **{title: _pace(job, each) for title, each in plans.items()},
-        **data,
-        "data fingerprint": plan.data_fingerprint
-        or f"no data yet; {itemsize} bytes per token drawn",
-        "disk for checkpoints": f"{kept} + 1 being written, {size(each)} each: "
-        f"{size((kept + 1) * each)}",
-    }
+    vocab_size = job.model_args.vocab_size
+    if plan.data_vocab_size not in (None, vocab_size):
+        facts["vocabulary"] = f"{vocab_size:,}, {plan.data_vocab_size:,} of them in the data"
+    return facts
 
 
 def _pace(job: CanonJobConfig, plan: Plan) -> str:
     """Return the ranks of a plan and the estimated time."""
     device, replicas = plan.device, job.parallelism.data_parallel_replicate_degree
     in_replicas = f" ({replicas} replicas)" if replicas > 1 else ""
-    text = f"{plan.world_size} x {device.name}{in_replicas}, "
-    text += f"{plan.micro_batch} x {job.training.seq_len} tokens per rank at once: "
+    ranks = (
+        f"{plan.world_size} x {device.name}{in_replicas}, "
+        f"{plan.micro_batch} x {job.training.seq_len} tokens per rank at once"
+    )
     if device.is_gpu and plan.gpu is None and plan.parameters < MIN_PARAMETERS_FOR_MFU:
-        return text + "no time estimate, the model is too small to fill a GPU"
-    text += duration(plan.seconds)
-    if device.is_gpu:
-        text += f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
-    text += f", {plan.tokens / plan.seconds:,.0f} tokens/s"
+        return f"{ranks}: no time estimate, the model is too small to fill a GPU"
+
+    gpu_hours = f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
+    time = (
+        f"{duration(plan.seconds)}{gpu_hours if device.is_gpu else ''}, "
+        f"{plan.tokens / plan.seconds:,.0f} tokens/s"
+    )
     if plan.gpu is None:
-        return f"{text}, assuming {device.assumed}"
+        return f"{ranks}: {time}, assuming {device.assumed}"
 
     slow, likely, fast = plan.step_seconds
-    text += f", {milliseconds(likely)} per step ({milliseconds(fast)} to {milliseconds(slow)}), "
-    text += f"MFU {plan.mfu:.0%}, computed"
-    if plan.fla_speedup > 1:
-        text += f" with fla; without it {duration(plan.chunked_seconds)}"
-    return text
+    without_fla = f" with fla; without it {duration(plan.chunked_seconds)}"
+    return (
+        f"{ranks}: {time}, "
+        f"{milliseconds(likely)} per step ({milliseconds(fast)} to {milliseconds(slow)}), "
+        f"MFU {plan.mfu:.0%}, computed{without_fla if plan.fla_speedup > 1 else ''}"
+    )
 
 
 def milliseconds(seconds: float) -> str:

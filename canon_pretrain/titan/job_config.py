@@ -6,109 +6,38 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from torchtitan.config import job_config as titan
 
 from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.core.fields import help_of, optional_fields
 from canon_pretrain.data.mixture import check_order, exact_weight
 from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
 from canon_pretrain.model.args import ModelArgs, fill_sizes
 from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.model.attend import check_backend_fits
-from canon_pretrain.run import config as experiment
+from canon_pretrain.run import sections
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.identity import IDENTITY
 from canon_pretrain.run.limits import LIMITED, OPTIMIZERS, check_limits, schedule_faults
 from canon_pretrain.synthetic.task import Task
+from canon_pretrain.synthetic.tasks import TaskSection, build_task
+
+
+def _model_overrides() -> Any:
+    """Return a dataclass of ModelArgs' fields as optional keys, but for training.seq_len."""
+    kinds = get_type_hints(ModelArgs)
+    del kinds["max_seq_len"]
+    return optional_fields(kinds, help_of(ModelArgs))
 
 
 @dataclass
-class Model(titan.Model):
+class Model(_model_overrides(), titan.Model):  # type: ignore[misc]  # a class is made by a call
     """The model: a flavor (a size) and overrides. An unset key has the flavor's value."""
 
     name: str = "canon"
     flavor: str = "debug"
-    vocab_size: int | None = None
-    """Unset: the vocabulary size of the shards, which it must equal, or of the task, which may be
-    smaller."""
-    num_layers: int | None = None
-    dim: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    """Heads of k and v (grouped-query attention); 0: as many as num_heads."""
-    mixer: str | None = None
-    """attention, gla, mamba2 or gated_deltanet, with the paper's heads, layers and widths."""
-    mixer_conv: bool | None = None
-    """The recurrent mixer's native conv1d. Unset: on for mamba2 and gated_deltanet without
-    Canon-B."""
-    expand_k: float | None = None
-    """Width of all keys over dim. Unset: gla 0.5, gated_deltanet 0.75."""
-    expand_v: float | None = None
-    """Width of all values over dim. Unset: gla 1, gated_deltanet 1.5."""
-    output_gate_rank: int | None = None
-    """Rank of the output gate of gla and gated_deltanet; 0: full."""
-    gla_feature_map: str | None = None
-    """identity, or elu: elu + 1 of q and k (the paper's Figure 23)."""
-    state_dim: int | None = None
-    """Mamba2's state size."""
-    mimetic_init: bool | None = None
-    """Mamba2's mimetic initial values (the paper's Figures 14 and 29)."""
-    ffn_dim: int | None = None
-    """Width of the feed-forward. Unset: the flavor's; 4 dim if ffn = "standard", dim if "moe",
-    2 dim with mamba2 or gated_deltanet."""
-    ffn: str | None = None
-    """gated: w2(act(w1 x) * w3 x); standard: w2(act(w1 x)), the paper's GPT2(RoPE); moe; none
-    (unset with mamba2: none, with twice the layers)."""
-    ffn_activation: str | None = None
-    """silu, relu2 (the paper's R2), or gelu (as GPT-2; requires ffn = "standard")."""
-    num_experts: int | None = None
-    """Experts of a layer with ffn = "moe" (32)."""
-    experts_per_token: int | None = None
-    """Experts that each token goes to (1)."""
-    num_shared_experts: int | None = None
-    """Further experts that every token goes to (0)."""
-    moe_gated: bool | None = None
-    """Gated experts; the paper's are standard."""
-    moe_capacity: float | None = None
-    """In training, an expert takes at most this many times its share of a sequence, in the tokens'
-    order (the paper's tutel: 2, of a micro-batch); 0: dropless."""
-    moe_balance: str | None = None
-    """How the load is evened: bias (of the scores, by each global batch's load), loss (Switch's, of
-    each sequence), none."""
-    moe_balance_rate: float | None = None
-    """Step of the bias, or factor of the loss."""
-    norm: str | None = None
-    """rmsnorm, or layernorm (as GPT-2)."""
-    bias: bool | None = None
-    """Biases in the blocks' linear layers and in LayerNorm (as GPT-2)."""
-    norm_eps: float | None = None
-    position: str | None = None
-    """rope, nope, alibi, h_alibi, or partial_rope_a, _b, _c (the paper's Figure 22)."""
-    partial_rope_dim: int | None = None
-    """Rotated dims per head in partial_rope_c; 0: a quarter."""
-    rope_theta: float | None = None
-    canon_set: str | None = None
-    """Any subset of ABCD; empty: no Canon layers."""
-    canon_kernel: int | None = None
-    canon_residual: bool | None = None
-    canon_activation: bool | None = None
-    canon_trainable: bool | None = None
-    """false: cst-Canon, which keeps its initial values (the paper's Figure 20)."""
-    canon_filter: str | None = None
-    """static, or dynamic: taps that depend on the token (arXiv 2606.03825)."""
-    qk_norm: str | None = None
-    """none; full: over all heads, before Canon-B; per_head: over each head, after Canon-B."""
-    tie_embeddings: bool | None = None
-    """The output matrix is the token embedding."""
-    document_mask: bool | None = None
-    """Stop attention and Canon at document boundaries (the paper does not)."""
-    eos_id: int | None = None
-    """Token that ends a document, for document_mask; must equal the shards' EOS."""
-    init: str | None = None
-    """paper: N(0, 0.02); lingua: truncated normal with std D^-1/2."""
-    init_seed: int | None = None
-    """Seed of the initial weights, which are the same at every world size."""
     attention_backend: str = "auto"
     """auto, sdpa, flex, flash_attn; SDPA with cudnn or flash first; or the packages fa3, fa4."""
     canon_backend: str = "auto"
@@ -118,81 +47,33 @@ class Model(titan.Model):
 
 
 @dataclass
-class Optimizer(titan.Optimizer):
+class Optimizer(sections.Optimizer, titan.Optimizer):
     """AdamW with the values of the paper's appendix B."""
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.98
-    eps: float = 1e-6
-    weight_decay: float = 0.03
-
 
 @dataclass
-class LRScheduler(titan.LRScheduler):
+class LRScheduler(sections.LRScheduler, titan.LRScheduler):
     """1000 warmup steps, then cosine to 10 % (assumed: the paper states no schedule)."""
 
-    warmup_steps: int = 1000
-    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
-    min_lr_factor: float = 0.1
-    decay_ratio: float | None = None
-    """WSD: constant after warmup, then decay over this last fraction of the run."""
-    decay_steps: int | None = None
-    """InfiniteLR: steps of decay after warmup, then constant. Unset: decay to the run's end."""
-
 
 @dataclass
-class Training(titan.Training):
+class Training(sections.Training, titan.Training):
     """Clip gradients to norm 1 (assumed: the paper states no clipping)."""
 
-    max_norm: float | int = 1.0
-    """Gradient norm to clip to; 0: no clipping."""
-
 
 @dataclass
-class Checkpoint(titan.Checkpoint):
+class Checkpoint(sections.Checkpoint, titan.Checkpoint):
     """Enabled, asynchronous, and the last checkpoint is a full one."""
 
-    enable: bool = True
-    last_save_model_only: bool = False
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
-    """async: copy to (pinned) CPU memory, write in the background; the third value is the same."""
-    fresh: bool = False
-    """Restart at step 1 despite existing checkpoints; the run so far moves to RUN/archive."""
-    max_held: int = 4
-    """Checkpoints beyond `keep_latest_k` that keep their weights for pending evaluations."""
-
 
 @dataclass
-class Metrics(titan.Metrics):
+class Metrics(sections.Metrics, titan.Metrics):
     """`enable_wandb` and `enable_tensorboard` export RUN/log.jsonl live, in separate processes."""
 
-    wandb_mode: Literal["online", "offline", "disabled"] | None = None
-    """Unset: $WANDB_MODE, or online. Offline runs are in RUN/wandb, for `wandb sync`."""
-    wandb_project: str = ""
-    """Unset: $WANDB_PROJECT, or canon_pretrain."""
-    wandb_entity: str = ""
-    """Unset: $WANDB_ENTITY, or the account's default."""
-    wandb_name: str = ""
-    """Unset: $WANDB_NAME, or the run folder's name."""
-    wandb_tags: list[str] = field(default_factory=list)
-    """Additional tags; every run has its flavor, position and Canon set as tags."""
-
 
 @dataclass
-class Validation(titan.Validation):
+class Validation(sections.Validation, titan.Validation):
     """Loss on the held-out split while training, and after the last step."""
-
-    enable: bool | None = None
-    """Unset: validate if the data has a held-out split or is a task. True: error if it has none."""
-    path: str = ""
-    """Folder to validate on: its held-out split, else all of it. Unset: the training folders'."""
-    freq: int = 100
-    """Steps between two validations."""
-    windows: int | None = None
-    """Windows of training.seq_len tokens, the same each time; -1: all, which a task does not have.
-    Unset: training.global_batch_size windows per 100 steps of `freq`, at most 2**21 tokens; a
-    task's questions are asked about 16."""
 
 
 @dataclass
@@ -204,7 +85,7 @@ class ActivationCheckpoint(titan.ActivationCheckpoint):
 
 @dataclass
 class CanonJobConfig(titan.JobConfig):
-    """A training job: torchtitan's sections and those of run/config.py."""
+    """A training job: torchtitan's sections and those of run/sections.py."""
 
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
@@ -214,11 +95,11 @@ class CanonJobConfig(titan.JobConfig):
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     metrics: Metrics = field(default_factory=Metrics)
     validation: Validation = field(default_factory=Validation)
-    data: experiment.Data = field(default_factory=experiment.Data)
-    run: experiment.Run = field(default_factory=experiment.Run)
-    guards: experiment.Guards = field(default_factory=experiment.Guards)
-    loss: experiment.Loss = field(default_factory=experiment.Loss)
-    samples: experiment.Samples = field(default_factory=experiment.Samples)
+    data: sections.Data = field(default_factory=sections.Data)
+    run: sections.Run = field(default_factory=sections.Run)
+    guards: sections.Guards = field(default_factory=sections.Guards)
+    loss: sections.Loss = field(default_factory=sections.Loss)
+    samples: sections.Samples = field(default_factory=sections.Samples)
 
     @property
     def last_step(self) -> int:
@@ -227,34 +108,39 @@ class CanonJobConfig(titan.JobConfig):
     @property
     def task(self) -> Task | None:
         """The task of `[data.task]`, None for shards. Raises UserError for bad settings."""
-        given = self.data.task
-        if not given.name:
+        section = self.data.task
+        if not section.name:
             return None
-        from canon_pretrain.synthetic.tasks import build_task  # each task has a module
-
-        return build_task(given.name, given.given | {"seq_len": self.training.seq_len})
+        return build_task(section.name, section.given | {"seq_len": self.training.seq_len})
 
     @property
     def model_args(self) -> ModelArgs:
         """The flavor's arguments with this job's overrides, checked by ModelArgs."""
         base = model_flavor(self.model.flavor)
-        names = {f.name for f in dataclasses.fields(ModelArgs)}
-        own = {k: v for k, v in vars(self.model).items() if k in names and v is not None}
-        own = fill_sizes(base, own)
-        return dataclasses.replace(base, max_seq_len=self.training.seq_len, **own)
+        overrides = {
+            field.name: getattr(self.model, field.name)
+            for field in dataclasses.fields(ModelArgs)
+            if getattr(self.model, field.name, None) is not None
+        }
+        sizes = fill_sizes(base, overrides)
+        return dataclasses.replace(base, max_seq_len=self.training.seq_len, **sizes)
 
 
 def shard_degree(job: CanonJobConfig, world_size: int) -> int:
     """Return the ranks per replica; UserError if the degrees do not divide `world_size`."""
-    layout, batch = job.parallelism, job.training.global_batch_size
-    replicas, degree = layout.data_parallel_replicate_degree, layout.expert_parallel_degree
-    if world_size % (replicas * degree):
-        fitting = valid_world_sizes(batch, replicas * degree)
-        text = f"parallelism.data_parallel_replicate_degree = {replicas} "
-        text += f"times expert_parallel_degree = {degree} " if degree > 1 else ""
-        text += f"does not divide {world_size} ranks. "
-        text += f"Valid world sizes: {', '.join(map(str, fitting)) or 'none'}"
-        raise UserError("config.world_size", text, given=world_size, valid=fitting)
+    replicas = job.parallelism.data_parallel_replicate_degree
+    expert_degree = job.parallelism.expert_parallel_degree
+    if world_size % (replicas * expert_degree):
+        valid = valid_world_sizes(job.training.global_batch_size, replicas * expert_degree)
+        times = f"times expert_parallel_degree = {expert_degree} " if expert_degree > 1 else ""
+        raise UserError(
+            "config.world_size",
+            f"parallelism.data_parallel_replicate_degree = {replicas} {times}"
+            f"does not divide {world_size} ranks. "
+            f"Valid world sizes: {', '.join(map(str, valid)) or 'none'}",
+            given=world_size,
+            valid=valid,
+        )
     return world_size // replicas
 
 
@@ -280,9 +166,13 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     share, rest = divmod(total, world_size)
     if rest:
         fitting = valid_world_sizes(total)
-        text = f"training.global_batch_size = {total} is not divisible by {world_size} ranks. "
-        text += f"Valid world sizes: {', '.join(map(str, fitting))}"
-        raise UserError("config.world_size", text, given=world_size, valid=fitting)
+        raise UserError(
+            "config.world_size",
+            f"training.global_batch_size = {total} is not divisible by {world_size} ranks. "
+            f"Valid world sizes: {', '.join(map(str, fitting))}",
+            given=world_size,
+            valid=fitting,
+        )
     bound = min(share, job.training.local_batch_size)
     return next(size for size in range(bound, 0, -1) if share % size == 0)
 
@@ -333,11 +223,18 @@ def check_job(job: CanonJobConfig) -> None:
     """Raise UserError for a job that would not train what its file states."""
     defaults = CanonJobConfig()
     for name in UNSUPPORTED:
-        given, default = value_of(job, name), value_of(defaults, name)
-        if given != default:
-            text = f"{name} = {given!r} is not supported by this trainer; expected {default!r}"
-            text += f" ({INSTEAD[name]})" if name in INSTEAD else ""
-            raise UserError("config.unsupported", text, key=name)
+        value = value_of(job, name)
+        default = value_of(defaults, name)
+        if value != default:
+            instead = f" ({INSTEAD[name]})" if name in INSTEAD else ""
+            raise UserError(
+                "config.unsupported",
+                f"{name} = {value!r} is not supported by this trainer; expected {default!r}"
+                f"{instead}",
+                key=name,
+            )
+
+    # Each setting alone
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
     check_choice("canon_backend", job.model.canon_backend, BACKENDS)
     check_choice("mixer_backend", job.model.mixer_backend, MIXER_BACKENDS)
@@ -345,6 +242,8 @@ def check_job(job: CanonJobConfig) -> None:
     _check_compile_backend(job.compile.backend)
     check_allowed_changes(job.run.allow_changes, _identity_names())
     check_limits({name: value_of(job, name) for name in LIMITED})
+
+    # Settings together
     for fault in schedule_faults(job.lr_scheduler, job.training.steps):
         raise UserError("config.schedule", fault)
     for name, fault in _conflicts(job):
@@ -364,19 +263,20 @@ def check_allowed_changes(allowed: list[str], identity: Iterable[str]) -> None:
     """Raise UserError unless `run.allow_changes` has names in a run's `identity` only, or CODE."""
     known = {*identity, HELD_OUT, CODE}
     if unknown := [name for name in split_names(allowed) if name not in known]:
-        text = f"run.allow_changes: {', '.join(unknown)} is not part of a run's identity. Expected "
-        text += f"{CODE}, {', '.join(sorted(known - {CODE}))}"
-        raise UserError("run.unknown_change", text, names=unknown)
+        raise UserError(
+            "run.unknown_change",
+            f"run.allow_changes: {', '.join(unknown)} is not part of a run's identity. Expected "
+            f"{CODE}, {', '.join(sorted(known - {CODE}))}",
+            names=unknown,
+        )
 
 
 def _identity_names() -> Iterator[str]:
     """Yield the names that the identity of any job may have."""
     yield FINGERPRINT
-    for section, keys in IDENTITY.items():
-        owner: Any = ModelArgs if section == "model" else getattr(CanonJobConfig(), section)
-        fields = [f.name for f in dataclasses.fields(owner)]
-        yield from (f"{section}.{key}" for key in keys or fields)
-    yield from (f"data.task.{f.name}" for f in dataclasses.fields(experiment.Task))
+    yield from IDENTITY
+    yield from (f"model.{f.name}" for f in dataclasses.fields(ModelArgs))
+    yield from (f"data.task.{f.name}" for f in dataclasses.fields(TaskSection))
 
 
 def _check_compile_backend(name: str) -> None:
@@ -394,56 +294,80 @@ def value_of(job: CanonJobConfig, dotted: str) -> Any:
 
 def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, fault) of each value that contradicts another key or is no path."""
-    data, stop_at, steps, loss = job.data, job.run.stop_at, job.training.steps, job.loss
-    checkpoint, profiling, prompts = job.checkpoint, job.profiling, job.samples.prompts
-    recompute = job.activation_checkpoint
     for name in (*FOLDERS, *PATHS):
         value = value_of(job, name)
         if not _is_path(name, value):
             yield name, f"{name} = {value!r}: expected a path (only a shell expands ~)"
+    yield from _data_conflicts(job)
+    yield from _launch_conflicts(job)
+    yield from _computation_conflicts(job)
+
+
+def _data_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
+    data = job.data
     if data.path and data.paths:
         yield "data.path", f"data.path = {data.path!r}, data.paths = {data.paths!r}: set only one"
     if data.task.name:
-        names = ["data.path", "data.paths", "validation.path"]
-        names = [name for name in names if value_of(job, name)]
-        names += ["data.order"] if data.order != "random" else []
-        names += ["samples.interval"] if job.samples.interval else []
-        names += ["model.document_mask"] if job.model_args.document_mask else []
-        for name in names:
+        is_set = {
+            "data.path": data.path,
+            "data.paths": data.paths,
+            "validation.path": job.validation.path,
+            "data.order": data.order != "random",
+            "samples.interval": job.samples.interval,
+            "model.document_mask": job.model_args.document_mask,
+        }
+        for name in filter(is_set.get, is_set):
             yield name, f"{name} = {value_of(job, name)!r} and a task: unset it, or data.task.name"
         if job.validation.windows == -1:
             yield "validation.windows", "validation.windows = -1, but a task has no end"
     elif data.task.given:
         yield "data.task.name", f"data.task.name is unset, but has {', '.join(data.task.given)}"
-    if job.samples.interval and not job.samples.prompts:
+
+    prompts = job.samples.prompts
+    if job.samples.interval and not prompts:
         yield "samples.prompts", "samples.interval is set, but samples.prompts is empty: set both"
-    if repeated := [each for k, each in enumerate(prompts) if each in prompts[:k]]:
+    if repeated := [prompt for k, prompt in enumerate(prompts) if prompt in prompts[:k]]:
         yield "samples.prompts", f"samples.prompts has {repeated[0]!r} more than once: list it once"
     if len(data.weights) != len(data.paths):
         yield "data.weights", f"data.weights: expected {len(data.paths)} numbers, one per path"
+
+
+def _launch_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
+    stop_at = job.run.stop_at
+    steps = job.training.steps
     if stop_at is not None and not 1 <= stop_at <= steps:
         yield "run.stop_at", f"run.stop_at = {stop_at}: expected 1 to training.steps = {steps}"
-    if stop_at is not None and not checkpoint.enable:
+    if stop_at is not None and not job.checkpoint.enable:
         yield "checkpoint.enable", "run.stop_at requires checkpoint.enable = true"
-    if (degree := job.parallelism.expert_parallel_degree) > 1:
-        args, name = job.model_args, "parallelism.expert_parallel_degree"
-        if args.ffn != "moe" or args.num_experts % degree:
-            experts = args.num_experts if args.ffn == "moe" else 0
-            yield name, f"{name} = {degree} does not divide the model's {experts or 'no'} experts"
-    if loss.z_loss and loss.squared_loss:
-        yield "loss.squared_loss", "loss.z_loss and loss.squared_loss: set only one"
-    if checkpoint.fresh and checkpoint.load_step != -1:
+    if job.checkpoint.fresh and job.checkpoint.load_step != -1:
         yield "checkpoint.load_step", "checkpoint.fresh and checkpoint.load_step: set only one"
+
+
+def _computation_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
+    args = job.model_args
+    degree = job.parallelism.expert_parallel_degree
+    num_experts = args.num_experts if args.ffn == "moe" else 0
+    if degree > 1 and (num_experts == 0 or num_experts % degree):
+        name = "parallelism.expert_parallel_degree"
+        yield name, f"{name} = {degree} does not divide the model's {num_experts or 'no'} experts"
+    if job.loss.z_loss and job.loss.squared_loss:
+        yield "loss.squared_loss", "loss.z_loss and loss.squared_loss: set only one"
+
+    profiling = job.profiling
     warmup, active = profiling.profiler_warmup, profiling.profiler_active
     if profiling.enable_profiling and profiling.profile_freq < warmup + active:
-        text = f"profiling.profile_freq = {profiling.profile_freq}: expected at least "
-        text += f"profiler_warmup = {warmup} plus profiler_active = {active}"
-        yield "profiling.profile_freq", text
-    name, option = "activation_checkpoint.selective_ac_option", recompute.selective_ac_option
+        yield (
+            "profiling.profile_freq",
+            f"profiling.profile_freq = {profiling.profile_freq}: expected at least "
+            f"profiler_warmup = {warmup} plus profiler_active = {active}",
+        )
+
+    name = "activation_checkpoint.selective_ac_option"
+    option = job.activation_checkpoint.selective_ac_option
     if not re.fullmatch("op|[0-9]+", option):
         yield name, f'{name} = {option!r}: expected "op", or N to recompute every N-th layer'
-    compiled = job.compile.enable and "model" in job.compile.components
-    if recompute.mode == "memory_budget" and not compiled:
+    is_compiled = job.compile.enable and "model" in job.compile.components
+    if job.activation_checkpoint.mode == "memory_budget" and not is_compiled:
         name = "activation_checkpoint.mode"
         yield name, f'{name} = "memory_budget" requires compile.enable = true'
 

@@ -21,7 +21,7 @@ from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
-from canon_pretrain.run.identity import IDENTITY, Changes, differences
+from canon_pretrain.run.identity import IDENTITY, PER_LAUNCH_KEYS, Changes, differences
 from canon_pretrain.run.launches import LaunchRecord, config_hash
 from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
@@ -35,6 +35,7 @@ from canon_pretrain.titan.job_config import (
     CanonJobConfig,
     check_allowed_changes,
     split_names,
+    value_of,
 )
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.parallelize import CanonChoice
@@ -89,11 +90,12 @@ def run_identity(
     job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return by dotted name what must not change between a run's launches unless allowed."""
-    identity = {FINGERPRINT: fingerprint, **(held_out or {})}
-    for section, keys in IDENTITY.items():
-        values = asdict(job.model_args if section == "model" else getattr(job, section))
-        identity |= {f"{section}.{key}": values[key] for key in keys or values}
-    return identity
+    return {
+        FINGERPRINT: fingerprint,
+        **(held_out or {}),
+        **{f"model.{key}": value for key, value in asdict(job.model_args).items()},
+        **{name: value_of(job, name) for name in IDENTITY},
+    }
 
 
 def check_identity(
@@ -118,9 +120,13 @@ def check_identity(
         changed.pop(HELD_OUT, None)
     if refused := {name: pair for name, pair in changed.items() if name not in names}:
         lines = "; ".join(describe_changes(refused, _recorded(folder, "config"), config))
-        text = f"the run in {folder.path} differs: {lines}. Undo the change, choose another "
-        text += f"--job.dump_folder, or allow it: --run.allow_changes {' '.join(changed)}"
-        raise UserError("run.changed", text, changes=refused, allow=list(changed))
+        raise UserError(
+            "run.changed",
+            f"the run in {folder.path} differs: {lines}. Undo the change, choose another "
+            f"--job.dump_folder, or allow it: --run.allow_changes {' '.join(changed)}",
+            changes=refused,
+            allow=list(changed),
+        )
     return changed
 
 
@@ -129,9 +135,13 @@ def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Ch
     old = _recorded(folder, "code")
     changed = differences(old, code) if old else {}
     if changed and refuse:
-        text = f"run.code = refuse, and {', '.join(changed)} changed since the last launch of "
-        text += f"{folder.path}: restore the code, or allow it: --run.allow_changes code"
-        raise UserError("run.code_changed", text, shared=True, files=list(changed))
+        raise UserError(
+            "run.code_changed",
+            f"run.code = refuse, and {', '.join(changed)} changed since the last launch of "
+            f"{folder.path}: restore the code, or allow it: --run.allow_changes code",
+            shared=True,
+            files=list(changed),
+        )
     return changed
 
 
@@ -141,7 +151,7 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
         return {}
     old = _flatten(CanonJobConfig().to_dict()) | _flatten(_recorded(folder, "config"))
     changed = differences(old, _flatten(config))
-    return {name: pair for name, pair in changed.items() if name not in launches.PER_LAUNCH_KEYS}
+    return {name: pair for name, pair in changed.items() if name not in PER_LAUNCH_KEYS}
 
 
 def _recorded(folder: RunFolder, part: str) -> dict[str, Any]:
@@ -208,8 +218,9 @@ def prepare_folder(
         _check_folder(job, run, checkpoints, fresh=fresh)
         _recover_folder(job, run, checkpoints, fresh=fresh)
     except OSError as error:
-        text = f"{error.filename or path}: {error.strerror}. {DISK_HINT}"
-        raise UserError("run.unwritable", text) from None
+        raise UserError(
+            "run.unwritable", f"{error.filename or path}: {error.strerror}. {DISK_HINT}"
+        ) from None
     session.check_owner()
     facts, problem = launches.begin_launch(run)
     if problem:
@@ -233,18 +244,28 @@ def _check_folder(
     path, own = checkpoints.path, launches.known_run(run)
     home = RunFolder(path.resolve().parent)
     if checkpoints_outside(job) and (home.run_file.is_file() or home.config_file.is_file()):
-        text = f"checkpoint.folder = {path} is in another run's folder: choose another"
-        raise UserError("checkpoint.other_run", text, path=path)
+        raise UserError(
+            "checkpoint.other_run",
+            f"checkpoint.folder = {path} is in another run's folder: choose another",
+            path=path,
+        )
     if others := checkpoints.steps_of_other_runs(own.run_id if own else None):
         steps = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
-        text = f"{path} holds {steps}, but {run.path} is {f'run {own.run_id}' if own else 'new'}. "
-        text += "Choose another --checkpoint.folder or --job.dump_folder, or start from a step: "
-        text += "--checkpoint.initial_load_path"
-        raise UserError("checkpoint.other_run", text, path=path, steps=others)
+        raise UserError(
+            "checkpoint.other_run",
+            f"{path} holds {steps}, but {run.path} is {f'run {own.run_id}' if own else 'new'}. "
+            "Choose another --checkpoint.folder or --job.dump_folder, or start from a step: "
+            "--checkpoint.initial_load_path",
+            path=path,
+            steps=others,
+        )
     if not fresh and checkpoints.steps() and not run.config_file.exists():
-        text = f"{path} holds checkpoints, but {run.config_file} is missing: restore it, or start "
-        text += "a new run with --checkpoint.fresh"
-        raise UserError("run.config_missing", text, path=run.config_file)
+        raise UserError(
+            "run.config_missing",
+            f"{path} holds checkpoints, but {run.config_file} is missing: restore it, or start "
+            "a new run with --checkpoint.fresh",
+            path=run.config_file,
+        )
     if not fresh or not job.checkpoint.enable:
         return
     with torch.device("meta"):
@@ -252,9 +273,12 @@ def _check_folder(
     if initial := job.checkpoint.initial_load_path:
         archive, start = path.resolve() / ARCHIVE, Path(initial).resolve()
         if start.is_relative_to(archive.parent) and not start.is_relative_to(archive):
-            text = f"checkpoint.initial_load_path = {initial} would be archived by "
-            text += "--checkpoint.fresh: copy it, or choose another --job.dump_folder"
-            raise UserError("checkpoint.initial_archived", text, path=start)
+            raise UserError(
+                "checkpoint.initial_archived",
+                f"checkpoint.initial_load_path = {initial} would be archived by "
+                "--checkpoint.fresh: copy it, or choose another --job.dump_folder",
+                path=start,
+            )
         check_initial(initial, weights, model_only=job.checkpoint.initial_load_model_only)
     check_room(checkpoints, full_bytes(weights))
     remove_tree(checkpoints.trial_path)
@@ -302,7 +326,7 @@ def record_launch(
         "torchtitan": torchtitan.__version__,
         FINGERPRINT: identity[FINGERPRINT],
         HELD_OUT: identity.get(HELD_OUT),
-        "config_hash": config_hash(config, without=launches.PER_LAUNCH_KEYS),
+        "config_hash": config_hash(config, without=PER_LAUNCH_KEYS),
         **(record.header() if record is not None else {}),
     }
     changes = compared.changes | compared.config_changes

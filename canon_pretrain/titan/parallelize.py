@@ -85,9 +85,14 @@ def choose_canon(
     problem, how, is_lost = answer[0]
     if is_lost or (problem is not None and asked != "auto"):
         state = "the GPU is unusable now" if is_lost else f"on {_name(device)}"
-        text = f'canon_backend = "{asked}": {backend} failed its check, {problem}, {state}. '
-        text += 'Restart with "auto" or "compiled"'
-        raise UserError("canon.backend_failed", text, shared=True, backend=backend, problem=problem)
+        raise UserError(
+            "canon.backend_failed",
+            f'canon_backend = "{asked}": {backend} failed its check, {problem}, {state}. '
+            'Restart with "auto" or "compiled"',
+            shared=True,
+            backend=backend,
+            problem=problem,
+        )
     if problem is None:
         return CanonChoice(backend, f"{asked}; {how}" if asked == "auto" else how)
     if dist.get_rank() == 0:
@@ -113,8 +118,13 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> CanonChoice | Non
     if (problem := answer[0]) is None:
         return CanonChoice("fla", "equal to chunked")
     if asked == "fla":
-        text = f'mixer_backend = "fla", but {problem}; or choose "auto"'
-        raise UserError("mixer.unavailable", text, shared=True, backend=asked, problem=problem)
+        raise UserError(
+            "mixer.unavailable",
+            f'mixer_backend = "fla", but {problem}; or choose "auto"',
+            shared=True,
+            backend=asked,
+            problem=problem,
+        )
     slowdown = CHUNKED_SLOWDOWN[args.mixer]
     if dist.get_rank() == 0:
         logger.warning(
@@ -237,13 +247,22 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
         return
     dtype = job.training.mixed_precision_param
     way = model.attend.implementation(device, masked=model.args.document_mask)
-    text = f'model.attention_backend = "{job.model.attention_backend}" selects {way}, which cannot '
+    selected = f'model.attention_backend = "{job.model.attention_backend}" selects {way}'
     if way != "sdpa" and device == "cpu":
-        text += "be trained on a CPU: choose auto"
-        raise UserError("attention.unsupported", text, shared=True, selected=way)
+        raise UserError(
+            "attention.unsupported",
+            f"{selected}, which cannot be trained on a CPU: choose auto",
+            shared=True,
+            selected=way,
+        )
     if way not in ("sdpa", "flex") and dtype == "float32":
-        text += f"use training.mixed_precision_param = {dtype}: choose auto or bfloat16"
-        raise UserError("attention.unsupported", text, shared=True, selected=way)
+        raise UserError(
+            "attention.unsupported",
+            f"{selected}, which cannot use training.mixed_precision_param = {dtype}: "
+            "choose auto or bfloat16",
+            shared=True,
+            selected=way,
+        )
 
 
 def fsdp_mesh(parallel_dims: ParallelDims, *, of_experts: bool = False) -> DeviceMesh:

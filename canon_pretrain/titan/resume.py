@@ -130,8 +130,12 @@ class Resume:
                 return int(step)
             text = "; ".join(found)
             if asked != -1:
-                fault = f"checkpoint.load_step = {asked}: {path} is damaged: {text}"
-                raise UserError("checkpoint.damaged", fault, shared=True, path=path)
+                raise UserError(
+                    "checkpoint.damaged",
+                    f"checkpoint.load_step = {asked}: {path} is damaged: {text}",
+                    shared=True,
+                    path=path,
+                )
             self._rank_zero.run(functools.partial(self._quarantine, path, text))
         if initial:
             self._load_initial(Path(initial), initial_model_only)
@@ -148,17 +152,24 @@ class Resume:
             manifest = _value_or_fault(Manifest.read, path)
             launch = None if isinstance(manifest, str) else manifest.launch
             if step > begin and launch is not None and launch < taker:
-                text = f"launch {launch} saved step {step} after launch {taker} took the run over "
-                text += f"at step {begin}"
-                self._quarantine(path, text, "STALE CHECKPOINT")
+                self._quarantine(
+                    path,
+                    f"launch {launch} saved step {step} after launch {taker} took the run over "
+                    f"at step {begin}",
+                    "STALE CHECKPOINT",
+                )
 
     def _next_candidate(self, asked: int) -> int | None:
         """Return the step to try next, or None if nothing was saved; UserError if none is left."""
         steps = self.folder.steps()
         if asked != -1 and asked not in steps:
-            text = f"checkpoint.load_step = {asked}: not in {self.folder.path}. "
-            text += f"Available: {', '.join(map(str, steps)) or 'none'}"
-            raise UserError("checkpoint.missing", text, given=asked, available=steps)
+            raise UserError(
+                "checkpoint.missing",
+                f"checkpoint.load_step = {asked}: not in {self.folder.path}. "
+                f"Available: {', '.join(map(str, steps)) or 'none'}",
+                given=asked,
+                available=steps,
+            )
         if asked != -1:
             return asked
         for step in reversed(steps):
@@ -172,9 +183,12 @@ class Resume:
             "saved according to the log": self._logged_saves()[-3:],
         }
         if texts := [f"{what}: {', '.join(map(str, x))}" for what, x in facts.items() if x]:
-            text = f"no complete checkpoint in {self.folder.path} ({'; '.join(texts)}): restore "
-            text += "one, or restart at step 1 with --checkpoint.fresh, which archives the run"
-            raise UserError("checkpoint.none", text, facts=facts)
+            raise UserError(
+                "checkpoint.none",
+                f"no complete checkpoint in {self.folder.path} ({'; '.join(texts)}): restore "
+                "one, or restart at step 1 with --checkpoint.fresh, which archives the run",
+                facts=facts,
+            )
         return None
 
     def _logged_saves(self) -> list[int]:
@@ -213,8 +227,11 @@ class Resume:
 
         def judge() -> Verified | list[str]:
             if unreadable is not None:
-                text = f"{path} cannot be read on {host}: {unreadable}"
-                raise UserError("checkpoint.unreadable", text, path=path)
+                raise UserError(
+                    "checkpoint.unreadable",
+                    f"{path} cannot be read on {host}: {unreadable}",
+                    path=path,
+                )
             if 0 in found:
                 return faults
             if found:  # by other ranks only: perhaps one node's bad mount
@@ -222,9 +239,13 @@ class Resume:
                 if isinstance(whole, str):
                     return [whole]
                 rank, (text, *_) = next(iter(found.items()))
-                text = f"{path} is complete for rank 0 on {host}, but rank {rank} reports: {text}. "
-                text += "Check that node's mount; nothing was moved"
-                raise UserError("checkpoint.node_mismatch", text, path=path, rank=rank)
+                raise UserError(
+                    "checkpoint.node_mismatch",
+                    f"{path} is complete for rank 0 on {host}, but rank {rank} reports: {text}. "
+                    "Check that node's mount; nothing was moved",
+                    path=path,
+                    rank=rank,
+                )
             # last, because pickles of a damaged file must not be opened
             safe = _value_or_fault(check_safe, path, metadata)
             return [safe] if isinstance(safe, str) else Verified(manifest, safe)
@@ -281,9 +302,13 @@ def check_initial(initial: str, model: Mapping[str, Tensor], *, model_only: bool
 
 
 def _initial_load_error(initial: Path, faults: list[str]) -> UserError:
-    text = f"checkpoint.initial_load_path = {initial}: {'; '.join(faults)}. Expected a complete "
-    text += "RUN/checkpoint/step-N, or the output of hf import"
-    return UserError("checkpoint.initial_load", text, shared=True, path=initial)
+    return UserError(
+        "checkpoint.initial_load",
+        f"checkpoint.initial_load_path = {initial}: {'; '.join(faults)}. Expected a complete "
+        "RUN/checkpoint/step-N, or the output of hf import",
+        shared=True,
+        path=initial,
+    )
 
 
 def _value_or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
@@ -311,5 +336,9 @@ def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) ->
         size = getattr(metadata.state_dict_metadata.get(name), "size", None)
         if size != tensor.shape:
             given = "missing" if size is None else f"of shape {tuple(size)}"
-            text = f"{path} is of another model: {name} is {given}, expected {tuple(tensor.shape)}"
-            raise UserError("checkpoint.other_model", text, shared=True, name=name)
+            raise UserError(
+                "checkpoint.other_model",
+                f"{path} is of another model: {name} is {given}, expected {tuple(tensor.shape)}",
+                shared=True,
+                name=name,
+            )

@@ -33,8 +33,11 @@ def find_tokenizer(data: Mixture) -> Tokenizer:
     except UserError as error:
         found, text = None, str(error)
     if found is None or source.tokenizer_sha256 not in (None, found.sha256):
-        text = f"samples: {text}; restore the tokenizer of the shards, or set samples.interval = 0"
-        raise UserError("samples.tokenizer", text, folder=folder)
+        raise UserError(
+            "samples.tokenizer",
+            f"samples: {text}; restore the tokenizer of the shards, or set samples.interval = 0",
+            folder=folder,
+        )
     return found
 
 
@@ -44,9 +47,13 @@ def read_prompts(job: CanonJobConfig, data: Mixture) -> list[list[int]]:
     prompts = [tokenizer.encode(text).tolist() or [tokenizer.eos_id] for text in config.prompts]
     for k, ids in enumerate(prompts):
         if len(ids) + config.max_tokens - 1 > length:  # the last token is not read
-            text = f"samples.prompts[{k}] has {len(ids)} tokens, with samples.max_tokens = "
-            text += f"{config.max_tokens} more than training.seq_len = {length}"
-            raise UserError("samples.too_long", text, prompt=k, num_tokens=len(ids))
+            raise UserError(
+                "samples.too_long",
+                f"samples.prompts[{k}] has {len(ids)} tokens, with samples.max_tokens = "
+                f"{config.max_tokens} more than training.seq_len = {length}",
+                prompt=k,
+                num_tokens=len(ids),
+            )
     return prompts
 
 

@@ -26,7 +26,7 @@ from canon_pretrain.kernels.linear_cross_entropy import linear_cross_entropy
 from canon_pretrain.model.args import FLAVORS, ModelArgs
 from canon_pretrain.model.counts import flops_per_token, num_parameters
 from canon_pretrain.model.transformer import HeadLoss, Transformer
-from canon_pretrain.run.config import Loss
+from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan.device import single_rank_environment
 from canon_pretrain.titan.job_config import CanonJobConfig, LRScheduler
 from canon_pretrain.titan.parallelize import clip_gradients, parallelize, write_shard
@@ -147,7 +147,7 @@ def job_of(
     training = job.training
     training.seq_len = num_tokens
     training.global_batch_size = training.local_batch_size = micro_batch
-    training.mixed_precision_param = str(dtype).removeprefix("torch.")
+    training.mixed_precision_param = "float32" if dtype == torch.float32 else "bfloat16"
     job.compile.enable = True
     return job
 

@@ -27,8 +27,8 @@ from torchtitan.tools.logging import logger
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.machine.hardware import to_device
-from canon_pretrain.run.config import Guards
 from canon_pretrain.run.launches import LaunchRecord
+from canon_pretrain.run.sections import Guards
 from canon_pretrain.run.session import LOST_LOCK, REASONS, Session, describe
 from canon_pretrain.titan import data as titan_data
 from canon_pretrain.titan.checkpoint import CanonCheckpointManager
@@ -317,8 +317,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         self._validate(if_missed=True)
         stop = self._loop()
         if stop and LOST_LOCK in stop:
-            text = f"stopped after step {self.step} without saving: {stop}"
-            raise UserError("lock.lost", text, shared=True, step=self.step)
+            raise UserError(
+                "lock.lost",
+                f"stopped after step {self.step} without saving: {stop}",
+                shared=True,
+                step=self.step,
+            )
         self._save_last()
         self._validate()  # after the save: a stop signal may leave time for only one
         self.checkpointer.finish_retention()
@@ -335,8 +339,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         else:
             reason = stop or "run.stop_at"
             metrics.event("stop", step=step, reason=reason, **fields)
-            text = f"stopped at step {step} of {total} by {reason}; the same command"
-            text += f"{'' if stop else ' without --run.stop_at'} resumes from here"
+            again = "the same command" if stop else "the same command without --run.stop_at"
+            text = f"stopped at step {step} of {total} by {reason}; {again} resumes from here"
         metrics.flush()
         self._end(reason)
         logger.info(text)
@@ -360,9 +364,13 @@ class CanonTrainer(torchtitan.train.Trainer):
             self.checkpointer.save(self.step, last_step=True)
             if not self.checkpointer.enable or self.checkpointer.saved_step == self.step:
                 return
-        text = f"step {self.step}, the last, could not be saved; the newest checkpoint is step "
-        text += f"{self.checkpointer.saved_step}. Free disk space and restart"
-        raise UserError("checkpoint.not_saved", text, shared=True, step=self.step)
+        raise UserError(
+            "checkpoint.not_saved",
+            f"step {self.step}, the last, could not be saved; the newest checkpoint is step "
+            f"{self.checkpointer.saved_step}. Free disk space and restart",
+            shared=True,
+            step=self.step,
+        )
 
     def _validate(self, *, if_missed: bool = False) -> bool:
         """Validate and write samples, each if due after this step; return whether any was."""
@@ -541,10 +549,15 @@ class CanonTrainer(torchtitan.train.Trainer):
         # without the bad steps, which the next launch retries
         self.skipped_steps = skipped = int(self.guards.counters[SKIPPED])
         self.metrics_processor.event("halt", step=step, good_step=good, skipped_steps=skipped)
-        text = f"loss or gradient norm not finite in {int(counters[IN_A_ROW])} consecutive steps, "
-        text += f"the last {step} (guards.max_bad_steps); last good state: step {good}. Check "
-        text += "their data and the learning rate; the same command retries them"
-        raise UserError("train.not_finite", text, shared=True, step=step, good_step=good)
+        raise UserError(
+            "train.not_finite",
+            f"loss or gradient norm not finite in {int(counters[IN_A_ROW])} consecutive steps, "
+            f"the last {step} (guards.max_bad_steps); last good state: step {good}. Check "
+            "their data and the learning rate; the same command retries them",
+            shared=True,
+            step=step,
+            good_step=good,
+        )
 
     @contextlib.contextmanager
     def _hang_watchdog(self) -> Iterator[Any]:

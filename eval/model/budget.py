@@ -5,7 +5,6 @@ batches.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from pydantic import Field
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
+from canon_pretrain.machine.memory import physical_memory
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.counts import state_bytes, state_size
 from eval.model.lm import OUT_OF_MEMORY_HINT, CanonLM, none_if_out_of_memory
@@ -40,8 +40,7 @@ def batch_tokens_for(lm: CanonLM, folder: Path, log: Callable[[str], None]) -> i
         itemsize = weight.element_size()
         per_token = state_bytes(args, itemsize)[0] + 2 * args.vocab_size * itemsize
         per_token += 4 * args.num_layers * state_size(args) // SHORT_ROW
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        fit = int(SHARE_OF_MEMORY * memory / per_token)
+        fit = int(SHARE_OF_MEMORY * physical_memory() / per_token)
         found = max(MIN_TOKENS, min(MAX_CPU_TOKENS, fit))
     elif lm.ranks.rank == 0:
         properties = torch.cuda.get_device_properties(weight.device)

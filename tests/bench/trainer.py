@@ -25,8 +25,8 @@ from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.shard_writer import write_shards
-from canon_pretrain.run.config import Data
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.sections import Data
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data

@@ -16,7 +16,7 @@ import pytest
 
 from canon_pretrain.boards.board import BOARD, Board, read_board
 from canon_pretrain.boards.commands import race_entries
-from canon_pretrain.boards.driver import OUTPUT, Driver, read_failures, visible_gpus
+from canon_pretrain.boards.driver import OUTPUT, Driver, read_failures
 from canon_pretrain.boards.plan import read_plan
 from canon_pretrain.boards.race import BoardRace
 from canon_pretrain.boards.stops import Stop, read_race
@@ -26,6 +26,7 @@ from canon_pretrain.cluster.sweep import read_sweep, sweep_rows
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_record
 from canon_pretrain.core.lock import live_holder
+from canon_pretrain.machine.hardware import visible_gpus
 from canon_pretrain.report.status import RunSummary
 from canon_pretrain.run.folder import PLAN, RunFolder
 from canon_pretrain.titan.command_line import parse_job

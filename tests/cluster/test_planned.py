@@ -3,11 +3,11 @@
 import pytest
 
 from canon_pretrain.cluster.planned import (
-    DEFAULTS,
     data_fingerprint,
     planned_identity,
     planned_values,
 )
+from canon_pretrain.run.sections import Sections
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.job_config import CanonJobConfig, value_of
@@ -19,8 +19,8 @@ TINY = ROOT / "train_configs" / "playground" / "tiny"
 
 def test_defaults_are_the_trainers():
     job = CanonJobConfig()
-    for section, keys in DEFAULTS.items():
-        assert keys == {key: value_of(job, f"{section}.{key}") for key in keys}
+    for section, keys in vars(Sections()).items():
+        assert vars(keys) == {key: value_of(job, f"{section}.{key}") for key in vars(keys)}
     identity = run_identity(job, "")
     del identity["data_fingerprint"], identity["model.vocab_size"]
     assert planned_identity({}) == identity

@@ -180,7 +180,7 @@ def find_facts(place: Place, rows: Rows) -> None:
     """The versions, and what matrix products and copies reach."""
     import torch
 
-    from canon_pretrain.machine.hardware import copy_bandwidth, matmul_flops
+    from canon_pretrain.machine.timing import copy_bandwidth, matmul_flops
 
     size, seconds, num_bytes = (256, 0.05, 1 << 22) if place.is_cpu else (8192, 1.0, 1 << 32)
     rates: dict[str, float] = {}

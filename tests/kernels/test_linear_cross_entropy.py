@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from canon_pretrain.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cross_entropy
-from canon_pretrain.run.config import Loss
+from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan.spec import head_loss
 
 TERMS = [{}, {"z_loss": 0.03}, {"squared_loss": 0.05}]

@@ -8,7 +8,7 @@ import torch
 
 from canon_pretrain import train
 from canon_pretrain.bench.limits import Machine
-from canon_pretrain.machine import hardware
+from canon_pretrain.machine import hardware, memory
 from eval.__main__ import main as eval_main
 from tests.support import debug_run, error_codes, refused
 
@@ -129,21 +129,21 @@ def test_numa_cores_of_a_gpu(tmp_path, monkeypatch):
 
 
 def test_available_memory_is_limited_by_cgroups(tmp_path):
-    total = hardware.available_memory(tmp_path)  # nothing to read
-    assert 0 < hardware.available_memory() <= total
+    total = memory.available_memory(tmp_path)  # nothing to read
+    assert 0 < memory.available_memory() <= total
     write(tmp_path / "proc/meminfo", f"MemTotal: 9 kB\nMemAvailable:   {total // 2048} kB\n")
-    assert hardware.available_memory(tmp_path) == total // 2048 * 1024
+    assert memory.available_memory(tmp_path) == total // 2048 * 1024
     version_1 = "3:cpu,cpuacct:/job/step\n5:memory:/job/step\n"
     write(tmp_path / "proc/self/cgroup", f"{version_1}0::/slice/job\n")
     groups = tmp_path / "sys/fs/cgroup"
     write(groups / "slice/job/memory.max", "max\n")
     write(groups / "memory/job/step/memory.limit_in_bytes", "9223372036854771712\n")
     write(groups / "cpu,cpuacct/job/step/memory.max", "1\n")
-    assert hardware.available_memory(tmp_path) == total // 2048 * 1024
+    assert memory.available_memory(tmp_path) == total // 2048 * 1024
     write(groups / "slice/memory.max", "200000000\n")
-    assert hardware.available_memory(tmp_path) == 200_000_000
+    assert memory.available_memory(tmp_path) == 200_000_000
     write(groups / "memory/memory.limit_in_bytes", "100000000\n")
-    assert hardware.available_memory(tmp_path) == 100_000_000
+    assert memory.available_memory(tmp_path) == 100_000_000
 
 
 SMI = """#!/bin/sh

@@ -15,7 +15,7 @@ from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.init import initial_value
 from canon_pretrain.model.moe import MoE, grouped_linear
 from canon_pretrain.model.transformer import Transformer, make_feed_forward
-from canon_pretrain.run.config import Loss
+from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan.spec import head_loss
 from tests.support import refused
 from tests.variants import build, random_tokens, variant

@@ -9,6 +9,7 @@ import rich.console
 import torch
 
 from canon_pretrain.data.mixture import Mixture
+from canon_pretrain.machine import memory
 from canon_pretrain.titan import dry_run
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.console import Console
@@ -72,7 +73,7 @@ def test_dry_run(config, world, snapshot, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: False)
     monkeypatch.setattr(dry_run, "available_cores", lambda: 2)
-    monkeypatch.setattr(dry_run, "available_memory", lambda: 16 * 2**30)
+    monkeypatch.setattr(memory, "available_memory", lambda: 16 * 2**30)
     words = f"--data.path= --dry-run --gpu H200 --world {world} --mfu 0.5 --loss.z_loss 1e-4"
     main(["--config", str(ROOT / "train_configs" / f"{config}.toml"), *words.split()])
     assert capsys.readouterr().out == snapshot

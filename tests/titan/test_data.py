@@ -14,7 +14,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.loader import BatchLoader
 from canon_pretrain.data.shard_writer import write_shards
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.run.config import Data
+from canon_pretrain.run.sections import Data
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import (
     LOADER_CLOSE_TIMEOUT_S,

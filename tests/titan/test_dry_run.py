@@ -8,9 +8,10 @@ import torch
 import canon_pretrain.train as entry
 from canon_pretrain.cluster.preflight import plan_job
 from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.machine import memory
 from canon_pretrain.model.counts import active_parameters, num_parameters
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Loss
+from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan import dry_run
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.costs import block_bytes, count_saved, head_bytes
@@ -217,7 +218,7 @@ def test_force_starts_it_all_the_same(data_folder, tmp_path, monkeypatch, capsys
     def begin(rank):
         raise Begun
 
-    monkeypatch.setattr(dry_run, "available_memory", lambda: 2**20)
+    monkeypatch.setattr(memory, "available_memory", lambda: 2**20)
     monkeypatch.setattr(entry, "init_logging", begin)
     arguments = list(map(str, debug_run(data_folder, tmp_path / "run")))
     with pytest.raises(SystemExit):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from canon_pretrain.run.config import Guards
+from canon_pretrain.run.sections import Guards
 from canon_pretrain.titan import trainer
 from canon_pretrain.titan.parallelize import clip_gradients
 from canon_pretrain.titan.trainer import HALTED, Readback, StepGuards

@@ -11,8 +11,9 @@ import torch
 from torchtitan.components.optimizer import OptimizersContainer
 
 from canon_pretrain.model.args import FLAVORS
-from canon_pretrain.titan.command_line import SHORT_HELP, SYNONYMS, _dotted_names, parse_job
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree, value_of
+from canon_pretrain.titan.keys import SHORT_HELP, SYNONYMS
 from canon_pretrain.titan.spec import build_schedule
 from tests.support import ROOT, refused
 
@@ -265,5 +266,5 @@ def test_a_config_without_its_option_is_suggested():
 
 
 def test_the_synonyms_of_other_trainers_name_keys():
-    known = {*_dotted_names(CanonJobConfig().to_dict())}
+    known = {*dict(dotted(CanonJobConfig().to_dict()))}
     assert {key for keys in SYNONYMS.values() for key in keys} <= known

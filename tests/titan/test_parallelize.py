@@ -24,7 +24,7 @@ from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.init import plain_name
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Loss
+from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan import parallelize as canon_choice
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig

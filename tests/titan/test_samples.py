@@ -14,7 +14,7 @@ from canon_pretrain import data, titan
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.report import sections
 from canon_pretrain.report.record import unix_time
-from canon_pretrain.run.config import Samples
+from canon_pretrain.run.sections import Samples
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.samples import TextSamples

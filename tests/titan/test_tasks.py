@@ -10,11 +10,11 @@ import torch.distributed as dist
 from canon_pretrain.cluster.preflight import plan_job
 from canon_pretrain.data.loader import BatchLoader, samples_digest
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Data, Task
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.sections import Data
 from canon_pretrain.synthetic.copying import Copy
 from canon_pretrain.synthetic.task import EVALUATION
-from canon_pretrain.synthetic.tasks import TASKS, build_task
+from canon_pretrain.synthetic.tasks import TASKS, TaskSection, build_task
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import CanonDataLoader, open_data
 from canon_pretrain.titan.dry_run import Plan, this_machine
@@ -34,7 +34,7 @@ IGNORED, BATCH = -100, 12
 
 def job_of(name, seq_len=2048, **settings):
     job = CanonJobConfig()
-    job.data = Data(task=Task(name, **settings))
+    job.data = Data(task=TaskSection(name, **settings))
     job.training.seq_len, job.training.global_batch_size = seq_len, BATCH
     return job
 
@@ -55,7 +55,7 @@ def test_the_model_needs_an_id_for_each_word():
 
 
 def test_every_setting_is_a_key_and_part_of_the_identity(tmp_path):
-    keys = {field.name for field in dataclasses.fields(Task)} | {"seq_len"}
+    keys = {field.name for field in dataclasses.fields(TaskSection)} | {"seq_len"}
     assert keys == {"name"}.union(*(build_task(name, {}).settings for name in TASKS))
     for name in TASKS:
         opened = open_data(job := job_of(name))

@@ -17,9 +17,9 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.loading import load_model
 from canon_pretrain.machine.hardware import to_device
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.config import Data
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog
+from canon_pretrain.run.sections import Data
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.validation import CanonValidator, logged_at, num_windows

@@ -1,0 +1,35 @@
+"""Read how a dataclass declares its fields, and make a section of a job's config from it."""
+
+import ast
+import inspect
+from collections.abc import Mapping
+from dataclasses import make_dataclass
+from itertools import pairwise
+from typing import Annotated, Any
+
+from typing_extensions import Doc
+
+
+def help_of(cls: type) -> dict[str, str]:
+    """Return the string below each field in the source of a dataclass."""
+    [definition] = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for declaration, text in pairwise(definition.body):
+        match declaration, text:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(words))):
+                texts[name] = inspect.cleandoc(words)
+    return texts
+
+
+def optional_fields(
+    kinds: Mapping[str, Any], texts: Mapping[str, str], *, frozen: bool = False
+) -> Any:
+    """Return a dataclass with a field of each type, None if unset; `texts`: their help."""
+    fields: list[tuple[str, Any, None]] = []
+    for name, kind in kinds.items():
+        optional = kind | None
+        if name in texts:
+            optional = Annotated[optional, Doc(texts[name])]
+        fields.append((name, optional, None))
+    return make_dataclass("OptionalFields", fields, frozen=frozen)

@@ -1,0 +1,41 @@
+"""The memory of this node, in bytes; torch is imported lazily."""
+
+import os
+import re
+from pathlib import Path
+
+from canon_pretrain.machine.hardware import read_text
+
+
+def physical_memory() -> int:
+    """Return the main memory of this node."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of available main memory, within every cgroup's limit."""
+    limits = [physical_memory()]
+    if found := re.search(
+        r"^MemAvailable:\s*(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE
+    ):
+        limits.append(1024 * int(found[1]))
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        inner, top, file = Path(path.lstrip("/")), root / "sys/fs/cgroup", "memory.max"
+        if "memory" in controllers.split(","):  # version 1
+            top, file = top / "memory", "memory.limit_in_bytes"
+        elif controllers:
+            continue
+        texts = [read_text(top / folder / file).strip() for folder in (inner, *inner.parents)]
+        # otherwise "max", or not visible in a container
+        limits += [int(text) for text in texts if text.isdigit()]
+    return min(limits)
+
+
+def memory_per_process(processes: int) -> int:
+    """Return the memory of a GPU; without one, of each of several processes on the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return available_memory() // processes
