@@ -18,7 +18,8 @@ from canon_pretrain.core.cli import available_cores, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import create_file
 from canon_pretrain.core.terminal import duration, printable, size
-from canon_pretrain.machine.hardware import check_cuda, cpu_info, threads_per_process
+from canon_pretrain.machine.device import check_cuda
+from canon_pretrain.machine.hardware import cpu_info, threads_per_process
 from canon_pretrain.machine.memory import memory_per_process
 from canon_pretrain.machine.timing import best_rate
 from canon_pretrain.model.args import ModelArgs, flavor
@@ -379,10 +380,10 @@ def next_commands(
     words = build_options(f"outputs/{name}/data", paths, found, text_field, proposal)
     yield "text to shards of tokens", f"{canon} data build {shlex.join(words)}"
 
-    train, run, other = f"{canon} train", f"outputs/{name}/canon", f"outputs/{name}/without-canon"
-    if (ranks := proposal.machine.ranks) > 1:
-        train = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train"
-    train += f" --config {name}.toml"
+    run, other = f"outputs/{name}/canon", f"outputs/{name}/without-canon"
+    ranks = proposal.machine.ranks
+    torchrun = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train"
+    train = f"{torchrun if ranks > 1 else f'{canon} train'} --config {name}.toml"
     yield "train; Ctrl-C saves, the same command resumes", train
     yield "let it write", f"{canon} sample {run}"
 
@@ -390,7 +391,7 @@ def next_commands(
     yield "then the same model without Canon layers", f"{train} {without}"
     yield (
         "score both on the held-out documents",
-        f"{canon} eval run --suite validation --checkpoint {other} {run}",
+        f"{canon} eval run {other} {run} --suite validation",
     )
     yield "what is different, and by how much", f"{canon} eval compare {other} {run}"
 

@@ -23,7 +23,7 @@ from canon_pretrain.core.terminal import duration
 
 MODULES = ("canon_pretrain.sample", "eval.run", "eval.run_command", "eval.model.target")
 """What the process that forks has imported, besides the trainer."""
-SERVE = f"from canon_pretrain.train import serve_forks; serve_forks(*{MODULES!r})"
+SERVE = f"from canon_pretrain.forks import serve_forks; serve_forks(*{MODULES!r})"
 TORCHRUN = "TORCHRUN"  # before a command: the ranks of torchrun
 POLL_S = 0.05
 SHOWN_LINES = 5

@@ -9,15 +9,14 @@ import argparse
 import os
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from canon_pretrain.core.children import end_with_torchrun, separate_sessions, serve
-from canon_pretrain.core.cli import Parser, check_encoding, resilient_output, run_process
+from canon_pretrain.core.children import end_with_torchrun, separate_sessions
+from canon_pretrain.core.cli import Parser, check_encoding, resilient_output
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Console
-from canon_pretrain.machine.hardware import check_cuda
+from canon_pretrain.machine.device import check_cuda
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan import device
@@ -66,37 +65,6 @@ def _exit_with(error: UserError, *, quiet: bool) -> NoReturn:
     if quiet:
         time.sleep(QUIET_S)
     exit_with(error)
-
-
-def serve_forks(*modules: str) -> None:
-    """Import what training needs, then run `canon WORDS` in a forked child for each request.
-
-    NAME=VALUE before the words sets variables, as for `env`. `modules`: what else to import.
-    Returns at once on GPUs: CUDA does not survive a fork.
-    """
-    device.prepare_process()
-    if device.has_accelerator():
-        return
-    device.prepare_device()
-    import torch
-    from torch._inductor import compile_fx, cpu_vec_isa  # noqa: F401
-
-    from canon_pretrain.__main__ import main as canon
-    from canon_pretrain.titan import command_line, data, dry_run, launch, trainer  # noqa: F401
-
-    for module in modules:
-        import_module(module)
-    cpu_vec_isa.pick_vec_isa()  # starts a process per instruction set
-
-    def run(words: list[str]) -> None:
-        while "=" in words[0]:
-            name, _, value = words.pop(0).partition("=")
-            os.environ[name] = value
-            if name == "OMP_NUM_THREADS":  # which torch has read
-                torch.set_num_threads(int(value))
-        run_process(lambda: canon(words))
-
-    serve(run)
 
 
 def _run(argv: list[str], *, quiet: bool) -> None:

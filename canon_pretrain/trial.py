@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from canon_pretrain.boards.driver import (
     read_failures,
@@ -56,11 +56,12 @@ from canon_pretrain.new import (
     toml,
 )
 from canon_pretrain.report.comparison import compare_sides
+from canon_pretrain.report.content import BETTER, WORSE, Verdict
 from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, ScoreKey
 from canon_pretrain.report.record import RunRecord, read_runs
 from canon_pretrain.report.speed import speed_sentence
-from canon_pretrain.report.verdicts import BETTER, WORSE, Options, held_out_difference
+from canon_pretrain.report.verdicts import Options, held_out_difference
 from canon_pretrain.run.results import BITS, VALIDATION
 from canon_pretrain.stages import Stages
 
@@ -134,9 +135,16 @@ class Trial:
         if names := sum(finished.values(), []):
             folders = [self.runs / name for name in names]
             # where the shards are now: the runs know where they were
-            words = ("--suite", VALIDATION, "--data", self.folder / "data")
-            evaluation = ("eval", "run", *words, "--checkpoint", *folders)
-            self.stages.run("score on held-out documents", *evaluation)
+            self.stages.run(
+                "score on held-out documents",
+                "eval",
+                "run",
+                *folders,
+                "--suite",
+                VALIDATION,
+                "--data",
+                self.folder / "data",
+            )
         self.stages.run("write the page", "eval", "report", self.runs, "--out", self.folder)
         self._sample(record, finished)
         self._conclude(record, finished, diverged)
@@ -245,9 +253,16 @@ class Trial:
         for model, names in finished.items():
             if not names:
                 continue
-            options = ("--tokenizer", self.folder / "data", "--max-tokens", SAMPLE_TOKENS, "--json")
-            prompt = f"--prompt={record.prompt}"
-            output = self.stages.call("sample", self.runs / names[0], prompt, *options)
+            output = self.stages.call(
+                "sample",
+                self.runs / names[0],
+                f"--prompt={record.prompt}",
+                "--tokenizer",
+                self.folder / "data",
+                "--max-tokens",
+                SAMPLE_TOKENS,
+                "--json",
+            )
             sample = json.loads(output.strip().splitlines()[-1])
             text = printable(record.prompt + sample["text"], keep="\n")
             print(f"\n== a sample {self.models[model]} ({names[0]})\n{text}")
@@ -283,8 +298,8 @@ class Trial:
         self._explain(sorted(diverged))
         if all(sides):
             compared = compare_sides(sides, Options(suites=[VALIDATION]))
-            [row] = compared["pairs"]
-            if sentence := speed_sentence(compared["speed"], "the model without Canon"):
+            [row] = compared.pairs
+            if sentence := speed_sentence(compared.speed, "the model without Canon"):
                 print(f"\n{sentence}")
             print(f"\n{verdict(row, record.documents)}")
         else:
@@ -382,12 +397,12 @@ def training_seconds(left: float) -> float:
     return max(min(TRAINING_SHARE * left, left - OTHER_S), left / 4)
 
 
-def verdict(row: dict[str, Any], documents: str = "documents") -> str:
+def verdict(row: Verdict, documents: str = "documents") -> str:
     """Return a sentence on the comparison `row` of held-out losses, with Canon against without."""
     sentence = f"With Canon: {held_out_difference(row, documents)}"
-    if row["p"] is None:
-        return f"{sentence}: not judged, {row['why']}."
-    if row["verdict"] not in (BETTER, WORSE):
+    if row.p is None:
+        return f"{sentence}: not judged, {row.why}."
+    if row.verdict not in (BETTER, WORSE):
         return f"{sentence}: within the noise. More --minutes, with another --name, may show it."
     return f"{sentence}."
 

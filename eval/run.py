@@ -20,7 +20,7 @@ from rich.text import Text
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, Progress
 from canon_pretrain.hf.loading import dtype_for, locate
-from canon_pretrain.machine.hardware import check_cuda
+from canon_pretrain.machine.device import check_cuda
 from canon_pretrain.run import results as stored
 from canon_pretrain.run.results import (
     RESULTS,

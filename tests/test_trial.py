@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,8 +17,9 @@ from canon_pretrain.boards.driver import write_failures
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.new import Machine, check_name
 from canon_pretrain.report.comparison import compare_sides
+from canon_pretrain.report.content import BETTER
 from canon_pretrain.report.record import read_runs
-from canon_pretrain.report.verdicts import BETTER, Options
+from canon_pretrain.report.verdicts import Options
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.status import StatusWriter
 from tests.commands import Command
@@ -45,7 +47,7 @@ def numbers(text):
     ],
 )  # fmt: skip
 def test_the_verdict_is_in_bits_per_byte(changes, expected, judged):
-    sentence = trial.verdict(ROW | changes)
+    sentence = trial.verdict(SimpleNamespace(**ROW | changes))
     p_value = [] if "p" in changes else [0.01]
     assert numbers(sentence.replace("95 % ", "")) == [*expected, *p_value, 0.2]
     assert judged in sentence and "18 documents" in sentence and "2 seeds each" in sentence
@@ -148,10 +150,10 @@ def test_a_trial_goes_on_after_any_end(text, tmp_path, monkeypatch, quick_machin
         read_runs([folder / "runs" / name for name in trial.run_names(model)])[0]
         for model in trial.MODELS
     ]
-    [row] = compare_sides(sides, Options())["pairs"]
+    [row] = compare_sides(sides, Options()).pairs
     scores = sides[0][0].evaluations[0].results.scores["validation"]
     ratio = scores["bits_per_byte"].value / scores["nats_per_token"].value
-    assert numbers(sentence)[0] == pytest.approx(ratio * abs(row["difference"]), abs=6e-4)
+    assert numbers(sentence)[0] == pytest.approx(ratio * abs(row.difference), abs=6e-4)
 
 
 def run(capsys, *words):

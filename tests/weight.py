@@ -1,21 +1,26 @@
-"""Count what the next person has to carry: `python -m tests.weight`; `--check` holds the limits.
+"""Count what the next reader has to carry: `python -m tests.weight`; `--check` holds the limits.
 
-Product is `canon_pretrain data_prep eval`. A private helper is a function whose name begins with
-one underscore; it is used once if its name occurs at its definition and at one more place. A circle
-is one in the graph of all imports, lazy and TYPE_CHECKING ones as well. A test compares prose if an
-assert, a `match=` or a parameter holds a string of more than three words: wording belongs to the
-snapshots, everything else asserts codes, fields, numbers and files.
+Product is `canon_pretrain data_prep eval`. Most counts are a thermometer: they say where to look.
+Limited are habits that are never right:
+
+- a pack: a tuple, list or dict bound to a name in order to be splatted into one call
+- grown text: a string that grows by += before it is raised or printed (a few loops build tables)
+- a circle in the graph of all imports: lazy and TYPE_CHECKING ones, and names of modules as strings
+- a test that compares prose: an assert, a `match=` or a parameter with a string of more than three
+  words. Wording belongs to the snapshots; everything else asserts codes, fields, numbers and files.
+
+tests/test_declarations.py holds another one: a second declaration of a setting.
 """
 
 import ast
 import graphlib
 import json
 import re
-import statistics
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +28,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("canon_pretrain", "data_prep", "eval")
 LIMITS = {
     "README.md bytes": 14_336,
+    "packs": 0,
+    "grown text": 10,
+    "modules in a circle": 0,
     "tests that compare prose": 60,
     "test names over 60 characters": 0,
     "worn words": 20,
@@ -48,8 +56,10 @@ def _module(path: Path) -> str:
 
 
 def imported(tree: ast.AST, known: dict[str, Path]) -> Iterator[str]:
-    """Yield the modules of `known` that any import in `tree` names."""
+    """Yield the modules of `known` that an import or a string in `tree` names."""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in known:
+            yield node.value
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
@@ -115,56 +125,107 @@ def words() -> dict[str, int]:
     written = [path.read_text() for path in (*modules().values(), *pages)]
     return {
         "README.md bytes": (ROOT / "README.md").stat().st_size,
-        # a changelog grows by its nature
-        "bytes of READMEs and notes": sum(
-            path.stat().st_size for path in pages if path.name != "CHANGELOG.md"
-        ),
         "tests that compare prose": sum(len(prose_of(tree)) for tree in tests.values()),
         "test names over 60 characters": sum(len(name) > 60 for name in names),
         "worn words": sum(len(re.findall(WORN, text)) for text in written),
     }
 
 
-def weigh() -> dict[str, object]:
-    """Return every count, by its name."""
+@dataclass
+class Density:
+    """Counts of one file, or of a room. Nodes: expressions and statements, without annotations."""
+
+    lines: int = 0
+    nodes: int = 0
+    statements: int = 0
+    string_keys: int = 0
+    packs: int = 0
+    grown_texts: int = 0
+
+    def add(self, other: "Density") -> None:
+        for name, count in vars(other).items():
+            setattr(self, name, getattr(self, name) + count)
+
+
+def density(path: Path) -> Density:
+    """Return the counts of a file."""
+    source = path.read_text()
+    tree = ast.parse(source)
+    found = Density(lines=source.count("\n"))
+    found.nodes -= sum(map(_size, _annotations(tree)))
+    for node in ast.walk(tree):
+        found.nodes += isinstance(node, ast.expr | ast.stmt)
+        found.statements += isinstance(node, ast.stmt)
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            found.string_keys += isinstance(node.slice.value, str)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            found.grown_texts += _is_text(node.value)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.packs += len(packs(node))
+    return found
+
+
+def _size(tree: ast.AST) -> int:
+    return sum(isinstance(node, ast.expr | ast.stmt) for node in ast.walk(tree))
+
+
+def _annotations(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
+            yield node.returns
+        elif isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            yield node.annotation
+
+
+def _is_text(node: ast.expr) -> bool:
+    is_string = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_string or isinstance(node, ast.JoinedStr)
+
+
+def packs(function: ast.AST) -> list[str]:
+    """Return the names bound to a tuple, list or dict that is only splatted, once."""
+    displays = set[str]()
+    uses: Counter[str] = Counter()
+    splatted = list[str]()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List | ast.Dict):
+            displays |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            uses[node.id] += 1
+        elif isinstance(node, ast.Call):
+            values = [each.value for each in node.args if isinstance(each, ast.Starred)]
+            values += [keyword.value for keyword in node.keywords if keyword.arg is None]
+            splatted += [value.id for value in values if isinstance(value, ast.Name)]
+    return [name for name in splatted if name in displays and uses[name] == 1]
+
+
+def rooms() -> dict[str, Density]:
+    """Return the counts by package of canon_pretrain, and by stage."""
+    found: dict[str, Density] = {}
+    for path in modules().values():
+        folder = path.parent.relative_to(ROOT)
+        room = "/".join(folder.parts[: 2 if folder.parts[0] == "canon_pretrain" else 1])
+        found.setdefault(room, Density()).add(density(path))
+    return found
+
+
+def habits() -> dict[str, int]:
+    """Return the counts of what is never right."""
     known = modules()
-    sources = {name: path.read_text() for name, path in known.items()}
-    trees = {name: ast.parse(source) for name, source in sources.items()}
-    functions = [
-        node
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    lengths = sorted((node.end_lineno or node.lineno) - node.lineno + 1 for node in functions)
-    words = Counter(re.findall(r"\b_[a-z]\w*", "\n".join(sources.values())))
-    once = [f.name for f in functions if re.match(r"_[a-z]", f.name) and words[f.name] == 2]
+    trees = {name: ast.parse(path.read_text()) for name, path in known.items()}
     graph = {name: {*imported(tree, known)} - {name} for name, tree in trees.items()}
+    total = Density()
+    for room in rooms().values():
+        total.add(room)
     return {
-        "product lines": sum(source.count("\n") for source in sources.values()),
-        "product files": len(sources),
-        "functions: median, p90, max": (
-            statistics.median(lengths),
-            lengths[len(lengths) * 9 // 10],
-            lengths[-1],
-        ),
-        "private helpers used once, %": round(100 * len(once) / len(functions), 1),
-        "a circle of imports": circle(graph),
-        "own files that train loads": len(loaded_by_train()),
-        "lines by package": dict(sorted(_by_package(sources).items())),
+        "packs": total.packs,
+        "grown text": total.grown_texts,
+        "modules in a circle": len(circle(graph)),
     }
 
 
-def _by_package(sources: dict[str, str]) -> Counter[str]:
-    lines: Counter[str] = Counter()
-    for name, source in sources.items():
-        depth = 2 if name.startswith("canon_pretrain") else 1
-        lines[".".join(name.split(".")[:depth])] += source.count("\n")
-    return lines
-
-
 def main() -> None:
-    counts = words()
+    counts = words() | habits()
     if "--check" in sys.argv:
         over = [
             f"{k}: {counts[k]:,}, at most {most:,}"
@@ -177,13 +238,24 @@ def main() -> None:
             for line in prose_of(ast.parse(path.read_text())):
                 print(f"{path.relative_to(ROOT)}:{line}")
         return
-    for name, value in (weigh() | counts).items():
-        if isinstance(value, dict):
-            print(f"{name}:")
-            for key, number in value.items():
-                print(f"  {key:28} {number:7,}")
-        else:
-            print(f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}")
+    for name, count in counts.items():
+        print(f"{name}: {count:,}")
+    print(f"own files that train loads: {len(loaded_by_train())}")
+    print(f"\n{'':28}{'lines':>8}{'nodes':>9}{'a statement':>13}{'string keys':>13}")
+    total = Density()
+    for name, room in rooms().items():
+        total.add(room)
+        print_room(name, room)
+    print_room("all", total)
+
+
+def print_room(name: str, room: Density) -> None:
+    """Print the counts of a room: nodes a statement, string keys per 1,000 statements."""
+    statements = max(1, room.statements)
+    print(
+        f"{name:28}{room.lines:8,}{room.nodes:9,}{room.nodes / statements:13.1f}"
+        f"{1000 * room.string_keys / statements:13.0f}"
+    )
 
 
 if __name__ == "__main__":

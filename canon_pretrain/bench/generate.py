@@ -38,7 +38,7 @@ PREFILL, DECODE = "prefill", "decode"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = dict.fromkeys(("cuda", "cpu"), (0, 0))  # set by the options below
-    variants.add_options(parser, "sets", "pairs", pairs=9, shapes=shapes, micro_batch=None)
+    variants.add_options(parser, ["sets", "pairs"], pairs=9, shapes=shapes, micro_batch=None)
     about = "batch sizes (default: 1 8 32)"
     parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32], help=about)
     for option, tokens in (("--prompt-tokens", 128), ("--new-tokens", 64)):
@@ -180,9 +180,13 @@ def measure_transformers(arguments: argparse.Namespace, machine: Machine, log: L
         shape = (batch, arguments.prompt_tokens)
         ids = torch.randint(3, ours.args.vocab_size, shape, generator=generator)
         prompts, on_device = ids.tolist(), ids.to(machine.device)
-        how = {"max_new_tokens": num_new, "min_new_tokens": num_new, "do_sample": False}
         other = partial(
-            theirs.generate, on_device, attention_mask=torch.ones_like(on_device), **how
+            theirs.generate,
+            on_device,
+            attention_mask=torch.ones_like(on_device),
+            max_new_tokens=num_new,
+            min_new_tokens=num_new,
+            do_sample=False,
         )
         own = partial(generate, ours, prompts, max_new_tokens=num_new)
         found = other()[:, shape[1] :].tolist()

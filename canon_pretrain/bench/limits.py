@@ -20,12 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon_pretrain.bench.timing import clock_name, now, seconds_of
 from canon_pretrain.kernels.graphs import is_view
-from canon_pretrain.machine.hardware import (
-    check_cuda,
-    cpu_info,
-    peak_flops,
-    query_gpu,
-)
+from canon_pretrain.machine.device import check_cuda
+from canon_pretrain.machine.gpus import peak_flops
+from canon_pretrain.machine.hardware import cpu_info, query_gpu
 from canon_pretrain.machine.timing import matmul_flops
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import flops_per_token

@@ -60,9 +60,13 @@ def build(work: Workload, variant: Variant, is_model: bool, *, plain: bool) -> A
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     about = "(default: model on a GPU, block on a CPU)"
     parser.add_argument("--unit", choices=("block", "model"), help=about)
-    names = (*variants.SHAPE, "sets", "backends", *variants.TIMING)
-    shapes = {"cuda": (3, 4096), "cpu": (2, 1024)}
-    variants.add_options(parser, *names, shapes=shapes, pairs=15, block_seconds=0.5)
+    variants.add_options(
+        parser,
+        [*variants.SHAPE, "sets", "backends", *variants.TIMING],
+        shapes={"cuda": (3, 4096), "cpu": (2, 1024)},
+        pairs=15,
+        block_seconds=0.5,
+    )
 
 
 def measure_step(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
@@ -180,8 +184,11 @@ def print_step(result: dict[str, Any], console: Console) -> None:
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    names = (*variants.SHAPE, "sets", "backends")
-    variants.add_options(parser, *names, shapes={"cuda": (3, 4096), "cpu": (1, 512)})
+    variants.add_options(
+        parser,
+        [*variants.SHAPE, "sets", "backends"],
+        shapes={"cuda": (3, 4096), "cpu": (1, 512)},
+    )
     parser.set_defaults(flavor="1b3", dtype="bfloat16", sets=[*CANON_SITES, "AC", "ABCD"])
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -92,7 +92,7 @@ SHAPE = ("micro-batch", "tokens")
 TIMING = ("pairs", "block-seconds")
 
 
-def add_options(parser: argparse.ArgumentParser, *names: str, **defaults: Any) -> None:
+def add_options(parser: argparse.ArgumentParser, names: Iterable[str], **defaults: Any) -> None:
     """Add MODEL and `names` of OPTIONS; `shapes` in `defaults`: (rows, tokens) by device."""
     for name in (*MODEL, *names):
         parser.add_argument(f"--{name}", **OPTIONS[name])
@@ -104,10 +104,14 @@ def workload(arguments: argparse.Namespace, machine: Machine) -> Workload:
     rows, tokens = arguments.shapes[machine.device.type]
     rows, tokens = arguments.micro_batch or rows, arguments.tokens or tokens
     args = flavor(arguments.flavor or ("1b3" if machine.on_gpu else "8L512D"))
-    layers, length = arguments.layers or args.num_layers, max(args.max_seq_len, tokens)
-    changes = {"position": arguments.position, "num_layers": layers, "max_seq_len": length}
+    args = dataclasses.replace(
+        args,
+        position=arguments.position,
+        num_layers=arguments.layers or args.num_layers,
+        max_seq_len=max(args.max_seq_len, tokens),
+    )
     dtype = DTYPES[arguments.dtype or ("bfloat16" if machine.on_gpu else "float32")]
-    return Workload(dataclasses.replace(args, **changes), dtype, machine.device, rows, tokens)
+    return Workload(args, dtype, machine.device, rows, tokens)
 
 
 def with_canon(args: ModelArgs, canon_set: str) -> ModelArgs:

@@ -56,7 +56,7 @@ MISSING = "without output"
 KILL_S = 5.0  # most that a killed process needs to end, a large one on a busy machine
 PATIENCE_S = 120.0  # a run whose driver was killed saves its last step before it ends
 # imports what a trainer does once, for all runs
-SERVER = (sys.executable, "-c", "from canon_pretrain.train import serve_forks; serve_forks()")
+SERVER = (sys.executable, "-c", "from canon_pretrain.forks import serve_forks; serve_forks()")
 TRAINER_ENVIRONMENT = {
     # the next run of an architecture loads its differentiated graphs
     "TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD": "1",

@@ -5,12 +5,11 @@ templates/board.body.jinja has their order and the text around them.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from canon_pretrain.boards.content import BoardContent, CellRow, ClaimRow, ReferenceRow, TaskRow
 from canon_pretrain.boards.results import RateScores, size_of
 from canon_pretrain.core.terminal import duration
-from canon_pretrain.report.figures import Plot, draw_means
+from canon_pretrain.report.figures import MeanLine, Plot, draw_means
 from canon_pretrain.report.sections import (
     MISSING,
     Cell,
@@ -381,10 +380,17 @@ def curves(content: BoardContent) -> list[Plot]:
     plots: list[Plot] = []
     for shown in content.curves:
         lines = [
-            asdict(line) | {"label": line.arm.partition("/")[0], "n": [line.n] * len(line.steps)}
+            MeanLine(
+                label=line.arm.partition("/")[0],
+                values=line.values,
+                low=line.low,
+                high=line.high,
+                n=[line.n] * len(line.steps),
+            )
             for line in shown.lines
         ]
-        figure = draw_means(lines, names, "steps", bands=True)
+        steps = [line.steps for line in shown.lines]
+        figure = draw_means(lines, steps, names, "steps", bands=True)
         if tasks[shown.task].items:
             figure["layout"]["yaxis"] |= {"range": [-0.03, 1.03]}
         plots.append((f"{shown.task} {shown.size}".strip(), tasks[shown.task].name, figure))

@@ -137,7 +137,8 @@ def check_gpu(folder: Path) -> Findings:
     import torch
     import torch.distributed as dist
 
-    from canon_pretrain.machine.hardware import check_cuda, find_gpu, query_gpu
+    from canon_pretrain.machine.device import check_cuda
+    from canon_pretrain.machine.hardware import find_gpu, query_gpu
 
     evidence, uses = find_gpu(), "training and evaluation"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -32,7 +32,7 @@ from canon_pretrain.core.cli import Parser, command
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
 from canon_pretrain.core.holder import host_name
-from canon_pretrain.machine.hardware import check_cuda
+from canon_pretrain.machine.device import check_cuda
 from canon_pretrain.machine.timing import copy_bandwidth, matmul_flops
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.folder import RunFolder
@@ -355,8 +355,10 @@ def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
         for node, speeds in nodes.items():
             device = min(speeds, key=speeds.__getitem__)
             if (share := speeds[device] / usual) < SLOW_WARNING:
-                text = f"{device} is slow: {name} {speeds[device] / scale:.3g} {unit}, {share:.0%} "
-                text += f"of the median {usual / scale:.3g} {unit}"
+                text = (
+                    f"{device} is slow: {name} {speeds[device] / scale:.3g} {unit}, {share:.0%} "
+                    f"of the median {usual / scale:.3g} {unit}"
+                )
                 yield node, text, share < SLOW_FAULT and not device.startswith("cpu")
 
 

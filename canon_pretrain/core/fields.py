@@ -1,21 +1,27 @@
 """Read how a dataclass declares its fields, and make a section of a job's config from it."""
 
 import ast
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import make_dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 from typing_extensions import Doc
 
 
+@functools.cache
+def _classes(path: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(Path(path).read_text())
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
 def help_of(cls: type) -> dict[str, str]:
     """Return the string below each field in the source of a dataclass."""
-    [definition] = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(definition, ast.ClassDef)
     texts = {}
-    for declaration, text in pairwise(definition.body):
+    for declaration, text in pairwise(_classes(inspect.getfile(cls))[cls.__name__].body):
         match declaration, text:
             case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(words))):
                 texts[name] = inspect.cleandoc(words)

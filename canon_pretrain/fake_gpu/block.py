@@ -34,9 +34,10 @@ def main() -> None:
     from canon_pretrain.machine.gpus import GPUS
 
     device.install(GPUS["h100"], num_devices=1, tracker=Tracker())
-    shape = request["micro_batch"], request["num_tokens"]
     for case in request["cases"]:
-        row = count_block(case["args"], case["backend"], *shape)
+        row = count_block(
+            case["args"], case["backend"], request["micro_batch"], request["num_tokens"]
+        )
         print(json.dumps(row), flush=True)
     os._exit(0)  # threads may wait for a device
 

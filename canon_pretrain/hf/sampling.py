@@ -14,7 +14,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.id_tokenizer import is_id_tokenizer
 from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.hf.loading import dtype_for, find_tokenizer, load_model, locate
-from canon_pretrain.machine.hardware import check_cuda
+from canon_pretrain.machine.device import check_cuda
 from canon_pretrain.model.decode import generate, sample_generator
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.synthetic.evaluation import task_of_run

@@ -1,10 +1,33 @@
 """The GPUs for which runs are planned and faked: what a driver reports, and assumed speeds."""
 
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from canon_pretrain.machine.hardware import peak_flops
+PEAK_FLOPS = (
+    (r"A100\b(?!.*64GB)|A800\b", 312e12),  # the A100 of 64 GB has more multiprocessors
+    (r"(H100|H800)\b.*PCIe", 756e12),
+    (r"(H100|H200)\b.*NVL", 835e12),
+    (r"(H100|H800|H200|GH200)\b(?!.*HBM2e)", 989e12),
+    (r"H20(-3e)?\b", 148e12),
+    (r"B200\b", 2250e12),
+    (r"GB200\b", 2500e12),
+    (r"L40S\b", 362e12),
+    (r"MI250X\b", 191.5e12),  # one of its two devices
+    (r"(MI300X|MI325X)\b", 1307e12),
+    (r"MI355X\b", 2500e12),
+)
+"""Name of a device (a pattern of its model) -> dense bf16 FLOP/s, from the vendors' data sheets."""
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the peak of dense bf16 products of the device `name`; None if it is not known."""
+    if "MIG" in name.split():  # a part of a GPU
+        return None
+    found = (peak for model, peak in PEAK_FLOPS if re.search(rf"\b(?:{model})", name))
+    return next(found, None)
+
 
 GPUS_PER_NODE = 8
 

@@ -1,17 +1,12 @@
-"""The GPUs and CPU of this node; torch is imported lazily. Memory: memory.py, speed: timing.py."""
+"""The GPUs and CPU of this node; no torch. What torch knows of it: device.py."""
 
 import glob
 import os
-import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from canon_pretrain.core.cli import available_cores
-from canon_pretrain.core.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
 GPU_FACTS = {
@@ -32,29 +27,6 @@ THROTTLE_REASONS = (
 )
 """The bits of nvmlClocksEventReasons, the lowest first."""
 
-PEAK_FLOPS = (
-    (r"A100\b(?!.*64GB)|A800\b", 312e12),  # the A100 of 64 GB has more multiprocessors
-    (r"(H100|H800)\b.*PCIe", 756e12),
-    (r"(H100|H200)\b.*NVL", 835e12),
-    (r"(H100|H800|H200|GH200)\b(?!.*HBM2e)", 989e12),
-    (r"H20(-3e)?\b", 148e12),
-    (r"B200\b", 2250e12),
-    (r"GB200\b", 2500e12),
-    (r"L40S\b", 362e12),
-    (r"MI250X\b", 191.5e12),  # one of its two devices
-    (r"(MI300X|MI325X)\b", 1307e12),
-    (r"MI355X\b", 2500e12),
-)
-"""Name of a device (a pattern of its model) -> dense bf16 FLOP/s, from the vendors' data sheets."""
-
-
-def peak_flops(name: str) -> float | None:
-    """Return the peak of dense bf16 products of the device `name`; None if it is not known."""
-    if "MIG" in name.split():  # a part of a GPU
-        return None
-    found = (peak for model, peak in PEAK_FLOPS if re.search(rf"\b(?:{model})", name))
-    return next(found, None)
-
 
 def find_gpu() -> str | None:
     """Return evidence of an NVIDIA GPU, usable or not; None if there is none."""
@@ -65,37 +37,6 @@ def find_gpu() -> str | None:
 def _gpu_lines() -> list[str]:
     """Return a line per GPU from nvidia-smi."""
     return [line for line in _nvidia_smi("-L").splitlines() if line.startswith("GPU ")]
-
-
-def check_cuda() -> None:
-    """Raise UserError if torch can't use this node's GPU, unless CUDA_VISIBLE_DEVICES hides it."""
-    import torch
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    is_fine = torch.cuda.is_available() or visible is not None and visible.strip() in ("", "-1")
-    if is_fine or (evidence := find_gpu()) is None:
-        return
-    reason = "it finds no device"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # a build without CUDA asserts
-        reason = " ".join(str(error).split())
-    raise UserError(
-        "gpu.unusable",
-        f"this node has a GPU ({evidence}; CUDA_VISIBLE_DEVICES={visible}), but torch "
-        f"{torch.__version__} can't use it: {reason}. Repair the driver or install a build of "
-        "torch for it; to use the CPU, set CUDA_VISIBLE_DEVICES= (empty)",
-        evidence=evidence,
-    )
-
-
-def to_device(tensor: "torch.Tensor", device: "torch.device | str") -> "torch.Tensor":
-    """Return a CPU tensor on `device`, for a GPU copied asynchronously from pinned memory.
-
-    For a copy from pageable memory the host would wait.
-    """
-    on_gpu = str(device).startswith("cuda")
-    return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)
 
 
 def visible_gpus() -> list[str]:
@@ -132,20 +73,6 @@ def _nvidia_smi(*arguments: str) -> str:
         return subprocess.check_output(["nvidia-smi", *arguments], **options)
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def numa_cores(gpu: int, root: Path = Path("/")) -> set[int]:
-    """Return the cores of the NUMA node of `gpu`; empty if unknown."""
-    import torch
-
-    place: Any = torch.cuda.get_device_properties(gpu)
-    name = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
-    node = read_text(root / "sys/bus/pci/devices" / name / "numa_node").strip()
-    if not node.isdigit():  # -1: unknown, as in many virtual machines
-        return set()
-    cpulist = read_text(root / f"sys/devices/system/node/node{node}/cpulist")
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", cpulist)
-    return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
 def read_text(path: Path) -> str:

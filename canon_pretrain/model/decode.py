@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.machine.hardware import to_device
+from canon_pretrain.machine.device import to_device
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.transformer import Transformer
 

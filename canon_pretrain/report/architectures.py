@@ -17,9 +17,17 @@ from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import SEEDS, RunRecord
 
 LEARNING_RATE = "optimizer.lr"
-# in a label before any other field
-LABELED = "mixer mixer_conv position canon_set ffn num_layers dim num_heads"
-LABEL_FIELDS = tuple(f"model.{name}" for name in LABELED.split())
+LABEL_FIELDS = (
+    "model.mixer",
+    "model.mixer_conv",
+    "model.position",
+    "model.canon_set",
+    "model.ffn",
+    "model.num_layers",
+    "model.dim",
+    "model.num_heads",
+)
+"""In a label before any other field."""
 
 
 class Recipe(NamedTuple):
@@ -72,8 +80,8 @@ def _grouped(runs: Sequence[RunRecord], names: Sequence[str]) -> list[list[RunRe
 
 def architectures(runs: Sequence[RunRecord]) -> list[Architecture]:
     """Group runs by architecture, then by learning rate; labels are unique."""
-    known = {name for run in runs for name in run.identity}
-    names = sorted(known - {LEARNING_RATE, *SEEDS, HELD_OUT})
+    recorded = {name for run in runs for name in run.identity}
+    names = sorted(recorded - {LEARNING_RATE, *SEEDS, HELD_OUT})
     groups = _grouped(runs, names)
     firsts = [group[0] for group in groups]
     differing = [name for name in names if len(_grouped(firsts, [name])) > 1]
@@ -88,12 +96,14 @@ def architectures(runs: Sequence[RunRecord]) -> list[Architecture]:
 
 
 def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
+    """Return the recipe of runs that differ in their seeds only."""
     seen: list[dict[str, Any]] = []
     recipe = Recipe(runs[0].identity.get(LEARNING_RATE), [], [])
     for run in runs:
-        known = _defaults() | run.identity | {HELD_OUT: None}
-        (recipe.repeats if run.identity and known in seen else recipe.runs).append(run)
-        seen.append(known)
+        identity = _defaults() | run.identity | {HELD_OUT: None}
+        is_repeat = run.identity and identity in seen
+        (recipe.repeats if is_repeat else recipe.runs).append(run)
+        seen.append(identity)
     return recipe
 
 
@@ -103,17 +113,24 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
         label = str(runs[0].config.get("model", {}).get("flavor") or runs[0].label)
         mixer = _setting(runs[0], "model.mixer")
         return [printable(label if mixer in (None, "attention") else f"{label}, {mixer}")]
+
+    # Add fields until they tell the runs apart.
     chosen: list[str] = []
     labels = [""] * len(runs)
     for name in sorted(differing, key=lambda x: (*LABEL_FIELDS, x).index(x)):
         names = [*chosen, name]
-        parts = ([_label_part(x, _setting(run, x)) for x in names] for run in runs)
-        longer = [printable(", ".join(each)) for each in parts]
+        longer = [
+            printable(", ".join(_label_part(x, _setting(run, x)) for x in names)) for run in runs
+        ]
         if len(set(longer)) > len(set(labels)) or not chosen:
-            chosen, labels = names, longer
-    # values may be equal in the characters that a label shows
-    named = zip(labels, runs, strict=True)
-    return [x if labels.count(x) == 1 else f"{x} ({run.label})" for x, run in named]
+            chosen = names
+            labels = longer
+
+    # Values may be equal in the characters that a label shows.
+    return [
+        label if labels.count(label) == 1 else f"{label} ({run.label})"
+        for label, run in zip(labels, runs, strict=True)
+    ]
 
 
 def _label_part(name: str, value: Any) -> str:
@@ -132,26 +149,27 @@ def choose(architecture: Architecture) -> Choice:
     From the suite `validation`, or the training log if it has a later step. NaN is the worst.
     """
     recipes = architecture.recipes
-    own = [str(run.identity.get(HELD_OUT)) for run in architecture.runs]
+    own_texts = [str(run.identity.get(HELD_OUT)) for run in architecture.runs]
     losses: list[float | None] = [None] * len(recipes)
-    step, source = None, ""
+    step, chosen_source = None, ""
     sources = {"the suite `validation`": suite_losses, "the training log": logged_losses}
-    for name, losses_of in sources.items():
-        by_run = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
-        scored = set.intersection(*(set(losses) for group in by_run for losses in group))
-        at = max(scored, key=lambda each: (each[0], each[1] in own, each[1]), default=None)
-        if at is not None and (step is None or at[0] > step):  # the suite wins at equal steps
-            means = [math.fsum(losses[at] for losses in group) / len(group) for group in by_run]
+    for source, losses_of in sources.items():
+        by_recipe = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
+        scored = set.intersection(*(set(of_run) for group in by_recipe for of_run in group))
+        last = max(scored, key=lambda at: (at[0], at[1] in own_texts, at[1]), default=None)
+        if last is not None and (step is None or last[0] > step):  # the suite wins at equal steps
+            means = [math.fsum(x[last] for x in group) / len(group) for group in by_recipe]
             losses = [x if math.isfinite(x) else None for x in means]
-            step, source = at[0], name
+            step, chosen_source = last[0], source
+
     if len(recipes) == 1:
         return Choice(recipes[0], "its only learning rate", losses, step)
     best = min((x for x in losses if x is not None), default=None)
     if best is not None:
-        reason = f"lowest loss at step {step} in {source}"
+        reason = f"lowest loss at step {step} in {chosen_source}"
         return Choice(recipes[losses.index(best)], reason, losses, step)
     reason = (
-        f"{len(recipes)} learning rates without a finite held-out loss at a common step and text"
+        f"{len(recipes)} learning rates without a finite held-out loss at a common step and text: "
+        "evaluate them on the suite `validation`, or give the runs of one only"
     )
-    reason += ": evaluate them on the suite `validation`, or give the runs of one only"
     return Choice(None, reason, losses, step)

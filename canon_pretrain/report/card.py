@@ -21,6 +21,7 @@ from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import active_parameters, num_parameters
 from canon_pretrain.report import eval_report, evaluations, sections
+from canon_pretrain.report.content import Setting
 from canon_pretrain.report.curves import downsample, segments
 from canon_pretrain.report.items import Evaluation, ItemCache
 from canon_pretrain.report.picture import Line, Panel, draw
@@ -71,32 +72,37 @@ def model_card(
     except UserError:  # an import has no log; a damaged one is no reason not to export
         has_log = False
     picture = _picture(run, step) if has_log else None
-    args, data, datasets = run.model_args, *_data(run)
-    evaluated = [
-        each
-        for each in run.evaluations
-        if each.step == step and not is_outdated(run.folder, each.results)
-    ]
-    shown = {each.suite: each for each in evaluated}  # a full result replaces a trial
-    in_order = [shown[name] for name in sorted(shown, key=evaluations.suite_order)]
-    about = printable(str(run.config.get("job", {}).get("description") or ""))
+
+    # What it is and how it was trained.
+    args = run.model_args
+    data, datasets = _data(run)
+    description = printable(str(run.config.get("job", {}).get("description") or ""))
+    summary = [description, lead] if description else [lead]
     total = run.identity.get("training.steps") or step
-    unfinished = f"The run was configured for {total:,} steps of training."
+    if step < total:
+        summary.append(f"The run was configured for {total:,} steps of training.")
     settings = [
-        {"setting": name, "values": [value]}
+        Setting(name, [value])
         for name, value in run.identity.items()
         if name.startswith(_SETTINGS) and value is not None
     ]
+
+    # A full result replaces a trial.
+    by_suite = {
+        evaluation.suite: evaluation
+        for evaluation in run.evaluations
+        if evaluation.step == step and not is_outdated(run.folder, evaluation.results)
+    }
+    in_order = [by_suite[name] for name in sorted(by_suite, key=evaluations.suite_order)]
     results = [*_eval_results(in_order)]
+
     content = {
         "title": title,
-        "summary": [*[about] * bool(about), lead, *[unfinished] * (step < total)],
+        "summary": summary,
         "loading": loading,
         "model": args and sections.make_table(["", ""], [*_architecture(args)], text=2),
         "training": sections.make_table(["", ""], [*_training(run, step, has_log), *data], text=2),
-        "settings": sections.settings(
-            {"runs": [{"label": "value"}], "differing_settings": settings}
-        ),
+        "settings": sections.settings(["value"], settings),
         "picture": picture and PICTURE,
         "suites": [eval_report.suite_content(x.suite, {run: x}, step) for x in in_order],
         "at_chance": [*_at_chance(in_order)],
@@ -128,10 +134,15 @@ def _architecture(args: ModelArgs) -> Iterator[Row]:
     yield "mixer", _MIXERS[args.mixer].format(**sizes) + shared + conv
     yield "positions", _POSITIONS[args.position].format(**sizes)
     yield "Canon layers", _canon(args)
-    width = f"{args.ffn}, {args.ffn_activation}, width {args.ffn_dim:,}"
-    experts = f", {args.experts_per_token} of {args.num_experts} experts per token"
-    yield "feed-forward", "none" if args.ffn == "none" else width + experts * (args.ffn == "moe")
-    yield "norm", args.norm + (f", QK-norm {args.qk_norm}" if args.qk_norm != "none" else "")
+    feed_forward = "none"
+    if args.ffn != "none":
+        feed_forward = f"{args.ffn}, {args.ffn_activation}, width {args.ffn_dim:,}"
+    experts = ""
+    if args.ffn == "moe":
+        experts = f", {args.experts_per_token} of {args.num_experts} experts per token"
+    yield "feed-forward", feed_forward + experts
+    qk_norm = f", QK-norm {args.qk_norm}" if args.qk_norm != "none" else ""
+    yield "norm", args.norm + qk_norm
     tied = ", input and output embeddings tied" if args.tie_embeddings else ""
     yield "vocabulary", f"{args.vocab_size:,} tokens{tied}"
     masked = ", documents in it are separated" if args.document_mask else ""
@@ -142,16 +153,16 @@ def _canon(args: ModelArgs) -> str:
     """Return the Canon set in words (Physics of Language Models, part 4.1)."""
     if not args.canon_set:
         return "no Canon"
-    what = {
+    properties = {
         f"over {args.canon_kernel} tokens": True,
         "plus their input": args.canon_residual,
         "with SiLU": args.canon_activation,
         "fixed at their initial values": not args.canon_trainable,
         "with filters that depend on the token": args.canon_filter == "dynamic",
     }
-    words = " ".join(text for text, holds in what.items() if holds)
+    convolutions = " ".join(text for text, holds in properties.items() if holds)
     sites = ", ".join(f"{site} {_SITES[site]}" for site in args.canon_set)
-    return f"Canon-{args.canon_set}: causal convolutions per channel {words}; {sites}"
+    return f"Canon-{args.canon_set}: causal convolutions per channel {convolutions}; {sites}"
 
 
 def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
@@ -172,8 +183,9 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
             per_byte = "" if bits is None else f", {sections.number(bits)} bits per byte"
             yield "held-out loss in training", loss + per_byte
             scores = (event.get("scores") or {}).items()
-            if named := [f"{name} {sections.number(value)}" for name, value in scores]:
-                yield "scores in training", printable(", ".join(named))
+            texts = [f"{name} {sections.number(value)}" for name, value in scores]
+            if texts:
+                yield "scores in training", printable(", ".join(texts))
     launches = [event for event in run.launch_events if event.get("from_step", 0) < step]
     for name in eval_report.LAUNCH_FIELDS:
         values = collapse_repeats(event.get(name) for event in launches)
@@ -184,9 +196,11 @@ def _data(run: RunRecord) -> tuple[list[Row], set[str]]:
     """Return rows on the run's data, and the ids of the datasets of the hub in it."""
     if task := run.identity.get("data.task.name"):
         return [("data", f"the synthetic task {task}, generated while training")], set()
+
     fingerprint = str(run.identity.get("data_fingerprint") or "")
     rows: list[Row] = [("data fingerprint", fingerprint or "not recorded")]
-    data, datasets = run.config.get("data", {}), set[str]()
+    datasets: set[str] = set()
+    data = run.config.get("data", {})
     folders = data.get("paths") or [x for x in [data.get("path")] if x]
     with contextlib.suppress(UserError, OSError):  # moved or changed since: only the fingerprint
         mixture = Mixture.open(folders, data.get("weights") or [1.0] * len(folders))
@@ -199,12 +213,15 @@ def _data(run: RunRecord) -> tuple[list[Row], set[str]]:
             with contextlib.suppress(UserError):  # written by others than data_prep
                 plan = read_json(Path(folder) / "plan.json")
             origin = " ".join(str(plan[x]) for x in ("source", "source_version") if plan.get(x))
-            if found := _CACHED.search(str(plan.get("root"))):
-                datasets.add("/".join(found.groups()))
-            about = f"{float(share):.1%} of the windows; " if len(folders) > 1 else ""
-            about += f"{source.num_tokens:,} tokens from {origin or 'a source not recorded'}"
-            label = f"data {Path(name).name}" if len(folders) > 1 else "data"
-            rows.append((printable(label), printable(about)))
+            if match := _CACHED.search(str(plan.get("root"))):
+                datasets.add("/".join(match.groups()))
+
+            label, windows = "data", ""
+            if len(folders) > 1:
+                label = f"data {Path(name).name}"
+                windows = f"{float(share):.1%} of the windows; "
+            tokens = f"{source.num_tokens:,} tokens from {origin or 'a source not recorded'}"
+            rows.append((printable(label), printable(windows + tokens)))
     return rows, datasets
 
 
@@ -218,8 +235,9 @@ def _picture(run: RunRecord, step: int) -> bytes:
         tokens = np.array([evaluations.tokens_at(run, at) for at in steps[kept]], float)
         return Line(label, tokens, values[kept])
 
-    validations = [each for each in run.own_validations if "loss" in each]
-    held_out = Curve.of((each["step"], each["loss"]) for each in validations)
+    held_out = Curve.of(
+        (event["step"], event["loss"]) for event in run.own_validations if "loss" in event
+    )
     losses = [line("training", run.curve("loss")), line("held out", held_out)]
     scores = [line(name, curve) for name, curve in run.scores.items() if name != "loss"]
     norms = Panel("Gradient norm, before clipping", [line("", run.curve("grad_norm"))])
@@ -231,46 +249,47 @@ def _picture(run: RunRecord, step: int) -> bytes:
 def _samples(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
     """Yield captions and the last texts, as indented blocks, which nothing in them can end."""
     for prompt, by_step in [*run.samples.items()][:MAX_SAMPLES]:
-        if at := max((x for x in by_step if x <= step), default=0):
-            text = "(not finite)" if (found := by_step[at]) is None else found
+        at = max((x for x in by_step if x <= step), default=0)
+        if at:
+            text = by_step[at]
+            lines = ["(not finite)"] if text is None else text.splitlines() or [""]
             caption = f"Step {at:,}, after “{prompt}”:" if prompt else f"Step {at:,}, no prompt:"
-            yield caption, "\n".join(f"    {line}" for line in text.splitlines() or [""])
+            yield caption, "\n".join(f"    {line}" for line in lines)
 
 
 def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
     """Yield a sentence with the primary scores whose 95 % interval has the task's chance level."""
-    found, cache = [], ItemCache()
-    for each in shown:
-        results = each.results
+    at_chance, cache = [], ItemCache()
+    for evaluation in shown:
+        results = evaluation.results
         for task, metrics in results.scores.items():
             for metric, score in metrics.items():
-                chance = each.chance(task, metric)
-                if chance is None and metric.startswith("acc"):  # as the verdicts do
-                    with contextlib.suppress(UserError):  # damaged answers
-                        items = cache.get(each.folder, task, metric)
-                        chance = items.chance if items else None
+                chance = None
+                with contextlib.suppress(UserError):  # damaged answers
+                    chance = cache.chance(evaluation, task, metric)
                 count = results.num_sources.get(task, results.num_samples.get(task, 0))
                 if chance is None or score.stderr is None or count < MIN_CLUSTERS:
                     continue
 
                 if abs(score.number - chance) <= student_half_width(score.stderr, count - 1):
-                    found.append(f"{task} {metric} (chance {sections.number(chance, 3)})")
-    if found:
-        yield f"Not distinguishable from guessing: {printable(', '.join(dict.fromkeys(found)))}."
+                    at_chance.append(f"{task} {metric} (chance {sections.number(chance, 3)})")
+    if at_chance:
+        listed = printable(", ".join(dict.fromkeys(at_chance)))
+        yield f"Not distinguishable from guessing: {listed}."
 
 
 def _eval_results(shown: Sequence[Evaluation]) -> Iterator[EvalResult]:
     """Yield the primary scores for the hub's index; trials of the first items are not results."""
-    for each in shown:
-        for task, metrics in each.results.scores.items() if each.limit is None else ():
-            # the baselines beside a loss are no tasks
-            is_task = each.described(task) or not each.results.asked.get("tasks")
-            shown_metrics = each.primary_metrics(task) if is_task else []
-            if each.suite == VALIDATION and shown_metrics and BITS in metrics:
-                shown_metrics = [BITS]
-            for metric in shown_metrics:
-                if math.isfinite(value := metrics[metric].number):
-                    title = task if task == each.suite else f"{each.suite}: {task}"
+    for evaluation in shown:
+        suite = evaluation.suite
+        for task, metrics in evaluation.results.scores.items() if evaluation.limit is None else ():
+            names = evaluation.primary_metrics(task) if evaluation.is_task(task) else []
+            if suite == VALIDATION and names and BITS in metrics:
+                names = [BITS]
+            for metric in names:
+                value = metrics[metric].number
+                if math.isfinite(value):
+                    title = task if task == suite else f"{suite}: {task}"
                     yield EvalResult(
                         task_type="text-generation",
                         dataset_type=printable(task),

@@ -27,6 +27,18 @@ from canon_pretrain.model.counts import (
 )
 from canon_pretrain.report import comparison as comparisons
 from canon_pretrain.report import evaluations, figures, picture, published, sections
+from canon_pretrain.report.content import (
+    Comparison,
+    ReportContent,
+    RunContent,
+    SampleRow,
+    Samples,
+    SampleText,
+    Setting,
+    SuiteColumn,
+    SuiteContent,
+    SuiteRow,
+)
 from canon_pretrain.report.items import Evaluation
 from canon_pretrain.report.record import (
     RunRecord,
@@ -36,7 +48,6 @@ from canon_pretrain.report.record import (
     is_outdated,
     read_runs,
 )
-from canon_pretrain.report.sections import Content
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
 
@@ -73,12 +84,12 @@ def run(arguments: argparse.Namespace) -> None:
     options = comparisons.noise_options(arguments, runs)
     compared = comparisons.comparison_content(runs, arguments.baseline, options)
     content = report_content(runs, compared, arguments.published)
-    content["warnings"] += [f"{error}; it is left out." for error in errors]
+    content.warnings.extend(f"{error}; it is left out." for error in errors)
     first, *more = arguments.runs
     folder = arguments.out or Path("report" if more else first / "report")
     write_report(folder, "index.html", content, figures.labels_of(content))
-    if content["held_out"]:
-        panel = figures.held_out_panel(content["held_out"])
+    if content.held_out:
+        panel = figures.held_out_panel(content.held_out)
         for kind in FIGURE_KINDS:
             write_atomic(folder / f"held_out.{kind}", picture.draw([panel], kind))
     _print(content, folder / "index.html")
@@ -105,7 +116,7 @@ def write_report(
     page.write_page(folder / name, TEMPLATES, "report", {"labels": labels}, **values)
 
 
-def markdown_page(values: Content) -> str:
+def markdown_page(values: Mapping[str, Any]) -> str:
     """Render KIND.body.jinja as Markdown; `values`: content, kind and modules, as write_report."""
     environment = page.environment(TEMPLATES, autoescape=False, md=escape_markdown)
     text = environment.get_template("report.md.jinja").render(values)
@@ -119,23 +130,24 @@ def escape_markdown(text: object) -> str:
     return re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
 
 
-def _print(content: Content, path: Path) -> None:
+def _print(content: ReportContent, path: Path) -> None:
     console = Console(highlight=False)
-    for sentence in (*sections.failures(content), *content["comparison"]["held_out"]):
+    for sentence in (*sections.failures(content), *content.comparison.held_out):
         console.print(Text(sentence, style="bold"), soft_wrap=True)
+
     table = Table("task", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("run", "score", "items"):
         table.add_column(name, no_wrap=True)  # only the first may wrap
-    for suite in content["suites"]:
-        table.add_row(Text(suite["suite"], style="bold"))
-        for row in suite["rows"]:
-            cells = sections.by_run(suite, row)
+    for suite in content.suites:
+        table.add_row(Text(suite.suite, style="bold"))
+        for row in suite.rows:
+            cells = suite.by_run(row)
             first, *others = cells.values()
             if others and all(cell == first for cell in others):
                 cells = {"every run": first}  # such as a count model of their common text
             for label, cell in cells.items():
                 value, error, items = sections.score_parts(cell)
-                task = Text(f"{row['task']} {row['metric']}")
+                task = Text(f"{row.task} {row.metric}")
                 table.add_row(task, Text(label), f"{value} {error}", items)
         table.add_section()
     console.print(table)
@@ -143,50 +155,50 @@ def _print(content: Content, path: Path) -> None:
 
 
 def report_content(
-    runs: Sequence[RunRecord], comparison: Content, clone: Path | None = None
-) -> dict[str, Any]:
-    """Return all content of the report, JSON values only; `comparison`: comparison_content().
+    runs: Sequence[RunRecord], comparison: Comparison, clone: Path | None = None
+) -> ReportContent:
+    """Return all content of the report; `comparison`: comparison_content().
 
     `clone`: of PhysicsLM4, whose curves to show beside the runs'.
     """
-    steps = {suite: comparisons.suite_step(shown) for suite, shown in comparison["steps"].items()}
-    names = {each.suite for run in runs for each in run.evaluations}
-    ordered = sorted(names, key=evaluations.suite_order)
+    names = {x.suite for run in runs for x in run.evaluations}
     suites = []
-    for name in ordered:
-        latest = {run: each for run in runs for each in run.evaluations if each.suite == name}
-        suites.append(suite_content(name, latest, steps.get(name)))
-    # an architecture is drawn by the runs of its chosen learning rate, all if there is none
-    lines: dict[str, tuple[str, ...]] = {}
-    for each in comparison["architectures"]:
-        chosen = [recipe["runs"] for recipe in each["recipes"] if recipe["chosen"]]
-        lines[each["label"]] = tuple(chosen[0] if chosen else each["runs"])
-    baseline = lines[comparison["baseline"]] if len(lines) > 1 else ()
+    for name in sorted(names, key=evaluations.suite_order):
+        latest = {run: x for run in runs for x in run.evaluations if x.suite == name}
+        suites.append(suite_content(name, latest, comparison.suite_step(name)))
+    keys = [(row.task, row.metric) for suite in suites for row in suite.rows]
+
+    # An architecture is drawn by the runs of its chosen learning rate.
+    lines = {x.label: x.drawn_runs for x in comparison.architectures}
+    baseline = lines[comparison.baseline] if len(lines) > 1 else ()
+
     warnings = [line for run in runs for line in run.left_out]
     data = {str(run.identity.get("data_fingerprint"))[:12]: run.label for run in runs}
     if len(data) > 1:
-        each = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
-        warnings.insert(0, f"The runs were trained on different data ({each}).")
-    shown = [(row["task"], row["metric"]) for suite in suites for row in suite["rows"]]
-    own = [{"setting": name, "values": [x]} for name, x in runs[0].identity.items()]
-    return {
-        "version": VERSION,
-        "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
-        "warnings": warnings,
-        "comparison": comparison,
-        "anchors": published.published_scores(shown),
-        "published": published.beside_published(clone, runs, shown) if clone else None,
-        "held_out": figures.held_out_curves(runs, lines),
-        "score_curves": figures.score_curves(runs),
-        "lengths": figures.length_figures(runs, lines, comparison["steps"]),
-        "runs": [_run_content(run) for run in runs],
-        "differing_settings": differing_settings(runs) if len(runs) > 1 else own,
-        "curves": [figures.training_curve(runs, chart) for chart in figures.REPORT_CHARTS],
-        "late_loss": figures.late_loss(runs, baseline, comparison["baseline"]),
-        "samples": _samples_content(runs),
-        "suites": suites,
-        "without_evaluations": [run.label for run in runs if not run.evaluations],
-    }
+        listed = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
+        warnings.insert(0, f"The runs were trained on different data ({listed}).")
+
+    settings = [Setting(name, [value]) for name, value in runs[0].identity.items()]
+    if len(runs) > 1:
+        settings = [Setting(**row) for row in differing_settings(runs)]
+    return ReportContent(
+        version=VERSION,
+        title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
+        warnings=warnings,
+        comparison=comparison,
+        anchors=published.published_scores(keys),
+        published=published.beside_published(clone, runs, keys) if clone else None,
+        held_out=figures.held_out_curves(runs, lines),
+        score_curves=figures.score_curves(runs),
+        lengths=figures.length_figures(runs, lines, comparison.steps),
+        runs=[_run_content(run) for run in runs],
+        differing_settings=settings,
+        curves=[figures.training_curve(runs, chart) for chart in figures.REPORT_CHARTS],
+        late_loss=figures.late_loss(runs, baseline, comparison.baseline),
+        samples=_samples_content(runs),
+        suites=suites,
+        without_evaluations=[run.label for run in runs if not run.evaluations],
+    )
 
 
 def _decoding_bytes(args: ModelArgs) -> int:
@@ -202,91 +214,96 @@ COUNTS: dict[str, Callable[[ModelArgs], int]] = {
 }
 
 
-def _run_content(run: RunRecord) -> dict[str, Any]:
-    identity, failure = run.identity, run.failure
-    args = run.model_args
-    counted = {name: args and count(args) for name, count in COUNTS.items()}
-    # a resume starts from the step of its checkpoint
-    at = [event for event in run.events if event["event"] in ("resume", "step", "stop", "done")]
-    ended = "stopped" if run.events and run.events[-1]["event"] == "stop" else "unfinished"
-    return {
-        "label": run.label,
-        "state": "failed" if failure else "done" if run.is_done else ended,
-        "failure": failure[1] if failure else None,
-        "step": failure[0] if failure else at[-1].get("step", at[-1].get("from_step")) if at else 0,
-        "total_steps": identity.get("training.steps"),
-        "facts": {
-            "tokens": run.steps[-1]["tokens"] if run.steps else 0,
-            "started from": run.initial_load,
-            "resumed at": [
-                event["from_step"] for event in run.launch_events if event["event"] == "resume"
-            ],
-            "description": printable(str(run.config.get("job", {}).get("description") or "")),
-            "flavor": run.config.get("model", {}).get("flavor"),
-            **counted,
-            **{
-                name: collapse_repeats(event.get(name) for event in run.launch_events)
-                for name in LAUNCH_FIELDS
-            },
-            "first event": run.events[0].get("time") if run.events else None,
-            "last event": run.events[-1].get("time") if run.events else None,
-            "folder": printable(str(run.folder.path)),
-        },
+def _run_content(run: RunRecord) -> RunContent:
+    state, step = "unfinished", _last_step(run)
+    if run.failure:
+        state, step = "failed", run.failure[0]
+    elif run.is_done:
+        state = "done"
+    elif run.events and run.events[-1]["event"] == "stop":
+        state = "stopped"
+
+    args, launches = run.model_args, run.launch_events
+    facts: dict[str, Any] = {
+        "tokens": run.steps[-1]["tokens"] if run.steps else 0,
+        "started from": run.initial_load,
+        "resumed at": [event["from_step"] for event in launches if event["event"] == "resume"],
+        "description": printable(str(run.config.get("job", {}).get("description") or "")),
+        "flavor": run.config.get("model", {}).get("flavor"),
     }
+    facts |= {name: args and count(args) for name, count in COUNTS.items()}
+    facts |= {name: collapse_repeats(x.get(name) for x in launches) for name in LAUNCH_FIELDS}
+    facts |= {
+        "first event": run.events[0].get("time") if run.events else None,
+        "last event": run.events[-1].get("time") if run.events else None,
+        "folder": printable(str(run.folder.path)),
+    }
+    return RunContent(
+        label=run.label,
+        state=state,
+        failure=run.failure[1] if run.failure else None,
+        step=step,
+        total_steps=run.identity.get("training.steps"),
+        facts=facts,
+    )
 
 
-def _samples_content(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+def _last_step(run: RunRecord) -> int:
+    """Return the step of the last event; a resume starts from the step of its checkpoint."""
+    for event in reversed(run.events):
+        if event["event"] in ("resume", "step", "stop", "done"):
+            return event.get("step", event.get("from_step"))
+    return 0
+
+
+def _samples_content(runs: Sequence[RunRecord]) -> list[Samples]:
     """Return by prompt the steps at which runs were sampled, the last one always, and texts."""
-    shown = []
     prompts = dict.fromkeys(prompt for run in runs for prompt in run.samples)
     most = min(SHOWN_SAMPLES, max(2, ALL_SAMPLES // max(1, len(runs) * len(prompts))))
+    shown = []
     for prompt in prompts:
         texts = [run.samples.get(prompt, {}) for run in runs]
         steps = sorted({step for by_step in texts for step in by_step}, reverse=True)
-        kept = steps[:: -(-len(steps) // most)]
-        rows = [
-            {"step": step, "cells": [{"text": x[step]} if step in x else None for x in texts]}
-            for step in reversed(kept)
-        ]
-        shown.append({"prompt": prompt, "sampled": len(steps), "rows": rows})
+        stride = -(-len(steps) // most)
+        rows = []
+        for step in reversed(steps[::stride]):
+            cells = [SampleText(x[step]) if step in x else None for x in texts]
+            rows.append(SampleRow(step, cells))
+        shown.append(Samples(prompt, len(steps), rows))
     return shown
 
 
 def suite_content(
     suite: str, shown: Mapping[RunRecord, Evaluation], step: int | None
-) -> dict[str, Any]:
+) -> SuiteContent:
     """Return the scores of one evaluation per run; `step`: the one that most are of, if known."""
     columns = list(shown.values())
-    tasks: dict[str, dict[str, Any]] = {}
-    for each in columns:
-        for task, metrics in each.results.scores.items():
-            tasks.setdefault(task, {}).update(metrics)
+    keys: dict[str, dict[str, None]] = {}
+    for evaluation in columns:
+        for task, metrics in evaluation.results.scores.items():
+            keys.setdefault(task, {}).update(dict.fromkeys(metrics))
     rows = [
-        {
-            "task": printable(task),
-            "metric": printable(metric),
-            "primary": any(metric in each.primary_metrics(task) for each in columns),
-            "cells": [figures.score_cell(each.results, task, metric) for each in columns],
-        }
-        for task, metrics in tasks.items()
+        SuiteRow(
+            printable(task),
+            printable(metric),
+            any(metric in x.primary_metrics(task) for x in columns),
+            [figures.score_cell(x.results, task, metric) for x in columns],
+        )
+        for task, metrics in keys.items()
         for metric in metrics
     ]
+
     warnings = [
-        f"{each.run}: its checkpoint has changed since; evaluate it again."
-        for run, each in shown.items()
-        if is_outdated(run.folder, each.results)
+        f"{x.run}: its checkpoint has changed since; evaluate it again."
+        for run, x in shown.items()
+        if is_outdated(run.folder, x.results)
     ]
-    warnings += [
-        printable(f"{each.run}: {problem}.")
-        for each in columns
-        for problem in each.results.problems()
-    ]
-    unequal = evaluations.differing_options(columns)
-    warnings += [printable(f"Different options: {x}.") for x in unequal]
-    return {
-        "suite": suite,
-        "suite_step": max(each.step for each in columns) if step is None else step,
-        "warnings": warnings,
-        "columns": [{"run": e.run, "step": e.step, "limit": e.limit} for e in columns],
-        "rows": rows,
-    }
+    problems = [f"{x.run}: {problem}." for x in columns for problem in x.results.problems()]
+    problems += [f"Different options: {x}." for x in evaluations.differing_options(columns)]
+    return SuiteContent(
+        suite,
+        max(x.step for x in columns) if step is None else step,
+        [*warnings, *map(printable, problems)],
+        [SuiteColumn(x.run, x.step, x.limit) for x in columns],
+        rows,
+    )

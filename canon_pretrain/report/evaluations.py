@@ -4,6 +4,7 @@ import bisect
 import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from canon_pretrain.report.items import HELD_OUT, Evaluation, ScoreKey
 from canon_pretrain.report.record import RunRecord, flatten
@@ -23,14 +24,14 @@ PER_SUITE_KEYS = ("tasks", HELD_OUT, "lm_eval")
 Scored = tuple[int, str]  # a step and the fingerprint of the held-out text, "None" if unknown
 
 
+def full_evaluations(run: RunRecord, suite: str) -> list[Evaluation]:
+    """Return the results on `suite` without --limit, the newest of a step last."""
+    return [x for x in run.evaluations if x.suite == suite and x.limit is None]
+
+
 def full_results(run: RunRecord, suite: str, step: int | None = None) -> dict[int, Evaluation]:
     """Return the newest results on `suite` without --limit, by step; only `step` if given."""
-    full = [e for e in run.evaluations if e.suite == suite and e.limit is None]
-    return {e.step: e for e in full if step in (None, e.step)}
-
-
-def _full_validations(run: RunRecord) -> list[Evaluation]:
-    return [e for e in run.evaluations if e.suite == VALIDATION and e.limit is None]
+    return {x.step: x for x in full_evaluations(run, suite) if step in (None, x.step)}
 
 
 LOSS_UNITS = {BITS: "bits per byte", NATS: "nats per token"}
@@ -44,9 +45,12 @@ LOGGED_FIELDS = {NATS: "loss", BITS: "bits_per_byte"}
 
 def suite_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
     """Return the held-out losses of the suite `validation`, by step and text."""
-    key = ScoreKey(VALIDATION, VALIDATION, metric)
-    full = _full_validations(run)
-    return {(e.step, e.text): x for e in full if (x := e.score(key)) is not None}
+    losses = {}
+    for evaluation in full_evaluations(run, VALIDATION):
+        loss = evaluation.score(ScoreKey(VALIDATION, VALIDATION, metric))
+        if loss is not None:
+            losses[evaluation.step, evaluation.text] = loss
+    return losses
 
 
 def counted_losses(runs: Sequence[RunRecord], text: str, metric: str = NATS) -> dict[str, float]:
@@ -56,12 +60,11 @@ def counted_losses(runs: Sequence[RunRecord], text: str, metric: str = NATS) -> 
     trained on different tokens.
     """
     losses: dict[str, set[float]] = {}
-    for run in runs:
-        of_text = [each for each in _full_validations(run) if each.text == text]
-        for evaluation, name in itertools.product(of_text, COUNT_MODELS):
-            value = evaluation.score(ScoreKey(VALIDATION, name, metric))
-            if value is not None:
-                losses.setdefault(name, set()).add(round(value, 6))
+    evaluated = [x for run in runs for x in full_evaluations(run, VALIDATION) if x.text == text]
+    for evaluation, name in itertools.product(evaluated, COUNT_MODELS):
+        loss = evaluation.score(ScoreKey(VALIDATION, name, metric))
+        if loss is not None:
+            losses.setdefault(name, set()).add(round(loss, 6))
     return {name: values.pop() for name, values in losses.items() if len(values) == 1}
 
 
@@ -76,12 +79,13 @@ def bits_per_nat(evaluation: Evaluation) -> float | None:
 
 def logged_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
     """Return the held-out losses that training logged, by step and text."""
-    own, field = run.identity.get(HELD_OUT), LOGGED_FIELDS[metric]
-    return {
-        (event["step"], str(event.get(HELD_OUT, own))): event[field]
-        for event in run.events
-        if event["event"] == "validation" and "step" in event and event.get(field) is not None
-    }
+    losses = {}
+    for event in run.events:
+        step, loss = event.get("step"), event.get(LOGGED_FIELDS[metric])
+        if event["event"] == "validation" and step is not None and loss is not None:
+            text = event.get(HELD_OUT, run.identity.get(HELD_OUT))
+            losses[step, str(text)] = loss
+    return losses
 
 
 def tokens_at(run: RunRecord, step: int) -> int | None:
@@ -105,17 +109,17 @@ def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) ->
 
 def _common_step(suite: str, step: int | None, *sides: Iterable[RunRecord]) -> int | None:
     """Return the last step at which every side has a run with full results."""
-    found = [{at for run in side for at in full_results(run, suite, step)} for side in sides]
-    return max(set.intersection(*found), default=None)
+    steps = [{at for run in side for at in full_results(run, suite, step)} for side in sides]
+    return max(set.intersection(*steps), default=None)
 
 
 def pair_evaluations(
     a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None
 ) -> list[list[Evaluation]]:
     """Return full results of both sides at their last common step; two empty lists if none."""
-    at = _common_step(suite, step, a, b)
-    found = [[full_results(run, suite) for run in side] for side in (a, b)]
-    return [[by_step[at] for by_step in side if at in by_step] for side in found]
+    common = _common_step(suite, step, a, b)
+    results = [[full_results(run, suite) for run in side] for side in (a, b)]
+    return [[by_step[common] for by_step in side if common in by_step] for side in results]
 
 
 def table_steps(
@@ -125,41 +129,54 @@ def table_steps(
 
     The baseline is shown at the highest of them, a side without a common step at its own last.
     """
-    own = {label: _common_step(suite, step, runs) for label, runs in sides.items()}
     common = {x: _common_step(suite, step, runs, sides[baseline]) for x, runs in sides.items()}
-    known = [at for x, at in common.items() if at is not None and x != baseline]
-    common[baseline] = max(known, default=None)
-    shown = {x: own[x] if common[x] is None else common[x] for x in (baseline, *sides)}
-    return {x: at for x, at in shown.items() if at is not None}
+    del common[baseline]
+    judged = [at for at in common.values() if at is not None]
+    common[baseline] = max(judged, default=None)
+
+    steps = {}
+    for label in (baseline, *sides):
+        shown = common[label]
+        if shown is None:
+            shown = _common_step(suite, step, sides[label])
+        if shown is not None:
+            steps[label] = shown
+    return steps
 
 
 def score_keys(evaluations: Sequence[Evaluation], suite: str) -> list[ScoreKey]:
     """Return the primary metrics of every task that any of the evaluations has."""
-    tasks = [(each, task) for each in evaluations for task in each.results.scores]
-    names = [(task, name) for each, task in tasks for name in each.primary_metrics(task)]
-    return [ScoreKey(suite, *pair) for pair in dict.fromkeys(names)]
+    keys = [
+        ScoreKey(suite, task, metric)
+        for evaluation in evaluations
+        for task in evaluation.results.scores
+        for metric in evaluation.primary_metrics(task)
+    ]
+    return [*dict.fromkeys(keys)]
 
 
 def differing_options(
     evaluations: Sequence[Evaluation], ignored: Collection[str] = PER_RUN_KEYS
 ) -> list[str]:
     """Return the evaluation options that differ, as `dotted.name: value / value`."""
-    asked = [flatten(each.results.asked) for each in evaluations]
-    found = []
-    for name in dict.fromkeys(name for leaves in asked for name in leaves):
-        given = [leaves.get(name, {}) for leaves in asked]
-        values = dict.fromkeys(
-            "None" if x == {} else json.dumps(x, sort_keys=True, ensure_ascii=False) for x in given
-        )
+    questions = [flatten(evaluation.results.asked) for evaluation in evaluations]
+    differing = []
+    for name in dict.fromkeys(name for options in questions for name in options):
+        values = dict.fromkeys(_option_text(options.get(name, {})) for options in questions)
         if len(values) > 1 and name.partition(".")[0] not in ignored:
-            found.append(f"{name}: {' / '.join(value[:20] for value in values)}")
-    return found
+            differing.append(f"{name}: {' / '.join(value[:20] for value in values)}")
+    return differing
+
+
+def _option_text(value: Any) -> str:
+    return "None" if value == {} else json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
 def differing_task_options(evaluations: Sequence[Evaluation], task: str) -> list[str]:
     """Return the evaluation options of one task that differ."""
-    found = differing_options(evaluations, (*PER_RUN_KEYS, *PER_SUITE_KEYS))
+    differing = differing_options(evaluations, (*PER_RUN_KEYS, *PER_SUITE_KEYS))
     for name in ("version", "config_sha256"):
-        values = dict.fromkeys(str(each.described(task).get(name)) for each in evaluations)
-        found += [f"{name} of the task: {' / '.join(values)}"] * (len(values) > 1)
-    return found
+        values = dict.fromkeys(str(x.described(task).get(name)) for x in evaluations)
+        if len(values) > 1:
+            differing.append(f"{name} of the task: {' / '.join(values)}")
+    return differing

@@ -66,21 +66,32 @@ class Evaluation:
         """Return the recorded task properties: version, primary, chance, ..."""
         return (self.results.asked.get("tasks") or {}).get(task, {})
 
+    def is_task(self, task: str) -> bool:
+        """Return whether it is a task; baselines next to a loss are described as none."""
+        return bool(self.described(task)) or not self.results.asked.get("tasks")
+
     def _declarations(self, task: str) -> list[Record]:
+        """Return the recorded properties of the task and of its parts."""
         tasks = (self.results.asked.get("tasks") or {}).items()
-        return [each for name, each in tasks if task in (name, each.get("part_of"))]
+        return [
+            properties for name, properties in tasks if task in (name, properties.get("part_of"))
+        ]
 
     def primary_metrics(self, task: str) -> list[str]:
         """Return the metrics that a table with one row per task shows."""
-        names, there = self.described(task).get("primary") or [], self.results.scores.get(task, {})
-        return [name for name in names if name in there] or [*there][:1]
+        scores = self.results.scores.get(task, {})
+        primary = self.described(task).get("primary") or []
+        return [name for name in primary if name in scores] or [*scores][:1]
 
     def chance(self, task: str, metric: str) -> float | None:
         """Return the chance level that the task, or its part with that metric, declares."""
         if is_loss(metric):
             return None
-        asked = [x for x in self._declarations(task) if metric in (x.get("primary") or ())]
-        return next((float(x["chance"]) for x in asked if x.get("chance") is not None), None)
+        for properties in self._declarations(task):
+            chance = properties.get("chance")
+            if chance is not None and metric in (properties.get("primary") or ()):
+                return float(chance)
+        return None
 
     def higher_is_better(self, key: ScoreKey) -> bool:
         """Return the direction that the task declares, else the one the metric's name implies."""
@@ -145,8 +156,8 @@ class Items:
 
     def metric_values(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the values to average and their weights; None if the metric is not recorded."""
-        found = self.values.get(metric.partition(", ")[0])
-        return None if found is None else (found[:, 0] * Scale.of(metric).factor, found[:, 1])
+        pairs = self.values.get(metric.partition(", ")[0])
+        return None if pairs is None else (pairs[:, 0] * Scale.of(metric).factor, pairs[:, 1])
 
 
 class ItemCache:
@@ -160,14 +171,22 @@ class ItemCache:
         if folder not in self._folders:
             self._folders[folder] = self._read(folder)
         name, _, filtered = metric.partition(", ")  # lm_eval's filter, if the task has several
-        found = {f: items for (t, f), items in self._folders[folder].items() if t == task}
-        if not filtered and len(found) == 1:
-            filtered = next(iter(found))
-        items = found.get(filtered)
+        by_filter = {f: items for (t, f), items in self._folders[folder].items() if t == task}
+        if not filtered and len(by_filter) == 1:
+            filtered = next(iter(by_filter))
+        items = by_filter.get(filtered)
         if not isinstance(items, list):
             return items
         scored = [record for record in items if name in record or "error" not in record]
         return _items(scored) if scored else None
+
+    def chance(self, evaluation: Evaluation, task: str, metric: str) -> float | None:
+        """Return the chance level that is declared, else of an accuracy that of its choices."""
+        chance = evaluation.chance(task, metric)
+        if chance is None and metric.startswith("acc"):
+            items = self.get(evaluation.folder, task, metric)
+            return items.chance if items else None
+        return chance
 
     def _read(self, folder: Path) -> dict[tuple[str, str], Items | list[Record]]:
         """Return items by task and filter; records if some have no score, thus are in no mean."""
@@ -197,23 +216,25 @@ def _items(records: Sequence[Record]) -> Items:
 
 def _chance(records: Sequence[Record]) -> float | None:
     """Return the chance level if all items are multiple choice: one pair of answers per choice."""
-    choices: list[Any] = [record.get("answers") for record in records]
-    are_choices = (
-        isinstance(x, list) and len(x) > 1 and all(isinstance(pair, list) for pair in x)
-        for x in choices
-    )
-    return sum(1 / len(x) for x in choices) / len(choices) if all(are_choices) else None
+    shares = []
+    for record in records:
+        answers: Any = record.get("answers")
+        is_list = isinstance(answers, list) and len(answers) > 1
+        if not is_list or not all(isinstance(pair, list) for pair in answers):
+            return None
+        shares.append(1 / len(answers))
+    return sum(shares) / len(shares)
 
 
 def _values(records: Sequence[Record]) -> dict[str, np.ndarray]:
     """Return the metrics that every record has as a number, or as a number and its weight."""
-    found = {}
+    values = {}
     for name in records[0]:
         if name not in NOT_METRICS and not name.startswith("answers"):
             pairs = [_value_and_weight(record.get(name)) for record in records]
-            if all(pair is not None for pair in pairs):
-                found[name] = np.array(pairs, dtype=np.float64)
-    return found
+            if None not in pairs:
+                values[name] = np.array(pairs, dtype=np.float64)
+    return values
 
 
 def _value_and_weight(value: Any) -> tuple[float, float] | None:

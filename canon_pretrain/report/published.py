@@ -19,10 +19,21 @@ from canon_pretrain.core.files import parsing, read_bytes
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.report import evaluations
+from canon_pretrain.report.content import (
+    DECISION_SIZES,
+    Anchor,
+    Anchors,
+    Decision,
+    PublishedCurves,
+    PublishedLine,
+    PublishedModel,
+    PublishedPlot,
+    RunLine,
+    TaskScores,
+    Verdict,
+)
 from canon_pretrain.report.figures import logged_values
 from canon_pretrain.report.record import RunRecord
-
-Json = dict[str, Any]
 
 SOURCE = (
     "Published: Gated DeltaNet paper, models of 1.3B parameters trained on 100B tokens of "
@@ -43,19 +54,6 @@ PUBLISHED = {
 }
 """(task, metric): the scores of MODELS; accuracies in percent, as published."""
 
-DECISION_SIZES = {"150M": 150e6, "300M": 300e6, "750M": 750e6}
-DECISION_ACCURACY = {
-    "arc_challenge": (83, 86, 76),
-    "arc_easy": (93, 95, 78),
-    "boolq": (48, 56, 70),
-    "commonsense_qa": (69, 79, 64),
-    "hellaswag": (74, 83, 82),
-    "openbookqa": (65, 70, 63),
-    "piqa": (74, 71, 57),
-    "social_iqa": (55, 76, 66),
-    "winogrande": (50, 57, 62),
-}
-"""Task: percent of pairs that models of DECISION_SIZES order as models of 1B do."""
 DECISION_NOTE = (
     "Decision accuracy, published: how often accuracy on the task orders two models of {} as it "
     "orders models of 1B trained on the same two data sets (25 of DataDecide; near 50 % is a coin "
@@ -65,30 +63,26 @@ DECISION_NOTE = (
 )
 
 
-def published_scores(shown: Iterable[tuple[str, str]]) -> Json | None:
+def published_scores(shown: Iterable[tuple[str, str]]) -> Anchors | None:
     """Return the published scores of the (task, metric) pairs, as fractions; None if none."""
     rows = []
     for task, metric in dict.fromkeys(shown):
         scale = 100 if metric.startswith("acc") else 1
         if values := [round(x / scale, 6) for x in PUBLISHED.get((task, metric), ())]:
-            rows.append({"task": task, "metric": metric, "values": values})
-    return {"source": SOURCE, "models": list(MODELS), "rows": rows} if rows else None
+            rows.append(Anchor(task, metric, values))
+    return Anchors(SOURCE, MODELS, rows) if rows else None
 
 
-def decision_accuracy(run: RunRecord, rows: Sequence[Json]) -> Json | None:
-    """Add `decision_accuracy` to rows of a task and metric: a fraction, None if not published.
+def decision(run: RunRecord, rows: Iterable[Verdict | TaskScores]) -> Decision | None:
+    """Return the decision accuracy of the published size nearest to the run's.
 
-    Returns the published size nearest to the run's, and the source; None if no row has any.
+    None if it is not known for any of the rows.
     """
     args = run.model_args
-    size = math.log(num_parameters(args) if args else min(DECISION_SIZES.values()))
-    label = min(DECISION_SIZES, key=lambda x: abs(math.log(DECISION_SIZES[x]) - size))
-    at = [*DECISION_SIZES].index(label)
-    for row in rows:
-        known = DECISION_ACCURACY.get(row["task"]) if row["metric"].startswith("acc") else None
-        row["decision_accuracy"] = known[at] / 100 if known else None
-    has_any = any(row["decision_accuracy"] for row in rows)
-    return {"size": label, "source": DECISION_NOTE.format(label)} if has_any else None
+    own_size = math.log(num_parameters(args) if args else min(DECISION_SIZES.values()))
+    size = min(DECISION_SIZES, key=lambda x: abs(math.log(DECISION_SIZES[x]) - own_size))
+    nearest = Decision(size, DECISION_NOTE.format(size))
+    return nearest if any(nearest.accuracy(row.task, row.metric) for row in rows) else None
 
 
 CLONE = "https://github.com/facebookresearch/PhysicsLM4"
@@ -124,19 +118,22 @@ def read_clone(clone: Path) -> tuple[Curves, dict[str, str]]:
 
     Raises UserError if there is none or a page is damaged.
     """
-    found: Curves = {}
+    curves: Curves = {}
     pages: dict[str, str] = {}
     for path in sorted(clone.rglob("*.html")):
         content = read_bytes(path)
         with parsing(path):
-            for key, curves in _plots(content.decode(errors="replace")):
-                found.setdefault(key, {}).update(curves)
+            for key, of_plot in _plots(content.decode(errors="replace")):
+                curves.setdefault(key, {}).update(of_plot)
                 pages[str(path.relative_to(clone))] = hashlib.sha256(content).hexdigest()
-    if not found:
-        message = f"--published {clone}: no plotly page of benchmarks or training loss; expected "
-        message += f"a clone of {CLONE}"
-        raise UserError("report.published", message, path=clone)
-    return found, pages
+    if not curves:
+        raise UserError(
+            "report.published",
+            f"--published {clone}: no plotly page of benchmarks or training loss; expected "
+            f"a clone of {CLONE}",
+            path=clone,
+        )
+    return curves, pages
 
 
 def _plots(text: str) -> Iterator[tuple[tuple[str, str], dict[str, Curve]]]:
@@ -186,7 +183,7 @@ def commit_of(clone: Path) -> str | None:
 
 def beside_published(
     clone: Path, runs: Sequence[RunRecord], shown: Iterable[tuple[str, str]]
-) -> Json:
+) -> PublishedCurves:
     """Return the published curves of the (task, metric) pairs `shown` and of the training loss.
 
     `plots`: own runs, and the published models of the size nearest to the first run's;
@@ -196,16 +193,29 @@ def beside_published(
     keys = [key for key in (*dict.fromkeys(shown), LOSS) if key in curves]
     models = [*dict.fromkeys(name for key in keys for name in curves[key])]
     sizes = {name: match[1] if (match := _SIZE.search(name)) else "" for name in models}
-    args = runs[0].model_args
-    own_size = math.log(num_parameters(args) / 1e9) if args else 0.0
-    near = min(
-        sizes.values(),
-        key=lambda x: abs(math.log(float(x)) - own_size) if x else math.inf,
-        default="",
-    )
-    drawn = {name: _RATE.sub("", name) for name in models if sizes[name] == near}
+    near = _nearest_size(sizes.values(), runs[0])
+    families = {name: _RATE.sub("", name) for name in models if sizes[name] == near}
+
+    own = {run.label: {key: _own_curve(run, key) for key in keys} for run in runs}
+    plots = []
+    for key in keys:
+        lines = [
+            PublishedLine(name, family, *_points(curves[key][name]))
+            for name, family in families.items()
+            if name in curves[key]
+        ]
+        own_lines = [
+            RunLine(label, *_points(of_run[key]))
+            for label, of_run in own.items()
+            if of_run[key].tokens.size
+        ]
+        plots.append(PublishedPlot(*key, own_lines, lines))
+
+    rows = [_model(label, "yours", of_run, math.inf) for label, of_run in own.items()]
     longest = max((float(run.clock.tokens[-1]) for run in runs), default=0.0)
-    own = {key: {run.label: _own_curve(run, key) for run in runs} for key in keys}
+    for name in models:
+        of_model = {key: curves[key].get(name) for key in keys}
+        rows.append(_model(name, f"{sizes[name] or '?'}B", of_model, longest))
     note = CLONE_NOTE.format(
         models=len(models),
         clone=printable(str(clone)),
@@ -213,32 +223,25 @@ def beside_published(
         files=printable(", ".join(pages)),
         size=f"{near}B parameters" if near else "unknown size",
     )
-    return {
-        "source": note,
-        "pages_sha256": pages,
-        "families": [*dict.fromkeys(drawn.values())],
-        "tasks": [list(key) for key in keys],
-        "plots": [
-            {
-                "task": key[0],
-                "metric": key[1],
-                "own": [{"run": x, **_points(c)} for x, c in own[key].items() if c.tokens.size],
-                "lines": [
-                    {"model": name, "family": drawn[name], **_points(curves[key][name])}
-                    for name in drawn
-                    if name in curves[key]
-                ],
-            }
-            for key in keys
-        ],
-        "models": [
-            *(_model(x.label, "yours", {k: own[k][x.label] for k in keys}, math.inf) for x in runs),
-            *(
-                _model(x, f"{sizes[x] or '?'}B", {k: curves[k].get(x) for k in keys}, longest)
-                for x in models
-            ),
-        ],
-    }
+    return PublishedCurves(
+        source=note,
+        pages_sha256=pages,
+        families=[*dict.fromkeys(families.values())],
+        tasks=keys,
+        plots=plots,
+        models=rows,
+    )
+
+
+def _nearest_size(sizes: Iterable[str], run: RunRecord) -> str:
+    """Return the size in billions of parameters that is nearest to the run's."""
+    args = run.model_args
+    own_size = math.log(num_parameters(args) / 1e9) if args else 0.0
+
+    def distance(size: str) -> float:
+        return abs(math.log(float(size)) - own_size) if size else math.inf
+
+    return min(sizes, key=distance, default="")
 
 
 def _own_curve(run: RunRecord, key: tuple[str, str]) -> Curve:
@@ -258,25 +261,27 @@ def _own_curve(run: RunRecord, key: tuple[str, str]) -> Curve:
     return Curve(*np.array(sorted(points.items()), np.float64).reshape(-1, 2).T)
 
 
-def _points(curve: Curve) -> Json:
-    """Return at most POINTS of a curve, evenly spaced on a logarithmic axis."""
+def _points(curve: Curve) -> tuple[list[float], list[float]]:
+    """Return tokens and values of at most POINTS, evenly spaced on a logarithmic axis."""
     last = curve.tokens.size - 1
     places = np.geomspace(float(curve.tokens[0]), float(curve.tokens[last]), POINTS)
     kept = np.unique(np.append(np.searchsorted(curve.tokens, places), last).clip(0, last))
-    return {"tokens": curve.tokens[kept].tolist(), "values": curve.values[kept].tolist()}
+    return curve.tokens[kept].tolist(), curve.values[kept].tolist()
 
 
-def _model(name: str, size: str, of: Mapping[tuple[str, str], Curve | None], tokens: float) -> Json:
+def _model(
+    name: str, size: str, curves: Mapping[tuple[str, str], Curve | None], tokens: float
+) -> PublishedModel:
     """Return a model's values by task at its last scores up to `tokens`, and at its end."""
-    found: list[list[float] | None] = []
+    values: list[list[float] | None] = []
     seen = 0.0
-    for key, curve in of.items():
+    for key, curve in curves.items():
         if curve is None or not curve.tokens.size:
-            found.append(None)
+            values.append(None)
             continue
-        # losses, which are last, are at the tokens of the scores
+        # Losses, which are last, are at the tokens of the scores.
         until = seen if key == LOSS and seen else tokens
         at = max(int(np.searchsorted(curve.tokens, until, side="right")) - 1, 0)
         seen = max(seen, float(curve.tokens[at]))
-        found.append([float(curve.values[at]), float(curve.values[-1])])
-    return {"name": name, "size": size, "tokens": seen, "values": found}
+        values.append([float(curve.values[at]), float(curve.values[-1])])
+    return PublishedModel(name, size, seen, values)

@@ -25,10 +25,10 @@ def speed_ratio(baseline: Sequence[RunRecord], others: Sequence[RunRecord]) -> f
     medians = []
     for side in (baseline, others):
         speeds = [_median_speed(run) for run in side]
-        known = [speed for speed in speeds if speed is not None]
-        if not known or len(known) < len(speeds) or max(known) > MAX_SPREAD * min(known):
+        logged = [speed for speed in speeds if speed is not None]
+        if not logged or len(logged) < len(speeds) or max(logged) > MAX_SPREAD * min(logged):
             return None
-        medians.append(statistics.median(known))
+        medians.append(statistics.median(logged))
     return medians[1] / medians[0]
 
 
@@ -41,21 +41,19 @@ def speed_sentence(ratio: float | None, baseline: str) -> str | None:
 
 def _machine(folder: RunFolder) -> tuple[Any, ...] | None:
     """Return hosts, ranks and devices of a run; None if unknown, or if launches differ in them."""
-    found = []
+    machines = []
     for number in launch_numbers(folder):
-        launch = read_launch(folder, number)
-        if launch is None or not launch.get("hosts") or not launch.get("devices"):
+        launch = read_launch(folder, number) or {}
+        hosts, devices = launch.get("hosts"), launch.get("devices")
+        if not hosts or not devices:
             return None
-        devices = launch["devices"]
-        found.append(
-            (launch["hosts"], launch["world_size"], devices.get("type"), devices.get("names"))
-        )
-    return found[0] if found and all(each == found[0] for each in found) else None
+        machines.append((hosts, launch["world_size"], devices.get("type"), devices.get("names")))
+    is_one = len(machines) > 0 and all(machine == machines[0] for machine in machines)
+    return machines[0] if is_one else None
 
 
 def _median_speed(run: RunRecord) -> float | None:
     curve = run.curve("tokens_per_second")
-    speeds = (
-        [] if curve is None else [x for x in curve.values.tolist() if math.isfinite(x) and x > 0]
-    )
+    values = [] if curve is None else curve.values.tolist()
+    speeds = [x for x in values if math.isfinite(x) and x > 0]
     return statistics.median(speeds) if speeds else None

@@ -13,6 +13,8 @@ IDENTITY = marked(Mark.IDENTITY)
 task, and the fingerprints of the data."""
 PER_LAUNCH_KEYS = marked(Mark.PER_LAUNCH, Mark.ONE_SHOT)
 """Settings of one launch, or that follow from its world size: differences are not reported."""
+ONE_SHOT_KEYS = marked(Mark.ONE_SHOT)
+"""Those of them that the command that resumes a run leaves out"""
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:

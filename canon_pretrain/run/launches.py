@@ -34,15 +34,11 @@ from canon_pretrain.core.terminal import printable
 from canon_pretrain.run import folder as run_folder
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunFacts, read_tail
-from canon_pretrain.run.sections import marked
-from canon_pretrain.run.setting import Mark
 from canon_pretrain.run.source import SourceTree, read_source_tree
 
 FRESH = "checkpoint.fresh"
 GATHER_TIMEOUT_S = 10.0  # for git and packages, which are read while the launch starts
 IS_OURS = "<!-- canon_pretrain writes this file at each launch; without this line it is yours -->"
-ONE_SHOT_OPTIONS = tuple(f"--{name}" for name in marked(Mark.ONE_SHOT))
-"""Options that are left out of the command that resumes a run"""
 README = """\
 {ours}
 
@@ -324,18 +320,25 @@ def _json(value: Any) -> bytes:
 
 
 def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the shell command that resumes the run, without ONE_SHOT_OPTIONS."""
+    """Return the shell command that resumes the run, without options for one launch only."""
+    from canon_pretrain.run.identity import ONE_SHOT_KEYS  # readers of runs need no sections
+
     launcher = "python"
-    ranks, here = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE", "1")
-    if "TORCHELASTIC_RUN_ID" in environ or ranks != "1":
-        nodes = int(ranks) // max(int(here), 1)
-        many = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
-        launcher = f"torchrun {many if nodes > 1 else ''}--nproc-per-node {here}"
-    words, is_dropped = list[str](), False
+    world_size = environ.get("WORLD_SIZE", "1")
+    local_world_size = environ.get("LOCAL_WORLD_SIZE", "1")
+    if "TORCHELASTIC_RUN_ID" in environ or world_size != "1":
+        num_nodes = int(world_size) // max(int(local_world_size), 1)
+        nodes = f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+        launcher = f"torchrun {nodes if num_nodes > 1 else ''}--nproc-per-node {local_world_size}"
+
+    words: list[str] = []
+    is_dropped = False
     for word in arguments:
         if word.startswith("--"):
-            is_dropped = f"--{word[2:].partition('=')[0].replace('-', '_')}" in ONE_SHOT_OPTIONS
-        words += [] if is_dropped else [word]
+            key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+            is_dropped = key in ONE_SHOT_KEYS
+        if not is_dropped:
+            words.append(word)
     return f"{launcher} -m canon_pretrain.train {shlex.join(words)}".rstrip()
 
 

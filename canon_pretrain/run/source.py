@@ -34,6 +34,7 @@ from canon_pretrain.run.folder import RunFolder
 PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = ("*.py", "*.toml")
 MAX_NAMES = 200
+DIFF_OPTIONS = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
 GIT_TIMEOUT_S = 8.0  # less than GATHER_TIMEOUT_S in run/launches.py
 OWN_FOLDERS = ("data_prep", "eval")  # beside canon_pretrain/: their *.py files are in the patch
 KEPT, MANIFEST, SCRIPT = "source_tree.json", "manifest.json", "slurm/lib.sh"
@@ -111,8 +112,7 @@ def read_source_tree(
         # without a commit all files are new
         since = "HEAD" if commit else "--cached"
         names = [f":(top,literal){name}" for name in shown]
-        without = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
-        diff = ask("diff", *without, since, "--", *names)
+        diff = ask("diff", *DIFF_OPTIONS, since, "--", *names)
         patch = diff.encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
     url = urlsplit(ask("remote", "get-url", "origin", is_needed=False).strip())

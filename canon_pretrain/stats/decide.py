@@ -67,8 +67,8 @@ def critical_value(p: float, *noise: float) -> float:
         return stderr
 
     def excess(log_size: float) -> float:
-        found = two_sided_p(stderr * math.exp(log_size), *noise)
-        return math.log(max(found, 1e-300)) - math.log(p)
+        tail = two_sided_p(stderr * math.exp(log_size), *noise)
+        return math.log(max(tail, 1e-300)) - math.log(p)
 
     high = 1.0
     while excess(high) > 0:
@@ -80,9 +80,9 @@ def holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return Holm's adjusted p values; `weights`: shares of alpha, which statsmodels lacks."""
     order = np.argsort(p / weights)
     left = np.cumsum(weights[order][::-1])[::-1]
-    found = np.empty(p.size)
-    found[order] = np.maximum.accumulate(p[order] * left / weights[order])
-    return np.minimum(found, 1.0)
+    adjusted = np.empty(p.size)
+    adjusted[order] = np.maximum.accumulate(p[order] * left / weights[order])
+    return np.minimum(adjusted, 1.0)
 
 
 def holm_levels(p: np.ndarray, weights: np.ndarray) -> np.ndarray:

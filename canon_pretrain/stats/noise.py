@@ -6,8 +6,9 @@ without a source is its own cluster. Pure functions. Shapes: N items, G clusters
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import scipy  # imports its other submodules, a second in all, when they are used
@@ -23,8 +24,12 @@ FEW_CLUSTERS = 20  # degrees of freedom from which the interaction is subtracted
 RANGE_OF_8 = 2.847  # expected range of 8 normals in standard deviations (Tippett 1925)
 RANGE_DF = 6.0  # of a range of 8: 6.3 (Patnaik 1950), less as it is published in whole percent
 PUBLISHED_SPREADS = {
-    **{"lambada_openai": 0.04, "boolq": 0.03, "jrt_fda": 0.09, "jrt_fda_twice": 0.09},
-    **{"jrt_swde": 0.08, "jrt_swde_twice": 0.08},
+    "lambada_openai": 0.04,
+    "boolq": 0.03,
+    "jrt_fda": 0.09,
+    "jrt_fda_twice": 0.09,
+    "jrt_swde": 0.08,
+    "jrt_swde_twice": 0.08,
 }
 """The paper's range of eight seeds of one architecture, as a fraction."""
 OTHER_DISCRIMINATIVE, OTHER_GENERATIVE = 0.03, 0.05  # the paper: 1-3 % and 3-5 %
@@ -52,6 +57,12 @@ class Clusters(NamedTuple):
         """Sum by cluster index; `count`: the number of clusters if tasks share them."""
         sums_G = np.bincount(clusters_N, weights=values_N * weights_N, minlength=count)
         return cls(sums_G, np.bincount(clusters_N, weights=weights_N, minlength=count))
+
+    @classmethod
+    def of_difference(cls, a: ItemScores, b: ItemScores, count: int = 0) -> "Clusters":
+        """Sum the differences a - b of the means over runs; `a` has the weights and clusters."""
+        values_N = a.values_RN.mean(axis=0) - b.values_RN.mean(axis=0)
+        return cls.of(values_N, a.weights_N, a.clusters_N, count)
 
     @property
     def mean(self) -> float:
@@ -99,11 +110,15 @@ def interaction_variance(*tasks: ItemScores) -> float:
     """Return the run-by-item interaction in the variance of a run's mean (of tasks); R >= 2."""
     count = 1 + max(int(task.clusters_N.max()) for task in tasks)
     residuals = [task.values_RN - task.values_RN.mean(axis=0) for task in tasks]
-    found = 0.0
-    for rows in zip(*residuals, strict=True):
-        each = zip(rows, tasks, strict=True)
-        found += mean_variance(*(Clusters.of(row, *task[1:], count) for row, task in each))
-    return found / (len(residuals[0]) - 1)
+    total = 0.0
+    for run_residuals in zip(*residuals, strict=True):
+        total += mean_variance(
+            *(
+                Clusters.of(residuals_N, task.weights_N, task.clusters_N, count)
+                for residuals_N, task in zip(run_residuals, tasks, strict=True)
+            )
+        )
+    return total / (len(residuals[0]) - 1)
 
 
 def student_half_width(stderr: float, df: float, alpha: float = ALPHA) -> float:
@@ -125,15 +140,24 @@ def items_interval(clusters: Clusters, *, bounded: bool) -> tuple[float, float] 
     return clusters.mean - half, clusters.mean + half
 
 
-def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> dict[str, Any]:
-    """Run McNemar's test on scores 0 or 1; `only_a`, `only_b`: items that only one got right."""
+@dataclass(frozen=True)
+class McNemar:
+    """McNemar's test; `only_a`, `only_b`: the items that only one side got right."""
+
+    only_a: int
+    only_b: int
+    p: float
+    exact: bool
+
+
+def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> McNemar:
+    """Run McNemar's test on scores 0 or 1. The p value depends on the discordant items only."""
     from statsmodels.stats.contingency_tables import mcnemar  # slow import, unused by eval run
 
     only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
     exact = only_a + only_b < EXACT_BELOW
-    table = [[int((a_N * b_N).sum()), only_a], [only_b, int(((1 - a_N) * (1 - b_N)).sum())]]
-    p = float(mcnemar(table, exact=exact, correction=True).pvalue)
-    return {"only_a": only_a, "only_b": only_b, "p": p, "exact": exact}
+    test = mcnemar([[0, only_a], [only_b, 0]], exact=exact, correction=True)
+    return McNemar(only_a, only_b, float(test.pvalue), exact)
 
 
 class SeedNoise(NamedTuple):
@@ -189,28 +213,40 @@ def seed_noise(
     """
     if given is not None:
         return SeedNoise(given**2, math.inf, "given", f"given: {given:g}")
-    left_out = ""
+
+    # Other recipes do not count if the two sides vary more.
+    excluded = ""
     if compared is not None:
-        pairs = list(zip(groups, compared, strict=True))
-        sides = [group for group, is_side in pairs if is_side]
-        high, high_df = pooled_variance(sides)
-        low, low_df = pooled_variance([group for group, is_side in pairs if not is_side])
-        is_more = high_df and low_df and high > low
-        if is_more and (low == 0 or float(fdtrc(high_df, low_df, high / low)) < F_TEST_LEVEL):
-            groups, left_out = sides, "; other recipes vary less and are excluded"
+        sides = [group for group, is_side in zip(groups, compared, strict=True) if is_side]
+        others = [group for group, is_side in zip(groups, compared, strict=True) if not is_side]
+        if _vary_more(sides, others):
+            groups = sides
+            excluded = "; other recipes vary less and are excluded"
+
     own, df = pooled_variance(groups)
-    several = [len(group) for group in groups if len(group) > 1]
-    ours = f"own: {sum(several)} runs, {len(several)} recipes, {df} degrees of freedom"
+    runs = [len(group) for group in groups if len(group) > 1]
+    ours = f"own: {sum(runs)} runs, {len(runs)} recipes, {df} degrees of freedom"
     if df and (spread is None or own_only or df >= RANGE_DF):
-        return SeedNoise(own, float(df), "own", ours + left_out)
+        return SeedNoise(own, float(df), "own", ours + excluded)
     if spread is None:
         return None
+
+    # Few own seeds are pooled with the paper's.
     paper = (spread / RANGE_OF_8) ** 2
     published = f"the paper's: 8 seeds within {100 * spread:.3g} %"
     if not df:
         return SeedNoise(paper, RANGE_DF, "paper", published)
     both = max(own, (RANGE_DF * paper + df * own) / (RANGE_DF + df))
-    return SeedNoise(both, RANGE_DF + df, "own and paper", f"{ours}; {published}{left_out}")
+    return SeedNoise(both, RANGE_DF + df, "own and paper", f"{ours}; {published}{excluded}")
+
+
+def _vary_more(sides: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> bool:
+    """Return whether an F test finds more variance within groups of `sides` than of `others`."""
+    high, high_df = pooled_variance(sides)
+    low, low_df = pooled_variance(others)
+    if not high_df or not low_df or high <= low:
+        return False
+    return low == 0 or float(fdtrc(high_df, low_df, high / low)) < F_TEST_LEVEL
 
 
 @lru_cache
@@ -258,34 +294,36 @@ def paired_difference(
     independent. Both err towards "within noise".
     """
     count = 1 + max(int(task.clusters_N.max()) for task in a)
-    differences = [
-        Clusters.of(x.values_RN.mean(axis=0) - y.values_RN.mean(axis=0), *x[1:], count)
-        for x, y in zip(a, b, strict=True)
-    ]
+    differences = [Clusters.of_difference(x, y, count) for x, y in zip(a, b, strict=True)]
     if len(a) == 1:
-        (clusters,) = differences
+        [clusters] = differences
         over_items = difference_variance(clusters, bounded=are_shares(a[0], b[0], is_loss=is_loss))
     else:
         shares = [1 / (len(a) * x.weights_G.sum()) for x in differences]
         scaled = [k * np.stack(x) for k, x in zip(shares, differences, strict=True)]
         clusters = Clusters(*np.sum(scaled, axis=0))
         over_items = mean_variance(*differences)
+
+    # A run's score varies over seeds at least by the interaction.
     interaction = _interaction(a, b)
     counts = len(a[0].values_RN), len(b[0].values_RN)
     runs = 1 / counts[0] + 1 / counts[1]
-    # a run's score varies at least by the interaction
-    of_seeds = runs * max(seeds.variance, interaction), seeds.df
-    noise = Noise(*_item_noise(over_items, runs * interaction, clusters), *of_seeds)
-    residual = noise.item_variance if max(counts) > 1 else 0.0
+    item_variance, item_df = _item_noise(over_items, runs * interaction, clusters)
+    seed_variance = runs * max(seeds.variance, interaction)
+    noise = Noise(item_variance, item_df, seed_variance, seeds.df)
+    residual = item_variance if max(counts) > 1 else 0.0
     return Difference(clusters.mean, noise, residual, clusters, counts, seeds)
 
 
-def mean_score(answers: ItemScores, seeds: SeedNoise) -> tuple[float, Noise]:
+def mean_score(scores: ItemScores, seeds: SeedNoise) -> tuple[float, Noise]:
     """Return the mean score of the runs of one architecture, and its noise."""
-    clusters = Clusters.of(answers.values_RN.mean(axis=0), *answers[1:])
-    interaction, runs = _interaction([answers]), len(answers.values_RN)
-    of_items = _item_noise(mean_variance(clusters), interaction / runs, clusters)
-    return clusters.mean, Noise(*of_items, max(seeds.variance, interaction) / runs, seeds.df)
+    num_runs = len(scores.values_RN)
+    means_N = scores.values_RN.mean(axis=0)
+    clusters = Clusters.of(means_N, scores.weights_N, scores.clusters_N)
+    interaction = _interaction([scores])
+    of_items = _item_noise(mean_variance(clusters), interaction / num_runs, clusters)
+    seed_variance = max(seeds.variance, interaction) / num_runs
+    return clusters.mean, Noise(*of_items, seed_variance, seeds.df)
 
 
 def _item_noise(over_items: float, interaction: float, clusters: Clusters) -> tuple[float, float]:
@@ -296,7 +334,8 @@ def _item_noise(over_items: float, interaction: float, clusters: Clusters) -> tu
 
 def _interaction(*sides: Sequence[ItemScores]) -> float:
     """Return `interaction_variance` pooled over the sides with several runs; 0 if none has."""
-    several = [(len(tasks[0].values_RN) - 1, tasks) for tasks in sides]
-    df = sum(more for more, _ in several)
-    squares = sum(more * interaction_variance(*tasks) for more, tasks in several if more)
-    return squares / df if df else 0.0
+    dfs = [len(tasks[0].values_RN) - 1 for tasks in sides]
+    squares = sum(
+        df * interaction_variance(*tasks) for df, tasks in zip(dfs, sides, strict=True) if df
+    )
+    return squares / sum(dfs) if any(dfs) else 0.0

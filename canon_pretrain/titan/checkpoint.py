@@ -328,10 +328,16 @@ class CanonCheckpointManager:
         if manifest is None:  # not rank 0
             return
         seconds = time.monotonic() - save.begin
-        times = {"seconds": seconds, "stall_seconds": save.stall_s or seconds}
-        self._event("checkpoint", step=save.step, bytes=manifest.total_bytes, **times)
-        saved = {"checkpoint_step": save.step, "checkpoint_saved": manifest.saved}
-        self._note(**saved, checkpoint_failures=0)
+        self._event(
+            "checkpoint",
+            step=save.step,
+            bytes=manifest.total_bytes,
+            seconds=seconds,
+            stall_seconds=save.stall_s or seconds,
+        )
+        self._note(
+            checkpoint_step=save.step, checkpoint_saved=manifest.saved, checkpoint_failures=0
+        )
         self._retaining.request()
 
     def _report_failure(self, step: int, why: str) -> None:

@@ -155,7 +155,8 @@ class Console:
         except Exception as error:  # else it would be raised by any print
             lines = [Text(f"cannot draw the view: {type(error).__name__}: {error}")]
         # leave the cursor on a line of its own, in case the process is killed
-        for line in console.render_lines(rich.console.Group(*lines, ""), options, pad=False):
+        lines.append("")
+        for line in console.render_lines(rich.console.Group(*lines), options, pad=False):
             yield from (*line, Segment.line())
 
     def _lines(self, width: int) -> Iterator[rich.console.RenderableType]:

@@ -12,7 +12,7 @@ from typing import Any
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import read_count
-from canon_pretrain.machine.hardware import numa_cores
+from canon_pretrain.machine.device import numa_cores
 
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 CACHE_BYTES = 1 << 20  # for which the cache of a compiled job must have room

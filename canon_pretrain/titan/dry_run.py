@@ -24,8 +24,7 @@ from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console, duration, size
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
-from canon_pretrain.machine.gpus import GPUS, Gpu, Range, gpu_named
-from canon_pretrain.machine.hardware import peak_flops
+from canon_pretrain.machine.gpus import GPUS, Gpu, Range, gpu_named, peak_flops
 from canon_pretrain.machine.memory import memory_per_process
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import (

@@ -81,8 +81,8 @@ def read_options(
 def own_options() -> argparse.ArgumentParser:
     """Return the parser of the options that are no keys."""
     parser = Parser(add_help=False, exit_on_error=False)
-    names = ("--config", "--job.config_file")  # the latter: torchtitan's
-    parser.add_argument(*names, dest="path", type=Path)
+    # the second name is torchtitan's
+    parser.add_argument("--config", "--job.config_file", dest="path", type=Path)
     parser.add_argument("-h", "--help", action="store_true", dest="help")
     parser.add_argument("--help-all", action="store_true", dest="help_all")
     return parser
@@ -93,8 +93,8 @@ def print_help(value_of: Callable[[str], Any]) -> None:
     for line in SHORT_HELP.read_text().splitlines():
         if key := re.match(r"  --(\w+\.[\w.]+)", line):
             value = value_of(key[1])
-            if value not in (None, "", []):
-                line += f" [{str(value).lower() if isinstance(value, bool) else value}]"
+            shown = str(value).lower() if isinstance(value, bool) else value
+            line = line if value in (None, "", []) else f"{line} [{shown}]"
         print(line)
 
 

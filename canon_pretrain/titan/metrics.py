@@ -25,7 +25,7 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot
 from torchtitan.tools.utils import device_type
 
 from canon_pretrain.data.mixture import Mixture
-from canon_pretrain.machine.hardware import peak_flops
+from canon_pretrain.machine.gpus import peak_flops
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.counts import flops_formula
 from canon_pretrain.run.background import LiveExports

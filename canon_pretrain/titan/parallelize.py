@@ -112,8 +112,8 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> CanonChoice | Non
     answer: list[str | None] = [None]
     if dist.get_rank() == 0:
         dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
-        sizes = args.key_dim, args.value_dim
-        answer = [fla_mixers().check_mixer(args.mixer, *sizes, dtype, device)]
+        problem = fla_mixers().check_mixer(args.mixer, args.key_dim, args.value_dim, dtype, device)
+        answer = [problem]
     dist.broadcast_object_list(answer, src=0)
     if (problem := answer[0]) is None:
         return CanonChoice("fla", "equal to chunked")

@@ -6,7 +6,7 @@ All ranks ask the same questions about the same windows: a sharded model must an
 import torch
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.machine.hardware import to_device
+from canon_pretrain.machine.device import to_device
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.decode import generate, sample_generator
 from canon_pretrain.model.transformer import Transformer

@@ -26,7 +26,7 @@ from torchtitan.tools.logging import logger
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.mixture import Mixture
-from canon_pretrain.machine.hardware import to_device
+from canon_pretrain.machine.device import to_device
 from canon_pretrain.run.launches import LaunchRecord
 from canon_pretrain.run.sections import Guards
 from canon_pretrain.run.session import LOST_LOCK, REASONS, Session, describe
@@ -451,8 +451,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         losses = []
         for inputs, labels in batches:
             inputs = {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
-            options = {"labels": to_device(labels, self.device), "global_valid_tokens": num_labels}
-            losses.append(self.forward_backward_step(input_dict=inputs, **options))
+            loss = self.forward_backward_step(
+                input_dict=inputs,
+                labels=to_device(labels, self.device),
+                global_valid_tokens=num_labels,
+            )
+            losses.append(loss)
         own_losses = torch.stack(losses).sum(dim=0)
         parameters = [p for part in self.model_parts for p in part.parameters()]
         grad_norm = clip_gradients(parameters, self.job_config.training.max_norm)

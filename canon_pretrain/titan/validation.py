@@ -31,7 +31,7 @@ from canon_pretrain.data.held_out import (
 )
 from canon_pretrain.data.mixture import exact_weight, short_names
 from canon_pretrain.data.shards import TokenShards
-from canon_pretrain.machine.hardware import to_device
+from canon_pretrain.machine.device import to_device
 from canon_pretrain.run.folder import VALIDATION
 from canon_pretrain.run.log import json_value, read_log
 from canon_pretrain.synthetic.task import EVALUATION, EVALUATION_SEED

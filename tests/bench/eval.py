@@ -37,7 +37,8 @@ from canon_pretrain.core.terminal import Console
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import dtype_for
-from canon_pretrain.machine.hardware import check_cuda, cpu_info
+from canon_pretrain.machine.device import check_cuda
+from canon_pretrain.machine.hardware import cpu_info
 from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.transformer import Transformer

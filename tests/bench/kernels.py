@@ -66,7 +66,7 @@ def passes(
 def add_canon_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = {"cuda": (16, 4096), "cpu": (4, 1024)}
     names = ("backends", *SHAPE_AND_TIMING)
-    variants.add_options(parser, *names, shapes=shapes, pairs=11, block_seconds=0.05)
+    variants.add_options(parser, names, shapes=shapes, pairs=11, block_seconds=0.05)
     parser.set_defaults(position="rope")  # B's neighbor is the rotation
 
 
@@ -148,7 +148,7 @@ WORST_ERROR = 3e-2  # of the largest value; bfloat16 products, summed in float32
 
 def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = {"cuda": (6, 4096), "cpu": (2, 1024)}
-    variants.add_options(parser, *SHAPE_AND_TIMING, shapes=shapes, pairs=11, block_seconds=0.1)
+    variants.add_options(parser, SHAPE_AND_TIMING, shapes=shapes, pairs=11, block_seconds=0.1)
 
 
 def measure_attention(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:

@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = {"cuda": (6, 4096), "cpu": (1, 1024)}
     names = (*variants.SHAPE, *variants.TIMING)
-    variants.add_options(parser, *names, shapes=shapes, pairs=7, block_seconds=0.3)
+    variants.add_options(parser, names, shapes=shapes, pairs=7, block_seconds=0.3)
     parser.set_defaults(flavor="12L768D")
     lengths, about = [1024, 4096, 16384], "tokens per row (default: 1024 4096 16384)"
     parser.add_argument("--lengths", nargs="+", type=int, default=lengths, help=about)

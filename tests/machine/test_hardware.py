@@ -8,7 +8,8 @@ import torch
 
 from canon_pretrain import train
 from canon_pretrain.bench.limits import Machine
-from canon_pretrain.machine import hardware, memory
+from canon_pretrain.machine import device as device_module
+from canon_pretrain.machine import gpus, hardware, memory
 from eval.__main__ import main as eval_main
 from tests.support import debug_run, error_codes, refused
 
@@ -44,10 +45,10 @@ def test_an_unusable_gpu_is_refused_unless_hidden(broken_gpu, nvidia_smi, monkey
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
         error = refused("gpu.unusable", evidence=str(broken_gpu))
         with error if value in (None, "0") else contextlib.nullcontext():
-            hardware.check_cuda()
+            device_module.check_cuda()
     broken_gpu.unlink()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    hardware.check_cuda()
+    device_module.check_cuda()
     assert hardware.find_gpu() is None  # nvidia-uvm is not a GPU, and nvidia-smi fails
     nvidia_smi.write_text("#!/bin/sh\n[ $1 = -L ] && echo 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\n")
     assert "NVIDIA H100" in (hardware.find_gpu() or "")
@@ -82,7 +83,7 @@ DEVICES = [
 @pytest.mark.parametrize(("tflops", "names"), DEVICES)
 def test_a_devices_peak_is_its_own_or_unknown(tflops, names):
     for name in names.split("; "):
-        assert hardware.peak_flops(name) == (tflops and tflops * 1e12), name
+        assert gpus.peak_flops(name) == (tflops and tflops * 1e12), name
 
 
 @pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 1)])
@@ -95,8 +96,8 @@ def test_tensors_go_to_a_gpu_from_pinned_memory(device, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned)
     monkeypatch.setattr(torch.Tensor, "to", copy)
-    hardware.to_device(torch.zeros(2), device)
-    hardware.to_device(torch.zeros(2), "cpu")
+    device.to_device(torch.zeros(2), device)
+    device.to_device(torch.zeros(2), "cpu")
     expected = {"non_blocking": True}
     assert copies == [(True, (device,), expected), (False, ("cpu",), expected)]
 
@@ -119,13 +120,13 @@ def test_commands_refuse_an_unusable_gpu(broken_gpu, data_folder, tmp_path, caps
 def test_numa_cores_of_a_gpu(tmp_path, monkeypatch):
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {2: place}.get)
-    assert hardware.numa_cores(2, tmp_path) == set()
+    assert device_module.numa_cores(2, tmp_path) == set()
     device, node_1 = "sys/bus/pci/devices/0000:dc:01.0", "sys/devices/system/node/node1"
     cases = ("1", "48-50,144\n", {48, 49, 50, 144}), ("-1", "0-3", set()), ("1", "", set())
     for node, cores, expected in cases:
         write(tmp_path / device / "numa_node", f"{node}\n")
         write(tmp_path / node_1 / "cpulist", cores)
-        assert hardware.numa_cores(2, tmp_path) == expected
+        assert device_module.numa_cores(2, tmp_path) == expected
 
 
 def test_available_memory_is_limited_by_cgroups(tmp_path):

@@ -17,6 +17,7 @@ from canon_pretrain.report.items import ItemCache, Scale, _values
 from canon_pretrain.report.record import read_runs
 from canon_pretrain.report.verdicts import Options
 from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Score
 from tests import simulate_statistics as simulate
 from tests.report_pages import Page, report
@@ -39,7 +40,7 @@ RNG = np.random.default_rng
 
 
 def content(*folders, baseline=None, **options):
-    return comparison_content(read_runs(folders)[0], baseline, Options(**options))
+    return json_value(comparison_content(read_runs(folders)[0], baseline, Options(**options)))
 
 
 def only_pair(*folders, **options):
@@ -166,7 +167,7 @@ def test_losses_of_different_texts_are_not_compared(tmp_path):
     _, choice = chosen(*paths)
     assert choice.recipe is None and choice.losses == [None, None]
     curves = score_curves(read_runs(paths)[0])
-    assert [[line["run"] for line in curve["lines"]] for curve in curves] == [["low"], ["high"]]
+    assert [[line.run for line in curve.lines] for curve in curves] == [["low"], ["high"]]
     # both evaluated on the same text
     scored(paths[1], 20, 2.9, held_out_fingerprint=texts["low"])
     assert chosen(*paths)[1].losses == [3.0, 2.9]

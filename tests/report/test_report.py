@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -307,14 +308,15 @@ def test_bad_lines_of_a_log_are_reported_once(run, caplog):
     assert len(caplog.records) == 1
 
 
-def test_the_planted_difference_is_better(page):
-    (tally,) = sections.verdicts_by_architecture(content(page)).values()
+def test_the_planted_difference_is_better(six, page):
+    compared = comparison_content(read_runs(six)[0])
+    (tally,) = sections.verdicts_by_architecture(compared).values()
     mean, pair = tally["better"]
-    assert (len(mean["mean_of"]), pair["task"], tally["worse"]) == (3, "piqa", [])
-    assert pair["difference"] == pytest.approx(0.35)
-    shown = ["better", sections.signed(pair["difference"]), sections.interval(pair["ci"])]
-    shown += [sections.p_value(pair["p_holm"])]
-    shown += [sections.rounded(pair[name]) for name in ("value", "baseline_value")]
+    assert (len(mean.mean_of), pair.task, tally["worse"]) == (3, "piqa", [])
+    assert pair.difference == pytest.approx(0.35)
+    shown = ["better", sections.signed(pair.difference), sections.interval(pair.ci)]
+    shown += [sections.p_value(pair.p_holm)]
+    shown += [sections.rounded(value) for value in (pair.value, pair.baseline_value)]
     parsed, text = Page(page), markdown(page)
     row = ["piqa acc", "nope", *shown]
     assert row in [found[:8] for found in parsed.rows]
@@ -341,11 +343,15 @@ def test_held_out_loss_is_the_headline_with_its_curve(tmp_path, capsys):
     assert nope["values"] == pytest.approx([6.001, 5.001]) and nope["n"] == [2, 2]
     assert canon["low"] == pytest.approx([5.9, 4.9]) and canon["tokens"] == [10 * 2048, 20 * 2048]
     assert found["held_out"]["counted"] == {"unigram": 7.0}
-    figure = figures.draw_held_out(found["held_out"], [nope["label"], canon["label"]])
+    compared = comparison_content(read_runs(runs)[0])
+    labels = [nope["label"], canon["label"]]
+    lines = {each.label: each.runs for each in compared.architectures}
+    curves = figures.held_out_curves(read_runs(runs)[0], lines)
+    figure = figures.draw_held_out(curves, labels)
     (line,), (label,) = (figure["layout"][kind] for kind in ("shapes", "annotations"))
     assert (line["y0"], line["y1"], label["y"]) == (7.0, 7.0, 7.0) and "unigram" in label["text"]
     assert "unigram 7.000" in page.read_text()
-    assert sections.verdicts_by_architecture(found) == {}  # held-out loss is not a task
+    assert sections.verdicts_by_architecture(compared) == {}  # held-out loss is not a task
     one = markdown(report(runs[:1], tmp_path / "one"))
     titles = re.findall("^## (.*)$", one, re.MULTILINE)
     assert titles[:3] == ["Held-out loss", "Run", "Training curves"]
@@ -366,7 +372,7 @@ def test_scores_by_architecture_with_published_ones_beside_them(page):
     rows = [r for r in parsed.rows if r[0] == "piqa acc" and r[-1] == "0.7225"]
     assert [row[-3:] for row in rows] == [["0.7002", "0.7187", "0.7225"]] * 3
     found = published_scores([("lambada_openai", "acc"), ("wikitext", "word_perplexity")])
-    values = [row["values"] for row in found["rows"]]
+    values = [row.values for row in found.rows]
     assert values == [[0.426, 0.4566, 0.4665], [18.53, 16.56, 16.42]]
     assert published_scores([("mine", "acc")]) is None
 
@@ -407,14 +413,17 @@ def test_accuracy_over_length_by_architecture(tmp_path):
     assert any(row[1:] == ["0", "256", "1,024"] for row in Page(page).rows)
 
 
-def test_long_tables_have_fewer_columns(page):
-    (pair, *_) = content(page)["comparison"]["pairs"]
-    short, long = (sections.pairs({"pairs": [pair] * count}) for count in (1000, 1001))
-    assert len(long["rows"]) == 1001 and len(long["columns"]) < len(short["columns"])
+def test_long_tables_have_fewer_columns(six):
+    compared = comparison_content(read_runs(six)[0])
+    pair = compared.pairs[0]
+    short, long = (
+        sections.pairs(replace(compared, pairs=[pair] * count)) for count in (1000, 1001)
+    )
+    assert len(long.rows) == 1001 and len(long.columns) < len(short.columns)
 
 
 @pytest.mark.system  # renders 100,000 cells
-def test_a_page_of_many_runs_is_small(tmp_path, page):
+def test_a_page_of_many_runs_is_small(tmp_path, six):
     """40 runs x 61 tasks at two steps, with logs and samples: at most 1 MB beside plotly."""
     rng, runs = np.random.default_rng(0), []
     tasks = {f"task_number_{k}": {"primary": ["acc"]} for k in range(61)}
@@ -433,25 +442,23 @@ def test_a_page_of_many_runs_is_small(tmp_path, page):
         runs.append(RunRecord(run.path))
 
     compared = comparison_content(runs, None, Options())
-    [pair, *_] = content(page)["comparison"]["pairs"]
-    compared["refused"], compared["pairs"] = (
-        [],
-        [
-            {
-                **pair,
-                "architecture": each["label"],
-                "task": task,
-                "difference": rng.normal(),
-                "verdict": rng.choice(["better", *["within noise"] * 3]),
-            }
-            for each in compared["architectures"][1:]
-            for task in tasks
-        ],
-    )
+    [pair, *_] = comparison_content(read_runs(six)[0]).pairs
+    pairs = [
+        replace(
+            pair,
+            architecture=each.label,
+            task=task,
+            difference=rng.normal(),
+            verdict=rng.choice(["better", *["within noise"] * 3]),
+        )
+        for each in compared.architectures[1:]
+        for task in tasks
+    ]
+    compared = replace(compared, refused=[], pairs=pairs)
     found = report_content(runs, compared)
     write_report(tmp_path, "index.html", found, figures.labels_of(found))
-    assert len(found["score_curves"]) == len(tasks)
-    assert len(compared["pairs"]) == 39 * len(tasks)
+    assert len(found.score_curves) == len(tasks)
+    assert len(compared.pairs) == 39 * len(tasks)
     assert (tmp_path / "index.html").stat().st_size < 1e6
 
 

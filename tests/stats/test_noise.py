@@ -87,10 +87,10 @@ def test_mcnemar_is_a_binomial_test_of_discordant_items(only_a, only_b):
     a = np.array([1.0] * only_a + [0.0] * only_b + [1.0] * 7 + [0.0] * 5)
     b = np.array([0.0] * only_a + [1.0] * only_b + [1.0] * 7 + [0.0] * 5)
     found = noise.mcnemar_test(a, b)
-    assert (found["only_a"], found["only_b"]) == (only_a, only_b)
-    assert found["exact"] == (only_a + only_b < noise.EXACT_BELOW)
+    assert (found.only_a, found.only_b) == (only_a, only_b)
+    assert found.exact == (only_a + only_b < noise.EXACT_BELOW)
     exact = stats.binomtest(only_a, only_a + only_b).pvalue if only_a + only_b else 1.0
-    assert found["p"] == pytest.approx(exact, rel=1e-6 if found["exact"] else 0.05)
+    assert found.p == pytest.approx(exact, rel=1e-6 if found.exact else 0.05)
 
 
 def test_few_equal_items_have_a_variance():

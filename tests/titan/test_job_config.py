@@ -13,7 +13,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from canon_pretrain.model.args import FLAVORS
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree, value_of
-from canon_pretrain.titan.keys import SHORT_HELP, SYNONYMS
+from canon_pretrain.titan.keys import SHORT_HELP, SYNONYMS, dotted
 from canon_pretrain.titan.spec import build_schedule
 from tests.support import ROOT, refused
 

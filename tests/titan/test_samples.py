@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from canon_pretrain import data, titan
 from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.report import content as report_content
 from canon_pretrain.report import sections
+from canon_pretrain.report.content import SampleRow, SampleText
 from canon_pretrain.report.record import unix_time
 from canon_pretrain.run.sections import Samples
 from canon_pretrain.titan.command_line import parse_job
@@ -169,9 +171,9 @@ def test_a_prompt_is_listed_once(text):
 
 
 def test_a_report_keeps_the_spaces_of_a_text():
-    rows = [{"step": k, "cells": [{"text": each}]} for k, each in enumerate((" the\n", " \n"))]
-    table = sections.samples({"rows": rows}, ["run"])
-    assert [text["text"] for _, text in table["rows"]] == [" the\n", "(no text)"]
+    rows = [SampleRow(k, [SampleText(each)]) for k, each in enumerate((" the\n", " \n"))]
+    table = sections.samples(report_content.Samples("", 2, rows), ["run"])
+    assert [text.text for _, text in table.rows] == [" the\n", "(no text)"]
 
 
 def forbid_samples(rank):

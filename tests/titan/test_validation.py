@@ -15,7 +15,7 @@ from canon_pretrain.data.held_out import divide_windows, windows
 from canon_pretrain.data.mixture import exact_weight
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.hf.loading import load_model
-from canon_pretrain.machine.hardware import to_device
+from canon_pretrain.machine.device import to_device
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import RunLog
