@@ -60,10 +60,10 @@ class Stages:
             self.server.close()
             self.server = None
 
-    def run(self, about: str, *words: object) -> str:
-        """Say what `canon WORDS` is about and how long it took; return its output."""
+    def run(self, title: str, *words: object) -> str:
+        """Run `canon WORDS`; print a title and how long it took. Return its output."""
         start = time.monotonic()
-        print(f"{about} ... ", end="", flush=True)
+        print(f"{title} ... ", end="", flush=True)
         output = self.call(*words)
         print(duration(time.monotonic() - start))
         return output
@@ -87,8 +87,8 @@ class Stages:
         }
         commands = []
         for rank in range(count):
-            own = variables | {"RANK": rank, "LOCAL_RANK": rank}
-            commands.append([*(f"{name}={value}" for name, value in own.items()), *texts])
+            variables |= {"RANK": rank, "LOCAL_RANK": rank}
+            commands.append([*(f"{name}={value}" for name, value in variables.items()), *texts])
         return self._call(commands)
 
     def _call(self, commands: Sequence[list[str]]) -> str:

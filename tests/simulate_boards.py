@@ -18,7 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from canon_pretrain.boards import race as racing
+from canon_pretrain.boards.stops import RACE_SHARE
 from canon_pretrain.stats import cells as board
+from canon_pretrain.stats.claims import Claim
 
 TASKS, NAMES, ITEMS = 8, ("a", "b", "c", "d"), 256
 KINDS = ("normal", "mixed", "logit", "bimodal", "beside steady")
@@ -73,7 +75,7 @@ def scores_of(rng, kind, seeds, *, null):
 def fixed_boards(kind, seeds, boards, rng):
     """Return the share of intervals that cover, and of null boards with any difference called."""
     covered, false_calls, false_claims = [], 0, 0
-    claims = [board.Claim(str(task), *NAMES[:2]) for task in range(TASKS)]
+    claims = [Claim(str(task), *NAMES[:2]) for task in range(TASKS)]
     for _ in range(boards):
         means, scores = scores_of(rng, kind, seeds, null=False)
         for task, by_name in board.measure(scores).items():
@@ -92,7 +94,7 @@ def chosen_boards(rates, seeds, boards, rng):
     Noise is normal. The other rates of an architecture are worse by a curvature of its own.
     """
     covered, false_calls, false_claims = [], 0, 0
-    claims = [board.Claim(str(task), *NAMES[:2]) for task in range(TASKS)]
+    claims = [Claim(str(task), *NAMES[:2]) for task in range(TASKS)]
     for _ in range(boards):
         named, choices, means = {}, {}, {}
         for name, task in itertools.product(NAMES, map(str, range(TASKS))):
@@ -195,7 +197,7 @@ def race(drawn, final=True):
         spent += at.sum()
         found |= {(str(t), *pair) for pair in run.decided}
     if final:
-        found |= calls(ends, 1 - racing.RACE_SHARE)
+        found |= calls(ends, 1 - RACE_SHARE)
     return found, spent / seen.size
 
 

@@ -26,10 +26,11 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -43,14 +44,16 @@ from canon_pretrain.cluster.sweep import (
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.model.args import ModelArgs, fill_sizes
 from canon_pretrain.run.config import build, read_experiment
-
-if TYPE_CHECKING:  # scipy takes a while to import
-    pass
+from canon_pretrain.stats.claims import Claim
 
 BOARD = "board.json"
 NAME = re.compile(r"\w+", re.ASCII)  # no "-": it separates the parts of a run's name
 MODEL_KEYS = {each.name for each in dataclasses.fields(ModelArgs)} - {"max_seq_len"} | {
-    *("flavor", "tokenizer_path", "attention_backend", "mixer_backend", "canon_backend")
+    "flavor",
+    "tokenizer_path",
+    "attention_backend",
+    "mixer_backend",
+    "canon_backend",
 }
 Settings = dict[str, Any]
 
@@ -64,16 +67,6 @@ class BoardTask:
     score: str = ""
     set: Settings = field(default_factory=dict)
     difficulties: dict[str, Settings] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A planned one-sided test: `better` beats `worse`, or is at most `margin` worse if given."""
-
-    task: str
-    better: str
-    worse: str
-    margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,67 +89,78 @@ class Board:
     reference: Reference | None = None
 
     @property
-    def settings(self) -> dict[str, tuple[str, Settings]]:
-        """The name of each task, and its values, by task/difficulty."""
+    def settings(self) -> dict[str, Settings]:
+        """The values of the task's config by task/difficulty."""
         return {
-            f"{name}/{difficulty}" if difficulty else name: (name, {**task.set, **own})
+            f"{name}/{difficulty}" if difficulty else name: {**task.set, **values}
             for name, task in self.tasks.items()
-            for difficulty, own in (task.difficulties or {"": {}}).items()
+            for difficulty, values in (task.difficulties or {"": {}}).items()
         }
 
     @property
     def arms(self) -> dict[str, Settings]:
         """The keys of [model] by architecture, with sizes by architecture/size."""
         return {
-            f"{name}/{size}" if size else name: {**model, **own}
+            f"{name}/{size}" if size else name: {**model, **values}
             for name, model in self.architectures.items()
-            for size, own in (self.sizes or {"": {}}).items()
+            for size, values in (self.sizes or {"": {}}).items()
         }
 
-    @property
+    @cached_property
     def places(self) -> dict[str, tuple[str, str]]:
         """The task/difficulty and the arm by name of a config, without .toml."""
         pairs = itertools.product(self.settings, self.arms)
         return {f"{setting}-{arm}".replace("/", "-"): (setting, arm) for setting, arm in pairs}
+
+    def place_of(self, config: str) -> tuple[str, str]:
+        """Return the task/difficulty and the arm of a config's path."""
+        return self.places[Path(config).stem]
+
+    def task_of(self, setting: str) -> BoardTask:
+        """Return the task of a task/difficulty."""
+        return self.tasks[setting.partition("/")[0]]
 
 
 def read_board(path: Path) -> Board:
     """Read and check BOARD.toml. Raises UserError."""
     values = dict(read_experiment(path))
     try:
-        tables = values.get("tasks")
-        if isinstance(tables, dict):
-            values["tasks"] = {
-                name: build(BoardTask, each, str(path), f"tasks.{name}.")
-                if isinstance(each, dict)
-                else each
-                for name, each in tables.items()
-            }
-        if isinstance(rows := values.get("claims"), list):
-            values["claims"] = [build(Claim, dict(row), str(path), "claims.") for row in rows]
-        if isinstance(table := values.get("reference"), dict):
-            values["reference"] = build(Reference, table, str(path), "reference.")
-        board = build(Board, values, str(path))
+        board = _build(values, str(path))
     except UserError as error:
         key = error.fields.get("key")
         if error.code == "config.unknown_key":
             raise UserError("board.unknown_key", error.message, key=key) from None
         raise UserError("board.type", error.message, key=key) from None
     except (TypeError, ValueError) as error:  # a required key is missing
-        text = f"{path}: {str(error).replace('.__init__() missing', ' lacks')}"
-        raise UserError("board.missing_key", text) from None
+        fault = str(error).replace(".__init__() missing", " lacks")
+        raise UserError("board.missing_key", f"{path}: {fault}") from None
+
     _check(board, path)
-    tasks = {
-        name: dataclasses.replace(task, config=_find(task.config, path))
-        for name, task in board.tasks.items()
-    }
+    tasks = {}
+    for name, task in board.tasks.items():
+        local = path.parent / task.config
+        config = os.path.abspath(local if local.exists() else task.config)
+        tasks[name] = dataclasses.replace(task, config=config)
     return dataclasses.replace(board, tasks=tasks)
 
 
-def _find(config: str, board: Path) -> str:
-    """Return the absolute path of a task's config."""
-    beside = board.parent / config
-    return os.path.abspath(beside if beside.exists() else config)
+def _build(values: Settings, source: str) -> Board:
+    """Build a board; a value of another type than a table or list is left to the last check."""
+    if isinstance(tasks := values.get("tasks"), dict):
+        values["tasks"] = {
+            name: build(BoardTask, task, source, f"tasks.{name}.")
+            if isinstance(task, dict)
+            else task
+            for name, task in tasks.items()
+        }
+    if isinstance(claims := values.get("claims"), list):
+        values["claims"] = [build(Claim, dict(claim), source, "claims.") for claim in claims]
+    if isinstance(reference := values.get("reference"), dict):
+        values["reference"] = build(Reference, reference, source, "reference.")
+    return build(Board, values, source)
+
+
+# -- checks
 
 
 def _check(board: Board, path: Path) -> None:
@@ -165,72 +169,117 @@ def _check(board: Board, path: Path) -> None:
     names += [name for task in board.tasks.values() for name in task.difficulties]
     for name in names:
         if not NAME.fullmatch(name):
-            text = f"{path}: the name {name!r}: expected letters, digits and _"
-            raise UserError("board.name", text, name=name)
-    lists: list[tuple[str, Sequence[float]]] = [("seeds", board.seeds)]
-    lists += [(f"tasks.{name}.learning_rates", t.learning_rates) for name, t in board.tasks.items()]
-    for key, given in lists:
-        if len({*given}) < len(given):
-            raise UserError("board.repeated", f"{path}: {key} = {given}: give each once", key=key)
-    tables = {f"architectures.{name}": model for name, model in board.architectures.items()}
-    tables |= {f"sizes.{name}": model for name, model in board.sizes.items()}
-    for table, key in ((table, key) for table, model in tables.items() for key in model):
-        if key not in MODEL_KEYS:
-            text = f"{path}: unknown key {table}.{key}, expected one of [model]."
-            raise UserError("board.unknown_key", text + suggestion(key, MODEL_KEYS), key=key)
-        _check_free(f"model.{key}", {*SEED_KEYS["both"]}, path)
+            raise UserError(
+                "board.name",
+                f"{path}: the name {name!r}: expected letters, digits and _",
+                name=name,
+            )
+
+    _check_once("seeds", board.seeds, path)
+    for name, task in board.tasks.items():
+        _check_once(f"tasks.{name}.learning_rates", task.learning_rates, path)
+
+    own_keys = {*SEED_KEYS["both"], FOLDER_KEY}
+    for table, model in _model_tables(board).items():
+        for key in model:
+            if key not in MODEL_KEYS:
+                raise UserError(
+                    "board.unknown_key",
+                    f"{path}: unknown key {table}.{key}, expected one of [model]."
+                    f"{suggestion(key, MODEL_KEYS)}",
+                    key=key,
+                )
+            _check_free(f"model.{key}", own_keys, path)
     _check_sizes(board, path)
-    for name, values in board.settings.values():
-        rates = {RATE_KEY} if board.tasks[name].learning_rates else set()
+
+    for setting, values in board.settings.items():
+        rate_keys = {RATE_KEY} if board.task_of(setting).learning_rates else set()
         for key in values:
             if "." not in key:
-                text = f"{path}: tasks.{name} sets {key!r}: expected section.key in quotes"
-                raise UserError("board.dotted_key", text, key=key)
-            _check_free(key, {*SEED_KEYS["both"], FOLDER_KEY} | rates, path)
-    tasks, arms = [*board.settings], [*board.arms]
-    named = [(claim.task, tasks) for claim in board.claims]
+                name = setting.partition("/")[0]
+                raise UserError(
+                    "board.dotted_key",
+                    f"{path}: tasks.{name} sets {key!r}: expected section.key in quotes",
+                    key=key,
+                )
+            _check_free(key, own_keys | rate_keys, path)
+
     for claim in board.claims:
-        others = [each for each in arms if each != claim.better]
-        named += [(claim.better, arms), (claim.worse, others)]
-    for task, by_arm in (board.reference.values if board.reference else {}).items():
-        named += [(task, tasks), *((arm, arms) for arm in by_arm)]
-    for word, known in named:
-        if word not in known:
-            text = f"{path}: a claim or [reference] names {word!r}, expected one of "
-            text += f"{', '.join(known)}.{suggestion(word, known)}"
-            raise UserError("board.claim", text, given=word)
+        _check_known(claim.task, board.settings, path)
+        _check_known(claim.better, board.arms, path)
+        _check_known(claim.worse, [arm for arm in board.arms if arm != claim.better], path)
+    for task_name, scores in (board.reference.values if board.reference else {}).items():
+        _check_known(task_name, board.settings, path)
+        for arm in scores:
+            _check_known(arm, board.arms, path)
 
 
-def _check_sizes(board: Board, path: Path) -> None:
-    """Raise UserError for a key of [model] that is set twice, or that a mixer sets otherwise."""
-    tables = {f"architectures.{name}": model for name, model in board.architectures.items()}
-    tables |= {f"sizes.{name}": model for name, model in board.sizes.items()}
-    for setting, (_, values) in board.settings.items():
-        own = {key: x for key, x in values.items() if key.startswith("model.")}
-        tables[f"tasks.{setting}"] = {key.removeprefix("model."): x for key, x in own.items()}
-
-    for (one, model), (other, values) in itertools.combinations(tables.items(), 2):
-        if one.partition(".")[0] != other.partition(".")[0]:
-            if both := model.keys() & values.keys():
-                key = min(both)
-                text = f"{path}: {one} and {other} set {key} of [model]: set it in one of them"
-                raise UserError("board.repeated", text, key=key)
-
-    # a flavor is completed for each mixer; sizes of attention would replace what another needs
-    for name, model in board.architectures.items():
-        needed = fill_sizes(ModelArgs(), model)
-        for table, values in tables.items():
-            filled = values.keys() & (needed.keys() - model.keys())
-            wrong = [key for key in sorted(filled) if values[key] != needed[key]]
-            if wrong and not table.startswith("architectures."):
-                key = wrong[0]
-                text = f"{path}: {table} sets {key}, but architectures.{name} has another {key} "
-                text += "than attention at the same size: set flavor instead, or set "
-                text += f"{key} in each architecture"
-                raise UserError("board.size", text, key=key)
+def _check_once(key: str, numbers: Collection[float], path: Path) -> None:
+    if len({*numbers}) < len(numbers):
+        raise UserError("board.repeated", f"{path}: {key} = {numbers}: give each once", key=key)
 
 
 def _check_free(key: str, owned: set[str], path: Path) -> None:
     if key in owned:
-        text = f"{path} sets {key}: the board sets it for each run (seeds, learning_rates, --out)"
-        raise UserError("board.own_key", text, key=key)
+        raise UserError(
+            "board.own_key",
+            f"{path} sets {key}: the board sets it for each run (seeds, learning_rates, --out)",
+            key=key,
+        )
+
+
+def _check_known(name: str, known: Collection[str], path: Path) -> None:
+    if name not in known:
+        raise UserError(
+            "board.claim",
+            f"{path}: a claim or [reference] names {name!r}, expected one of "
+            f"{', '.join(known)}.{suggestion(name, known)}",
+            given=name,
+        )
+
+
+def _model_tables(board: Board) -> dict[str, Settings]:
+    """Return the tables of keys of [model] by name."""
+    tables = {f"architectures.{name}": model for name, model in board.architectures.items()}
+    return tables | {f"sizes.{name}": model for name, model in board.sizes.items()}
+
+
+def _check_sizes(board: Board, path: Path) -> None:
+    """Raise UserError for a key of [model] that is set twice, or that a mixer sets otherwise."""
+    tables = _model_tables(board)
+    for setting, values in board.settings.items():
+        tables[f"tasks.{setting}"] = {
+            key.removeprefix("model."): x for key, x in values.items() if key.startswith("model.")
+        }
+
+    for (table, model), (other, values) in itertools.combinations(tables.items(), 2):
+        if table.partition(".")[0] != other.partition(".")[0]:
+            if both := model.keys() & values.keys():
+                key = min(both)
+                raise UserError(
+                    "board.repeated",
+                    f"{path}: {table} and {other} set {key} of [model]: set it in one of them",
+                    key=key,
+                )
+
+    # a flavor is completed for each mixer; sizes of attention would replace what another needs
+    for name, model in board.architectures.items():
+        filled = fill_sizes(ModelArgs(), model)
+        needed = {key: filled[key] for key in filled.keys() - model.keys()}
+        for table, values in tables.items():
+            if not table.startswith("architectures."):
+                _check_size(values, needed, table, name, path)
+
+
+def _check_size(
+    values: Settings, needed: Mapping[str, Any], table: str, architecture: str, path: Path
+) -> None:
+    wrong = sorted(key for key in values.keys() & needed.keys() if values[key] != needed[key])
+    if wrong:
+        key = wrong[0]
+        raise UserError(
+            "board.size",
+            f"{path}: {table} sets {key}, but architectures.{architecture} has another {key} than "
+            f"attention at the same size: set flavor instead, or set {key} in each architecture",
+            key=key,
+        )

@@ -18,15 +18,15 @@ DIR/report.html, .json and .md. No torch.
 
 import argparse
 import dataclasses
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from canon_pretrain.cluster.planned import (
-    num_steps,
-    planned_values,
-)
+from canon_pretrain.boards.board import Board, read_board
+from canon_pretrain.boards.driver import Driver, read_failures
+from canon_pretrain.boards.plan import check_promises, plan_board, promised_by, read_plan
+from canon_pretrain.boards.stops import RACE, read_race
+from canon_pretrain.cluster.planned import num_steps, planned_values
 from canon_pretrain.cluster.sweep import (
     Row,
     Sweep,
@@ -42,17 +42,15 @@ from canon_pretrain.core.cli import (
     positive,
 )
 from canon_pretrain.core.lock import locked
+from canon_pretrain.machine.hardware import visible_gpus
 from canon_pretrain.report.status import ACTIVE_STATES
 
 if TYPE_CHECKING:  # scipy takes a while to import
     from canon_pretrain.boards.race import Arm, Entry
-from canon_pretrain.boards.board import Board, read_board
-from canon_pretrain.boards.driver import Driver, read_failures
-from canon_pretrain.boards.plan import check_promises, plan_board, promised_by, read_plan
-from canon_pretrain.machine.hardware import visible_gpus
+    from canon_pretrain.boards.results import BoardPlan
 
 LOCK = ".playground.lock"
-RACE = "race.json"
+PAGE = "report.html"
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +98,7 @@ def run_plan(given: argparse.Namespace) -> None:
 
 
 def _plan(given: argparse.Namespace) -> Sweep:
+    """Write or extend the plan, and print how many runs it has."""
     folder = _folder(given)
     sweep, num_new = plan_board(read_board(given.board), folder, extend=given.extend)
     print(f"{folder}: {len(sweep.runs)} runs, {num_new} of them new")
@@ -108,14 +107,15 @@ def _plan(given: argparse.Namespace) -> Sweep:
 
 def run_run(given: argparse.Namespace) -> None:
     """Plan, train all runs that are not DONE, and print the table; exit with 1 if one failed."""
-    sweep = _plan(given)
+    _plan(given)
     folder = _folder(given)
     with locked(folder / LOCK, f"the board {folder}"):
-        (board, sweep), stopped = read_plan(folder), _stopped(folder)
+        board, sweep = read_plan(folder)
+        stopped = _stopped(folder)
         left = dataclasses.replace(sweep, runs=[x for x in sweep.runs if x.name not in stopped])
         race = None
         if given.race:
-            from canon_pretrain.boards.race import BoardRace
+            from canon_pretrain.boards.race import BoardRace  # scipy takes a while to import
 
             race = BoardRace(folder, race_entries(board, sweep))
         gpus = visible_gpus()
@@ -136,21 +136,22 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
     """Return a race per task/difficulty and size."""
     from canon_pretrain.boards.race import Entry, Race, race_stages
     from canon_pretrain.boards.results import size_of
-    from canon_pretrain.stats.cells import Claim as TestedClaim
 
     arms: dict[tuple[str, str], dict[Arm, list[str]]] = {}
+    configs = {}
     for run in sweep.runs:
-        setting, arm = board.places[Path(run.config).stem]
+        setting, arm = board.place_of(run.config)
+        configs[setting] = run.config
         runs = arms.setdefault((setting, size_of(arm)), {})
         runs.setdefault((arm, run.learning_rate), []).append(run.name)
-    lengths = {x: num_steps(planned_values(Path(x))) for x in sweep.configs}
-    steps = {board.places[Path(x).stem][0]: length for x, length in lengths.items()}
+
     entries = []
     for (setting, size), runs in arms.items():
-        claims = [TestedClaim(**asdict(x)) for x in board.claims if x.task == setting]
-        stages = race_stages(max(map(len, runs.values())), steps[setting])
-        score = board.tasks[board.settings[setting][0]].score
-        entries.append(Entry(Race(setting, stages, len(arms), claims), runs, size, score))
+        steps = num_steps(planned_values(Path(configs[setting])))
+        stages = race_stages(max(map(len, runs.values())), steps)
+        claims = [claim for claim in board.claims if claim.task == setting]
+        race = Race(setting, stages, len(arms), claims)
+        entries.append(Entry(race, runs, size, board.task_of(setting).score))
     return entries
 
 
@@ -158,26 +159,23 @@ def _stopped(folder: Path) -> dict[str, str]:
     """Return why runs were stopped by a race."""
     if not (folder / RACE).exists():
         return {}
-    from canon_pretrain.boards.race import read_race
-
     board, sweep = read_plan(folder)
-    by_arm = {(x.task, x.arm, x.learning_rate): str(x) for x in read_race(folder).stops}
-    found = dict[str, str]()
-    for run in sweep.runs:
-        place = (*board.places[Path(run.config).stem], run.learning_rate)
-        found |= {run.name: by_arm[place]} if place in by_arm else {}
-    return found
+    stops = {stop.place: str(stop) for stop in read_race(folder).stops}
+    places = {run.name: (*board.place_of(run.config), run.learning_rate) for run in sweep.runs}
+    return {name: stops[place] for name, place in places.items() if place in stops}
 
 
 def _rows(folder: Path) -> list[Row]:
-    sweep, stopped, failures = read_sweep(folder), _stopped(folder), read_failures(folder)
+    sweep = read_sweep(folder)
+    stopped = _stopped(folder)
+    failures = read_failures(folder)
     rows = []
-    for run, row in zip(sweep.runs, sweep_rows(sweep, folder, datetime.now(UTC)), strict=True):
-        reason = failures.get(run.name, "")
-        if run.name in stopped and row.state != "done":
-            row = row._replace(state="raced", reason=stopped[run.name])
-        elif reason and row.state not in ("done", *ACTIVE_STATES):
-            row = row._replace(state="failed", reason=row.reason or reason)
+    for row in sweep_rows(sweep, folder, datetime.now(UTC)):
+        if row.name in stopped and row.state != "done":
+            row = dataclasses.replace(row, state="raced", reason=stopped[row.name])
+        elif failures.get(row.name) and row.state not in ("done", *ACTIVE_STATES):
+            reason = row.reason or failures[row.name]
+            row = dataclasses.replace(row, state="failed", reason=reason)
         rows.append(row)
     return rows
 
@@ -192,29 +190,45 @@ def run_status(given: argparse.Namespace) -> None:
 
 def run_report(given: argparse.Namespace) -> None:
     """Write the page of the planned board, and print what is decided and the page's path."""
-    from canon_pretrain.boards.content import write_page
-    from canon_pretrain.boards.race import read_race
-    from canon_pretrain.boards.results import BoardPlan, BoardRun
-    from canon_pretrain.stats import cells as statistics  # scipy takes a while to import
+    # scipy and plotly take a while to import
+    from canon_pretrain.boards import tables
+    from canon_pretrain.boards.content import board_content
+    from canon_pretrain.report import eval_report
 
     folder = _folder(given)
+    content = board_content(_board_plan(folder, given.board.stem), datetime.now(UTC))
+    labels = {"entry": tables.architectures(content)}
+    eval_report.write_report(folder, PAGE, content, labels, "board", board=tables)
+    for line in (*tables.errors(content), *tables.headline(content)):
+        print(line)
+    print(f"report: {(folder / PAGE).resolve()}")
+
+
+def _board_plan(folder: Path, title: str) -> "BoardPlan":
+    """Return what a planned board compares."""
+    from canon_pretrain.boards.results import BoardPlan, BoardRun
+
     board, sweep = read_plan(folder)
-    settings = {run.config: board.places[Path(run.config).stem][0] for run in sweep.runs}
-    promises = {path: promised_by(board, setting) for path, setting in settings.items()}
+    promises = {run.config: promised_by(board, board.place_of(run.config)[0]) for run in sweep.runs}
     check_promises(dataclasses.replace(sweep, promises=promises), folder, promises)
-    failures, problems = read_failures(folder), dict[str, str]()
+
+    failures = read_failures(folder)
     runs = []
+    others = {}
     for run in sweep.runs:
-        setting, arm = board.places[Path(run.config).stem]
+        setting, arm = board.place_of(run.config)
         problem = failures.get(run.name, "")
         runs.append(BoardRun(run.name, setting, arm, run.learning_rate, run.seed or 0, problem))
-        problems |= {run.name: other} if (other := sweep.other_plan(run, folder)) else {}
-    tasks = {setting: board.tasks[name].score for setting, (name, _) in board.settings.items()}
-    claims = [statistics.Claim(**asdict(claim)) for claim in board.claims]
-    reference = asdict(board.reference) if board.reference else None
-    race = asdict(read_race(folder))
-    raced = {"stops": race["stops"], "orders": race["orders"], "share": race["share"]}
-    named = (folder, given.board.stem, [*board.arms], tasks, runs, claims)
-    plan = BoardPlan(*named, reference=reference, others=problems, **raced)
-    for line in write_page(plan, datetime.now(UTC)):
-        print(line)
+        if other := sweep.other_plan(run, folder):
+            others[run.name] = other
+    return BoardPlan(
+        folder,
+        title,
+        arms=[*board.arms],
+        tasks={setting: board.task_of(setting).score for setting in board.settings},
+        runs=runs,
+        claims=board.claims,
+        race=read_race(folder),
+        reference=board.reference,
+        others=others,
+    )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from rich.live import Live
 from rich.text import Text
@@ -43,7 +43,7 @@ from canon_pretrain.core.files import (
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import Console, duration
 from canon_pretrain.machine.hardware import visible_gpus
-from canon_pretrain.report.status import summarize_run
+from canon_pretrain.report.status import RunSummary, summarize_run
 from canon_pretrain.run.folder import RunFolder, is_run_folder
 
 if TYPE_CHECKING:  # scipy takes a while to import
@@ -88,8 +88,12 @@ class Driver:
         threads: int = 1,
         server: ForkServer | None = None,
     ) -> None:
-        self.sweep, self.folder, self.parallel, self.race = sweep, folder, parallel, race
-        self.gpus, self.threads = gpus, threads
+        self.sweep = sweep
+        self.folder = folder
+        self.parallel = parallel
+        self.race = race
+        self.gpus = gpus
+        self.threads = threads
         self.console = Console(highlight=False, soft_wrap=True)
         self.failures: dict[str, str] = {}
         self.stops = 0
@@ -98,39 +102,48 @@ class Driver:
         self._server = server
         self._is_own_server = server is None
         self._began = time.monotonic()
+        self._shown_s = 0.0  # when the progress was last shown
+        self._shown = [""]
         self._trained = 0  # steps of this driver's runs that have ended
+
         lengths = {x: num_steps(planned_values(Path(x))) for x in sweep.configs}
         self._steps = {run.name: lengths[run.config] for run in sweep.runs}
-        problems = {run.name: sweep.other_plan(run, folder) for run in sweep.runs}
-        self._others = {name: problem for name, problem in problems.items() if problem}
+        self._others: dict[str, str] = {}
         """Why the run in a folder is not the planned one."""
+        for run in sweep.runs:
+            if problem := sweep.other_plan(run, folder):
+                self._others[run.name] = problem
         self._at = {run.name: self._step(run) for run in sweep.runs}
 
     def _step(self, run: PlannedRun) -> int:
         """Return the run's last known step."""
         if self._is_done(run):
             return self._steps[run.name]
-        return self._summary(run).get("step") or 0
+        summary = self._summary(run)
+        return summary.step or 0 if summary else 0
 
     def _is_done(self, run: PlannedRun) -> bool:
         is_own = run.name not in self._others
         return is_own and RunFolder(self.folder / run.name).done_file.exists()
 
-    def _summary(self, run: PlannedRun) -> dict[str, Any]:
+    def _summary(self, run: PlannedRun) -> RunSummary | None:
+        """Return the state of a run; None if it has not started, or is not the planned one."""
         path = self.folder / run.name
         is_own = run.name not in self._others and is_run_folder(path)
-        return summarize_run(path, datetime.now(UTC)) if is_own else {}
+        return summarize_run(path, datetime.now(UTC)) if is_own else None
 
     def train(self) -> None:
         """Train until each run is DONE or has failed, or until a second request to stop."""
-        waiting = [run for run in self.sweep.runs if not self._is_done(run)]
-        for other in [run for run in waiting if run.name in self._others]:
-            waiting.remove(other)
-            self._fail(other, self._others[other.name])
-        shown, before = 0.0, [""]
+        waiting = []
+        for planned in self.sweep.runs:
+            if planned.name in self._others:
+                self._fail(planned, self._others[planned.name])
+            elif not self._is_done(planned):
+                waiting.append(planned)
+
         screen = Live(console=self.console, auto_refresh=False, transient=True)
         with self._signals(), screen as live:
-            while self._children or waiting and not self.stops:
+            while self._children or (waiting and not self.stops):
                 waiting += self._reap()
                 if self.race:
                     waiting = self._advance(self.race, waiting)
@@ -139,18 +152,23 @@ class Driver:
                         break
                     waiting.remove(run)
                     self._start(run)
-                now = time.monotonic()
-                is_new = now - self._began < 2 * REPORT_S
-                pause = REPORT_S / 6 if is_new else REPORT_S
-                if now - shown >= (SHOW_S if self.console.is_terminal else pause):
-                    shown = now
-                    lines = self._progress()
-                    if self.console.is_terminal:
-                        live.update(Text("\n".join(lines)), refresh=True)
-                    elif lines != before:
-                        self._say(*lines)
-                    before = lines
+                self._show(live)
                 time.sleep(POLL_S)
+
+    def _show(self, live: Live) -> None:
+        """Show the progress: every second on a terminal, else less often and if it is new."""
+        now = time.monotonic()
+        is_terminal = self.console.is_terminal
+        pause = REPORT_S / 6 if now - self._began < 2 * REPORT_S else REPORT_S
+        if now - self._shown_s < (SHOW_S if is_terminal else pause):
+            return
+        lines = self._progress()
+        if is_terminal:
+            live.update(Text("\n".join(lines)), refresh=True)
+        elif lines != self._shown:
+            self._say(*lines)
+        self._shown_s = now
+        self._shown = lines
 
     def _say(self, *lines: str) -> None:
         for line in lines:
@@ -179,15 +197,17 @@ class Driver:
     def _start(self, run: PlannedRun) -> None:
         """Train a run in a child process that is stopped if this one is killed."""
         self._forget_failure(run)
-        path, busy = self.folder / run.name, [child.gpu for child in self._children]
+        path = self.folder / run.name
+        busy = [child.gpu for child in self._children]
         gpu = min(self.gpus, key=busy.count, default=None)
         try:
-            words = self.sweep.launch(run, self.folder)
-            if (target := self._target(run)) < self._steps[run.name]:
-                words += ["--run.stop_at", str(target)]
+            arguments = self.sweep.launch(run, self.folder)
+            target = self._target(run)
+            if target < self._steps[run.name]:
+                arguments += ["--run.stop_at", str(target)]
             path.mkdir(parents=True, exist_ok=True)
             with open_file(path / OUTPUT, "ab") as output:
-                process = self._launch(words, output, gpu)
+                process = self._launch(arguments, output, gpu)
         except UserError as error:
             return self._fail(run, str(error))
         except OSError as error:
@@ -199,7 +219,7 @@ class Driver:
             process.terminate()
 
     def _launch(
-        self, words: Sequence[str], output: BinaryIO, gpu: str | None
+        self, arguments: Sequence[str], output: BinaryIO, gpu: str | None
     ) -> "subprocess.Popen[bytes] | ForkedChild | None":
         """Start a trainer, forked from a process that has imported torch if there is no GPU.
 
@@ -207,21 +227,23 @@ class Driver:
         busy machine.
         """
         environ = trainer_environment(self.threads)
-        environ |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         if gpu is None:
             try:
                 if self._server is None:
-                    self._server, self._is_own_server = ForkServer(SERVER, environ), True
+                    self._server = ForkServer(SERVER, environ)
+                    self._is_own_server = True
                 process = self._server.start(
-                    ["train", "--config", *words], output, gives_up=lambda: self.stops > 0
+                    ["train", "--config", *arguments], output, gives_up=lambda: self.stops > 0
                 )
                 if process is None:
                     self._close_server()
                 return process
             except OSError:  # the trainer that is started next says why
                 self._close_server()
+        else:
+            environ["CUDA_VISIBLE_DEVICES"] = gpu
         return start_child(
-            train_command(words),
+            train_command(arguments),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -239,33 +261,36 @@ class Driver:
         write_failures(self.folder, read_failures(self.folder) | {run.name: reason})
 
     def _forget_failure(self, run: PlannedRun) -> None:
-        known = read_failures(self.folder)
-        if known.pop(run.name, None) is not None:
-            write_failures(self.folder, known)
+        failures = read_failures(self.folder)
+        if failures.pop(run.name, None) is not None:
+            write_failures(self.folder, failures)
 
     def _reap(self) -> list[PlannedRun]:
         """Report the children that have ended; return those that a race continues."""
         paused = []
-        for child in [each for each in self._children if each.process.poll() is not None]:
+        for child in [child for child in self._children if child.process.poll() is not None]:
             self._children.remove(child)
-            run, code = child.run, child.process.returncode
-            self._at[run.name] = self._step(run)
-            self._trained += max(0, self._at[run.name] - child.first_step)
-            output = self.folder / run.name / OUTPUT
+            run = child.run
+            step = self._step(run)
+            self._at[run.name] = step
+            self._trained += max(0, step - child.first_step)
+
+            code = child.process.returncode
             if self._is_done(run):
                 self._say(f"{run.name}: DONE")
-            elif self.stops or not code:
-                self._say(f"{run.name}: stopped at step {self._at[run.name]:,}")
-                if self._target(run) <= self._at[run.name] < self._steps[run.name]:
+            elif code and not self.stops:
+                output = self.folder / run.name / OUTPUT
+                self._fail(run, f"{ending(code)}, {_last_line(output)} ({output})")
+            else:
+                self._say(f"{run.name}: stopped at step {step:,}")
+                if self._target(run) <= step < self._steps[run.name]:
                     paused.append(run)
                 elif not self.stops:
                     self.failures[run.name] = "stopped"
-            else:
-                self._fail(run, f"{ending(code)}, {_last_line(output)} ({output})")
         return paused
 
     def _advance(self, race: "BoardRace", waiting: Sequence[PlannedRun]) -> list[PlannedRun]:
-        """Return the waiting runs without those of arms that the race stops now."""
+        """Drop waiting runs whose arm the race has just stopped."""
         ended = self._at | {x.run.name: x.first_step for x in self._children}
         for stop in race.advance(ended, self.failures):
             self._say(f"{stop.task}, {stop}")
@@ -275,22 +300,33 @@ class Driver:
 
     def _progress(self) -> list[str]:
         """Return a line per running run, and the total."""
-        lines, trained = [], self._trained
+        lines = []
+        trained = 0
         for child in self._children:
-            name, seen = child.run.name, self._summary(child.run)
-            self._at[name] = step = max(self._at[name], seen.get("step") or 0)
-            trained += step - child.first_step
-            eta = seen.get("eta_s")
-            left = f", about {duration(eta)} left" if eta is not None else ""
-            lines.append(f"{name}: step {step:,} of {self._steps[name]:,}{left}")
-        total, done = sum(self._steps.values()), sum(self._at.values())
-        runs = sum(self._at[name] >= steps for name, steps in self._steps.items())
-        runs -= sum(self._at[x.run.name] >= self._steps[x.run.name] for x in self._children)
-        text = f"{runs} of {len(self.sweep.runs)} runs, step {done:,} of {total:,}"
+            name = child.run.name
+            summary = self._summary(child.run)
+            if summary is not None:
+                self._at[name] = max(self._at[name], summary.step or 0)
+            trained += self._at[name] - child.first_step
+            left = ""
+            if summary is not None and summary.eta_s is not None:
+                left = f", about {duration(summary.eta_s)} left"
+            lines.append(f"{name}: step {self._at[name]:,} of {self._steps[name]:,}{left}")
+
+        total = sum(self._steps.values())
+        done = sum(self._at.values())
+        left = ""
         if trained and done < total:
             seconds = (time.monotonic() - self._began) / trained * (total - done)
-            text += f", about {duration(seconds)} left"
-        return [*lines, text + (", stopping" if self.stops else "")]
+            left = f", about {duration(seconds)} left"
+        ended = self._at.keys() - {child.run.name for child in self._children}
+        num_ended = sum(self._at[name] >= self._steps[name] for name in ended)
+        stopping = ", stopping" if self.stops else ""
+        lines.append(
+            f"{num_ended} of {len(self.sweep.runs)} runs, step {done:,} of {total:,}"
+            f"{left}{stopping}"
+        )
+        return lines
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

@@ -5,15 +5,13 @@ that holds a run of another plan, or an earlier one, has failed: it is neither t
 """
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from canon_pretrain.boards.board import BOARD, Board, Settings
 from canon_pretrain.cluster.planned import (
     Promises,
     has_started,
@@ -28,8 +26,8 @@ from canon_pretrain.cluster.sweep import (
     merge_plan,
     read_sweep,
     run_name,
+    store_plan,
     values_hash,
-    write_plan,
 )
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.core.files import (
@@ -45,13 +43,33 @@ from canon_pretrain.run.sections import Data
 from canon_pretrain.synthetic.evaluation import metrics
 from canon_pretrain.synthetic.tasks import build_task
 
-if TYPE_CHECKING:  # scipy takes a while to import
-    pass
-from canon_pretrain.boards.board import BOARD, Board, Settings
-
 CONFIGS = "configs"
 MARK = "# Written by `playground plan`: change BOARD.toml instead.\n"
 WINDOWS = 128  # of a synthetic task that score a run; a trainer's 16 have few questions
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The config of an arm at a task/difficulty: what it adds to the config that it extends."""
+
+    path: Path
+    base: str
+    own: Settings
+
+    @property
+    def values(self) -> Settings:
+        return merge(planned_values(Path(self.base)), self.own)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the file exists and has these values."""
+        with suppress(UserError):
+            return read_experiment(self.path) == self.values
+        return False
+
+    def write(self) -> None:
+        text = MARK + to_toml({"extends": self.base} | self.own)
+        write_atomic(self.path, text.encode())
 
 
 def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Sweep, int]:
@@ -59,28 +77,30 @@ def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Swe
 
     Nothing is written if the board is refused.
     """
-    paths = {place: _path(folder, stem) for stem, place in board.places.items()}
-    windows = _windows(board, paths)
-    values = {place: _values(board, *place, windows) for place in paths}
-    for place, path in paths.items():
-        check_planned(path, values[place])
-        _check_score(board.tasks[board.settings[place[0]][0]].score, path, values[place])
+    configs = _configs(board, folder)
+    hashes = {}
+    promises = {}
+    for config in configs:
+        setting, _ = board.place_of(str(config.path))
+        values = config.values
+        check_planned(config.path, values)
+        _check_score(board.task_of(setting).score, config.path, values)
+        hashes[str(config.path)] = values_hash(values)
+        promises[str(config.path)] = promised_by(board, setting)
 
-    _check_files(folder, paths.values())
+    _check_files(folder, [config.path for config in configs])
     if (folder / PLAN).exists():
         _relocate(folder)
-    hashes = {str(path): values_hash(values[place]) for place, path in paths.items()}
-    promises = {str(path): promised_by(board, setting) for (setting, _), path in paths.items()}
     new = Sweep(_planned_runs(board, folder), hashes, promises=promises)
     check_promises(new, folder, _old_promises(folder))
     _check_configs(new, folder)
-    merge_plan(folder, new, extend=extend)  # which may refuse it
+    sweep, old = merge_plan(folder, new, extend=extend)  # which may refuse it
 
     (folder / CONFIGS).mkdir(parents=True, exist_ok=True)
-    for place, path in paths.items():
-        if not _holds(path, values[place]):
-            write_atomic(path, (MARK + _toml(board, *place, windows)).encode())
-    planned = write_plan(folder, new, extend=extend)
+    for config in configs:
+        if not config.is_written:
+            config.write()
+    planned = store_plan(folder, sweep, old)
     with suppress(UnreadableFile):
         if read_record(folder / BOARD, Board) == board:
             return planned
@@ -97,20 +117,24 @@ def read_plan(folder: Path) -> tuple[Board, Sweep]:
         raise UserError("board.damaged", f"{error}: plan the board again") from None
     planned = {(run.name, Path(run.config).stem) for run in _planned_runs(board, folder)}
     if planned != {(run.name, Path(run.config).stem) for run in sweep.runs}:
-        text = f"{folder / BOARD} and {PLAN} are of different boards, as after a full disk or a "
-        text += "kill while the board was planned: plan it again, with --extend if it has new runs"
-        raise UserError("board.other_plan", text)
+        raise UserError(
+            "board.other_plan",
+            f"{folder / BOARD} and {PLAN} are of different boards, as after a full disk or a "
+            "kill while the board was planned: plan it again, with --extend if it has new runs",
+        )
     return board, sweep
 
 
 def _planned_runs(board: Board, folder: Path) -> list[PlannedRun]:
     paths = {place: _path(folder, stem) for stem, place in board.places.items()}
     runs = []
-    for (setting, (name, _)), seed in itertools.product(board.settings.items(), board.seeds):
-        rates: list[float | None] = [*board.tasks[name].learning_rates]
-        for rate, arm in itertools.product(rates or [None], board.arms):
-            path = paths[setting, arm]
-            runs.append(PlannedRun(run_name(path, rate, seed), str(path), rate, seed))
+    for setting in board.settings:
+        rates: list[float | None] = [*board.task_of(setting).learning_rates]
+        for seed in board.seeds:
+            for rate in rates or [None]:
+                for arm in board.arms:
+                    path = paths[setting, arm]
+                    runs.append(PlannedRun(run_name(path, rate, seed), str(path), rate, seed))
     return runs
 
 
@@ -118,70 +142,61 @@ def _path(folder: Path, stem: str) -> Path:
     return folder.absolute() / CONFIGS / f"{stem}.toml"
 
 
-def _windows(board: Board, paths: Mapping[tuple[str, str], Path]) -> int | None:
-    """Return WINDOWS; None if an earlier version, which did not set them, planned the board."""
-    for place, path in paths.items():
-        is_older = _holds(path, _values(board, *place, None))
-        if is_older and not _holds(path, _values(board, *place, WINDOWS)):
-            return None
-    return WINDOWS
+def _configs(board: Board, folder: Path) -> list[Config]:
+    """Return the configs; without WINDOWS if an earlier version, which had none, wrote them."""
+    places = board.places.items()
+    configs = [_config(board, *place, _path(folder, stem), WINDOWS) for stem, place in places]
+    older = [_config(board, *place, _path(folder, stem), None) for stem, place in places]
+    pairs = zip(configs, older, strict=True)
+    if any(old.is_written and not config.is_written for config, old in pairs):
+        return older
+    return configs
 
 
-def _own_values(board: Board, setting: str, arm: str, windows: int | None) -> Settings:
-    """Return what an arm at a task/difficulty adds to the task's config.
+def _config(board: Board, setting: str, arm: str, path: Path, windows: int | None) -> Config:
+    """Return the config of an arm at a task/difficulty.
 
     `windows`: of a synthetic task, unless the board or the config sets them.
     """
-    name, values = board.settings[setting]
-    dotted = values | {f"model.{key}": x for key, x in board.arms[arm].items()}
-    config = planned_values(Path(board.tasks[name].config))
-    is_synthetic = "task" in config.get("data", {})
-    if windows and is_synthetic and "windows" not in config.get("validation", {}):
+    base = board.task_of(setting).config
+    values = planned_values(Path(base))
+    dotted = board.settings[setting] | {f"model.{key}": x for key, x in board.arms[arm].items()}
+    is_synthetic = "task" in values.get("data", {})
+    if windows and is_synthetic and "windows" not in values.get("validation", {}):
         dotted.setdefault("validation.windows", windows)
-    return reduce(merge, (nested(key, x) for key, x in dotted.items()), {})
+    own: Settings = {}
+    for key, value in dotted.items():
+        own = merge(own, nested(key, value))
+    return Config(path, base, own)
 
 
-def _toml(board: Board, setting: str, arm: str, windows: int | None) -> str:
-    """Return the TOML of an arm at a task/difficulty."""
-    config = board.tasks[board.settings[setting][0]].config
-    return to_toml({"extends": config} | _own_values(board, setting, arm, windows))
-
-
-def _values(board: Board, setting: str, arm: str, windows: int | None) -> Settings:
-    """Return the values of that TOML, with those of the config that it extends."""
-    base = planned_values(Path(board.tasks[board.settings[setting][0]].config))
-    return merge(base, _own_values(board, setting, arm, windows))
-
-
-def _holds(config: Path, values: Settings) -> bool:
-    """Return whether a config exists and has these values."""
-    with suppress(UserError):
-        return read_experiment(config) == values
-    return False
+# -- checks
 
 
 def _check_score(score: str, config: Path, values: Settings) -> None:
     """Raise UserError if a config's data is bad, or its task has no such score."""
     task = build(Data, dict(values.get("data", {})), str(config), "data.").task
-    known = ["loss"]
+    scores = ["loss"]
     if task.name:
-        length = {k: x for k, x in values.get("training", {}).items() if k == "seq_len"}
-        settings = task.given | length
-        known = [*metrics(build_task(task.name, settings)), "loss"]
-    if score and score not in known:
-        text = f"{config}: unknown score {score!r}, expected one of {', '.join(known)}."
-        raise UserError("board.score", text + suggestion(score, known), given=score)
+        settings = dict(task.given)
+        training = values.get("training", {})
+        if "seq_len" in training:
+            settings |= {"seq_len": training["seq_len"]}
+        scores = [*metrics(build_task(task.name, settings)), "loss"]
+    if score and score not in scores:
+        raise UserError(
+            "board.score",
+            f"{config}: unknown score {score!r}, expected one of {', '.join(scores)}."
+            f"{suggestion(score, scores)}",
+            given=score,
+        )
 
 
 def _relocate(folder: Path) -> None:
     """Correct the paths of configs in the sweep.json of a board that was moved."""
     sweep = read_sweep(folder)
-    paths = {path: str(_path(folder, Path(path).stem)) for path in sweep.configs}
-    if any(path != old for old, path in paths.items()):
-        runs = [dataclasses.replace(run, config=paths[run.config]) for run in sweep.runs]
-        hashes = {paths[path]: digest for path, digest in sweep.configs.items()}
-        promises = {paths[path]: promised for path, promised in sweep.promises.items()}
-        moved = dataclasses.replace(sweep, runs=runs, configs=hashes, promises=promises)
+    moved = sweep.with_paths({path: str(_path(folder, Path(path).stem)) for path in sweep.configs})
+    if moved != sweep:
         write_json(folder / PLAN, asdict(moved))
 
 
@@ -194,18 +209,27 @@ def _check_files(folder: Path, paths: Iterable[Path]) -> None:
         ours = {_path(folder, Path(config).stem) for config in old.configs}
         is_own = old.promises or (folder / BOARD).exists() or all(path.exists() for path in ours)
         if not is_own:
-            text = f"{folder / PLAN} is a sweep, not a board: choose another --out"
-            raise UserError("board.other_file", text, path=folder / PLAN)
+            raise UserError(
+                "board.other_file",
+                f"{folder / PLAN} is a sweep, not a board: choose another --out",
+                path=folder / PLAN,
+            )
     for path in paths:
         if path not in ours and os.path.lexists(path) and not _is_ours(path):
-            text = f"{path} is not a board's: remove it, or choose another --out"
-            raise UserError("board.other_file", text, path=path)
+            raise UserError(
+                "board.other_file",
+                f"{path} is not a board's: remove it, or choose another --out",
+                path=path,
+            )
     try:
         read_record(folder / BOARD, Board)
     except UnreadableFile as error:
         if not is_board and not error.is_missing:
-            text = f"{error}: remove it, or choose another --out"
-            raise UserError("board.other_file", text, path=folder / BOARD) from None
+            raise UserError(
+                "board.other_file",
+                f"{error}: remove it, or choose another --out",
+                path=folder / BOARD,
+            ) from None
 
 
 def _is_ours(config: Path) -> bool:
@@ -221,25 +245,33 @@ def _check_configs(new: Sweep, folder: Path) -> None:
     old = read_sweep(folder)
     for path in {run.config: None for run in old.runs if has_started(folder / run.name)}:
         if new.configs.get(path, old.configs[path]) != old.configs[path]:
-            text = f"{folder}: runs of {Path(path).name} have started with other values: undo the "
-            text += "change of the board, or choose another --out"
-            raise UserError("board.changed", text, path=path)
+            raise UserError(
+                "board.changed",
+                f"{folder}: runs of {Path(path).name} have started with other values: undo the "
+                "change of the board, or choose another --out",
+                path=path,
+            )
+
+
+# -- what a board promises before its runs
 
 
 def promised_by(board: Board, setting: str) -> Promises:
     """Return what the board says about the scores of a task/difficulty."""
-    score = board.tasks[board.settings[setting][0]].score
     claims = [claim for claim in board.claims if claim.task == setting]
-    return Promises(score, [asdict(claim) | {"margin": float(claim.margin)} for claim in claims])
+    return Promises(
+        board.task_of(setting).score,
+        [asdict(claim) | {"margin": float(claim.margin)} for claim in claims],
+    )
 
 
 def _old_promises(folder: Path) -> dict[str, Promises]:
     """Return a plan's promises by path of a config: by board.json, or if it is lost sweep.json."""
     with suppress(UnreadableFile):
-        old = read_record(folder / BOARD, Board)
-        places = old.places.items()
+        board = read_record(folder / BOARD, Board)
         return {
-            str(_path(folder, stem)): promised_by(old, setting) for stem, (setting, _) in places
+            str(_path(folder, stem)): promised_by(board, setting)
+            for stem, (setting, _) in board.places.items()
         }
     return read_sweep(folder).promises if (folder / PLAN).exists() else {}
 
@@ -251,13 +283,16 @@ def check_promises(new: Sweep, folder: Path, old: Mapping[str, Promises]) -> Non
     without one the `old` plan is asked; a claim that none of them knows was added later.
     """
     for run in new.runs:
-        path, promised = folder / run.name, new.promises[run.config]
+        path = folder / run.name
         if not has_started(path):
             continue
+        promised = new.promises[run.config]
         launch = read_planned(path)
-        unknown = Promises(promised.score)
-        before = launch.promises if launch else old.get(run.config, unknown)
+        before = launch.promises if launch else old.get(run.config, Promises(promised.score))
         if not before.same(promised):
-            text = f"{path} has started, and the score or a claim of its task has changed since: "
-            text += "claims are written before the runs; choose another --out"
-            raise UserError("board.claims_changed", text, run=run.name)
+            raise UserError(
+                "board.claims_changed",
+                f"{path} has started, and the score or a claim of its task has changed since: "
+                "claims are written before the runs; choose another --out",
+                run=run.name,
+            )

@@ -10,79 +10,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtr
 
-from canon_pretrain.boards.results import LOSS, Score, score_curve
+from canon_pretrain.boards.results import HELD_OUT_LOSS, Metric, score_curve
+from canon_pretrain.boards.stops import RACE, RACE_SHARE, RaceRecord, Stop, read_race
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, read_record, write_json
+from canon_pretrain.core.files import write_json
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.stats.cells import (
     ITEMS,
     UNBOUNDED,
     Cell,
-    Claim,
     difference_p,
-    measure,
+    measure_task,
     num_choices,
     pooled_p,
-    splits_expected,
     with_all_or_nothing,
 )
+from canon_pretrain.stats.claims import Claim
 from canon_pretrain.stats.decide import ALPHA
 
-RACE = "race.json"
 DIVERGED = "error[train.not_finite]"  # in the reason of a failed run
 FIRST_SEEDS = 3  # of two seeds of a task that not every run learns, both often fail
 RUNGS = (0.25, 0.5, 1.0)  # shares of the steps after which a race looks
-RACE_SHARE = 0.4  # of ALPHA, for the looks; the rest is for the final scores
 Arm = tuple[str, float | None]
 """An architecture and a learning rate; None: that of the config."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    """An arm that was worse than `better` at `step`, over its first `num_seeds` seeds.
-
-    `p` is corrected for all looks, and for the board's orders or the architecture's rates; None if
-    the arm had diverged, which needs no test.
-    """
-
-    task: str
-    arm: str
-    learning_rate: float | None
-    better: str  # `arm` itself if another of its learning rates is better
-    better_rate: float | None
-    num_seeds: int
-    step: int
-    p: float | None
-    time: str = ""
-
-    def __str__(self) -> str:
-        names = [
-            name if rate is None else f"{name} at {rate:g}"
-            for name, rate in ((self.arm, self.learning_rate), (self.better, self.better_rate))
-        ]
-        if self.p is None:
-            return f"{names[0]} has diverged at step {self.step:,}"
-        text = f"{names[0]} is worse than {names[1]} at step {self.step:,}"
-        return f"{text} ({self.num_seeds} seeds, p {self.p:.2g})"
-
-
-@dataclass(frozen=True)
-class RaceRecord:
-    """The content of DIR/race.json; `share` of ALPHA is left for the final scores."""
-
-    stops: list[Stop] = field(default_factory=list)
-    orders: list[Stop] = field(default_factory=list)
-    """Decided orders of two architectures; both continue while a claim needs them."""
-    stages: dict[str, int] = field(default_factory=dict)
-    share: float = 1 - RACE_SHARE
-    version: Literal[1] = 1
 
 
 class Stage(NamedTuple):
@@ -123,8 +79,8 @@ class Race:
     claims: Sequence[Claim] = ()  # on this task; until they are decided, both sides are needed
     stopped: dict[Arm, Stop] = field(default_factory=dict)
     decided: dict[tuple[str, str], Stop] = field(default_factory=dict)  # by (worse, better)
-    seen: dict[tuple[str, Arm], Cell] = field(default_factory=dict)
-    """The newest cells of all races of the board, by task: which are all-or-nothing."""
+    seen: dict[tuple[str, str, float | None], Cell] = field(default_factory=dict)
+    """The newest cells of all races of the board, by task and arm: which are all-or-nothing."""
 
     def look(
         self,
@@ -139,44 +95,52 @@ class Race:
         An arm with an unknown score (None) decides nothing; one that has diverged (NaN) cannot be
         shown, and is stopped if there is another.
         """
-        sign = -1 if lower_is_better else 1
         known = {
-            arm: [x for x in own if x is not None]
-            for arm, own in scores.items()
-            if arm not in self.stopped and None not in own
+            arm: [x for x in group if x is not None]
+            for arm, group in scores.items()
+            if arm not in self.stopped and None not in group
         }
-        arms = [arm for arm, own in known.items() if np.isfinite(own).all()]
-        if not arms:
+        finite = {arm: group for arm, group in known.items() if np.isfinite(group).all()}
+        if not finite:
             return []
 
-        cells = self._cells({arm: known[arm] for arm in arms}, items, sign)
+        # The rates of each architecture, the best first.
+        cells = self._cells(finite, items, -1 if lower_is_better else 1)
         rates: dict[str, list[Arm]] = {}
-        for arm in sorted(arms, key=lambda arm: -cells[arm].mean):
+        for arm in sorted(cells, key=lambda arm: -cells[arm].mean):
             rates.setdefault(arm[0], []).append(arm)
-        share = 1 / max(len(self.stages) - 1, 1)
+
+        # Arms that have diverged.
         time = datetime.now(UTC).isoformat(timespec="seconds")
-
-        def tested(worse: Arm, better: Arm, p: float) -> Stop:
-            return Stop(self.task, *worse, *better, *stage, p, time)
-
         new: dict[Arm, Stop] = {}
-        for arm in (arm for arm in known if arm not in cells):
-            better = rates.get(arm[0], arms)[0]
-            new[arm] = Stop(self.task, *arm, *better, *stage, None, time)
-        for own in rates.values():
-            pairs = itertools.combinations(own, 2)
-            tests = [(_worse_p(cells, [y], x, share * ALPHA), y, x) for x, y in pairs]
+        for arm in known:
+            if arm not in finite:
+                better = rates.get(arm[0], [*finite])[0]
+                new[arm] = Stop(self.task, *arm, *better, *stage, None, time)
+
+        # Rates that are worse than another of their architecture.
+        share = 1 / max(len(self.stages) - 1, 1)
+        for arms in rates.values():
+            tests = [
+                (_worse_p(cells, [worse], better, share * ALPHA), worse, better)
+                for better, worse in itertools.combinations(arms, 2)
+            ]
             for p, worse, better in _rejected(tests, share):
-                new.setdefault(worse, tested(worse, better, p))
+                new.setdefault(worse, Stop(self.task, *worse, *better, *stage, p, time))
+
+        # Architectures of which all rates are worse than the best one of another.
         share *= RACE_SHARE / self.num_races
         tests = []
-        for best, own in itertools.combinations(rates.values(), 2):
-            if not {(best[0][0], own[0][0]), (own[0][0], best[0][0])} & {*self.decided}:
-                choices = num_choices(cells[best[0]], [cells[arm] for arm in best])
-                p = _worse_p(cells, own, best[0], share * ALPHA / choices) * choices
-                tests.append((p, own[0], best[0]))
+        for better_arms, worse_arms in itertools.combinations(rates.values(), 2):
+            better, worse = better_arms[0], worse_arms[0]
+            if self.decided.keys() & {(better[0], worse[0]), (worse[0], better[0])}:
+                continue
+            choices = num_choices(cells[better], [cells[arm] for arm in better_arms])
+            p = _worse_p(cells, worse_arms, better, share * ALPHA / choices) * choices
+            tests.append((p, worse, better))
         for p, worse, better in _rejected(tests, share):
-            self.decided[worse[0], better[0]] = tested(worse, better, p)
+            self.decided[worse[0], better[0]] = Stop(self.task, *worse, *better, *stage, p, time)
+
         for (name, _), stop in self.decided.items():
             if not self._needs(name):
                 for arm in rates.get(name, ()):
@@ -188,23 +152,9 @@ class Race:
         self, scores: Mapping[Arm, Sequence[float]], items: int, sign: int
     ) -> dict[Arm, Cell]:
         """Return the cells, of which a higher mean is better, and add them to `seen`."""
-        named = {str(k): {"": own} for k, own in enumerate(scores.values())}
-        found = measure(named, items={"": items})[""].values()
-        cells = {arm: x._replace(mean=sign * x.mean) for arm, x in zip(scores, found, strict=True)}
-        self.seen |= {(self.task, arm): cell for arm, cell in cells.items()}
-        for arm, cell in cells.items():
-            # the other cells of its task and of its architecture
-            related = [
-                x
-                for (task, other), x in self.seen.items()
-                if x.is_split is not None
-                and (task == self.task or other[0] == arm[0])
-                and (task, other) != (self.task, arm)
-            ]
-            num_split = sum(bool(x.is_split) for x in related)
-            expected = math.fsum(map(splits_expected, related))
-            cells[arm] = with_all_or_nothing(cell, num_split, expected)
-        return cells
+        for arm, cell in measure_task(scores, items=items).items():
+            self.seen[(self.task, *arm)] = cell._replace(mean=sign * cell.mean)
+        return {arm: with_all_or_nothing(self.seen, (self.task, *arm)) for arm in scores}
 
     def _needs(self, name: str) -> bool:
         """Return whether a claim on this architecture is open."""
@@ -268,20 +218,27 @@ class BoardRace:
     """The races of a board in `folder`: to which step a run may train now, and what is stopped."""
 
     def __init__(self, folder: Path, entries: Sequence[Entry]) -> None:
-        self.folder, self.entries = folder, entries
+        self.folder = folder
+        self.entries = entries
         self._places = {
-            run: (x, arm) for x in entries for arm, runs in x.runs.items() for run in runs
+            run: (entry, arm)
+            for entry in entries
+            for arm, runs in entry.runs.items()
+            for run in runs
         }
+
         record = read_race(folder)
-        seen: dict[tuple[str, Arm], Cell] = {}
+        seen: dict[tuple[str, str, float | None], Cell] = {}
         for entry in entries:
-            entry.race.seen = seen
-            race, stages = entry.race, entry.race.stages
-            entry.stage = min(record.stages.get(entry.name, 0), len(stages) - 1)
-            own = [stop for stop in record.stops if stop.task == race.task]
-            race.stopped |= {(stop.arm, stop.learning_rate): stop for stop in own}
-            own = [stop for stop in record.orders if stop.task == race.task]
-            race.decided |= {(stop.arm, stop.better): stop for stop in own}
+            race = entry.race
+            race.seen = seen
+            entry.stage = min(record.stages.get(entry.name, 0), len(race.stages) - 1)
+            for stop in record.stops:
+                if stop.task == race.task:
+                    race.stopped[stop.arm, stop.learning_rate] = stop
+            for order in record.orders:
+                if order.task == race.task:
+                    race.decided[order.arm, order.better] = order
         self._write()
 
     def is_stopped(self, run: str) -> bool:
@@ -299,31 +256,29 @@ class BoardRace:
         Failed runs, by reason, are not waited for; unless they have diverged, their arms decide
         nothing.
         """
-        new, before = list[Stop](), [entry.stage for entry in self.entries]
+        new = list[Stop]()
+        has_moved = False
         for entry in self.entries:
             last = len(entry.race.stages) - 1
             while entry.stage < last:
-                stage, left = entry.race.stages[entry.stage], entry.left
-                runs = chain.from_iterable(left.values())
+                stage = entry.race.stages[entry.stage]
+                runs = itertools.chain.from_iterable(entry.left.values())
                 if any(at[run] < stage.step and run not in failed for run in runs):
                     break
-                new += self._look(entry, stage, left, failed)
+
+                new += self._look(entry, stage, failed)
                 # the last arm has nothing to race with: the rest of its seeds
                 entry.stage = entry.stage + 1 if len(entry.left) > 1 else last
-        if before != [entry.stage for entry in self.entries]:
+                has_moved = True
+        if has_moved:
             self._write()
         return new
 
-    def _look(
-        self,
-        entry: Entry,
-        stage: Stage,
-        runs: Mapping[Arm, Sequence[str]],
-        failed: Mapping[str, str],
-    ) -> list[Stop]:
-        kind: Score | None = None  # of the task: equal for all runs
+    def _look(self, entry: Entry, stage: Stage, failed: Mapping[str, str]) -> list[Stop]:
+        """Let the race look at the scores of a stage, if the runs have them."""
+        metric: Metric | None = None  # of the task: equal for all runs
         scores = dict[Arm, list[float | None]]()
-        for arm, names in runs.items():
+        for arm, names in entry.left.items():
             scores[arm] = [None] * len(names)
             for place, name in enumerate(names):
                 if name in failed:  # it may be a run of another plan
@@ -332,32 +287,26 @@ class BoardRace:
                     continue
                 with suppress(UserError, OSError, KeyError, TypeError, ValueError):  # no score
                     record = RunRecord(self.folder / name)
-                    kind = kind or Score.of(record, entry.score)
-                    scores[arm][place] = score_curve(record, kind.name)[stage.step]
-        kind = kind or Score(LOSS, True, None)
-        how: dict[str, Any] = {"lower_is_better": kind.lower_is_better}
-        return entry.race.look(stage, scores, **how, items=kind.items or UNBOUNDED)
+                    metric = metric or Metric.of(record, entry.score)
+                    scores[arm][place] = score_curve(record, metric.name)[stage.step]
+
+        metric = metric or HELD_OUT_LOSS
+        return entry.race.look(
+            stage,
+            scores,
+            lower_is_better=metric.lower_is_better,
+            items=metric.items or UNBOUNDED,
+        )
 
     def _write(self) -> None:
         """Write race.json; stops of arms that are not in the board any more stay in it."""
         old = read_race(self.folder)
-        stops, orders = (
-            {(x.task, x.arm, x.learning_rate): x for x in old.stops},
-            {(x.task, x.arm, x.better): x for x in old.orders},
-        )
-        for race in (entry.race for entry in self.entries):
-            stops |= {(race.task, *arm): stop for arm, stop in race.stopped.items()}
-            orders |= {(race.task, *pair): stop for pair, stop in race.decided.items()}
+        stops = {stop.place: stop for stop in old.stops}
+        orders = {(order.task, order.arm, order.better): order for order in old.orders}
+        for entry in self.entries:
+            race = entry.race
+            stops |= {stop.place: stop for stop in race.stopped.values()}
+            orders |= {(race.task, *pair): order for pair, order in race.decided.items()}
         stages = old.stages | {entry.name: entry.stage for entry in self.entries}
         record = RaceRecord([*stops.values()], [*orders.values()], stages)
         write_json(self.folder / RACE, asdict(record))
-
-
-def read_race(folder: Path) -> RaceRecord:
-    """Return the race of a board; empty if there was none. Raises UnreadableFile."""
-    try:
-        return read_record(folder / RACE, RaceRecord)
-    except UnreadableFile as error:
-        if error.is_missing:
-            return RaceRecord(share=1.0)
-        raise

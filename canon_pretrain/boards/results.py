@@ -9,15 +9,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from canon_pretrain.boards.board import Reference
+from canon_pretrain.boards.stops import RaceRecord
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parsing
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import ACTIVE_STATES, summarize_run
 from canon_pretrain.run.folder import is_run_folder
-from canon_pretrain.stats.cells import Claim, rate_optimum
+from canon_pretrain.stats.cells import RateOptimum, rate_optimum
+from canon_pretrain.stats.claims import Claim
 from canon_pretrain.synthetic.evaluation import (
     SCORED_WINDOWS,
     metrics,
@@ -28,10 +31,9 @@ from canon_pretrain.synthetic.evaluation import (
 LOSS = "loss"
 RACED = "stopped by the race"
 
-Json = dict[str, Any]
 
-
-class BoardRun(NamedTuple):
+@dataclass(frozen=True)
+class BoardRun:
     """A planned run; `problem`: why it failed. None: the learning rate of its config."""
 
     name: str
@@ -40,6 +42,10 @@ class BoardRun(NamedTuple):
     learning_rate: float | None
     seed: int
     problem: str = ""
+
+    @property
+    def place(self) -> tuple[str, str, float | None]:
+        return self.task, self.arm, self.learning_rate
 
 
 @dataclass(frozen=True)
@@ -52,19 +58,13 @@ class BoardPlan:
     tasks: Mapping[str, str]
     runs: Sequence[BoardRun]
     claims: Sequence[Claim] = ()
-    stops: Sequence[Mapping[str, Any]] = ()
-    """Arms that a race stopped: task, arm, learning_rate, better, step, p, time."""
-    orders: Sequence[Mapping[str, Any]] = ()
-    """Arms that were worse than others in a race; stopped unless a claim needs them."""
-    share: float = 1.0
-    """Of ALPHA, what a race left for the final scores."""
-    reference: Mapping[str, Any] | None = None
-    """`source`, and `values` by task and arm, of a publication."""
+    race: RaceRecord = field(default_factory=lambda: RaceRecord(share=1.0))
+    reference: Reference | None = None
     others: Mapping[str, str] = field(default_factory=dict)
     """How the run in a planned run's folder differs from the planned one, by name."""
 
 
-class Score(NamedTuple):
+class Metric(NamedTuple):
     """What a task is scored by; `items`: how many answers it is the mean of, None if unbounded."""
 
     name: str
@@ -72,15 +72,18 @@ class Score(NamedTuple):
     items: int | None
 
     @classmethod
-    def of(cls, run: RunRecord, name: str = "") -> "Score":
+    def of(cls, run: RunRecord, name: str = "") -> "Metric":
         """Return a run's score `name`, by default its task's main one, of text the loss."""
         task = task_of_run(run.identity)
         if task is None or name == LOSS:
-            return cls(LOSS, True, None)
-        known = metrics(task)
-        name = name or next(iter(known))
+            return HELD_OUT_LOSS
+        higher_is_better = metrics(task)
+        name = name or next(iter(higher_is_better))
         windows = run.config.get("validation", {}).get("windows") or SCORED_WINDOWS
-        return cls(name, not known.get(name, True), num_questions(task, name, windows))
+        return cls(name, not higher_is_better.get(name, True), num_questions(task, name, windows))
+
+
+HELD_OUT_LOSS = Metric(LOSS, True, None)
 
 
 def score_curve(run: RunRecord, name: str) -> dict[int, float]:
@@ -116,116 +119,131 @@ class Result:
         return self.score is not None and math.isfinite(self.score)
 
 
-class Choice(NamedTuple):
-    """The runs of a cell at its best learning rate; `complete`: no run of any rate is missing."""
-
-    rate: float | None
-    shown: list[Result]
-    complete: bool
-    rates: list[Json]
-    edge: str | None
-    level: list[float]
-    choices: float = 1.0
+def read_results(plan: BoardPlan, now: datetime) -> tuple[list[Result], dict[str, Metric]]:
+    """Return the planned runs as they are, and the metric of each task."""
+    results = [_read_result(plan, run, now) for run in plan.runs]
+    task_metrics = {task: _metric_of(plan, task, results) for task in plan.tasks}
+    raced_steps = {stop.place: stop.step for stop in plan.race.stops}
+    for result in results:
+        if result.record is not None:
+            result.curve = score_curve(result.record, task_metrics[result.run.task].name)
+        if result.state == "done":
+            _take_score(result)
+        elif result.run.place in raced_steps:
+            _mark_raced(result, raced_steps[result.run.place])
+    return results, task_metrics
 
 
 def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
     """Return a planned run's state; its record if it has a readable one."""
-    path, state = plan.folder / run.name, "failed" if run.problem else "waiting"
-    if (other := plan.others.get(run.name)) is not None:
-        return Result(run, "failed", printable(other))
-    result = Result(run, state, printable(run.problem))
+    if run.name in plan.others:
+        return Result(run, "failed", printable(plan.others[run.name]))
+
+    path = plan.folder / run.name
+    result = Result(run, "failed" if run.problem else "waiting", printable(run.problem))
     if not is_run_folder(path):
         return result
+
     record = RunRecord(path, run.name)
     try:
         record.check()
         with parsing(record.folder.config_file):
             task_of_run(record.identity)
-        result.record = record
         result.step = max((event.get("step", 0) for event in record.events), default=0)
     except (UserError, OSError) as error:
-        result.state, result.reason = "damaged", printable(str(error))
-        return result
+        return Result(run, "damaged", printable(str(error)))
+    result.record = record
     if record.is_done:
-        result.state, result.reason = "done", ""
+        result.state = "done"
+        result.reason = ""
         return result
-    found = summarize_run(path, now)
-    if not run.problem or found["state"] in ACTIVE_STATES:
-        result.state, result.reason = found["state"], ""
-    result.reason = printable(found["reason"] or result.reason)
+
+    summary = summarize_run(path, now)
+    if not run.problem or summary.state in ACTIVE_STATES:
+        result.state = summary.state
+        result.reason = ""
+    result.reason = printable(summary.reason or result.reason)
     return result
 
 
-def _take_score(result: Result, name: str) -> None:
-    """Set the curve, and the score of a run that is done."""
-    if result.record is None:
-        return
-    result.curve = score_curve(result.record, name)
-    if result.state == "done":
-        result.score = result.curve.get(result.step, math.nan)
-        if not result.has_score:
-            is_known = result.step in result.curve
-            result.reason = "diverged" if is_known else "no validation at its last step"
-
-
-def read_results(plan: BoardPlan, now: datetime) -> tuple[list[Result], dict[str, Score]]:
-    """Return the planned runs as they are, and the score of each task."""
-    results = [_read_result(plan, run, now) for run in plan.runs]
-    scores = {task: _score_of(plan, task, results) for task in plan.tasks}
-    for result in results:
-        _take_score(result, scores[result.run.task].name)
-    _mark_raced(plan, results)
-    return results, scores
-
-
-def _score_of(plan: BoardPlan, task: str, results: Sequence[Result]) -> Score:
-    """Return a task's score; without a name until one of its runs has started."""
+def _metric_of(plan: BoardPlan, task: str, results: Sequence[Result]) -> Metric:
+    """Return a task's metric; without a name until one of its runs has started."""
     for result in results:
         if result.run.task == task and result.record is not None:
-            return Score.of(result.record, plan.tasks[task])
-    return Score("", False, None)
+            return Metric.of(result.record, plan.tasks[task])
+    return Metric("", False, None)
 
 
-def _mark_raced(plan: BoardPlan, results: Sequence[Result]) -> None:
-    """Set the state of runs that a race stopped, or did not start."""
-    steps = {(x["task"], x["arm"], x["learning_rate"]): x["step"] for x in plan.stops}
-    for result in results:
-        if result.state != "done" and result.run[1:4] in steps:
-            result.state, result.reason = RACED, ""
-            score = result.curve.get(steps[result.run[1:4]])
-            if score is not None and math.isfinite(score):
-                result.raced_score = score
-            elif score is not None:
-                result.reason = "diverged"
+def _take_score(result: Result) -> None:
+    """Set the score of a run that is done."""
+    result.score = result.curve.get(result.step, math.nan)
+    if not result.has_score:
+        is_validated = result.step in result.curve
+        result.reason = "diverged" if is_validated else "no validation at its last step"
 
 
-def choose(results: Sequence[Result], lower: bool) -> Choice:
+def _mark_raced(result: Result, step: int) -> None:
+    """Set the state of a run that a race stopped at `step`, or did not start."""
+    result.state = RACED
+    result.reason = ""
+    score = result.curve.get(step)
+    if score is not None and math.isfinite(score):
+        result.raced_score = score
+    elif score is not None:
+        result.reason = "diverged"
+
+
+@dataclass(frozen=True)
+class RateScores:
+    """A cell at one learning rate: None for a run that is not over; `mean` if all have a score."""
+
+    rate: float | None
+    scores: list[float | None]
+    mean: float | None
+    stopped: bool
+
+
+class ShownRate(NamedTuple):
+    """The runs of a cell at its best learning rate; `complete`: no run of any rate is missing."""
+
+    optimum: RateOptimum
+    shown: list[Result]
+    complete: bool
+    rates: list[RateScores]
+
+
+def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
     """Choose the learning rate of the best mean; a rate with a run that has no score loses."""
     by_rate: dict[float | None, list[Result]] = {}
     for result in results:
         by_rate.setdefault(result.run.learning_rate, []).append(result)
-    rates: list[Json] = []
-    for rate, group in by_rate.items():
-        values = [r.score if r.is_over else None for r in group]
-        own = [x for x in values if x is not None and math.isfinite(x)]
-        mean = statistics.fmean(own) if len(own) == len(group) else None
-        stopped = any(r.state == RACED for r in group)
-        rates.append({"rate": rate, "scores": values, "mean": mean, "stopped": stopped})
-    complete = all(r.is_over for r in results)
-    whole = {each["rate"]: each["scores"] for each in rates if each["mean"] is not None}
-    edge, level, choices = "only" if len(by_rate) == 1 else None, list[float](), 1.0
-    best: float | None
-    if whole and len(by_rate) > 1:
-        tried = whole | {rate: [math.nan] for rate in by_rate if rate not in whole}
-        optimum = rate_optimum(tried, lower_is_better=lower)
-        best, level, choices = optimum.rate, optimum.level, optimum.choices
-        edge = optimum.edge if complete else None
+
+    rates = []
+    for rate, runs in by_rate.items():
+        scores = [run.score if run.is_over else None for run in runs]
+        finite = [score for score in scores if score is not None and math.isfinite(score)]
+        mean = statistics.fmean(finite) if len(finite) == len(runs) else None
+        rates.append(RateScores(rate, scores, mean, any(run.state == RACED for run in runs)))
+
+    complete = all(result.is_over for result in results)
+    scored = {
+        one.rate: [math.nan if one.mean is None or x is None else x for x in one.scores]
+        for one in rates
+    }
+    if any(one.mean is not None for one in rates):
+        optimum = rate_optimum(scored, lower_is_better=lower_is_better)
     else:  # of no rate all runs have a score: the one with most, or that trained for longest
         best = max(
             by_rate,
-            key=lambda x: (sum(r.has_score for r in by_rate[x]), sum(r.step for r in by_rate[x])),
+            key=lambda rate: (
+                sum(run.has_score for run in by_rate[rate]),
+                sum(run.step for run in by_rate[rate]),
+            ),
         )
-    return Choice(best, by_rate.get(best, []), complete, rates, edge, level, choices)
+        optimum = RateOptimum(best, "only" if len(by_rate) == 1 else None)
+    if not complete and len(by_rate) > 1:
+        optimum = optimum._replace(edge=None)
+    return ShownRate(optimum, by_rate[optimum.rate], complete, rates)
 
 
 def size_of(arm: str) -> str:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
@@ -97,13 +97,18 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
     add("--checkpoint.fresh", dest="fresh", nargs="?", const="true")
     launch = parser.parse_known_args(arguments)[0]
     values = read_experiment(launch.config) if launch.config is not None else {}
-    sections = (values.get(name) for name in ("job", "run", "checkpoint"))
-    own, more, saving = (each if isinstance(each, dict) else {} for each in sections)
-    launch.folder = launch.folder or own.get("dump_folder", "./outputs")
-    allowed = more.get("allow_changes", []) if launch.allowed is None else launch.allowed
-    launch.allowed = ",".join(map(str, allowed)).split(",")
-    fresh = saving.get("fresh") if launch.fresh is None else launch.fresh
-    launch.fresh = str(fresh).lower() == "true"
+
+    def setting(section: str, key: str, default: Any) -> Any:
+        keys = values.get(section)
+        return keys.get(key, default) if isinstance(keys, dict) else default
+
+    launch.folder = launch.folder or setting("job", "dump_folder", "./outputs")
+    if launch.allowed is None:
+        launch.allowed = setting("run", "allow_changes", [])
+    launch.allowed = ",".join(map(str, launch.allowed)).split(",")
+    if launch.fresh is None:
+        launch.fresh = setting("checkpoint", "fresh", None)
+    launch.fresh = str(launch.fresh).lower() == "true"
     return launch
 
 
@@ -119,16 +124,14 @@ def launch_code(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path |
         return None, None  # the check of the job comes next, with a better message
     run = RunFolder(Path(launch.folder).absolute())
     check_private(run)
-    snapshot, (start, _), config = (
-        newest_snapshot(run),
-        _read_both(run),
-        restarts_file(run, ".toml"),
-    )
+    snapshot = newest_snapshot(run)
+    start = _read_start(run)
     is_restart = start is not None and start.job == job
     takes_new = "code" in launch.allowed or launch.fresh or not newest_checkpoint(run)
     if snapshot is None or (takes_new and not is_restart):
         return None, None
     check_snapshot(snapshot)
+    config = restarts_file(run, ".toml")
     return snapshot, config if is_restart and config.is_file() else None
 
 
@@ -152,7 +155,10 @@ def begin(
         if time.monotonic() > end_s:
             return Decision("failed", RUN_IN_USE.format(other))
         time.sleep(min(1.0, wait_s / 10))
-    (before, status), newest = _read_both(run), newest_checkpoint(run)
+
+    before = _read_start(run)
+    status = _read_status(run)
+    newest = newest_checkpoint(run)
     start = JobStart(job, status.launches if status else 0, newest)
     if before is not None and before.job == job:
         count = before.restarts_without_progress
@@ -162,6 +168,7 @@ def begin(
                 _write(run, replace(before, restarts_without_progress=count, ended="failed"))
                 return _out_of_restarts(count, newest, "its job script was killed")
         start = replace(start, is_restart=True, restarts_without_progress=count)
+
     if take_code:  # before the start is recorded: its restarts need the snapshot
         take_snapshot(run)
     if config is not None and not start.is_restart:
@@ -172,30 +179,39 @@ def begin(
 
 def end(run: RunFolder, job: str, asked: StopCause, *, restarts: int = RESTARTS) -> Decision:
     """Decide and record what follows the ended launch of `job`, for which `begin` was called."""
-    (start, status), newest = _read_both(run), newest_checkpoint(run)
+    start = _read_start(run)
+    status = _read_status(run)
     if start is None or start.job != job:
         # two jobs started at once: this one may have got the lock, restarts.json is the other's
-        named = (job, read_count(os.environ, "SLURM_RESTART_COUNT"))
-        is_own = status is not None and (status.job_id, status.restart_count) == named
-        if start is not None and is_own and (decision := _requested(status, asked)) is not None:
-            return decision
+        if start is not None and _is_of_job(status, job):
+            if (decision := _requested(status, asked)) is not None:
+                return decision
         raise UserError("chain.not_begun", f"no start of job {job}: call `begin` first")
-    is_own = status is not None and status.launches > start.launches
-    own = status if is_own and status and status.job_id in (None, job) else None
-    other = live_holder(run.lock_file) if own is None and asked == "none" else None
-    if other is not None and other.job_id not in (None, job):
-        _write(run, replace(start, ended="failed"))
-        return Decision("failed", RUN_IN_USE.format(other))
-    count = 0 if newest > start.checkpoint else start.restarts_without_progress
+
+    # The status that this launch wrote, if it wrote one.
+    own = None
+    if status is not None and status.launches > start.launches and status.job_id in (None, job):
+        own = status
+    elif asked == "none":
+        other = live_holder(run.lock_file)
+        if other is not None and other.job_id not in (None, job):
+            _write(run, replace(start, ended="failed"))
+            return Decision("failed", RUN_IN_USE.format(other))
+
+    newest = newest_checkpoint(run)
+    has_progress = newest > start.checkpoint
+    count = 0 if has_progress else start.restarts_without_progress
     decision = _requested(own, asked)
-    is_idle = decision is not None and decision.next == "requeue" and newest <= start.checkpoint
+    # a time limit that is too short for one new step would be reached forever
+    is_idle = decision is not None and decision.next == "requeue" and not has_progress
     if decision is None or (is_idle and asked != "preempted"):
-        # a time limit that is too short for one new step would be reached forever
         count = start.count_failure(newest)
-        what = _failure(own) if decision is None else decision.why
-        decision = decision or Decision("requeue", f"the launch failed: {what}")
+        fault = _failure(own) if decision is None else decision.why
         if count >= restarts:
-            decision = _out_of_restarts(count, newest, what)
+            decision = _out_of_restarts(count, newest, fault)
+        elif decision is None:
+            decision = Decision("requeue", f"the launch failed: {fault}")
+
     _write(run, replace(start, restarts_without_progress=count, ended=decision.next))
     if decision.next == "failed" and own is not None and own.state == "running":
         # the trainer was killed before it could write its state
@@ -204,10 +220,19 @@ def end(run: RunFolder, job: str, asked: StopCause, *, restarts: int = RESTARTS)
     return decision
 
 
+def _is_of_job(status: Status | None, job: str) -> bool:
+    """Return whether this start of the job wrote the status."""
+    if status is None:
+        return False
+    restart_count = read_count(os.environ, "SLURM_RESTART_COUNT")
+    return status.job_id == job and status.restart_count == restart_count
+
+
 def _out_of_restarts(count: int, newest: int, last: str) -> Decision:
+    since = f"step {newest}" if newest else "the start"
     return Decision(
         "failed",
-        f"{count} consecutive restart(s) from {f'step {newest}' if newest else 'the start'} failed "
+        f"{count} consecutive restart(s) from {since} failed "
         f"without a newer checkpoint; the last one: {last}. See slurm.log, then submit again",
     )
 
@@ -241,14 +266,18 @@ def _failure(own: Status | None) -> str:
     return own.reason or own.state
 
 
-def _read_both(run: RunFolder) -> tuple[JobStart | None, Status | None]:
-    """Return the job's start and the run's status; None for a missing or damaged one."""
-    start, status = None, None
+def _read_start(run: RunFolder) -> JobStart | None:
+    """Return the start of the job; None if restarts.json is missing or damaged."""
     with contextlib.suppress(UnreadableFile):
-        start = read_record(restarts_file(run), JobStart)
+        return read_record(restarts_file(run), JobStart)
+    return None
+
+
+def _read_status(run: RunFolder) -> Status | None:
+    """Return the run's status; None if status.json is missing or damaged."""
     with contextlib.suppress(UserError):
-        status = read_status(run.status_file)
-    return start, status
+        return read_status(run.status_file)
+    return None
 
 
 def _write(run: RunFolder, start: JobStart) -> None:

@@ -58,20 +58,21 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 
 def _parse(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of each option, as the trainer's parser reads them."""
-    given: list[tuple[str, list[str]]] = []
+    texts: list[tuple[str, list[str]]] = []
     for word in options:
         if word.startswith("--"):
             name, equals, text = word.removeprefix("--").partition("=")
-            given.append((name.replace("-", "_"), [text] if equals else []))
-        elif given:
-            given[-1][1].append(word)
-    for key, words in given:
+            texts.append((name.replace("-", "_"), [text] if equals else []))
+        elif texts:
+            texts[-1][1].append(word)
+
+    for key, words in texts:
         section, _, name = key.rpartition(".")
         if not words:  # a switch
             yield f"{section}.{name.removeprefix('no_')}", not name.startswith("no_")
             continue
-        kinds = _kinds(section, name)
-        values = [_literal(word, is_text=str in kinds) for word in words]
+        is_text = str in _kinds(section, name)
+        values = [_literal(word, is_text=is_text) for word in words]
         yield key, values if len(values) > 1 or key in LISTS else values[0]
 
 
@@ -236,28 +237,35 @@ def other_plan(
     run = RunFolder(folder)
     if not run.config_file.is_file():
         return None
-    found = []
+
+    faults = _identity_faults(run, identity) if identity is not None else []
+    before = read_planned(folder)
+    if before is not None and not faults:
+        if before.name != launch.name:
+            faults.append(f"it is a copy of {before.name}")
+        if before.config != launch.config:
+            faults.append("its config had other values")
+        if before.options != launch.options:
+            old, new = (" ".join(plan.options) or "none" for plan in (before, launch))
+            faults.append(f"its options were {old}, planned {new}")
+    if not faults:
+        return None
+    if len(faults) > SHOWN:
+        faults = [*faults[:SHOWN], f"and {len(faults) - SHOWN} more"]
+    text = "; ".join(faults)
+    return f"{folder} holds a run of another plan: {text}. Move it away, or choose another folder"
+
+
+def _identity_faults(run: RunFolder, identity: Mapping[str, Any]) -> list[str]:
+    """Say in which fields of both identities a run differs from the planned one."""
     try:
         trained = run.read_config().get("identity")
     except UserError:
-        trained = None
-    if identity is not None and isinstance(trained, dict):
-        common = identity.keys() & trained.keys()
-        changes = differences(
-            {name: trained[name] for name in common}, {name: identity[name] for name in common}
-        )
-        found += [f"{name} = {old!r}, planned {new!r}" for name, (old, new) in changes.items()]
-    before = read_planned(folder)
-    if before is not None and not found:
-        if before.name != launch.name:
-            found.append(f"it is a copy of {before.name}")
-        if before.config != launch.config:
-            found.append("its config had other values")
-        if before.options != launch.options:
-            words = (" ".join(each.options) or "none" for each in (before, launch))
-            found.append("its options were {}, planned {}".format(*words))
-    if not found:
-        return None
-    more = len(found) - SHOWN
-    text = "; ".join(found[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
-    return f"{folder} holds a run of another plan: {text}. Move it away, or choose another folder"
+        return []
+    if not isinstance(trained, dict):
+        return []
+    common = identity.keys() & trained.keys()
+    changes = differences(
+        {name: trained[name] for name in common}, {name: identity[name] for name in common}
+    )
+    return [f"{name} = {old!r}, planned {new!r}" for name, (old, new) in changes.items()]

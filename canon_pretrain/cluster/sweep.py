@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 from rich.table import Table
@@ -58,7 +58,6 @@ from canon_pretrain.run.folder import PLAN, RunFolder, is_run_folder
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.sections import Data
 
-ALPHA = 0.05
 COLUMNS = ("#", "run", "state", "step", "held-out", "training loss", "job", "why")
 OWN = {"--configs", "--lr", "--seeds", "--seed-of", "--extend"}
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -102,15 +101,24 @@ class Sweep:
     """Absolute path of SWEEP when it was planned, by which a plan that was moved finds its configs;
     "" in plans of earlier versions."""
 
+    def with_paths(self, paths: Mapping[str, str]) -> "Sweep":
+        """Return the sweep with the configs of old paths at new ones."""
+        return replace(
+            self,
+            runs=[replace(run, config=paths[run.config]) for run in self.runs],
+            configs={paths[path]: digest for path, digest in self.configs.items()},
+            promises={paths.get(path, path): own for path, own in self.promises.items()},
+        )
+
     def settings(self, run: PlannedRun) -> list[str]:
-        """Return the options that the plan gives a run."""
-        words = []
+        """Return the options that the plan sets for a run."""
+        options = []
         if run.learning_rate is not None:
-            words += [f"--{RATE_KEY}", repr(float(run.learning_rate))]
+            options += [f"--{RATE_KEY}", repr(float(run.learning_rate))]
         if run.seed is not None:
             for key in SEED_KEYS[self.seed_of]:
-                words += [f"--{key}", str(run.seed)]
-        return words + self.arguments
+                options += [f"--{key}", str(run.seed)]
+        return options + self.arguments
 
     def options(self, run: PlannedRun, folder: Path) -> list[str]:
         """Return the run's options of canon_pretrain.train, except for --config."""
@@ -137,10 +145,11 @@ class Sweep:
     def other_plan(self, run: PlannedRun, folder: Path) -> str | None:
         """Say how the run in SWEEP/`name` differs from the planned one; None if it does not."""
         identity = _identity(run.config, self.configs[run.config], tuple(self.arguments))
-        if identity is not None and run.learning_rate is not None:
-            identity = identity | {RATE_KEY: run.learning_rate}
-        if identity is not None and run.seed is not None:
-            identity = identity | dict.fromkeys(SEED_KEYS[self.seed_of], run.seed)
+        if identity is not None:
+            if run.learning_rate is not None:
+                identity = identity | {RATE_KEY: run.learning_rate}
+            if run.seed is not None:
+                identity = identity | dict.fromkeys(SEED_KEYS[self.seed_of], run.seed)
         return other_plan(folder / run.name, self._planned(run), identity)
 
     def is_done(self, run: PlannedRun, folder: Path) -> bool:
@@ -159,9 +168,11 @@ def _identity(config: str, digest: str, arguments: tuple[str, ...]) -> dict[str,
     with suppress(UserError):
         if config_hash(config) == digest:
             values = planned_values(Path(config), arguments)
+            identity = planned_identity(values)
             fingerprint = data_fingerprint(values)
-            known = {} if fingerprint is None else {"data_fingerprint": fingerprint}
-            return planned_identity(values) | known
+            if fingerprint is not None:
+                identity["data_fingerprint"] = fingerprint
+            return identity
     return None
 
 
@@ -173,15 +184,19 @@ def make_sweep(
     arguments: Sequence[str],
 ) -> Sweep:
     """Return all combinations, configs outermost. Default: each config's own rate and seed."""
+    # What the sweep sets, the runs' other options may not.
+    set_by = {FOLDER_KEY: "its name", "job.config_file": "--configs"}
+    if learning_rates:
+        set_by[RATE_KEY] = "--lr"
+    if seeds:
+        set_by |= dict.fromkeys(SEED_KEYS[seed_of], "--seeds")
+    for word in arguments:
+        if word.startswith("--") and (option := set_by.get(_key(word))):
+            raise UserError("sweep.own_option", f"{word}: the sweep sets this by {option}")
+
+    paths = [os.path.abspath(config) for config in configs]
     rates = [_value("--lr", word, Rate) for word in learning_rates] or [None]
     numbers = [_value("--seeds", word, Seed) for word in seeds] or [None]
-    own = {FOLDER_KEY: "its name", "job.config_file": "--configs"}
-    own |= {RATE_KEY: "--lr"} if learning_rates else {}
-    own |= dict.fromkeys(SEED_KEYS[seed_of] if seeds else (), "--seeds")
-    for word in arguments:
-        if word.startswith("--") and (by := own.get(_key(word))):
-            raise UserError("sweep.own_option", f"{word}: the sweep sets this by {by}")
-    paths = [os.path.abspath(config) for config in configs]
     runs = [
         PlannedRun(run_name(Path(path), rate, seed), path, rate, seed)
         for path, rate, seed in itertools.product(paths, rates, numbers)
@@ -220,11 +235,13 @@ def _key(word: str) -> str:
 
 def run_name(config: Path, rate: float | None, seed: int | None) -> str:
     """Return CONFIG-lr3e-3-seed1, which does not depend on the other runs of a sweep."""
-    name = config.stem
+    parts = [config.stem]
     if rate is not None:
         digits, _, places = f"{Decimal(repr(rate)).normalize():e}".partition("e")
-        name += f"-lr{digits}e{int(places)}"
-    return name if seed is None else f"{name}-seed{seed}"
+        parts.append(f"lr{digits}e{int(places)}")
+    if seed is not None:
+        parts.append(f"seed{seed}")
+    return "-".join(parts)
 
 
 def config_hash(path: str) -> str:
@@ -239,18 +256,18 @@ def values_hash(values: Mapping[str, Any]) -> str:
 
 def data_differences(sweep: Sweep) -> list[str]:
     """Return the keys by which configs differ in the data that runs of one seed see."""
-    defaults = {f"data.{each.name}": each.default for each in fields(Data)}
+    defaults = {f"data.{one.name}": one.default for one in fields(Data)}
     experiments = [read_experiment(Path(path)) for path in sweep.configs]
-    given = {_key(word) for word in sweep.arguments}
+    set_keys = {_key(word) for word in sweep.arguments}
     if sweep.runs[0].seed is not None:
-        given.update(SEED_KEYS[sweep.seed_of])
+        set_keys.update(SEED_KEYS[sweep.seed_of])
 
     def differs(key: str) -> bool:
         section, _, name = key.partition(".")
-        values = [each.get(section, {}).get(name, defaults.get(key)) for each in experiments]
+        values = [values.get(section, {}).get(name, defaults.get(key)) for values in experiments]
         return any(value != values[0] for value in values)
 
-    return [key for key in sorted({*defaults, *SAME_DATA} - given) if differs(key)]
+    return [key for key in sorted({*defaults, *SAME_DATA} - set_keys) if differs(key)]
 
 
 def read_sweep(folder: Path) -> Sweep:
@@ -262,8 +279,10 @@ def read_sweep(folder: Path) -> Sweep:
         return _where_it_is(sweep, folder)
     except UnreadableFile as error:
         if error.is_missing:
-            text = f"{folder} has no {PLAN}, which `canon_pretrain.cluster.sweep plan` writes"
-            raise UserError("sweep.not_a_sweep", text) from None
+            raise UserError(
+                "sweep.not_a_sweep",
+                f"{folder} has no {PLAN}, which `canon_pretrain.cluster.sweep plan` writes",
+            ) from None
         raise UserError("sweep.damaged", f"{error}: remove it and plan again") from None
 
 
@@ -280,23 +299,22 @@ def _where_it_is(sweep: Sweep, folder: Path) -> Sweep:
     for path in sweep.configs:
         moved = os.path.normpath(os.path.join(now, os.path.relpath(path, sweep.folder)))
         paths[path] = moved if os.path.exists(moved) else path
-    return replace(
-        sweep,
-        runs=[replace(run, config=paths[run.config]) for run in sweep.runs],
-        configs={paths[path]: digest for path, digest in sweep.configs.items()},
-        promises={paths.get(path, path): each for path, each in sweep.promises.items()},
-    )
+    return sweep.with_paths(paths)
 
 
 def write_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, int]:
     """Write sweep.json, or `extend` it by new runs; return the sweep and the number of new runs."""
-    sweep, old = merge_plan(folder, new, extend=extend)
+    return store_plan(folder, *merge_plan(folder, new, extend=extend))
+
+
+def store_plan(folder: Path, sweep: Sweep, old: Sweep | None) -> tuple[Sweep, int]:
+    """Write a plan that was merged with the `old` one; return it and the number of new runs."""
     sweep = replace(sweep, folder=os.path.abspath(folder))
     if sweep != old:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / PLAN, asdict(sweep))
-    known = {run.name for run in old.runs} if old else set[str]()
-    return sweep, sum(run.name not in known for run in sweep.runs)
+    old_names = {run.name for run in old.runs} if old else set[str]()
+    return sweep, sum(run.name not in old_names for run in sweep.runs)
 
 
 def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, Sweep | None]:
@@ -309,27 +327,17 @@ def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
         return new, None
     old = read_sweep(folder)
     if old.promises and not new.promises:
-        text = f"{path} is a board's, of `canon playground`: choose another folder"
-        raise UserError("sweep.other_plan", text)
-    started = {run.name for run in old.runs if has_started(folder / run.name)}
+        raise UserError(
+            "sweep.other_plan",
+            f"{path} is a board's, of `canon playground`: choose another folder",
+        )
+    started = [run for run in old.runs if has_started(folder / run.name)]
     if not started and not extend:
         return new, old
-    known, wanted = ({run.name: run.config for run in each.runs} for each in (old, new))
-    added = [run for run in new.runs if run.name not in known]
-    faults = []
-    if old.seed_of != new.seed_of and old.runs[0].seed is not None:
-        faults.append(f"its --seed-of is {old.seed_of}, not {new.seed_of}")
-    if old.arguments != new.arguments:
-        before, now = (" ".join(each.arguments) or "none" for each in (old, new))
-        faults.append(f"its options are {before}, not {now}")
-    for name, config in known.items():
-        if wanted.get(name, config) != config:
-            faults.append(f"the config of its {name} is {config}, not {wanted[name]}")
-    for config in {known[name]: None for name in known if name in started}:
-        if new.configs.get(config, digest := old.configs[config]) != digest:
-            faults.append(f"{config} (or what it extends) has changed, and its runs have started")
-    if missing := ", ".join(name for name in known if name not in wanted):
-        faults.append(f"it also has {missing}")
+
+    old_names = {run.name for run in old.runs}
+    added = [run for run in new.runs if run.name not in old_names]
+    faults = _plan_faults(old, new, started)
     if added and not extend:
         faults.append(f"it lacks {len(added)} run(s), such as {added[0].name}")
     if faults:
@@ -345,6 +353,27 @@ def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
         promises=old.promises | new.promises,
     )
     return merged, old
+
+
+def _plan_faults(old: Sweep, new: Sweep, started: Sequence[PlannedRun]) -> list[str]:
+    """Say how a new plan contradicts the old one, of which these runs have started."""
+    faults = []
+    if old.seed_of != new.seed_of and old.runs[0].seed is not None:
+        faults.append(f"its --seed-of is {old.seed_of}, not {new.seed_of}")
+    if old.arguments != new.arguments:
+        before, now = (" ".join(plan.arguments) or "none" for plan in (old, new))
+        faults.append(f"its options are {before}, not {now}")
+    configs = {run.name: run.config for run in new.runs}
+    for run in old.runs:
+        config = configs.get(run.name, run.config)
+        if config != run.config:
+            faults.append(f"the config of its {run.name} is {run.config}, not {config}")
+    for config in dict.fromkeys(run.config for run in started):
+        if new.configs.get(config, old.configs[config]) != old.configs[config]:
+            faults.append(f"{config} (or what it extends) has changed, and its runs have started")
+    if missing := ", ".join(run.name for run in old.runs if run.name not in configs):
+        faults.append(f"it also has {missing}")
+    return faults
 
 
 # -- the command
@@ -395,8 +424,9 @@ def run_plan(given: argparse.Namespace) -> None:
     """Write or extend the plan, and print it."""
     passed_on = given.overrides
     if misplaced := OWN.intersection(word.replace("_", "-") for word in passed_on):
-        text = f"{', '.join(misplaced)}: give it before {passed_on[0]}"
-        raise UserError("sweep.misplaced_option", text)
+        raise UserError(
+            "sweep.misplaced_option", f"{', '.join(misplaced)}: give it before {passed_on[0]}"
+        )
     if given.seed_of and not given.seeds:
         raise UserError("sweep.value", "--seed-of needs --seeds")
     new = make_sweep(given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on)
@@ -447,30 +477,34 @@ def run_run(given: argparse.Namespace) -> None:
 
 def train_command(words: Sequence[str], ranks: int = 1) -> list[str]:
     """Return the command that trains with the arguments `words`; one rank needs no torchrun."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    launcher = torchrun if ranks > 1 else []
+    launcher = []
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [sys.executable, *launcher, "-m", "canon_pretrain.train", "--config", *words]
 
 
 def run_todo(given: argparse.Namespace) -> None:
     """Print the runs that are not DONE and one of them per config, for slurm/sweep.sh."""
-    sweep, skipped = read_sweep(given.sweep), given.besides.split(",")
-    left: dict[str, str] = {}
+    folder: Path = given.sweep
+    sweep = read_sweep(folder)
+    skipped = given.besides.split(",")
+    configs: dict[str, str] = {}  # by number of a run
     for number, planned in enumerate(sweep.runs, 1):
-        if problem := sweep.other_plan(planned, given.sweep):
+        if problem := sweep.other_plan(planned, folder):
             print(f"NOTE: {planned.name} is skipped: {problem}", file=sys.stderr)
-        elif RunFolder(given.sweep / planned.name).done_file.exists() or str(number) in skipped:
-            continue
-        else:
-            left[str(number)] = planned.config
-    first = {config: number for number, config in reversed(left.items())}
-    print(",".join(left), " ".join(k for k in left if k in first.values()), sep="\n")
+        elif str(number) not in skipped and not RunFolder(folder / planned.name).done_file.exists():
+            configs[str(number)] = planned.config
+    firsts: dict[str, str] = {}
+    for text, config in configs.items():
+        firsts.setdefault(config, text)
+    print(",".join(configs), " ".join(firsts.values()), sep="\n")
 
 
 # -- the table: a row per run, and a comparison of held-out losses
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """A run of the sweep; `held_out_loss` is in nats per token, at the same step of all runs."""
 
     number: int
@@ -488,21 +522,34 @@ class Row(NamedTuple):
 
 def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     """Return the rows, by number; damaged run folders raise no error."""
-    rows = []
     others = {run.name: sweep.other_plan(run, folder) for run in sweep.runs}
     own = [run for run in sweep.runs if others[run.name] is None]
     source, step, losses = _held_out_losses(own, folder)
-    for place, run in enumerate(sweep.runs, 1):
-        found: dict[str, Any] = {}
+
+    rows = []
+    for number, run in enumerate(sweep.runs, 1):
+        row = Row(number, run.name)
         if others[run.name] is not None:
-            found |= {"state": "failed", "reason": others[run.name]}
+            row = replace(row, state="failed", reason=others[run.name])
         elif is_run_folder(folder / run.name):
-            seen = summarize_run(folder / run.name, now)
-            names = ("state", "step", "steps", "loss", "job_id", "reason")
-            found |= {name: seen[name] for name in names}
-        if (loss := losses.get(run.name)) is not None:
-            found |= {"held_out_loss": loss, "held_out_step": step, "held_out_source": source}
-        rows.append(Row(place, run.name, **found))
+            summary = summarize_run(folder / run.name, now)
+            row = replace(
+                row,
+                state=summary.state,
+                step=summary.step,
+                steps=summary.steps,
+                loss=summary.loss,
+                job_id=summary.job_id,
+                reason=summary.reason,
+            )
+        if run.name in losses:
+            row = replace(
+                row,
+                held_out_loss=losses[run.name],
+                held_out_step=step,
+                held_out_source=source,
+            )
+        rows.append(row)
     return rows
 
 
@@ -514,9 +561,9 @@ def _held_out_losses(runs: Sequence[PlannedRun], folder: Path) -> tuple[str, int
             with suppress(UserError):  # damaged: reported by `run status` and `eval report`
                 losses = losses_of(RunRecord(folder / run.name))
                 by_run[run.name] = {at: x for at, x in losses.items() if math.isfinite(x)}
-        known = Counter(scored for losses in by_run.values() for scored in losses)
-        if known:
-            at = max(known, key=lambda scored: (known[scored], scored))
+        num_runs = Counter(scored for losses in by_run.values() for scored in losses)
+        if num_runs:
+            at = max(num_runs, key=lambda scored: (num_runs[scored], scored))
             return source, at[0], {name: x[at] for name, x in by_run.items() if at in x}
     return "", 0, {}
 
@@ -527,48 +574,58 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     Student's t-test over seeds, with the variance pooled over all configs and learning rates and
     Bonferroni's correction over the configs. `eval compare` also pairs documents.
     """
-    from scipy import stats  # slow to import
+    # slow to import
+    from canon_pretrain.stats.cells import rate_optimum, student_p
+    from canon_pretrain.stats.decide import ALPHA
+    from canon_pretrain.stats.noise import pooled_variance, student_half_width
 
-    groups: dict[str, dict[str, list[float]]] = {}
+    scored = [row for row in rows if row.held_out_loss is not None]
+    if not scored:
+        return ["held-out loss: unknown; evaluate with `canon eval run --suite validation`"]
+    start = f"held-out loss ({scored[-1].held_out_source}, step {scored[-1].held_out_step:,}):"
+
+    losses: dict[str, dict[float | None, list[float]]] = {}
     for run, row in zip(sweep.runs, rows, strict=True):
         if row.held_out_loss is not None:
-            label = run_name(Path(run.config), run.learning_rate, None)
-            groups.setdefault(run.config, {}).setdefault(label, []).append(row.held_out_loss)
-            start = f"held-out loss ({row.held_out_source}, step {row.held_out_step:,}):"
-    if not groups:
-        return ["held-out loss: unknown; evaluate with `canon eval run --suite validation`"]
-    mean = statistics.fmean
-    every = [group for rates in groups.values() for group in rates.values()]
-    df = sum(len(group) - 1 for group in every)
-    squares = math.fsum((x - mean(group)) ** 2 for group in every for x in group)
-    (first, base), *others = (
-        min(rates.items(), key=lambda item: mean(item[1])) for rates in groups.values()
-    )
+            by_rate = losses.setdefault(run.config, {})
+            by_rate.setdefault(run.learning_rate, []).append(row.held_out_loss)
+    best = {}
+    for config, by_rate in losses.items():
+        rate = rate_optimum(by_rate, lower_is_better=True).rate
+        best[run_name(Path(config), rate, None)] = by_rate[rate]
+
+    (first, base), *others = best.items()
+    base_mean = statistics.fmean(base)
     if not others:
-        return [f"{start} lowest with {first}, {mean(base):.4f} ({len(base)} seeds)"]
+        return [f"{start} lowest with {first}, {base_mean:.4f} ({len(base)} seeds)"]
+
+    groups = [group for by_rate in losses.values() for group in by_rate.values()]
+    variance, df = pooled_variance(groups)
     lines = []
     for label, ours in others:
-        size = mean(ours) - mean(base)
-        verdict, lower = ("better", "lower") if size < 0 else ("worse", "higher")
-        by = f"by {abs(size):.3g} nats/token than {first}"
-        error = math.sqrt(squares / df * (1 / len(ours) + 1 / len(base))) if df else 0.0
-        if not error:
-            lines.append(f"{start} {label} {lower} {by}; no verdict without several seeds")
+        difference = statistics.fmean(ours) - base_mean
+        size = abs(difference)
+        verdict, direction = ("better", "lower") if difference < 0 else ("worse", "higher")
+        by = f"by {size:.3g} nats/token than {first}"
+        stderr = math.sqrt(variance * (1 / len(ours) + 1 / len(base)))
+        if not stderr:
+            lines.append(f"{start} {label} {direction} {by}; no verdict without several seeds")
             continue
-        p = min(1.0, 2 * stats.t.sf(abs(size) / error, df) * len(others))
-        half = stats.t.isf(ALPHA / 2 / len(others), df) * error
+
+        p = min(1.0, student_p(size, stderr, df) * len(others))
+        half = student_half_width(stderr, df, ALPHA / len(others))
         if p > ALPHA:
-            verdict = f"within noise, {lower}"
+            verdict = f"within noise, {direction}"
         lines.append(
-            f"{start} {label} {verdict} {by} (95 % {abs(size) - half:.3g} to "
-            f"{abs(size) + half:.3g}, p {p:.2g}, over {len(ours)} and {len(base)} seeds)"
+            f"{start} {label} {verdict} {by} (95 % {size - half:.3g} to {size + half:.3g}, "
+            f"p {p:.2g}, over {len(ours)} and {len(base)} seeds)"
         )
     return lines
 
 
 def print_rows(rows: Sequence[Row]) -> None:
     """Print the rows as JSON."""
-    print(json.dumps(json_value([row._asdict() for row in rows]), indent=2, ensure_ascii=False))
+    print(json.dumps(json_value(rows), indent=2, ensure_ascii=False))
 
 
 def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
@@ -576,16 +633,24 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=100_000, color_system=None)
-    for words in verdicts:
-        console.print(Text(words, style="bold"), soft_wrap=True)
+    for verdict in verdicts:
+        console.print(Text(verdict, style="bold"), soft_wrap=True)
+
     table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        loss = format_number(row.loss, ".4f")
-        step = "" if row.step is None else f"{row.step:,}/{row.steps or '?'}"
-        held_out = "" if row.held_out_loss is None else f"{row.held_out_loss:.4f}"
-        cells = (row.number, row.name, row.state, step, held_out, loss, row.job_id, row.reason)
+        cells = (
+            row.number,
+            row.name,
+            row.state,
+            "" if row.step is None else f"{row.step:,}/{row.steps or '?'}",
+            "" if row.held_out_loss is None else f"{row.held_out_loss:.4f}",
+            format_number(row.loss, ".4f"),
+            row.job_id,
+            row.reason,
+        )
         table.add_row(*(Text(printable(str(cell or ""))) for cell in cells))
     console.print(table)
+
     counts = Counter(row.state for row in rows)
     states = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     console.print(Text(f"{len(rows)} runs: {states}"))

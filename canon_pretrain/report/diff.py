@@ -3,7 +3,8 @@
 import argparse
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,99 +17,161 @@ from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, flatten
 from canon_pretrain.run.identity import PER_LAUNCH_KEYS
 from canon_pretrain.run.launches import launch_numbers
-from canon_pretrain.run.log import json_value, number
+from canon_pretrain.run.log import json_value
 
 RTOL = 1e-4  # rounding differences between losses of one experiment on two machines
 DATA = ("data_fingerprint", HELD_OUT)  # identity fields that describe the data
 PER_RUN_NAMES = {
     "config": ("job.dump_folder", "job.description", *PER_LAUNCH_KEYS),
     "environment": (
-        *("SLURM_", "MASTER_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "RANK"),
-        *("WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "NODE_RANK"),
+        "SLURM_",
+        "MASTER_",
+        "TORCHELASTIC_",
+        "CUDA_VISIBLE_DEVICES",
+        "HOSTNAME",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "NODE_RANK",
     ),
     "launch": ("",),
 }
 """By section, prefixes of names whose values belong to one run or job."""
 
-Facts = dict[str, Any]
+Values = dict[str, Any]
 
 
-def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Facts:
-    """Return all differences of two runs; the newest launch of each is compared.
+@dataclass
+class Section:
+    """The records of two runs: `own` differences are of a run or job, and ignored."""
 
-    Each section has `differences` (name -> [a, b]), `own` differences of a run or job, which are
-    ignored, and `unknown`: the runs that have not recorded it.
-    """
+    differences: dict[str, list[Any]] = field(default_factory=dict)
+    """Name -> the values of A and B."""
+    own: dict[str, list[Any]] = field(default_factory=dict)
+    compared: int = 0
+    unknown: list[str] = field(default_factory=list)
+    """The runs that have not recorded it."""
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The digests of the data of each step, at the steps that both runs logged."""
+
+    logged: tuple[int, int]
+    common: int
+    different: int
+    first_different: int | None
+    last_common: int | None
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of two runs at common steps; steps are None if there are none."""
+
+    common: int
+    rtol: float
+    there: tuple[float, float] | None
+    """The losses at `first_beyond`."""
+    largest: float | None
+    """The largest relative difference."""
+    first_unequal: int | None
+    first_beyond: int | None
+    largest_step: int | None
+    last_common: int | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All differences of two runs; its fields are the keys of `diff --json`."""
+
+    a: str
+    b: str
+    same: bool
+    sections: dict[str, Section]
+    data_digests: Digests
+    losses: Losses
+    scores: dict[str, Losses]
+
+
+def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Comparison:
+    """Return all differences of two runs; the newest launch of each is compared."""
     shared = a.identity.keys() & b.identity.keys()
-    ours, theirs = (_recorded(run, shared) for run in (a, b))
+    ours = _recorded(a, shared)
+    theirs = _recorded(b, shared)
     sections = {name: _section(name, ours[name], theirs[name]) for name in ours}
     digests = compare_digests(a.events, b.events)
     losses = compare_losses(a.curve("loss"), b.curve("loss"), rtol)
-    names = sorted(a.scores.keys() & b.scores.keys())
-    scores = {name: compare_losses(a.scores[name], b.scores[name], rtol) for name in names}
-    parts = [digests["first_different"], losses["first_beyond"]]
-    is_same = not any(section["differences"] for section in sections.values())
-    return {
-        "a": str(a.folder.path),
-        "b": str(b.folder.path),
-        "same": is_same and parts == [None, None],
-        "sections": sections,
-        "data_digests": digests,
-        "losses": losses,
-        "scores": scores,
+    scores = {
+        name: compare_losses(a.scores[name], b.scores[name], rtol)
+        for name in sorted(a.scores.keys() & b.scores.keys())
     }
-
-
-def _recorded(run: RunRecord, shared: Iterable[str]) -> dict[str, Any]:
-    """Return the records of a run by section; `shared`: the names in both identities."""
-    at = run.folder.launch_path(max(launch_numbers(run.folder), default=0))
-    facts, around = (
-        read_json(at / name, finite=False) if (at / name).exists() else None
-        for name in ("launch.json", "environment.json")
+    is_same = (
+        digests.first_different is None
+        and losses.first_beyond is None
+        and not any(section.differences for section in sections.values())
     )
-    facts = facts or {}
-    git = facts.get("git") or {"problem": "unknown"}
-    code: Facts = {name: git.get(name) for name in ("commit", "untracked")}
-    packages: Facts | None = None
-    if (at / "source.patch").exists():
-        code["patch"] = sha256_file(at / "source.patch")[:12]
-    if (at / "packages.txt").exists():
-        lines = read_bytes(at / "packages.txt").decode(errors="replace").split()
-        versions = dict(line.split("==", 1) for line in lines if "==" in line)
-        packages = {"python": facts.get("python"), **versions}
-    if around is not None:
-        around = flatten({name: facts.get(name) for name in ("platform", "devices")}) | around
+    path_a, path_b = str(a.folder.path), str(b.folder.path)
+    return Comparison(path_a, path_b, is_same, sections, digests, losses, scores)
+
+
+def _recorded(run: RunRecord, shared: Collection[str]) -> dict[str, Values | None]:
+    """Return the records of a run by section; `shared`: the names in both identities."""
+    folder = run.folder.launch_path(max(launch_numbers(run.folder), default=0))
+    launch = _read_if_there(folder / "launch.json") or {}
+    environment = _read_if_there(folder / "environment.json")
+    if environment is not None:
+        machine = {name: launch.get(name) for name in ("platform", "devices")}
+        environment = flatten(machine) | environment
+
+    git = launch.get("git") or {"problem": "unknown"}
+    code: Values | None = None
+    if not git.get("problem"):
+        code = {name: git.get(name) for name in ("commit", "untracked")}
+        if (folder / "source.patch").exists():
+            code["patch"] = sha256_file(folder / "source.patch")[:12]
+
+    packages: Values | None = None
+    if (folder / "packages.txt").exists():
+        words = read_bytes(folder / "packages.txt").decode(errors="replace").split()
+        versions = dict(word.split("==", 1) for word in words if "==" in word)
+        packages = {"python": launch.get("python"), **versions}
+
     return {
         "identity": {name: value for name, value in run.identity.items() if name not in DATA},
         "data": {name: run.identity[name] for name in DATA if name in shared},
         "config": {k: value for k, value in flatten(run.config).items() if k not in shared},
-        "code": None if git.get("problem") else code,
+        "code": code,
         "packages": packages,
-        "environment": around,
+        "environment": environment,
         "launch": {
             "launches": len(run.launch_events),
             "world_sizes": collapse_repeats(head.get("world_size") for head in run.launch_events),
-            "hosts": facts.get("hosts"),
-            "canon_backend": facts.get("canon_backend"),
+            "hosts": launch.get("hosts"),
+            "canon_backend": launch.get("canon_backend"),
             "last_step": int(run.clock.steps[-1]),
         },
     }
 
 
-def _section(section: str, a: Facts | None, b: Facts | None) -> Facts:
-    unknown = [name for name, side in (("A", a), ("B", b)) if side is None]
-    found: Facts = {"differences": {}, "own": {}, "compared": 0, "unknown": unknown}
+def _read_if_there(path: Path) -> Values | None:
+    return read_json(path, finite=False) if path.exists() else None
+
+
+def _section(name: str, a: Values | None, b: Values | None) -> Section:
     if a is None or b is None:
-        return found
-    names = sorted(a.keys() | b.keys())
-    for name in names:
-        if a.get(name) != b.get(name):
-            kind = "own" if name.startswith(PER_RUN_NAMES.get(section, ())) else "differences"
-            found[kind][name] = [a.get(name), b.get(name)]
-    return found | {"compared": len(names)}
+        return Section(unknown=[run for run, values in (("A", a), ("B", b)) if values is None])
+    section = Section(compared=len(a.keys() | b.keys()))
+    for key in sorted(a.keys() | b.keys()):
+        if a.get(key) != b.get(key):
+            is_own = key.startswith(PER_RUN_NAMES.get(name, ()))
+            found = section.own if is_own else section.differences
+            found[key] = [a.get(key), b.get(key)]
+    return section
 
 
-def digests_by_step(events: Iterable[Facts]) -> dict[int, str]:
+def digests_by_step(events: Iterable[Values]) -> dict[int, str]:
     """Return the digest of each step's token ids; an event lists those since the previous one."""
     digests: dict[int, str] = {}
     for event in events:
@@ -118,71 +181,74 @@ def digests_by_step(events: Iterable[Facts]) -> dict[int, str]:
     return digests
 
 
-def compare_digests(a: Iterable[Facts], b: Iterable[Facts]) -> Facts:
+def compare_digests(a: Iterable[Values], b: Iterable[Values]) -> Digests:
     """Find the first step with different data, among those that both runs logged."""
-    ours, theirs = digests_by_step(a), digests_by_step(b)
+    ours = digests_by_step(a)
+    theirs = digests_by_step(b)
     common = sorted(ours.keys() & theirs.keys())
     different = [step for step in common if ours[step] != theirs[step]]
-    return {
-        "logged": [len(ours), len(theirs)],
-        "common": len(common),
-        "different": len(different),
-        "first_different": different[0] if different else None,
-        "last_common": common[-1] if common else None,
-    }
+    return Digests(
+        logged=(len(ours), len(theirs)),
+        common=len(common),
+        different=len(different),
+        first_different=min(different, default=None),
+        last_common=max(common, default=None),
+    )
 
 
-def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Facts:
+def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Losses:
     """Find the first steps at which losses differ at all, and by more than `rtol` of the larger.
 
     NaN equals NaN; a value that is finite in one run only is beyond any tolerance.
     """
-    ours, theirs = (curve or Curve(np.empty(0, np.int64), np.empty(0)) for curve in (a, b))
+    empty = Curve(np.empty(0, np.int64), np.empty(0))
+    ours, theirs = a or empty, b or empty
     steps, i, j = np.intersect1d(ours.steps, theirs.steps, assume_unique=True, return_indices=True)
     one, other = ours.values[i], theirs.values[j]
     with np.errstate(all="ignore"):
         apart = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
     apart[~np.isfinite(apart)] = math.inf
     apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
-    unequal, beyond = (np.flatnonzero(apart > most).tolist() for most in (0, rtol))
-    largest = [int(apart.argmax())] if len(steps) else []
 
-    def first(places: list[int], values: np.ndarray) -> Any:
-        return json_value(values[places[0]].item()) if places else None
-
-    return {
-        "common": len(steps),
-        "rtol": rtol,
-        "there": [first(beyond, one), first(beyond, other)] if beyond else None,
-        "largest": first(largest, apart),
-        "first_unequal": first(unequal, steps),
-        "first_beyond": first(beyond, steps),
-        "largest_step": first(largest, steps),
-        "last_common": int(steps[-1]) if len(steps) else None,
-    }
+    unequal = np.flatnonzero(apart > 0).tolist()
+    beyond = np.flatnonzero(apart > rtol).tolist()
+    largest = int(apart.argmax()) if len(steps) else None
+    return Losses(
+        common=len(steps),
+        rtol=rtol,
+        there=(float(one[beyond[0]]), float(other[beyond[0]])) if beyond else None,
+        largest=None if largest is None else float(apart[largest]),
+        first_unequal=int(steps[unequal[0]]) if unequal else None,
+        first_beyond=int(steps[beyond[0]]) if beyond else None,
+        largest_step=None if largest is None else int(steps[largest]),
+        last_common=int(steps[-1]) if len(steps) else None,
+    )
 
 
-def describe(found: Facts, *, with_own: bool) -> Iterator[str]:
+def describe(found: Comparison, *, with_own: bool) -> Iterator[str]:
     """Yield the lines that describe a comparison; `with_own`: also ignored differences."""
-    yield f"A  {found['a']}"
-    yield f"B  {found['b']}"
-    for name, section in found["sections"].items():
-        if section["unknown"]:
-            yield f"{name}: not compared: not recorded in {' and '.join(section['unknown'])}"
+    yield f"A  {found.a}"
+    yield f"B  {found.b}"
+    for name, section in found.sections.items():
+        if section.unknown:
+            yield f"{name}: not compared: not recorded in {' and '.join(section.unknown)}"
             continue
-        differences, own = section["differences"], section["own"]
-        count = f"{len(differences)} of {section['compared']} differ" if differences else "same"
-        if own and not with_own:
-            count += f", {len(own)} ignored (--all)"
-        yield f"{name}: {count}"
-        for key, values in (differences | (own if with_own else {})).items():
-            ignored = " (ignored)" if key in own else ""
-            yield f"  {key}{ignored}: {' -> '.join(map(_format, values))}"
-    yield f"data digests: {_describe_digests(found['data_digests'])}"
-    yield f"losses: {_describe_losses(found['losses'])}"
-    for name, curves in found["scores"].items():
-        yield f"validation {name}: {_describe_losses(curves)}"
-    yield "same" if found["same"] else "different"
+        count = "same"
+        if section.differences:
+            count = f"{len(section.differences)} of {section.compared} differ"
+        ignored = ""
+        if section.own and not with_own:
+            ignored = f", {len(section.own)} ignored (--all)"
+        yield f"{name}: {count}{ignored}"
+        for key, values in section.differences.items():
+            yield f"  {key}: {' -> '.join(map(_format, values))}"
+        for key, values in section.own.items() if with_own else ():
+            yield f"  {key} (ignored): {' -> '.join(map(_format, values))}"
+    yield f"data digests: {_describe_digests(found.data_digests)}"
+    yield f"losses: {_describe_losses(found.losses)}"
+    for name, losses in found.scores.items():
+        yield f"validation {name}: {_describe_losses(losses)}"
+    yield "same" if found.same else "different"
 
 
 def _format(value: Any) -> str:
@@ -192,28 +258,29 @@ def _format(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _describe_digests(found: Facts) -> str:
-    common, first = found["common"], found["first_different"]
-    if not common:
-        return f"none in common (A has {found['logged'][0]:,}, B {found['logged'][1]:,})"
-    if first is None:
-        return f"equal in all {common:,} common steps, to step {found['last_common']:,}"
-    return f"differ from step {first:,} on ({found['different']:,} of {common:,} common steps)"
+def _describe_digests(digests: Digests) -> str:
+    common = f"{digests.common:,}"
+    if not digests.common:
+        return "none in common (A has {:,}, B {:,})".format(*digests.logged)
+    if digests.first_different is None:
+        return f"equal in all {common} common steps, to step {digests.last_common:,}"
+    different = f"{digests.different:,} of {common} common steps"
+    return f"differ from step {digests.first_different:,} on ({different})"
 
 
-def _describe_losses(found: Facts) -> str:
-    if not found["common"]:
+def _describe_losses(losses: Losses) -> str:
+    if not losses.common:
         return "no logged step in common"
-    lines = f"{found['common']:,} common lines, to step {found['last_common']:,}"
-    if found["first_unequal"] is None:
+    lines = f"{losses.common:,} common lines, to step {losses.last_common:,}"
+    if losses.first_unequal is None:
         return f"equal bit for bit in all {lines}"
-    largest = f"{number(found['largest']):.1e} at step {found['largest_step']:,}"
-    first = f"first difference at step {found['first_unequal']:,}; largest relative one {largest}"
-    if found["first_beyond"] is None:
-        return f"equal to {found['rtol']:g} in all {lines}; {first}"
-    a, b = (f"{number(loss):.7g}" for loss in found["there"])
-    at = f"{found['first_beyond']:,} ({a} -> {b})"
-    return f"differ by more than {found['rtol']:g} from step {at} on; {first}; {lines}"
+    largest = f"{losses.largest:.1e} at step {losses.largest_step:,}"
+    first = f"first difference at step {losses.first_unequal:,}; largest relative one {largest}"
+    if losses.there is None:
+        return f"equal to {losses.rtol:g} in all {lines}; {first}"
+    change = " -> ".join(f"{loss:.7g}" for loss in losses.there)
+    beyond = f"from step {losses.first_beyond:,} ({change}) on"
+    return f"differ by more than {losses.rtol:g} {beyond}; {first}; {lines}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -238,7 +305,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("diff.rtol", message, given=arguments.rtol)
     found = compare(RunRecord(arguments.a), RunRecord(arguments.b), rtol=arguments.rtol)
     if arguments.json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print(json.dumps(json_value(found), indent=2, ensure_ascii=False))
     else:
         print(printable("\n".join(describe(found, with_own=arguments.all)), keep="\n"))
-    return 0 if found["same"] else 1
+    return 0 if found.same else 1

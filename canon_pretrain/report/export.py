@@ -41,7 +41,14 @@ MODES = ("online", "offline")
 SUFFIX = ".canon"  # of our files, which a new copy may remove
 
 GROUPS = {
-    "train": ("loss", "max_loss", "grad_norm", "lr", "skipped_steps", "restarts"),
+    "train": (
+        "loss",
+        "max_loss",
+        "grad_norm",
+        "lr",
+        "skipped_steps",
+        "restarts",
+    ),
     "speed": (
         "tokens_per_second",
         "tokens_per_second_per_device",
@@ -84,31 +91,43 @@ def row_from_event(event: Event) -> Row | None:
     values: dict[str, Any] = {}
     samples: list[tuple[str, str]] = []
     if event["event"] == "step":
-        values = {f"{g}/{name}": event.get(name) for g, names in GROUPS.items() for name in names}
-        if len(sources := event.get("source_tokens") or {}) > 1:
-            values |= {
-                f"data/tokens/{chart_name(name)}": tokens for name, tokens in sources.items()
-            }
+        values = _step_values(event)
     elif event["event"] == "validation":
-        sources = event.get("sources") or {}
-        parts = {f"/{chart_name(name)}": part for name, part in sources.items() if len(sources) > 1}
-        for heading, part in {"": event, **parts}.items():
-            for name in ("loss", "bits_per_byte"):
-                values[f"validation{heading}/{name}"] = part.get(name)
-        for name, score in (event.get("scores") or {}).items():
-            values[f"scores/{chart_name(name)}"] = score
+        values = _validation_values(event)
     elif event["event"] == "samples":
-        samples = [(each["prompt"], each["text"]) for each in event.get("samples") or ()]
+        samples = [(sample["prompt"], sample["text"]) for sample in event.get("samples") or ()]
     else:
         return None
     numbers = {name: value for name, value in values.items() if value is not None}
     return Row(event["step"], event.get("tokens", 0), _time(event), numbers, samples)
 
 
+def _step_values(event: Event) -> dict[str, Any]:
+    values = {f"{group}/{name}": event.get(name) for group in GROUPS for name in GROUPS[group]}
+    sources = event.get("source_tokens") or {}
+    if len(sources) > 1:
+        values |= {f"data/tokens/{chart_name(name)}": tokens for name, tokens in sources.items()}
+    return values
+
+
+def _validation_values(event: Event) -> dict[str, Any]:
+    values = {}
+    sources = event.get("sources") or {}
+    parts: dict[str, Event] = {"validation": event}
+    if len(sources) > 1:
+        parts |= {f"validation/{chart_name(name)}": part for name, part in sources.items()}
+    for heading, part in parts.items():
+        for name in ("loss", "bits_per_byte"):
+            values[f"{heading}/{name}"] = part.get(name)
+    for name, score in (event.get("scores") or {}).items():
+        values[f"scores/{chart_name(name)}"] = score
+    return values
+
+
 def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
     """Yield scores as eval/SUITE/TASK/METRIC, of a trial as eval/SUITE-firstN/TASK/METRIC."""
-    sizes = [run.identity.get(f"training.{k}") for k in ("global_batch_size", "seq_len")]
-    tokens_per_step = math.prod(n if isinstance(n, int) else 0 for n in sizes)
+    sizes = [run.identity.get(f"training.{key}") for key in ("global_batch_size", "seq_len")]
+    tokens_per_step = math.prod(size if isinstance(size, int) else 0 for size in sizes)
     for (suite, step), results in run.latest.items():
         limit = results.asked["limit"]
         heading = suite if limit is None else f"{suite}-first{limit}"
@@ -126,15 +145,17 @@ def merge_rows(rows: Iterable[Row]) -> list[Row]:
     by_step: dict[int, Row] = {}
     for row in rows:
         before = by_step.get(row.step, row)
-        values = {**before.values, **row.values}
-        tokens, samples = before.tokens or row.tokens, before.samples or row.samples
-        by_step[row.step] = before._replace(tokens=tokens, values=values, samples=samples)
+        by_step[row.step] = before._replace(
+            tokens=before.tokens or row.tokens,
+            values={**before.values, **row.values},
+            samples=before.samples or row.samples,
+        )
     return [by_step[step] for step in sorted(by_step)]
 
 
 def _time(event: Event) -> float:
-    found = unix_time(event.get("time"))
-    return found if math.isfinite(found) else 0.0
+    time_s = unix_time(event.get("time"))
+    return time_s if math.isfinite(time_s) else 0.0
 
 
 def chart_name(name: str) -> str:
@@ -144,23 +165,27 @@ def chart_name(name: str) -> str:
 
 def run_metadata(run: RunRecord, events: list[dict[str, Any]]) -> RunMetadata:
     """Return the metadata of a run from config.json and its log."""
-    run_id = next((event["run_id"] for event in reversed(events) if "run_id" in event), None)
-    flavor = run.config.get("model", {}).get("flavor")
+    run_ids = [event["run_id"] for event in events if "run_id" in event]
+    launches = [event for event in events if event["event"] in SEGMENT_EVENTS]
+    newest = dict(launches[-1]) if launches else {}
+    newest.pop("event", None)
+
     mixer = run.identity.get("model.mixer")
-    position = run.identity.get("model.position")
+    kind = run.identity.get("model.position") if mixer in (None, "attention") else mixer
     canon = run.identity.get("model.canon_set")
-    kind = position if mixer in (None, "attention") else mixer
+    flavor = run.config.get("model", {}).get("flavor")
     tags = tuple(filter(None, (flavor, kind, f"canon{canon}" if canon else "no-canon")))
-    heads = [event for event in events if event["event"] in SEGMENT_EVENTS]
-    newest = {name: value for name, value in (heads or [{}])[-1].items() if name != "event"}
+
     path = run.folder.path.resolve()
+    name = path.name
+    if name in ("run", "runs"):  # told apart by their parents
+        name = f"{path.parent.name}/{name}"
     return RunMetadata(
-        run_id=str(run_id or _digest(json.dumps(events[:1], sort_keys=True))),
-        # folders named `run` are told apart by their parents
-        name=f"{path.parent.name}/{path.name}" if path.name in ("run", "runs") else path.name,
+        run_id=str((run_ids and run_ids[-1]) or _digest(json.dumps(events[:1], sort_keys=True))),
+        name=name,
         group="-".join((*tags, _digest(run.recipe)[:6])),
         tags=tags,
-        config=run.config | {"identity": run.identity, "launches": len(heads), "launch": newest},
+        config=run.config | {"identity": run.identity, "launches": len(launches), "launch": newest},
         began=_time(events[0]) if events else 0.0,
     )
 
@@ -243,7 +268,7 @@ class WandbTarget:
     def __init__(
         self,
         folder: Path,
-        facts: RunMetadata,
+        metadata: RunMetadata,
         *,
         live: bool,
         mode: Any,
@@ -266,7 +291,9 @@ class WandbTarget:
         slurm = {name for name in os.environ if name.startswith("SLURM")}
         for variable in slurm - set(allowed_environment(os.environ)):
             del os.environ[variable]
-        self._facts, self._mode, self._folder = facts, mode, folder / "wandb"
+        self._metadata = metadata
+        self._mode = mode
+        self._folder = folder / "wandb"
         self._html = wandb.Html
         self._before = self._offline_folders()
         folder.mkdir(parents=True, exist_ok=True)
@@ -287,12 +314,12 @@ class WandbTarget:
             self._run = wandb.init(
                 mode=mode,
                 dir=folder,
-                id=facts.run_id,
-                group=facts.group,
+                id=metadata.run_id,
+                group=metadata.group,
                 # a whole copy replaces the run; offline, wandb cannot check
                 resume="allow" if mode == "online" and live else None,
-                tags=[tag[:64] for tag in dict.fromkeys((*facts.tags, *tags))],
-                config=dict(facts.config),
+                tags=[tag[:64] for tag in dict.fromkeys((*metadata.tags, *tags))],
+                config=dict(metadata.config),
                 settings=settings,
                 **options,
             )
@@ -326,14 +353,14 @@ class WandbTarget:
         self.flush()
         if self._mode == "online":
             return f"{self._run.url or 'wandb'}"
-        began = datetime.fromtimestamp(self._facts.began, UTC)
-        final = self._folder / f"offline-run-{began:%Y%m%d_%H%M%S}-{self._facts.run_id}"
+        began = datetime.fromtimestamp(self._metadata.began, UTC)
+        final = self._folder / f"offline-run-{began:%Y%m%d_%H%M%S}-{self._metadata.run_id}"
         (made,) = self._offline_folders()
         made.rename(final)
         return f"{final}; `wandb sync {final}` uploads it"
 
     def _offline_folders(self) -> list[Path]:
-        return sorted(self._folder.glob(f"offline-run-*-{self._facts.run_id}"))
+        return sorted(self._folder.glob(f"offline-run-*-{self._metadata.run_id}"))
 
 
 def copy(
@@ -345,33 +372,47 @@ def copy(
 
     With `ended`, follow the log only, until `ended(seconds to wait)` or a `done` event.
     """
-    log = LogFollower(run.folder.log_file)
-    events = drop_superseded(log.poll()) if ended else run.events
-    wait, is_over = ended or bool, ended is None
-    while not is_over and not any(e["event"] in ("step", *SEGMENT_EVENTS) for e in events):
-        is_over = wait(POLL_S)
-        events = drop_superseded([*events, *log.poll()])
-    rows = merge_rows(row for event in events if (row := row_from_event(event)))
-    if ended is None:
-        rows = merge_rows([*rows, *_evaluations(run, rows[-1].time if rows else 0.0)])
-    target = open_target(run_metadata(run, events))
+    if ended is not None:
+        return _follow(run, open_target, ended)
+    rows = merge_rows(filter(None, map(row_from_event, run.events)))
+    rows = merge_rows([*rows, *_evaluations(run, rows[-1].time if rows else 0.0)])
+    target = open_target(run_metadata(run, run.events))
     for row in rows:
+        target.write(row)
+    place = target.finish()
+    return f"{len(rows)} steps and {len(run.latest)} evaluations of {run.folder.path}: {place}"
+
+
+def _follow(
+    run: RunRecord,
+    open_target: Callable[[RunMetadata], TensorBoardTarget | WandbTarget],
+    ended: Callable[[float], bool],
+) -> str:
+    """Copy the log while it grows; see `copy`."""
+    # the target needs the first event of a launch
+    log = LogFollower(run.folder.log_file)
+    events = drop_superseded(log.poll())
+    is_over = False
+    while not is_over and not any(e["event"] in ("step", *SEGMENT_EVENTS) for e in events):
+        is_over = ended(POLL_S)
+        events = drop_superseded([*events, *log.poll()])
+
+    target = open_target(run_metadata(run, events))
+    for row in merge_rows(filter(None, map(row_from_event, events))):
         target.write(row)
     turns = [e["event"] for e in events if e["event"] in (*SEGMENT_EVENTS, "done")]
     is_over |= turns[-1:] == ["done"]
+
     while not is_over:
         target.flush()
-        is_over = wait(POLL_S)  # before polling, so that the last events are still read
+        is_over = ended(POLL_S)  # before polling, so that the last events are still read
         for event in log.poll():
             if event["event"] in SEGMENT_EVENTS:
                 target.restart(int(event.get("from_step", 0)))
-            if row := row_from_event(event):
-                target.write(row)
+            if (new := row_from_event(event)) is not None:
+                target.write(new)
             is_over |= event["event"] == "done"
-    place = target.finish()
-    if ended:
-        return place
-    return f"{len(rows)} steps and {len(run.latest)} evaluations of {run.folder.path}: {place}"
+    return target.finish()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -410,18 +451,18 @@ def run(arguments: argparse.Namespace) -> int:
             f"{record.folder.path} is being trained and may be live: add --out or --follow",
         )
 
-    def open_target(facts: RunMetadata) -> TensorBoardTarget | WandbTarget:
+    def open_target(metadata: RunMetadata) -> TensorBoardTarget | WandbTarget:
         if arguments.target == "tensorboard":
-            return TensorBoardTarget(out / arguments.tb_folder, facts, live=follows)
+            return TensorBoardTarget(out / arguments.tb_folder, metadata, live=follows)
         return WandbTarget(
             out,
-            facts,
+            metadata,
             live=follows,
             mode=arguments.mode,
             tags=arguments.tags,
             project=arguments.project,
             entity=arguments.entity or None,
-            name=arguments.name or facts.name,
+            name=arguments.name or metadata.name,
         )
 
     ended: Callable[[float], bool] | None = None
@@ -443,8 +484,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _trainer_ended(wait_s: float) -> bool:
     """Return whether stdin, a pipe from the trainer, was closed; then exit after FINISH_S."""
     readable, _, _ = select.select([sys.stdin], [], [], wait_s)
-    if ended := bool(readable) and not os.read(sys.stdin.fileno(), 1):
-        watchdog = threading.Timer(FINISH_S, os._exit, (1,))
-        watchdog.daemon = True
-        watchdog.start()
-    return ended
+    if not readable or os.read(sys.stdin.fileno(), 1):
+        return False
+    watchdog = threading.Timer(FINISH_S, os._exit, (1,))
+    watchdog.daemon = True
+    watchdog.start()
+    return True

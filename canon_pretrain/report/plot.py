@@ -56,58 +56,79 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
     """Return all content of the page, JSON values only."""
     most = min(MAX_SEGMENTS, TOTAL_SEGMENTS // len(runs))
     entries = curves.group_seeds(runs)
-    names = dict.fromkeys(name for run in runs for name in run.validation)
-    by_source: dict[str, list[StyledCurve]] = {
-        f"source {name}" if name else "all sources": [(x.validation.get(name), {}) for x in runs]
-        for name in names
-    }
-    names = dict.fromkeys(name for run in runs for name in run.scores)
-    by_score: dict[str, list[StyledCurve]] = {
-        name: [(run.scores.get(name), {}) for run in runs] for name in names
-    }
-    evaluations: Charts = [(VALIDATION, by_source), (TASK, by_score)]
-    for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
-        chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
-        evaluations.append((chart, by_task))
-    training: Charts = [(x, {"": [(run.curve(x.id), {}) for run in runs]}) for x in CHARTS]
-    sections = []
-    for title, charts in (("Training", training), ("Evaluation", evaluations)):
-        drawn: list[Json] = []
+
+    def drawn(charts: Charts) -> list[Json]:
+        shown = []
         for chart, by_name in charts:
             variants = [
                 {"name": name, "traces": list(_traces(chart, styled, runs, entries, most))}
                 for name, styled in by_name.items()
                 if any(curve for curve, _ in styled)
             ]
-            drawn += [asdict(chart) | {"variants": variants}] if variants else []
-        sections.append({"title": title, "charts": drawn})
+            if variants:
+                shown.append(asdict(chart) | {"variants": variants})
+        return shown
+
+    training: Charts = [(x, {"": [(run.curve(x.id), {}) for run in runs]}) for x in CHARTS]
+    validation = {
+        f"source {name}" if name else "all sources": styled
+        for name, styled in _by_name([run.validation for run in runs]).items()
+    }
+    evaluations: Charts = [
+        (VALIDATION, validation),
+        (TASK, _by_name([run.scores for run in runs])),
+    ]
+    for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
+        chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
+        evaluations.append((chart, by_task))
     return {
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         "runs": [{"label": run.label, "axis": curves.axis(run)} for run in runs],
         "entries": [entry._asdict() for entry in entries],
-        "sections": sections,
+        "sections": [
+            {"title": "Training", "charts": drawn(training)},
+            {"title": "Evaluation", "charts": drawn(evaluations)},
+        ],
         "notes": [sentence for run in runs for sentence in _notes(run, most)],
     }
 
 
+def _by_name(runs: Sequence[Mapping[str, Curve]]) -> dict[str, list[StyledCurve]]:
+    """Return the curves of each name, one per run."""
+    names = dict.fromkeys(name for run_curves in runs for name in run_curves)
+    return {name: [(run_curves.get(name), {}) for run_curves in runs] for name in names}
+
+
 def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]]:
     """Return suite -> "task, metric" -> the curve of full results per run."""
-    found: dict[str, dict[str, list[StyledCurve]]] = {}
+    by_suite: dict[str, dict[str, list[StyledCurve]]] = {}
     for k, run in enumerate(runs):
         points: dict[tuple[str, str], dict[int, Score]] = {}
         for (suite, step), results in sorted(run.latest.items()):
-            for task, metrics in results.scores.items() if results.asked["limit"] is None else ():
+            if results.asked["limit"] is not None:
+                continue
+            for task, metrics in results.scores.items():
                 for metric, score in metrics.items():
-                    points.setdefault((suite, printable(f"{task}, {metric}")), {})[step] = score
+                    name = printable(f"{task}, {metric}")
+                    points.setdefault((suite, name), {})[step] = score
         for (suite, name), scores in points.items():
-            errors = [score.stderr for score in scores.values()]
-            known = [e if e is not None and math.isfinite(e) else None for e in errors]
-            style = {"mode": "lines+markers", "error_y": {"array": [e or 0 for e in known]}}
-            style["text"] = ["" if e is None else f" ± {e:.2g}" for e in known]
-            curve = Curve.of((step, score.number) for step, score in scores.items())
-            curves_of = found.setdefault(suite, {}).setdefault(name, [(None, {})] * len(runs))
-            curves_of[k] = curve, style
-    return found
+            by_run = by_suite.setdefault(suite, {}).setdefault(name, [(None, {})] * len(runs))
+            by_run[k] = _score_curve(scores)
+    return by_suite
+
+
+def _score_curve(scores: Mapping[int, Score]) -> StyledCurve:
+    """Return the curve of scores by step, with error bars."""
+    errors = [
+        score.stderr if score.stderr is not None and math.isfinite(score.stderr) else None
+        for score in scores.values()
+    ]
+    style = {
+        "mode": "lines+markers",
+        "error_y": {"array": [error or 0 for error in errors]},
+        "text": ["" if error is None else f" ± {error:.2g}" for error in errors],
+    }
+    return Curve.of((step, score.number) for step, score in scores.items()), style
 
 
 def _traces(
@@ -123,33 +144,39 @@ def _traces(
     `runs`: whose tokens and hours place it. `role`: raw, smooth, band, mean, or a mark.
     """
     for number, entry in enumerate(entries):
-        if band := Band.of([styled[k][0] for k in entry.runs], most):
+        band = Band.of([styled[k][0] for k in entry.runs], most)
+        if band is not None:
             yield from _band(chart, number, entry, band)
         for k in entry.runs:
-            (curve, style), run = styled[k], runs[k]
+            run = runs[k]
+            curve, style = styled[k]
             if curve is None:
                 continue
             bounds = curves.segments(len(curve.steps), most)
-            meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
             kept = curves.downsample(curve.values, bounds)
             drawn = Curve(curve.steps[kept], curve.values[kept])
+            meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
             yield _line(chart, run.label, drawn, meta, style)
             if chart.smooth:
                 steps, means, _, _ = curves.segment_statistics(curve, bounds)
-                there = np.isfinite(means)
-                smooth = Curve(steps[there], means[there])
+                finite = np.isfinite(means)
+                smooth = Curve(steps[finite], means[finite])
                 yield _line(chart, run.label, smooth, meta | {"role": "smooth"}, {})
             yield from _marks(chart, run, drawn, meta | {"entry": number})
 
 
 def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]:
     meta = {"entry": number, "run": None, "runs": entry.runs}
-    low, high, *members = (rounded(row) for row in (band.low, band.high, *band.members))
+    low = rounded(band.low)
+    high = rounded(band.high)
+    members = [rounded(row) for row in band.members]
     mean = Curve(band.steps, band.mean)
     area = meta | {"role": "band", "low": low, "high": high, "members": members}
     yield _line(chart, entry.label, mean, area, {"fill": "toself", "hoverinfo": "skip"})
-    ends = zip(low, high, strict=True)
-    text = [f"<br>{_escape(a)} to {_escape(b)}, n = {len(members)}" for a, b in ends]
+    text = [
+        f"<br>{_escape(lowest)} to {_escape(highest)}, n = {len(members)}"
+        for lowest, highest in zip(low, high, strict=True)
+    ]
     yield _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": text})
 
 
@@ -170,34 +197,55 @@ def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Js
 
 def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[Json]:
     """Yield symbols at skipped steps and values that are not finite, and lines at restarts."""
-    found: dict[str, list[tuple[int, str]]] = {role: [] for role in MARKS}
-    for step, value in zip(*map(np.ndarray.tolist, drawn), strict=True):
-        if not math.isfinite(value):
-            found["gap"].append((step, f"<b>{json_value(value)}</b>, step {step:,}"))
+    gaps = [
+        (step, f"<b>{json_value(value)}</b>, step {step:,}")
+        for step, value in zip(drawn.steps.tolist(), drawn.values.tolist(), strict=True)
+        if not math.isfinite(value)
+    ]
+    yield from _mark("gap", run, gaps, meta)
+
+    skips = []
     for skip in run.skips if chart.skips else ():
         loss, norm, reason = (_escape(skip.get(name)) for name in ("loss", "grad_norm", "reason"))
         text = f"<b>skipped</b> step {skip['step']:,}<br>{reason}<br>loss {loss}, norm {norm}"
-        found["skip"].append((skip["step"], text))
-    restarts = run.clock.launches[1:] if chart.restarts else []
-    for launch in restarts:
+        skips.append((skip["step"], text))
+    yield from _mark("skip", run, skips, meta)
+
+    restarts = []
+    launches = run.clock.launches[1:] if chart.restarts else []
+    for launch in launches:
         when = _escape((launch.time or "")[:16].replace("T", " "))
-        text = f"from step {launch.from_step:,}<br>on {launch.world_size or '?'} devices, {when}"
-        found["restart"].append((launch.from_step, f"<b>restart</b> {text}"))
+        where = f"from step {launch.from_step:,}<br>on {launch.world_size or '?'} devices"
+        restarts.append((launch.from_step, f"<b>restart</b> {where}, {when}"))
     hours = {
-        name: [getattr(launch, name) for launch in restarts for _ in range(3)]
-        for name in ("training_hours", "wall_hours")
+        "training_hours": [launch.training_hours for launch in launches for _ in range(3)],
+        "wall_hours": [launch.wall_hours for launch in launches for _ in range(3)],
     }
-    for role, marks in found.items():
-        heights, style = MARKS[role]
-        if marks:
-            yield {
-                **{"type": "scatter", "name": run.label, "yaxis": "y2", **style},
-                "meta": meta | {"role": role} | ({"at": hours} if role == "restart" else {}),
-                "x": [step for step, _ in marks for _ in heights],
-                "y": heights * len(marks),
-                "text": [text for _, text in marks for _ in heights],
-                "hovertemplate": "%{fullData.name}: %{text}<extra></extra>",
-            }
+    yield from _mark("restart", run, restarts, meta, {"at": hours})
+
+
+def _mark(
+    role: str,
+    run: RunRecord,
+    marks: Sequence[tuple[int, str]],
+    meta: Json,
+    more: Json | None = None,
+) -> Iterator[Json]:
+    """Yield the trace of one role of MARKS, if there are any marks: steps and texts."""
+    if not marks:
+        return
+    heights, style = MARKS[role]
+    yield {
+        "type": "scatter",
+        "name": run.label,
+        "yaxis": "y2",
+        **style,
+        "meta": meta | {"role": role} | (more or {}),
+        "x": [step for step, _ in marks for _ in heights],
+        "y": heights * len(marks),
+        "text": [text for _, text in marks for _ in heights],
+        "hovertemplate": "%{fullData.name}: %{text}<extra></extra>",
+    }
 
 
 def _escape(value: object) -> str:

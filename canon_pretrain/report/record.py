@@ -32,14 +32,27 @@ from canon_pretrain.run.status import Status, read_status
 
 SEEDS = ("model.init_seed", "data.data_seed")
 TYPES: dict[str, type] = {
-    **dict.fromkeys(("data_fingerprint", HELD_OUT, "data.task.name"), str),
-    **dict.fromkeys(("job.description", "model.flavor", "checkpoint.folder", "data.path"), str),
-    **dict.fromkeys(("model.mixer", "model.position", "model.canon_set"), str),
-    **dict.fromkeys(("training.steps", "training.seq_len", "training.global_batch_size"), int),
-    **dict.fromkeys(("optimizer.lr", "run.heartbeat_s"), float),
-    **dict.fromkeys(("validation.windows", *SEEDS), int),
+    "data_fingerprint": str,
+    HELD_OUT: str,
+    "data.task.name": str,
+    "job.description": str,
+    "model.flavor": str,
+    "checkpoint.folder": str,
+    "data.path": str,
+    "model.mixer": str,
+    "model.position": str,
+    "model.canon_set": str,
+    "training.steps": int,
+    "training.seq_len": int,
+    "training.global_batch_size": int,
+    "optimizer.lr": float,
+    "run.heartbeat_s": float,
+    "validation.windows": int,
+    **dict.fromkeys(SEEDS, int),
 }
 """Types of the settings that views compute with, in identity and config; null if unknown."""
+
+Event = dict[str, Any]
 
 
 class Curve(NamedTuple):
@@ -77,6 +90,14 @@ class Clock(NamedTuple):
     training_hours: np.ndarray | None
     wall_hours: np.ndarray | None
     launches: list[Launch]
+
+
+class StoredResults(NamedTuple):
+    """What is in RUN/evals; see the properties of `RunRecord` with these names."""
+
+    evaluations: list[Evaluation]
+    left_out: list[str]
+    damaged: list[UserError]
 
 
 class RunRecord:
@@ -160,30 +181,32 @@ class RunRecord:
         return None
 
     @cached_property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[Event]:
         """All events but superseded ones: of repeated steps, the last run."""
         return self.folder.read_log()
 
-    @cached_property
-    def steps(self) -> list[dict[str, Any]]:
-        found = [event for event in self.events if event["event"] == "step"]
-        if any("tokens" not in event for event in found):
-            raise UnreadableFile(self.folder.log_file, "is damaged: a step has no tokens")
-        return found
+    def _events(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event["event"] in kinds]
 
     @cached_property
-    def launch_events(self) -> list[dict[str, Any]]:
+    def steps(self) -> list[Event]:
+        steps = self._events("step")
+        if any("tokens" not in event for event in steps):
+            raise UnreadableFile(self.folder.log_file, "is damaged: a step has no tokens")
+        return steps
+
+    @cached_property
+    def launch_events(self) -> list[Event]:
         """The `start` and `resume` events."""
-        return [event for event in self.events if event["event"] in SEGMENT_EVENTS]
+        return self._events(*SEGMENT_EVENTS)
 
     @property
     def initial_load(self) -> str | None:
         """From which checkpoint of another run this one started; None if it began untrained."""
-        for event in self.events:
-            if event["event"] == "initial_load":
-                what = "the weights" if event.get("model_only") else "the full state"
-                sha256 = str(event.get("manifest_sha256"))[:12]
-                return f"{what} of step {event['checkpoint_step']:,} of manifest {sha256}"
+        for event in self._events("initial_load"):
+            loaded = "the weights" if event.get("model_only") else "the full state"
+            sha256 = str(event.get("manifest_sha256"))[:12]
+            return f"{loaded} of step {event['checkpoint_step']:,} of manifest {sha256}"
         return None
 
     def curve(self, field: str) -> Curve | None:
@@ -192,85 +215,88 @@ class RunRecord:
         return Curve.of((step, value) for step, value in logged if value is not None)
 
     @cached_property
-    def own_validations(self) -> list[dict[str, Any]]:
+    def own_validations(self) -> list[Event]:
         """The `validation` events on the run's own held-out text."""
         own = self.identity.get(HELD_OUT)
-        scored = (event for event in self.events if event["event"] == "validation")
-        return [event for event in scored if event.get(HELD_OUT, own) == own]
+        return [event for event in self._events("validation") if event.get(HELD_OUT, own) == own]
 
     @cached_property
     def validation(self) -> dict[str, Curve]:
         """Bits per byte of the held-out text, by source; "" is the whole text."""
-        return self._validation_curves(
-            lambda event: {
-                name: measured.get("bits_per_byte")
-                for name, measured in ({"": event} | (event.get("sources") or {})).items()
-            }
-        )
+
+        def bits_per_byte(event: Event) -> dict[str, Any]:
+            parts = {"": event} | (event.get("sources") or {})
+            return {name: part.get("bits_per_byte") for name, part in parts.items()}
+
+        return self._validation_curves(bits_per_byte)
 
     @cached_property
     def scores(self) -> dict[str, Curve]:
         """Held-out loss and scores of a synthetic task while training, by name."""
-        return self._validation_curves(
-            lambda event: (
-                {"loss": event.get("loss"), **event["scores"]} if event.get("scores") else {}
-            )
-        )
 
-    def _validation_curves(
-        self, values_of: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> dict[str, Curve]:
+        def loss_and_scores(event: Event) -> dict[str, Any]:
+            scores = event.get("scores")
+            return {"loss": event.get("loss"), **scores} if scores else {}
+
+        return self._validation_curves(loss_and_scores)
+
+    def _validation_curves(self, values_of: Callable[[Event], dict[str, Any]]) -> dict[str, Curve]:
         """Return the curves, by printable name, of the values of each validation."""
         pairs: dict[str, list[tuple[int, float]]] = {}
         for event in self.own_validations:
             for name, value in values_of(event).items():
                 if value is not None:
                     pairs.setdefault(printable(name), []).append((event["step"], value))
-        return {name: curve for name, rows in pairs.items() if (curve := Curve.of(rows))}
+        return {name: curve for name, points in pairs.items() if (curve := Curve.of(points))}
 
     @cached_property
     def samples(self) -> dict[str, dict[int, str | None]]:
         """Texts written while training, by prompt and step; None if logits were not finite."""
-        found: dict[str, dict[int, str | None]] = {}
-        for event in self.events:
-            for each in event.get("samples") or () if event["event"] == "samples" else ():
-                prompt, text = (printable(each[name], "\n\t") for name in ("prompt", "text"))
-                found.setdefault(prompt, {})[event["step"]] = None if "reason" in event else text
-        return found
+        by_prompt: dict[str, dict[int, str | None]] = {}
+        for event in self._events("samples"):
+            for sample in event.get("samples") or ():
+                prompt, text = (printable(sample[name], "\n\t") for name in ("prompt", "text"))
+                by_step = by_prompt.setdefault(prompt, {})
+                by_step[event["step"]] = None if "reason" in event else text
+        return by_prompt
 
     @cached_property
-    def skips(self) -> list[dict[str, Any]]:
+    def skips(self) -> list[Event]:
         """The `skip` events of steps that were not repeated later."""
-        kept: list[dict[str, Any]] = []
-        for event in self.events:
-            if event["event"] in SEGMENT_EVENTS:
-                kept = [each for each in kept if each["step"] <= event.get("from_step", 0)]
-            elif event["event"] == "skip":
+        kept: list[Event] = []
+        for event in self._events("skip", *SEGMENT_EVENTS):
+            if event["event"] == "skip":
                 kept.append(event)
+            else:
+                kept = [skip for skip in kept if skip["step"] <= event.get("from_step", 0)]
         return kept
 
     @cached_property
     def clock(self) -> Clock:
+        events = self._events("step", *SEGMENT_EVENTS)
+        times = [unix_time(event.get("time")) / 3600 for event in events]
+        first = times[0] if times else 0.0
         rows = [(0, 0, 0.0, 0.0)]
         launches: list[Launch] = []
-        events = [e for e in self.events if e["event"] in ("step", *SEGMENT_EVENTS)]
-        times = [unix_time(event.get("time")) / 3600 for event in events]
-        began, base = times[0] if times else 0.0, 0.0  # of the current launch
+        began, base = first, 0.0  # of the current launch: its time, and training hours before it
         for event, now in zip(events, times, strict=True):
-            step, _, training, wall = rows[-1]
+            last_step, _, training, wall = rows[-1]
             if event["event"] != "step":
                 began, base = now, training
-                facts = int(event.get("from_step", 0)), event.get("time"), event.get("world_size")
-                launches.append(Launch(*facts, base, now - times[0]))
-            elif event["step"] > step:
+                from_step = int(event.get("from_step", 0))
+                world_size = event.get("world_size")
+                launches.append(Launch(from_step, event.get("time"), world_size, base, now - first))
+            elif event["step"] > last_step:
                 # hours never decrease, even if the clock was set back
-                hours = max(training, base + now - began), max(wall, now - times[0])
-                rows.append((event["step"], event.get("tokens", 0), *hours))
-        columns: list[Any] = [np.array(column) for column in zip(*rows, strict=True)]
-        if not all(map(math.isfinite, times)) or not rows[-1][3] > 0:
-            launches = [each._replace(training_hours=None, wall_hours=None) for each in launches]
-            columns[2:] = None, None
-        return Clock(columns[0], columns[1], columns[2], columns[3], launches)
+                training = max(training, base + now - began)
+                wall = max(wall, now - first)
+                rows.append((event["step"], event.get("tokens", 0), training, wall))
+
+        steps, tokens, training_hours, wall_hours = (np.array(x) for x in zip(*rows, strict=True))
+        if all(map(math.isfinite, times)) and rows[-1][3] > 0:
+            return Clock(steps, tokens, training_hours, wall_hours, launches)
+        launches = [one._replace(training_hours=None, wall_hours=None) for one in launches]
+        return Clock(steps, tokens, None, None, launches)
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -279,68 +305,72 @@ class RunRecord:
         The last of a step counts: results of the run's own checkpoint, then of its own text, then
         the newest.
         """
-        return self._all_results[0]
+        return self._results.evaluations
 
     @property
     def left_out(self) -> list[str]:
         """One sentence per result that belongs to another run."""
-        return self._all_results[1]
+        return self._results.left_out
 
     @property
     def damaged(self) -> list[UserError]:
         """The errors of results that could not be read."""
-        return self._all_results[2]
+        return self._results.damaged
 
     @property
     def latest(self) -> dict[tuple[str, int], Results]:
         """The result that counts, by suite and step: a complete one rather than a trial."""
-        return {(each.suite, each.step): each.results for each in self.evaluations}
+        return {(one.suite, one.step): one.results for one in self.evaluations}
 
     @cached_property
-    def _all_results(self) -> tuple[list[Evaluation], list[str], list[UserError]]:
-        found, left_out, damaged = [], [], []
+    def _results(self) -> StoredResults:
+        stored = StoredResults([], [], [])
         for path in sorted((self.folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
             try:
-                each = Evaluation(self.label, read_results(path), path.parent)
-                if each.step is None:
+                evaluation = Evaluation(self.label, read_results(path), path.parent)
+                if evaluation.step is None:
                     raise UnreadableFile(path, "is damaged: step is None")
             except UserError as error:
-                damaged.append(error)
+                stored.damaged.append(error)
                 continue
-            if owner := self._other_owner(each.results.asked):
-                left_out.append(f"{path} is left out: it belongs to {owner}.")
+            if owner := self._other_owner(evaluation.results.asked):
+                stored.left_out.append(f"{path} is left out: it belongs to {owner}.")
             else:
-                found.append(each)
-        return sorted(found, key=self._sort_key), left_out, damaged
+                stored.evaluations.append(evaluation)
+        stored.evaluations.sort(key=self._sort_key)
+        return stored
 
-    def _sort_key(self, each: Evaluation) -> tuple[Any, ...]:
+    def _sort_key(self, evaluation: Evaluation) -> tuple[Any, ...]:
         own_texts = str(self.identity.get(HELD_OUT)).split("+")
         return (
-            *(each.suite, each.limit is None, each.step),
-            not is_outdated(self.folder, each.results),
-            each.suite == VALIDATION and each.text in own_texts,
-            each.results.written,
-            (each.folder / RESULTS).stat().st_mtime_ns,
+            evaluation.suite,
+            evaluation.limit is None,
+            evaluation.step,
+            not is_outdated(self.folder, evaluation.results),
+            evaluation.suite == VALIDATION and evaluation.text in own_texts,
+            evaluation.results.written,
+            (evaluation.folder / RESULTS).stat().st_mtime_ns,
         )
 
     def _other_owner(self, asked: dict[str, Any]) -> str | None:
         """Describe the run that the results belong to if it is another one, by run id and data."""
-        facts, data = read_run(self.folder), asked["train_fingerprint"]
-        if facts is not None and asked.get("run_id") not in (None, facts.run_id):
-            other = f"run {asked['run_id']} ({asked['checkpoint']})"
-            return f"{other}, and {self.folder.path} is run {facts.run_id}"
-        if data != (own := self.identity.get("data_fingerprint")):
-            return f"a model trained on data {data}, and {self.folder.path} was trained on {own}"
+        path = self.folder.path
+        run = read_run(self.folder)
+        if run is not None and asked.get("run_id") not in (None, run.run_id):
+            return f"run {asked['run_id']} ({asked['checkpoint']}), and {path} is run {run.run_id}"
+        data = asked["train_fingerprint"]
+        own_data = self.identity.get("data_fingerprint")
+        if data != own_data:
+            return f"a model trained on data {data}, and {path} was trained on {own_data}"
         return None
 
     @property
     def notices(self) -> list[str]:
         """One sentence per item that is left out of the curves and evaluations."""
-        found = [*self.left_out, *(f"{error}; it is left out" for error in self.damaged)]
-        validations = sum(event["event"] == "validation" for event in self.events)
-        if others := validations - len(self.own_validations):
-            found.append(f"{others} validation(s) on another held-out text are left out")
-        return found
+        sentences = [*self.left_out, *(f"{error}; it is left out" for error in self.damaged)]
+        if others := len(self._events("validation")) - len(self.own_validations):
+            sentences.append(f"{others} validation(s) on another held-out text are left out")
+        return sentences
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[UserError]]:

@@ -11,11 +11,11 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Group
 from rich.live import Live
@@ -33,52 +33,100 @@ from canon_pretrain.run.folder import CHECKPOINTS, EVALS, natural_key, not_a_run
 from canon_pretrain.run.launches import read_run
 from canon_pretrain.run.log import json_value, read_tail
 from canon_pretrain.run.results import RESULTS
-from canon_pretrain.run.status import health
+from canon_pretrain.run.status import Status, health
 
 WATCH_S = 5.0
 PIPED_WIDTH = 100_000  # longer than any line: nothing is folded
 CHECKED = "its manifest and the size of each file in it; no hash is read"
 ACTIVE_STATES = (
-    *("starting", "loading", "training", "validating", "sampling", "saving", "slow", "hung"),
+    "starting",
+    "loading",
+    "training",
+    "validating",
+    "sampling",
+    "saving",
+    "slow",
+    "hung",
 )
-STATUS_FIELDS = ("checkpoint_failures", "world_size", "host", "job_id", "restart_count", "nodes")
-STEP_FIELDS = ("loss", "tokens", "tokens_per_second", "mfu")
-JSON_KEYS = (
-    *("path", "state", "reason", "run_id", "step", "steps", *STEP_FIELDS, "eta_s"),
-    *("restarts", "skipped_steps", "checkpoint", "heartbeat_age_s", "written_age_s", "holder"),
-    *("evaluations", *STATUS_FIELDS, "problems"),
-)
-"""The keys of a run in `status --json`."""
 
-Facts = dict[str, Any]
+T = TypeVar("T")
 
 
-def summarize_run(path: Path, now: datetime) -> Facts:
-    """Return the JSON_KEYS of a run at `now`, None if unknown; never raises.
+@dataclass(frozen=True)
+class NewestCheckpoint:
+    """The newest full checkpoint of a run, verified as `checked` says."""
 
-    `state`: one of ACTIVE_STATES, or dead (no heartbeat), stopped, done, failed, unknown.
-    """
+    step: int
+    saved: str
+    age_s: float | None
+    checked: str = CHECKED
+
+
+@dataclass(frozen=True)
+class EvaluationCounts:
+    done: int = 0
+    pending: int = 0
+
+
+NO_EVALUATIONS = EvaluationCounts()
+
+
+@dataclass
+class RunSummary:
+    """A run at one time, None if unknown; its fields are the keys of `status --json`."""
+
+    path: str
+    state: str = "unknown"
+    """One of ACTIVE_STATES, or dead (no heartbeat), stopped, done, failed, unknown."""
+    reason: str | None = None
+    run_id: str | None = None
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    tokens: int | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    eta_s: float | None = None
+    restarts: int | None = None
+    skipped_steps: int | None = None
+    checkpoint: NewestCheckpoint | None = None
+    heartbeat_age_s: float | None = None
+    written_age_s: float | None = None
+    holder: str | None = None
+    evaluations: EvaluationCounts | None = None
+    checkpoint_failures: int | None = None
+    world_size: int | None = None
+    host: str | None = None
+    job_id: str | None = None
+    restart_count: int | None = None
+    nodes: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def summarize_run(path: Path, now: datetime) -> RunSummary:
+    """Return the summary of a run at `now`; never raises."""
     problems: list[str] = []
-    facts: Facts = {"path": str(path), "state": "unknown", "problems": problems}
     try:
-        facts |= _RunReader(RunRecord(path), now.astimezone(UTC), problems).facts()
+        return _RunReader(RunRecord(path), now.astimezone(UTC), problems).summary()
     except Exception as error:  # an unexpected error in one run must not hide the others
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        problems.append(f"{kind}{error}")
-    return {key: facts.get(key) for key in JSON_KEYS}
+        return RunSummary(str(path), problems=[*problems, f"{kind}{error}"])
 
 
 class _RunReader:
     """Reads the files of one run; `problems` collects what could not be read."""
 
     def __init__(self, run: RunRecord, now: datetime, problems: list[str]) -> None:
-        self.run, self.folder, self.now, self.problems = run, run.folder, now, problems
+        self.run = run
+        self.folder = run.folder
+        self.now = now
+        self.problems = problems
         has_config = self.folder.config_file.exists()
         self.config = (self._try_read(lambda: run.config) if has_config else None) or {}
         self.status = self._try_read(lambda: run.status)
         self.holder = self._try_read(lambda: read_holder(self.folder.lock_file))
 
-    def _try_read(self, read: Callable[[], Any]) -> Any:
+    def _try_read(self, read: Callable[[], T]) -> T | None:
         """Return `read()`; None if it fails, which is a problem unless the file is missing."""
         try:
             return read()
@@ -94,75 +142,104 @@ class _RunReader:
         age_s = self.now.timestamp() - unix_time(time)
         return max(0.0, age_s) if math.isfinite(age_s) else None
 
-    def facts(self) -> Facts:
-        beat: Facts = asdict(self.status) if self.status else {}
-        counts = read_run(self.folder)
+    def summary(self) -> RunSummary:
+        summary = RunSummary(str(self.folder.path), problems=self.problems)
         if not self.folder.status_file.exists():
             self.problems.append(f"no {self.folder.status_file.name}")
-        if counts is None and self.folder.run_file.exists():
+
+        # The launches of the run.
+        launches = read_run(self.folder)
+        if launches is not None:
+            summary.run_id = launches.run_id
+            summary.restarts = max(launches.launches - 1, 0)
+        elif self.folder.run_file.exists():
             self.problems.append(f"{self.folder.run_file.name} is damaged")
+
+        # The last step in the log.
         events = self._try_read(lambda: read_tail(self.folder.log_file)) or []
-        last: Facts = next((each for each in reversed(events) if each["event"] == "step"), {})
-        # status.json may be a heartbeat behind the log, and has step 0 while a launch loads
-        step, skipped = (
-            max((x[name] for x in (beat, last) if name in x), default=None)
-            for name in ("step", "skipped_steps")
-        )
-        steps = beat.get("steps") or self._setting("training", "steps")
-        pace = beat.get("seconds_per_step")  # of this launch; the log's last step may be older
-        launches = counts.launches if counts else beat.get("launches")
-        state, reason = self._state()
-        eta_s = max(steps - step, 0) * pace if None not in (step, steps, pace) else None
-        has_eta = state in ACTIVE_STATES and eta_s is not None and math.isfinite(eta_s)
+        last = next((event for event in reversed(events) if event["event"] == "step"), {})
+        for name in ("step", "skipped_steps", "loss", "tokens", "tokens_per_second", "mfu"):
+            setattr(summary, name, last.get(name))
+
+        summary.steps = self._setting("training", "steps")
+        if self.status is not None:
+            self._add_status(summary, self.status)
+
+        # seconds_per_step is of this launch; the log's last step may be older
+        summary.state, summary.reason = self._state()
+        pace = self.status.seconds_per_step if self.status is not None else None
+        if summary.state in ACTIVE_STATES and pace is not None and math.isfinite(pace):
+            if summary.step is not None and summary.steps is not None:
+                summary.eta_s = max(summary.steps - summary.step, 0) * pace
+
+        summary.checkpoint = self._newest_checkpoint()
+        summary.holder = str(self.holder) if self.holder else None
         evals = self.folder.path / EVALS
-        return {
-            **{name: last.get(name) for name in STEP_FIELDS},
-            **{name: beat.get(name) for name in STATUS_FIELDS},
-            **{"state": state, "reason": reason, "step": step, "steps": steps},
-            "run_id": counts.run_id if counts else None,
-            "eta_s": eta_s if has_eta else None,
-            "restarts": None if launches is None else max(launches - 1, 0),
-            "skipped_steps": skipped,
-            "checkpoint": self._newest_checkpoint(),
-            "heartbeat_age_s": self._age_s(beat.get("heartbeat")),
-            "written_age_s": self._age_s(beat.get("written")),
-            "holder": str(self.holder) if self.holder else None,
-            "evaluations": {
-                "done": len(list(evals.glob(f"step-*/*/*/{RESULTS}"))),
-                "pending": len([path for path in entries(evals / HOLDS) if path.suffix]),
-            },
-        }
+        summary.evaluations = EvaluationCounts(
+            done=len(list(evals.glob(f"step-*/*/*/{RESULTS}"))),
+            pending=len([path for path in entries(evals / HOLDS) if path.suffix]),
+        )
+        return summary
+
+    def _add_status(self, summary: RunSummary, status: Status) -> None:
+        """Add what status.json says, which may be a heartbeat behind the log.
+
+        While a launch loads, it has step 0.
+        """
+        summary.step = max(status.step, summary.step or 0)
+        summary.skipped_steps = max(status.skipped_steps, summary.skipped_steps or 0)
+        summary.steps = status.steps or summary.steps
+        if summary.restarts is None:
+            summary.restarts = max(status.launches - 1, 0)
+        summary.heartbeat_age_s = self._age_s(status.heartbeat)
+        summary.written_age_s = self._age_s(status.written)
+        summary.checkpoint_failures = status.checkpoint_failures
+        summary.world_size = status.world_size
+        summary.host = status.host
+        summary.job_id = status.job_id
+        summary.restart_count = status.restart_count
+        summary.nodes = status.nodes
 
     def _state(self) -> tuple[str, str | None]:
         """Return the state and its reason."""
-        status, holder, is_done = self.status, self.holder, self.run.is_done
+        status = self.status
+        is_done = self.run.is_done
         if status is None:
-            is_alive = holder is not None and process_lives(holder)
+            is_alive = self.holder is not None and process_lives(self.holder)
             return "starting" if is_alive else "done" if is_done else "unknown", None
+
         expiry_s = EXPIRY_HEARTBEATS * (self._setting("run", "heartbeat_s") or HEARTBEAT_S)
-        state, reason = health(status, self.now, dead_after_s=expiry_s), status.reason or None
-        is_holder = holder and (holder.pid, holder.host) == (status.pid, status.host)
-        if status.state == "running" and is_holder and process_lives(holder) is False:
-            state, reason = "dead", "its process has exited"
+        state: str = health(status, self.now, dead_after_s=expiry_s)
+        reason = status.reason or None
+        if status.state == "running" and self._has_exited(status):
+            state = "dead"
+            reason = "its process has exited"
         elif state == "running":
             state = status.phase
         elif state == "dead":
             reason = f"no heartbeat for {_age(self._age_s(status.written))}"
         elif state in ("slow", "hung"):
             reason = f"no progress for {_age(self._age_s(status.heartbeat))} ({status.phase})"
+
         if is_done and state in ("dead", "failed"):  # each launch that trains removes DONE first
             return "done", f"a later launch is {state}: {reason}"
         return state, None if state == "done" else reason
 
-    def _newest_checkpoint(self) -> Facts | None:
+    def _has_exited(self, status: Status) -> bool:
+        """Return whether the process that wrote the status is known to have ended."""
+        holder = self.holder
+        if holder is None or (holder.pid, holder.host) != (status.pid, status.host):
+            return False
+        return process_lives(holder) is False
+
+    def _newest_checkpoint(self) -> NewestCheckpoint | None:
         """Return the newest full checkpoint, verified as in CHECKED; damaged ones are problems."""
         name = self._setting("checkpoint", "folder") or CHECKPOINTS
         folder = CheckpointFolder(self.folder.path / str(name))
         for step in reversed(folder.steps()):
             manifest = self._try_read(partial(verify, folder.step_path(step), hashes=False))
             if manifest is not None and manifest.kind == "full":
-                ages = {"saved": manifest.saved, "age_s": self._age_s(manifest.saved)}
-                return {"step": step, **ages, "checked": CHECKED}
+                return NewestCheckpoint(step, manifest.saved, self._age_s(manifest.saved))
         return None
 
 
@@ -177,28 +254,36 @@ def _age(seconds: float | None) -> str:
     return "" if seconds is None else duration(seconds)
 
 
-def _cells(run: Facts) -> dict[str, str]:
+def _cells(run: RunSummary) -> dict[str, str]:
     """Return one line of the table by column title."""
-    step, steps, saved = run["step"], run["steps"], run["checkpoint"]
-    evals = run["evaluations"] or {"done": 0, "pending": 0}
-    failed, restarts = run["checkpoint_failures"], run["restart_count"]
-    newest = f"{saved['step']:,} ({_age(saved['age_s'])} ago)" if saved else "none"
-    job = [run["job_id"] and f"{run['job_id']}{f'.{restarts}' * bool(restarts)}", run["nodes"]]
+    newest = "none"
+    if run.checkpoint is not None:
+        newest = f"{run.checkpoint.step:,} ({_age(run.checkpoint.age_s)} ago)"
+    failed = run.checkpoint_failures
+
+    progress = ""
+    if run.steps and run.step is not None:
+        progress = f"{100 * run.step / run.steps:.1f} %"
+
+    evals = run.evaluations or NO_EVALUATIONS
+    job = run.job_id
+    if job and run.restart_count:
+        job = f"{job}.{run.restart_count}"
     return {
-        "run": printable(run["path"]),
-        "state": run["state"],
-        "step": f"{format_number(step) or '-'}/{format_number(steps) or '?'}",
-        "": f"{100 * step / steps:.1f} %" if steps and step is not None else "",
-        "loss": format_number(run["loss"], ".4f"),
-        "tokens/s": format_number(run["tokens_per_second"], ",.0f"),
-        "ETA": _age(run["eta_s"]),
-        "MFU": format_number(run["mfu"], ".1%"),
-        "restarts": format_number(run["restarts"]),
-        "skipped": format_number(run["skipped_steps"]),
+        "run": printable(run.path),
+        "state": run.state,
+        "step": f"{format_number(run.step) or '-'}/{format_number(run.steps) or '?'}",
+        "": progress,
+        "loss": format_number(run.loss, ".4f"),
+        "tokens/s": format_number(run.tokens_per_second, ",.0f"),
+        "ETA": _age(run.eta_s),
+        "MFU": format_number(run.mfu, ".1%"),
+        "restarts": format_number(run.restarts),
+        "skipped": format_number(run.skipped_steps),
         "checkpoint": f"{newest}, then {failed} failed" if failed else newest,
-        "heartbeat": _age(run["heartbeat_age_s"]),
-        "evals done+pending": f"{evals['done']}+{evals['pending']}" if any(evals.values()) else "",
-        "job": " on ".join(filter(None, job)),
+        "heartbeat": _age(run.heartbeat_age_s),
+        "evals done+pending": f"{evals.done}+{evals.pending}" if evals != NO_EVALUATIONS else "",
+        "job": " on ".join(filter(None, (job, run.nodes))),
     }
 
 
@@ -222,41 +307,50 @@ def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
     return table
 
 
-def overview(runs: Sequence[Facts], console: Console) -> Group:
+def overview(runs: Sequence[RunSummary], console: Console) -> Group:
     """Return the table of `runs` and the lines below it."""
     rows = [_cells(run) for run in runs]
-    titles = [title for title in rows[0] if any(row[title] for row in rows)]
-    table, rest = _table(rows, titles), titles[:0]
+    shown = [title for title in rows[0] if any(row[title] for row in rows)]
+    rest: list[str] = []
+    table = _table(rows, shown)
     unlimited = console.options.update_width(PIPED_WIDTH)
     if console.measure(table, options=unlimited).maximum > console.width:
         first = list(rows[0])[:NUM_FIRST]
-        table, rest = _table(rows, first), [title for title in titles if title not in first]
+        rest = [title for title in shown if title not in first]
+        table = _table(rows, first)
+
     count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
     lines: list[Any] = [Text(f"{count}, {datetime.now(UTC):%F %T} UTC", "bold"), table]
     for run, row in zip(runs, rows, strict=True):
         cells = ", ".join(f"{title.split()[0]} {row[title]}" for title in rest if row[title])
-        reason = run["reason"] and f"{run['state']}: {run['reason']}"
-        is_locked = run["state"] == "dead" and run["holder"]
-        lock = f"lock held by {run['holder']}" if is_locked else ""
-        if details := list(filter(None, (cells, reason, lock, *run["problems"]))):
-            lines.append(Text(printable(f"{row['run']}: {'; '.join(details)}"), overflow="fold"))
+        details = [cells] if cells else []
+        if run.reason:
+            details.append(f"{run.state}: {run.reason}")
+        if run.state == "dead" and run.holder:
+            details.append(f"lock held by {run.holder}")
+        details += filter(None, run.problems)
+        if details:
+            name = printable(run.path)
+            lines.append(Text(printable(f"{name}: {'; '.join(details)}"), overflow="fold"))
     return Group(*lines)
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
     """Return the distinct runs that paths and globs match. Raises UserError if one matches none."""
     runs: dict[Path, Path] = {}
-    for given in patterns:
-        paths = [given] if os.path.lexists(given) else sorted(glob.glob(given), key=natural_key)
-        found = [run for path in paths for run in runs_below(Path(path))]
-        if not found:
-            raise not_a_run(Path(given))
-        for run in found:
+    for pattern in patterns:
+        paths = [pattern]
+        if not os.path.lexists(pattern):
+            paths = sorted(glob.glob(pattern), key=natural_key)
+        matched = [run for path in paths for run in runs_below(Path(path))]
+        if not matched:
+            raise not_a_run(Path(pattern))
+        for run in matched:
             runs.setdefault(run.resolve(), run)
     return list(runs.values())
 
 
-def summarize_runs(patterns: Iterable[str]) -> list[Facts]:
+def summarize_runs(patterns: Iterable[str]) -> list[RunSummary]:
     """Return the summaries of the runs that `patterns` match."""
     now = datetime.now(UTC)
     return [summarize_run(run, now) for run in find_runs(patterns)]

@@ -16,14 +16,14 @@ too: what that makes of a difference is added to its p.
 
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from scipy import stats
 from scipy.special import gammaln, logsumexp, polygamma, stdtr, stdtrit
 
+from canon_pretrain.stats.claims import Claim
 from canon_pretrain.stats.decide import ALPHA, Noise, critical_value, holm, two_sided_p
 
 ITEMS = 256  # items behind a score between 0 and 1, if not given
@@ -32,6 +32,9 @@ APART = 0.3  # a gap between the scores of one cell that splits it
 PRIOR_DF = np.array([0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 20, 40, 100])
 USUAL_DF = 4.0  # half of the prior probability of the prior degrees of freedom is below
 DRAWS = 4000
+
+K = TypeVar("K", bound=Hashable)
+P = TypeVar("P", bound=tuple[Any, ...])
 
 Scores = Mapping[str, Mapping[str, Sequence[float]]]
 """scores[architecture][task]: one finite score per seed."""
@@ -52,7 +55,7 @@ class Cell(NamedTuple):
     pooled: float
     pooled_df: int
     num_seeds: int
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None = None
     choices: float = 1.0
     is_split: bool | None = None
     all_or_nothing: float = 0.0
@@ -71,8 +74,8 @@ class Difference(NamedTuple):
     difference: float
     noises: list[Noise]
     p: float | None
-    p_holm: float | None
-    better: str | None
+    p_holm: float | None = None
+    better: str | None = None
     choices: tuple[float, float] = (1.0, 1.0)
     """Of the learning rate of the one that is better if the difference is above, below 0."""
 
@@ -88,22 +91,13 @@ class Difference(NamedTuple):
         return self.difference - below, self.difference + above
 
 
-class Claim(NamedTuple):
-    """`better` scores above `worse`, or with a margin not below it by more than that."""
-
-    task: str
-    better: str
-    worse: str
-    margin: float = 0.0
-
-
 class Tested(NamedTuple):
     """A claim, the difference in its favor, and its one-sided p; None without noise."""
 
     claim: Claim
     difference: float
     p: float | None
-    p_holm: float | None
+    p_holm: float | None = None
 
     @property
     def is_seen(self) -> bool:
@@ -121,10 +115,10 @@ class Ranking(NamedTuple):
 class RateOptimum(NamedTuple):
     """The best learning rate; `edge` is "lowest", "highest", "only" or None if inside the grid."""
 
-    rate: float
-    edge: str | None
-    level: list[float]  # other rates that are not significantly worse
-    choices: float  # how many equal rates the choice is worth
+    rate: float | None
+    edge: str | None = None
+    level: Sequence[float | None] = ()  # other rates that are not significantly worse
+    choices: float = 1.0  # how many equal rates the choice is worth
 
 
 def measure(
@@ -146,85 +140,104 @@ def measure(
     groups = [np.asarray(scores[name][task], np.float64) for task, name in places]
     if not all(np.isfinite(group).all() for group in groups):
         raise ValueError("a board's scores must be finite")
+
+    num_items = dict.fromkeys(tasks, ITEMS) | dict(items or {})
     bounded = dict.fromkeys(tasks, True)
     for (task, _), group in zip(places, groups, strict=True):
         bounded[task] &= bool(((group >= 0) & (group <= 1)).all())
+
+    # The variance over seeds, at least that of the items behind a score.
     floors = [
-        _item_variance(group, (items or {}).get(task, ITEMS))
+        _item_variance(group, num_items[task])
         if bounded[task]
         else (1e-6 * float(abs(group).max())) ** 2 + 1e-300
         for (task, _), group in zip(places, groups, strict=True)
     ]
     dfs = np.array([group.size - 1 for group in groups])
     own = [float(group.var(ddof=1)) if group.size > 1 else 0.0 for group in groups]
+    raised = np.maximum(own, floors)
+
+    # Shrunk towards the task's typical variance, and pooled over the task.
     codes = np.array([tasks.index(task) for task, _ in places])
-    variances, df = _shrink(np.maximum(own, floors), dfs, codes)
-    squares = np.bincount(codes, weights=dfs * np.maximum(own, floors))
+    variances, df = _shrink(raised, dfs, codes)
     pooled_df = np.bincount(codes, weights=dfs)
-    pooled = squares / np.maximum(pooled_df, 1)
-    cells: Cells = {task: {} for task in tasks}
+    pooled = np.bincount(codes, weights=dfs * raised) / np.maximum(pooled_df, 1)
+
+    cells: dict[tuple[str, str], Cell] = {}
     for k, ((task, name), group) in enumerate(zip(places, groups, strict=True)):
-        mean, variance = float(group.mean()), float(max(variances[k], floors[k]) / group.size)
-        interval, count = None, (choices or {}).get((name, task), 1.0)
-        if df[k] > 0:
-            sides = (count, 1.0)[:: -1 if task in lower_is_better else 1]
-            low, high = (stdtrit(df[k], ALPHA / 2 / x) * math.sqrt(variance) for x in sides)
-            interval = mean + float(low), mean - float(high)
-            if bounded[task]:
-                interval = max(interval[0], 0.0), min(interval[1], 1.0)
-        shared = float(pooled[codes[k]]) / group.size, int(pooled_df[codes[k]])
-        noise = (variance, float(df[k]), *shared)
+        cell = Cell(
+            mean=float(group.mean()),
+            variance=float(max(variances[k], floors[k]) / group.size),
+            df=float(df[k]),
+            pooled=float(pooled[codes[k]]) / group.size,
+            pooled_df=int(pooled_df[codes[k]]),
+            num_seeds=group.size,
+            choices=(choices or {}).get((name, task), 1.0),
+        )
+        interval = _interval(cell, lower_is_better=task in lower_is_better)
+        if interval is not None and bounded[task]:
+            interval = max(interval[0], 0.0), min(interval[1], 1.0)
         is_split = None
-        if bounded[task] and (items or {}).get(task, ITEMS) < UNBOUNDED:
+        if bounded[task] and num_items[task] < UNBOUNDED:
             is_split = bool(np.diff(np.sort(group)).max(initial=0.0) > APART)
-        cells[task][name] = Cell(mean, *noise, group.size, interval, count, is_split)
+        cells[task, name] = cell._replace(interval=interval, is_split=is_split)
 
-    return _with_all_or_nothing(cells)
-
-
-def _with_all_or_nothing(cells: Cells) -> Cells:
-    """Set `all_or_nothing` by the cells of the same task or architecture."""
-    num_split: Counter[tuple[str, str]] = Counter()
-    expected: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for task, by_name in cells.items():
-        for name, cell in by_name.items():
-            for line in (("task", task), ("name", name)) if cell.is_split is not None else ():
-                num_split[line] += bool(cell.is_split)
-                expected[line] += splits_expected(cell)
-
-    return {
-        task: {
-            name: with_all_or_nothing(
-                cell,
-                num_split["task", task] + num_split["name", name],
-                expected["task", task] + expected["name", name] - 2 * splits_expected(cell),
-            )
-            for name, cell in by_name.items()
-        }
-        for task, by_name in cells.items()
-    }
+    by_task: Cells = {task: {} for task in tasks}
+    for task, name in cells:
+        by_task[task][name] = with_all_or_nothing(cells, (task, name))
+    return by_task
 
 
-def splits_expected(cell: Cell) -> float:
+def measure_task(scores: Mapping[K, Sequence[float]], *, items: int = ITEMS) -> dict[K, Cell]:
+    """Return the cells of one task, by any key."""
+    named = {str(k): {"": group} for k, group in enumerate(scores.values())}
+    cells = measure(named, items={"": items})[""]
+    return dict(zip(scores, cells.values(), strict=True))
+
+
+def _interval(cell: Cell, *, lower_is_better: bool) -> tuple[float, float] | None:
+    """Return the 95 % interval; wider towards worse scores if the learning rate was chosen."""
+    if cell.df <= 0:
+        return None
+    sides = (1.0, cell.choices) if lower_is_better else (cell.choices, 1.0)
+    low, high = (stdtrit(cell.df, ALPHA / 2 / x) * math.sqrt(cell.variance) for x in sides)
+    return cell.mean + float(low), cell.mean - float(high)
+
+
+def with_all_or_nothing(cells: Mapping[P, Cell], place: P) -> Cell:
+    """Return a cell with the probability that it is all-or-nothing, if it is not split.
+
+    By how many of the other cells of its task and of its architecture are split, of those that
+    would be if all were all-or-nothing. A place is (task, architecture) or (task, architecture,
+    learning rate).
+    """
+    cell = cells[place]
+    if cell.is_split is not False:
+        return cell
+
+    task, architecture, *_ = place
+    others = [
+        x
+        for other, x in cells.items()
+        if x.is_split is not None
+        and (other[0] == task or other[1] == architecture)
+        and other != place
+    ]
+    num_split = sum(bool(x.is_split) for x in others)
+    if not num_split:
+        return cell
+
+    share = min(1.0, num_split / math.fsum(map(_splits_expected, others)))
+    agrees = share * (1 - _splits_expected(cell))
+    return cell._replace(all_or_nothing=agrees / (agrees + 1 - share))
+
+
+def _splits_expected(cell: Cell) -> float:
     """Return the probability that an all-or-nothing cell with as many seeds is split.
 
     If it learns with an unknown, uniform probability, all n seeds agree in 2 / (n + 1) of boards.
     """
     return (cell.num_seeds - 1) / (cell.num_seeds + 1)
-
-
-def with_all_or_nothing(cell: Cell, num_split: float, expected: float) -> Cell:
-    """Set the probability that a cell which is not split is all-or-nothing.
-
-    Of the other cells of its task and architecture `num_split` are split, and `expected` would be
-    if all were all-or-nothing.
-    """
-    if cell.is_split is not False or not num_split:
-        return cell
-
-    share = min(1.0, num_split / expected)
-    agrees = share * (1 - splits_expected(cell))
-    return cell._replace(all_or_nothing=agrees / (agrees + 1 - share))
 
 
 def _item_variance(group: np.ndarray, items: int) -> float:
@@ -240,28 +253,32 @@ def _shrink(
     Given the task's typical variance, variance / typical is F(df, prior df). The prior df is the
     most probable one for the whole board, with the typical variances integrated out.
     """
-    known, out, out_df = dfs > 0, variances.copy(), np.zeros(len(variances))
-    if not known.any():
-        return out, out_df
-    logs, df = np.log(variances[known]), dfs[known]
+    has_noise = dfs > 0
+    if not has_noise.any():
+        return variances, np.zeros(len(variances))
+
+    # The density of each variance: [prior df, typical variance, cell], and summed by task.
+    logs, df = np.log(variances[has_noise]), dfs[has_noise]
     grid = np.linspace(logs.min() - 4, logs.max() + 4, 96)
     d0 = PRIOR_DF[:, None, None]
     z = np.log(df / d0) + logs - grid[:, None]
     log_f = gammaln((df + d0) / 2) - gammaln(df / 2) - gammaln(d0 / 2)
     log_f = log_f + df / 2 * z - (df + d0) / 2 * np.logaddexp(0, z)
-    members = tasks[known][:, None] == np.arange(tasks.max() + 1)
-    by_task = log_f @ members  # [prior df, typical variance, task]
+    members = tasks[has_noise][:, None] == np.arange(tasks.max() + 1)
+    by_task = log_f @ members
+
+    # The most probable prior df, and the typical variance of each task.
     log_prior = np.log(PRIOR_DF) - np.log(PRIOR_DF**2 + USUAL_DF**2)  # over log(prior df)
     best = int(np.argmax(logsumexp(by_task, axis=1).sum(axis=1) + log_prior))
     weights = np.exp(by_task[best] - by_task[best].max(axis=0))
     weights /= weights.sum(axis=0)
     center = grid @ weights
-    # the typical variance is uncertain too: fewer prior degrees of freedom
+
+    # The typical variance is uncertain too: fewer prior degrees of freedom.
     spread = polygamma(1, PRIOR_DF[best] / 2) + grid**2 @ weights - center**2
     typical, prior = np.exp(center)[tasks], _df_of_spread(spread)[tasks]
-    pooled = (df @ members)[tasks]
-    out = (prior * typical + dfs * variances) / (prior + dfs)
-    return out, np.minimum(prior + dfs, pooled)
+    shrunk = (prior * typical + dfs * variances) / (prior + dfs)
+    return shrunk, np.minimum(prior + dfs, (df @ members)[tasks])
 
 
 def _df_of_spread(spread: np.ndarray) -> np.ndarray:
@@ -309,42 +326,39 @@ def chance_p(x: Cell, y: Cell) -> float:
 
 def pooled_p(size: float, x: Cell, y: Cell) -> float:
     """Return Student's two-sided p by the task's pooled variance."""
-    if not x.pooled_df:
-        return 0.0
-    return 2 * float(stdtr(x.pooled_df, -abs(size) / math.sqrt(x.pooled + y.pooled)))
+    return student_p(size, math.sqrt(x.pooled + y.pooled), x.pooled_df) if x.pooled_df else 0.0
+
+
+def student_p(size: float, stderr: float, df: float) -> float:
+    """Return Student's two-sided p of a difference with this estimated standard error."""
+    return 2 * float(stdtr(df, -abs(size) / stderr))
 
 
 def differences(cells: Cells, *, lower_is_better: Collection[str] = ()) -> list[Difference]:
     """Return every pair of every task; Holm's correction is over all of them."""
-    found = []
+    pairs = []
     for task, by_name in cells.items():
         for (a, x), (b, y) in itertools.combinations(by_name.items(), 2):
-            size, p = x.mean - y.mean, None
-            choices = x.choices, y.choices
-            if task in lower_is_better:
-                choices = y.choices, x.choices
-            if (one := difference_p(size, x, y)) is not None:
-                p = min(one * choices[size < 0], 1.0)
-            row = Difference(task, a, b, size, _noises(x, y), p, None, None, choices)
-            found.append(row)
-    adjusted = _holm([each.p for each in found])
-    return [
-        each._replace(p_holm=p, better=_better(each, lower_is_better) if _is_real(p) else None)
-        for each, p in zip(found, adjusted, strict=True)
-    ]
+            size = x.mean - y.mean
+            choices = (y.choices, x.choices) if task in lower_is_better else (x.choices, y.choices)
+            p = difference_p(size, x, y)
+            if p is not None:
+                p = min(p * choices[size < 0], 1.0)
+            pairs.append(Difference(task, a, b, size, _noises(x, y), p, choices=choices))
 
-
-def _is_real(p: float | None) -> bool:
-    return p is not None and p <= ALPHA
-
-
-def _better(each: Difference, lower_is_better: Collection[str]) -> str:
-    return each.a if (each.difference > 0) != (each.task in lower_is_better) else each.b
+    corrected = []
+    for pair, p in zip(pairs, _holm([pair.p for pair in pairs]), strict=True):
+        better = None
+        if p is not None and p <= ALPHA:
+            a_is_better = (pair.difference > 0) != (pair.task in lower_is_better)
+            better = pair.a if a_is_better else pair.b
+        corrected.append(pair._replace(p_holm=p, better=better))
+    return corrected
 
 
 def _holm(p: Sequence[float | None]) -> list[float | None]:
-    known = np.array([x for x in p if x is not None])
-    adjusted = iter(holm(known, np.ones(known.size)).tolist())
+    tested = np.array([x for x in p if x is not None])
+    adjusted = iter(holm(tested, np.ones(tested.size)).tolist())
     return [None if x is None else next(adjusted) for x in p]
 
 
@@ -352,16 +366,17 @@ def check_claims(
     cells: Cells, claims: Sequence[Claim], *, lower_is_better: Collection[str] = ()
 ) -> list[Tested]:
     """Test the planned claims one-sided; they are a family of their own."""
-    found = []
+    tested = []
     for claim in claims:
         x, y = (cells[claim.task][name] for name in (claim.better, claim.worse))
         ahead = (x.mean - y.mean) * (-1 if claim.task in lower_is_better else 1)
         p = difference_p(ahead + claim.margin, x, y)
         if p is not None:
             p = min(p / 2 * x.choices, 1.0) if ahead + claim.margin > 0 else 1 - p / 2
-        found.append((claim, ahead, p))
-    adjusted = _holm([p for *_, p in found])
-    return [Tested(*each, p) for each, p in zip(found, adjusted, strict=True)]
+        tested.append(Tested(claim, ahead, p))
+
+    adjusted = _holm([one.p for one in tested])
+    return [one._replace(p_holm=p) for one, p in zip(tested, adjusted, strict=True)]
 
 
 def ranking(by_name: Mapping[str, Cell], *, lower_is_better: bool = False) -> Ranking | None:
@@ -391,36 +406,33 @@ def rank_correlation(by_name: Mapping[str, Cell], reference: Mapping[str, float]
 
 
 def rate_optimum(
-    scores: Mapping[float, Sequence[float]], *, lower_is_better: bool = False
+    scores: Mapping[float | None, Sequence[float]], *, lower_is_better: bool = False
 ) -> RateOptimum:
-    """Return the learning rate of the best mean; a rate with a score that is not finite loses."""
-    rates = sorted(scores)
-    finite = {f"{rate!r}": scores[rate] for rate in rates if np.isfinite(scores[rate]).all()}
+    """Return the learning rate of the best mean; a rate with a score that is not finite loses.
+
+    None is the rate of a config, below all others.
+    """
+    rates = sorted(scores, key=lambda rate: -math.inf if rate is None else rate)
+    finite = {rate: scores[rate] for rate in rates if np.isfinite(scores[rate]).all()}
     if not finite:
         raise ValueError("no learning rate has finite scores only")
-    if len(finite) == 1:
-        (name,) = finite
-        return RateOptimum(float(name), _edge(rates, float(name)), [], 1.0)
 
-    cells = measure({name: {"": group} for name, group in finite.items()})[""]
+    cells = measure_task(finite)
     sign = -1 if lower_is_better else 1
-    best = max(cells, key=lambda name: sign * cells[name].mean)
-    worse = {
-        name
-        for each in differences({"": cells}, lower_is_better=[""] if lower_is_better else ())
-        if each.better == best
-        for name in (each.a, each.b)
-    }
-    level = [float(name) for name in cells if name != best and name not in worse]
-    choices = num_choices(cells[best], cells.values())
-    return RateOptimum(float(best), _edge(rates, float(best)), level, choices)
+    best = max(cells, key=lambda rate: sign * cells[rate].mean)
+    names = {str(rate): cell for rate, cell in cells.items()}
+    pairs = differences({"": names}, lower_is_better=[""] if lower_is_better else ())
+    worse = {name for pair in pairs if pair.better == str(best) for name in (pair.a, pair.b)}
+    level = [rate for rate in cells if str(rate) not in worse | {str(best)}]
 
-
-def _edge(rates: Sequence[float], best: float) -> str | None:
+    edge = None
     if len(rates) == 1:
-        return "only"
-    place = rates.index(best)
-    return "lowest" if place == 0 else "highest" if place == len(rates) - 1 else None
+        edge = "only"
+    elif best == rates[0]:
+        edge = "lowest"
+    elif best == rates[-1]:
+        edge = "highest"
+    return RateOptimum(best, edge, level, num_choices(cells[best], cells.values()))
 
 
 def num_choices(best: Cell, cells: Iterable[Cell]) -> float:

@@ -121,9 +121,9 @@ def interaction_variance(*tasks: ItemScores) -> float:
     return total / (len(residuals[0]) - 1)
 
 
-def student_half_width(stderr: float, df: float) -> float:
-    """Return half of the 95 % interval of a mean with this estimated standard error."""
-    return stderr * float(stdtrit(df, 1 - ALPHA / 2))
+def student_half_width(stderr: float, df: float, alpha: float = ALPHA) -> float:
+    """Return half of the interval of a mean with this estimated standard error: 95 % by default."""
+    return stderr * float(stdtrit(df, 1 - alpha / 2))
 
 
 def items_interval(clusters: Clusters, *, bounded: bool) -> tuple[float, float] | None:

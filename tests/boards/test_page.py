@@ -14,10 +14,12 @@ import pytest
 from canon_pretrain.boards.content import board_content
 from canon_pretrain.boards.driver import write_failures
 from canon_pretrain.boards.results import BoardPlan, BoardRun
+from canon_pretrain.boards.stops import RaceRecord, Stop
 from canon_pretrain.cluster.sweep import read_sweep
 from canon_pretrain.core.files import write_json
+from canon_pretrain.run.log import json_value
 from canon_pretrain.run.status import Status
-from canon_pretrain.stats.cells import Claim
+from canon_pretrain.stats.claims import Claim
 from tests.board_runs import BOARD, CANON, COPY, ROPE, curve, large_board, plant_board
 from tests.browser import DESKTOP, PHONE
 from tests.report_pages import Page
@@ -228,14 +230,24 @@ def test_a_race_decides_what_it_stopped(tmp_path):
     stopped = [("nope", 1e-3, "rope", 1e-3), ("nope", 2e-3, "rope", 1e-3)]
     stopped += [("rope_canon", 1e-3, "rope_canon", 2e-3)]
     keys = ("arm", "learning_rate", "better", "better_rate")
-    stops = [stop | dict(zip(keys, x, strict=True)) for x in stopped]
+    stops = [Stop(**stop, **dict(zip(keys, x, strict=True))) for x in stopped]
     claims = [Claim("copy/n8", *pair) for pair in (("rope", "nope"), ("nope", "rope"))]
     claims.append(Claim("copy/n8", "rope_canon", "rope"))
     tasks = {"copy/n8": ""}
     found = [
-        board_content(
-            BoardPlan(folder, "b", [*LEVELS], tasks, runs, claims, stops, stops[:1], share),
-            datetime.now(UTC),
+        json_value(
+            board_content(
+                BoardPlan(
+                    folder,
+                    "b",
+                    [*LEVELS],
+                    tasks,
+                    runs,
+                    claims,
+                    RaceRecord(stops, stops[:1], share=share),
+                ),
+                datetime.now(UTC),
+            )
         )
         for share in (1.0, 0.5)
     ]

@@ -18,7 +18,8 @@ from canon_pretrain.boards.board import BOARD, Board, read_board
 from canon_pretrain.boards.commands import race_entries
 from canon_pretrain.boards.driver import OUTPUT, Driver, read_failures
 from canon_pretrain.boards.plan import read_plan
-from canon_pretrain.boards.race import BoardRace, Stop, read_race
+from canon_pretrain.boards.race import BoardRace
+from canon_pretrain.boards.stops import Stop, read_race
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.cluster.planned import check_values, num_steps, planned_values
 from canon_pretrain.cluster.sweep import read_sweep, sweep_rows
@@ -26,6 +27,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_record
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.machine.hardware import visible_gpus
+from canon_pretrain.report.status import RunSummary
 from canon_pretrain.run.folder import PLAN, RunFolder
 from canon_pretrain.titan.command_line import parse_job
 from tests.board_runs import plant_score_run
@@ -644,7 +646,9 @@ def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(
         "canon_pretrain.boards.driver.train_command", lambda words: [sys.executable, "-c", work]
     )
-    monkeypatch.setattr(Driver, "_summary", lambda self, run: {"step": 2 * bool(self._children)})
+    monkeypatch.setattr(
+        Driver, "_summary", lambda self, run: RunSummary("", step=2 * bool(self._children))
+    )
     looks = []
 
     class Race:

@@ -7,15 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from canon_pretrain.boards.race import (
-    RACE,
-    BoardRace,
-    Entry,
-    Race,
-    race_stages,
-    read_race,
-)
-from canon_pretrain.stats.cells import Claim
+from canon_pretrain.boards.race import BoardRace, Entry, Race, race_stages
+from canon_pretrain.boards.stops import RACE, read_race
+from canon_pretrain.stats.claims import Claim
 from tests import simulate_boards as simulate
 from tests.report_runs import EVENTS, plant_run
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from canon_pretrain.report.diff import RTOL, compare, compare_digests, compare_losses
+from canon_pretrain.report.diff import RTOL, Digests, compare, compare_digests, compare_losses
 from canon_pretrain.report.record import Curve, RunRecord
 from tests.report_runs import FINGERPRINT, launch, plant_run, run_command, step
 from tests.support import error_codes
@@ -54,19 +54,18 @@ def pair(tmp_path):
 )
 def test_first_step_with_other_data(changed, every, first):
     result = compare_digests(lines(60), lines(60, every, changed))
-    counts = {"logged": [60, 60], "common": 60, "last_common": 60}
-    assert result == {**counts, "different": len(changed), "first_different": first}
+    assert result == Digests((60, 60), 60, len(changed), first, last_common=60)
     # steps that one run did not log are not compared
     result = compare_digests(lines(60), lines(30) + lines(90)[6:])
-    assert (result["common"], result["last_common"], result["different"]) == (30, 30, 0)
+    assert (result.common, result.last_common, result.different) == (30, 30, 0)
 
 
 def test_of_repeated_steps_the_last_is_compared(pair):
     lost = lines(40, changed=range(21, 41))[2:]
     interrupted = [*lines(20), *lost, launch("resume", from_step=20), *lines(60)[2:]]
     result = found(*pair(lines(60), interrupted))
-    assert result["same"] and result["data_digests"]["common"] == 60
-    assert found(*pair(lines(60), [*lines(20), *lost]))["data_digests"]["first_different"] == 21
+    assert result.same and result.data_digests.common == 60
+    assert found(*pair(lines(60), [*lines(20), *lost])).data_digests.first_different == 21
 
 
 def test_first_step_with_losses_beyond_the_tolerance():
@@ -79,15 +78,15 @@ def test_first_step_with_losses_beyond_the_tolerance():
     theirs = losses(4.0, 3.0 * (1 + 1e-7), 2.0 * (1 + 2e-4), 1.5, 1.0)
     for rtol, first in ((1e-4, 3), (1e-3, 4), (0.5, None)):
         result = compare_losses(ours, theirs, rtol)
-        assert (result["first_unequal"], result["first_beyond"]) == (2, first)
-        assert result["largest"] == pytest.approx(0.5 / 1.5) and result["largest_step"] == 4
+        assert (result.first_unequal, result.first_beyond) == (2, first)
+        assert result.largest == pytest.approx(0.5 / 1.5) and result.largest_step == 4
     values = [math.nan, math.inf, 0.0, 1.0]
-    assert compare_losses(losses(*values), losses(*values), 1e-4)["first_unequal"] is None
+    assert compare_losses(losses(*values), losses(*values), 1e-4).first_unequal is None
     for k, value in enumerate((1.0, -math.inf, math.nan, math.nan)):
         theirs = losses(*values[:k], value, *values[k + 1 :])
         result = compare_losses(losses(*values), theirs, 1e-4)
-        assert result["first_beyond"] == k + 1 and result["largest"] == "Infinity"
-    assert compare_losses(losses(*values), None, 1e-4)["common"] == 0
+        assert result.first_beyond == k + 1 and result.largest == math.inf
+    assert compare_losses(losses(*values), None, 1e-4).common == 0
 
 
 def test_runs_that_differ_in_their_jobs_only_are_the_same(pair, capsys):
@@ -116,7 +115,7 @@ def test_each_difference_is_in_its_section(pair):
         launch={"devices": {"type": "cpu", "count": 2, "names": []}},
     )
     result = found(a, b)
-    differences = {name: part["differences"] for name, part in result["sections"].items()}
+    differences = {name: part.differences for name, part in result.sections.items()}
     code, devices = differences.pop("code"), {"devices.type": ["cuda", "cpu"]}
     devices |= {"devices.count": [8, 2], "devices.names": [["H100"], []]}
     assert differences == {
@@ -129,9 +128,9 @@ def test_each_difference_is_in_its_section(pair):
     }
     assert code.keys() == {"commit", "patch", "untracked"}
     assert code["commit"] == ["c0ffee", "decaf"] and code["patch"][1] is None
-    assert result["sections"]["launch"]["own"].keys() == {"hosts"}
-    assert result["sections"]["config"]["own"].keys() == {"job.dump_folder"}
-    assert not result["same"]
+    assert result.sections["launch"].own.keys() == {"hosts"}
+    assert result.sections["config"].own.keys() == {"job.dump_folder"}
+    assert not result.same
 
 
 def test_exit_codes_and_json(pair, tmp_path, capsys):

@@ -240,7 +240,7 @@ class TestViews:
         unexpected = [
             (names[path], problem)
             for path, run in zip(names, facts, strict=False)
-            for problem in run["problems"]
+            for problem in run.problems
             if "Error: " in problem
         ]
         assert not unexpected

@@ -5,15 +5,21 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from subprocess import PIPE
-from types import SimpleNamespace
 
 import pytest
 
 from canon_pretrain.checkpoint.retention import hold_step
-from canon_pretrain.report.status import JSON_KEYS, find_runs, summarize_run, summarize_runs
+from canon_pretrain.report.status import (
+    EvaluationCounts,
+    RunSummary,
+    find_runs,
+    summarize_run,
+    summarize_runs,
+)
 from canon_pretrain.run.results import Score
 from tests.checkpoint_folders import make_step
 from tests.report_runs import (
@@ -30,11 +36,11 @@ from tests.support import ROOT, refused
 
 
 def summary(run):
-    return SimpleNamespace(**summarize_run(run.path, NOW))
+    return summarize_run(run.path, NOW)
 
 
 def seen_now(*paths):
-    return [SimpleNamespace(**facts) for facts in summarize_runs([str(path) for path in paths])]
+    return summarize_runs([str(path) for path in paths])
 
 
 def test_a_run_that_trains(tmp_path):
@@ -46,7 +52,7 @@ def test_a_run_that_trains(tmp_path):
     assert (seen.step, seen.steps, seen.loss) == (20, 500, 4.0)
     assert (seen.tokens_per_second, seen.mfu, seen.tokens) == (9000.0, 0.431, 20 * 2048)
     assert (seen.eta_s, seen.restarts, seen.skipped_steps) == (480 * 2.0, 2, 1)
-    assert (seen.checkpoint["step"], seen.checkpoint["age_s"]) == (10, 30 * 60)  # 20: weights only
+    assert (seen.checkpoint.step, seen.checkpoint.age_s) == (10, 30 * 60)  # 20: weights only
     assert (seen.heartbeat_age_s, seen.written_age_s) == (1.0, 1.0)
     assert (seen.job_id, seen.nodes, seen.restart_count) == ("812", "n[1-2]", 2)
 
@@ -118,7 +124,7 @@ def test_evaluations_done_and_pending(tmp_path):
     for at, suite in ((20, "birth-year"), (30, "birth-year"), (30, "validation")):
         hold_step(run.path, at, suite)
     (run.path / "evals" / "step-40" / "validation" / "unfinished").mkdir(parents=True)
-    assert summary(run).evaluations == {"done": 3, "pending": 3}
+    assert summary(run).evaluations == EvaluationCounts(3, 3)
 
 
 DAMAGE = [
@@ -146,7 +152,7 @@ def test_damaged_files_are_named_and_hide_no_run(tmp_path, monkeypatch, capsys):
     plant_run(tmp_path / "run-old", [launch("start"), step(1, 6.0)])
     *damaged, done, old = seen_now(tmp_path)
     for seen, (_, _, culprit) in zip(damaged, DAMAGE, strict=True):
-        assert seen.checkpoint["step"] == 20 and len(seen.problems) == (culprit is not None)
+        assert seen.checkpoint.step == 20 and len(seen.problems) == (culprit is not None)
         assert all(culprit in x and str(tmp_path) not in x for x in seen.problems)
     assert (done.state, done.step) == ("done", 1)
     assert (old.state, old.step, len(old.problems)) == ("unknown", 1, 1)
@@ -154,7 +160,8 @@ def test_damaged_files_are_named_and_hide_no_run(tmp_path, monkeypatch, capsys):
     assert "run-done " in capsys.readouterr().out
     assert run_command("status", run.path, "--json") == 0
     document = json.loads(capsys.readouterr().out)
-    assert list(document) == ["time", "runs"] and list(document["runs"][0]) == list(JSON_KEYS)
+    assert list(document) == ["time", "runs"]
+    assert list(document["runs"][0]) == [field.name for field in fields(RunSummary)]
     for words in (["gone"], [tmp_path, "--json", "--watch"], ["--watch", tmp_path]):
         assert run_command("status", *words) == 2
     monkeypatch.setattr("canon_pretrain.report.status.read_tail", lambda path: 1 // 0)

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from canon_pretrain.stats import cells as board
-from canon_pretrain.stats.cells import Claim
+from canon_pretrain.stats.claims import Claim
 from tests import simulate_boards as simulate
 
 

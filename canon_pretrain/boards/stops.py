@@ -1,0 +1,67 @@
+"""DIR/race.json: the arms of a board that a race has stopped, and the orders that it decided."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from canon_pretrain.core.files import UnreadableFile, read_record
+
+RACE = "race.json"
+RACE_SHARE = 0.4  # of ALPHA, for the looks; the rest is for the final scores
+
+
+@dataclass(frozen=True)
+class Stop:
+    """An arm that was worse than `better` at `step`, over its first `num_seeds` seeds.
+
+    `p` is corrected for all looks, and for the board's orders or the architecture's rates; None if
+    the arm had diverged, which needs no test.
+    """
+
+    task: str
+    arm: str
+    learning_rate: float | None
+    better: str  # `arm` itself if another of its learning rates is better
+    better_rate: float | None
+    num_seeds: int
+    step: int
+    p: float | None
+    time: str = ""
+
+    @property
+    def place(self) -> tuple[str, str, float | None]:
+        return self.task, self.arm, self.learning_rate
+
+    def __str__(self) -> str:
+        arm = _at_rate(self.arm, self.learning_rate)
+        if self.p is None:
+            return f"{arm} has diverged at step {self.step:,}"
+        better = _at_rate(self.better, self.better_rate)
+        how = f"({self.num_seeds} seeds, p {self.p:.2g})"
+        return f"{arm} is worse than {better} at step {self.step:,} {how}"
+
+
+def _at_rate(name: str, rate: float | None) -> str:
+    return name if rate is None else f"{name} at {rate:g}"
+
+
+@dataclass(frozen=True)
+class RaceRecord:
+    """The content of DIR/race.json; `share` of ALPHA is left for the final scores."""
+
+    stops: list[Stop] = field(default_factory=list)
+    orders: list[Stop] = field(default_factory=list)
+    """Decided orders of two architectures; both continue while a claim needs them."""
+    stages: dict[str, int] = field(default_factory=dict)
+    share: float = 1 - RACE_SHARE
+    version: Literal[1] = 1
+
+
+def read_race(folder: Path) -> RaceRecord:
+    """Return the race of a board; empty if there was none. Raises UnreadableFile."""
+    try:
+        return read_record(folder / RACE, RaceRecord)
+    except UnreadableFile as error:
+        if error.is_missing:
+            return RaceRecord(share=1.0)
+        raise
