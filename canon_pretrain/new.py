@@ -399,8 +399,11 @@ def next_commands(
 def check_name(name: str) -> None:
     """Raise UserError unless `name` can name a file and a folder."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-        message = f"NAME {name!r}: expected letters, digits, _ . and -, such as mine"
-        raise UserError("option.invalid", message, option="NAME")
+        raise UserError(
+            "option.invalid",
+            f"NAME {name!r}: expected letters, digits, _ . and -, such as mine",
+            option="NAME",
+        )
 
 
 def inspect_text(
@@ -445,8 +448,7 @@ def choose(machine: Machine, found: Survey, seconds: float) -> Proposal:
     chosen = replace(chosen, unique=(1 - holdout) * total)
     chosen = limit_tokens(found, total, chosen)
 
-    kind = f"of a vocabulary of {vocab_size:,}, {1 / share:.2f} bytes each"
-    show("tokens", f"{total:,.0f} {kind}")
+    show("tokens", f"{total:,.0f} of a vocabulary of {vocab_size:,}, {1 / share:.2f} bytes each")
     if chosen.max_tokens:
         part = f"of the first files, {chosen.max_tokens:,} are built"
         show("", f"{part}: at least four times what the run uses")
@@ -464,8 +466,11 @@ def propose_experiment(given: argparse.Namespace) -> None:
     check_name(given.name)
     for path in (target, outputs):
         if path.exists():
-            message = f"{path}: exists; give another name, or remove it if you do not need it"
-            raise UserError("new.exists", message, path=path)
+            raise UserError(
+                "new.exists",
+                f"{path}: exists; give another name, or remove it if you do not need it",
+                path=path,
+            )
 
     found = inspect_text(given.data, given.text_field, given.text_suffixes, "--data")
     chosen = choose(Machine.find(), found, 60.0 * given.minutes)
@@ -486,8 +491,11 @@ def check_text(found: Survey, files: str) -> None:
         message += skipped_advice(found) or f"add text, or try Python's manual: {manual}"
         raise UserError("new.too_little_text", message, given=found.num_bytes)
     if 2 * found.num_damaged > found.num_probed:
-        message = f"{files}: most of the text is not UTF-8: {damage(found)}"
-        raise UserError("new.not_utf8", message, given=found.num_damaged)
+        raise UserError(
+            "new.not_utf8",
+            f"{files}: most of the text is not UTF-8: {damage(found)}",
+            given=found.num_damaged,
+        )
 
 
 def damage(found: Survey) -> str:
@@ -521,8 +529,11 @@ def show(label: str, *lines: str) -> None:
 
 def print_survey(found: Survey) -> None:
     """Print what was found of the text."""
-    facts = f"{found.num_documents:,} documents, {size(found.num_bytes)} of text"
-    show("text", f"{found.num_files:,} files, {size(found.file_bytes)}: {facts}")
+    show(
+        "text",
+        f"{found.num_files:,} files, {size(found.file_bytes)}: "
+        f"{found.num_documents:,} documents, {size(found.num_bytes)} of text",
+    )
     if found.sampled < found.num_bytes:
         show("", f"estimated from a sample of {size(found.sampled)}")
     if found.suffixes:

@@ -50,18 +50,23 @@ class Quickstart:
 
     def all(self) -> None:
         """Run all stages, and print what they show. Raises UserError."""
-        build = f"data build --source stdlib {BUILD} --out {FOLDER / 'data'}"
-        self._stage("1/7 text -> tokenizer -> shards", build)
+        self._stage(
+            "1/7 text -> tokenizer -> shards",
+            f"data build --source stdlib {BUILD} --out {FOLDER / 'data'}",
+        )
         self._train_and_resume()
 
         checkpoint = self.run / "checkpoint" / f"step-{self.steps}"
-        scores = f"eval run --checkpoint {checkpoint} --suite {VALIDATION} --must-beat bigram"
-        self._stage("4/7 held-out loss beside models that count tokens", scores)
+        self._stage(
+            "4/7 held-out loss beside models that count tokens",
+            f"eval run --checkpoint {checkpoint} --suite {VALIDATION} --must-beat bigram",
+        )
         print(f"{self._gain_over_bigram():.2f} bits per byte better than a bigram of the text")
 
         self._stage("5/7 a page to look at", f"eval report {self.run}")
-        sample = f"sample {self.run} --prompt {PROMPT!r} --max-tokens 60 --seed 0"
-        self._stage("6/7 a sample", sample)
+        self._stage(
+            "6/7 a sample", f"sample {self.run} --prompt {PROMPT!r} --max-tokens 60 --seed 0"
+        )
         self._show_canon()
 
         print(f"\npages: {self.run}/report/index.html, {self.board}/report.html\nnext:")
@@ -75,8 +80,9 @@ class Quickstart:
         is_done = RunFolder(self.run).done_file.exists()
         is_in_the_middle = (self.run / "checkpoint" / f"step-{middle}").exists()
         if not is_done and not is_in_the_middle:
-            title = "2/7 train on two FSDP2 ranks and stop in the middle"
-            self._train(title, "--run.stop_at", str(middle))
+            self._train(
+                "2/7 train on two FSDP2 ranks and stop in the middle", "--run.stop_at", str(middle)
+            )
         if not is_done:
             self._train("3/7 resume and finish")
 

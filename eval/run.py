@@ -36,7 +36,6 @@ from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
 from eval.model.ranks import Ranks
 from eval.model.target import EvalTarget
-from eval.run_command import check_options
 from eval.staged import staged_folder
 from eval.suite_names import VALIDATION, suite_settings, task_folder
 from eval.tasks.birth_year.task import FrozenSets, find_corpus
@@ -71,9 +70,8 @@ class TotalProgress:
         self.progress.update(share, f"{name}: {share:.0%} of all")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def evaluate(arguments: argparse.Namespace, suites: Mapping[str, Path | None]) -> None:
     """Evaluate each of `arguments.checkpoint`; print tables and write results.json."""
-    suites = check_options(arguments)
     if arguments.out and len(arguments.checkpoint) > 1:
         raise UserError("option.conflict", "--out is for one --checkpoint", option="--out")
     check_cuda()

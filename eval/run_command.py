@@ -89,6 +89,7 @@ def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluate; see run.py."""
-    from eval.run import run
+    suites = check_options(arguments)
+    from eval.run import evaluate
 
-    run(arguments)
+    evaluate(arguments, suites)

@@ -70,9 +70,9 @@ def _train_parser() -> argparse.ArgumentParser:
     from canon_pretrain.titan.device import prepare_device
 
     prepare_device()  # torchtitan looks up the device when it is imported
-    from canon_pretrain.titan.command_line import add_keys
     from canon_pretrain.titan.keys import own_options
     from canon_pretrain.train import launch_options
+    from tests.job_keys import add_keys
 
     parser = argparse.ArgumentParser(add_help=False, parents=[own_options(), launch_options()])
     add_keys(parser)

@@ -11,8 +11,8 @@ from canon_pretrain.run.sections import SETTINGS, TORCHTITAN, Sections
 from canon_pretrain.run.setting import settings
 from canon_pretrain.synthetic.task import Task
 from canon_pretrain.synthetic.tasks import TASKS, TaskSection
-from canon_pretrain.titan.command_line import SHORT_HELP
 from canon_pretrain.titan.job_config import CanonJobConfig
+from canon_pretrain.titan.keys import SHORT_HELP
 from tests.support import ROOT
 from tests.weight import modules
 
@@ -64,7 +64,7 @@ def test_a_field_of_a_config_class_is_declared_once():
     ]
 
 
-def test_no_other_class_repeats_the_settings_of_a_model_or_of_a_task():
+def test_no_other_class_repeats_settings_of_a_model_or_a_task():
     repeated = {
         f"{module}.{cls}": names
         for module, cls, names in declarations()
@@ -87,7 +87,7 @@ def test_a_section_of_ours_does_not_repeat_one_of_torchtitan():
     assert not in_job_config & ours
 
 
-def test_the_keys_of_the_model_and_of_the_task_are_the_declared_ones():
+def test_keys_of_the_model_and_the_task_are_the_declared_ones():
     model = {name.removeprefix("model.") for name in KEYS if name.startswith("model.")}
     assert MODEL - model == {"max_seq_len"}  # training.seq_len
     declared = set().union(*({field.name for field in fields(cls)} for cls in TASKS.values()))

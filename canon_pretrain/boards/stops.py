@@ -37,8 +37,10 @@ class Stop:
         if self.p is None:
             return f"{arm} has diverged at step {self.step:,}"
         better = _at_rate(self.better, self.better_rate)
-        how = f"({self.num_seeds} seeds, p {self.p:.2g})"
-        return f"{arm} is worse than {better} at step {self.step:,} {how}"
+        return (
+            f"{arm} is worse than {better} at step {self.step:,} "
+            f"({self.num_seeds} seeds, p {self.p:.2g})"
+        )
 
 
 def _at_rate(name: str, rate: float | None) -> str:

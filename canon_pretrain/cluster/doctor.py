@@ -223,8 +223,9 @@ def _check_compiler() -> Finding:
         problem = str(error).splitlines()[0]
     remedy = "apt install g++ python3-dev, or conda install cxx-compiler; CXX names another"
     found = str(shutil.which(compiler))
-    uses = "compile.enable (torch.compile)"
-    return judge("C++ compiler", found, problem, uses, remedy, "missing")
+    return judge(
+        "C++ compiler", found, problem, "compile.enable (torch.compile)", remedy, "missing"
+    )
 
 
 def check_disk(folder: Path) -> Findings:
@@ -371,8 +372,8 @@ def print_group(name: str, folder: str) -> None:
         for each in GROUPS[name](Path(folder)):
             print(json.dumps(asdict(each)), flush=True)
     except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        print(json.dumps(asdict(judge(name, "", text, "this group of checks"))), flush=True)
+        problem = f"{type(error).__name__}: {error}"
+        print(json.dumps(asdict(judge(name, "", problem, "this group of checks"))), flush=True)
 
 
 def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
@@ -580,11 +581,15 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: in
             state = "note"
             remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
     rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
-    text = (
-        f"{where}: right sums{rate}; matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    return judge(
+        "all-reduce",
+        f"{where}: right sums{rate}; matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s",
+        problem,
+        "training on several ranks",
+        remedy,
+        state,
+        **speeds,
     )
-    several = "training on several ranks"
-    return judge("all-reduce", text, problem, several, remedy, state, **speeds)
 
 
 def _run(words: Sequence[str], log: Path, watch: Callable[[], int]) -> str | None:

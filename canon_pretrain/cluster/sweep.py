@@ -416,8 +416,9 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 
 def _refuse_keys(overrides: Sequence[str]) -> None:
     if overrides:
-        text = f"{overrides[0]}: give options of the runs to `plan`"
-        raise UserError("sweep.misplaced_option", text)
+        raise UserError(
+            "sweep.misplaced_option", f"{overrides[0]}: give options of the runs to `plan`"
+        )
 
 
 def run_plan(given: argparse.Namespace) -> None:

@@ -110,8 +110,7 @@ class GraphCompiler:
         lowered = self._lowered[key]
 
         outputs = _describe_outputs(graph)
-        name = f"{'backward' if is_backward else 'forward'} {key[:8]}"
-        self.tracker.phase.graphs.append(name)
+        self.tracker.phase.graphs.append(f"{'backward' if is_backward else 'forward'} {key[:8]}")
         return _runner(
             lowered, outputs, "gradients" if is_backward else "activations", self.tracker
         )

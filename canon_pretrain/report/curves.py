@@ -56,8 +56,9 @@ def group_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
         if len({runs[k].seeds for k in members}) == 1:
             entries += [Entry(runs[k].label, (k,)) for k in members]
         else:
-            label = f"{runs[members[0]].label} and {len(members) - 1} more"
-            entries.append(Entry(label, tuple(members)))
+            entries.append(
+                Entry(f"{runs[members[0]].label} and {len(members) - 1} more", tuple(members))
+            )
     return sorted(entries, key=lambda entry: entry.runs)
 
 

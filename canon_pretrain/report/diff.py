@@ -301,8 +301,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare two runs; returns the exit code. Raises UserError."""
     if not 0 <= arguments.rtol < 1:
-        message = f"--rtol {arguments.rtol}: expected at least 0 and less than 1"
-        raise UserError("diff.rtol", message, given=arguments.rtol)
+        raise UserError(
+            "diff.rtol",
+            f"--rtol {arguments.rtol}: expected at least 0 and less than 1",
+            given=arguments.rtol,
+        )
     found = compare(RunRecord(arguments.a), RunRecord(arguments.b), rtol=arguments.rtol)
     if arguments.json:
         print(json.dumps(json_value(found), indent=2, ensure_ascii=False))

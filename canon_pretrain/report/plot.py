@@ -279,8 +279,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the page; return the exit code. Raises UserError."""
     out = arguments.out
     if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
-        message = f"--out {out}: expected the name of a page, such as curves.html"
-        raise UserError("plot.out", message, path=out)
+        raise UserError(
+            "plot.out", f"--out {out}: expected the name of a page, such as curves.html", path=out
+        )
     runs, errors = read_runs(named_runs(arguments.runs))
     content = page_content(runs)
     content["notes"] += [f"{error}; it is left out" for error in errors]

@@ -123,8 +123,11 @@ class RunRecord:
             value = settings.get(name)
             kinds = (int, float) if kind is float else (kind,)
             if value is not None and type(value) not in kinds:
-                text = f"is damaged: {name} is {value!r:.40}, expected {kind.__name__}"
-                raise UnreadableFile(self.folder.config_file, text, field=name)
+                raise UnreadableFile(
+                    self.folder.config_file,
+                    f"is damaged: {name} is {value!r:.40}, expected {kind.__name__}",
+                    field=name,
+                )
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -138,8 +141,11 @@ class RunRecord:
         config = self._section("config")
         for name, section in config.items():
             if not isinstance(section, dict) and name != IMPORTED_FROM:
-                text = f"is damaged: config.{name} is {section!r:.40}, expected an object"
-                raise UnreadableFile(self.folder.config_file, text, field=name)
+                raise UnreadableFile(
+                    self.folder.config_file,
+                    f"is damaged: config.{name} is {section!r:.40}, expected an object",
+                    field=name,
+                )
         self._check_types(flatten(config))
         return config
 

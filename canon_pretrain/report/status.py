@@ -373,8 +373,10 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if args.watch is not None:
         if args.json or not console.is_terminal or not 0.1 <= args.watch <= 86_400:
-            expected = "0.1 to 86400 s, on a terminal, without --json"
-            raise UserError("status.watch", f"--watch {args.watch:g}: expected {expected}")
+            raise UserError(
+                "status.watch",
+                f"--watch {args.watch:g}: expected 0.1 to 86400 s, on a terminal, without --json",
+            )
         _watch(console, args)
         return 0
     runs = summarize_runs(args.runs)

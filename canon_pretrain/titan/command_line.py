@@ -1,35 +1,19 @@
 """The command line of a job: `--config FILE.toml` and `--section.key value` overrides."""
 
-import argparse
 import contextlib
-import dataclasses
 import functools
 import io
 import re
-import typing
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
 
 import tyro
 from torchtitan.config.manager import custom_registry
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
-from canon_pretrain.model.args import CHOICES, FLAVORS
-from canon_pretrain.model.attend import BACKENDS as ATTENTION_BACKENDS
 from canon_pretrain.run import config as experiment
 from canon_pretrain.run.config import read_experiment
-from canon_pretrain.synthetic.tasks import TASKS
-from canon_pretrain.titan.job_config import (
-    OPTIMIZERS,
-    UNSUPPORTED,
-    CanonJobConfig,
-    check_job,
-    value_of,
-)
-from canon_pretrain.titan.keys import PROG, SHORT_HELP, print_help, read_options
+from canon_pretrain.titan.job_config import CanonJobConfig, check_job, value_of
+from canon_pretrain.titan.keys import PROG, print_help, read_options
 
 
 def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfig:
@@ -52,40 +36,6 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
     job.job.config_file = str(options.path)
     check_job(job)
     return job
-
-
-def add_keys(parser: argparse.ArgumentParser) -> None:
-    """Add an option per supported key, for a shell to complete; `parse_job` reads them by tyro."""
-    choices: dict[str, Iterable[str]] = {f"model.{name}": own for name, own in CHOICES.items()}
-    choices |= {"model.flavor": FLAVORS, "model.attention_backend": ATTENTION_BACKENDS}
-    choices |= {"model.canon_backend": BACKENDS, "model.mixer_backend": MIXER_BACKENDS}
-    choices |= {"data.task.name": TASKS, "optimizer.name": OPTIMIZERS}
-    switch = ("true", "false")
-    abouts = re.findall(r"^  --(\w+\.[\w.]+)\b.*?  +(\S.*)$", SHORT_HELP.read_text(), re.MULTILINE)
-    for name, kind in _keys(CanonJobConfig):
-        section, _, key = name.rpartition(".")
-        kinds = (kind, *typing.get_args(kind))  # such as Literal[...] | None
-        literals = [typing.get_args(each) for each in kinds if typing.get_origin(each) is Literal]
-        add = functools.partial(parser.add_argument, f"--{name}", help=dict(abouts).get(name))
-        if kind is bool:
-            add(f"--{section}.no_{key}", action="store_true")
-        elif words := [*choices.get(name, ()), *chain(*literals), *switch * (bool in kinds)]:
-            add(choices=words)
-        else:
-            is_path = key.endswith(("path", "paths", "folder"))
-            nargs = "*" if list in [typing.get_origin(each) for each in kinds] else None
-            add(type=Path if is_path else str, nargs=nargs)
-
-
-def _keys(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the type of each supported key of a section."""
-    for name, kind in typing.get_type_hints(section).items():
-        if prefix + name in (*UNSUPPORTED, "job.config_file"):  # the latter is in own_options
-            continue
-        if dataclasses.is_dataclass(kind):
-            yield from _keys(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name, kind
 
 
 def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:

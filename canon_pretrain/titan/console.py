@@ -226,8 +226,10 @@ def _format_samples(fields: Mapping[str, Any]) -> str:
 def _format_event(name: str, fields: Mapping[str, Any]) -> str:
     """Return the name and fields of an event that has no line of its own."""
     if name == "checkpoint":
-        saved = f"{size(fields['bytes'])} in {fields['seconds']:.1f} s"
-        return f"checkpoint  of step {fields['step']}: {saved}"
+        return (
+            f"checkpoint  of step {fields['step']}: "
+            f"{size(fields['bytes'])} in {fields['seconds']:.1f} s"
+        )
     facts = []
     for key, value in fields.items():
         shown = f"{value:.6g}" if isinstance(value, float) else value

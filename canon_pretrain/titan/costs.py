@@ -209,8 +209,12 @@ def trace_block(
         block.to_empty(device=device)
         if constant_shapes is not None:
             constant_shapes |= {t.shape for t in (*block.parameters(), *block.buffers())}
-        shape = micro_batch, args.max_seq_len
-        h_BTD = torch.empty(*shape, args.dim, dtype=dtype, device=device, requires_grad=True)
+        h_BTD = torch.empty(
+            (micro_batch, args.max_seq_len, args.dim),
+            dtype=dtype,
+            device=device,
+            requires_grad=True,
+        )
         segments_BN = None
         if args.document_mask and args.reach:
             num_near = args.canon_kernel - 1 + args.max_seq_len
@@ -290,10 +294,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> 
 
 
 def _attention_gradients(ctx: Any, dy_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = _attention_backward(
-        dy_BTHK.contiguous(), *ctx.saved_tensors
-    )
-    return found
+    return _attention_backward(dy_BTHK.contiguous(), *ctx.saved_tensors)
 
 
 _attention.register_fake(lambda q, k, v: q.new_empty(q.shape))
@@ -307,5 +308,4 @@ class OpaqueAttend(Attend):
     """Attention as one opaque operator: the code before and after it is always the same."""
 
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
-        y_BTHK: Tensor = _attention(q_BTHK.contiguous(), k_BSGK.contiguous(), v_BSGK.contiguous())
-        return y_BTHK
+        return _attention(q_BTHK.contiguous(), k_BSGK.contiguous(), v_BSGK.contiguous())

@@ -12,13 +12,14 @@ import pytest
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.config import to_toml
-from canon_pretrain.titan.command_line import _keys, parse_job
+from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.dry_run import make_plans
 from canon_pretrain.titan.job_config import UNSUPPORTED, CanonJobConfig, value_of
+from tests.job_keys import keys_of
 from tests.support import ROOT, refused
 
 DEBUG = ROOT / "train_configs" / "debug.toml"
-KEYS = dict(_keys(CanonJobConfig))
+KEYS = dict(keys_of(CanonJobConfig))
 
 
 def kinds_of(key):
