@@ -52,6 +52,10 @@ class SuitePlan:
     tasks: dict[str, TaskPlan]
 
     @property
+    def max_length(self) -> int:
+        return int(self.settings["max_length"])
+
+    @property
     def cost(self) -> int:
         return sum(task.cost for task in self.tasks.values())
 
@@ -123,7 +127,7 @@ class Evaluation:
         missing = [plan for plan in plans if not self._report_stored(plan)]
         if not missing:
             return self._problems
-        longest = max(plan.settings["max_length"] for plan in missing)
+        longest = max(plan.max_length for plan in missing)
         lm = CanonLM(
             self.target.load(self.device, self.dtype, longest),
             None if {plan.name for plan in missing} == {VALIDATION} else self.target.tokenizer,
@@ -138,7 +142,7 @@ class Evaluation:
         with Progress(self.console) as progress:
             work = TotalProgress(progress, sum(plan.cost for plan in missing))
             for plan in missing:
-                lm.max_length = plan.settings["max_length"]
+                lm.max_length = plan.max_length
                 self._run_suite(plan, lm, work)
         return self._problems
 
@@ -312,7 +316,7 @@ def merge_tasks(
     results = Results(dict(asked), {}, {}, {})
     records: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
     for name, given in answers.items():
-        reported = asked["tasks"].get(name, {}).get("part_of", name)
+        reported = results.tasks.get(name, {}).get("part_of", name)
         results.scores.setdefault(reported, {}).update(given.scores)
         results.num_samples.setdefault(reported, given.num_samples)
         truncated = max(results.truncated.get(reported, 0), given.truncated)
@@ -343,10 +347,10 @@ def report_disk_errors(folder: Path) -> Iterator[None]:
 
 def print_results(console: Console, target: str, results: Results) -> None:
     """Print the scores of one suite for the checkpoint `target`; losses in ascending order."""
-    asked, counts = results.asked, results.num_samples
+    counts = results.num_samples
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = []
-    if asked["suite"] == VALIDATION:
+    if results.suite == VALIDATION:
         documents = results.num_sources.get(VALIDATION)
         source = "" if documents is None else f" of {documents:,} document{'s' * (documents != 1)}"
         title = f"held-out loss over {counts[VALIDATION]:,} tokens{source}: {target}"
@@ -358,9 +362,9 @@ def print_results(console: Console, target: str, results: Results) -> None:
             noise = "" if nats.stderr is None else f"{nats.stderr:.4f}"
             rows.append((model, f"{nats.number:.4f}", noise, f"{bits:.4f}"))
     else:
-        limit = asked["limit"]
+        limit = results.limit
         cut = "" if limit is None else f"; only the first {limit:,} items"
-        title = f"{asked['suite']}: {target}{cut}"
+        title = f"{results.suite}: {target}{cut}"
         columns, num_labels = ("task", "metric", "score", "+-", "items"), 2
         for task, metrics in results.scores.items():
             for metric, score in metrics.items():
@@ -376,12 +380,13 @@ def print_results(console: Console, target: str, results: Results) -> None:
         table.add_row(*map(Text, row))
     console.print(table)
     lines = [
-        f"{task}: {count:,} of {counts[task]:,} contexts were cut to {asked['max_length']} tokens"
+        f"{task}: {count:,} of {counts[task]:,} contexts were cut to "
+        f"{results.asked['max_length']} tokens"
         for task, count in results.truncated.items()
         if count
     ]
     lines += results.problems()
-    for task, described in asked["tasks"].items():
+    for task, described in results.tasks.items():
         if found := described.get("counts"):
             words = ", ".join(f"{name} {count:,}" for name, count in found.items())
             lines.append(f"documents of {task}: {words}")

@@ -206,10 +206,9 @@ class Schedule:
                 results = read_results(path)
             except UserError:
                 continue
-            asked = results.asked
             if (
-                (asked["suite"], asked["step"], asked["limit"]) == (suite_name(suite), step, None)
-                and matches_options(asked, suite, self.request.how, self._seq_len)
+                (results.suite, results.step, results.limit) == (suite_name(suite), step, None)
+                and matches_options(results.asked, suite, self.request.how, self._seq_len)
                 and not is_outdated(self.run, results)
             ):
                 return True

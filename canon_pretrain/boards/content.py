@@ -605,7 +605,7 @@ def _data_row(task: str, seed: int, runs: Sequence[RunRecord]) -> DataRow:
         if own_text != text or not digests.items() <= usual.items()
     ]
     covered = [
-        len(digests) / run.steps[-1]["step"] for run, digests in zip(runs, batches, strict=True)
+        len(digests) / run.steps[-1].step for run, digests in zip(runs, batches, strict=True)
     ]
     return DataRow(
         task=task,
@@ -624,7 +624,7 @@ def _batches(run: RunRecord) -> dict[int, str]:
     batches: dict[int, str] = {}
     for event in run.steps:
         digests = event.get("data_digests", ())
-        batches |= dict(enumerate(digests, event["step"] - len(digests) + 1))
+        batches |= dict(enumerate(digests, event.step - len(digests) + 1))
     return batches
 
 

@@ -92,7 +92,7 @@ def score_curve(run: RunRecord, name: str) -> dict[int, float]:
     for event in run.own_validations:
         scores = event if name == LOSS else event.get("scores") or {}
         score = scores.get(name)
-        curve[event["step"]] = math.nan if score is None else score
+        curve[event.step] = math.nan if score is None else score
     return curve
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,48 @@ from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.launches import known_run
 
 EXIT_DAMAGED = 1
+WHOLE, DAMAGED = "whole", "damaged: "
 _WORKERS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint and its state: WHOLE, or what is wrong; `manifest` is None if unreadable."""
+
+    path: Path
+    num_bytes: int
+    state: str
+    manifest: Manifest | None
+    is_held: bool = False
+
+    @property
+    def step(self) -> int:
+        return int(self.path.name.removeprefix("step-"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the checkpoint's object in `list --json`, without `held`."""
+        facts: dict[str, Any] = {"step": self.step, "path": str(self.path)}
+        if self.manifest is not None:
+            facts = asdict(self.manifest) | facts
+            files = facts.pop("files")
+            facts |= {"bytes": self.num_bytes, "state": self.state, "num_files": len(files)}
+        if self.state.startswith(DAMAGED):
+            facts = {"bytes": self.num_bytes} | facts | {"state": self.state}
+        return facts
+
+    def line(self) -> str:
+        """Return the checkpoint's line of text."""
+        parts = [size(self.num_bytes)]
+        if self.manifest is not None:
+            parts = [
+                self.manifest.kind,
+                *parts,
+                f"{len(self.manifest.files)} file(s)",
+                f"{self.manifest.world_size} rank(s)",
+                f"saved {self.manifest.saved}",
+            ]
+        parts += ["held"] * self.is_held
+        return f"step-{self.step}  {self.state}  {', '.join(parts)}"
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,10 +131,16 @@ def run_list(arguments: Namespace) -> None:
     held = held_steps(run)
     read = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
     # a launch may delete steps meanwhile
-    present = [facts for facts in read if Path(facts["path"]).exists()]
+    present = [
+        replace(checkpoint, is_held=checkpoint.step in held)
+        for checkpoint in read
+        if checkpoint.path.exists()
+    ]
     found: dict[str, Any] = {
         "folder": str(folder.path),
-        "checkpoints": [facts | {"held": facts["step"] in held} for facts in present],
+        "checkpoints": [
+            checkpoint.to_json() | {"held": checkpoint.is_held} for checkpoint in present
+        ],
         "unfinished": sized(folder.unfinished() + folder.leftovers()),
         "quarantined": [{**q._asdict(), "path": str(q.path)} for q in folder.quarantined()],
         "archives": sized(folder.archives(run)),
@@ -101,41 +148,31 @@ def run_list(arguments: Namespace) -> None:
     if arguments.json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
         return
-    print(f"{len(found['checkpoints'])} checkpoint(s) in {folder.path}")
-    for facts in found["checkpoints"]:
-        print(_line(facts))
+    print(f"{len(present)} checkpoint(s) in {folder.path}")
+    for checkpoint in present:
+        print(checkpoint.line())
     for name in ("unfinished", "quarantined", "archives"):
         for x in found[name]:
             print(f"{name}  {x['path']}  {size(x['bytes'])}  {x.get('reason', '')}".rstrip())
 
 
-def _read(path: Path, run_id: str | None, *, hashes: bool) -> dict[str, Any]:
-    """Return the facts of a checkpoint, and its state by sizes or, with `hashes`, by hashes."""
-    facts: dict[str, Any] = {"step": int(path.name.removeprefix("step-")), "path": str(path)}
+def _read(path: Path, run_id: str | None, *, hashes: bool) -> Checkpoint:
+    """Return a checkpoint, with its state by sizes or, with `hashes`, by hashes."""
+    manifest, state = None, WHOLE
     try:
         manifest = Manifest.read(path)
-        facts = asdict(manifest) | facts | {"bytes": manifest.total_bytes, "state": "whole"}
-        facts["num_files"] = len(facts.pop("files"))
         verify(path, hashes=hashes, workers=_WORKERS)
         if hashes:
             from canon_pretrain.checkpoint.safe_load import check_safe  # imports torch
 
             check_safe(path)
         if manifest.run_id not in (None, run_id):
-            facts["state"] = f"of another run, {manifest.run_id}"
+            state = f"of another run, {manifest.run_id}"
     except DamagedCheckpoint as error:
         text = str(error).removeprefix(f"{path} is damaged: ").removeprefix(f"{path} ")
-        facts = {"bytes": tree_bytes(path)} | facts | {"state": f"damaged: {text}"}
-    return facts
-
-
-def _line(facts: dict[str, Any]) -> str:
-    parts = [size(facts["bytes"])]
-    if "kind" in facts:  # the manifest is readable
-        counts = f"{facts['num_files']} file(s)", f"{facts['world_size']} rank(s)"
-        parts = [facts["kind"], *parts, *counts, f"saved {facts['saved']}"]
-    parts += ["held"] * facts.get("held", False)
-    return f"step-{facts['step']}  {facts['state']}  {', '.join(parts)}"
+        state = f"{DAMAGED}{text}"
+    num_bytes = tree_bytes(path) if manifest is None else manifest.total_bytes
+    return Checkpoint(path, num_bytes, state, manifest)
 
 
 def run_verify(arguments: Namespace) -> int:
@@ -149,9 +186,9 @@ def run_verify(arguments: Namespace) -> int:
 
     is_damaged = False
     for number in steps:
-        facts = _read(folder.step_path(number), run_id, hashes=True)
-        print(_line(facts))
-        is_damaged |= facts["state"] != "whole"
+        checkpoint = _read(folder.step_path(number), run_id, hashes=True)
+        print(checkpoint.line())
+        is_damaged |= checkpoint.state != WHOLE
     return EXIT_DAMAGED if is_damaged else 0
 
 

@@ -179,7 +179,7 @@ def check_kernels(device_type: str) -> Findings:
 
     args, on_gpu = replace(flavor("1b3"), canon_set="ABCD"), device_type == "cuda"
     problems = {f"canon {name}": backend_problem(name, device_type) for name in OPTIONAL}
-    problems["mixer fla"] = fla_mixers().fla_problem("gla", args.head_dim)
+    problems |= {"mixer fla": fla_mixers().fla_problem("gla", args.head_dim)}
     for name in (*FLASH_IMPLS, "flash_attn"):
         problems[f"attention {name}"] = None
         try:
@@ -187,9 +187,11 @@ def check_kernels(device_type: str) -> Findings:
         except UserError as error:
             problems[f"attention {name}"] = str(error.fields["reason"])
     fast = {name for name, problem in problems.items() if on_gpu and problem is None}
-    auto = {"attention": Attend(args).describe(device_type)}
-    auto["canon"] = "triton, checked at startup" if "canon triton" in fast else "compiled"
-    auto["mixer"] = "fla, checked at startup" if "mixer fla" in fast else "chunked"
+    auto = {
+        "attention": Attend(args).describe(device_type),
+        "canon": "triton, checked at startup" if "canon triton" in fast else "compiled",
+        "mixer": "fla, checked at startup" if "mixer fla" in fast else "chunked",
+    }
     for key, text in auto.items():
         text += "" if on_gpu else "; faster ones need a GPU"
         yield judge(f"{key} auto", text, None, f'model.{key}_backend = "auto"')
@@ -431,7 +433,7 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
     from canon_pretrain.checkpoint.folder import CheckpointFolder
     from canon_pretrain.checkpoint.manifest import verify
     from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
-    from canon_pretrain.run.log import LogFollower
+    from canon_pretrain.run.log import Event, LogFollower
 
     ranks, uses = min(gpus, 2) or 2, "training"
     where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} on {'CUDA' if gpus else 'the CPU'}"
@@ -454,14 +456,15 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
         yield _check_all_reduce(launch, scratch, where, gpus)
 
         run = RunFolder(scratch / "run")
-        follower, steps = LogFollower(run.log_file), list[dict[str, Any]]()
+        follower = LogFollower(run.log_file)
+        steps: list[Event] = []
 
         def follow() -> int:
             """Show the progress; return the last step in the log, or 0."""
             nonlocal progress
             new = []
             with suppress(OSError, UserError):  # not there yet
-                new = [event for event in follower.poll() if event["event"] == "step"]
+                new = [event for event in follower.poll() if event.kind == "step"]
             if new and not steps:  # the time left counts from here
                 bars.close()
                 progress = bars.enter_context(Progress(console))
@@ -469,7 +472,7 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
             if not steps:
                 progress.update(0.0, f"training check: starting, {where}")
                 return 0
-            first, last = steps[0]["step"], int(steps[-1]["step"])
+            first, last = steps[0].step, steps[-1].step
             share = (last - first) / (STEPS - first)
             progress.update(share, f"training check: step {last} of {STEPS}, {where}")
             return last
@@ -492,15 +495,16 @@ def check_training(folder: Path, gpus: int, console: Console) -> Findings:
             problem = str(error)
         text, steps_per_s = where, None
         if len(steps) > 1:
-            first, last = (datetime.fromisoformat(each["time"]) for each in (steps[0], steps[-1]))
-            count = steps[-1]["step"] - steps[0]["step"]
-            steps_per_s = count / (last - first).total_seconds()
-            losses = [each["loss"] for each in (steps[0], steps[-1])]
+            ends = steps[0], steps[-1]
+            first, last = (datetime.fromisoformat(event["time"]) for event in ends)
+            steps_per_s = (ends[1].step - ends[0].step) / (last - first).total_seconds()
+            losses = [event["loss"] for event in ends]
+            change = f"{losses[0]:.2f} to {losses[1]:.2f}"
             if problem is None and not all(map(math.isfinite, losses)):
-                problem = f"the loss goes from {losses[0]:.2f} to {losses[1]:.2f}"
+                problem = f"the loss goes from {change}"
             text = (
                 f"{where}: {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the "
-                f"start; loss {losses[0]:.2f} to {losses[1]:.2f}; checkpoint verified"
+                f"start; loss {change}; checkpoint verified"
             )
         remedy = f"train it yourself: canon train --config {CONFIG}"
         facts: dict[str, Any] = {"steps_per_s": steps_per_s, "seconds": seconds, "ranks": ranks}

@@ -113,7 +113,7 @@ def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
         tail = read_tail(run.log_file, until="checkpoint")
     except UnreadableFile:
         return None
-    save_s = next((e["seconds"] for e in reversed(tail) if e["event"] == "checkpoint"), 0.0)
+    save_s = next((e["seconds"] for e in reversed(tail) if e.kind == "checkpoint"), 0.0)
     partition = os.environ.get("SLURM_JOB_PARTITION", "")
     kill = re.search(r"KillWait\s*=\s*(\d+)", show("config"))
     grace = re.search(r"GraceTime=(\d+)", show(f"partition {partition}")) if partition else None

@@ -8,6 +8,7 @@ class would compute. A copy is part of every export. No torch, no transformers.
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from canon_pretrain.core.errors import UserError
@@ -131,6 +132,7 @@ _READ = {
     "rope_parameters", "sliding_window", "use_sliding_window", "layer_types", OWN, "model_type",
     "no_rope_layers", "no_rope_layer_interval",
 }  # fmt: skip
+_ABSENT = dict.fromkeys(("model_type", "layer_types", "no_rope_layers", "no_rope_layer_interval"))
 _OR_NULL: dict[str, type] = {
     "num_key_value_heads": int, "head_dim": int, "rope_dim": int, "partial_rotary_factor": float,
     "rope_scaling": dict, "rope_parameters": dict, "canon_set": str, "qk_norm": bool, OWN: dict,
@@ -242,10 +244,10 @@ def to_fields(args: ModelArgs) -> dict[str, Any]:
         "qk_norm": args.qk_norm != "none",
     }
     if args.position == "nope":
-        found["rope_scaling"] = {"rope_type": "linear", "factor": NO_ROTATION}
+        found |= {"rope_scaling": {"rope_type": "linear", "factor": NO_ROTATION}}
     if args.position == "partial_rope_c":
-        found["rope_dim"] = args.rope_dim
-        found["partial_rotary_factor"] = args.rope_dim / args.head_dim
+        share = args.rope_dim / args.head_dim
+        found |= {"rope_dim": args.rope_dim, "partial_rotary_factor": share}
     if own:
         found[OWN] = own
     return {name: value for name, value in found.items() if value is not None}
@@ -319,17 +321,17 @@ def to_args(given: Mapping[str, Any]) -> ModelArgs:
 
 
 def _llama_args(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    found = _checked_fields(given)
-    qk_norm = "full" if found["qk_norm"] else "none"
+    config = _checked_fields(given)
+    qk_norm = "full" if config.qk_norm else "none"
     known = {
-        **{ours: found[theirs] for theirs, ours in _SAME.items()},
-        "num_kv_heads": found["num_key_value_heads"] or 0,
-        "ffn_activation": "gelu" if found["hidden_act"] == GELU else found["hidden_act"],
-        **_position(found),
-        "qk_norm": "per_head" if found.get("model_type") == "qwen3" else qk_norm,
+        **{ours: getattr(config, theirs) for theirs, ours in _SAME.items()},
+        "num_kv_heads": config.num_key_value_heads or 0,
+        "ffn_activation": "gelu" if config.hidden_act == GELU else config.hidden_act,
+        **_position(config),
+        "qk_norm": "per_head" if config.model_type == "qwen3" else qk_norm,
     }
     # options of absent layers
-    absent = set() if known["canon_set"] else {name for name in known if name.startswith("canon_")}
+    absent = set() if config.canon_set else {name for name in known if name.startswith("canon_")}
     absent -= {"canon_kernel"} if own.get("mixer_conv") else set()
     return {name: value for name, value in known.items() if name not in absent}
 
@@ -342,8 +344,9 @@ def _mamba2_args(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
             raise_unsupported(name, found[name], f"expected {expected!r}")
     for name in (*_SAME_IN_MAMBA2, "head_dim"):
         found[name] = checked(name, found[name], type(_MAMBA2_DEFAULTS[name]))
-    if found["head_dim"] * found["num_heads"] != 2 * found["hidden_size"]:
-        raise_unsupported("head_dim", found["head_dim"], "expected 2 hidden_size / num_heads")
+    sizes = SimpleNamespace(**found)
+    if sizes.head_dim * sizes.num_heads != 2 * sizes.hidden_size:
+        raise_unsupported("head_dim", sizes.head_dim, "expected 2 hidden_size / num_heads")
     no_limit = float("inf"), {"__float__": "Infinity"}  # as transformers 5 writes it
     match found.get("time_step_limit", [0.0, no_limit[0]]):
         case [0, high] if high in no_limit:
@@ -374,8 +377,9 @@ def raise_unsupported(name: str, value: object, why: str) -> NoReturn:
     )
 
 
-def _checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    found = DEFAULTS | _DEFAULTS_OF.get(str(given.get("model_type")), {}) | dict(given)
+def _checked_fields(given: Mapping[str, Any]) -> SimpleNamespace:
+    """Return the fields of a Llama-like config.json, with defaults; those of _ABSENT are None."""
+    found = _ABSENT | DEFAULTS | _DEFAULTS_OF.get(str(given.get("model_type")), {}) | dict(given)
     kinds = {n: type(value) for n, value in DEFAULTS.items() if n not in _CHANGES_NOTHING}
     for name, kind in (kinds | _OR_NULL).items():
         if name not in _OR_NULL or found.get(name) is not None:
@@ -385,53 +389,55 @@ def _checked_fields(given: Mapping[str, Any]) -> dict[str, Any]:
         known = rope.keys() & _ROPE.keys()
         found[name] = rope | {k: checked(f"{name}.{k}", rope[k], _ROPE[k]) for k in known}
     if found.get("use_sliding_window") is False:  # the switch of Qwen3 and SmolLM3
-        found["sliding_window"] = None
+        found |= {"sliding_window": None}
     for name in ("attention_bias", "mlp_bias", "canon_bias", "attention_dropout", "sliding_window"):
         if found.get(name):
             raise_unsupported(name, found[name], "unsupported")
-    types = found.get("layer_types") or []
+    config = SimpleNamespace(**found)
+    types = config.layer_types or []
     if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
         raise_unsupported("layer_types", types, 'expected only "full_attention"')
-    if found["hidden_act"] not in ("silu", "relu2", GELU):
-        raise_unsupported("hidden_act", found["hidden_act"], f"expected silu, relu2 or {GELU}")
-    size = found["hidden_size"] // found["num_attention_heads"]
-    if found["head_dim"] not in (None, size):
-        raise_unsupported("head_dim", found["head_dim"], f"expected hidden_size / heads = {size}")
-    return found
+    if config.hidden_act not in ("silu", "relu2", GELU):
+        raise_unsupported("hidden_act", config.hidden_act, f"expected silu, relu2 or {GELU}")
+    size = config.hidden_size // config.num_attention_heads
+    if config.head_dim not in (None, size):
+        raise_unsupported("head_dim", config.head_dim, f"expected hidden_size / heads = {size}")
+    return config
 
 
-def _position(found: Mapping[str, Any]) -> dict[str, Any]:
-    old, rope = found["rope_scaling"], found["rope_parameters"]  # transformers 4's and 5's
+def _position(config: SimpleNamespace) -> dict[str, Any]:
+    old, rope = config.rope_scaling, config.rope_parameters  # transformers 4's and 5's
     kinds = [r.get("rope_type") or r.get("type") or "default" for r in (old, rope)]
     if old and rope and (kinds[0], old.get("factor")) != (kinds[1], rope.get("factor")):
         raise_unsupported("rope_parameters", rope, f"differs from rope_scaling = {old!r}")
     kind, rope = (kinds[1], rope) if rope else (kinds[0], old)
-    theta = {"rope_theta": rope.get("rope_theta") or found["rope_theta"]}
+    theta = {"rope_theta": rope.get("rope_theta") or config.rope_theta}
     is_nope = kind == "linear" and (rope.get("factor") or 1.0) >= _LEAST_NO_ROTATION
     if kind != "default" and not is_nope:
         raise_unsupported(
             "rope_scaling", rope, f"the only supported scaling is linear by {NO_ROTATION:g} (NoPE)"
         )
-    if is_nope or (found.get("model_type") == "smollm3" and not _rotates(found)):
+    if is_nope or (config.model_type == "smollm3" and not _rotates(config)):
         return theta | {"position": "nope"}
-    head_dim, rope_dim = found["hidden_size"] // found["num_attention_heads"], found["rope_dim"]
-    factor = found["partial_rotary_factor"] or rope.get("partial_rotary_factor") or 1.0
+    head_dim = config.hidden_size // config.num_attention_heads
+    rope_dim = config.rope_dim
+    factor = config.partial_rotary_factor or rope.get("partial_rotary_factor") or 1.0
     if rope_dim is None and factor != 1.0:
         raise_unsupported("partial_rotary_factor", factor, "expected rope_dim beside it")
     if rope_dim in (None, head_dim):
         return theta | {"position": "rope"}
     if rope_dim > head_dim:
         raise_unsupported("rope_dim", rope_dim, f"expected at most the head dim, {head_dim}")
-    if found["partial_rotary_factor"] not in (None, rope_dim / head_dim):
+    if config.partial_rotary_factor not in (None, rope_dim / head_dim):
         raise_unsupported(
             "partial_rotary_factor", factor, f"expected rope_dim / head_dim = {rope_dim / head_dim}"
         )
     return theta | {"position": "partial_rope_c", "partial_rope_dim": rope_dim}
 
 
-def _rotates(found: Mapping[str, Any]) -> bool:
-    num_layers, layers = found["num_hidden_layers"], found.get("no_rope_layers")
-    if layers is None and found.get("no_rope_layer_interval", 4) == 1:
+def _rotates(config: SimpleNamespace) -> bool:
+    num_layers, layers = config.num_hidden_layers, config.no_rope_layers
+    if layers is None and config.no_rope_layer_interval == 1:
         return False
     if isinstance(layers, list) and len(layers) == num_layers:
         for value in (0, 1):

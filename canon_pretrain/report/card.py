@@ -177,7 +177,7 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
     tokens = evaluations.tokens_at(run, step)
     yield "tokens seen", sections.number(tokens, 0)
     for event in run.own_validations:
-        if event["step"] == step:
+        if event.step == step:
             bits = event.get("bits_per_byte")
             loss = f"{sections.number(event.get('loss'))} nats per token"
             per_byte = "" if bits is None else f", {sections.number(bits)} bits per byte"
@@ -186,7 +186,7 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
             texts = [f"{name} {sections.number(value)}" for name, value in scores]
             if texts:
                 yield "scores in training", printable(", ".join(texts))
-    launches = [event for event in run.launch_events if event.get("from_step", 0) < step]
+    launches = [event for event in run.launch_events if event.from_step < step]
     for name in eval_report.LAUNCH_FIELDS:
         values = collapse_repeats(event.get(name) for event in launches)
         yield name.replace("_", " "), ", ".join(map(str, values))
@@ -236,7 +236,7 @@ def _picture(run: RunRecord, step: int) -> bytes:
         return Line(label, tokens, values[kept])
 
     held_out = Curve.of(
-        (event["step"], event["loss"]) for event in run.own_validations if "loss" in event
+        (event.step, event["loss"]) for event in run.own_validations if "loss" in event
     )
     losses = [line("training", run.curve("loss")), line("held out", held_out)]
     scores = [line(name, curve) for name, curve in run.scores.items() if name != "loss"]

@@ -17,7 +17,7 @@ from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, flatten
 from canon_pretrain.run.identity import PER_LAUNCH_KEYS
 from canon_pretrain.run.launches import launch_numbers
-from canon_pretrain.run.log import json_value
+from canon_pretrain.run.log import Event, json_value
 
 RTOL = 1e-4  # rounding differences between losses of one experiment on two machines
 DATA = ("data_fingerprint", HELD_OUT)  # identity fields that describe the data
@@ -171,17 +171,17 @@ def _section(name: str, a: Values | None, b: Values | None) -> Section:
     return section
 
 
-def digests_by_step(events: Iterable[Values]) -> dict[int, str]:
+def digests_by_step(events: Iterable[Event]) -> dict[int, str]:
     """Return the digest of each step's token ids; an event lists those since the previous one."""
     digests: dict[int, str] = {}
     for event in events:
-        listed = event.get("data_digests") if event["event"] == "step" else None
+        listed = event.get("data_digests") if event.kind == "step" else None
         for back, digest in enumerate(reversed(listed or [])):
-            digests[event["step"] - back] = digest
+            digests[event.step - back] = digest
     return digests
 
 
-def compare_digests(a: Iterable[Values], b: Iterable[Values]) -> Digests:
+def compare_digests(a: Iterable[Event], b: Iterable[Event]) -> Digests:
     """Find the first step with different data, among those that both runs logged."""
     ours = digests_by_step(a)
     theirs = digests_by_step(b)

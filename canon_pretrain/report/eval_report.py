@@ -220,14 +220,14 @@ def _run_content(run: RunRecord) -> RunContent:
         state, step = "failed", run.failure[0]
     elif run.is_done:
         state = "done"
-    elif run.events and run.events[-1]["event"] == "stop":
+    elif run.events and run.events[-1].kind == "stop":
         state = "stopped"
 
     args, launches = run.model_args, run.launch_events
     facts: dict[str, Any] = {
-        "tokens": run.steps[-1]["tokens"] if run.steps else 0,
+        "tokens": run.steps[-1].tokens if run.steps else 0,
         "started from": run.initial_load,
-        "resumed at": [event["from_step"] for event in launches if event["event"] == "resume"],
+        "resumed at": [event["from_step"] for event in launches if event.kind == "resume"],
         "description": printable(str(run.config.get("job", {}).get("description") or "")),
         "flavor": run.config.get("model", {}).get("flavor"),
     }
@@ -251,8 +251,8 @@ def _run_content(run: RunRecord) -> RunContent:
 def _last_step(run: RunRecord) -> int:
     """Return the step of the last event; a resume starts from the step of its checkpoint."""
     for event in reversed(run.events):
-        if event["event"] in ("resume", "step", "stop", "done"):
-            return int(event.get("step", event.get("from_step")))
+        if event.kind in ("resume", "step", "stop", "done"):
+            return event.get("step", event.from_step)
     return 0
 
 

@@ -82,7 +82,7 @@ def logged_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
     losses = {}
     for event in run.events:
         step, loss = event.get("step"), event.get(LOGGED_FIELDS[metric])
-        if event["event"] == "validation" and step is not None and loss is not None:
+        if event.kind == "validation" and step is not None and loss is not None:
             text = event.get(HELD_OUT, run.identity.get(HELD_OUT))
             losses[step, str(text)] = loss
     return losses
@@ -90,10 +90,10 @@ def logged_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
 
 def tokens_at(run: RunRecord, step: int) -> int | None:
     """Return the tokens seen by `step`, logged or not; None if no step is logged."""
-    after = bisect.bisect_left(run.steps, step, key=lambda event: event["step"])
+    after = bisect.bisect_left(run.steps, step, key=lambda event: event.step)
     around = run.steps[max(after - 1, 0) : after + 1]
-    near = min(around, key=lambda event: abs(event["step"] - step), default=None)
-    return round(step * near["tokens"] / near["step"]) if near and near["step"] else None
+    near = min(around, key=lambda event: abs(event.step - step), default=None)
+    return round(step * near.tokens / near.step) if near and near.step else None
 
 
 def suite_order(name: str) -> tuple[int, str]:

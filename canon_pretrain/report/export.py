@@ -32,7 +32,7 @@ from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.report.record import RunRecord, unix_time
 from canon_pretrain.run.launches import allowed_environment
-from canon_pretrain.run.log import SEGMENT_EVENTS, LogFollower, drop_superseded
+from canon_pretrain.run.log import SEGMENT_EVENTS, Event, LogFollower, drop_superseded
 
 POLL_S = 1.0
 FINISH_S = 60.0  # a live copy is killed this long after its trainer has ended
@@ -62,8 +62,6 @@ GROUPS = {
 }
 """Fields of `step` events by the group that both tools show them in."""
 
-Event = Mapping[str, Any]
-
 
 class Row(NamedTuple):
     """The numbers of one step, by name, and its samples; `time` in seconds since 1970."""
@@ -90,16 +88,16 @@ def row_from_event(event: Event) -> Row | None:
     """Return the row of a step, validation or samples, NaN included; None for other events."""
     values: dict[str, Any] = {}
     samples: list[tuple[str, str]] = []
-    if event["event"] == "step":
+    if event.kind == "step":
         values = _step_values(event)
-    elif event["event"] == "validation":
+    elif event.kind == "validation":
         values = _validation_values(event)
-    elif event["event"] == "samples":
+    elif event.kind == "samples":
         samples = [(sample["prompt"], sample["text"]) for sample in event.get("samples") or ()]
     else:
         return None
     numbers = {name: value for name, value in values.items() if value is not None}
-    return Row(event["step"], event.get("tokens", 0), _time(event), numbers, samples)
+    return Row(event.step, event.tokens, _time(event), numbers, samples)
 
 
 def _step_values(event: Event) -> dict[str, Any]:
@@ -113,7 +111,7 @@ def _step_values(event: Event) -> dict[str, Any]:
 def _validation_values(event: Event) -> dict[str, Any]:
     values = {}
     sources = event.get("sources") or {}
-    parts: dict[str, Event] = {"validation": event}
+    parts: dict[str, Mapping[str, Any]] = {"validation": event}
     if len(sources) > 1:
         parts |= {f"validation/{chart_name(name)}": part for name, part in sources.items()}
     for heading, part in parts.items():
@@ -129,8 +127,7 @@ def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
     sizes = [run.identity.get(f"training.{key}") for key in ("global_batch_size", "seq_len")]
     tokens_per_step = math.prod(size if isinstance(size, int) else 0 for size in sizes)
     for (suite, step), results in run.latest.items():
-        limit = results.asked["limit"]
-        heading = suite if limit is None else f"{suite}-first{limit}"
+        heading = suite if results.limit is None else f"{suite}-first{results.limit}"
         values = {
             "/".join(("eval", *map(chart_name, (heading, task, metric)))): score.value
             for task, metrics in results.scores.items()
@@ -163,10 +160,10 @@ def chart_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
-def run_metadata(run: RunRecord, events: list[dict[str, Any]]) -> RunMetadata:
+def run_metadata(run: RunRecord, events: list[Event]) -> RunMetadata:
     """Return the metadata of a run from config.json and its log."""
     run_ids = [event["run_id"] for event in events if "run_id" in event]
-    launches = [event for event in events if event["event"] in SEGMENT_EVENTS]
+    launches = [event for event in events if event.kind in SEGMENT_EVENTS]
     newest = dict(launches[-1]) if launches else {}
     newest.pop("event", None)
 
@@ -393,25 +390,25 @@ def _follow(
     log = LogFollower(run.folder.log_file)
     events = drop_superseded(log.poll())
     is_over = False
-    while not is_over and not any(e["event"] in ("step", *SEGMENT_EVENTS) for e in events):
+    while not is_over and not any(e.kind in ("step", *SEGMENT_EVENTS) for e in events):
         is_over = ended(POLL_S)
         events = drop_superseded([*events, *log.poll()])
 
     target = open_target(run_metadata(run, events))
     for row in merge_rows(filter(None, map(row_from_event, events))):
         target.write(row)
-    turns = [e["event"] for e in events if e["event"] in (*SEGMENT_EVENTS, "done")]
+    turns = [e.kind for e in events if e.kind in (*SEGMENT_EVENTS, "done")]
     is_over |= turns[-1:] == ["done"]
 
     while not is_over:
         target.flush()
         is_over = ended(POLL_S)  # before polling, so that the last events are still read
         for event in log.poll():
-            if event["event"] in SEGMENT_EVENTS:
-                target.restart(int(event.get("from_step", 0)))
+            if event.kind in SEGMENT_EVENTS:
+                target.restart(event.from_step)
             if (new := row_from_event(event)) is not None:
                 target.write(new)
-            is_over |= event["event"] == "done"
+            is_over |= event.kind == "done"
     return target.finish()
 
 

@@ -46,16 +46,16 @@ class Evaluation:
 
     @property
     def suite(self) -> str:
-        return self.results.asked["suite"]
+        return self.results.suite
 
     @property
     def step(self) -> int:
-        return self.results.asked["step"]
+        return self.results.step
 
     @property
     def limit(self) -> int | None:
-        """The number of items if --limit was set: a trial, not a result."""
-        return self.results.asked["limit"]
+        """See `Results.limit`."""
+        return self.results.limit
 
     @property
     def text(self) -> str:
@@ -64,17 +64,18 @@ class Evaluation:
 
     def described(self, task: str) -> Record:
         """Return the recorded task properties: version, primary, chance, ..."""
-        return (self.results.asked.get("tasks") or {}).get(task, {})
+        return self.results.tasks.get(task, {})
 
     def is_task(self, task: str) -> bool:
         """Return whether it is a task; baselines next to a loss are described as none."""
-        return bool(self.described(task)) or not self.results.asked.get("tasks")
+        return bool(self.described(task)) or not self.results.tasks
 
     def _declarations(self, task: str) -> list[Record]:
         """Return the recorded properties of the task and of its parts."""
-        tasks = (self.results.asked.get("tasks") or {}).items()
         return [
-            properties for name, properties in tasks if task in (name, properties.get("part_of"))
+            properties
+            for name, properties in self.results.tasks.items()
+            if task in (name, properties.get("part_of"))
         ]
 
     def primary_metrics(self, task: str) -> list[str]:

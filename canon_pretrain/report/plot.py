@@ -105,7 +105,7 @@ def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]
     for k, run in enumerate(runs):
         points: dict[tuple[str, str], dict[int, Score]] = {}
         for (suite, step), results in sorted(run.latest.items()):
-            if results.asked["limit"] is not None:
+            if results.limit is not None:
                 continue
             for task, metrics in results.scores.items():
                 for metric, score in metrics.items():
@@ -208,7 +208,7 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[J
     for skip in run.skips if chart.skips else ():
         loss, norm, reason = (_escape(skip.get(name)) for name in ("loss", "grad_norm", "reason"))
         text = f"<b>skipped</b> step {skip['step']:,}<br>{reason}<br>loss {loss}, norm {norm}"
-        skips.append((skip["step"], text))
+        skips.append((skip.step, text))
     yield from _mark("skip", run, skips, meta)
 
     restarts = []

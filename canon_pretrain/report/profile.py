@@ -9,10 +9,9 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.table import Table
@@ -47,14 +46,38 @@ PURPOSES = {
 # without autograd functions in Python (compiled graphs), which share an earlier sequence number
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function: \w+Backward\d+$")
 
-Facts = dict[str, Any]
-
 
 @cache
 def purpose_of(name: str) -> str | None:
     """Return the purpose of a kernel, operator or scope by its name; None if unknown."""
     found = (x for x, (_, names) in reversed(PURPOSES.items()) if re.search(names, name))
     return next(found, None)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel or operator of the window."""
+
+    name: str
+    purpose: str
+    count: int
+    self_us: float
+    share: float
+
+
+@dataclass
+class Summary:
+    """A traced window: its time in us, and shares of it; `rows` are sorted by their time."""
+
+    is_device: bool
+    steps: list[int]
+    window_us: float
+    busy_share: float
+    idle_share: float
+    purposes: dict[str, float]
+    communication_exposed: float
+    communication_overlapped: float
+    rows: list[Row]
 
 
 @dataclass(slots=True)
@@ -66,7 +89,7 @@ class _Span:
     own: list[tuple[float, float]] = field(default_factory=list)
 
 
-def summarize(trace: Trace) -> Facts:
+def summarize(trace: Trace) -> Summary:
     """Summarize a trace: times in us, shares of the window. Raises ValueError if it is empty.
 
     Counts device work if there is any, else the self time of operators. `purposes` sum over streams
@@ -98,19 +121,13 @@ def summarize(trace: Trace) -> Facts:
     for span in spans:
         self_us = sum(until - since for since, until in span.own)
         times[span.event.name, span.purpose or OTHER].append(self_us)
-    rows: list[Facts] = [
-        {
-            "name": name,
-            "purpose": purpose,
-            "count": len(calls_us),
-            "self_us": sum(calls_us),
-            "share": sum(calls_us) / (end - begin),
-        }
+    rows = [
+        Row(name, purpose, len(calls_us), sum(calls_us), sum(calls_us) / (end - begin))
         for (name, purpose), calls_us in times.items()
     ]
     purposes = dict.fromkeys(PURPOSES, 0.0)
     for row in rows:
-        purposes[row["purpose"]] += row["share"]
+        purposes[row.purpose] += row.share
 
     # waiting for data, including overlap with device work
     waits = [
@@ -124,19 +141,19 @@ def summarize(trace: Trace) -> Facts:
     communication = share(span for span in spans if span.purpose == COMMUNICATION)
     computation = share(span for span in spans if span.purpose != COMMUNICATION)
     overlapped = communication + computation - busy
-    return {
-        "is_device": bool(trace.work),
+    return Summary(
+        is_device=bool(trace.work),
         # the profiler counts completed steps
-        "steps": sorted({int(event.name.removeprefix(STEP)) + 1 for event in steps}),
-        "window_us": end - begin,
-        "busy_share": busy,
+        steps=sorted({int(event.name.removeprefix(STEP)) + 1 for event in steps}),
+        window_us=end - begin,
+        busy_share=busy,
         # a host is idle while it waits for data, a device may not be
-        "idle_share": 1 - (busy if trace.work else share([*spans, *waits])),
-        "purposes": purposes,
-        "communication_exposed": communication - overlapped,
-        "communication_overlapped": overlapped,
-        "rows": sorted(rows, key=lambda row: -row["self_us"]),
-    }
+        idle_share=1 - (busy if trace.work else share([*spans, *waits])),
+        purposes=purposes,
+        communication_exposed=communication - overlapped,
+        communication_overlapped=overlapped,
+        rows=sorted(rows, key=lambda row: -row.self_us),
+    )
 
 
 class _Host:
@@ -215,9 +232,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(
             "profile.empty_trace", f"{path} has no step to summarize: {error}", path=path
         ) from None
-    summary["rows"] = summary["rows"][: arguments.top]
+    summary.rows = summary.rows[: arguments.top]
     if arguments.json:
-        print(json.dumps({"trace": str(path), "events": trace.num_events, **summary}))
+        print(json.dumps({"trace": str(path), "events": trace.num_events, **asdict(summary)}))
         return 0
     console = Console(highlight=False)
     console.print(f"{path} ({size(path.stat().st_size)})", soft_wrap=True, markup=False)
@@ -245,24 +262,23 @@ def find_trace(run: Path, rank: int) -> Path:
     return newest[f"rank{rank}"]
 
 
-def print_summary(console: Console, summary: Facts) -> None:
+def print_summary(console: Console, summary: Summary) -> None:
     """Print the tables of purposes and of kernels or operators."""
-    processor, work = ("GPU", "kernel") if summary["is_device"] else ("CPU", "operator")
-    shares = {name: f"{value:.1%}" for name, value in summary.items() if isinstance(value, float)}
-    steps = ", ".join(map(str, summary["steps"]))
+    processor, work = ("GPU", "kernel") if summary.is_device else ("CPU", "operator")
     console.print(
-        f"step {steps}: {summary['window_us'] / 1000:,.1f} ms, "
-        f"{processor} busy {shares['busy_share']}, idle {shares['idle_share']}"
+        f"step {', '.join(map(str, summary.steps))}: {summary.window_us / 1000:,.1f} ms, "
+        f"{processor} busy {summary.busy_share:.1%}, idle {summary.idle_share:.1%}"
     )
 
     table = Table("purpose", "share", "description", box=None, pad_edge=False)
     for name, (description, _) in PURPOSES.items():
         if name == COMMUNICATION:
-            exposed = shares["communication_exposed"]
-            overlapped = shares["communication_overlapped"]
-            description = f"{description}; {exposed} exposed, {overlapped} overlapped"
-        table.add_row(name, f"{summary['purposes'][name]:.1%}", description)
-    table.add_row("idle", shares["idle_share"], f"no {work} runs")
+            description = (
+                f"{description}; {summary.communication_exposed:.1%} exposed, "
+                f"{summary.communication_overlapped:.1%} overlapped"
+            )
+        table.add_row(name, f"{summary.purposes[name]:.1%}", description)
+    table.add_row("idle", f"{summary.idle_share:.1%}", f"no {work} runs")
     console.print(table, "")
 
     table = Table(box=None, pad_edge=False)
@@ -270,12 +286,12 @@ def print_summary(console: Console, summary: Facts) -> None:
     table.add_column("purpose", no_wrap=True)
     for name in ("calls", "self ms", "share"):
         table.add_column(name, no_wrap=True, justify="right")
-    for row in summary["rows"]:
+    for row in summary.rows:
         table.add_row(
-            Text(row["name"], overflow="ellipsis"),
-            row["purpose"],
-            f"{row['count']:,}",
-            f"{row['self_us'] / 1000:,.3f}",
-            f"{row['share']:.1%}",
+            Text(row.name, overflow="ellipsis"),
+            row.purpose,
+            f"{row.count:,}",
+            f"{row.self_us / 1000:,.3f}",
+            f"{row.share:.1%}",
         )
     console.print(table)

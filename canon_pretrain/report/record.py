@@ -26,7 +26,7 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.report.items import HELD_OUT, Evaluation
 from canon_pretrain.run.folder import EVALS, IMPORTED_FROM, RunFolder, unique_labels
 from canon_pretrain.run.launches import read_run
-from canon_pretrain.run.log import SEGMENT_EVENTS
+from canon_pretrain.run.log import SEGMENT_EVENTS, Event
 from canon_pretrain.run.results import RESULTS, VALIDATION, Results, read_results
 from canon_pretrain.run.status import Status, read_status
 
@@ -51,8 +51,6 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(SEEDS, int),
 }
 """Types of the settings that views compute with, in identity and config; null if unknown."""
-
-Event = dict[str, Any]
 
 
 class Curve(NamedTuple):
@@ -192,7 +190,7 @@ class RunRecord:
         return self.folder.read_log()
 
     def _events(self, *kinds: str) -> list[Event]:
-        return [event for event in self.events if event["event"] in kinds]
+        return [event for event in self.events if event.kind in kinds]
 
     @cached_property
     def steps(self) -> list[Event]:
@@ -217,7 +215,7 @@ class RunRecord:
 
     def curve(self, field: str) -> Curve | None:
         """Return one field of the `step` events; None if no event has it."""
-        logged = [(event["step"], event.get(field)) for event in self.steps]
+        logged = [(event.step, event.get(field)) for event in self.steps]
         return Curve.of((step, value) for step, value in logged if value is not None)
 
     @cached_property
@@ -252,7 +250,7 @@ class RunRecord:
         for event in self.own_validations:
             for name, value in values_of(event).items():
                 if value is not None:
-                    pairs.setdefault(printable(name), []).append((event["step"], value))
+                    pairs.setdefault(printable(name), []).append((event.step, value))
         return {name: curve for name, points in pairs.items() if (curve := Curve.of(points))}
 
     @cached_property
@@ -263,7 +261,7 @@ class RunRecord:
             for sample in event.get("samples") or ():
                 prompt, text = (printable(sample[name], "\n\t") for name in ("prompt", "text"))
                 by_step = by_prompt.setdefault(prompt, {})
-                by_step[event["step"]] = None if "reason" in event else text
+                by_step[event.step] = None if "reason" in event else text
         return by_prompt
 
     @cached_property
@@ -271,10 +269,10 @@ class RunRecord:
         """The `skip` events of steps that were not repeated later."""
         kept: list[Event] = []
         for event in self._events("skip", *SEGMENT_EVENTS):
-            if event["event"] == "skip":
+            if event.kind == "skip":
                 kept.append(event)
             else:
-                kept = [skip for skip in kept if skip["step"] <= event.get("from_step", 0)]
+                kept = [skip for skip in kept if skip.step <= event.from_step]
         return kept
 
     @cached_property
@@ -287,16 +285,22 @@ class RunRecord:
         began, base = first, 0.0  # of the current launch: its time, and training hours before it
         for event, now in zip(events, times, strict=True):
             last_step, _, training, wall = rows[-1]
-            if event["event"] != "step":
+            if event.kind != "step":
                 began, base = now, training
-                from_step = int(event.get("from_step", 0))
-                world_size = event.get("world_size")
-                launches.append(Launch(from_step, event.get("time"), world_size, base, now - first))
-            elif event["step"] > last_step:
+                launches.append(
+                    Launch(
+                        event.from_step,
+                        event.get("time"),
+                        event.get("world_size"),
+                        base,
+                        now - first,
+                    )
+                )
+            elif event.step > last_step:
                 # hours never decrease, even if the clock was set back
                 training = max(training, base + now - began)
                 wall = max(wall, now - first)
-                rows.append((event["step"], event.get("tokens", 0), training, wall))
+                rows.append((event.step, event.tokens, training, wall))
 
         steps, tokens, training_hours, wall_hours = (np.array(x) for x in zip(*rows, strict=True))
         if all(map(math.isfinite, times)) and rows[-1][3] > 0:
@@ -409,7 +413,7 @@ def is_outdated(folder: RunFolder, results: Results) -> bool:
     """Return whether the run's checkpoint of that step has changed since the evaluation."""
     evaluated = results.asked.get("content")
     try:
-        checkpoint = CheckpointFolder.of_run(folder).step_path(results.asked["step"])
+        checkpoint = CheckpointFolder.of_run(folder).step_path(results.step)
         return evaluated is not None and Manifest.read(checkpoint).content != evaluated
     except (UserError, OSError):
         return False

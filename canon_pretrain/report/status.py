@@ -31,7 +31,7 @@ from canon_pretrain.core.terminal import Console, duration, printable
 from canon_pretrain.report.record import RunRecord, unix_time
 from canon_pretrain.run.folder import CHECKPOINTS, EVALS, natural_key, not_a_run, runs_below
 from canon_pretrain.run.launches import read_run
-from canon_pretrain.run.log import json_value, read_tail
+from canon_pretrain.run.log import Event, json_value, read_tail
 from canon_pretrain.run.results import RESULTS
 from canon_pretrain.run.status import Status, health
 
@@ -157,7 +157,7 @@ class _RunReader:
 
         # The last step in the log.
         events = self._try_read(lambda: read_tail(self.folder.log_file)) or []
-        last = next((event for event in reversed(events) if event["event"] == "step"), {})
+        last = next((event for event in reversed(events) if event.kind == "step"), Event())
         for name in ("step", "skipped_steps", "loss", "tokens", "tokens_per_second", "mfu"):
             setattr(summary, name, last.get(name))
 

@@ -38,7 +38,7 @@ from typing import Any
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_json, write_atomic, write_json
 from canon_pretrain.core.terminal import printable
-from canon_pretrain.run.log import read_log
+from canon_pretrain.run.log import Event, read_log
 
 CHECKPOINTS = "checkpoint"
 EVALS = "evals"
@@ -98,7 +98,7 @@ class RunFolder:
             "run.not_a_run", f"{problem}: expected a run (job.dump_folder)", path=self.path
         )
 
-    def read_log(self) -> list[dict[str, Any]]:
+    def read_log(self) -> list[Event]:
         """Return the events of log.jsonl (see log.read_log). Raises UserError if it is missing."""
         return read_log(self.log_file)
 

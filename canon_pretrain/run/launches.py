@@ -272,7 +272,7 @@ class LaunchRecord:
             files.write_folder(target, contents)
             path = folder.readme_file
             if not path.exists() or IS_OURS in path.read_text(errors="replace"):
-                files.write_atomic(path, _readme(folder, launch))
+                files.write_atomic(path, self._readme(folder, launch))
         except Exception as error:  # such as a full disk: must not end the run
             self._problems.append(f"the launch record {target} was not written: {error}")
         return self._problems
@@ -313,6 +313,34 @@ class LaunchRecord:
             "git": asdict(self._source) | git,
         }
 
+    def _readme(self, folder: RunFolder, launch: Mapping[str, Any]) -> bytes:
+        """Return the run folder's README.md; `launch` is launch.json."""
+        run, config = folder.path.resolve(), folder.read_config()["config"]
+        task = config.get("data", {}).get("task")  # an import has no data
+        page = README.format(
+            ours=IS_OURS,
+            title=config.get("job", {}).get("description") or run.name,
+            step=config.get("training", {}).get("steps", "N"),
+            suite="playground" if task and task["name"] else "validation",
+            launch=launch,
+            code=self._describe_code(),
+            here=shlex.quote(os.getcwd()),
+            folder=shlex.quote(str(run)),
+            files=str(run_folder.__doc__).partition("\n\n")[2].rpartition("\n\n")[0],
+        )
+        # a title may hold control characters
+        return printable(page, "\n").encode(errors="replace")
+
+    def _describe_code(self) -> str:
+        """Return the commit of the source and, if it has changes, where they are."""
+        git = self._source
+        if not git.commit:
+            return "not in a git commit"
+        code = f"commit {git.commit[:12]} of {git.origin or git.folder}"
+        if git.dirty:
+            return f"{code}, with the changes in launches/{self.facts.launches:03}/source.patch"
+        return code
+
 
 def _json(value: Any) -> bytes:
     text = json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
@@ -340,26 +368,3 @@ def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
         if not is_dropped:
             words.append(word)
     return f"{launcher} -m canon_pretrain.train {shlex.join(words)}".rstrip()
-
-
-def _readme(folder: RunFolder, launch: Mapping[str, Any]) -> bytes:
-    """Return the run folder's README.md; `launch` is launch.json."""
-    run, config = folder.path.resolve(), folder.read_config()["config"]
-    git, code = launch["git"], "not in a git commit"
-    task = config.get("data", {}).get("task")  # an import has no data
-    if git["commit"]:
-        code = f"commit {git['commit'][:12]} of {git['origin'] or git['folder']}"
-        if git["dirty"]:
-            code = f"{code}, with the changes in launches/{launch['launch']:03}/source.patch"
-    page = README.format(
-        ours=IS_OURS,
-        title=config.get("job", {}).get("description") or run.name,
-        step=config.get("training", {}).get("steps", "N"),
-        suite="playground" if task and task["name"] else "validation",
-        launch=launch,
-        code=code,
-        here=shlex.quote(launch["command"]["folder"]),
-        folder=shlex.quote(str(run)),
-        files=str(run_folder.__doc__).partition("\n\n")[2].rpartition("\n\n")[0],
-    )
-    return printable(page, "\n").encode(errors="replace")  # a title may hold control characters

@@ -46,8 +46,6 @@ from canon_pretrain.run.background import Background
 
 logger = logging.getLogger(__name__)
 
-Event = dict[str, Any]
-
 MAX_WAITING_BYTES = 1 << 26  # of lines that wait for the disk: half a day at one line per second
 FLUSH_TIMEOUT_S = 30.0
 REPEATABLE_EVENTS = ("step", "validation", "samples")  # written again if their steps are repeated
@@ -97,6 +95,28 @@ class RunFacts:
     launches: Annotated[int, Field(ge=0, lt=1 << 63)]  # that trained or wrote to the log
 
 
+class Event(dict[str, Any]):
+    """One line of the log; fields that not every event has are its items."""
+
+    @property
+    def kind(self) -> str:
+        return str(self["event"])
+
+    @property
+    def step(self) -> int:
+        """The step of an event that has one."""
+        return int(self["step"])
+
+    @property
+    def from_step(self) -> int:
+        """The step that a launch continues from; 0 for a new run."""
+        return int(self.get("from_step", 0))
+
+    @property
+    def tokens(self) -> int:
+        return int(self.get("tokens", 0))
+
+
 class RunLog:
     """A thread-safe, append-only event writer. Lines wait in memory while not `may_write()`."""
 
@@ -143,7 +163,7 @@ class RunLog:
             )
         self._writing.request()
 
-    def _line(self, event: str, fields: Event) -> bytes:
+    def _line(self, event: str, fields: dict[str, Any]) -> bytes:
         record = {"event": event, "time": utc_now(), **self._head, **json_value(fields)}
         return (json.dumps(record, allow_nan=False) + "\n").encode()
 
@@ -266,7 +286,7 @@ def read_tail(
             lines = file.read(size - start).split(b"\n")
             # the first line may be incomplete
             events = drop_superseded(parse_events(lines[1:] if start else lines))
-            found = until is None or any(event["event"] == until for event in events)
+            found = until is None or any(event.kind == until for event in events)
             if found or not start or num_bytes >= MAX_TAIL_BYTES:
                 return events
             num_bytes *= 2
@@ -279,17 +299,17 @@ def drop_superseded(events: Iterable[Event]) -> list[Event]:
     for event in events:
         # events without a run_id count as the newest launch's
         launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
-        if launch in begun and launch != newest and event["event"] not in SEGMENT_EVENTS:
+        if launch in begun and launch != newest and event.kind not in SEGMENT_EVENTS:
             continue  # written after the first line of a later launch
         begun.add(launch)
         newest = launch
         timely.append(event)
     kept, last = [], math.inf
     for event in reversed(timely):
-        if event["event"] in REPEATABLE_EVENTS and event["step"] > last:
+        if event.kind in REPEATABLE_EVENTS and event.step > last:
             continue
-        if event["event"] in SEGMENT_EVENTS:
-            last = min(last, event.get("from_step", 0))
+        if event.kind in SEGMENT_EVENTS:
+            last = min(last, event.from_step)
         kept.append(event)
     return kept[::-1]
 
@@ -302,10 +322,8 @@ def parse_events(lines: Iterable[bytes]) -> list[Event]:
 def _parse(line: bytes) -> Event | None:
     """Return the event in a line; None if it is invalid or one of its fields has a wrong type."""
     try:
-        event = files.parse_json(line, finite=False)
-        if not isinstance(event["event"], str):
-            return None
-        return _checked(event)
+        event = Event(**files.parse_json(line, finite=False))
+        return _checked(event) if isinstance(event["event"], str) else None
     # truncated, zeros after a crash, not UTF-8, not an object
     except (ValueError, LookupError, TypeError, AttributeError):
         return None
@@ -314,7 +332,7 @@ def _parse(line: bytes) -> Event | None:
 def _checked(event: Event) -> Event:
     """Return the event with all its numbers as floats. Raises ValueError and the like."""
     for name, kinds in INTEGERS.items():
-        if name in event or event["event"] in kinds:
+        if name in event or event.kind in kinds:
             _check_integer(event[name])
     for name in TEXTS:
         if not isinstance(event.get(name, ""), str):

@@ -144,6 +144,25 @@ class Results:
     num_sources: dict[str, int] = field(default_factory=dict)
     written: str = field(default="", compare=False)
 
+    @property
+    def suite(self) -> str:
+        return str(self.asked["suite"])
+
+    @property
+    def step(self) -> int:
+        """The step of the run's checkpoint; None for an export."""
+        return self.asked["step"]
+
+    @property
+    def limit(self) -> int | None:
+        """The number of items if --limit was set: a trial, not a result."""
+        return self.asked["limit"]
+
+    @property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """The recorded properties of tasks: version, primary, chance, ...; {} in older results."""
+        return self.asked.get("tasks") or {}
+
     def problems(self) -> list[str]:
         """Return a sentence per task with items without a score, and per score without a value."""
         found = [

@@ -39,6 +39,14 @@ MORE = (
     "|{seconds_per_step:.3g} s/step|data wait {data_wait:.1%}|memory {memory_gib:.1f} GiB"
     "|{tokens:,} tokens|skipped steps {skipped_steps}|restarts {restarts}"
 )
+LINES = {
+    "validation": "validation at step {step}: {}, {tokens_scored:,} tokens, {seconds:.1f} s",
+    "count_models": (
+        "models that count the training tokens have {unigram:.2f} (unigram) "
+        "and {bigram:.2f} (bigram) nats per token of held-out text"
+    ),
+}
+"""Lines of events without a place in the view's list of events."""
 
 
 class Console:
@@ -83,16 +91,8 @@ class Console:
             self._step = fields["step"]
             self._losses.append(fields["loss"])
             self._print_step_if_due(fields)
-        elif name == "validation":
-            self._print(
-                f"validation at step {fields['step']}: {_format_validation(fields)}, "
-                f"{fields['tokens_scored']:,} tokens, {fields['seconds']:.1f} s"
-            )
-        elif name == "count_models":
-            self._print(
-                f"models that count the training tokens have {fields['unigram']:.2f} (unigram) "
-                f"and {fields['bigram']:.2f} (bigram) nats per token of held-out text"
-            )
+        elif name in LINES:
+            self._print(LINES[name].format(_format_validation(fields), **fields))
         elif name == "samples":
             logger.info(_format_samples(fields))  # which a view has no room for
         else:
@@ -131,7 +131,7 @@ class Console:
         if "count_models" not in self._latest:
             return f"loss {loss:.4f}"
         _, fields = self._latest["count_models"]
-        return f"loss {loss:.4f} (held-out bigram {fields['bigram']:.2f})"
+        return "loss {:.4f} (held-out bigram {bigram:.2f})".format(loss, **fields)
 
     def _eta(self, fields: Mapping[str, Any]) -> str:
         return duration((self.last_step - self._step) * fields["seconds_per_step"])
@@ -184,11 +184,12 @@ class Console:
         if "checkpoint" in self._latest:
             saved_at, fields = self._latest["checkpoint"]
             age = duration(time.monotonic() - saved_at)
-            saved = f"checkpoint of step {fields['step']}, {age} ago"
+            saved = "checkpoint of step {step}, {} ago".format(age, **fields)
         validated = ""
         if "validation" in self._latest:
             _, fields = self._latest["validation"]
-            validated = f"  validation {_format_validation(fields)} at step {fields['step']}"
+            text = _format_validation(fields)
+            validated = "  validation {} at step {step}".format(text, **fields)
         yield Text(saved + validated)
         for event in list(self._events):
             yield Text(event, "dim", no_wrap=True, overflow="crop")
@@ -218,18 +219,16 @@ def _format_fields(fields: Mapping[str, Any], formats: str, between: str = "  ")
 
 def _format_samples(fields: Mapping[str, Any]) -> str:
     """Return the texts, indented, or the reason why there are none."""
-    texts = "".join(f"\n{sample['prompt']}|{sample['text']}" for sample in fields["samples"])
+    texts = "".join(map("\n{prompt}|{text}".format_map, fields["samples"]))
     content = fields.get("reason") or printable(texts, "\n").replace("\n", "\n    ")
-    return f"samples at step {fields['step']}, {fields['seconds']:.1f} s: {content}"
+    return "samples at step {step}, {seconds:.1f} s: {}".format(content, **fields)
 
 
 def _format_event(name: str, fields: Mapping[str, Any]) -> str:
     """Return the name and fields of an event that has no line of its own."""
     if name == "checkpoint":
-        return (
-            f"checkpoint  of step {fields['step']}: "
-            f"{size(fields['bytes'])} in {fields['seconds']:.1f} s"
-        )
+        saved = size(fields["bytes"])
+        return "checkpoint  of step {step}: {} in {seconds:.1f} s".format(saved, **fields)
     facts = []
     for key, value in fields.items():
         shown = f"{value:.6g}" if isinstance(value, float) else value

@@ -195,10 +195,10 @@ class Resume:
         """Return the steps that the log records as saved: it may outlive purged checkpoints."""
         saved: list[int] = []
         for event in read_log(self.run.log_file) if self.run.log_file.exists() else []:
-            if event["event"] == "checkpoint":
-                saved.append(event["step"])
-            elif event["event"] == "archive":
-                saved = [step for step in saved if step <= event["step"]]
+            if event.kind == "checkpoint":
+                saved.append(event.step)
+            elif event.kind == "archive":
+                saved = [step for step in saved if step <= event.step]
         return saved
 
     def _verify(self, path: Path, *, weights_suffice: bool = False) -> Verified | list[str]:

@@ -178,5 +178,5 @@ class CanonValidator(BaseValidator):
 def logged_at(log_file: Path, step: int) -> set[str]:
     """Return the names of the events of `step` that no later launch has undone."""
     with contextlib.suppress(UnreadableFile):  # then validate again, which is harmless
-        return {each["event"] for each in read_log(log_file) if each.get("step") == step}
+        return {each.kind for each in read_log(log_file) if each.get("step") == step}
     return set()

@@ -187,10 +187,19 @@ def _open_checkpoint(
     try:
         config, identity = record["config"], record["identity"]
         if (task := task_of_run(identity)) is not None:
-            own = checkpoint.resolve(), folder, step, task.seq_len
-            return EvalTarget(*own, None, None, None, trained_on=identity)
-        mixed = [Path(path) for path in config["data"].get("paths") or []]
-        recorded, seq_len = Path(config["data"]["path"]), int(config["training"]["seq_len"])
+            return EvalTarget(
+                checkpoint=checkpoint.resolve(),
+                folder=folder,
+                step=step,
+                seq_len=task.seq_len,
+                data=None,
+                train=None,
+                held_out=None,
+                trained_on=identity,
+            )
+        shards = config["data"]
+        mixed = [Path(path) for path in shards.get("paths") or []]
+        recorded, seq_len = Path(shards["path"]), int(config["training"]["seq_len"])
         trained_on = identity["data_fingerprint"]
         apart = held_out or config.get("validation", {}).get("path")
     except (KeyError, TypeError) as error:
@@ -213,7 +222,7 @@ def _open_checkpoint(
     train = TokenShards.open(data / "train")
     found = train.fingerprint
     if mixed:
-        with contextlib.closing(Mixture.open(mixed, config["data"]["weights"])) as mixture:
+        with contextlib.closing(Mixture.open(mixed, shards["weights"])) as mixture:
             if found in {source.fingerprint for source in mixture.sources}:
                 found = mixture.fingerprint
     _check_hash(

@@ -13,6 +13,7 @@ from canon_pretrain.report.card import PICTURE, model_card
 from canon_pretrain.report.evaluations import tokens_at
 from canon_pretrain.report.picture import DPI, HEIGHT, WIDTH, Line, Panel, draw
 from canon_pretrain.report.record import RunRecord
+from canon_pretrain.run.log import Event
 from canon_pretrain.run.results import Score
 from tests.report_runs import ACC, FINGERPRINT, launch, plant_results, plant_run, step
 
@@ -130,7 +131,7 @@ def test_a_card_of_a_run_that_diverged(tmp_path):
 def test_tokens_of_a_step_are_found_without_reading_all_steps(tmp_path):
     lookups = []
 
-    class Counted(dict):
+    class Counted(Event):
         def __getitem__(self, name):
             lookups.append(name)
             return super().__getitem__(name)

@@ -7,6 +7,7 @@ import pytest
 
 from canon_pretrain.report.diff import RTOL, Digests, compare, compare_digests, compare_losses
 from canon_pretrain.report.record import Curve, RunRecord
+from canon_pretrain.run.log import Event
 from tests.report_runs import FINGERPRINT, launch, plant_run, run_command, step
 from tests.support import error_codes
 
@@ -15,7 +16,7 @@ def lines(last, every=10, changed=()):
     """Return step events to `last` with data digests, others at the steps `changed`."""
     digests = [f"{k:015x}{int(k in changed)}" for k in range(1, last + 1)]
     steps = range(every, last + 1, every)
-    return [step(k, 5 - k / 1000) | {"data_digests": digests[k - every : k]} for k in steps]
+    return [Event(step(k, 5 - k / 1000), data_digests=digests[k - every : k]) for k in steps]
 
 
 def plant_launch(run, number=1, **changes):

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -12,6 +13,10 @@ from canon_pretrain.run.trace import read_trace
 from tests.ranks import assert_same_run, launch
 from tests.report_runs import run_command
 from tests.support import debug_run, error_codes
+
+
+def summary_of(trace):
+    return asdict(summarize(trace))
 
 
 @pytest.fixture
@@ -52,7 +57,7 @@ def test_a_real_trace_and_the_command(traced, command):
     assert folder.name == "iteration_4" and len(os.listdir(folder)) == 2
     path = folder / "rank0_trace.json"
     found = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
-    summary = summarize(read_trace(path))
+    summary = summary_of(read_trace(path))
     assert summary["steps"] == [4] and not summary["is_device"]
     (step,) = (e for e in found if e["name"].startswith("ProfilerStep#"))
     assert summary["window_us"] == pytest.approx(step["dur"], rel=1e-6)
@@ -158,15 +163,15 @@ def test_a_gpu_trace(tmp_path):
     path = written(tmp_path / "rank0_trace.json", gpu_events(), indent=1)
     found = read_trace(path)
     assert found.num_events == len(gpu_events())
-    assert_gpu_answers(summarize(found))
+    assert_gpu_answers(summary_of(found))
     path.write_text(json.dumps(gpu_events()[::-1]))  # a bare list, in another order
-    assert_gpu_answers(summarize(read_trace(path)))
+    assert_gpu_answers(summary_of(read_trace(path)))
 
 
 def test_validation_is_a_purpose_of_its_own(tmp_path):
     events = [e for e in gpu_events() if e["name"] != "canon"]
     events.append(host("validation", 85, 50, "user_annotation"))
-    summary = summarize(read_trace(written(tmp_path / "trace.json", events)))
+    summary = summary_of(read_trace(written(tmp_path / "trace.json", events)))
     # all kernels that it launched, except for communication
     assert summary["purposes"]["validation"] == pytest.approx(0.1 + 0.05 + 0.1 + 0.05)
     assert summary["purposes"]["communication"] == pytest.approx(0.2)

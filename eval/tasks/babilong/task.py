@@ -6,7 +6,7 @@ import string
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,12 +43,23 @@ TaskName = Annotated[str, StringConstraints(pattern="^qa[1-5]$")]
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
+@dataclass(frozen=True)
+class Document:
+    """One question of a task, and the hash of its prompts; a row of lm_eval's data set."""
+
+    task: str
+    prompt: str
+    question: str
+    target: str
+    prompts: str
+
+
 def load(
     *, qa: str, context: str, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
     """Return the split `test` of `qa` at length `context` ("4k"): lm_eval's `custom_dataset`."""
     prompts = read_prompts(qa, metadata.get("babilong_prompts") or None)
-    key, documents = f"babilong_{qa}_{context}", []
+    key, documents = f"babilong_{qa}_{context}", list[Document]()
     for place, row in enumerate(load_staged(key, staged)):
         # the question's trailing space is also in the paper's prompts
         question, target = row["question"], row["target"].strip()
@@ -59,18 +70,17 @@ def load(
                 row=place,
             )
         prompt = prompts.of(row["input"], question)
-        document = {"task": qa, "prompt": prompt, "question": question, "target": target}
-        documents.append({**document, "prompts": prompts.sha256})
+        documents.append(Document(qa, prompt, question, target, prompts.sha256))
     room = (known_max_length(metadata) or sys.maxsize) - ANSWER_TOKENS
-    long = lengths_over((document["prompt"] for document in documents), room, metadata)
+    long = lengths_over((document.prompt for document in documents), room, metadata)
     check_fit(key, max(long, default=0), answer_tokens=ANSWER_TOKENS, metadata=metadata)
-    return {"test": datasets.Dataset.from_list(documents)}
+    return {"test": datasets.Dataset.from_list([asdict(document) for document in documents])}
 
 
 def score(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
     """Return the metric `acc` of one document: lm_eval's `process_results`."""
-    right = is_right(document["task"], document["question"], document["target"], answers[0])
-    return {"acc": float(right)}
+    asked = Document(**document)
+    return {"acc": float(is_right(asked.task, asked.question, asked.target, answers[0]))}
 
 
 def is_right(task: str, question: str, target: str, answer: str) -> bool:
