@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,10 @@ class Checkpoint:
     num_bytes: int
     state: str
     manifest: Manifest | None
-    is_held: bool = False
-
-    @property
-    def step(self) -> int:
-        return int(self.path.name.removeprefix("step-"))
 
     def to_json(self) -> dict[str, Any]:
         """Return the checkpoint's object in `list --json`, without `held`."""
-        facts: dict[str, Any] = {"step": self.step, "path": str(self.path)}
+        facts: dict[str, Any] = {"step": step_number(self.path.name), "path": str(self.path)}
         if self.manifest is not None:
             facts = asdict(self.manifest) | facts
             files = facts.pop("files")
@@ -56,19 +51,15 @@ class Checkpoint:
             facts = {"bytes": self.num_bytes} | facts | {"state": self.state}
         return facts
 
-    def line(self) -> str:
+    def line(self, end: str = "") -> str:
         """Return the checkpoint's line of text."""
-        parts = [size(self.num_bytes)]
-        if self.manifest is not None:
-            parts = [
-                self.manifest.kind,
-                *parts,
-                f"{len(self.manifest.files)} file(s)",
-                f"{self.manifest.world_size} rank(s)",
-                f"saved {self.manifest.saved}",
-            ]
-        parts += ["held"] * self.is_held
-        return f"step-{self.step}  {self.state}  {', '.join(parts)}"
+        shown = size(self.num_bytes)
+        if (saved := self.manifest) is not None:
+            shown = (
+                f"{saved.kind}, {shown}, {len(saved.files)} file(s), {saved.world_size} rank(s), "
+                f"saved {saved.saved}"
+            )
+        return f"{self.path.name}  {self.state}  {shown}{end}"
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,19 +119,13 @@ def run_list(arguments: Namespace) -> None:
     def sized(paths: list[Path]) -> list[dict[str, Any]]:
         return [{"path": str(path), "bytes": tree_bytes(path)} for path in paths]
 
-    held = held_steps(run)
+    held = {folder.step_path(step) for step in held_steps(run)}
     read = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
     # a launch may delete steps meanwhile
-    present = [
-        replace(checkpoint, is_held=checkpoint.step in held)
-        for checkpoint in read
-        if checkpoint.path.exists()
-    ]
+    present = [checkpoint for checkpoint in read if checkpoint.path.exists()]
     found: dict[str, Any] = {
         "folder": str(folder.path),
-        "checkpoints": [
-            checkpoint.to_json() | {"held": checkpoint.is_held} for checkpoint in present
-        ],
+        "checkpoints": [one.to_json() | {"held": one.path in held} for one in present],
         "unfinished": sized(folder.unfinished() + folder.leftovers()),
         "quarantined": [{**q._asdict(), "path": str(q.path)} for q in folder.quarantined()],
         "archives": sized(folder.archives(run)),
@@ -150,7 +135,7 @@ def run_list(arguments: Namespace) -> None:
         return
     print(f"{len(present)} checkpoint(s) in {folder.path}")
     for checkpoint in present:
-        print(checkpoint.line())
+        print(checkpoint.line(", held" * (checkpoint.path in held)))
     for name in ("unfinished", "quarantined", "archives"):
         for x in found[name]:
             print(f"{name}  {x['path']}  {size(x['bytes'])}  {x.get('reason', '')}".rstrip())
@@ -207,8 +192,14 @@ def run_prune(arguments: Namespace) -> int:
                 steps=[*others],
             )
         print(f"skipped, not of run {run_id}: {names}")
-    given: dict[str, Any] = {"holds": lambda: held_steps(run), "run_id": lambda: run_id}
-    retention = Retention(folder, keep, strip=strip_to_weights, workers=_WORKERS, **given)
+    retention = Retention(
+        folder,
+        keep,
+        strip=strip_to_weights,
+        workers=_WORKERS,
+        holds=lambda: held_steps(run),
+        run_id=lambda: run_id,
+    )
     doomed = [found.path for found in folder.quarantined()] if arguments.quarantine else []
     doomed += folder.archives(run) if arguments.archive else []
     freed, gone, errors = 0, list[Path](), list[str]()
