@@ -252,7 +252,7 @@ def _last_step(run: RunRecord) -> int:
     """Return the step of the last event; a resume starts from the step of its checkpoint."""
     for event in reversed(run.events):
         if event["event"] in ("resume", "step", "stop", "done"):
-            return event.get("step", event.get("from_step"))
+            return event.get("step", event.get("from_step", 0))
     return 0
 
 
