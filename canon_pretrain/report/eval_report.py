@@ -252,7 +252,8 @@ def _last_step(run: RunRecord) -> int:
     """Return the step of the last event; a resume starts from the step of its checkpoint."""
     for event in reversed(run.events):
         if event["event"] in ("resume", "step", "stop", "done"):
-            return event.get("step", event.get("from_step", 0))
+            step: int = event["step"] if "step" in event else event.get("from_step", 0)
+            return step
     return 0
 
 
