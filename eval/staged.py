@@ -58,7 +58,7 @@ class DataSet:
         return REVISIONS.get(self.path)  # if None, stage.py pins the newest commit
 
 
-# key, repository, configuration (-: none), split, documents, columns; JRT's numbers: of its public CSVs
+# key, repository, configuration (-: none), split, documents, columns; JRT's: of its public CSVs
 _TABLE = """
 piqa baber/piqa - validation 1838 goal sol1 sol2 label
 hellaswag Rowan/hellaswag - validation 10042 activity_label ctx_a ctx_b endings label source_id
