@@ -295,7 +295,8 @@ def run_command(words: Sequence[str], on_import: Callable[[], None]) -> None:
     `on_import` is called once the command's module is imported: Ctrl-C may raise from then on.
     """
     stage = COMMANDS[words[0]]
-    chosen = stage if isinstance(stage, Command) else stage.commands.get("".join(words[1:2]))
+    second = words[1] if len(words) > 1 else ""
+    chosen = stage if isinstance(stage, Command) else stage.commands.get(second)
     code: int | None
     if chosen is None:
         on_import()
