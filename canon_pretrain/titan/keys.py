@@ -51,8 +51,8 @@ def read_options(
     """Return the options that are no keys, and the words of the keys.
 
     Raises UserError for an unknown key, on the command line or in the file, and if there is no
-    --config. `--help` without --config prints the defaults and exits; with it, and `--help-all`, the
-    caller prints, who knows the file's values. `quiet`: print nothing.
+    --config. `--help` without --config prints the defaults and exits; all other help is the
+    caller's, who knows the file's values. `quiet`: print nothing.
     """
     try:
         options, overrides = own_options().parse_known_args(arguments)
