@@ -289,25 +289,26 @@ COMMANDS: dict[str, Command | Group] = {
 }
 
 
-def run_command(words: Sequence[str], is_imported: Callable[[], None]) -> None:
+def run_command(words: Sequence[str], on_import: Callable[[], None]) -> None:
     """Run the command that `words` begin with; exit with its code if that is not 0.
 
-    `is_imported` is called after the command's module has been imported.
+    `on_import` is called once the command's module is imported: Ctrl-C may raise from then on.
     """
     stage = COMMANDS[words[0]]
-    chosen = stage if isinstance(stage, Command) else stage.commands.get("".join(words[1:2]))
+    second = words[1] if len(words) > 1 else ""
+    chosen = stage if isinstance(stage, Command) else stage.commands.get(second)
     code: int | None
     if chosen is None:
-        is_imported()
+        on_import()
         with command():
             code = _show_help(words)
     elif chosen.parses:
         module = import_module(chosen.module)
-        is_imported()
+        on_import()
         code = module.main(words[1:])
     else:
         add_arguments, run = functions_of(chosen)
-        is_imported()
+        on_import()
         with command(prints=chosen.prints, interrupted=chosen.interrupted):
             code = run(_parse(words, chosen, add_arguments))
     if code:

@@ -58,7 +58,7 @@ class DataSet:
         return REVISIONS.get(self.path)  # if None, stage.py pins the newest commit
 
 
-# key, repository, configuration (-: none), split, documents, columns; JRT's numbers: spec/eval.md
+# key, repository, configuration (-: none), split, documents, columns; JRT's: of its public CSVs
 _TABLE = """
 piqa baber/piqa - validation 1838 goal sol1 sol2 label
 hellaswag Rowan/hellaswag - validation 10042 activity_label ctx_a ctx_b endings label source_id
@@ -76,7 +76,7 @@ jrt_triviaqa hazyresearch/based_triviaqa - validation 1688 context question orig
 jrt_nq hazyresearch/based_nq_1024 - validation 3157 context question orig_question answers
 jrt_drop hazyresearch/based_drop - validation 2087 context question orig_question answers
 """
-# spec/eval.md: rows of the public CSVs if they are not 999
+# rows of the public CSVs if they are not 999
 _BABILONG_ROWS = {
     **dict.fromkeys((("qa1", length) for length in BABILONG_LENGTHS), 1000),
     ("qa3", "1k"): 862,

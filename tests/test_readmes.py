@@ -29,13 +29,14 @@ from tests.commands import canon_program
 from tests.support import ROOT
 
 FOLDERS = ("canon_pretrain", "data_prep", "eval", "slurm", "train_configs", "tests")
+ROOMS = sorted((ROOT / "canon_pretrain").glob("*/README.md"))
 NAMES = (
     "README.md",
     "CONTRIBUTING.md",
-    "canon_pretrain/kernels/README.md",
-    "canon_pretrain/synthetic/README.md",
+    *(f"{folder}/README.md" for folder in FOLDERS),
+    *(str(path.relative_to(ROOT)) for path in ROOMS),
 )
-DOCS = {name: ROOT / name for name in (*NAMES, *(f"{folder}/README.md" for folder in FOLDERS))}
+DOCS = {name: ROOT / name for name in NAMES}
 BLOCK = re.compile(r"(<!-- dry: [a-z ]+ -->\n)?```sh\n(.*?)```", re.DOTALL)
 STEPS = "--training.steps 3 --lr_scheduler.warmup_steps 1"
 QUICK = {"canon train --config mine.toml": f"canon train --config mine.toml {STEPS}"}
@@ -76,6 +77,15 @@ MENTIONED = {option for path in FILES for option in re.findall(r"--[a-z][\w-]*",
 OPTIONS = {option.replace("_", "-") for option in MENTIONED}
 KEYS = set(keys(CanonJobConfig))
 SECTIONS = "|".join({key.partition(".")[0] for key in KEYS if "." in key})
+
+
+def test_every_room_has_a_readme_with_a_line_per_file():
+    for folder in (ROOT / "canon_pretrain").iterdir():
+        files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+        readme = folder / "README.md"
+        assert readme.exists() or len(files) <= 5, folder
+        if readme.exists():
+            assert files == {name for name in files if name in readme.read_text()}, folder
 
 
 @each

@@ -158,7 +158,7 @@ def test_the_other_runs_of_the_specification():
 @cache
 def variants():
     """Return (name, ModelArgs, cells after them) of each row of the tables of variants."""
-    text = (ROOT / "canon_pretrain" / "README.md").read_text()
+    text = (ROOT / "canon_pretrain" / "model" / "README.md").read_text()
     rows = []
     for base, table in zip(("rope", "nope"), text.split("| the paper's row |")[1:], strict=True):
         experiment = read_experiment(FOLDER / f"{base}.toml")

@@ -75,7 +75,7 @@ class Config:
 def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Sweep, int]:
     """Write the board's configs, sweep.json and board.json; return the sweep and its new runs.
 
-    Nothing is written if the board is refused.
+    If the board is refused, nothing is written but the paths of a folder that was moved.
     """
     configs = _configs(board, folder)
     hashes = {}

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.machine.hardware import find_gpu, read_text
+from canon_pretrain.machine import hardware
+from canon_pretrain.machine.hardware import read_text
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,7 @@ def check_cuda() -> None:
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     is_fine = torch.cuda.is_available() or visible is not None and visible.strip() in ("", "-1")
-    if is_fine or (evidence := find_gpu()) is None:
+    if is_fine or (evidence := hardware.find_gpu()) is None:
         return
     reason = "it finds no device"
     try:

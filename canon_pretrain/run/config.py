@@ -73,7 +73,7 @@ def _text(value: Any) -> str:
 
 def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = "") -> T:
     """Return an instance of dataclass `cls` from TOML `values`, with all keys and types checked."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     arguments = dict(values)
     for key, value in values.items():

@@ -50,8 +50,9 @@ def read_options(
 ) -> tuple[argparse.Namespace, list[str]]:
     """Return the options that are no keys, and the words of the keys.
 
-    Raises UserError for an unknown key, also of the file, or without --config. Without it, --help
-    prints the defaults and exits, else it is left to the caller; `quiet`: nothing is printed.
+    Raises UserError for an unknown key, on the command line or in the file, and if there is no
+    --config. `--help` without --config prints the defaults and exits; all other help is the
+    caller's, who knows the file's values. `quiet`: print nothing.
     """
     try:
         options, overrides = own_options().parse_known_args(arguments)

@@ -1,4 +1,4 @@
-"""The Babilong tasks for the YAML files: documents, prompts, score (spec/eval.md section 3)."""
+"""The Babilong tasks for the YAML files: documents, prompts, score."""
 
 import hashlib
 import json

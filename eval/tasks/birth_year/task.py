@@ -1,4 +1,4 @@
-"""The birth-year tasks: frozen sets of probes, their documents and scores (spec/eval.md section 4).
+"""The birth-year tasks: frozen sets of probes, their documents and scores.
 
     FOLDER/sets.json                    the inputs of each set (tokenizer, text) and its SHA-256
     FOLDER/1-hop-256-3fa4b2c19d07.jsonl one probe per line; the name ends with the inputs' hash

@@ -143,7 +143,7 @@ def first_hit(text: str, answer: str) -> int | None:
 
 def window(num_tokens: int, position: int, limit: int) -> tuple[int, int]:
     """Return the tokens to keep, [start, end): `limit` of them, half before `position`."""
-    # at the end of a document only the first half remains (spec/eval.md, section 2)
+    # at the end of a document only the first half remains (the cut rule of JRT)
     start = max(0, position - limit // 2)
     return start, min(num_tokens, position + limit - (position - start))
 
