@@ -383,7 +383,8 @@ def test_run_trains_once(data_folder, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "canon_pretrain.cluster.sweep",
+        "canon_pretrain",
+        "sweep",
         "run",
         str(tmp_path / "s"),
         "1",
