@@ -280,8 +280,23 @@ COMMANDS: dict[str, Command | Group] = {
             ),
         },
     ),
-    "bench": Command(
-        "canon_pretrain.bench.__main__", "speed and memory of models and kernels", parses=True
+    "bench": Group(
+        "speed of Canon, and of generation",
+        "Compare speeds on this machine, on the GPU if there is one.",
+        {
+            "step": Command(
+                "canon_pretrain.bench",
+                "what Canon sets cost in a training step",
+                "step",
+                prints=True,
+            ),
+            "generate": Command(
+                "canon_pretrain.bench",
+                "what Canon sets cost in generation, or an export's speed over transformers'",
+                "generate",
+                prints=True,
+            ),
+        },
     ),
     "completion": Command(
         "canon_pretrain.completion", "print what a shell completes: bash, zsh", prints=True

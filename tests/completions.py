@@ -49,21 +49,12 @@ def _parser_of(name: str, stage: Command | Group) -> argparse.ArgumentParser:
     """Return the parser of a program, complete with the arguments of each command."""
     if name == "train":
         return _train_parser()
-    if name == "bench":
-        return _bench_parser()
     commands = {"": stage} if isinstance(stage, Command) else stage.commands
     parser = make_parser(name, {word: functions_of(each)[0] for word, each in commands.items()})
     for word, each in commands.items():
         if each.is_hidden:
             del _commands(parser)[word]
     return parser
-
-
-def _bench_parser() -> argparse.ArgumentParser:
-    from canon_pretrain.bench.__main__ import COMMANDS as BENCHES
-    from canon_pretrain.bench.__main__ import make_bench_parser
-
-    return make_bench_parser([*BENCHES], BENCHES, "canon bench")
 
 
 def _train_parser() -> argparse.ArgumentParser:

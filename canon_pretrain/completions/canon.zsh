@@ -10,7 +10,7 @@
 
 _shtab_canon_commands() {
   local _commands=(
-    bench:'speed and memory of models and kernels'
+    bench:'speed of Canon, and of generation'
     checkpoint:'a run'"'"'s checkpoints'
     completion:'print what a shell completes: bash, zsh'
     data:'text to token shards'
@@ -31,11 +31,8 @@ _shtab_canon_commands() {
 
 _shtab_canon_bench_commands() {
   local _commands=(
-    all:'the others with few repeats, except those that need an argument.'
-    generate:'cost of Canon in generation.'
-    memory:'memory saved for backward, and peak memory on a GPU.'
-    step:'cost of Canon in a training step, by set and backend.'
-    transformers:'generation over that of transformers, on one export.'
+    generate:'What Canon sets cost in generation, or an export'"'"'s speed over transformers'"'"'.'
+    step:'What Canon sets cost in a training step.'
   )
   _describe 'canon bench commands' _commands
 }
@@ -134,78 +131,33 @@ _shtab_canon_bench_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_bench_defaults_added=0
 
-_shtab_canon_bench_all_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_all_defaults_added=0
-
 _shtab_canon_bench_generate_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--flavor[size of the model (default\: 1b3 on a GPU, 8L512D on a CPU)]:flavor:"
-  "--position[(default\: nope)]:position:(rope nope alibi h_alibi partial_rope_a partial_rope_b partial_rope_c)"
-  "--layers[number of layers (default\: the flavor\'s)]:layers:"
-  "--dtype[(default\: bfloat16 on a GPU, else float32)]:dtype:(float32 bfloat16)"
-  "--sets[Canon sets, such as AC]:sets:"
-  "--pairs[pairs of blocks (default\: 9)]:pairs:"
-  "--batches[batch sizes (default\: 1 8 32)]:batches:"
-  "--prompt-tokens[(default\: 128)]:prompt_tokens:"
-  "--new-tokens[(default\: 64)]:new_tokens:"
-  "--json[also write the results here]:FILE:_files"
+  "--flavor[size of the model (default\: 1b3 on a GPU, else 8L512D)]:F:"
+  "--sets[Canon sets (default\: AC ABCD)]:SET:"
+  "--json[also write the rows here]:FILE:_files"
+  "--batches[numbers of prompts (default\: 1 8)]:N:"
+  "--prompt-tokens[per prompt (default\: 32)]:N:"
+  "--new-tokens[per answer (default\: 64)]:N:"
+  ":a folder of \`canon hf export\`\: compare with transformers:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_bench_generate_defaults_added=0
 
-_shtab_canon_bench_memory_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--flavor[size of the model (default\: 1b3 on a GPU, 8L512D on a CPU)]:flavor:"
-  "--position[(default\: nope)]:position:(rope nope alibi h_alibi partial_rope_a partial_rope_b partial_rope_c)"
-  "--layers[number of layers (default\: the flavor\'s)]:layers:"
-  "--dtype[(default\: bfloat16 on a GPU, else float32)]:dtype:(float32 bfloat16)"
-  "--micro-batch[rows (default\: by device)]:micro_batch:"
-  "--tokens[tokens per row (default\: by device)]:tokens:"
-  "--sets[Canon sets, such as AC]:sets:"
-  "--backends[of reference, compiled, causal_conv1d, fla, triton (default\: all available)]:backends:"
-  "--json[also write the results here]:FILE:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_memory_defaults_added=0
-
 _shtab_canon_bench_step_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--unit[(default\: model on a GPU, block on a CPU)]:unit:(block model)"
-  "--flavor[size of the model (default\: 1b3 on a GPU, 8L512D on a CPU)]:flavor:"
+  "--flavor[size of the model (default\: 1b3 on a GPU, else 8L512D)]:F:"
+  "--sets[Canon sets (default\: AC ABCD)]:SET:"
+  "--json[also write the rows here]:FILE:_files"
   "--position[(default\: nope)]:position:(rope nope alibi h_alibi partial_rope_a partial_rope_b partial_rope_c)"
-  "--layers[number of layers (default\: the flavor\'s)]:layers:"
+  "--tokens[per row (default\: 4096 on a GPU, else 1024)]:N:"
+  "--micro-batch[rows (default\: 3 on a GPU, else 1)]:N:"
   "--dtype[(default\: bfloat16 on a GPU, else float32)]:dtype:(float32 bfloat16)"
-  "--micro-batch[rows (default\: by device)]:micro_batch:"
-  "--tokens[tokens per row (default\: by device)]:tokens:"
-  "--sets[Canon sets, such as AC]:sets:"
-  "--backends[of reference, compiled, causal_conv1d, fla, triton (default\: all available)]:backends:"
-  "--pairs[pairs of blocks (default\: 15)]:pairs:"
-  "--block-seconds[seconds per block (default\: 0.5)]:block_seconds:"
-  "--json[also write the results here]:FILE:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_bench_step_defaults_added=0
-
-_shtab_canon_bench_transformers_options=(
-  "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--pairs[(default\: 7)]:pairs:"
-  "--batches[batch sizes (default\: 1 8)]:batches:"
-  "--prompt-tokens[(default\: 128)]:prompt_tokens:"
-  "--new-tokens[(default\: 64)]:new_tokens:"
-  "--json[also write the results here]:FILE:_files"
-  ":an exported folder:_files"
-)
-
-# guard to ensure default positional specs are added only once per session
-_shtab_canon_bench_transformers_defaults_added=0
 
 _shtab_canon_checkpoint_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -981,11 +933,8 @@ _shtab_canon_bench() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_canon_bench-$line[1]:"
       case $line[1] in
-        all) _arguments -C -s $_shtab_canon_bench_all_options ;;
         generate) _arguments -C -s $_shtab_canon_bench_generate_options ;;
-        memory) _arguments -C -s $_shtab_canon_bench_memory_options ;;
         step) _arguments -C -s $_shtab_canon_bench_step_options ;;
-        transformers) _arguments -C -s $_shtab_canon_bench_transformers_options ;;
       esac
   esac
 }

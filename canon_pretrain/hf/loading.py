@@ -1,6 +1,7 @@
 """Load a checkpoint or an export outside of training: its path, model and tokenizer."""
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,34 @@ def load_model(
     if is_faster(model):
         use_fast_linear(model)
     return model.eval()
+
+
+def load_transformers(
+    export: Path, device: torch.device
+) -> Callable[[list[list[int]], int], list[list[int]]]:
+    """Load an export by transformers; return its greedy generation in float32.
+
+    It takes prompts of one length and the number of tokens of an answer. The export's own code is
+    run, which `canon hf export` wrote.
+    """
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    loaded = auto.from_pretrained(str(export), trust_remote_code=True, dtype=torch.float32)
+    model = loaded.to(device).eval()
+
+    def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
+        prompts_BT = torch.tensor(prompts, device=device)
+        answers_BT = model.generate(
+            prompts_BT,
+            attention_mask=torch.ones_like(prompts_BT),
+            max_new_tokens=num_new,
+            min_new_tokens=num_new,
+            do_sample=False,
+        )
+        return answers_BT[:, prompts_BT.shape[1] :].tolist()
+
+    return generate
 
 
 ROW_WEIGHTS = 1 << 20

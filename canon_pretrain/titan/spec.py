@@ -167,6 +167,17 @@ def fill(model: Transformer) -> None:
         model.rope.reset(model.tok_embeddings.weight.device)
 
 
+def random_model(
+    args: ModelArgs, device: torch.device, dtype: torch.dtype = torch.float32, **backends: str
+) -> Transformer:
+    """Return a model for inference with random values of typical scale."""
+    with torch.device("meta"):
+        model = Transformer(args, **backends).to(dtype)
+    model.to_empty(device=device).requires_grad_(False).eval()
+    fill(model)
+    return model
+
+
 class BareStep:
     """A training step of `rounds` micro-batches and its two halves; needs a process group."""
 

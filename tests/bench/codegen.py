@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from canon_pretrain import kernels
-from canon_pretrain.bench.limits import Machine, min_block_bytes
-from canon_pretrain.bench.tables import Columns, print_lines
-from canon_pretrain.bench.variants import Bench, Log, Result, normalize_canon_sets, with_canon
 from canon_pretrain.core.errors import UserError, check_choice, reason_in
 from canon_pretrain.core.files import write_atomic
 from canon_pretrain.core.terminal import Console
@@ -32,6 +29,9 @@ from canon_pretrain.titan.step_time import (
     count_model,
     step_seconds,
 )
+from tests.bench.limits import Machine, min_block_bytes
+from tests.bench.tables import Columns, print_lines
+from tests.bench.variants import Bench, Log, Result, normalize_canon_sets, with_canon
 
 H100 = GPUS["h100"]
 Row = dict[str, Any]
@@ -208,7 +208,7 @@ def page(result: Row) -> str:
     rates = [f"{name} {speed.likely:.3g}" for name, speed in speeds.items()]
     lines = [
         "# Launches and bytes of a block on an H100, counted without one",
-        f"Written by `python -m canon_pretrain.bench codegen --record` ({versions}) for "
+        f"Written by `python -m tests.bench codegen --record` ({versions}) for "
         f"{result['counted_for']}: one block of 1.3B, {result['micro_batch']} x "
         f"{result['num_tokens']:,} tokens, bfloat16; nothing was run.",
         "launches: Inductor's kernels, forward + backward; own: our operators. KiB: read and "

@@ -32,7 +32,6 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
-from canon_pretrain.bench.tables import Columns, Target, make_console, print_table
 from canon_pretrain.core.cli import available_cores, positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import read_json, write_json
@@ -45,6 +44,7 @@ from canon_pretrain.data.tokenizer import HF_FILE, Tokenizer
 from canon_pretrain.hf.tokenizer_files import tokenizer_files
 from data_prep.folder import TRAIN, log
 from data_prep.planning import train_tokenizer
+from tests.bench.tables import Columns, Target, make_console, print_table
 
 TEXT_FILES = (".py", ".md", ".rst", ".txt")
 ENCODED_BYTES = 12_000_000  # of the sample that is encoded and trains the tokenizer

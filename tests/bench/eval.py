@@ -28,7 +28,6 @@ import torch
 from lm_eval.api.instance import Instance
 from pydantic import TypeAdapter, ValidationError
 
-from canon_pretrain.bench import tables, timing
 from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError, check_choice
@@ -46,6 +45,7 @@ from canon_pretrain.run.folder import RunFolder
 from eval.model.budget import batch_tokens_for
 from eval.model.lm import CanonLM
 from eval.model.target import EvalTarget
+from tests.bench import tables, timing
 
 MAX_LENGTH = 2048  # tokens of context; also the window of perplexities
 TEXT_CHARACTERS = 600_000

@@ -19,10 +19,6 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask
 
-from canon_pretrain.bench import tables, variants
-from canon_pretrain.bench.limits import Machine
-from canon_pretrain.bench.timing import NotMeasured, Step, compare_steps
-from canon_pretrain.bench.variants import Log, Result
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import compile_options
@@ -30,6 +26,10 @@ from canon_pretrain.model import canon_check
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import FLASH_IMPLS, Attend, activate_flash
 from canon_pretrain.model.canon_check import Case
+from tests.bench import tables, variants
+from tests.bench.limits import Machine
+from tests.bench.timing import NotMeasured, Step, compare_steps
+from tests.bench.variants import Log, Result
 
 PASS: tables.Columns = {
     "pass": lambda row: row["direction"],

@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from canon_pretrain.bench import tables, variants
-from canon_pretrain.bench.limits import Machine
-from canon_pretrain.bench.timing import Step, compare_steps
-from canon_pretrain.bench.variants import NONE, Log, Result, Workload
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.kernels.backends import fla_mixers, recurrence
 from canon_pretrain.kernels.recurrences import CHUNKED
 from canon_pretrain.model.args import fill_sizes
 from canon_pretrain.model.init import initial_value
+from tests.bench import tables, variants
+from tests.bench.limits import Machine
+from tests.bench.timing import Step, compare_steps
+from tests.bench.variants import NONE, Log, Result, Workload
 
 HEADS, KEYS, VALUES = 4, 64, 128
 MODELS: dict[str, dict[str, Any]] = {

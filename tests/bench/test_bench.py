@@ -12,10 +12,6 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from canon_pretrain.bench import __main__ as bench_main
-from canon_pretrain.bench import limits, step, tables, timing
-from canon_pretrain.bench.__main__ import main
-from canon_pretrain.bench.limits import Machine
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model import canon as canon_module
 from canon_pretrain.model import canon_check
@@ -23,12 +19,13 @@ from canon_pretrain.model.args import FLAVORS, ModelArgs
 from canon_pretrain.model.counts import flops_per_token
 from canon_pretrain.titan import console
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
-from tests.bench import kernels, mixers
-from tests.bench.__main__ import main as authors_main
+from tests.bench import __main__ as bench_main
+from tests.bench import kernels, limits, mixers, step, tables, timing
+from tests.bench.__main__ import main
+from tests.bench.limits import Machine
 from tests.support import ROOT, error_codes
 
 SMALL = ("--flavor", "debug", "--tokens", "32")
-USERS = ("step", "memory", "generate", "all")
 QUICK = ("--pairs", "2", "--block-seconds", "0")
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
 # torchtitan's, in this process: stderr has no file, autocast is off
@@ -38,7 +35,7 @@ TORCHTITANS = ("ignore:Unable to enable fault handler", "ignore:In CPU autocast"
 @pytest.mark.system
 def test_memory_counts_what_a_compiled_block_saves(tmp_path):
     file = tmp_path / "result.json"
-    words = [sys.executable, "-m", "canon_pretrain.bench", "memory", *SMALL, "--sets", "ABCD"]
+    words = [sys.executable, "-m", "tests.bench", "memory", *SMALL, "--sets", "ABCD"]
     words += ["--backends", "compiled", "--json", str(file)]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(words, cwd=ROOT, env=environment, check=True)
@@ -62,8 +59,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
     def run(*arguments):
-        program = main if arguments[0] in USERS else authors_main
-        program([*map(str, arguments), "--json", str(file)])
+        main([*map(str, arguments), "--json", str(file)])
         return json.loads(file.read_text())
 
     return run
@@ -81,7 +77,8 @@ def test_all_continues_after_failures(run, monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="1"):
         run("all")
     results = json.loads((tmp_path / "result.json").read_text())["results"]
-    assert list(results) == ["step", "memory", "generate"]
+    names = ["step", "memory", "generate", "canon", "attention", "mixers", "trainer"]
+    assert list(results) == names
     assert {name for name, result in results.items() if "error" in result} == faults.keys()
 
 

@@ -9,9 +9,9 @@ from importlib.metadata import version
 
 import pytest
 
-from canon_pretrain.bench.limits import min_block_bytes
 from canon_pretrain.model.args import flavor
 from tests.bench.codegen import PAGE, RECORD, computed, page
+from tests.bench.limits import min_block_bytes
 from tests.support import ROOT
 
 RECORDED = json.loads(RECORD.read_text())
@@ -27,7 +27,7 @@ def _count(folder, models):
 
     # in its own process, since it fakes a GPU
     file = folder / "codegen.json"
-    words = [sys.executable, "-m", "canon_pretrain.bench", "codegen", "--models", *models]
+    words = [sys.executable, "-m", "tests.bench", "codegen", "--models", *models]
     words += ["--sets", "ABCD", "--json", file]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([*map(str, words)], cwd=ROOT, env=environment, capture_output=True, check=True)

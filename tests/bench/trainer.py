@@ -17,10 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from canon_pretrain.bench import tables, timing, variants
-from canon_pretrain.bench.limits import Machine
-from canon_pretrain.bench.timing import STEP, Candidate, Step
-from canon_pretrain.bench.variants import Log, Result
 from canon_pretrain.checkpoint.manifest import Manifest
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.terminal import Console
@@ -33,6 +29,10 @@ from canon_pretrain.titan.data import open_data
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size
 from canon_pretrain.titan.spec import BareStep, one_rank
 from canon_pretrain.titan.trainer import CanonTrainer
+from tests.bench import tables, timing, variants
+from tests.bench.limits import Machine
+from tests.bench.timing import STEP, Candidate, Step
+from tests.bench.variants import Log, Result
 
 WARM_UP_STEPS = 3
 NUM_SAVES = 3

@@ -374,20 +374,16 @@ def time_decoding(place: Place, rows: Rows) -> None:
     """Seconds to the first token and per later one, with and without Canon, by batch size."""
     import torch
 
-    from canon_pretrain.bench.generate import time_generation
-    from canon_pretrain.bench.variants import with_canon
     from canon_pretrain.model.args import flavor
-    from canon_pretrain.model.transformer import Transformer
-    from canon_pretrain.titan.spec import fill
+    from canon_pretrain.titan.spec import random_model
+    from tests.bench.generate import time_generation
+    from tests.bench.variants import with_canon
 
     base = dataclasses.replace(flavor("debug" if place.is_cpu else "1b3"), position="nope")
     num_new = 8 if place.is_cpu else 64
     for canon_set in ("", "ABCD"):
-        with torch.device("meta"):
-            model = Transformer(with_canon(base, canon_set))
-        model = model.to(torch.float32 if place.is_cpu else torch.bfloat16)
-        model.to_empty(device=place.device).requires_grad_(False).eval()
-        fill(model)
+        dtype = torch.float32 if place.is_cpu else torch.bfloat16
+        model = random_model(with_canon(base, canon_set), place.device, dtype)
         for batch in (1, 32):
             generator = torch.Generator().manual_seed(0)
             ids = torch.randint(3, base.vocab_size, (batch, 32), generator=generator)

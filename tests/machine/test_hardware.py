@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from canon_pretrain import train
-from canon_pretrain.bench.limits import Machine
 from canon_pretrain.machine import device as device_module
 from canon_pretrain.machine import gpus, hardware, memory
 from eval.__main__ import main as eval_main
+from tests.bench.limits import Machine
 from tests.support import debug_run, error_codes, refused
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

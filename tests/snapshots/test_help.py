@@ -16,8 +16,6 @@ def stages():
         yield name
         for command in stage.commands if isinstance(stage, Group) else ():
             yield f"{name} {command}"
-    yield "bench step"
-    yield "bench generate"
 
 
 def help_of(main, words, monkeypatch, capsys):

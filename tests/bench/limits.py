@@ -18,7 +18,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canon_pretrain.bench.timing import clock_name, now, seconds_of
 from canon_pretrain.kernels.graphs import is_view
 from canon_pretrain.machine.device import check_cuda
 from canon_pretrain.machine.gpus import peak_flops
@@ -26,6 +25,7 @@ from canon_pretrain.machine.hardware import cpu_info, query_gpu
 from canon_pretrain.machine.timing import matmul_flops
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import flops_per_token
+from tests.bench.timing import clock_name, now, seconds_of
 
 COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}  # far more than the caches hold
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}

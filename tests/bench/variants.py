@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from canon_pretrain.bench.limits import Machine
-from canon_pretrain.bench.timing import Candidate, CompareResult, NotMeasured, compare_candidates
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console
@@ -20,6 +18,8 @@ from canon_pretrain.model.args import POSITIONS, ModelArgs, flavor
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.transformer import TransformerBlock
+from tests.bench.limits import Machine
+from tests.bench.timing import Candidate, CompareResult, NotMeasured, compare_candidates
 
 MEASURED = tuple(name for name in BACKENDS if name != "auto")
 Log = Callable[[str], None]

@@ -12,10 +12,6 @@ from typing import Any
 
 import torch
 
-from canon_pretrain.bench import tables, variants
-from canon_pretrain.bench.limits import Machine, block_flops_per_token, min_canon_bytes
-from canon_pretrain.bench.timing import BASE, STEP, Candidate, block_steps, make_block, seconds_of
-from canon_pretrain.bench.variants import NONE, Log, Result, Variant, Workload
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.model.args import CANON_SITES, ModelArgs
 from canon_pretrain.model.attend import Attend
@@ -23,6 +19,10 @@ from canon_pretrain.model.counts import flops_formula, flops_per_token
 from canon_pretrain.titan.costs import count_saved
 from canon_pretrain.titan.dry_run import GIB
 from canon_pretrain.titan.spec import BareStep, job_of, one_rank
+from tests.bench import tables, variants
+from tests.bench.limits import Machine, block_flops_per_token, min_canon_bytes
+from tests.bench.timing import BASE, STEP, Candidate, block_steps, make_block, seconds_of
+from tests.bench.variants import NONE, Log, Result, Variant, Workload
 
 SET_COLUMNS: tables.Columns = {
     "Canon": lambda row: row["canon_set"] or "none",

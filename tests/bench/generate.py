@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 
-from canon_pretrain.bench import tables, variants
-from canon_pretrain.bench.limits import Machine
-from canon_pretrain.bench.timing import (
+from canon_pretrain.core.cli import positive
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.hf.loading import load_model, load_transformers
+from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.model.decode import generate
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.titan.spec import random_model
+from tests.bench import tables, variants
+from tests.bench.limits import Machine
+from tests.bench.timing import (
     BASE,
     Candidate,
     Seconds,
@@ -24,14 +31,7 @@ from canon_pretrain.bench.timing import (
     now,
     synchronize,
 )
-from canon_pretrain.bench.variants import Log, Result, Variant
-from canon_pretrain.core.cli import positive
-from canon_pretrain.core.terminal import Console
-from canon_pretrain.hf.loading import load_model
-from canon_pretrain.model.counts import num_parameters
-from canon_pretrain.model.decode import generate
-from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.titan.spec import fill
+from tests.bench.variants import Log, Result, Variant
 
 PREFILL, DECODE = "prefill", "decode"
 
@@ -60,10 +60,7 @@ def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result
     def make(variant: Variant) -> Candidate:
         log(f"{variant.name} ...")
         args = variants.with_canon(work.args, variant.canon_set)
-        with torch.device("meta"):
-            model = Transformer(args, canon_backend=variant.backend).to(work.dtype)
-        model.to_empty(device=work.device).requires_grad_(False).eval()
-        fill(model)
+        model = random_model(args, work.device, work.dtype, canon_backend=variant.backend)
         counts = {b: operators_per_token(model, texts, machine) for b, texts in prompts.items()}
 
         def block() -> dict[str, float]:
@@ -167,30 +164,17 @@ def add_transformers_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure_transformers(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     """Compare whole greedy generations of one export, with a cache in both."""
-    import transformers
-
     ours = load_model(arguments.export, machine.device)
-    # the export's own code, which `export` wrote
-    options: dict[str, Any] = {"trust_remote_code": True, "dtype": torch.float32}
-    auto: Any = transformers.AutoModelForCausalLM
-    theirs = auto.from_pretrained(str(arguments.export), **options).to(machine.device).eval()
+    theirs = load_transformers(arguments.export, machine.device)
     num_new, rows = arguments.new_tokens, []
     generator = torch.Generator().manual_seed(0)
     for batch in arguments.batches:
         shape = (batch, arguments.prompt_tokens)
         ids = torch.randint(3, ours.args.vocab_size, shape, generator=generator)
-        prompts, on_device = ids.tolist(), ids.to(machine.device)
-        other = partial(
-            theirs.generate,
-            on_device,
-            attention_mask=torch.ones_like(on_device),
-            max_new_tokens=num_new,
-            min_new_tokens=num_new,
-            do_sample=False,
-        )
+        prompts = ids.tolist()
         own = partial(generate, ours, prompts, max_new_tokens=num_new)
-        found = other()[:, shape[1] :].tolist()
-        equal = sum(a == b for a, b in zip(own(), found, strict=True))
+        other = partial(theirs, prompts, num_new)
+        equal = sum(a == b for a, b in zip(own(), other(), strict=True))
         log(f"batch {batch}: {equal} of {batch} answers are equal")
         times = compare_steps(own, other, pairs=arguments.pairs, block_s=0.0)
         rows.append({"batch": batch, "tokens": batch * num_new, "equal": equal, **times})

@@ -1,0 +1,252 @@
+"""Compare speeds on this machine, on the GPU if there is one.
+
+    canon bench step               a training step without Canon and with each Canon set
+    canon bench generate           greedy generation without Canon and with each Canon set
+    canon bench generate EXPORT    greedy generation by an export, and by transformers
+
+Two candidates run in alternating order, so that load of the machine affects both. Benches of
+kernels, mixers and backends are for authors: `python -m tests.bench`.
+"""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+
+from canon_pretrain.core.cli import positive, usage_error
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_json
+from canon_pretrain.core.terminal import Console
+from canon_pretrain.machine.device import check_cuda
+from canon_pretrain.machine.timing import Step, Timing, compare
+from canon_pretrain.model.args import POSITIONS, ModelArgs, flavor
+
+if TYPE_CHECKING:  # imports torch
+    import torch
+
+BASE = "no Canon"
+NUM_PAIRS = 7
+BLOCK_S = 0.3  # for each of a pair
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+"""Returns the answers to prompts, of a number of tokens."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The speed of a candidate; `equal_answers` is the share that transformers gives as well."""
+
+    name: str
+    batch: int
+    tokens_per_second: float
+    timing: Timing
+    equal_answers: float | None = None
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_common_arguments(parser)
+    add = parser.add_argument
+    add("--position", default="nope", choices=POSITIONS, help="(default: %(default)s)")
+    add("--tokens", type=positive, metavar="N", help="per row (default: 4096 on a GPU, else 1024)")
+    add("--micro-batch", type=positive, metavar="N", help="rows (default: 3 on a GPU, else 1)")
+    about = "(default: bfloat16 on a GPU, else float32)"
+    add("--dtype", choices=("float32", "bfloat16"), help=about)
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    about = "a folder of `canon hf export`: compare with transformers"
+    add("export", type=Path, nargs="?", metavar="EXPORT", help=about)
+    _add_common_arguments(parser)
+    sizes: dict[str, Any] = {"type": positive, "metavar": "N"}
+    add("--batches", nargs="+", default=[1, 8], help="numbers of prompts (default: 1 8)", **sizes)
+    add("--prompt-tokens", default=32, help="per prompt (default: %(default)s)", **sizes)
+    add("--new-tokens", default=64, help="per answer (default: %(default)s)", **sizes)
+
+
+def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    about = "size of the model (default: 1b3 on a GPU, else 8L512D)"
+    parser.add_argument("--flavor", metavar="F", help=about)
+    about = "Canon sets (default: AC ABCD)"
+    parser.add_argument("--sets", nargs="+", metavar="SET", help=about)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
+
+
+def run_step(arguments: argparse.Namespace) -> None:
+    """Time forward and backward without Canon and with each set. Raises UserError."""
+    with _bench(arguments.json) as device:
+        import torch
+
+        from canon_pretrain.kernels.backends import backend_problem
+        from canon_pretrain.titan.spec import BareStep, job_of, one_rank
+
+        on_gpu = device.type == "cuda"
+        batch = arguments.micro_batch or (3 if on_gpu else 1)
+        num_tokens = arguments.tokens or (4096 if on_gpu else 1024)
+        dtype = getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
+        backend = "auto" if backend_problem("triton", device.type, dtype) else "triton"
+        models = _models(arguments, device, num_tokens, arguments.position)
+
+        def build(args: ModelArgs) -> Step:
+            if not on_gpu:  # one block, and a small output layer, take long enough
+                args = replace(args, num_layers=1, vocab_size=256)
+            job = job_of(
+                args,
+                num_tokens=num_tokens,
+                micro_batch=batch,
+                dtype=dtype,
+                canon_backend=backend,
+            )
+            return BareStep(job, device, plain=True)
+
+        builders = {name: partial(build, args) for name, args in models.items()}
+        with one_rank():
+            rows = _compare(builders, batch, num_tokens)
+
+    base = models[BASE]
+    layers = f"{base.num_layers}L" if on_gpu else "one block of "
+    title = f"forward and backward of {layers}{base.dim}D, {base.position}"
+    work = f"{batch} x {num_tokens:,} tokens, {dtype}, {device.type}"
+    _report(rows, f"{title}, {work}", arguments.json)
+
+
+def run_generate(arguments: argparse.Namespace) -> None:
+    """Time generation by Canon set, or by an export and transformers. Raises UserError."""
+    export: Path | None = arguments.export
+    if export is not None and (arguments.flavor or arguments.sets):
+        raise usage_error("canon bench generate", "--flavor and --sets do not apply to EXPORT")
+
+    with _bench(arguments.json) as device:
+        from canon_pretrain.hf.loading import load_model, load_transformers
+        from canon_pretrain.hf.reading import folder_args
+        from canon_pretrain.titan.spec import random_model
+
+        loaders: Mapping[str, Callable[[], Generate]]
+        if export is None:
+            longest = arguments.prompt_tokens + arguments.new_tokens
+            models = _models(arguments, device, longest, position="nope")
+            base = models[BASE]
+            loaders = {
+                name: partial(_load, partial(random_model, args, device))
+                for name, args in models.items()
+            }
+        else:
+            base = folder_args(export)
+            loaders = {
+                "canon_pretrain": cache(partial(_load, partial(load_model, export, device))),
+                "transformers": cache(partial(load_transformers, export, device)),
+            }
+        rows: list[Row] = []
+        for batch in arguments.batches:
+            rows += _time_generation(loaders, base.vocab_size, batch, arguments)
+
+    lengths = f"{arguments.prompt_tokens:,} + {arguments.new_tokens:,} tokens"
+    title = f"prompts and answers of {lengths}, {base.num_layers}L{base.dim}D"
+    _report(rows, f"{title}, float32, {device.type}", arguments.json)
+
+
+def _load(load: Callable[[], Any]) -> Generate:
+    """Return greedy generation by the model that `load` returns."""
+    from canon_pretrain.model.decode import generate
+
+    model = load()
+    return lambda prompts, num_new: generate(model, prompts, max_new_tokens=num_new)
+
+
+def _time_generation(
+    loaders: Mapping[str, Callable[[], Generate]], vocab_size: int, batch: int, arguments: Any
+) -> list[Row]:
+    """Return the rows of one batch size; `arguments` are those of the command."""
+    import torch
+
+    shape = (batch, arguments.prompt_tokens)
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, vocab_size, shape, generator=generator).tolist()
+
+    def build(load: Callable[[], Generate]) -> Step:
+        return partial(load(), prompts, arguments.new_tokens)
+
+    builders = {name: partial(build, load) for name, load in loaders.items()}
+    rows = _compare(builders, batch, arguments.new_tokens)
+    if arguments.export is None:
+        return rows
+
+    answers = [build()() for build in builders.values()]
+    num_equal = sum(ours == theirs for ours, theirs in zip(*answers, strict=True))
+    return [replace(rows[0], equal_answers=num_equal / batch), rows[1]]
+
+
+def _compare(builders: Mapping[str, Callable[[], Step]], batch: int, num_tokens: int) -> list[Row]:
+    """Time steps of `batch` rows of `num_tokens` tokens."""
+    timings = compare(builders, num_pairs=NUM_PAIRS, block_s=BLOCK_S).items()
+    return [Row(name, batch, batch * num_tokens / t.seconds, t) for name, t in timings]
+
+
+@contextlib.contextmanager
+def _bench(file: Path | None) -> Iterator["torch.device"]:
+    """Prepare torch, and yield the device. Raises UserError for a bad FILE or a lack of memory."""
+    if file is not None and not (folder := file.absolute().parent).is_dir():
+        raise UserError("bench.no_folder", f"--json {file}: the folder {folder} does not exist")
+
+    import torch
+
+    from canon_pretrain.titan.console import init_logging
+    from canon_pretrain.titan.device import prepare_device
+
+    check_cuda()
+    prepare_device()  # torchtitan reads the device when it is imported
+    init_logging(rank=1)  # warnings and errors only
+
+    # All models compile the same code of a block, each for its own shapes.
+    limits: dict[str, Any] = {"recompile_limit": 256, "accumulated_recompile_limit": 256}
+    try:
+        with torch._dynamo.config.patch(**limits):
+            yield torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    except torch.OutOfMemoryError:
+        raise UserError(
+            "bench.out_of_memory", "out of GPU memory; choose a smaller --flavor, or fewer tokens"
+        ) from None
+
+
+def _report(rows: list[Row], title: str, file: Path | None) -> None:
+    """Print the rows as a table, and write them to `file`."""
+    table = Table(
+        *("", "batch", "ms", "tokens/s", "time ratio", "quartiles", "GiB", "equal"),
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    for row in rows:
+        seconds, ratio, peak = row.timing.seconds, row.timing.ratio, row.timing.peak_bytes
+        table.add_row(
+            row.name,
+            str(row.batch),
+            f"{1000 * seconds:,.2f}",
+            f"{row.tokens_per_second:,.0f}",
+            f"{ratio.median:.3f}" if ratio else "",
+            f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio else "",
+            f"{peak / 2**30:.1f}" if peak else "",
+            f"{row.equal_answers:.0%}" if row.equal_answers is not None else "",
+        )
+    console = Console(highlight=False)
+    console.print(title, soft_wrap=True, markup=False)
+    console.print(table)
+    if file is not None:
+        write_json(file, [asdict(row) for row in rows])
+
+
+def _models(
+    arguments: argparse.Namespace, device: "torch.device", num_tokens: int, position: str
+) -> dict[str, ModelArgs]:
+    """Return the model without Canon and with each set, by name. Raises UserError."""
+    args = flavor(arguments.flavor or ("1b3" if device.type == "cuda" else "8L512D"))
+    max_seq_len = max(args.max_seq_len, num_tokens)
+    models = {BASE: replace(args, canon_set="", position=position, max_seq_len=max_seq_len)}
+    for canon_set in arguments.sets or ("AC", "ABCD"):
+        with_canon = replace(models[BASE], canon_set=canon_set)
+        models[f"Canon-{with_canon.canon_set}"] = with_canon
+    return models
