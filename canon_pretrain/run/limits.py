@@ -7,11 +7,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.run.sections import SETTINGS, TORCHTITAN
+from canon_pretrain.run.sections import SETTINGS
 from canon_pretrain.run.setting import limits_of
 
-LIMITS: dict[str, Any] = {name: limits_of(hint) for name, hint in SETTINGS.items()} | TORCHTITAN
-LIMITED = [name for name, kind in LIMITS.items() if kind is not None]
+LIMITS = {name: kind for name, hint in SETTINGS.items() if (kind := limits_of(hint)) is not None}
+LIMITED = tuple(LIMITS)
 OPTIMIZERS = ("Adam", "AdamW")
 """Those that torchtitan builds."""
 

@@ -14,7 +14,6 @@ from canon_pretrain.run.setting import (
     Amount,
     Count,
     Decay,
-    Fraction,
     Identity,
     Limits,
     Mark,
@@ -23,6 +22,7 @@ from canon_pretrain.run.setting import (
     Positive,
     Seconds,
     Size,
+    limits_of,
     mark_of,
     settings,
 )
@@ -50,11 +50,11 @@ class LRScheduler:
 
     warmup_steps: Identity[Size] = 1000
     total_steps: Identity[Annotated[int | None, Limits(int | None)]] = None
-    decay_ratio: Identity[Annotated[float | None, Field(gt=0, le=1)]] = None
+    decay_ratio: Identity[Annotated[float | None, Limits(gt=0, le=1)]] = None
     """WSD: constant after warmup, then decay over this last fraction of the run."""
     decay_type: Identity[Literal["linear", "sqrt", "cosine"]] = "cosine"
     min_lr_factor: Identity[Amount] = 0.1
-    decay_steps: Identity[Annotated[int | None, Field(ge=1)]] = None
+    decay_steps: Identity[Annotated[int | None, Limits(ge=1)]] = None
     """InfiniteLR: steps of decay after warmup, then constant. Unset: decay to the run's end."""
 
 
@@ -71,7 +71,7 @@ class Data:
     order: Identity[Literal["random", "permute"]] = "random"
     """random: windows at random offsets, with replacement (as in the paper). permute: each window
     once per epoch, reshuffled every epoch; one folder only."""
-    data_seed: Identity[Annotated[int, Field(ge=0, lt=1 << 64)]] = 0
+    data_seed: Identity[Annotated[int, Limits(ge=0, lt=1 << 64)]] = 0
     """Seed of the sample order: window i of a run is a function of (data_seed, i)."""
     read_ahead: Size = 8
     """Micro-batches that each rank reads ahead in a thread; 0: read when needed."""
@@ -108,10 +108,10 @@ class Guards:
     max_bad_steps: Count = 5
     """After this many consecutive steps with a non-finite loss or gradient the run fails; none of
     them changed the weights."""
-    outlier_sigma: Identity[Annotated[float | None, Field(gt=0, allow_inf_nan=False)]] = None
+    outlier_sigma: Identity[Annotated[float | None, Limits(gt=0, allow_inf_nan=False)]] = None
     """Skip a step whose gradient norm is more than this many standard deviations above the mean of
     the last `outlier_window` norms (OLMo's SkipStep: 6). Default: never."""
-    outlier_window: Identity[Annotated[int, Field(ge=2, le=1024)]] = 128
+    outlier_window: Identity[Annotated[int, Limits(ge=2, le=1024)]] = 128
     """Number of gradient norms to compare with; at least half of them must be known."""
 
 
@@ -121,8 +121,8 @@ class Training:
 
     seq_len: Identity[Count] = 2048
     global_batch_size: Identity[Count] = -1
-    steps: Identity[Annotated[int, Field(ge=1, le=1 << 40)]] = 10000
-    max_norm: Identity[Annotated[float | int, Limits(Amount)]] = 1.0
+    steps: Identity[Annotated[int, Limits(ge=1, le=1 << 40)]] = 10000
+    max_norm: Identity[Annotated[float | int, Limits(limits_of(Amount))]] = 1.0
     """Gradient norm to clip to; 0: no clipping."""
     dtype: Identity[Literal["bfloat16", "float32"]] = "float32"
     mixed_precision_param: Identity[Literal["bfloat16", "float32"]] = "bfloat16"
@@ -187,7 +187,7 @@ class Run:
     script uses the current program instead of the snapshot in RUN/code."""
     code: PerLaunch[Literal["note", "refuse"]] = "note"
     """If source files differ from the last launch's: log them, or refuse to resume."""
-    heartbeat_s: Annotated[float, Field(ge=0.01, le=3600)] = 10.0
+    heartbeat_s: Annotated[float, Limits(ge=0.01, le=3600)] = 10.0
     """Interval of heartbeats in lock.json and status.json; a lock expires after six."""
 
 
@@ -227,12 +227,14 @@ TORCHTITAN: dict[str, Any] = {
     "training.gc_freq": Count,
     "checkpoint.interval": Count,
     # 0: all; not 1, because the newest may be incomplete
-    "checkpoint.keep_latest_k": Literal[0] | Annotated[int, Field(ge=2)],
+    "checkpoint.keep_latest_k": Annotated[int, Limits(Literal[0] | Annotated[int, Field(ge=2)])],
     # -1: the newest
-    "checkpoint.load_step": Annotated[Literal[-1] | Annotated[int, Field(ge=0)], Mark.ONE_SHOT],
-    "activation_checkpoint.memory_budget": Fraction,
-    "activation_checkpoint.determinism_check": Literal["default", "none"],
-    "compile.components": list[Literal["model", "loss"]],
+    "checkpoint.load_step": OneShot[
+        Annotated[int, Limits(Literal[-1] | Annotated[int, Field(ge=0)])]
+    ],
+    "activation_checkpoint.memory_budget": Annotated[float, Limits(ge=0, le=1)],
+    "activation_checkpoint.determinism_check": Annotated[str, Limits(Literal["default", "none"])],
+    "compile.components": Annotated[list[str], Limits(list[Literal["model", "loss"]])],
     "metrics.log_freq": Count,
     "parallelism.data_parallel_replicate_degree": Count,
     "parallelism.expert_parallel_degree": Count,

@@ -1,4 +1,4 @@
-"""How a setting of a job is declared: one field of a dataclass in run/config.py. No torch.
+"""How a setting of a job is declared: one field of a dataclass in run/sections.py. No torch.
 
     lr: Identity[Amount] = 1e-3
     \"\"\"Learning rate after the warm-up.\"\"\"
@@ -9,9 +9,9 @@ its text in --help-all. TOML keys, options, checks and identity follow from the 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import Field
 
@@ -26,24 +26,27 @@ class Mark(Enum):
     ONE_SHOT = "as PER_LAUNCH, and it is left out of the command that resumes the run"
 
 
-@dataclass(frozen=True)
 class Limits:
-    """What pydantic accepts, if it is not what the type of the option and the TOML key says."""
+    """What `check_limits` accepts: the type within pydantic's bounds, or another type `kind`.
 
-    kind: Any
+    A reader of TOML and the command line look at the type alone.
+    """
+
+    def __init__(self, kind: Any = None, **bounds: Any) -> None:
+        self.kind = kind
+        self.bounds = bounds
 
 
 Identity = Annotated[T, Mark.IDENTITY]
 PerLaunch = Annotated[T, Mark.PER_LAUNCH]
 OneShot = Annotated[T, Mark.ONE_SHOT]
 
-Count = Annotated[int, Field(ge=1, le=1 << 31)]
-Size = Annotated[int, Field(ge=0, le=1 << 31)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Seconds = Annotated[int, Field(ge=1, le=86_400)]
+Count = Annotated[int, Limits(ge=1, le=1 << 31)]
+Size = Annotated[int, Limits(ge=0, le=1 << 31)]
+Amount = Annotated[float, Limits(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Limits(gt=0, allow_inf_nan=False)]
+Decay = Annotated[float, Limits(ge=0, lt=1)]
+Seconds = Annotated[int, Limits(ge=1, le=86_400)]
 
 
 def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -61,9 +64,8 @@ def mark_of(hint: Any) -> Mark | None:
 
 
 def limits_of(hint: Any) -> Any:
-    """Return the annotation that pydantic checks; None if it has no limits."""
-    metadata = [x for x in getattr(hint, "__metadata__", ()) if not isinstance(x, Mark)]
-    for x in metadata:
-        if isinstance(x, Limits):
-            return x.kind
-    return hint if metadata or any(map(limits_of, get_args(hint))) else None
+    """Return the type that pydantic checks for an annotation; None if it has no limits."""
+    for limits in getattr(hint, "__metadata__", ()):
+        if isinstance(limits, Limits):
+            return limits.kind or Annotated[hint.__origin__, Field(**limits.bounds)]
+    return None
