@@ -110,9 +110,8 @@ def run_step(arguments: argparse.Namespace) -> None:
 
     base = models[BASE]
     layers = f"{base.num_layers}L" if on_gpu else "one block of "
-    title = f"forward and backward of {layers}{base.dim}D, {base.position}"
     work = f"{batch} x {num_tokens:,} tokens, {dtype}, {device.type}"
-    _report(rows, f"{title}, {work}", arguments.json)
+    _report(rows, f"{layers}{base.dim}D, {base.position}, {work}", arguments.json)
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
@@ -145,9 +144,9 @@ def run_generate(arguments: argparse.Namespace) -> None:
         for batch in arguments.batches:
             rows += _time_generation(loaders, base.vocab_size, batch, arguments)
 
-    lengths = f"{arguments.prompt_tokens:,} + {arguments.new_tokens:,} tokens"
-    title = f"prompts and answers of {lengths}, {base.num_layers}L{base.dim}D"
-    _report(rows, f"{title}, float32, {device.type}", arguments.json)
+    lengths = f"prompts of {arguments.prompt_tokens:,} tokens, answers of {arguments.new_tokens:,}"
+    model = f"{base.num_layers}L{base.dim}D, float32, {device.type}"
+    _report(rows, f"{model}; {lengths}; prompts included", arguments.json)
 
 
 def _load(load: Callable[[], Any]) -> Generate:
@@ -216,7 +215,7 @@ def _bench(file: Path | None) -> Iterator["torch.device"]:
 def _report(rows: list[Row], title: str, file: Path | None) -> None:
     """Print the rows as a table, and write them to `file`."""
     table = Table(
-        *("", "batch", "ms", "tokens/s", "time ratio", "quartiles", "GiB", "equal"),
+        *("", "batch", "ms", "tokens/s", "ratio", "quartiles", "GiB", "equal"),
         box=box.SIMPLE,
         pad_edge=False,
     )
@@ -228,13 +227,11 @@ def _report(rows: list[Row], title: str, file: Path | None) -> None:
             f"{1000 * seconds:,.2f}",
             f"{row.tokens_per_second:,.0f}",
             f"{ratio.median:.3f}" if ratio else "",
-            f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio else "",
+            f"{ratio.low:.3f}-{ratio.high:.3f}" if ratio else "",
             f"{peak / 2**30:.1f}" if peak else "",
             f"{row.equal_answers:.0%}" if row.equal_answers is not None else "",
         )
-    console = Console(highlight=False)
-    console.print(title, soft_wrap=True, markup=False)
-    console.print(table)
+    Console(highlight=False).print(title, table, sep="\n", markup=False)
     if file is not None:
         write_json(file, [asdict(row) for row in rows])
 
