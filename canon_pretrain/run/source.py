@@ -247,7 +247,8 @@ def differences(snapshot: Path) -> list[str]:
 def _program() -> dict[str, Path]:
     """Return the files of this program that a snapshot contains, by name."""
     root = Path(canon_pretrain.__file__).resolve().parent.parent
-    paths = [*(root / "canon_pretrain").rglob("*.py"), root / SCRIPT]
+    package = root / "canon_pretrain"
+    paths = [*package.rglob("*.py"), package / "titan" / "keys.json", root / SCRIPT]
     return {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.is_file()}
 
 

@@ -23,7 +23,9 @@ from canon_pretrain.run.source import (
     read_source_tree,
     take_snapshot,
 )
-from tests.support import ROOT, refused
+from tests.support import ROOT, error_codes, refused
+
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
 
 CONFIG = ROOT / "train_configs" / "debug.toml"
 FILE, LOSS = "canon_pretrain/core/files.py", "titan/spec.py"
@@ -55,6 +57,11 @@ def test_a_snapshot_is_a_program_of_its_own(run):
     shown = subprocess.check_output([sys.executable, "-c", words], env=environ, cwd=ROOT, text=True)
     assert shown.strip() == str(snapshot / "canon_pretrain/cluster/chain.py")
     check_snapshot(snapshot)  # Python's compiled files are no damage
+
+    # it has what a command line needs before torch is imported
+    words = [sys.executable, "-m", "canon_pretrain.train", "--config", DEBUG, "--typo"]
+    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert error_codes(done.stderr) == ["config.unknown_key"], done.stderr
 
 
 def link(path, there):
