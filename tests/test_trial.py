@@ -74,7 +74,7 @@ def attempt(folder, *words):
     """Start `canon try` on mytext in `folder`, with its server forked."""
     return Command(
         "tests.forked_driver",
-        "canon_pretrain.trial",
+        "try",
         "mytext",
         *words,
         stdout=folder / "printed",

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.__main__ import main
+from tests.bench.__main__ import main
 from tests.bench.eval import CASES, agreement
 from tests.data_folders import make_data_folder, sentence
 from tests.hf_exports import isolate_remote_code, plant_run
@@ -51,7 +51,7 @@ def test_every_case_is_measured_and_agrees(trained, tmp_path, monkeypatch):
         checkpoint = plant_run(tmp_path / "run", model, data=tmp_path / "data")
         options = ["--checkpoint", str(checkpoint)]
     out = tmp_path / "bench.json"
-    main(["bench", *options, "--repeats", "2", "--scale", "0.1", "--json", str(out)])
+    main(["eval", *options, "--repeats", "2", "--scale", "0.1", "--json", str(out)])
     result = json.loads(out.read_text())
     assert [case["case"] for case in result["cases"]] == list(CASES)
     for case in result["cases"]:
