@@ -1,4 +1,4 @@
-"""Launches and bytes of blocks on a fake H100: the process of `canon_pretrain.bench codegen`.
+"""Launches and bytes of blocks on a fake H100: the process of `python -m tests.bench codegen`.
 
     python -m canon_pretrain.fake_gpu.block < REQUEST.json
 
