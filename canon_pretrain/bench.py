@@ -186,12 +186,16 @@ def _compare(builders: Mapping[str, Callable[[], Step]], batch: int, num_tokens:
     return [Row(name, batch, batch * num_tokens / t.seconds, t) for name, t in timings]
 
 
-@contextlib.contextmanager
-def _bench(file: Path | None) -> Iterator["torch.device"]:
-    """Prepare torch, and yield the device. Raises UserError for a bad FILE or a lack of memory."""
+def check_json(file: Path | None) -> None:
+    """Raise UserError if the results cannot be written to FILE, before minutes of measuring."""
     if file is not None and not (folder := file.absolute().parent).is_dir():
         raise UserError("bench.no_folder", f"--json {file}: the folder {folder} does not exist")
 
+
+@contextlib.contextmanager
+def _bench(file: Path | None) -> Iterator["torch.device"]:
+    """Prepare torch, and yield the device. Raises UserError for a bad FILE or a lack of memory."""
+    check_json(file)
     import torch
 
     from canon_pretrain.titan.console import init_logging

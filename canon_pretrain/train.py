@@ -21,7 +21,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.session import Session
 from canon_pretrain.titan import device
 from canon_pretrain.titan.console import init_logging, logger
-from canon_pretrain.titan.keys import read_options
+from canon_pretrain.titan.keys import answer_early
 
 QUIET_S = 10.0  # that a rank waits for another one to print the error that both have
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
     try:
         check_encoding()
-        read_options(_split_options(argv)[1], quiet=quiet)
+        answer_early(_split_options(argv)[1], quiet=quiet)
         device.prepare_process()
     except UserError as error:
         _exit_with(error, quiet=quiet)

@@ -15,10 +15,10 @@ def physical_memory() -> int:
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes of available main memory, within every cgroup's limit."""
     limits = [physical_memory()]
-    if found := re.search(
-        r"^MemAvailable:\s*(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE
-    ):
-        limits.append(1024 * int(found[1]))
+    meminfo = read_text(root / "proc/meminfo")
+    available = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
+    if available is not None:
+        limits.append(1024 * int(available[1]))
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         inner, top, file = Path(path.lstrip("/")), root / "sys/fs/cgroup", "memory.max"

@@ -13,7 +13,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.run import config as experiment
 from canon_pretrain.run.config import read_experiment
 from canon_pretrain.titan.job_config import CanonJobConfig, check_job, value_of
-from canon_pretrain.titan.keys import PROG, print_help, read_options
+from canon_pretrain.titan.keys import PROG, check_words, print_help, read_options
 
 
 def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfig:
@@ -39,7 +39,8 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
 
 
 def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:
-    """Return `base` with the overrides; UserError for a bad value."""
+    """Return `base` with the overrides; UserError for an unknown key or a bad value."""
+    check_words(overrides)
     # tyro takes an optional bool as Python writes it only, TOML and our help have it in lower case
     overrides = [
         re.sub("(?<![^=])(true|false)$", lambda m: m[0].title(), word) for word in overrides

@@ -4,9 +4,10 @@ keys.json has every key of a job with its default; `make snapshots` writes it.
 """
 
 import argparse
+import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +46,32 @@ SHORT_HELP = Path(__file__).with_name("help.txt")
 KEYS = Path(__file__).with_name("keys.json")
 
 
+def answer_early(arguments: Sequence[str], *, quiet: bool = False) -> None:
+    """Print the help that needs no file, and exit; raise UserError for an unknown key.
+
+    What is left to answer is parse_job's, which needs torch.
+    """
+    options, overrides = read_options(arguments, quiet=quiet)
+    if not options.help and not options.help_all:
+        check_keys(read_experiment(options.path), _sections(), str(options.path))
+        check_words(overrides)
+
+
 def read_options(
     arguments: Sequence[str], *, quiet: bool = False
 ) -> tuple[argparse.Namespace, list[str]]:
     """Return the options that are no keys, and the words of the keys.
 
-    Raises UserError for an unknown key, on the command line or in the file, and if there is no
-    --config. `--help` without --config prints the defaults and exits; all other help is the
-    caller's, who knows the file's values. `quiet`: print nothing.
+    Raises UserError if there is no --config. `--help` without --config prints the defaults and
+    exits; all other help is the caller's, who knows the file's values. `quiet`: print nothing.
     """
     try:
         options, overrides = own_options().parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise UserError("option.invalid", f"{error}. See {PROG} --help") from None
-    sections = json.loads(KEYS.read_text())
-    defaults = dict(dotted(sections))
-
     if options.path is None and options.help:
         if not quiet:
-            print_help(defaults.get)
+            print_help(dict(dotted(_sections())).get)
         raise SystemExit(0)
     if options.path is None and not options.help_all:
         file = next((word for word in overrides if word.endswith(".toml")), None)
@@ -73,10 +81,13 @@ def read_options(
             if file
             else f"no --config FILE.toml given. See {PROG} --help",
         )
-    if not options.help and not options.help_all:
-        check_keys(read_experiment(options.path), sections, str(options.path))
-        check_words(overrides, {*defaults})
     return options, overrides
+
+
+@functools.cache
+def _sections() -> dict[str, Any]:
+    """Return the keys of a job by section, with their defaults."""
+    return dict(json.loads(KEYS.read_text()))
 
 
 def own_options() -> argparse.ArgumentParser:
@@ -108,8 +119,9 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + name, value
 
 
-def check_words(overrides: Iterable[str], known: Set[str]) -> None:
-    """Raise UserError if an option is none of the known keys, with the nearest one."""
+def check_words(overrides: Iterable[str]) -> None:
+    """Raise UserError if an option is no key of a job, with the nearest one."""
+    known = {*dict(dotted(_sections()))}
     for word in overrides:
         given = word.removeprefix("--").partition("=")[0].replace("-", "_")
         if not word.startswith("--") or known & {given, given.replace(".no_", ".")}:

@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from canon_pretrain.bench import check_json
 from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import write_json
@@ -100,8 +101,7 @@ def main(argv: list[str] | None = None) -> None:
         from tests.bench.limits import Machine
 
         file: Path | None = arguments.json
-        if file is not None and not (folder := file.absolute().parent).is_dir():
-            raise UserError("bench.no_folder", f"--json {file}: the folder {folder} does not exist")
+        check_json(file)
         init_logging(rank=1)  # warnings and errors only
         console, machine = tables.make_console(), Machine.here()
 
