@@ -12,6 +12,7 @@ import numpy as np
 from canon_pretrain.synthetic.task import ANSWER, PROBLEM, Instances, Judgement, Task
 
 FIRST = (1, 2, 4)
+"""Also scored: the first 1, 2 and 4 tokens of an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,19 @@ class Copy(Task):
         return 2 * self.n + 2
 
     @property
+    def _bos(self) -> int:
+        return self.n + 1
+
+    @property
+    def _query(self) -> int:
+        return self.n + 2
+
+    @property
     def vocab_size(self) -> int:
-        return self.n + 3
+        return self._query + 1
 
     def word(self, token: int) -> str:
-        return {self.n + 1: "<bos>", self.n + 2: "<query>"}.get(token, str(token))
+        return {self._bos: "<bos>", self._query: "<query>"}.get(token, str(token))
 
     @property
     def random_words(self) -> int:
@@ -42,8 +51,11 @@ class Copy(Task):
     def build(self, words: np.ndarray, seed: int) -> Instances:
         count = len(words)
         permutations = np.argsort(words, axis=1) + 1
-        bos, query = np.broadcast_to([[self.n + 1], [self.n + 2]], (2, count))[:, :, None]
+        bos = np.full((count, 1), self._bos)
+        query = np.full((count, 1), self._query)
         ids = np.concatenate([bos, permutations, query, permutations], axis=1)
+
+        # <bos>, the permutation and <query>, then the answer
         kinds = np.repeat(np.array([PROBLEM, ANSWER], np.uint8), [self.n + 2, self.n])
         ends = self.longest * np.arange(1, count + 1)
         return Instances(ids.ravel(), np.tile(kinds, count), ends)
@@ -60,10 +72,14 @@ class Copy(Task):
         return ["exact", *(f"first_{t}" for t in FIRST if t <= self.n)]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
-        gold, given = list(prompt[-self.n - 1 : -1]), list(answer)
-        if sorted(gold) != list(range(1, self.n + 1)) or prompt[-1] != self.n + 2:
+        right_answer = list(prompt[-self.n - 1 : -1])
+        answer = list(answer)
+        if sorted(right_answer) != list(range(1, self.n + 1)) or prompt[-1] != self._query:
             self.bad_prompt("<bos>, a permutation and <query>")
-        values = {f"first_{t}": float(given[:t] == gold[:t]) for t in FIRST if t <= self.n}
-        return Judgement(
-            self.verdict(given, given == gold), {"exact": float(given == gold)} | values
-        )
+
+        is_right = answer == right_answer
+        values = {"exact": float(is_right)}
+        for t in FIRST:
+            if t <= self.n:
+                values[f"first_{t}"] = float(answer[:t] == right_answer[:t])
+        return Judgement(self.verdict(answer, is_right), values)

@@ -25,6 +25,9 @@ from canon_pretrain.synthetic.task import (
 )
 
 QUERIES = 10
+"""The most queries of an instance."""
+QUERY_TOKENS = 4
+"""Symbols of a query: <query_k>, the node, <ans>, the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,45 +63,70 @@ class Depo1(GraphTask):
 
     @property
     def longest(self) -> int:
-        return 1 + 2 * self.n * self.names.high + self.queries * (2 + 2 * self.names.high)
+        edges = 2 * self.n * self.names.high
+        query = 2 + 2 * self.names.high
+        return 1 + edges + self.queries * query
+
+    @property
+    def _bos(self) -> int:
+        return 2 * self.vocab + 1
+
+    @property
+    def _ans(self) -> int:
+        """The id of <ans>; that of <query_k> is k more."""
+        return 2 * self.vocab + 2
 
     @property
     def vocab_size(self) -> int:
-        return 2 * self.vocab + self.k + 3
+        return self._ans + self.k + 1
 
     def word(self, token: int) -> str:
-        known = {2 * self.vocab + 1: "<bos>", 2 * self.vocab + 2: "<ans>"}
-        query = token - 2 * self.vocab - 2
-        return known.get(token, f"<query_{query}>" if query > 0 else str(token))
+        if token == self._bos:
+            return "<bos>"
+        if token == self._ans:
+            return "<ans>"
+        return f"<query_{token - self._ans}>" if token > self._ans else str(token)
 
     @property
     def random_words(self) -> int:
         return 1 + 2 * self.n + self.queries + self.names.random_words
 
     def build(self, words: np.ndarray, seed: int) -> Instances:
-        count, most, asked = len(words), self.n, self.queries
-        parts = np.cumsum([1, most, most, asked])
+        count = len(words)
+        num_queries = self.queries
+        parts = np.cumsum([1, self.n, self.n, num_queries])
         words_n, words_edges, words_nodes, words_k, words_names = np.split(words, parts, axis=1)
+
+        # A row of `cycle` [count, N] has the names of n nodes, then zeros: node i precedes i + 1.
         n = self.draw_n(words_n[:, 0])
         cycle = self.names.draw(words_names, n)
-        hops = np.full((count, asked), self.k) if self.exact_k else 1 + below(words_k, self.k)
-        follower = np.pad(cycle[:, 1:], ((0, 0), (0, 1)))
-        follower[np.arange(count), n - 1] = cycle[:, 0]
-        edges = _shuffle(words_edges, n)
-        nodes = _shuffle(words_nodes, n)[:, :asked]
+        successor = np.pad(cycle[:, 1:], ((0, 0), (0, 1)))
+        successor[np.arange(count), n - 1] = cycle[:, 0]
+
+        # Edges in shuffled order; queries about distinct nodes
+        edge_order = _shuffle(words_edges, n)
+        query_nodes = _shuffle(words_nodes, n)[:, :num_queries]
+        if self.exact_k:
+            hops = np.full((count, num_queries), self.k)
+        else:
+            hops = 1 + below(words_k, self.k)
+        answer_nodes = (query_nodes + hops) % n[:, None]
+
         # Symbols in columns: <bos>, 2 N for the edges, four for each query; 0 where n is lower
-        symbols = np.empty((count, 1 + 2 * most + 4 * asked), np.int64)
-        symbols[:, 0] = self.names.symbol(2 * self.vocab + 1)
-        queries = symbols[:, 1 + 2 * most :]
-        symbols[:, 1 : 1 + 2 * most : 2] = np.take_along_axis(cycle, edges, axis=1)
-        symbols[:, 2 : 2 + 2 * most : 2] = np.take_along_axis(follower, edges, axis=1)
-        queries[:, 0::4] = self.names.symbol(2 * self.vocab + 2) + hops
-        queries[:, 1::4] = np.take_along_axis(cycle, nodes, axis=1)
-        queries[:, 2::4] = self.names.symbol(2 * self.vocab + 2)
-        queries[:, 3::4] = np.take_along_axis(cycle, (nodes + hops) % n[:, None], axis=1)
-        queries *= np.repeat(np.arange(asked), 4) < n[:, None]
+        end_of_edges = 1 + 2 * self.n
+        symbols = np.empty((count, end_of_edges + QUERY_TOKENS * num_queries), np.int64)
+        symbols[:, 0] = self.names.symbol(self._bos)
+        symbols[:, 1:end_of_edges:2] = np.take_along_axis(cycle, edge_order, axis=1)
+        symbols[:, 2:end_of_edges:2] = np.take_along_axis(successor, edge_order, axis=1)
+        queries = symbols[:, end_of_edges:]
+        queries[:, 0::QUERY_TOKENS] = self.names.symbol(self._ans) + hops
+        queries[:, 1::QUERY_TOKENS] = np.take_along_axis(cycle, query_nodes, axis=1)
+        queries[:, 2::QUERY_TOKENS] = self.names.symbol(self._ans)
+        queries[:, 3::QUERY_TOKENS] = np.take_along_axis(cycle, answer_nodes, axis=1)
+        queries *= np.repeat(np.arange(num_queries), QUERY_TOKENS) < n[:, None]
+
         kinds = np.full(symbols.shape[1], PROBLEM, np.uint8)
-        kinds[1 + 2 * most :] = np.tile([PROBLEM, PROBLEM, MARK, ANSWER], asked)
+        kinds[end_of_edges:] = np.tile([PROBLEM, PROBLEM, MARK, ANSWER], num_queries)
         return self.names.write(symbols, kinds)
 
     @property
@@ -110,40 +138,48 @@ class Depo1(GraphTask):
 
     @property
     def metrics(self) -> list[str]:
-        """Beside exact answers by k: the paper's accuracy over answer tokens, for k and k/2."""
+        """Exact answers by k; accuracy over answer tokens, as in the paper, for k and k/2."""
         hops = [self.k] if self.exact_k else range(1, self.k + 1)
         tokens = [f"tokens_k{k}" for k in (self.k // 2, self.k) if k in hops]
         return ["exact", "tokens", *(f"exact_k{k}" for k in hops), *tokens]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
-        k, gold = self._solve(list(prompt))
-        given = list(answer)
-        exact = float(given == gold)
-        tokens = sum(a == b for a, b in zip(given, gold, strict=False)) / len(gold)
+        k, right_answer = self._solve(list(prompt))
+        answer = list(answer)
+        is_right = answer == right_answer
+        names = self.names.parse(answer)
+        is_malformed = names is None or len(names) != 1
+
+        exact = float(is_right)
+        right_tokens = sum(a == b for a, b in zip(answer, right_answer, strict=False))
+        tokens = right_tokens / len(right_answer)
         values = {"exact": exact, f"exact_k{k}": exact, "tokens": tokens, f"tokens_k{k}": tokens}
-        parsed = self.names.parse(given)
         return Judgement(
-            self.verdict(given, given == gold, parsed is None or len(parsed) != 1),
+            self.verdict(answer, is_right, is_malformed),
             {metric: values[metric] for metric in self.metrics if metric in values},
         )
 
     def _solve(self, prompt: list[int]) -> tuple[int, list[int]]:
         """Return the k and the right answer of the last question of a prompt."""
-        bos, ans = 2 * self.vocab + 1, 2 * self.vocab + 2
-        if bos in prompt and prompt[-1] == ans:
-            instance = prompt[len(prompt) - prompt[::-1].index(bos) :]
-            specials = [place for place, token in enumerate(instance) if token >= bos]
+        if self._bos in prompt and prompt[-1] == self._ans:
+            # Edges up to the first special token; the question between the last two
+            instance = prompt[len(prompt) - prompt[::-1].index(self._bos) :]
+            specials = [i for i, token in enumerate(instance) if token >= self._bos]
             query = specials[-2] if len(specials) > 1 else 0
-            edges = self.names.parse(instance[: specials[0]])
-            asked = self.names.parse(instance[query + 1 : -1])
-            k = instance[query] - ans
-            if edges and asked and len(asked) == 1 and 1 <= k <= self.k:
-                follow = dict(zip(edges[::2], edges[1::2], strict=False))
-                cycle, node = asked, follow.get(asked[0])
-                while node and node != asked[0] and len(cycle) < len(follow):
+            k = instance[query] - self._ans
+            ends = self.names.parse(instance[: specials[0]])
+            nodes = self.names.parse(instance[query + 1 : -1])
+
+            # Walk from the node round the cycle, which must hold all edges.
+            if ends and nodes and len(nodes) == 1 and 1 <= k <= self.k:
+                successors = dict(zip(ends[::2], ends[1::2], strict=False))
+                start = nodes[0]
+                cycle = [start]
+                node = successors.get(start)
+                while node and node != start and len(cycle) < len(successors):
                     cycle.append(node)
-                    node = follow.get(node)
-                if node == asked[0] and 2 * len(cycle) == len(edges):
+                    node = successors.get(node)
+                if node == start and 2 * len(cycle) == len(ends):
                     return k, list(cycle[k % len(cycle)])
         self.bad_prompt("<bos>, the edges of a cycle and queries, the last one open")
 
@@ -165,7 +201,9 @@ class Depo2(Depo1):
 
 def _shuffle(words: np.ndarray, n: np.ndarray) -> np.ndarray:
     """Return a random order of 0 ... n[i] - 1 in row i, then the rest."""
-    places = np.arange(words.shape[1], dtype=np.uint64)
-    is_beyond = (places >= n[:, None].astype(np.uint64)).astype(np.uint64)
-    keys = words >> np.uint64(17) << np.uint64(16) | is_beyond << np.uint64(63) | places
-    return (np.sort(keys, axis=1) & np.uint64(0xFFFF)).astype(np.int64)
+    # Sort keys: bit 63 puts numbers from n on last, then random bits, then 16 bits of the number.
+    numbers = np.arange(words.shape[1], dtype=np.uint64)
+    is_beyond = (numbers >= n[:, None].astype(np.uint64)).astype(np.uint64)
+    random_bits = words >> np.uint64(17) << np.uint64(16)
+    keys = np.sort(random_bits | is_beyond << np.uint64(63) | numbers, axis=1)
+    return (keys & np.uint64(0xFFFF)).astype(np.int64)

@@ -13,6 +13,7 @@ import numpy as np
 from canon_pretrain.synthetic.task import GOLDEN, Instances, Task, below, mix
 
 MOST = 1 << 20
+"""The most names of a task."""
 
 
 class Names:
@@ -22,26 +23,39 @@ class Names:
     def __init__(
         self, task: Task, n: int, vocab: int, name_tokens: tuple[int, int] | int, specials: int
     ) -> None:
-        low, high = name_tokens if isinstance(name_tokens, tuple) else (name_tokens, name_tokens)
+        if isinstance(name_tokens, tuple):
+            low, high = name_tokens
+        else:
+            low = high = name_tokens
         if vocab < 1:
             task.refuse("vocab", vocab, "at least 1")
         if not 1 <= low <= high <= task.seq_len:
             task.refuse("name_tokens", [low, high], "1 <= shortest <= longest <= seq_len")
-        # With a length above 20, there are more than MOST names, or one
-        sizes = [vocab ** min(length, 64) for length in range(low, high + 1)]
-        self.n, self.vocab, self.low, self.high = n, vocab, low, high
+
+        # The number of names of each length; from 20 tokens on there are more than MOST, or one,
+        # so that the exponent may be bounded, which keeps the numbers small.
+        lengths = range(low, high + 1)
+        sizes = [vocab ** min(length, 64) for length in lengths]
+        self.n = n
+        self.vocab = vocab
+        self.low = low
+        self.high = high
         self.count = sum(sizes)
         if self.count > MOST:
             task.refuse("vocab", vocab, f"at most {MOST:,} names, not {self.count:,}")
         if n > self.count:
             task.refuse("n", n, f"at most {self.count}: there are no more names; raise vocab")
+
+        # `_tokens` [symbols, high] by symbol, 0 past the end: padding, names by length, specials.
+        # The names of one length count in base `vocab`, digits 1 ... V, the last one V higher.
         self._sizes = np.array(sizes, np.uint64)
-        self._first = 1 + np.cumsum([0, *sizes[:-1]])
+        self._first_symbols = 1 + np.cumsum([0, *sizes[:-1]])
         self._tokens = np.zeros((1 + self.count + specials, high), np.int32)
-        for length, first, size in zip(range(low, high + 1), self._first, sizes, strict=True):
-            digits = np.arange(size)[:, None] // vocab ** np.arange(length)[::-1] % vocab
-            self._tokens[first : first + size, :length] = digits + 1
-            self._tokens[first : first + size, length - 1] += vocab
+        for length, first, size in zip(lengths, self._first_symbols, sizes, strict=True):
+            powers = vocab ** np.arange(length)[::-1]
+            rows = self._tokens[first : first + size]
+            rows[:, :length] = 1 + np.arange(size)[:, None] // powers % vocab
+            rows[:, length - 1] += vocab
         self._tokens[1 + self.count :, 0] = 2 * vocab + 1 + np.arange(specials)
         self._lengths = (self._tokens != 0).sum(axis=1)
 
@@ -49,11 +63,16 @@ class Names:
     def _candidates(self) -> int:
         """How many names to draw, so that fewer than `n` distinct ones are 3 deviations off."""
         draws = np.arange(self.n, 16 * self.n + 64)[:, None]
-        missed = np.exp(draws * np.log1p(-1 / (len(self._sizes) * self._sizes + 1e-9)))
+        # The probability that none of the draws is one certain name of each length:
+        # (1 - p)**draws with p = 1 / (lengths * names of this length); 1e-9 keeps p below 1.
+        p = 1 / (len(self._sizes) * self._sizes + 1e-9)
+        missed = np.exp(draws * np.log1p(-p))
         distinct = (self._sizes * (1 - missed)).sum(axis=1)
         variance = (self._sizes * missed * (1 - missed)).sum(axis=1)
-        enough = distinct - 3 * np.sqrt(variance) >= self.n
-        return int(draws[np.argmax(enough) if enough.any() else -1, 0])
+        is_enough = distinct - 3 * np.sqrt(variance) >= self.n
+        # `_choose` draws again where even the last number of draws is not enough.
+        best = np.argmax(is_enough) if is_enough.any() else -1
+        return int(draws[best, 0])
 
     @property
     def random_words(self) -> int:
@@ -65,32 +84,45 @@ class Names:
         int64 [count, n]: a name's length is uniform, then its tokens are; a name that the row has
         already is drawn again. `words` is uniform uint64 [count, random_words]."""
         chosen = self._choose(words[:, : self._candidates], sizes)
-        order = words[:, self._candidates :] >> np.uint64(22) << np.uint64(21)
-        order |= (chosen == 0).astype(np.uint64) << np.uint64(63)
-        keys = np.sort(order | chosen.astype(np.uint64), axis=1)
-        return (keys & np.uint64((1 << 21) - 1)).astype(np.int64)
+        # Sort keys: bit 63 puts the zeros last, then 42 random bits, then 21 bits of the symbol.
+        is_zero = (chosen == 0).astype(np.uint64)
+        keys = words[:, self._candidates :] >> np.uint64(22) << np.uint64(21)
+        keys |= is_zero << np.uint64(63)
+        keys |= chosen.astype(np.uint64)
+        return (np.sort(keys, axis=1) & np.uint64((1 << 21) - 1)).astype(np.int64)
 
     def _choose(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return the symbols of the first `sizes[i]` distinct names that the words of row i name,
         then zeros; where these are not enough, hashes of the words continue the row."""
         width = words.shape[1]
         lengths = below(words << np.uint64(32), len(self._sizes))
-        symbols = self._first[lengths] + below(words, self._sizes[lengths])
-        # Sort by symbol and place, then by place, repeated names last; 32-bit keys sort faster
-        bits, place_bits = self.count.bit_length(), width.bit_length()
-        keys = (symbols << place_bits) | np.arange(width)
-        keys = np.sort(keys.astype(np.int32 if bits + place_bits < 31 else np.int64), axis=1)
-        symbols, places = keys >> place_bits, keys & ((1 << place_bits) - 1)
+        symbols = self._first_symbols[lengths] + below(words, self._sizes[lengths])
+
+        # Sort by symbol, then by column, so that a repeated name follows its first draw.
+        # Keys of 32 bits, which sort faster, where symbol, column and one more bit fit.
+        symbol_bits = self.count.bit_length()
+        column_bits = width.bit_length()
+        key_type = np.int32 if symbol_bits + column_bits < 31 else np.int64
+        keys = np.sort((symbols << column_bits | np.arange(width)).astype(key_type), axis=1)
+        symbols = keys >> column_bits
+        columns = keys & ((1 << column_bits) - 1)
         is_new = np.ones(keys.shape, bool)
         np.not_equal(symbols[:, 1:], symbols[:, :-1], out=is_new[:, 1:])
-        places += np.where(is_new, 0, 1 << place_bits).astype(keys.dtype)
-        keys = np.sort((places << bits) | symbols, axis=1)[:, : self.n]
-        chosen = np.where(np.arange(self.n) < sizes[:, None], keys & ((1 << bits) - 1), 0)
+
+        # Sort by column again, repeated names behind all columns.
+        columns += np.where(is_new, 0, 1 << column_bits).astype(key_type)
+        keys = np.sort(columns << symbol_bits | symbols, axis=1)[:, : self.n]
+        symbols = keys & ((1 << symbol_bits) - 1)
+        chosen = np.where(np.arange(self.n) < sizes[:, None], symbols, 0)
+
+        # A row with too few distinct names gets as many words again, hashed from its own.
         is_short = is_new.sum(axis=1) < sizes
         if is_short.any():
-            short, later = words[is_short], np.arange(width, 2 * width, dtype=np.uint64)
-            more = np.concatenate([short, mix(short + later + GOLDEN)], axis=1)
-            chosen[is_short] = self._choose(more, sizes[is_short])
+            row_words = words[is_short]
+            new_columns = np.arange(width, 2 * width, dtype=np.uint64)
+            new_words = mix(row_words + new_columns + GOLDEN)
+            longer = np.concatenate([row_words, new_words], axis=1)
+            chosen[is_short] = self._choose(longer, sizes[is_short])
         return chosen
 
     def symbol(self, token: int) -> int:
@@ -116,5 +148,7 @@ class Names:
             if token > self.vocab:
                 names.append(tuple(ids[start:end]))
                 start = end
-        is_whole = start == len(ids) and all(self.low <= len(name) <= self.high for name in names)
-        return names if is_whole else None
+        has_rest = start < len(ids)
+        if has_rest or not all(self.low <= len(name) <= self.high for name in names):
+            return None
+        return names

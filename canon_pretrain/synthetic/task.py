@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +21,22 @@ import numpy as np
 
 from canon_pretrain.core.errors import UserError
 
-TRAINING, EVALUATION = 0, 1
+TRAINING = 0
+EVALUATION = 1
 """Domains of random numbers: no window for evaluation is one of training, at any seed."""
 EVALUATION_SEED = 0
 """The same for runs that differ in seeds, so that their items can be paired."""
-PROBLEM, MARK, ANSWER = 0, 1, 2
+PROBLEM = 0
+MARK = 1
+ANSWER = 2
 """Kinds of tokens. MARK: precedes or ends an answer; with `loss_on = "answers"` the loss counts
 MARK and ANSWER. A question asks for a run of ANSWER, given all tokens before it."""
 STRIDE = 1 << 20
+"""Instance numbers per window, far more than any window holds."""
+PHILOX_WORDS = 4
+"""64-bit words that Philox makes from each value of its counter, which has 256 bits."""
+SAMPLED_INSTANCES = 256
+"""Instances whose lengths estimate how many fill a window."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 """The step of SplitMix64's state, before `mix`."""
 VERSION = 1
@@ -163,8 +172,11 @@ class Task(ABC):
         """Return the tasks to evaluate on, the hardest setting first."""
         return [self]
 
-    def spans(self, ids: np.ndarray, most: int | None = None) -> list[Span]:
-        """Return what `score_spans` asks about a window [seq_len], at `most` positions if cut."""
+    def spans(self, ids: np.ndarray, max_positions: int | None = None) -> list[Span]:
+        """Return what `score_spans` needs of a window `ids` [seq_len].
+
+        A task that asks at every position samples `max_positions` of them, unless that is None.
+        """
         return []
 
     def score_spans(
@@ -182,11 +194,12 @@ class Task(ABC):
             given=given,
         )
 
-    def check_least(self, **least: int) -> None:
+    def check_least(self, **bounds: int) -> None:
         """Raise UserError unless these settings have at least these values."""
-        for key, bound in least.items():
-            if getattr(self, key) < bound:
-                self.refuse(key, getattr(self, key), f"at least {bound}")
+        for key, bound in bounds.items():
+            value = getattr(self, key)
+            if value < bound:
+                self.refuse(key, value, f"at least {bound}")
 
     def bad_prompt(self, expected: str) -> NoReturn:
         raise UserError(
@@ -208,37 +221,54 @@ class Task(ABC):
         return self.build(self._words(seed, first, count, domain), seed)
 
     def _words(self, seed: int, first: int, count: int, domain: int) -> np.ndarray:
-        blocks = -(-self.random_words // 4)
-        # NumPy increments its 256-bit counter before each block of four words
+        """Return the random words of instances `first` on, uint64 [count, random_words].
+
+        Each instance owns a run of the counter's values, so that its words depend on no other one.
+        """
+        blocks = math.ceil(self.random_words / PHILOX_WORDS)
+        # NumPy increments the counter before each block: start one below the first value.
         counter = (first * blocks - 1) % (1 << 256)
         key = np.array([seed, domain], dtype=np.uint64)
-        words = np.random.Philox(key=key, counter=counter).random_raw(4 * blocks * count)
-        return words.reshape(count, 4 * blocks)[:, : self.random_words]
+        generator = np.random.Philox(key=key, counter=counter)
+        words = generator.random_raw(count * blocks * PHILOX_WORDS)
+        return words.reshape(count, blocks * PHILOX_WORDS)[:, : self.random_words]
 
     @functools.cached_property
     def _per_window(self) -> int:
-        """The number of instances that usually fill a window."""
-        ends = self.build(self._words(0, 0, 256, EVALUATION), 0).ends
-        lengths = np.diff(ends, prepend=0)
-        number = self.seq_len / lengths.mean()
-        return int(np.ceil(number + 2 * lengths.std() / lengths.mean() * np.sqrt(number)))
+        """The number of instances that usually fill a window: the mean plus 2 deviations."""
+        words = self._words(0, 0, SAMPLED_INSTANCES, EVALUATION)
+        lengths = np.diff(self.build(words, 0).ends, prepend=0)
+        mean_number = self.seq_len / lengths.mean()
+        # Renewal theory: instances of a window have variance number * (std / mean)**2.
+        deviation = lengths.std() / lengths.mean() * np.sqrt(mean_number)
+        return int(np.ceil(mean_number + 2 * deviation))
 
     def windows(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Windows:
         """Return the windows `first` ... `first + count - 1`."""
         return self._fill(seed, np.arange(first, first + count), domain, self._per_window)
 
-    def _fill(self, seed: int, numbers: np.ndarray, domain: int, each: int) -> Windows:
-        """Return the windows `numbers`, made from `each` instances or, where short, from more."""
-        words = [self._words(seed, int(number) * STRIDE, each, domain) for number in numbers]
-        made = self.build(np.concatenate(words), seed)
-        ends = made.ends[each - 1 :: each]
+    def _fill(
+        self, seed: int, numbers: np.ndarray, domain: int, instances_per_window: int
+    ) -> Windows:
+        """Return the windows `numbers`; those that the instances do not fill are made from more."""
+        words = [
+            self._words(seed, int(number) * STRIDE, instances_per_window, domain)
+            for number in numbers
+        ]
+        instances = self.build(np.concatenate(words), seed)
+        ends = instances.ends[instances_per_window - 1 :: instances_per_window]
         starts = np.concatenate([[0], ends[:-1]])
-        is_full = ends - starts >= self.seq_len
-        places = np.minimum(starts[:, None] + np.arange(self.seq_len), len(made.ids) - 1)
-        windows = Windows(made.ids[places], made.kinds[places])
-        if not is_full.all():
-            more = self._fill(seed, numbers[~is_full], domain, 2 * each)
-            windows.ids[~is_full], windows.kinds[~is_full] = more
+
+        # The first seq_len tokens of each run; a window that is too short is replaced below.
+        token = starts[:, None] + np.arange(self.seq_len)
+        token = np.minimum(token, len(instances.ids) - 1)
+        windows = Windows(instances.ids[token], instances.kinds[token])
+
+        is_short = ends - starts < self.seq_len
+        if is_short.any():
+            longer = self._fill(seed, numbers[is_short], domain, 2 * instances_per_window)
+            windows.ids[is_short] = longer.ids
+            windows.kinds[is_short] = longer.kinds
         return windows
 
     def is_counted(self, kinds: np.ndarray) -> np.ndarray:
@@ -251,17 +281,19 @@ class Task(ABC):
         """Yield the questions of `count` windows; an answer that is cut off is none."""
         windows = self.windows(seed, first, count, domain)
         for number, (ids, kinds) in enumerate(zip(*windows, strict=True), first):
+            # Where a run of ANSWER begins and ends, in turns
             edges = np.flatnonzero(np.diff(kinds == ANSWER, prepend=False, append=False))
             for start, end in edges.reshape(-1, 2).tolist():
-                if end < self.seq_len or self.is_complete(ids[start:end].tolist()):
-                    yield Question(ids[:start].tolist(), ids[start:end].tolist(), number)
+                answer = ids[start:end].tolist()
+                if end < self.seq_len or self.is_complete(answer):
+                    yield Question(ids[:start].tolist(), answer, number)
 
 
 def below(words: np.ndarray, bound: Any) -> np.ndarray:
     """Map uint64 words to [0, bound) for bounds up to 2**31, int64; the bias is below 2**-32."""
-    return (((words >> np.uint64(32)) * np.asarray(bound, np.uint64)) >> np.uint64(32)).astype(
-        np.int64
-    )
+    half = np.uint64(32)
+    scaled = (words >> half) * np.asarray(bound, np.uint64)
+    return (scaled >> half).astype(np.int64)
 
 
 def mix(words: np.ndarray) -> np.ndarray:
@@ -292,6 +324,12 @@ class GraphTask(Task):
         if self.exact_n:
             return np.full(len(words), self.n)
         n = np.arange(3, self.n + 1)
-        weights = 1 / (n + self.n**0.5) if self.n_weight == "n+sqrt(N)" else 1 / np.sqrt(self.n + n)
-        below_n = np.cumsum(weights)[:-1] / weights.sum()
-        return 3 + np.searchsorted(below_n, (words >> np.uint64(11)) * 2.0**-53, side="right")
+        if self.n_weight == "n+sqrt(N)":
+            weights = 1 / (n + self.n**0.5)
+        else:
+            weights = 1 / np.sqrt(self.n + n)
+
+        # Inverse of the distribution function at a uniform number of 53 bits in [0, 1)
+        cumulative = np.cumsum(weights)[:-1] / weights.sum()
+        uniform = (words >> np.uint64(11)) * 2.0**-53
+        return 3 + np.searchsorted(cumulative, uniform, side="right")

@@ -56,22 +56,23 @@ def _section() -> Any:
     """Return a dataclass of the settings that any task declares, but for training.seq_len."""
     # A class that declares a setting first, or says what it means, comes first.
     classes = dict.fromkeys(base for cls in TASKS.values() for base in reversed(cls.__mro__))
-    kinds: dict[str, Any] = {}
-    texts: dict[str, str] = {}
+    types: dict[str, Any] = {}
+    help_texts: dict[str, str] = {}
     for cls in filter(is_dataclass, classes):
         hints = get_type_hints(cls)
-        kinds |= {each.name: hints[each.name] for each in dataclasses.fields(cls)}
-        texts |= help_of(cls)
-    del kinds["seq_len"]
+        types |= {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+        help_texts |= help_of(cls)
+    del types["seq_len"]
 
     # TOML has lists, and a task refuses other choices than its own itself.
-    for name, kind in kinds.items():
-        if kind == tuple[int, int] | int:
-            kinds[name] = int | list[int]
-        elif get_origin(kind) is Literal and name not in Task.__annotations__:
-            kinds[name] = str
-    names = sorted(kinds, key=lambda name: (*_ORDER, name).index(name))
-    return optional_fields({name: kinds[name] for name in names}, texts, frozen=True)
+    for key, declared_type in types.items():
+        if declared_type == tuple[int, int] | int:
+            types[key] = int | list[int]
+        elif get_origin(declared_type) is Literal and key not in Task.__annotations__:
+            types[key] = str
+
+    keys = sorted(types, key=lambda key: (*_ORDER, key).index(key))
+    return optional_fields({key: types[key] for key in keys}, help_texts, frozen=True)
 
 
 @dataclass(frozen=True)
@@ -92,23 +93,28 @@ class TaskSection(_section(), TaskName):  # type: ignore[misc]  # the class is m
 
 
 def build_task(name: str, settings: Mapping[str, Any]) -> Task:
-    """Return the task `name`; settings that are not given have its defaults. Raises UserError."""
+    """Build the task `name`; its defaults hold for all other settings. Raises UserError."""
     check_choice("data.task.name", name, TASKS)
     default = TASKS[name]()
-    known = {field.name: field.type for field in dataclasses.fields(default)}
+    keys = [field.name for field in dataclasses.fields(default)]
     for key in settings:
-        if key not in known:
-            text = f"task {name} has no setting {key}; it has {', '.join(known)}."
-            text += suggestion(key, known)
-            raise UserError("task.unknown_setting", text, task=name, key=key)
+        if key not in keys:
+            raise UserError(
+                "task.unknown_setting",
+                f"task {name} has no setting {key}; it has {', '.join(keys)}."
+                f"{suggestion(key, keys)}",
+                task=name,
+                key=key,
+            )
+
     try:
         return TypeAdapter(type(default)).validate_python(default.settings | dict(settings))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
         raise UserError(
             "task.setting",
-            f"task {name}: {key} = {first['input']!r}: {first['msg']}",
+            f"task {name}: {key} = {problem['input']!r}: {problem['msg']}",
             task=name,
             key=key,
         ) from None
