@@ -14,7 +14,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -33,19 +33,32 @@ from canon_pretrain.synthetic.task import (
 MARKS = ("<bos>", "<query>", "<ans>", "<eos>")
 BOS, QUERY, ANS, EOS = range(4)
 DEGREE = 4
+"""The most parents and the most children of a vertex."""
 DEPTHS = range(1, 6)
 HALVES = 2 + 2 * DEGREE
 """Random 32-bit numbers per vertex: how many parents, which, the keys of its edges, its wait."""
+PARTS = (BOS, None, QUERY, None, ANS, None, EOS)
+"""An instance in parts: marks, and runs of names (edges, the query, the answer) between them."""
+KINDS = (PROBLEM, PROBLEM, PROBLEM, PROBLEM, MARK, ANSWER, ANSWER)
+EDGES_PART, QUERY_PART, ANSWER_PART = 1, 3, 5
 Name = tuple[int, ...]
-Edges = list[tuple[np.ndarray, np.ndarray, np.ndarray]]
-"""Per vertex from 1 on, its edges in all graphs: the graph, the parent, which of the parents."""
+
+
+class Edges(NamedTuple):
+    """The edges into one vertex in all graphs: graph, parent, and which of its parents (slot)."""
+
+    graph: np.ndarray
+    parent: np.ndarray
+    slot: np.ndarray
 
 
 class _Numbers:
     """The names 1..`n`, each one token, behind the interface of `Names`."""
 
     def __init__(self, n: int) -> None:
-        self.high, self.count, self.random_words = 1, n, n
+        self.high = 1
+        self.count = n
+        self.random_words = n
 
     def draw(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         return np.argsort(words, axis=1) + 1
@@ -84,10 +97,18 @@ class Brevo1(GraphTask):
         A context with room for 5 standard deviations above the mean is enough: the graphs that may
         have more, less than one of a million, have one parent per vertex.
         """
-        most = max(3, 4 * self.n - 10)  # the first four vertices have at most 0, 1, 2, 3 parents
-        room = ((self.seq_len - len(MARKS)) // self._names.high - self.n) // 2
-        usual = 2.5 * (self.n - 1) + 5 * (1.25 * (self.n - 1)) ** 0.5
-        return min(most, room) if room >= usual else most
+        # 4 parents per vertex, but the first four vertices have at most 0, 1, 2, 3: 10 fewer
+        by_degree = max(3, DEGREE * self.n - 10)
+        # An edge takes two names; up to n more are in the answer.
+        names = (self.seq_len - len(MARKS)) // self._names.high
+        by_context = (names - self.n) // 2
+
+        # A number of parents that is uniform in 1 ... 4 has mean 2.5 and variance 1.25.
+        mean = 2.5 * (self.n - 1)
+        deviation = (1.25 * (self.n - 1)) ** 0.5
+        if by_context >= mean + 5 * deviation:
+            return min(by_degree, by_context)
+        return by_degree
 
     @property
     def longest(self) -> int:
@@ -105,91 +126,131 @@ class Brevo1(GraphTask):
         return 3 + self._names.random_words + self.n * HALVES // 2
 
     def build(self, words: np.ndarray, seed: int) -> Instances:
-        n = self.draw_n(words[:, 0])
-        leaves = 1 + below(words[:, 1], -(-(n - 1) // 4) + 1)
-        first = n - 1 if self.last_query else 3 * n // 4
-        query = first + below(words[:, 2], n - first)
-        names = self._names.draw(words[:, 3 : 3 + self._names.random_words], n)
-        # Graphs by descending size, so that those with a vertex i are the first ones
+        count = len(words)
+        parts = np.cumsum([1, 1, 1, self._names.random_words])
+        words_n, words_leaves, words_query, words_names, words_graph = np.split(
+            words, parts, axis=1
+        )
+
+        # Vertices 0 ... n - 1, each after those that it depends on; the first ones have no parent.
+        # The query is one of the last quarter, or the last one.
+        n = self.draw_n(words_n[:, 0])
+        max_leaves = 1 + -(-(n - 1) // 4)
+        leaves = 1 + below(words_leaves[:, 0], max_leaves)
+        earliest_query = n - 1 if self.last_query else 3 * n // 4
+        query = earliest_query + below(words_query[:, 0], n - earliest_query)
+        names = self._names.draw(words_names, n)
+
+        # random [N, HALVES, graphs], graphs by descending size: those with a vertex i come first.
         order = np.argsort(-n, kind="stable")
-        random = words[order, 3 + self._names.random_words :].view(np.uint32)
-        random = random.reshape(len(words), self.n, HALVES).transpose(1, 2, 0)
-        # A graph that may have too many edges has one parent per vertex instead
-        bounds = np.minimum(np.arange(1, self.n), DEGREE)[:, None]
-        wanted = 1 + (random[1:, 0] * bounds >> 32)
-        random[:, 0, wanted.sum(axis=0) > self._most_edges] = 0
+        random = words_graph[order].view(np.uint32)
+        random = random.reshape(count, self.n, HALVES).transpose(1, 2, 0)
+
+        # A graph that may have too many edges has one parent per vertex instead.
+        max_parents = np.minimum(np.arange(1, self.n), DEGREE)[:, None]
+        num_parents = 1 + (random[1:, 0] * max_parents >> 32)
+        random[:, 0, num_parents.sum(axis=0) > self._most_edges] = 0
         edges = self._draw_edges(random, n[order], leaves[order])
         times = self._draw_times(random, edges, query[order])[np.argsort(order)]
 
+        # All edges, by instance, within one in random order
         graph, parent, slot = (np.concatenate(column) for column in zip(*edges, strict=True))
-        child = np.repeat(np.arange(1, self.n), [len(graph) for graph, _, _ in edges])
-        keys = random[child, 1 + DEGREE + slot, graph]
-        graph = order[graph]
-        keys = keys | graph << 32
-        shuffled = np.argsort(keys)
-        pairs = np.stack([parent, child], axis=1)[shuffled]
+        child = np.repeat(np.arange(1, self.n), [len(into.graph) for into in edges])
+        random_bits = random[child, 1 + DEGREE + slot, graph]
+        instance = order[graph]
+        shuffled = np.argsort(random_bits | instance << 32)
+        edge_ends = np.stack([parent, child], axis=1)[shuffled]
+
+        # The answer is drawn from its end: the vertices that are taken last come first.
         num_answers = np.isfinite(times).sum(axis=1)
         answers = np.argsort(-times, axis=1)[np.arange(self.n) < num_answers[:, None]]
 
-        num_edges = np.bincount(graph, minlength=len(words))
-        lengths = np.ones((len(words), 7), np.int64)
-        lengths[:, 1], lengths[:, 5] = 2 * num_edges, num_answers
-        parts = np.repeat(np.tile(np.arange(7), len(words)), lengths.ravel())
-        marks = np.array([BOS, 0, QUERY, 0, ANS, 0, EOS]) + self._names.count + 1
-        symbols = marks[parts]
-        symbols[parts == 1] = names[graph[shuffled, None], pairs].ravel()
-        symbols[parts == 3] = names[np.arange(len(words)), query]
-        symbols[parts == 5] = names[np.repeat(np.arange(len(words)), num_answers), answers]
-        kinds = np.array([PROBLEM] * 4 + [MARK, ANSWER, ANSWER], np.uint8)[parts]
-        made = self._names.write(symbols[:, None], kinds[:, None])
-        return made._replace(ends=made.ends[lengths.sum(axis=1).cumsum() - 1])
+        # One symbol after another: the number of its part, then the mark or the name.
+        lengths = np.ones((count, len(PARTS)), np.int64)
+        lengths[:, EDGES_PART] = 2 * np.bincount(instance, minlength=count)
+        lengths[:, ANSWER_PART] = num_answers
+        part = np.repeat(np.tile(np.arange(len(PARTS)), count), lengths.ravel())
+        marks = np.array([mark or 0 for mark in PARTS]) + self._names.count + 1
+        symbols = marks[part]
+        symbols[part == EDGES_PART] = names[instance[shuffled, None], edge_ends].ravel()
+        symbols[part == QUERY_PART] = names[np.arange(count), query]
+        symbols[part == ANSWER_PART] = names[np.repeat(np.arange(count), num_answers), answers]
 
-    def _draw_edges(self, random: np.ndarray, n: np.ndarray, leaves: np.ndarray) -> Edges:
-        """Return the edges into the vertices 1, 2, ..., which come after those they depend on."""
-        # The vertices with less than 4 children
+        # `write` takes each symbol for an instance: keep the ends of whole instances.
+        kinds = np.array(KINDS, np.uint8)[part]
+        written = self._names.write(symbols[:, None], kinds[:, None])
+        last_symbols = lengths.sum(axis=1).cumsum() - 1
+        return written._replace(ends=written.ends[last_symbols])
+
+    def _draw_edges(self, random: np.ndarray, n: np.ndarray, leaves: np.ndarray) -> list[Edges]:
+        """Return the edges into the vertices 1, 2, ..., which come after those they depend on.
+
+        `random` is uniform uint32 [N, HALVES, graphs]; `n` descends, and vertices from `leaves` on
+        have parents: 1 to 4 distinct ones among those with less than 4 children.
+        """
         is_open = np.ones((len(n), self.n), bool)
         num_children = np.zeros(is_open.size, np.int8)
         num_full = np.zeros(len(n), np.int64)
         slots = np.arange(DEGREE)[:, None]
-        counts = np.searchsorted(-n, -np.arange(self.n)).tolist()
+
+        # Graphs with a vertex: the first `num_graphs`
+        num_graphs_by_vertex = np.searchsorted(-n, -np.arange(self.n)).tolist()
         edges = []
-        for vertex, count in enumerate(counts[1:], 1):
-            uniform = random[vertex, : 1 + DEGREE, :count].astype(np.int64)
-            free = is_open[:count, :vertex].reshape(-1).nonzero()[0]
-            num_free = vertex - num_full[:count]
-            number = uniform[0] * np.minimum(num_free, DEGREE) >> 32
-            # Fisher-Yates: choice j puts the last of the num_free - j that are left into its place
-            last = num_free - 1 - slots
-            place = uniform[1:] * np.maximum(last + 1, 1) >> 32
+        for vertex, num_graphs in enumerate(num_graphs_by_vertex[1:], 1):
+            uniform = random[vertex, : 1 + DEGREE, :num_graphs].astype(np.int64)
+
+            # The open vertices of all graphs, one graph after another, and one less than the
+            # number of parents
+            open_vertices = is_open[:num_graphs, :vertex].reshape(-1).nonzero()[0]
+            num_open = vertex - num_full[:num_graphs]
+            last_slot = uniform[0] * np.minimum(num_open, DEGREE) >> 32
+
+            # Fisher-Yates, [slots, graphs]: choice j picks one of num_open - j, then the last of
+            # these takes its index. So a choice of an index that was picked means that last one.
+            last_index = num_open - 1 - slots
+            index = uniform[1:] * np.maximum(last_index + 1, 1) >> 32
             for j in reversed(range(DEGREE - 1)):
-                np.copyto(place[j + 1 :], last[j], where=place[j + 1 :] == place[j])
-            place += num_free.cumsum() - num_free
-            slot, graph = ((slots <= number) & (leaves[:count] <= vertex)).nonzero()
-            parent = free[place[slot, graph]] - graph * vertex
-            edges.append((graph, parent, slot))
-            at = graph * self.n + parent
-            num_children[at] += 1
-            is_full = num_children[at] == DEGREE
-            is_open.reshape(-1)[at[is_full]] = False
-            num_full[:count] += np.bincount(graph[is_full], minlength=count)
+                np.copyto(index[j + 1 :], last_index[j], where=index[j + 1 :] == index[j])
+            index += num_open.cumsum() - num_open
+
+            # Leaves have no parents.
+            has_edge = (slots <= last_slot) & (leaves[:num_graphs] <= vertex)
+            slot, graph = has_edge.nonzero()
+            parent = open_vertices[index[slot, graph]] - graph * vertex
+            edges.append(Edges(graph, parent, slot))
+
+            # A parent with 4 children is no longer open.
+            flat_parent = graph * self.n + parent
+            num_children[flat_parent] += 1
+            is_full = num_children[flat_parent] == DEGREE
+            is_open.reshape(-1)[flat_parent[is_full]] = False
+            num_full[:num_graphs] += np.bincount(graph[is_full], minlength=num_graphs)
         return edges
 
-    def _draw_times(self, random: np.ndarray, edges: Edges, query: np.ndarray) -> np.ndarray:
+    def _draw_times(
+        self, random: np.ndarray, edges: list[Edges], query: np.ndarray
+    ) -> np.ndarray:
         """Return when each vertex is taken, from the query back, -inf if never, [graphs, n].
 
         A vertex waits for an exponential time once all that depend on it are taken: so the next one
         is uniform among those that are ready.
         """
-        each = np.arange(len(query))
+        graphs = np.arange(len(query))
         waits = -np.log((random[:, -1] + 0.5) * 2.0**-32)
-        last = np.full((len(query), self.n), -np.inf)
-        last[each, query] = 0
+
+        # When a vertex is ready: its last child is taken. Children come after their parents.
+        ready = np.full((len(query), self.n), -np.inf)
+        ready[graphs, query] = 0
         for vertex in reversed(range(1, self.n)):
-            graph, parent, _ = edges[vertex - 1]
-            taken = last[:, vertex] + waits[vertex]
-            last[graph, parent] = np.maximum(last[graph, parent], taken[graph])
-        times = last + waits.T
-        times[each, query] = -np.inf
+            into = edges[vertex - 1]
+            taken = ready[:, vertex] + waits[vertex]
+            ready[into.graph, into.parent] = np.maximum(
+                ready[into.graph, into.parent], taken[into.graph]
+            )
+
+        # The query itself is no part of the answer.
+        times = ready + waits.T
+        times[graphs, query] = -np.inf
         return times
 
     @property
@@ -205,37 +266,58 @@ class Brevo1(GraphTask):
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
         parents, query = self._read(prompt)
-        needed, levels = set[Name](), [{query}]
-        while levels[-1]:
-            levels.append({name for at in levels[-1] for name in parents.get(at, ())} - needed)
-            needed |= levels[-1]
-        depth = next((d for d, level in enumerate(levels) if not level <= parents.keys()), 0)
-        given = self._names.parse(answer[:-1]) if self.is_complete(answer) else None
-        seen = set[Name]()
-        for at in given or ():
-            if at not in seen and seen.issuperset(parents.get(at, ())):
-                seen.add(at)
-        is_right = given is not None and len(given) == len(seen) and seen == needed
+
+        # Breadth first from the query: all that it depends on, by distance
+        needed = set[Name]()
+        by_distance = [{query}]
+        while by_distance[-1]:
+            ancestors = {name for child in by_distance[-1] for name in parents.get(child, ())}
+            by_distance.append(ancestors - needed)
+            needed |= by_distance[-1]
+        # The depth of a question: the distance to the nearest vertex without parents
+        has_leaf = (not names <= parents.keys() for names in by_distance)
+        depth = next((distance for distance, leaf in enumerate(has_leaf) if leaf), 0)
+
+        # The vertices of the answer that come once, and after all that they depend on
+        names = self._names.parse(answer[:-1]) if self.is_complete(answer) else None
+        in_order = set[Name]()
+        for name in names or ():
+            if name not in in_order and in_order.issuperset(parents.get(name, ())):
+                in_order.add(name)
+        is_right = names is not None and len(names) == len(in_order) and in_order == needed
+
         values = {"exact": float(is_right)}
         if depth in DEPTHS:
             values[f"exact_depth{depth}"] = float(is_right)
-        return Judgement(self.verdict(answer, is_right, given is None), values)
+        return Judgement(self.verdict(answer, is_right, names is None), values)
 
     def _read(self, prompt: Sequence[int]) -> tuple[dict[Name, set[Name]], Name]:
         """Return what each vertex of the last graph depends on, and the query."""
-        bos, query, ans, _ = range(self._first_mark, self._first_mark + len(MARKS))
+        bos = self._first_mark + BOS
+        query_mark = self._first_mark + QUERY
+        ans = self._first_mark + ANS
         ids = list(prompt[-self.longest :])
         ids = ids[len(ids) - ids[::-1].index(bos) :] if bos in ids else []
-        middle = ids.index(query) if query in ids else 0
-        names, asked = self._names.parse(ids[:middle]), self._names.parse(ids[middle + 1 : -1])
-        if ids[-1:] != [ans] or not names or len(names) % 2 or asked is None or len(asked) != 1:
+
+        middle = ids.index(query_mark) if query_mark in ids else 0
+        edge_ends = self._names.parse(ids[:middle])
+        queries = self._names.parse(ids[middle + 1 : -1])
+        if (
+            ids[-1:] != [ans]
+            or not edge_ends
+            or len(edge_ends) % 2
+            or queries is None
+            or len(queries) != 1
+        ):
             self.bad_prompt("<bos>, pairs of names, <query>, a name and <ans>")
+
         parents = defaultdict[Name, set[Name]](set)
-        for parent, child in zip(names[::2], names[1::2], strict=True):
+        for parent, child in zip(edge_ends[::2], edge_ends[1::2], strict=True):
             parents[child].add(parent)
-        if asked[0] not in parents:
+        query = queries[0]
+        if query not in parents:
             self.bad_prompt("about a vertex that depends on another")
-        return parents, asked[0]
+        return parents, query
 
     def evaluations(self) -> list[Task]:
         return [dataclasses.replace(self, exact_n=True)]

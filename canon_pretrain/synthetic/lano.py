@@ -146,11 +146,14 @@ class Lano(Task):
     ) -> Iterator[Question]:
         """Yield a question per window that holds its first sentence and the next <bos>."""
         for number, ids in enumerate(self.windows(seed, first, count, domain).ids, first):
-            if len(starts := np.flatnonzero(ids == BOS)) > 1:
-                yield Question([BOS], ids[1 : starts[1] + 1].tolist(), number)
+            starts = np.flatnonzero(ids == BOS)
+            if len(starts) > 1:
+                next_bos = starts[1]
+                yield Question([BOS], ids[1 : next_bos + 1].tolist(), number)
 
     @property
     def answer_limit(self) -> int:
+        """The longest sentence (three symbols per rule) and <bos>, or what the window holds."""
         return min(3**self.language.depth + 1, self.seq_len - 1)
 
     def is_complete(self, answer: Sequence[int]) -> bool:
@@ -174,25 +177,34 @@ class Lano(Task):
         rows = self.language.next_tokens(ids.ravel())
         return rows.reshape(*ids.shape, self.vocab_size)
 
-    def spans(self, ids: np.ndarray, most: int | None = None) -> list[Span]:
-        """Return every id as the next token after each token, or after `most` random ones."""
-        places = np.arange(1, len(ids))
-        if most is not None:
-            places = np.random.default_rng(0).permutation(places)[:most]
-        return [Span(at, [token]) for at in places.tolist() for token in range(1, self.vocab_size)]
+    def spans(self, ids: np.ndarray, max_positions: int | None = None) -> list[Span]:
+        """Return every id as the next token at each position, or at a random sample of them."""
+        positions = np.arange(1, len(ids))
+        if max_positions is not None:
+            positions = np.random.default_rng(0).permutation(positions)[:max_positions]
+        return [
+            Span(position, [token])
+            for position in positions.tolist()
+            for token in range(1, self.vocab_size)
+        ]
 
     def score_spans(
         self, ids: np.ndarray, spans: Sequence[Span], logs: Sequence[float], num_parameters: int
     ) -> dict[str, float]:
-        """Return the divergence from the true distribution, nats per token."""
+        """Return the divergence from the true distribution, nats per token.
+
+        KL = sum over tokens of p * (log p - log q), mean over positions; p = 0 adds nothing.
+        """
         starts, tokens = np.array([(span.start, span.tokens[0]) for span in spans]).T
-        truth = _distribution(self, ids.tobytes())[starts - 1, tokens]
-        known = truth > 0
-        nats = truth[known] * (np.log(truth[known]) - np.array(logs)[known])
+        p = _distribution(self, ids.tobytes())[starts - 1, tokens]
+        is_possible = p > 0
+        p = p[is_possible]
+        log_q = np.array(logs)[is_possible]
+        nats = p * (np.log(p) - log_q)
         return {"kl": float(nats.sum() / len(np.unique(starts)))}
 
 
 @functools.lru_cache(maxsize=512)
 def _distribution(task: Lano, window: bytes) -> np.ndarray:
-    """Return `task.distribution` of a window, which validations ask for again and again."""
+    """Cache `task.distribution` of a window: each validation of a run needs the same ones."""
     return task.distribution(np.frombuffer(window, np.int64))

@@ -11,9 +11,11 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from canon_pretrain.synthetic.task import ANSWER, MARK, Instances, Judgement, Task, below
+from canon_pretrain.synthetic.task import ANSWER, MARK, PROBLEM, Instances, Judgement, Task, below
 
 OPERATORS = ("+", "-", "*")
+MARKS = (*OPERATORS, "<bos>", "<ans>")
+"""The ids that follow the values; <len_1>, <len_2>, ... come next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,63 +43,96 @@ class Mano(Task):
 
     @property
     def longest(self) -> int:
-        return 2 * self.l + 5
+        """<bos> <len_l>, 2 l + 1 operators and values, <ans>, the value."""
+        return 2 + (2 * self.l + 1) + 2
+
+    @property
+    def _bos(self) -> int:
+        return self.modulus + 4
+
+    @property
+    def _ans(self) -> int:
+        """The id of <ans>; that of <len_l> is l more."""
+        return self.modulus + 5
 
     @property
     def _num_marks(self) -> int:
         """The number of ids that may have a synonym: all but the values."""
-        return 5 + self.l
+        return len(MARKS) + self.l
 
     @property
     def vocab_size(self) -> int:
-        return self.modulus + (2 if self.synonyms else 1) * self._num_marks + 1
+        ids_per_mark = 2 if self.synonyms else 1
+        return 1 + self.modulus + ids_per_mark * self._num_marks
 
     def word(self, token: int) -> str:
         if token <= self.modulus:
             return str(token - 1)
-        prime, mark = divmod(token - self.modulus - 1, self._num_marks)
-        words = (*OPERATORS, "<bos>", "<ans>")
-        return (words[mark] if mark < 5 else f"<len_{mark - 4}>") + "'" * prime
+        synonym, mark = divmod(token - self.modulus - 1, self._num_marks)
+        length = mark - len(MARKS) + 1
+        word = f"<len_{length}>" if length > 0 else MARKS[mark]
+        return word + "'" * synonym
 
     @property
     def random_words(self) -> int:
-        return 2 * self.l + 4  # per token but the last: 32 bits for its value, one for its synonym
+        """A word per token but the last: 32 bits for its value, one for its synonym."""
+        return self.longest - 1
 
     def build(self, words: np.ndarray, seed: int) -> Instances:
-        count, each = len(words), np.arange(len(words))
-        length = np.full(count, self.l) if self.exact_l else 1 + below(words[:, 0], self.l)
-        bits, words = words & np.uint64(1), np.ascontiguousarray(words[:, 2:-1].T)
-        # The subexpression at position p has sizes[p] operations and 2 * sizes[p] + 1 tokens.
+        count = len(words)
+        if self.exact_l:
+            length = np.full(count, self.l)
+        else:
+            length = 1 + below(words[:, 0], self.l)
+        synonym_bits = words & np.uint64(1)
+        words = np.ascontiguousarray(words[:, 2:-1].T)
+
+        # Arrays are [positions, count]. The subexpression at position p has sizes[p] operations
+        # and 2 * sizes[p] + 1 tokens; one without operations is a value.
         sizes = np.zeros((2 * self.l + 1, count), np.int64)
         sizes[0] = length
         values = below(words, self.modulus)
         tokens = 1 + values
-        splits = []
+
+        # From the left: an operator, and how many other operations its left operand takes. The
+        # left operand starts at p + 1, the right one after it.
+        operations = []
         for p in range(2 * self.l - 1):
-            at = np.flatnonzero(sizes[p])
-            size = sizes[p, at]
-            operator, left = np.divmod(below(words[p, at], len(OPERATORS) * size), size)
-            right = p + 2 + 2 * left
-            sizes[p + 1, at] = left
-            sizes[right, at] = size - 1 - left
-            tokens[p, at] = self.modulus + 1 + operator
-            splits.append((at, operator, right))
+            rows = np.flatnonzero(sizes[p])
+            size = sizes[p, rows]
+            draw = below(words[p, rows], len(OPERATORS) * size)
+            operator, left_size = np.divmod(draw, size)
+            right = p + 1 + (2 * left_size + 1)
+            sizes[p + 1, rows] = left_size
+            sizes[right, rows] = size - 1 - left_size
+            tokens[p, rows] = self.modulus + 1 + operator
+            operations.append((rows, operator, right))
+
+        # From the right: the value of a subexpression comes from its two operands.
         for p in reversed(range(2 * self.l - 1)):
-            at, operator, right = splits[p]
-            a, b = values[p + 1, at], values[right, at]
-            values[p, at] = np.choose(operator, [a + b, a - b, a * b]) % self.modulus
+            rows, operator, right = operations[p]
+            a = values[p + 1, rows]
+            b = values[right, rows]
+            values[p, rows] = np.choose(operator, [a + b, a - b, a * b]) % self.modulus
+
+        # Rows of tokens: <bos> <len_l>, the expression, <ans> over its unused end, the value
+        row = np.arange(count)
+        ans_column = 2 + (2 * length + 1)
         ids = np.empty((count, self.longest), np.int64)
-        kinds = np.zeros((count, self.longest), np.uint8)
-        ids[:, 0] = self.modulus + 4
-        ids[:, 1] = self.modulus + 5 + length
+        kinds = np.full((count, self.longest), PROBLEM, np.uint8)
+        ids[:, 0] = self._bos
+        ids[:, 1] = self._ans + length
         ids[:, 2:-2] = tokens.T
-        end = 2 * length + 3
-        ids[each, end], kinds[each, end] = self.modulus + 5, MARK
+        ids[row, ans_column] = self._ans
+        kinds[row, ans_column] = MARK
         if self.synonyms:
-            ids[:, :-1] += bits.astype(np.int64) * (ids[:, :-1] > self.modulus) * self._num_marks
-        ids[each, end + 1], kinds[each, end + 1] = 1 + values[0], ANSWER
-        is_used = np.arange(self.longest) <= end[:, None] + 1
-        return Instances(ids[is_used], kinds[is_used], np.cumsum(end + 2))
+            is_mark = ids[:, :-1] > self.modulus
+            ids[:, :-1] += synonym_bits.astype(np.int64) * is_mark * self._num_marks
+        ids[row, ans_column + 1] = 1 + values[0]
+        kinds[row, ans_column + 1] = ANSWER
+
+        is_used = np.arange(self.longest) <= ans_column[:, None] + 1
+        return Instances(ids[is_used], kinds[is_used], np.cumsum(ans_column + 2))
 
     @property
     def answer_limit(self) -> int:
@@ -119,26 +154,33 @@ class Mano(Task):
 
     def _solve(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Return the length and the value of the expression after the last <bos>."""
-        stack = list[int]()
-        tokens = list[int]()  # from the last one on
+        # The tokens from the last one back to <bos>, without synonyms
+        reversed_tokens = list[int]()
         for token in reversed(prompt):
             is_synonym = self.synonyms and token > self.modulus + self._num_marks
-            tokens.append(token - self._num_marks if is_synonym else token)
-            if tokens[-1] == self.modulus + 4:
+            reversed_tokens.append(token - self._num_marks if is_synonym else token)
+            if reversed_tokens[-1] == self._bos:
                 break
-        expression = tokens[1:-2]
+        expression = reversed_tokens[1:-2]
+        marks = reversed_tokens[:1] + reversed_tokens[-2:]
+
+        # Read from its end, a prefix expression pushes values and reduces the two on top.
+        stack = list[int]()
         for token in expression:
+            operator = token - self.modulus - 1
             if 1 <= token <= self.modulus:
                 stack.append(token - 1)
-            elif len(stack) >= 2 and self.modulus < token <= self.modulus + 3:
-                a, b = stack.pop(), stack.pop()
-                stack.append((a + b, a - b, a * b)[token - self.modulus - 1] % self.modulus)
+            elif len(stack) >= 2 and 0 <= operator < len(OPERATORS):
+                a = stack.pop()
+                b = stack.pop()
+                stack.append((a + b, a - b, a * b)[operator] % self.modulus)
             else:
                 stack.clear()
                 break
+
         length = len(expression) // 2
-        marks_around = [self.modulus + 5, self.modulus + 5 + length, self.modulus + 4]
-        if len(stack) != 1 or not 1 <= length <= self.l or tokens[:1] + tokens[-2:] != marks_around:
+        is_expression = len(stack) == 1 and 1 <= length <= self.l
+        if not is_expression or marks != [self._ans, self._ans + length, self._bos]:
             self.bad_prompt("<bos>, <len_l>, a prefix expression of l operations and <ans>")
         return length, stack[0]
 
