@@ -227,9 +227,7 @@ class Brevo1(GraphTask):
             num_full[:num_graphs] += np.bincount(graph[is_full], minlength=num_graphs)
         return edges
 
-    def _draw_times(
-        self, random: np.ndarray, edges: list[Edges], query: np.ndarray
-    ) -> np.ndarray:
+    def _draw_times(self, random: np.ndarray, edges: list[Edges], query: np.ndarray) -> np.ndarray:
         """Return when each vertex is taken, from the query back, -inf if never, [graphs, n].
 
         A vertex waits for an exponential time once all that depend on it are taken: so the next one

@@ -50,17 +50,34 @@ VALUES = 2 * (28 * 12 * 200) * 200 * 300 * 100 * 263
 """Part 3.3's N0 and S0. S0 counts the pronoun, but not the city that follows from the employer."""
 PADDING = 3
 """A kind of tokens, beside those of task.py: never counted by the loss."""
-BOS, PERIOD = 1, 2
+BOS = 1
+PERIOD = 2
 SIZES = (400, 400, 1000, 28, 12, 200, 200, 300, 100, 263)
-"""Of the lists of words, and of the first ten slots of `_slots`."""
+"""Of the lists of words in LISTS, which are the values of the first ten slots."""
 STARTS = tuple(itertools.accumulate(SIZES, initial=3))
-CITY, SHE = STARTS[6], STARTS[10]
+"""The first id of each list, and the first id behind them."""
+DAY, MONTH, CITY, UNIVERSITY = STARTS[3], STARTS[4], STARTS[6], STARTS[7]
+SHE = STARTS[10]
+NUM_GENDERS = 2
+NAME_SLOTS = (0, 1, 2)
+DATE_SLOTS = (3, 4, 5)
+FIRST_VALUE_SLOT = 6
+"""Slots of a person, each an id: 0 to 2 full name, 3 to 5 birth date, 6 birth city, 7 university,
+8 major, 9 employer, 10 working city, 11 She or He, 12 her or his."""
+SHE_SLOT = 11
+HER_SLOT = 12
+CITY_FACTOR = 61
+"""Employer e is in city (61 e + 17) mod 200; without a common factor, every city has one or two."""
 NAME_KEY, VALUE_KEY = 0xB105, 0xB106
 ROUNDS = 8
 
 
 class Language(NamedTuple):
-    """Words by id, and templates [6, templates, longest]: ids, or -1 - slot; 0 past the end."""
+    """Words by id, and templates of sentences.
+
+    `templates` [6, templates, longest] has ids, or -1 - slot for a word of the person, and 0 past
+    the end; `kinds` are those of its tokens. `roles` has a number of ROLES by id.
+    """
 
     words: list[str]
     templates: np.ndarray
@@ -70,15 +87,22 @@ class Language(NamedTuple):
 
 @functools.cache
 def language() -> Language:
-    """Return the words, templates, kinds of the templates' tokens, and roles by id."""
+    """Build the words, the templates with the kinds of their tokens, and the roles by id."""
     words = ["<unused>", "<bos>", "."]
     for parts, size in zip(LISTS.values(), SIZES, strict=True):
         words += ["".join(word) for word in itertools.product(*parts)][:size]
     words += ["She", "He", "her", "his"]
-    ids = {"{name}": [-1, -2, -3], "{She}": [-12], "{her}": [-13], ".": [PERIOD]}
+
+    # Rows of ids, one per template; a new word of a template takes the next id.
+    ids = {
+        "{name}": [-1 - slot for slot in NAME_SLOTS],
+        "{She}": [-1 - SHE_SLOT],
+        "{her}": [-1 - HER_SLOT],
+        ".": [PERIOD],
+    }
     rows = []
     for attribute, sentences in enumerate(TEMPLATES.values()):
-        ids["{value}"] = [-4, -5, -6] if attribute == 0 else [-6 - attribute]
+        ids["{value}"] = [-1 - slot for slot in _value_slots(attribute)]
         for sentence in sentences:
             row = [BOS] if attribute == 0 else []
             for word in sentence.split():
@@ -87,15 +111,29 @@ def language() -> Language:
                     words.append(word)
                 row += ids[word]
             rows.append(row)
-    width = max(map(len, rows))
-    templates = np.array([row + [0] * (width - len(row)) for row in rows])
-    is_value = (templates <= -4) & (templates >= -11)
+    longest = max(map(len, rows))
+    templates = np.array([row + [0] * (longest - len(row)) for row in rows])
+
+    # The slots of dates and other values are what a biography tells about its person.
+    slots = -1 - templates
+    is_value = (slots >= DATE_SLOTS[0]) & (slots < SHE_SLOT)
     kinds = np.where(is_value, ANSWER, PROBLEM).astype(np.uint8)
+
+    # The lists in the order of their ids: three of the name, three of the date, then one each. Two
+    # cities share a list; `token_roles` tells them apart. She and He follow the lists.
+    name, date, birth_city, university, major, employer = range(1, 7)
+    pronoun = ROLES.index("pronoun")
+    roles_of_lists = [name] * 3 + [date] * 3 + [birth_city, university, major, employer, pronoun]
     roles = np.zeros(len(words), np.uint8)
-    lists = np.array([1, 1, 1, 2, 2, 2, 3, 4, 5, 6, 8])
-    roles[STARTS[0] : SHE + 2] = np.repeat(lists, [*SIZES, 2])
-    shape = (len(ATTRIBUTES), -1, width)
+    roles[STARTS[0] : SHE + NUM_GENDERS] = np.repeat(roles_of_lists, [*SIZES, NUM_GENDERS])
+
+    shape = (len(ATTRIBUTES), -1, longest)
     return Language(words, templates.reshape(shape), kinds.reshape(shape), roles)
+
+
+def _value_slots(attribute: int) -> Sequence[int]:
+    """Return the slots of the value of an attribute, by its number in ATTRIBUTES."""
+    return DATE_SLOTS if attribute == 0 else (FIRST_VALUE_SLOT + attribute - 1,)
 
 
 def bits_per_parameter(nats: Sequence[float], people: int, parameters: int) -> float:
@@ -106,7 +144,9 @@ def bits_per_parameter(nats: Sequence[float], people: int, parameters: int) -> f
     working city carries no bits and is in neither sum. At most log2(N0 / people) + log2(S0) per
     person, as names are learned as a set.
     """
-    p1, p2 = nats[1], sum(nats[2:7]) + nats[8]
+    name, birth_date, employer = 1, 2, 6
+    p1 = nats[name]
+    p2 = sum(nats[birth_date : employer + 1]) + nats[ROLES.index("pronoun")]
     bits = people * (math.log2(NAMES) + math.log2(VALUES) - (p1 + p2) / math.log(2))
     return bits / parameters
 
@@ -157,31 +197,42 @@ class Capo(Task):
     def _words(self, seed: int, first: int, count: int, domain: int) -> np.ndarray:
         """Return the place in the stream, which is far on for evaluation, then random words."""
         words = super()._words(seed, first, count, domain)
-        place = (first + domain * (self.people << 32)) % (1 << 64)
-        words[:, 0] = np.arange(count, dtype=np.uint64) + np.uint64(place)
+        position = (first + domain * (self.people << 32)) % (1 << 64)
+        words[:, 0] = np.arange(count, dtype=np.uint64) + np.uint64(position)
         return words
 
     def build(self, words: np.ndarray, seed: int) -> Instances:
-        exposure, place = np.divmod(words[:, 0], np.uint64(self.people))
-        slots = _slots(_permute(place, self.people, _hash(seed, exposure)))
+        exposure, position = np.divmod(words[:, 0], np.uint64(self.people))
+        person = _permute(position, self.people, _hash(seed, exposure))
+        slots = _slots(person)
+
+        # A template per attribute, [count, 6 * longest], the person's ids in its slots
         _, templates, kinds, _ = language()
-        chosen = np.arange(len(ATTRIBUTES)), below(words[:, 1:], templates.shape[1])
-        ids = templates[chosen].reshape(len(words), -1)
+        template = below(words[:, 1:], templates.shape[1])
+        attribute = np.arange(len(ATTRIBUTES))
+        ids = templates[attribute, template].reshape(len(words), -1)
         rows, columns = np.nonzero(ids < 0)
         ids[rows, columns] = slots[rows, -1 - ids[rows, columns]]
+
+        # Without the padding of the templates
         is_token = ids != 0
         ends = np.cumsum(np.count_nonzero(is_token, axis=1))
-        return Instances(ids[is_token], kinds[chosen].reshape(ids.shape)[is_token], ends)
+        token_kinds = kinds[attribute, template].reshape(ids.shape)
+        return Instances(ids[is_token], token_kinds[is_token], ends)
 
     def windows(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Windows:
-        each = self.per_window
-        made = self.instances(seed, first * each, count * each, domain)
-        lengths = np.diff(made.ends[each - 1 :: each], prepend=0)
+        per_window = self.per_window
+        instances = self.instances(seed, first * per_window, count * per_window, domain)
+        lengths = np.diff(instances.ends[per_window - 1 :: per_window], prepend=0)
+
+        # Each window holds its biographies, then padding.
         is_filled = np.arange(self.seq_len) < lengths[:, None]
         windows = Windows(
-            np.full(is_filled.shape, BOS), np.full(is_filled.shape, PADDING, np.uint8)
+            ids=np.full(is_filled.shape, BOS),
+            kinds=np.full(is_filled.shape, PADDING, np.uint8),
         )
-        windows.ids[is_filled], windows.kinds[is_filled] = made.ids, made.kinds
+        windows.ids[is_filled] = instances.ids
+        windows.kinds[is_filled] = instances.kinds
         return windows
 
     def is_counted(self, kinds: np.ndarray) -> np.ndarray:
@@ -190,19 +241,28 @@ class Capo(Task):
     def token_roles(self, ids: np.ndarray) -> np.ndarray:
         """Return the number in ROLES of each token of windows `ids`, uint8 [count, seq_len]."""
         roles = language().roles[ids]
-        is_city = (ids >= CITY) & (ids < STARTS[7])
-        roles[is_city & (np.cumsum(is_city, axis=1) % 2 == 0)] = ROLES.index("working_city")
+        # A biography has two cities: every second one is that of work.
+        is_city = (ids >= CITY) & (ids < UNIVERSITY)
+        is_second = np.cumsum(is_city, axis=1) % 2 == 0
+        roles[is_city & is_second] = ROLES.index("working_city")
+
+        # She or He opens each sentence but that of the birth date; only the first one tells which.
         is_pronoun = roles == ROLES.index("pronoun")
-        roles[is_pronoun & (np.cumsum(is_pronoun, axis=1) % 5 != 1)] = 0
+        sentences = len(ATTRIBUTES) - 1
+        is_first = np.cumsum(is_pronoun, axis=1) % sentences == 1
+        roles[is_pronoun & ~is_first] = ROLES.index("none")
         return roles
 
-    def spans(self, ids: np.ndarray, most: int | None = None) -> list[Span]:
+    def spans(self, ids: np.ndarray, max_positions: int | None = None) -> list[Span]:
         """Return each run of tokens of one role."""
         roles = self.token_roles(ids[None])[0].astype(np.int64)
-        starts = np.flatnonzero(np.diff(roles, prepend=0))
-        ends = [*starts[1:].tolist(), len(ids)]
-        pairs = zip(starts.tolist(), ends, strict=True)
-        return [Span(a, ids[a:b].tolist()) for a, b in pairs if roles[a]]
+        starts = np.flatnonzero(np.diff(roles, prepend=0)).tolist()
+        ends = [*starts[1:], len(ids)]
+        return [
+            Span(start, ids[start:end].tolist())
+            for start, end in zip(starts, ends, strict=True)
+            if roles[start] != ROLES.index("none")
+        ]
 
     def score_spans(
         self, ids: np.ndarray, spans: Sequence[Span], logs: Sequence[float], num_parameters: int
@@ -218,35 +278,46 @@ class Capo(Task):
         return 3
 
     def is_complete(self, answer: Sequence[int]) -> bool:
-        is_date = len(answer) > 0 and STARTS[3] <= answer[0] < STARTS[4]
-        return len(answer) == (3 if is_date else 1)
+        is_date = len(answer) > 0 and DAY <= answer[0] < MONTH
+        return len(answer) == (len(DATE_SLOTS) if is_date else 1)
 
     @property
     def metrics(self) -> list[str]:
         return ["exact", "tokens", *(f"exact_{attribute}" for attribute in ATTRIBUTES)]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
-        text, given = [BOS, *_after(prompt, BOS)], list(answer)
+        # The full name, behind <bos>, tells who it is; the number of sentences, what is asked.
+        text = [BOS, *_after(prompt, BOS)]
         attribute = text.count(PERIOD)
         slots = _slots_of_name(*text[1:4], self.people) if len(text) > 3 else ()
         if not slots or attribute >= len(ATTRIBUTES):
             self.bad_prompt("<bos> and part of a biography of one of its people")
+
+        # The open sentence must be a template up to its value.
         _, templates, kinds, roles = language()
         sentence = _after(text, PERIOD) if attribute else text
         starts = (kinds[attribute] == ANSWER).argmax(axis=1)
-        for template, start in zip(templates[attribute].tolist(), starts, strict=True):
-            words = [slots[-1 - token] if token < 0 else token for token in template[:start]]
-            if words == sentence:
-                break
-        else:
+        beginnings = (
+            [slots[-1 - token] if token < 0 else token for token in template[:start]]
+            for template, start in zip(templates[attribute].tolist(), starts, strict=True)
+        )
+        if sentence not in beginnings:
             self.bad_prompt("a biography up to a value")
-        gold = list(slots[3:6] if attribute == 0 else slots[5 + attribute : 6 + attribute])
-        known = [roles[token] if 0 <= token < len(roles) else 0 for token in given]
-        verdict = self.verdict(given, given == gold, set(known) != {roles[gold[0]]})
-        right = sum(a == b for a, b in zip(given, gold, strict=False))
-        exact = float(given == gold)
-        values = {"exact": exact, "tokens": right / len(gold)}
-        return Judgement(verdict, values | {f"exact_{ATTRIBUTES[attribute]}": exact})
+
+        # An answer is malformed if any of its words is none of the attribute.
+        answer = list(answer)
+        right_answer = [slots[slot] for slot in _value_slots(attribute)]
+        is_right = answer == right_answer
+        answer_roles = {roles[token] if 0 <= token < len(roles) else 0 for token in answer}
+        is_malformed = answer_roles != {roles[right_answer[0]]}
+
+        right_tokens = sum(a == b for a, b in zip(answer, right_answer, strict=False))
+        values = {
+            "exact": float(is_right),
+            "tokens": right_tokens / len(right_answer),
+            f"exact_{ATTRIBUTES[attribute]}": float(is_right),
+        }
+        return Judgement(self.verdict(answer, is_right, is_malformed), values)
 
 
 def _after(tokens: Sequence[int], token: int) -> list[int]:
@@ -256,27 +327,37 @@ def _after(tokens: Sequence[int], token: int) -> list[int]:
 
 
 def _slots(person: np.ndarray) -> np.ndarray:
-    """Return ids [count, 13]: full name, date, other attributes, She or He, her or his."""
+    """Return the slots of people, ids [count, 13]."""
+    # People have distinct names: one of all that first, middle and last names make.
+    _, num_middle, num_last = SIZES[:3]
     name = _permute(person, NAMES, _hash(NAME_KEY)).astype(np.int64)
-    sizes = (*SIZES[3:], 2)
-    draws = below(_hash(VALUE_KEY, person[:, None], np.arange(len(sizes))), sizes)
-    pronoun = draws[:, 7]
-    # 61 and 200 have no common factor: every city has one or two employers
-    city = (61 * draws[:, 6] + 17) % SIZES[6]
-    numbers = [name // 400_000, name // 1000 % 400, name % 1000, *draws.T[:7], city]
-    columns = [start + number for start, number in zip((*STARTS[:10], CITY), numbers, strict=True)]
-    return np.stack([*columns, SHE + pronoun, SHE + 2 + pronoun], axis=1)
+    first, middle = np.divmod(name // num_last, num_middle)
+    last = name % num_last
+
+    # Uniform values: date, birth city, university, major, employer, and the pronoun
+    bounds = (*SIZES[3:], NUM_GENDERS)
+    draws = below(_hash(VALUE_KEY, person[:, None], np.arange(len(bounds))), bounds)
+    *values, employer, gender = draws.T
+    working_city = (CITY_FACTOR * employer + 17) % SIZES[6]
+
+    numbers = [first, middle, last, *values, employer, working_city, gender, gender]
+    first_ids = [*STARTS[:10], CITY, SHE, SHE + NUM_GENDERS]
+    return np.stack(numbers, axis=1) + first_ids
 
 
 @functools.lru_cache(maxsize=4096)
 def _slots_of_name(first: int, middle: int, last: int, people: int) -> tuple[int, ...]:
     """Return the slots of the person of this name; empty if there is none."""
-    numbers = [token - start for token, start in zip((first, middle, last), STARTS, strict=False)]
-    if not all(0 <= number < size for number, size in zip(numbers, SIZES, strict=False)):
+    name = 0
+    for token, start, size in zip((first, middle, last), STARTS, SIZES, strict=False):
+        number = token - start
+        if not 0 <= number < size:
+            return ()
+        name = name * size + number
+    person = _permute(np.array([name], np.uint64), NAMES, _hash(NAME_KEY), backward=True)
+    if person[0] >= people:
         return ()
-    name = np.array([(numbers[0] * 400 + numbers[1]) * 1000 + numbers[2]], np.uint64)
-    person = _permute(name, NAMES, _hash(NAME_KEY), backward=True)
-    return tuple(_slots(person)[0].tolist()) if person[0] < people else ()
+    return tuple(_slots(person)[0].tolist())
 
 
 def _hash(*parts: Any) -> np.ndarray:
@@ -292,18 +373,27 @@ def _permute(
 ) -> np.ndarray:
     """Return the images of uint64 `numbers` under permutations of [0, size), one per key.
 
-    data/sampler.py's Feistel cipher over arrays: numbers past `size` are permuted again.
+    data/sampler.py's Feistel cipher over arrays: images past `size` are permuted again.
     """
-    bounds = math.isqrt(size - 1) + 1, -(-size // (math.isqrt(size - 1) + 1))
-    moved, keys = numbers.copy(), np.broadcast_to(keys, numbers.shape)
-    inside = np.arange(len(numbers))
-    while len(inside):
-        halves: list[np.ndarray] = list(np.divmod(moved[inside], np.uint64(bounds[1])))
-        for index in reversed(range(ROUNDS)) if backward else range(ROUNDS):
+    # A number is two halves, [0, bounds[0]) and [0, bounds[1]), about the square root of `size`.
+    root = math.isqrt(size - 1) + 1
+    bounds = (root, -(-size // root))
+    rounds = reversed(range(ROUNDS)) if backward else range(ROUNDS)
+    order = list(rounds)
+
+    images = numbers.copy()
+    keys = np.broadcast_to(keys, numbers.shape)
+    pending = np.arange(len(numbers))
+    while len(pending):
+        halves: list[np.ndarray] = list(np.divmod(images[pending], np.uint64(bounds[1])))
+        for index in order:
+            # Add a hash of one half to the other one, or take it away again.
             side = index % 2
-            step = _hash(keys[inside], index, halves[1 - side]) % bounds[side]
-            step = bounds[side] - step if backward else step
-            halves[side] = (halves[side] + step) % bounds[side]
-        moved[inside] = halves[0] * bounds[1] + halves[1]
-        inside = inside[moved[inside] >= size]
-    return moved
+            bound = bounds[side]
+            step = _hash(keys[pending], index, halves[1 - side]) % bound
+            if backward:
+                step = bound - step
+            halves[side] = (halves[side] + step) % bound
+        images[pending] = halves[0] * bounds[1] + halves[1]
+        pending = pending[images[pending] >= size]
+    return images

@@ -19,7 +19,11 @@ from canon_pretrain.synthetic.task import ANSWER, Task
 from canon_pretrain.synthetic.tasks import TASKS, build_task
 
 WIDTH = 100
+"""Columns of printed instances."""
 WORDS_SHOWN = 40
+FREQUENT_WORDS = 10
+INSTANCES_PER_WINDOW = 10
+"""How many instances `stats` takes for each window."""
 QUANTILES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "most": 1.0}
 
 
@@ -35,20 +39,29 @@ def run_show(arguments: argparse.Namespace) -> None:
     """Print a window: one instance after another, with answers in brackets, or as JSON."""
     task = _task(arguments)
     windows = task.windows(arguments.seed, arguments.index, 1)
-    ids, kinds = windows.ids[0].tolist(), windows.kinds[0]
+    ids = windows.ids[0].tolist()
+    kinds = windows.kinds[0]
     if arguments.json:
         mask = task.is_counted(kinds).astype(int).tolist()
         print(json.dumps({"ids": ids, "loss_mask": mask}))
         return
+
+    # An instance starts at <bos>, unless that is the padding behind another <bos>.
     words = [task.word(token) for token in ids]
-    edges = np.diff((kinds == ANSWER).astype(int), prepend=0, append=0).tolist()
     is_bos = [word.startswith("<bos>") for word in words]
-    starts = [i for i in range(1, len(words)) if is_bos[i] > is_bos[i - 1]]  # padding is no start
+    starts = [i for i in range(1, len(words)) if is_bos[i] and not is_bos[i - 1]]
+
+    # +1 where an answer begins, -1 behind its end
+    edges = np.diff((kinds == ANSWER).astype(int), prepend=0, append=0).tolist()
     for i, word in enumerate(words):
-        words[i] = "[" * (edges[i] > 0) + word + "]" * (edges[i + 1] < 0)
+        opening = "[" if edges[i] > 0 else ""
+        closing = "]" if edges[i + 1] < 0 else ""
+        words[i] = f"{opening}{word}{closing}"
+
     for start, end in zip([0, *starts], [*starts, len(words)], strict=True):
-        line = " ".join(words[start:end])
-        print(*textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False), sep="\n")
+        instance = " ".join(words[start:end])
+        lines = textwrap.wrap(instance, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        print(*lines, sep="\n")
 
 
 def run_score(arguments: argparse.Namespace) -> None:
@@ -66,12 +79,13 @@ def _task(arguments: argparse.Namespace) -> Task:
 
 
 def _verdicts(task: Task, path: Path) -> Iterator[str]:
-    line = TypeAdapter(ScoredLine)
+    """Yield the verdict on each line of a file. Raises UserError with the number of a bad line."""
+    adapter = TypeAdapter(ScoredLine)
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             try:
-                given = line.validate_json(raw, strict=True)
-                yield task.judge(given.prompt, given.answer).verdict
+                line = adapter.validate_json(raw, strict=True)
+                yield task.judge(line.prompt, line.answer).verdict
             except ValidationError as error:
                 raise UserError(
                     "task.line",
@@ -88,26 +102,36 @@ def _verdicts(task: Task, path: Path) -> Iterator[str]:
 
 def run_stats(arguments: argparse.Namespace) -> None:
     """Print the ids of words, lengths, and shares, over some windows and instances."""
-    task, seed, count = _task(arguments), arguments.seed, arguments.windows
-    lengths = np.diff(task.instances(seed, 0, 10 * count).ends, prepend=0)
+    task = _task(arguments)
+    seed = arguments.seed
+    count = arguments.windows
+    num_instances = INSTANCES_PER_WINDOW * count
+    lengths = np.diff(task.instances(seed, 0, num_instances).ends, prepend=0)
     windows = task.windows(seed, 0, count)
     questions = list(task.questions(seed, 0, count))
+
+    # How often each id occurs, and the words that are no plain numbers
     numbers = np.bincount(windows.ids.ravel(), minlength=task.vocab_size)
-    frequent = [i for i in np.argsort(-numbers, kind="stable")[:10].tolist() if numbers[i]]
+    by_number = np.argsort(-numbers, kind="stable").tolist()
+    frequent = [token for token in by_number[:FREQUENT_WORDS] if numbers[token]]
     words = {token: task.word(token) for token in range(1, task.vocab_size)}
     marks = [f"{word} {token}" for token, word in words.items() if not word.isdigit()]
+    ellipsis = " ..." if len(marks) > WORDS_SHOWN else ""
+
+    settings = [f"{key}={json.dumps(value)}" for key, value in task.settings.items()]
+    shares = [f"{words[token]} {numbers[token] / numbers.sum():.1%}" for token in frequent]
     rows = {
-        "settings": " ".join(f"{key}={json.dumps(value)}" for key, value in task.settings.items()),
+        "settings": " ".join(settings),
         "vocab_size": f"{task.vocab_size:,}, of which {np.count_nonzero(numbers):,} ids occur",
-        "ids": ", ".join(marks[:WORDS_SHOWN]) + " ..." * (len(marks) > WORDS_SHOWN),
+        "ids": f"{', '.join(marks[:WORDS_SHOWN])}{ellipsis}",
         "tokens per instance": _quantiles(lengths),
         "instances per window": f"mean {task.seq_len / lengths.mean():.1f}",
         "counted labels": f"{task.is_counted(windows.kinds[:, 1:]).mean():.1%}",
         "questions per window": f"mean {len(questions) / count:.1f}",
         "tokens per answer": _quantiles([len(question.answer) for question in questions]),
-        "frequent": ", ".join(f"{words[i]} {numbers[i] / numbers.sum():.1%}" for i in frequent),
+        "frequent": ", ".join(shares),
     }
-    print(f"{task.name}: {count:,} windows and {10 * count:,} instances of seed {seed}")
+    print(f"{task.name}: {count:,} windows and {num_instances:,} instances of seed {seed}")
     for name, text in rows.items():
         print(f"  {name:20} {text}")
 
@@ -122,7 +146,8 @@ def _quantiles(lengths: Sequence[int] | np.ndarray) -> str:
 
 def natural(text: str) -> int:
     """Parse an integer from 0 to 2**48 - 1, for argparse."""
-    if not 0 <= (number := int(text)) < 1 << 48:
+    number = int(text)
+    if not 0 <= number < 1 << 48:
         raise argparse.ArgumentTypeError(f"{number}, expected 0 to 2**48 - 1")
     return number
 
@@ -147,8 +172,8 @@ def add_show_arguments(parser: Parser) -> None:
 
 def add_score_arguments(parser: Parser) -> None:
     _add_task(parser)
-    about = 'lines {"prompt": [id, ...], "answer": [id, ...]}'
-    parser.add_argument("file", metavar="FILE.jsonl", type=Path, help=about)
+    help_text = 'lines {"prompt": [id, ...], "answer": [id, ...]}'
+    parser.add_argument("file", metavar="FILE.jsonl", type=Path, help=help_text)
 
 
 def add_stats_arguments(parser: Parser) -> None:
@@ -159,6 +184,11 @@ def add_stats_arguments(parser: Parser) -> None:
 
 def _add_task(parser: Parser) -> None:
     parser.add_argument("task", metavar="TASK", help=f"one of {', '.join(TASKS)}")
-    about = "settings of the task, as n=8 or name_tokens=[1,2]"
-    parser.add_argument("--set", metavar="KEY=VALUE", type=setting, action="append", help=about)
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        type=setting,
+        action="append",
+        help="settings of the task, as n=8 or name_tokens=[1,2]",
+    )
     parser.settings = "--set"

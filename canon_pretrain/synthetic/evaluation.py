@@ -1,10 +1,8 @@
 """The questions of a task's evaluation windows and their scores, in training and in `eval`."""
 
-import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +26,9 @@ def task_of_run(identity: Mapping[str, Any]) -> Task | None:
         if key.startswith(_SETTING)
     }
     name = settings.pop("name", None)
-    return name and build_task(name, settings | {"seq_len": identity["training.seq_len"]})
+    if not name:
+        return None
+    return build_task(name, settings | {"seq_len": identity["training.seq_len"]})
 
 
 class Asked(NamedTuple):
@@ -45,20 +45,25 @@ class Asked(NamedTuple):
         return min(self.task.answer_limit + 1, self.task.seq_len - len(question.prompt))
 
 
-def evaluation_windows(task: Task, count: int, most: int | None = None) -> list[list[Asked]]:
+def evaluation_windows(
+    task: Task, count: int, max_positions: int | None = None
+) -> list[list[Asked]]:
     """Return what is asked about `count` windows of each setting of `task`, by window.
 
-    `most`: positions of spans per window, as in `Task.spans`.
+    `max_positions` is that of `Task.spans`.
     """
-    found: list[list[Asked]] = [[] for _ in range(count)]
-    hardest, *others = task.evaluations()
-    for one in (hardest, *others):
-        label, questions = _label(one, hardest), one.questions(EVALUATION_SEED, 0, count)
-        windows = one.windows(EVALUATION_SEED, 0, count, EVALUATION).ids
-        own = {n: list(each) for n, each in groupby(questions, key=lambda each: each.window)}
-        for number, (ids, asked) in enumerate(zip(windows, found, strict=True)):
-            asked.append(Asked(one, label, ids, own.get(number, []), one.spans(ids, most)))
-    return [asked for asked in found if any(one.questions or one.spans for one in asked)]
+    by_window: list[list[Asked]] = [[] for _ in range(count)]
+    for label, setting in _labeled(task):
+        windows = setting.windows(EVALUATION_SEED, 0, count, EVALUATION).ids
+        questions = defaultdict[int, list[Question]](list)
+        for question in setting.questions(EVALUATION_SEED, 0, count):
+            questions[question.window].append(question)
+        for number, ids in enumerate(windows):
+            spans = setting.spans(ids, max_positions)
+            by_window[number].append(Asked(setting, label, ids, questions[number], spans))
+    return [
+        window for window in by_window if any(asked.questions or asked.spans for asked in window)
+    ]
 
 
 Pooled = tuple[float, int]
@@ -75,26 +80,28 @@ def score_window(
 
     `answers` and log-likelihoods `logs` are to all questions and spans, in the order of `window`.
     """
-    answers, logs = iter(answers), iter(logs)
+    answers = iter(answers)
+    logs = iter(logs)
     scores: dict[str, Pooled] = {}
     verdicts: Counter[str] = Counter()
     for asked in window:
         task = asked.task
-        judged = [
-            task.judge(question.prompt, _complete(task, list(next(answers))))
-            for question in asked.questions
-        ]
-        verdicts.update(each.verdict for each in judged)
-        by_metric: dict[str, list[float]] = {}
-        for each in judged:
-            for metric, value in each.values.items():
-                by_metric.setdefault(metric, []).append(value)
-        own = [next(logs) for _ in asked.spans]
-        of_window = task.score_spans(asked.ids, asked.spans, own, num_parameters)
 
-        found = {metric: (sum(values), len(values)) for metric, values in by_metric.items()}
-        found |= {metric: (value, 1) for metric, value in of_window.items()}
-        scores |= {asked.label + metric: each for metric, each in found.items()}
+        # Scores of answers are pooled over the questions of the window.
+        values = defaultdict[str, list[float]](list)
+        for question in asked.questions:
+            judgement = task.judge(question.prompt, _complete(task, list(next(answers))))
+            verdicts[judgement.verdict] += 1
+            for metric, value in judgement.values.items():
+                values[metric].append(value)
+        for metric, metric_values in values.items():
+            scores[asked.label + metric] = sum(metric_values), len(metric_values)
+
+        # A score of log-likelihoods is one number for the window.
+        span_logs = [next(logs) for _ in asked.spans]
+        span_scores = task.score_spans(asked.ids, asked.spans, span_logs, num_parameters)
+        for metric, value in span_scores.items():
+            scores[asked.label + metric] = value, 1
     return scores, verdicts
 
 
@@ -104,47 +111,56 @@ def _complete(task: Task, answer: list[int]) -> list[int]:
     return answer[: next(ends, len(answer))]
 
 
-def _label(task: Task, hardest: Task) -> str:
-    """Return the settings that differ, as in "any_l/" or "k4/"; empty for the hardest setting."""
-    own, other = dataclasses.asdict(task), dataclasses.asdict(hardest)
-    parts = [
-        key.replace("exact", "any") if own[key] is False else f"{key}{own[key]}"
-        for key in own
-        if own[key] != other[key]
-    ]
-    return "".join(f"{part}/" for part in parts)
+def _labeled(task: Task) -> Iterator[tuple[str, Task]]:
+    """Yield the settings to evaluate on, with labels that precede the names of their metrics.
+
+    A label holds what differs from the hardest setting, as in "any_l/" or "k4/"; its own is "".
+    """
+    hardest = task.evaluations()[0]
+    for setting in task.evaluations():
+        label = ""
+        for key, value in setting.settings.items():
+            if value != hardest.settings[key]:
+                part = key.replace("exact", "any") if value is False else f"{key}{value}"
+                label = f"{label}{part}/"
+        yield label, setting
 
 
 def metrics(task: Task) -> dict[str, bool]:
     """Return the names of all scores, the main one first, and whether higher is better."""
-    hardest, *others = task.evaluations()
-    return {
-        _label(one, hardest) + name: higher
-        for one in (hardest, *others)
-        for name, higher in {**dict.fromkeys(one.metrics, True), **one.span_metrics}.items()
-    }
+    higher_is_better = {}
+    for label, setting in _labeled(task):
+        for metric in setting.metrics:
+            higher_is_better[label + metric] = True
+        for metric, is_better in setting.span_metrics.items():
+            higher_is_better[label + metric] = is_better
+    return higher_is_better
 
 
 def num_questions(task: Task, score: str, num_windows: int) -> int | None:
     """Return how many questions a score is the mean of; None for one of log-likelihoods."""
-    hardest, *others = task.evaluations()
-    for one in (hardest, *others):
-        metric = score.removeprefix(_label(one, hardest))
-        if _label(one, hardest) + metric == score and metric in one.metrics:
-            asked = one.questions(EVALUATION_SEED, 0, num_windows)
-            if metric == one.metrics[0]:  # of every question; some judge slowly
-                return sum(1 for _ in asked)
-            return sum(metric in one.judge(each.prompt, each.answer).values for each in asked)
+    for label, setting in _labeled(task):
+        metric = score.removeprefix(label)
+        if label + metric != score or metric not in setting.metrics:
+            continue
+        questions = setting.questions(EVALUATION_SEED, 0, num_windows)
+        # Every question has the main metric, so that none has to be judged, which may be slow.
+        if metric == setting.metrics[0]:
+            return sum(1 for _ in questions)
+        return sum(
+            metric in setting.judge(question.prompt, question.answer).values
+            for question in questions
+        )
     return None
 
 
 def pooled_scores(windows: Iterable[Mapping[str, Pooled]]) -> dict[str, float]:
     """Return the mean of each score over all questions, so that parts add up to the whole."""
-    found: dict[str, list[Pooled]] = {}
+    parts = defaultdict[str, list[Pooled]](list)
     for scores in windows:
-        for name, each in scores.items():
-            found.setdefault(name, []).append(each)
-    return {name: pooled_mean(each) for name, each in found.items()}
+        for name, part in scores.items():
+            parts[name].append(part)
+    return {name: pooled_mean(of_name) for name, of_name in parts.items()}
 
 
 def pooled_mean(parts: Iterable[Pooled]) -> float:
