@@ -185,13 +185,14 @@ class Task(ABC):
         """Score a window by the log-likelihoods `logs` (nats) of its spans."""
         return {}
 
-    def refuse(self, key: str, given: object, expected: str) -> NoReturn:
+    def refuse(self, key: str, value: object, expected: str) -> NoReturn:
+        """Raise UserError: the setting `key` has a value out of range."""
         raise UserError(
             "task.setting",
-            f"task {self.name}: {key} = {given}, expected {expected}",
+            f"task {self.name}: {key} = {value}, expected {expected}",
             task=self.name,
             key=key,
-            given=given,
+            given=value,
         )
 
     def check_least(self, **bounds: int) -> None:
