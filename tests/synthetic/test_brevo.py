@@ -13,8 +13,10 @@ from tests.support import refused
 from tests.synthetic import reference_brevo
 from tests.synthetic.distributions import assert_same, counted
 
-WEIGHTS = {"n+sqrt(N)": lambda n, most: 1 / (n + sqrt(most))}
-WEIGHTS["sqrt(N+n)"] = lambda n, most: 1 / sqrt(most + n)
+WEIGHTS = {
+    "n+sqrt(N)": lambda n, max_n: 1 / (n + sqrt(max_n)),
+    "sqrt(N+n)": lambda n, max_n: 1 / sqrt(max_n + n),
+}
 NAMES = {"vocab": 2, "name_tokens": (1, 3)}
 SMALL = [
     {"n": 6},
@@ -23,8 +25,10 @@ SMALL = [
     {"n": 12, "exact_n": True, "last_query": True} | NAMES,
 ]
 PAPER = [{"n": 110}, {"n": 50, "vocab": 4, "name_tokens": (2, 4)}]
-SLOW = [case for settings in SMALL for case in counted(settings, 20_000)]
-SLOW += [case for settings in PAPER for case in counted(settings, 2000)]
+SLOW = [
+    *(case for settings in SMALL for case in counted(settings, 20_000)),
+    *(case for settings in PAPER for case in counted(settings, 2000)),
+]
 
 
 def brevo(settings):
@@ -34,79 +38,106 @@ def brevo(settings):
 
 @pytest.mark.parametrize(("settings", "count"), [*((small, 500) for small in SMALL), *SLOW])
 def test_instances_are_distributed_as_the_papers(settings, count):
-    task, rng, ours, theirs = brevo(settings), random.Random(2), [], []
-    mark, vocab = task.vocab_size - 4, settings.get("vocab")
-    drawn = {"weight": WEIGHTS[settings.get("n_weight", "n+sqrt(N)")]} | settings
-    drawn.pop("n_weight", None)
+    task = brevo(settings)
+    bos = task.vocab_size - 4
+    rng = random.Random(2)
+    n_weight = settings.get("n_weight", "n+sqrt(N)")
+    reference_settings = {key: value for key, value in settings.items() if key != "n_weight"}
+    ours = []
+    theirs = []
     for first in range(0, count, 1000):
-        made = task.instances(1, first, min(1000, count))
-        for ids, kinds in zip(*(np.split(made[k], made.ends[:-1]) for k in (0, 1)), strict=True):
-            instance = reference_brevo.read(ids.tolist(), mark, vocab)
-            shown = reference_brevo.show(*instance, mark)
-            assert (ids.tolist(), kinds.tolist()) == shown and len(ids) <= task.longest
-            assert reference_brevo.is_right(*instance) and len(set(instance[0])) == len(instance[0])
-            ours.append(reference_brevo.features(*instance))
-            theirs.append(reference_brevo.features(*reference_brevo.draw(rng, **drawn)))
+        batch = task.instances(1, first, min(1000, count))
+        all_ids = np.split(batch.ids, batch.ends[:-1])
+        all_kinds = np.split(batch.kinds, batch.ends[:-1])
+        for ids, kinds in zip(all_ids, all_kinds, strict=True):
+            edges, query, answer = reference_brevo.read(ids.tolist(), bos, settings.get("vocab"))
+            shown = reference_brevo.show(edges, query, answer, bos)
+            assert (ids.tolist(), kinds.tolist()) == shown
+            assert len(ids) <= task.longest
+            assert len(set(edges)) == len(edges)
+            assert reference_brevo.is_right(edges, query, answer)
+
+            ours.append(reference_brevo.features(edges, query, answer))
+            reference = reference_brevo.draw(rng, weight=WEIGHTS[n_weight], **reference_settings)
+            theirs.append(reference_brevo.features(*reference))
     assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize(("settings", "count"), [*((small, 100) for small in SMALL), *SLOW])
 def test_judge_accepts_any_valid_order_and_nothing_else(settings, count):
-    task, rng, verdicts = brevo(settings), random.Random(3), Counter()
-    mark, window = task.vocab_size - 4, 0
+    task = brevo(settings)
+    bos = task.vocab_size - 4
+    eos = task.vocab_size - 1
+    rng = random.Random(3)
+    verdicts = Counter()
+    window = 0
     while verdicts["right"] < count:
         for prompt, gold, _ in task.questions(4, window, 16):
-            start = len(prompt) - 1 - prompt[::-1].index(mark)
-            graph = reference_brevo.read(prompt[start:] + gold, mark, settings.get("vocab"))
-            other = reference_brevo.order(rng, *graph[:2])
-            depth = f"exact_depth{reference_brevo.depth(*graph[:2])}"
-            values = {"exact": 1.0} | ({depth: 1.0} if depth in task.metrics else {})
-            for answer in (graph[2], other):
-                given = [token for name in answer for token in name]
-                assert task.judge(prompt, [*given, mark + 3]) == ("right", values)
+            start = len(prompt) - 1 - prompt[::-1].index(bos)
+            edges, query, answer = reference_brevo.read(
+                prompt[start:] + gold, bos, settings.get("vocab")
+            )
+            other_order = reference_brevo.order(rng, edges, query)
+            expected = {"exact": 1.0}
+            depth_metric = f"exact_depth{reference_brevo.depth(edges, query)}"
+            if depth_metric in task.metrics:
+                expected[depth_metric] = 1.0
+
+            for names in (answer, other_order):
+                ids = [token for name in names for token in name]
+                assert task.judge(prompt, [*ids, eos]) == ("right", expected)
+                assert task.judge(prompt, ids).verdict == "malformed"
                 verdicts["right"] += 1
-                assert task.judge(prompt, given).verdict == "malformed"
-            for answer in reference_brevo.mutated(rng, *graph):
-                given = [*(token for name in answer for token in name), mark + 3]
-                verdict, values = task.judge(prompt, given)
+
+            for names in reference_brevo.mutated(rng, edges, query, answer):
+                ids = [*(token for name in names for token in name), eos]
+                verdict, values = task.judge(prompt, ids)
                 assert values.keys() <= set(task.metrics) and not any(values.values())
-                assert verdict == ("wrong" if len(given) <= task.answer_limit else "too_long")
+                assert verdict == ("wrong" if len(ids) <= task.answer_limit else "too_long")
                 verdicts[verdict] += 1
         window += 16
 
 
 def test_judge_equals_brute_force_over_all_answers():
     task = brevo({"n": 5, "exact_n": True, "seq_len": 64})
+    bos = 6
+    eos = 9
     for prompt, gold, _ in task.questions(5, 0, 3):
-        start = len(prompt) - 1 - prompt[::-1].index(6)
-        edges, query, _ = reference_brevo.read(prompt[start:] + gold, 6, None)
+        start = len(prompt) - 1 - prompt[::-1].index(bos)
+        edges, query, _ = reference_brevo.read(prompt[start:] + gold, bos, None)
         for length in range(6):
             for answer in permutations([(token,) for token in range(1, 6)], length):
-                given = [*(token for (token,) in answer), 9]
+                ids = [*(token for (token,) in answer), eos]
                 is_right = reference_brevo.is_right(edges, query, answer)
-                assert task.judge(prompt, given).values["exact"] == is_right
+                assert task.judge(prompt, ids).values["exact"] == is_right
 
 
 def test_verdicts_and_bad_prompts():
     task = brevo({"n": 9} | NAMES)
     prompt, gold, _ = next(task.questions(6, 0, 1))
-    given = [[], gold[:-1], [5, *gold], [0, 8], [1, 8], gold[:1], [*gold, 8], [8], [3, 8] * 20]
-    verdicts = [task.judge(prompt, ids).verdict for ids in given]
-    malformed = ["malformed"] * 6
-    assert verdicts == ["empty", *malformed, "wrong", "too_long"]
+    malformed = [gold[:-1], [5, *gold], [0, 8], [1, 8], gold[:1], [*gold, 8]]
+    assert {task.judge(prompt, answer).verdict for answer in malformed} == {"malformed"}
+    assert task.judge(prompt, []).verdict == "empty"
+    assert task.judge(prompt, [8]).verdict == "wrong"
+    assert task.judge(prompt, [3, 8] * 20).verdict == "too_long"
+
     for bad in ([], prompt[:-1], prompt[1:], [*prompt, 3], [5, 3, 4, 6, 3, 7], [5, 3, 6, 3, 7]):
         with refused("task.prompt", task="brevo2"):
             task.judge(bad, gold)
 
 
 def test_longest_is_reached_and_fits():
-    most = np.full((1, 2000), (1 << 64) - 1, np.uint64)
+    highest_words = np.full((1, 2000), (1 << 64) - 1, np.uint64)
+    highest_words[0, 1] = 0  # one leaf
+
     task = brevo({"n": 110, "seq_len": 974})
-    most[0, 1] = 0  # one leaf
-    assert len(task.build(most[:, : task.random_words], 0).ids) == task.longest == 974
+    ids = task.build(highest_words[:, : task.random_words], 0).ids
+    assert len(ids) == task.longest == 974
+
     task = brevo(PAPER[1])
-    assert len(task.build(most[:, : task.random_words], 0).ids) <= task.longest <= 1536
-    assert [one.exact_n for one in task.evaluations()] == [True]
+    ids = task.build(highest_words[:, : task.random_words], 0).ids
+    assert len(ids) <= task.longest <= 1536
+    assert [setting.exact_n for setting in task.evaluations()] == [True]
 
 
 @pytest.mark.parametrize("settings", [{"n": 2}, {"n_weight": "1", "n": 9}, {"n": 15} | NAMES])
