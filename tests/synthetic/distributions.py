@@ -9,10 +9,12 @@ from scipy import stats
 
 def assert_same(ours, theirs):
     """Assert that no feature differs, by Holm's test at 1 %; both are a dict per instance."""
-    features = {key: [[one[key] for one in side] for side in (ours, theirs)] for key in ours[0]}
-    found = {key: p_value(*sides) for key, sides in features.items()}
+    p_values = {
+        key: p_value([instance[key] for instance in ours], [instance[key] for instance in theirs])
+        for key in ours[0]
+    }
     # Holm's test rejects none if and only if it does not reject the first
-    assert min(found.values()) * len(found) > 0.01, found
+    assert min(p_values.values()) * len(p_values) > 0.01, p_values
 
 
 def p_value(ours, theirs):
@@ -21,10 +23,13 @@ def p_value(ours, theirs):
     total = counts[0] + counts[1]
     if len(total) > 60 and isinstance(ours[0], int):
         return stats.ks_2samp(ours, theirs, method="asymp").pvalue
-    often = [value for value, number in total.items() if number >= 20]
-    table = np.array([[count[value] for value in often] for count in counts])
+
+    # Values that occur less than 20 times are one column.
+    frequent = [value for value, number in total.items() if number >= 20]
+    table = np.array([[count[value] for value in frequent] for count in counts])
     rest = len(ours) - table.sum(axis=1, keepdims=True)
-    table = np.hstack([table, rest]) if rest.sum() >= 20 else table
+    if rest.sum() >= 20:
+        table = np.hstack([table, rest])
     return stats.chi2_contingency(table).pvalue if table.shape[1] > 1 else 1.0
 
 

@@ -19,12 +19,14 @@ def run(capsys, *arguments, code=0):
 def test_window_is_shown_as_json_and_as_words(capsys):
     task = build_task("copy", {"n": 3, "seq_len": 11})
     ids = task.windows(4, 2, 1).ids[0].tolist()
-    given = ["show", "copy", "--set", "n=3", "seq_len=11", "--seed", 4, "--index", 2]
-    printed = json.loads(run(capsys, *given, "--json").out)
+    command = ["show", "copy", "--set", "n=3", "seq_len=11", "--seed", 4, "--index", 2]
+
+    printed = json.loads(run(capsys, *command, "--json").out)
     assert printed == {"ids": ids, "loss_mask": [0] * 5 + [1] * 3 + [0] * 3}
+
     a, b, c = ids[1:4]
     text = f"<bos> {a} {b} {c} <query> [{a} {b} {c}]\n<bos> {ids[9]} {ids[10]}\n"
-    assert run(capsys, *given).out == text
+    assert run(capsys, *command).out == text
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -38,7 +40,8 @@ def test_every_task_can_be_shown_and_described(capsys, name):
 def test_score_counts_right_and_wrong(capsys, tmp_path):
     questions = list(build_task("mano", {"l": 3}).questions(0, 0, 1))[:40]
     lines = [{"prompt": question.prompt, "answer": question.answer} for question in questions]
-    lines[5]["answer"], lines[6]["answer"] = [], [26]
+    lines[5]["answer"] = []
+    lines[6]["answer"] = [26]
     path = tmp_path / "answers.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     for more in (["--set", "l=3", "seq_len=99", path], [path, "--set", "l=3"]):
@@ -60,8 +63,11 @@ def test_bad_line_is_refused_with_its_number(capsys, tmp_path):
 
 
 def test_bad_arguments_exit_with_2(capsys):
-    codes = {"show copy --set m=3": "task.unknown_setting", "show cpoy": "config.unknown_choice"}
-    for arguments, code in (codes | {"score copy /no/file": "file.os_error"}).items():
+    for arguments, code in {
+        "show copy --set m=3": "task.unknown_setting",
+        "show cpoy": "config.unknown_choice",
+        "score copy /no/file": "file.os_error",
+    }.items():
         assert error_codes(run(capsys, *arguments.split(), code=2).err) == [code]
     for arguments in ("show copy --set n", "show copy --seed -1", "stats copy --windows 0"):
         assert "usage" in run(capsys, *arguments.split(), code=2).err

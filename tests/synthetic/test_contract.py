@@ -32,8 +32,14 @@ SMALL = {
     "capo": {"people": 20, "seq_len": 128},
 }
 SEVERAL_ORDERS = ("brevo1", "brevo2")  # of the vertices of a right answer
-OTHER = {"answers": "all", "all": "answers", "n+sqrt(N)": "sqrt(N+n)", "cfg3f": "cfg3j"}
-OTHER |= {(1, 2): (1, 1), (2, 3): (2, 2)}
+OTHER = {
+    "answers": "all",
+    "all": "answers",
+    "n+sqrt(N)": "sqrt(N+n)",
+    "cfg3f": "cfg3j",
+    (1, 2): (1, 1),
+    (2, 3): (2, 2),
+}
 
 
 @pytest.fixture(params=TASKS)
@@ -45,30 +51,42 @@ def mutations(task, answer, rng):
     """Return functions: the answer with a token dropped, added, duplicated and changed, and two
     swapped."""
     if task.name == "lano":  # a sentence changed may be another sentence: change its end
-        found = [answer[:-1], [*answer, answer[-1]], [answer[-1], *answer]]
-        return [lambda changed=changed: changed for changed in found]
-    at = rng.randrange(len(answer))
-    before, token, after = answer[:at], answer[at], answer[at + 1 :]
+        changed_ends = [answer[:-1], [*answer, answer[-1]], [answer[-1], *answer]]
+        return [lambda changed=changed: changed for changed in changed_ends]
+
+    position = rng.randrange(len(answer))
+    before = answer[:position]
+    token = answer[position]
+    after = answer[position + 1 :]
     new = 1 + (token + rng.randrange(task.vocab_size - 2)) % (task.vocab_size - 1)
 
     def swapped():
         other = rng.choice([i for i in range(len(answer)) if answer[i] != token])
-        return [answer[{at: other, other: at}.get(i, i)] for i in range(len(answer))]
+        changed = answer.copy()
+        changed[position], changed[other] = answer[other], token
+        return changed
 
-    middles = ([], [new, token], [token, token], [new])
-    found = [lambda middle=middle: [*before, *middle, *after] for middle in middles]
+    replacements = ([], [new, token], [token, token], [new])
+    functions = [
+        lambda replacement=replacement: [*before, *replacement, *after]
+        for replacement in replacements
+    ]
     if task.name not in SEVERAL_ORDERS and len(set(answer)) > 1:
-        found.append(swapped)
-    return found
+        functions.append(swapped)
+    return functions
 
 
-def assert_judged(task, question, number, *, each=False):
-    """Assert the verdicts on a question's answer and on one mutation of it, or on `each`."""
-    right, main = task.judge(question.prompt, question.answer), task.metrics[0]
+def assert_judged(task, question, number, *, all_mutations=False):
+    """Assert the verdicts on a question's answer and on one mutation of it, or on all."""
+    main = task.metrics[0]
+    right = task.judge(question.prompt, question.answer)
     assert (right.verdict, right.values[main]) == ("right", 1.0)
     assert right.values.keys() <= set(task.metrics)
-    mutated = mutations(task, question.answer, random.Random(number))
-    for mutate in mutated if each else [mutated[number % len(mutated)]]:
+
+    functions = mutations(task, question.answer, random.Random(number))
+    if not all_mutations:
+        functions = [functions[number % len(functions)]]
+    for mutate in functions:
         answer = mutate()
         wrong = task.judge(question.prompt, answer)
         assert wrong.verdict != "right" and wrong.values[main] < 1, answer
@@ -99,23 +117,29 @@ def test_window_is_instances_from_its_left_end(task):
         assert size == task.seq_len or task.name == "capo"
         np.testing.assert_array_equal(windows.ids[i, :size], ids[:size])
         np.testing.assert_array_equal(windows.kinds[i, :size], kinds[:size])
+
     for on, kinds in (("answers", [MARK, ANSWER]), ("all", [PROBLEM, MARK, ANSWER])):
         counted = dataclasses.replace(task, loss_on=on).is_counted(windows.kinds)
         np.testing.assert_array_equal(counted, np.isin(windows.kinds, kinds))
 
 
 def test_seeds_windows_and_domains_differ(task):
-    places = [(0, 0, 1, TRAINING), (1, 0, 1, TRAINING), (0, 1, 1, TRAINING), (0, 0, 1, EVALUATION)]
-    assert len({task.windows(*place).ids.tobytes() for place in places}) == len(places)
+    windows = [
+        task.windows(0, 0, 1, TRAINING),
+        task.windows(1, 0, 1, TRAINING),
+        task.windows(0, 1, 1, TRAINING),
+        task.windows(0, 0, 1, EVALUATION),
+    ]
+    assert len({window.ids.tobytes() for window in windows}) == len(windows)
 
 
 def test_fingerprint_depends_on_each_setting(task):
-    given = {key: value for key, value in task.settings.items() if value is not None}
-    found = {task.fingerprint, dataclasses.replace(task).fingerprint}
-    for key, value in given.items():
+    settings = {key: value for key, value in task.settings.items() if value is not None}
+    fingerprints = {task.fingerprint, dataclasses.replace(task).fingerprint}
+    for key, value in settings.items():
         other = value + 1 if isinstance(value, int) else OTHER[value]
-        found.add(dataclasses.replace(task, **{key: other}).fingerprint)
-    assert len(found) == 1 + len(given)
+        fingerprints.add(dataclasses.replace(task, **{key: other}).fingerprint)
+    assert len(fingerprints) == 1 + len(settings)
 
 
 def test_right_answers_pass_and_mutated_ones_fail(task):
@@ -123,9 +147,10 @@ def test_right_answers_pass_and_mutated_ones_fail(task):
     assert len(questions) > 100
     for number, (prompt, answer, _) in enumerate(questions):
         assert 0 < len(answer) <= task.answer_limit and task.is_complete(answer)
-        assert_judged(task, questions[number], number, each=True)
-        long = [*answer, *([answer[0]] * task.answer_limit)]
-        assert [task.judge(prompt, given).verdict for given in ([], long)] == ["empty", "too_long"]
+        assert_judged(task, questions[number], number, all_mutations=True)
+        too_long = [*answer, *([answer[0]] * task.answer_limit)]
+        assert task.judge(prompt, []).verdict == "empty"
+        assert task.judge(prompt, too_long).verdict == "too_long"
 
 
 @pytest.mark.parametrize("count", counted(20_000))
@@ -151,12 +176,14 @@ def test_evaluations_are_tasks_of_the_same_vocabulary(task):
 
 
 def test_settings_and_prompts_out_of_range_are_refused(task):
-    small, sizes = SMALL[task.name], {"n", "k", "vocab", "l", "modulus", "people", "exposures"}
-    bad = [(key, 0) for key in sizes if task.settings.get(key) is not None]
-    bad += [(key, "x") for key in {*sizes, "loss_on", "grammar", "n_weight"} & {*task.settings}]
-    for key, value in bad:
+    small = SMALL[task.name]
+    sizes = {"n", "k", "vocab", "l", "modulus", "people", "exposures"} & task.settings.keys()
+    choices = {"loss_on", "grammar", "n_weight"} & task.settings.keys()
+    bad_settings = [(key, 0) for key in sizes] + [(key, "x") for key in sizes | choices]
+    for key, value in bad_settings:
         with refused("task.setting", task=task.name, key=key):
             build_task(task.name, small | {key: value})
+
     with refused("task.unknown_setting", task=task.name, key="size"):
         build_task(task.name, small | {"size": 3})
     if task.longest:
@@ -170,9 +197,11 @@ def test_settings_and_prompts_out_of_range_are_refused(task):
 def test_the_questions_behind_a_score_are_counted():
     depo = build_task("depo1", {"n": 8, "k": 2, "seq_len": 96})
     (hardest,) = depo.evaluations()
-    asked = list(hardest.questions(EVALUATION_SEED, 0, 4))
+    questions = list(hardest.questions(EVALUATION_SEED, 0, 4))
     by_hops = [num_questions(depo, f"exact_k{k}", 4) for k in (1, 2)]
-    assert num_questions(depo, "exact", 4) == len(asked) == sum(by_hops) and min(by_hops) > 0
+    assert num_questions(depo, "exact", 4) == len(questions) == sum(by_hops)
+    assert min(by_hops) > 0
+
     mano = build_task("mano", {"l": 3, "seq_len": 64})
     assert num_questions(mano, "exact", 2) < num_questions(mano, "any_l/exact", 2)
     assert num_questions(build_task("lano", {"seq_len": 64}), "kl", 2) is None

@@ -17,8 +17,11 @@ from tests.synthetic.distributions import counted
 BOS = 4
 AMBIGUOUS = "6 -> 5 5 | 5 5 5\n5 -> 4 4 | 4 4 4\n4 -> 1 1 | 1 1 1 | 1 2 | 2 1 3"
 # cfg3f below symbol 16, read from figure 18; letters are symbols: j = 10, ... p = 16
-CFG3F = "p oo mom nm nn,m kl lkl jlk,n jl ljl lk jll,o jkk kkj jj llk,j 899 979 799,k 88 97 977,"
-CFG3F += "l 797 98 889,7 221 322 312 32,8 311 12 331,9 121 33 11,6 55 555,5 44 444,4 11 111 12 213"
+CFG3F = (
+    "p oo mom nm nn,m kl lkl jlk,n jl ljl lk jll,o jkk kkj jj llk,"
+    "j 899 979 799,k 88 97 977,l 797 98 889,"
+    "7 221 322 312 32,8 311 12 331,9 121 33 11,6 55 555,5 44 444,4 11 111 12 213"
+)
 RULES = {line[0]: line[2:].split() for line in CFG3F.split(",")}
 PLACES = 28
 
@@ -28,14 +31,18 @@ def derivations(symbol):
     the code, the first token the highest two of 56."""
     if symbol not in RULES:
         return np.array([int(symbol) << 2 * (PLACES - 1)]), np.array([1]), np.ones(1)
-    rules = []
+    by_rule = []
     for rule in RULES[symbol]:
-        rules.append((np.zeros(1, int), np.zeros(1, int), np.ones(1) / len(RULES[symbol])))
-        for code, length, weight in map(derivations, rule):
-            codes, lengths, weights = (column[:, None] for column in rules.pop())
-            parts = codes + (code >> 2 * lengths), lengths + length, weights * weight
-            rules.append(tuple(map(np.ravel, parts)))
-    return tuple(map(np.concatenate, zip(*rules, strict=True)))
+        codes = np.zeros(1, int)
+        lengths = np.zeros(1, int)
+        weights = np.ones(1) / len(RULES[symbol])
+        # All combinations of what was derived so far and of what the next child derives
+        for child_codes, child_lengths, child_weights in map(derivations, rule):
+            codes = (codes[:, None] + (child_codes >> 2 * lengths[:, None])).ravel()
+            lengths = (lengths[:, None] + child_lengths).ravel()
+            weights = (weights[:, None] * child_weights).ravel()
+        by_rule.append((codes, lengths, weights))
+    return tuple(map(np.concatenate, zip(*by_rule, strict=True)))
 
 
 def is_derived(rules, root, text):
@@ -45,13 +52,13 @@ def is_derived(rules, root, text):
     def ends(symbol, start):
         if symbol not in rules:
             return {start + 1} if text[start : start + 1] == (symbol,) else set()
-        found = set()
+        all_ends = set()
         for rule in rules[symbol]:
-            places = {start}
+            rule_ends = {start}
             for child in rule:
-                places = {end for place in places for end in ends(child, place)}
-            found |= places
-        return found
+                rule_ends = {end for begin in rule_ends for end in ends(child, begin)}
+            all_ends |= rule_ends
+        return all_ends
 
     return len(text) in ends(root, 0)
 
@@ -63,8 +70,9 @@ def derive(symbol, draw):
 
 
 def sentences(task, count):
-    made = task.instances(0, 0, count)
-    return [part[1:] for part in np.split(made.ids, made.ends[:-1])]
+    """Return sentences of a task, without <bos>."""
+    instances = task.instances(0, 0, count)
+    return [instance[1:] for instance in np.split(instances.ids, instances.ends[:-1])]
 
 
 @pytest.mark.parametrize("root, symbol, count", [(10, "j", 9), (13, "m", 1), (6, "6", 2)])
@@ -75,12 +83,15 @@ def test_distribution_equals_enumeration(root, symbol, count):
     tokens, ends = grammar.sample(words)
     for sentence in np.split(tokens, ends[:-1]):
         rows = grammar.next_tokens(np.append(BOS, sentence))
-        is_left = np.ones(len(codes), bool)
+
+        # The derivations that begin as the sentence does; 0 follows the end of one.
+        is_possible = np.ones(len(codes), bool)
         for k, row in enumerate(rows):
-            following = codes >> 2 * (PLACES - 1 - k) & 3
-            total = np.bincount(following[is_left], weights[is_left], 4) / weights[is_left].sum()
+            next_token = codes >> 2 * (PLACES - 1 - k) & 3
+            total = np.bincount(next_token[is_possible], weights[is_possible], 4)
+            total /= weights[is_possible].sum()
             np.testing.assert_allclose(row, [0, *total[1:], total[0]], rtol=0, atol=1e-9)
-            is_left &= following == np.append(sentence, 0)[k]
+            is_possible &= next_token == np.append(sentence, 0)[k]
         assert grammar.accepts(sentence)
 
 
@@ -90,19 +101,30 @@ def test_long_windows_are_calibrated_and_fast(grammar):
     ids = task.windows(1, 0, 12).ids
     rows = task.distribution(ids)
     np.testing.assert_allclose(rows.sum(axis=2), 1)
-    p, found = rows[:, :-1].ravel(), (ids[:, 1:, None] == np.arange(5)).ravel()
+
+    # In each bin of probabilities, tokens occur as often as predicted: z scores of the sums.
+    p = rows[:, :-1].ravel()
+    occurs = (ids[:, 1:, None] == np.arange(5)).ravel()
     bins = np.digitize(p, [1e-9, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95, 1 - 1e-9])
-    z = np.bincount(bins, found - p)[1:-1] / np.sqrt(np.bincount(bins, p * (1 - p))[1:-1])
-    assert np.abs(z).max() < 4.5 and not found[bins == 0].any() and found[bins == 8].all()
-    times = []
+    excess = np.bincount(bins, occurs - p)[1:-1]
+    variance = np.bincount(bins, p * (1 - p))[1:-1]
+    assert np.abs(excess / np.sqrt(variance)).max() < 4.5
+    assert not occurs[bins == 0].any()
+    assert occurs[bins == 8].all()
+
+    distribution_times = []
+    validity_times = []
     for sentence in sentences(task, 12):
-        clock = [time.process_time(), task.distribution(np.append(BOS, sentence))]
-        clock += [time.process_time(), task.language.accepts(sentence), time.process_time()]
-        times.append((clock[2] - clock[0], clock[4] - clock[2]))
-        assert clock[3]
-    slow = 1000 * np.median(times, axis=0)
-    print(f"{grammar}: distribution {slow[0]:.1f} ms, validity {slow[1]:.1f} ms")
-    assert max(slow) < (200 if grammar == "cfg3f" else 1200)
+        start = time.process_time()
+        task.distribution(np.append(BOS, sentence))
+        middle = time.process_time()
+        assert task.language.accepts(sentence)
+        distribution_times.append(middle - start)
+        validity_times.append(time.process_time() - middle)
+    distribution_ms = 1000 * np.median(distribution_times)
+    validity_ms = 1000 * np.median(validity_times)
+    print(f"{grammar}: distribution {distribution_ms:.1f} ms, validity {validity_ms:.1f} ms")
+    assert max(distribution_ms, validity_ms) < (200 if grammar == "cfg3f" else 1200)
 
 
 def test_extreme_sentences_and_impossible_prefixes():
@@ -122,21 +144,30 @@ def test_extreme_sentences_and_impossible_prefixes():
 @pytest.mark.parametrize("grammar, root", [("cfg3f", 10), ("cfg3f", 14), ("cfg3k", 25)])
 def test_judge_agrees_with_a_plain_parser(grammar, root):
     task = Lano(grammar=grammar, root=root, seq_len=2000)
-    draw, verdicts = random.Random(root), []
+    rng = random.Random(root)
+    verdicts = []
     for sentence in sentences(task, 2 if root == 25 else 50):
         good = sentence.tolist()
-        k, other = draw.randrange(len(good)), draw.choice([1, 2, 3])
-        mutated = [[*good[:k], other, *good[k + 1 :]], good[:k] + good[k + 1 :], good[::-1]]
-        for answer in (good, *mutated, good[:k] + [other] + good[k:], good + good):
+        k = rng.randrange(len(good))
+        other = rng.choice([1, 2, 3])
+        answers = (
+            good,
+            [*good[:k], other, *good[k + 1 :]],
+            [*good[:k], *good[k + 1 :]],
+            good[::-1],
+            [*good[:k], other, *good[k:]],
+            good + good,
+        )
+        for answer in answers:
             verdict, values = task.judge([BOS], [*answer, BOS])
             assert values == {"valid": verdict == "right"}
             assert values["valid"] == is_derived(task.language.rules, root, tuple(answer))
             verdicts.append(verdict)
-        assert verdicts[-6] == "right"
+        assert verdicts[-len(answers)] == "right"
     assert {"right", "wrong"} <= set(verdicts)
 
 
-def test_questions_answers_and_settings():
+def test_verdicts_and_settings():
     task = Lano(root=7)
     answers = {"right": [3, 2, 4], "wrong": [2, 3, 4], "empty": [], "too_long": [3] * 29 + [4]}
     for verdict, answer in answers.items():
@@ -148,8 +179,12 @@ def test_questions_answers_and_settings():
     for key, value in {"grammar": "cfg3x", "root": 3, "seq_len": 1, "loss_on": "some"}.items():
         with refused("task.setting", key=key, given=value):
             Lano(**{key: value})
+
+
+def test_a_question_is_the_first_whole_sentence():
     task = Lano(grammar="cfg3k", seq_len=600)
-    windows, questions = task.windows(3, 5, 8, 1).ids, list(task.questions(3, 5, 8))
+    windows = task.windows(3, 5, 8, 1).ids
+    questions = list(task.questions(3, 5, 8))
     assert 0 < len(questions) < 8
     for prompt, answer, number in questions:
         assert windows[number - 5][: len(answer) + 1].tolist() == [BOS, *answer]
@@ -158,31 +193,51 @@ def test_questions_answers_and_settings():
 
 def test_sentences_have_their_probabilities():
     codes, _, weights = derivations("j")
-    made = Lano(root=10).instances(0, 0, 100_000)
-    starts = np.append(0, made.ends[:-1])
-    places = np.arange(len(made.ids)) - np.repeat(starts, made.ends - starts)
-    digits = np.where(made.ids == BOS, 0, made.ids) << 2 * (PLACES - places)
-    known, index = np.unique(codes, return_inverse=True)
-    found, counts = np.unique(np.add.reduceat(digits, starts), return_counts=True)
-    assert found.tolist() == known.tolist()
-    assert stats.chisquare(counts, 100_000 * np.bincount(index, weights)).pvalue > 0.01
+    ids, _, ends = Lano(root=10).instances(0, 0, 100_000)
+
+    # Sentences as codes, two bits per token; <bos> adds nothing.
+    starts = np.append(0, ends[:-1])
+    positions = np.arange(len(ids)) - np.repeat(starts, ends - starts)
+    digits = np.where(ids == BOS, 0, ids) << 2 * (PLACES - positions)
+    drawn_codes, counts = np.unique(np.add.reduceat(digits, starts), return_counts=True)
+
+    # A sentence may have several derivations.
+    distinct_codes, index = np.unique(codes, return_inverse=True)
+    probabilities = np.bincount(index, weights)
+    assert drawn_codes.tolist() == distinct_codes.tolist()
+    assert stats.chisquare(counts, 100_000 * probabilities).pvalue > 0.01
+
     part = Lano(root=10).instances(0, 40_000, 2)
-    assert part.ids.tolist() == made.ids[made.ends[39_999] : made.ends[40_001]].tolist()
+    assert part.ids.tolist() == ids[ends[39_999] : ends[40_001]].tolist()
 
 
 @pytest.mark.parametrize("count", counted(20_000))
 def test_generator_equals_a_recursive_one(count):
-    draw = random.Random(0)
     start = time.process_time()
     tokens = len(Lano().instances(0, 0, 4000).ids)
     print(f"{tokens / (time.process_time() - start) / 1e6:.1f}M tokens/s")
+
+    rng = random.Random(0)
     ours = ["".join(map(str, sentence)) for sentence in sentences(Lano(root=16), count)]
-    slow = [derive("p", draw) for _ in range(count)]
-    p_values = [stats.ks_2samp(*[list(map(len, texts)) for texts in (ours, slow)]).pvalue]
-    first, middle = (lambda text: text[:5]), (lambda text: text[len(text) // 2 :][:4])
-    twos, remainder = (lambda text: text.count("2")), (lambda text: int(text) % 101)
-    for view in (len, first, middle, twos, remainder, lambda text: text[-5:]):
-        values, index = np.unique([view(text) for text in ours + slow], return_inverse=True)
-        table = np.array([np.bincount(part, minlength=len(values)) for part in np.split(index, 2)])
-        p_values.append(stats.chi2_contingency(table[:, table.sum(axis=0) >= 20]).pvalue)
+    theirs = [derive("p", rng) for _ in range(count)]
+    p_values = [stats.ks_2samp(list(map(len, ours)), list(map(len, theirs))).pvalue]
+    for feature in (
+        len,
+        lambda text: text[:5],
+        lambda text: text[len(text) // 2 :][:4],
+        lambda text: text.count("2"),
+        lambda text: int(text) % 101,
+        lambda text: text[-5:],
+    ):
+        # Rows are the generators, columns the values that are not rare.
+        values, index = np.unique([feature(text) for text in ours + theirs], return_inverse=True)
+        our_index, their_index = np.split(index, 2)
+        table = np.array(
+            [
+                np.bincount(our_index, minlength=len(values)),
+                np.bincount(their_index, minlength=len(values)),
+            ]
+        )
+        is_frequent = table.sum(axis=0) >= 20
+        p_values.append(stats.chi2_contingency(table[:, is_frequent]).pvalue)
     assert len(p_values) * min(p_values) > 0.01  # Holm

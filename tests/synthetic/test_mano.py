@@ -18,9 +18,10 @@ WORDS = [*map(str, range(23)), *"+-*", "<bos>", "<ans>", *(f"<len_{i}>" for i in
 def reference_expression(rng, length):
     if length == 0:
         return [str(rng.randrange(23))]
-    left = rng.randrange(length)
-    parts = reference_expression(rng, left), reference_expression(rng, length - 1 - left)
-    return [rng.choice("+-*"), *parts[0], *parts[1]]
+    left_length = rng.randrange(length)
+    left = reference_expression(rng, left_length)
+    right = reference_expression(rng, length - 1 - left_length)
+    return [rng.choice("+-*"), *left, *right]
 
 
 def infix(words):
@@ -28,7 +29,8 @@ def infix(words):
     word = next(words)
     if word not in ("+", "-", "*"):
         return word, 0, []
-    (a, size_a, nodes_a), (b, size_b, nodes_b) = infix(words), infix(words)
+    a, size_a, nodes_a = infix(words)
+    b, size_b, nodes_b = infix(words)
     size = size_a + size_b + 1
     return f"({a}{word}{b})", size, [(size, size_a, word), *nodes_a, *nodes_b]
 
@@ -38,11 +40,15 @@ def features(words):
     text, size, nodes = infix(iter(words[2:-2]))
     assert (words[0], words[1], words[-2]) == ("<bos>", f"<len_{size}>", "<ans>")
     assert int(words[-1]) == eval(text) % 23
-    operands = [word for word in words[2:-2] if word.isdigit()]
-    yield from (("length", size), ("answer", words[-1]), ("ends", (words[2], words[-3])))
-    yield from (("operator", (operator, whole)) for whole, _, operator in nodes)
-    yield from (("split", (whole, left)) for whole, left, _ in nodes)
-    yield from (("operand", operand) for operand in operands)
+    yield "length", size
+    yield "answer", words[-1]
+    yield "ends", (words[2], words[-3])
+    for whole, left, operator in nodes:
+        yield "operator", (operator, whole)
+        yield "split", (whole, left)
+    for word in words[2:-2]:
+        if word.isdigit():
+            yield "operand", word
 
 
 @pytest.mark.parametrize("count", [700, *counted(20_000)])
@@ -50,31 +56,41 @@ def features(words):
 def test_distributions_equal_the_references(count, size, is_exact):
     task = build_task("mano", {"l": size, "exact_l": is_exact})
     ids, kinds, ends = task.instances(11, 0, count)
-    assert kinds[ends - 1].tolist() == [2] * count and kinds[ends - 2].tolist() == [1] * count
+    assert kinds[ends - 1].tolist() == [2] * count
+    assert kinds[ends - 2].tolist() == [1] * count
     assert np.count_nonzero(kinds) == 2 * count
-    rng, found, expected = random.Random(1), Counter(), Counter()
+
+    rng = random.Random(1)
+    ours = Counter()
+    theirs = Counter()
     for instance in np.split(ids, ends[:-1]):
-        found.update(features([WORDS[token - 1] for token in instance.tolist()]))
+        ours.update(features([WORDS[token - 1] for token in instance.tolist()]))
         length = size if is_exact else rng.randint(1, size)
         expression = reference_expression(rng, length)
         value = str(eval(infix(iter(expression))[0]) % 23)
-        expected.update(features(["<bos>", f"<len_{length}>", *expression, "<ans>", value]))
+        theirs.update(features(["<bos>", f"<len_{length}>", *expression, "<ans>", value]))
+
     p_values = {}
     for name in ("length", "answer", "ends", "operator", "split", "operand"):
-        keys = [key for key in expected | found if key[0] == name]
-        table = [[counts[key] for key in keys] for counts in (found, expected)]
+        keys = [key for key in theirs | ours if key[0] == name]
+        table = [[counts[key] for key in keys] for counts in (ours, theirs)]
         p_values[name] = chi2_contingency(table).pvalue
     assert not multipletests([*p_values.values()], 0.01, "holm")[0].any(), p_values
 
 
 def test_synonyms_are_ids_after_all_others():
-    plain, task = (build_task("mano", {"l": 3, "synonyms": on}) for on in (False, True))
+    plain = build_task("mano", {"l": 3, "synonyms": False})
+    task = build_task("mano", {"l": 3, "synonyms": True})
     assert [plain.word(token) for token in range(1, 32)] == WORDS[:31]
-    ids, given = (each.instances(0, 0, 20_000).ids for each in (task, plain))
     assert (plain.vocab_size, task.vocab_size) == (32, 32 + 8)
-    np.testing.assert_array_equal(np.where(ids > 31, ids - 8, ids), given)
+
+    # Half of the marks are 8 higher; nothing else differs.
+    ids = task.instances(0, 0, 20_000).ids
+    plain_ids = plain.instances(0, 0, 20_000).ids
+    np.testing.assert_array_equal(np.where(ids > 31, ids - 8, ids), plain_ids)
     for mark in range(24, 32):
-        assert np.mean(ids[given == mark] == mark + 8) == pytest.approx(0.5, abs=0.03)
+        assert np.mean(ids[plain_ids == mark] == mark + 8) == pytest.approx(0.5, abs=0.03)
+
     assert task.judge([35, 29, 32, 2, 3, 36], [4]).verdict == "right"
     with refused("task.prompt", task="mano"):
         plain.judge([35, 29, 32, 2, 3, 36], [4])
@@ -86,8 +102,20 @@ def test_judge_evaluates_the_last_expression():
     for answer, verdict in (([17], "right"), ([18], "wrong"), ([24], "malformed")):
         value = float(verdict == "right")
         assert task.judge(prompt, answer) == (verdict, {"exact": value, "exact_l2": value})
-    no_bos, other_length, no_answer = [29, 24, 1, 1, 28], [27, 30, 24, 1, 1, 28], [27, 29, 24, 1, 1]
-    short, long = [27, 29, 24, 1, 28], [27, 29, 24, 1, 1, 1, 28]
-    for bad in (no_bos, other_length, no_answer, short, long, [27, 32, *[24] * 4, *[1] * 5, 28]):
-        with refused("task.prompt", task="mano"):
-            task.judge(bad, [1])
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        pytest.param([29, 24, 1, 1, 28], id="no <bos>"),
+        pytest.param([27, 30, 24, 1, 1, 28], id="another length"),
+        pytest.param([27, 29, 24, 1, 1], id="no <ans>"),
+        pytest.param([27, 29, 24, 1, 28], id="an operand missing"),
+        pytest.param([27, 29, 24, 1, 1, 1, 28], id="an operand too many"),
+        pytest.param([27, 32, *[24] * 4, *[1] * 5, 28], id="too long"),
+    ],
+)
+def test_judge_refuses_what_is_no_expression(prompt):
+    task = build_task("mano", {"l": 3})
+    with refused("task.prompt", task="mano"):
+        task.judge(prompt, [1])
