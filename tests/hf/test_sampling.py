@@ -49,7 +49,7 @@ def samplers(base):
 
 def draw(sampler, num, seed=5, limit=12, first=0, **options):
     answers = [sampler.answer(sampler.encode(PROMPT), limit) for _ in range(num)]
-    sampler.extend(answers, Settings(seed=seed, **options), first=first)
+    sampler.extend(answers, Settings(seed=seed, **options), first_index=first)
     return [answer.ids for answer in answers]
 
 
@@ -187,9 +187,9 @@ def test_bad_input_is_refused(base, samplers, capsys, tmp_path):
             main([str(base / "run"), *words])
         assert error_codes(capsys.readouterr().err) == [code]
     with refused("hf.other_tokenizer"):
-        Sampler.load(base / "run", tokenizer=base / "other" / "data")
+        Sampler.load(base / "run", tokenizer_path=base / "other" / "data")
     with refused("sample.vocab_size"):
-        Sampler.load(base / "out", tokenizer=base / "other" / "data")
+        Sampler.load(base / "out", tokenizer_path=base / "other" / "data")
     ids = replace(run, tokenizer=Tokenizer(id_tokenizer(300), "ids"))
     assert ids.encode("12 45") == [12, 45]
     with refused("sample.no_ids"):
