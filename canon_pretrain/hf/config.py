@@ -168,7 +168,7 @@ _CHANGES_NO_MAMBA2 = {
     "residual_in_fp32",
     "layer_types",
 }
-_CHANGES_TRAINING = (
+_CHANGES_TRAINING: tuple[str, ...] = (
     "eos_id",
     "canon_trainable",
     "init",
