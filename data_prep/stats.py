@@ -255,7 +255,7 @@ def data_statistics(folder: Path, plan: Plan, workers: int) -> DataStatistics:
     vocab_size = plan.tokenizer.vocab_size
 
     # read every token once
-    total = train.num_tokens + validation.num_tokens or 1
+    total = max(train.num_tokens + validation.num_tokens, 1)
     num_read = 0
     counts: list[Counts] = []
     with Progress() as progress:
@@ -381,8 +381,8 @@ def sum_groups(records: Sequence[CommitRecord]) -> list[Group]:
     """Return documents, tokens and bytes by group, of whole shards, the largest group first."""
     sums: dict[str, np.ndarray] = {}
     for record in records:
-        for name, numbers in record.groups.items():
-            sums[name] = sums.get(name, 0) + np.array(numbers, dtype=np.int64)
+        for name, record_sums in record.groups.items():
+            sums[name] = sums.get(name, 0) + np.array(record_sums, dtype=np.int64)
 
     total_tokens = max(1, sum(int(tokens) for _, tokens, _ in sums.values()))
     groups = []
