@@ -264,7 +264,7 @@ def _check_folder(out: Path) -> None:
         return
     if not out.is_dir():
         raise UserError(
-            "data.other_files", f"--out {out}: is a file; give a new or empty folder", path=out
+            "data.other_files", f"--out {out}: is a file; pass a new or empty folder", path=out
         )
 
     # looked up after the listing: another build writes its plan before anything else
@@ -273,7 +273,7 @@ def _check_folder(out: Path) -> None:
     if other_names and not (out / PLAN).exists():
         raise UserError(
             "data.other_files",
-            f"--out {out}: has {other_names[0]} and no {PLAN}; give a new or empty folder",
+            f"--out {out}: has {other_names[0]} and no {PLAN}; pass a new or empty folder",
             path=out / other_names[0],
         )
 

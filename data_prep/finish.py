@@ -1,4 +1,4 @@
-"""Finish a build: list the shards of both splits in their manifests, up to a limit if given.
+"""Finish a build: list the shards of both splits in their manifests, up to a limit if one is set.
 
     canon data finish DATA [--max-documents N] [--max-tokens N]
 
@@ -18,6 +18,7 @@ import numpy as np
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import remove_leftovers, write_json
 from canon_pretrain.core.lock import remove_locks
+from canon_pretrain.core.terminal import printable
 from canon_pretrain.data import shards
 from canon_pretrain.data.blocks import ShardError, read_checked
 from canon_pretrain.data.shard_writer import read_commits, remove_changed_records
@@ -108,12 +109,12 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
     if plan.options.holdout:
         _warn_of_few_held_out(train.num_documents, validation.num_documents)
     commits = [*held_out, *read_commits(out / TRAIN, range(stream.num_groups))]
-    repaired = _sum_by_reason(commit.record.repaired for commit in commits)
-    skipped = _sum_by_reason(commit.record.skipped for commit in commits)
+    repaired = sum_reasons(commit.record.repaired for commit in commits)
+    skipped = sum_reasons(commit.record.skipped for commit in commits)
     if repaired:
-        log(f"repaired: {_listed(repaired)}")
+        log(f"repaired: {list_reasons(repaired)}")
     if skipped:
-        log(f"skipped: {_listed(skipped)}")
+        log(f"skipped: {list_reasons(skipped)}")
 
     remove_locks(out / INPUT_GROUP_LOCKS)
     if not (out / INPUT_GROUP_LOCKS).exists():  # no other process is building here
@@ -121,15 +122,17 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
             remove_leftovers(folder)
 
 
-def _sum_by_reason(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
+def sum_reasons(counts_by_reason: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sums of counts by reason, in the order of the reasons."""
     total = Counter[str]()
-    for record_counts in counts:
-        total.update(record_counts)
-    return total
+    for counts in counts_by_reason:
+        total.update(counts)
+    return {printable(reason): total[reason] for reason in sorted(total)}
 
 
-def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()))
+def list_reasons(counts: Mapping[str, int]) -> str:
+    """Return counts by reason as text."""
+    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
 
 
 def check_documents(
@@ -141,13 +144,13 @@ def check_documents(
     num_held_out = sum(commit.record.documents for commit in held_out)
     if num_held_out:
         raise all_held_out(f"{out}: ", num_held_out, plan.options.holdout)
-    skipped = _sum_by_reason(commit.record.skipped for commit in train)
+    skipped = sum_reasons(commit.record.skipped for commit in train)
     raise UserError(
         "data.no_documents",
-        f"{out}: the source has no documents (skipped: {_listed(skipped) or 'none'}); "
+        f"{out}: the source has no documents (skipped: {list_reasons(skipped) or 'none'}); "
         "build other files",
         path=out,
-        skipped=dict(skipped),
+        skipped=skipped,
     )
 
 
@@ -234,7 +237,7 @@ def _cut_shard(folder: Path, commit: NamedRecord, documents: int, tokens: int) -
         raise UserError(
             "data.old_format",
             f"{path}: a limit cannot end inside a shard of version {WITHOUT_BYTE_ENDS}; "
-            "give no limit, or build into a new folder",
+            "set no limit, or build into a new folder",
         )
     table = np.frombuffer(read_checked(path, commit.record.files.docs.sha256), dtype="<u8")
     token_ends, byte_ends = np.split(table, 2)

@@ -28,15 +28,16 @@ _MAX_UNPRINTABLE_SHARE = 0.05
 """Largest share of its characters that no text has."""
 
 _MAGIC = (
-    (re.compile(rb"\x1f\x8b"), "gzip data"),
-    (re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"), "zstd data"),
-    (re.compile(rb"BZh[1-9]1AY&SY"), "bzip2 data"),
-    (re.compile(rb"\xfd7zXZ\0"), "xz data"),
-    (re.compile(rb"PAR1\x15"), "parquet data"),
-    (re.compile(rb"ARROW1\0"), "Arrow data"),
-    (re.compile(rb"PK\x03\x04"), "a zip archive"),
-    (re.compile(rb"%PDF-"), "a PDF document"),
+    (rb"\x1f\x8b", "gzip data"),
+    (rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", "zstd data"),
+    (rb"BZh[1-9]1AY&SY", "bzip2 data"),
+    (rb"\xfd7zXZ\0", "xz data"),
+    (rb"PAR1\x15", "parquet data"),
+    (rb"ARROW1\0", "Arrow data"),
+    (rb"PK\x03\x04", "a zip archive"),
+    (rb"%PDF-", "a PDF document"),
 )
+"""Patterns of the first bytes of formats."""
 _ENCODING_MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),  # before UTF-16's, with which it begins
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -99,7 +100,7 @@ def _parse_object(line: bytes) -> dict[str, Any] | None:
 def other_content(head: bytes) -> Content | None:
     """Return what a file is, by its first PROBE_BYTES, if it is certainly no UTF-8 text."""
     for pattern, format_name in _MAGIC:
-        if pattern.match(head):
+        if re.match(pattern, head):
             return Content(format_name, "rename it by its format, or unpack it")
     encoding = _wide_encoding(head)
     if encoding:

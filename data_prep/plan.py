@@ -220,7 +220,7 @@ def check_same_plan(folder: Path, old: Plan, new: Plan) -> None:
     text = "".join(f"\n  {line}" for line in shown_lines)
     raise UserError(
         "plan.changed",
-        f"{folder} was built from another plan:{text}\nGive the old values or another --out",
+        f"{folder} was built from another plan:{text}\nPass the old values or another --out",
         path=folder,
         differences=lines,
     )
@@ -269,7 +269,7 @@ def all_held_out(prefix: str, num_documents: int, holdout: float) -> UserError:
     return UserError(
         "data.all_held_out",
         f"{prefix}all {num_documents:,} documents were held out: --holdout {holdout:g} chooses by "
-        "a hash of the text, equal texts alike; add different documents, or lower --holdout",
+        "a hash of the text, so equal texts go together; add other documents, or lower --holdout",
         given=holdout,
         documents=num_documents,
     )

@@ -48,7 +48,7 @@ class TokenizerRequest:
         if eos is not None:
             raise UserError(
                 "option.conflict",
-                f"--eos {eos!r}: a trained tokenizer has its own; do not give --eos",
+                f"--eos {eos!r}: a trained tokenizer has its own; leave out --eos",
                 option="--eos",
             )
         try:

@@ -300,7 +300,7 @@ class InputReader:
 
     def _lines(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         """Yield lines without their end; some of the blank ones are left out."""
-        # the start of a line whose end was not read yet, and its length
+        # the start of an unfinished line, and its length
         pending: list[bytes] = []
         pending_length = 0
         for chunk in chunks:
@@ -321,7 +321,7 @@ class InputReader:
         if length > self.max_line_bytes:
             self._fail(
                 f"a line of more than {self.max_line_bytes:,} bytes; "
-                "split it, or give --max-line-bytes"
+                "split it, or set --max-line-bytes"
             )
 
     def _parse(self, line: bytes) -> Document | Skipped:
@@ -447,10 +447,11 @@ class InputReader:
     def _fail_field(self, fields: list[str]) -> NoReturn:
         self._fail(
             f"no field {self.text_field!r}; the fields are {str(fields)[1:-1]:.500}; "
-            "give --text-field to source local"
+            "pass --text-field to source local"
         )
 
     def _fail(self, problem: str) -> NoReturn:
+        """Raise UserError for the next row."""
         row_number = self._row + 1
         raise UserError(
             "input.bad_row",

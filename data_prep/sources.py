@@ -1,7 +1,7 @@
 """Sources of text: which files they have, in which order, and how many per input group.
 
 Paths are relative to one root and their order does not depend on the disk, so that a folder may
-move, and a copy gives the same plan as a download.
+move, and a copy has the same plan as a download.
 """
 
 import os
@@ -24,10 +24,10 @@ INPUT_GROUP_BYTES = 2_000_000
 TEXT_FIELD = "text"
 FILES_OPTION = "--files"
 HUB_HINTS = hub.HubHints(
-    revision="give another commit, tag or branch with --revision",
-    without_hub="or give a copy of the files with --files FOLDER",
+    revision="pass another commit, tag or branch with --revision",
+    without_hub="or pass a copy of the files with --files FOLDER",
 )
-OTHER_FILES = f"give --source {LOCAL} for other files"
+OTHER_FILES = f"pass --source {LOCAL} for other files"
 ON_DISK = "files"
 """The version of inputs of unknown commit."""
 EXCLUDED_FOLDERS = "site-packages dist-packages test tests idle_test __pycache__".split()
@@ -153,6 +153,7 @@ def _select_stdlib() -> Selection:
         raise UserError(
             "input.none", f"{root}: no .py files; use a Python with its library as files", path=root
         )
+
     inputs = sorted(to_inputs(files, {}), key=lambda source_input: source_input.path != TOPICS)
     return Selection(
         STDLIB,
@@ -286,7 +287,7 @@ def _select_mirror(
     if revision is not None and not hub.COMMIT.fullmatch(revision):
         raise UserError(
             "option.conflict",
-            f"--revision {revision} with --files: give the copy's 40-digit commit, or none",
+            f"--revision {revision} with --files: pass the copy's 40-digit commit, or none",
             option="--revision",
         )
 
@@ -373,11 +374,12 @@ def find_files(
             files = _walk(absolute, option)
         else:
             raise UserError("input.none", f"{option} {path}: does not exist", path=path)
+
         for file in files:
             if file in origins:
                 raise UserError(
                     "input.given_twice",
-                    f"{option} {path}: {file} is already given by {origins[file]}",
+                    f"{option} {path}: {file} was already found by {origins[file]}",
                     path=file,
                 )
             origins[file] = path
@@ -401,7 +403,7 @@ def _walk(root: Path, option: str) -> Iterator[Path]:
             raise UserError(
                 "input.given_twice",
                 f"{option} {root}: {folder} is reached twice, through links; remove the link, "
-                "or give the folders separately",
+                "or pass the folders separately",
                 path=Path(folder),
             )
         real_folders.add(real_folder)
@@ -428,7 +430,7 @@ def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[
             raise UserError(
                 "input.wrong_files",
                 f"--files: several folders have {shape}: {summarize_paths(files_by_root)}; "
-                "give one of them",
+                "pass one of them",
             )
         if files_by_root:
             return files_by_root.popitem()

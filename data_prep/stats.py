@@ -9,8 +9,7 @@ for 97 million documents, the probability of a false duplicate is 0.0003.
 import argparse
 import hashlib
 import html
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +25,7 @@ from canon_pretrain.core.terminal import Console, Progress, printable, size
 from canon_pretrain.data.blocks import BlockReader
 from canon_pretrain.data.shards import CommitRecord, Shard, TokenShards, dtype_for
 from canon_pretrain.data.tokenizer import Tokenizer
+from data_prep.finish import list_reasons, sum_reasons
 from data_prep.folder import (
     SPLITS,
     TRAIN,
@@ -90,11 +90,8 @@ class Counts:
     digests: np.ndarray
 
     @classmethod
-    def joined(cls, vocab_size: int, counts: Sequence["Counts"]) -> "Counts":
+    def joined(cls, counts: Sequence["Counts"]) -> "Counts":
         """Return the counts of a split from those of its shards, in order."""
-        # with empty ones in front, because numpy joins at least one array
-        empty = cls(np.zeros(vocab_size, np.int64), np.empty(0, "<u4"), np.empty(0, "<u8"))
-        counts = [empty, *counts]
         return cls(
             tokens=np.sum([shard.tokens for shard in counts], axis=0),
             lengths=np.concatenate([shard.lengths for shard in counts]),
@@ -265,8 +262,8 @@ def data_statistics(folder: Path, plan: Plan, workers: int) -> DataStatistics:
             num_read += shard.entry.tokens
             progress.update(num_read / total, f"stats: {num_read:,} of {total:,} tokens")
 
-    train_counts = Counts.joined(vocab_size, counts[: len(train.shards)])
-    validation_counts = Counts.joined(vocab_size, counts[len(train.shards) :])
+    train_counts = Counts.joined(counts[: len(train.shards)])
+    validation_counts = Counts.joined(counts[len(train.shards) :])
     return DataStatistics(
         folder=printable(str(folder)),
         source=plan.source,
@@ -392,15 +389,6 @@ def sum_groups(records: Sequence[CommitRecord]) -> list[Group]:
     return sorted(groups, key=lambda group: (-group.tokens, group.group))
 
 
-def sum_reasons(counts_by_reason: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums of counts by reason, in the order of the reasons."""
-    total: Counter[str] = Counter()
-    for counts in counts_by_reason:
-        for reason, count in counts.items():
-            total[printable(reason)] += count
-    return dict(sorted(total.items()))
-
-
 # ---- output
 
 
@@ -524,17 +512,13 @@ def notes(statistics: DataStatistics) -> Iterator[str]:
     """Yield notes on skipped rows, repaired documents and groups."""
     for split in statistics.splits:
         if split.skipped:
-            yield f"{split.split}: skipped rows: {_listed(split.skipped)}."
+            yield f"{split.split}: skipped rows: {list_reasons(split.skipped)}."
         if split.repaired:
-            yield f"{split.split}: repaired documents: {_listed(split.repaired)}."
+            yield f"{split.split}: repaired documents: {list_reasons(split.repaired)}."
         if split.groups_count_more:
             yield f"{split.split}: groups include all of the shard in which the limit ends."
         if split.num_groups > MAX_GROUPS:
-            yield f"{split.split}: {split.num_groups:,} groups, of which the largest."
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+            yield f"{split.split}: {split.num_groups:,} groups, the largest of them shown."
 
 
 def _ratio(numerator: int, denominator: int) -> str:

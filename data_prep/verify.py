@@ -207,7 +207,7 @@ class StoredShard:
         if not rebuilt.exists() or (is_compared and sha256_file(rebuilt) not in expected_hashes):
             raise ShardError(
                 "shard.not_reproduced",
-                f"{self.folder / self.name}: the inputs give other bytes (another version of "
+                f"{self.folder / self.name}: the inputs make other bytes (another version of "
                 "Python, sentencepiece or pyarrow?); repair it where it was built",
             )
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
@@ -138,7 +138,7 @@ _MAMBA2_FIXED: dict[str, Any] = {
     "rms_norm": True,
     "norm_before_gate": False,
 }
-"""Fields of Mamba2Config, also of earlier versions, of which one value is supported."""
+"""Fields of Mamba2Config, also of earlier versions, for which one value is supported."""
 _MAMBA2_DEFAULTS: dict[str, Any] = {
     **_MAMBA2_FIXED,
     "vocab_size": 32768,
@@ -246,108 +246,116 @@ _CHECKED_IN_ROPE = {
 
 # -- parameter names; those the released class does not have are named like similar ones
 
-Pairs = tuple[tuple[str, str], ...]
-"""Our name and the other."""
-ENDS: Pairs = (
-    ("tok_embeddings", "model.embed_tokens"),
-    ("norm", "model.norm"),
-    ("output", "lm_head"),
-)
-BLOCK: Pairs = (
-    ("attention_norm", "input_layernorm"),
-    ("canon_a", "canonA"),
-    ("attention.wq", "self_attn.q_proj"),
-    ("attention.wk", "self_attn.k_proj"),
-    ("attention.wv", "self_attn.v_proj"),
-    ("attention.wo", "self_attn.o_proj"),
-    ("attention.q_norm", "self_attn.q_norm"),
-    ("attention.k_norm", "self_attn.k_norm"),
-    ("attention.canon_b", "self_attn.canonB"),
-    ("attention.conv1d", "self_attn.conv1d"),
-    ("attention.wg", "self_attn.g_proj"),
-    ("attention.wg.down", "self_attn.g_proj.0"),
-    ("attention.wg.up", "self_attn.g_proj.1"),
-    ("attention.o_norm", "self_attn.o_norm"),
-    ("attention.gk.down", "self_attn.gk_proj.0"),
-    ("attention.gk.up", "self_attn.gk_proj.1"),
-    ("attention.wa", "self_attn.a_proj"),
-    ("attention.wb", "self_attn.b_proj"),
-    ("attention.in_proj", "self_attn.in_proj"),
-    ("attention.out_proj", "self_attn.out_proj"),
-    ("attention.norm", "self_attn.norm"),
-    ("ffn_norm", "post_attention_layernorm"),
-    ("canon_c", "canonC"),
-    ("feed_forward.w1", "mlp.gate_proj"),
-    ("feed_forward.w3", "mlp.up_proj"),
-    ("feed_forward.w2", "mlp.down_proj"),
-    ("feed_forward.canon_d", "mlp.canonD"),
-    ("feed_forward.router.gate", "mlp.gate"),
-    ("feed_forward.shared_experts.w1", "mlp.shared_experts.gate_proj"),
-    ("feed_forward.shared_experts.w3", "mlp.shared_experts.up_proj"),
-    ("feed_forward.shared_experts.w2", "mlp.shared_experts.down_proj"),
-)
-BARE: Pairs = (
-    ("attention.A_log", "self_attn.A_log"),
-    ("attention.dt_bias", "self_attn.dt_bias"),
-    ("attention.D", "self_attn.D"),
-    ("feed_forward.router.expert_bias", "mlp.expert_bias"),
-    ("feed_forward.experts.w1", "mlp.experts.gate_proj"),
-    ("feed_forward.experts.w3", "mlp.experts.up_proj"),
-    ("feed_forward.experts.w2", "mlp.experts.down_proj"),
-)
+Names = dict[str, str]
+"""A class's names of modules and tensors, by our names."""
+ENDS: Names = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+BLOCK: Names = {
+    "attention_norm": "input_layernorm",
+    "canon_a": "canonA",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.canon_b": "self_attn.canonB",
+    "attention.conv1d": "self_attn.conv1d",
+    "attention.wg": "self_attn.g_proj",
+    "attention.wg.down": "self_attn.g_proj.0",
+    "attention.wg.up": "self_attn.g_proj.1",
+    "attention.o_norm": "self_attn.o_norm",
+    "attention.gk.down": "self_attn.gk_proj.0",
+    "attention.gk.up": "self_attn.gk_proj.1",
+    "attention.wa": "self_attn.a_proj",
+    "attention.wb": "self_attn.b_proj",
+    "attention.in_proj": "self_attn.in_proj",
+    "attention.out_proj": "self_attn.out_proj",
+    "attention.norm": "self_attn.norm",
+    "ffn_norm": "post_attention_layernorm",
+    "canon_c": "canonC",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.canon_d": "mlp.canonD",
+    "feed_forward.router.gate": "mlp.gate",
+    "feed_forward.shared_experts.w1": "mlp.shared_experts.gate_proj",
+    "feed_forward.shared_experts.w3": "mlp.shared_experts.up_proj",
+    "feed_forward.shared_experts.w2": "mlp.shared_experts.down_proj",
+}
+BARE: Names = {
+    "attention.A_log": "self_attn.A_log",
+    "attention.dt_bias": "self_attn.dt_bias",
+    "attention.D": "self_attn.D",
+    "feed_forward.router.expert_bias": "mlp.expert_bias",
+    "feed_forward.experts.w1": "mlp.experts.gate_proj",
+    "feed_forward.experts.w3": "mlp.experts.up_proj",
+    "feed_forward.experts.w2": "mlp.experts.down_proj",
+}
 """Parameters and buffers that are not the weight or bias of a module."""
 
-_MAMBA2_ENDS: Pairs = (
-    ("tok_embeddings", "backbone.embeddings"),
-    ("norm", "backbone.norm_f"),
-    ("output", "lm_head"),
-)
-_MAMBA2_BLOCK: Pairs = (
-    ("attention_norm", "norm"),
-    ("attention.in_proj", "mixer.in_proj"),
-    ("attention.conv1d", "mixer.conv1d"),
-    ("attention.norm", "mixer.norm"),
-    ("attention.out_proj", "mixer.out_proj"),
-)
-_MAMBA2_BARE: Pairs = (
-    ("attention.A_log", "mixer.A_log"),
-    ("attention.dt_bias", "mixer.dt_bias"),
-    ("attention.D", "mixer.D"),
-)
+_MAMBA2_ENDS: Names = {
+    "tok_embeddings": "backbone.embeddings",
+    "norm": "backbone.norm_f",
+    "output": "lm_head",
+}
+_MAMBA2_BLOCK: Names = {
+    "attention_norm": "norm",
+    "attention.in_proj": "mixer.in_proj",
+    "attention.conv1d": "mixer.conv1d",
+    "attention.norm": "mixer.norm",
+    "attention.out_proj": "mixer.out_proj",
+}
+_MAMBA2_BARE: Names = {
+    "attention.A_log": "mixer.A_log",
+    "attention.dt_bias": "mixer.dt_bias",
+    "attention.D": "mixer.D",
+}
+
+
+class _Naming(NamedTuple):
+    """How a class names its layers, and modules and tensors by their names in another class."""
+
+    layers: str
+    ends: Names
+    block: Names
+    bare: Names
+
+
+_LLAMA_NAMING = _Naming("model.layers", ENDS, BLOCK, BARE)
+_MAMBA2_NAMING = _Naming("backbone.layers", _MAMBA2_ENDS, _MAMBA2_BLOCK, _MAMBA2_BARE)
 
 
 def to_hf(name: str, model_type: str = MODEL_TYPE) -> str:
     """Return a parameter's name in the class of `model_type`. Raises ValueError if unknown."""
-    return _translate(name, model_type, source=0, target=1)
+    naming = _MAMBA2_NAMING if model_type == MAMBA2 else _LLAMA_NAMING
+    return _translate(name, "layers", naming)
 
 
 def to_ours(name: str) -> str:
     """Return our name of the parameter of any class. Raises ValueError if unknown."""
-    model_type = MAMBA2 if name.startswith("backbone.") else MODEL_TYPE
-    return _translate(name, model_type, source=1, target=0)
+    naming = _MAMBA2_NAMING if name.startswith("backbone.") else _LLAMA_NAMING
+    tables = (naming.ends, naming.block, naming.bare)
+    inverse_tables = ({hf: ours for ours, hf in table.items()} for table in tables)
+    return _translate(name, naming.layers, _Naming("layers", *inverse_tables))
 
 
-def _translate(name: str, model_type: str, source: int, target: int) -> str:
-    """Translate [LAYERS.NUMBER.]MODULE[.weight] from one side of `Pairs` (0 or 1) to the other."""
-    if model_type == MAMBA2:
-        layers = ("layers", "backbone.layers")
-        ends, block, bare = _MAMBA2_ENDS, _MAMBA2_BLOCK, _MAMBA2_BARE
-    else:
-        layers = ("layers", "model.layers")
-        ends, block, bare = ENDS, BLOCK, BARE
-
-    layer = rf"{re.escape(layers[source])}\.(0|[1-9]\d*)\."
+def _translate(name: str, layers: str, target: _Naming) -> str:
+    """Translate [LAYERS.NUMBER.]MODULE[.weight], where LAYERS is `layers`, to `target`."""
+    layer = rf"{re.escape(layers)}\.(0|[1-9]\d*)\."
     match = re.fullmatch(rf"(?:{layer})?(.+?)(\.weight|\.bias|\.down|\.up)?", name)
     if match:
         number, module, leaf = match.groups(default="")
         if not leaf:
-            pairs = bare
+            names = target.bare
         else:
-            pairs = block if number else ends
-        for pair in pairs:
-            if pair[source] == module:
-                prefix = f"{layers[target]}.{number}." if number else ""
-                return f"{prefix}{pair[target]}{leaf}"
+            names = target.block if number else target.ends
+        if module in names:
+            prefix = f"{target.layers}.{number}." if number else ""
+            return f"{prefix}{names[module]}{leaf}"
 
     raise ValueError(f"{name} is not a parameter of these models")
 
@@ -547,7 +555,7 @@ def raise_unsupported(name: str, value: object, reason: str) -> NoReturn:
 def _checked_fields(config: Mapping[str, Any]) -> SimpleNamespace:
     """Return a Llama-like config.json with checked types and defaults; _NO_DEFAULT ones are None.
 
-    Raises UserError for values of which ModelArgs has no equivalent.
+    Raises UserError for values that ModelArgs cannot express.
     """
     values = {
         **dict.fromkeys(_NO_DEFAULT),
@@ -614,7 +622,7 @@ def _position(llama: SimpleNamespace) -> dict[str, Any]:
     rope_dim = llama.rope_dim
     rotary_factor = llama.partial_rotary_factor or rope.get("partial_rotary_factor") or 1.0
     if rope_dim is None and rotary_factor != 1.0:
-        raise_unsupported("partial_rotary_factor", rotary_factor, "expected rope_dim beside it")
+        raise_unsupported("partial_rotary_factor", rotary_factor, "expected rope_dim next to it")
     if rope_dim in (None, head_dim):
         return theta | {"position": "rope"}
 

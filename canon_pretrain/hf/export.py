@@ -8,7 +8,7 @@
        /canon_pretrain.json     the origin of the weights, and the names of these files
        /README.md               how to load it, or the card that `card` makes of the run
 
-It is written beside OUT and renamed. If OUT is replaced, its files are replaced one by one while
+It is written next to OUT and renamed. If OUT is replaced, its files are replaced one by one while
 config.json is absent: either the export is complete, or it does not load.
 """
 
@@ -307,7 +307,7 @@ def _small_files(
 
 
 PLACE = "THIS_FOLDER"
-"""The folder in README.md, whose path is not known; a push puts the repository's name there."""
+"""Placeholder of the folder in README.md, until a push writes the name of the repository."""
 _LOADING = f"""\
 ```python
 {{code}}

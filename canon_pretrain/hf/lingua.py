@@ -68,7 +68,7 @@ def to_args(params: Mapping[str, Any]) -> ModelArgs:
         elif theirs in _NEEDED:
             raise UserError("hf.missing_field", f"no model.{theirs}", name=f"model.{theirs}")
 
-    # Fields of which ModelArgs has no equivalent, or only for some values.
+    # Fields that ModelArgs cannot express, or only for some values.
     for name in _REFUSED:
         if model.get(name):
             raise_unsupported(f"model.{name}", model[name], "unsupported")

@@ -24,7 +24,6 @@ from canon_pretrain.hf.config import (
     ENDS,
     LINGUA,
     MODEL_TYPE,
-    Pairs,
     layout,
     to_args,
     to_ours,
@@ -122,7 +121,7 @@ class _Namespace(nn.Module):
 
 
 READ = ("self_attn.o_norm", "mlp.gate")
-"""Modules of a layer whose weight is read without a call."""
+"""Modules of a layer that the block reads the weight of, without calling them."""
 
 
 class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
@@ -135,8 +134,8 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
         object.__setattr__(self, "block", block)  # unregistered: its modules have other names here
         self.self_attn = _Namespace()
         self.mlp = _Namespace()
-        modules = _register(block, self, BLOCK)
-        bare_tensors = _register(block, self, BARE)
+        modules = _register(block, self, BLOCK.items())
+        bare_tensors = _register(block, self, BARE.items())
         self._registrations = modules + bare_tensors
 
         # hooks of modules do not run for these, because the block does not call them
@@ -175,7 +174,9 @@ class _Registration(NamedTuple):
     hf_name: str
 
 
-def _register(core: nn.Module, root: nn.Module, names: Pairs) -> list[_Registration]:
+def _register(
+    core: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]
+) -> list[_Registration]:
     """Register under `root`, by their names here, the modules and tensors that `core` has.
 
     `names` are pairs of a name in `core` and one under `root`.
@@ -246,12 +247,13 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
         # Register the modules in the order of the released class: embedding, layers, output.
         self.model = _Namespace()
-        self._registrations = _register(core, self, ENDS[:1])  # the embedding
+        embedding, *norm_and_output = ENDS.items()
+        self._registrations = _register(core, self, [embedding])
         blocks: Any = core.layers.values()
         self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
         for number, layer in enumerate(self.model.layers):
             core.layers[str(number)] = layer
-        self._registrations += _register(core, self, ENDS[1:])
+        self._registrations += _register(core, self, norm_and_output)
         if config.tie_word_embeddings:  # `Transformer` then has no output layer
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self._registrations.append(_Registration(core, "output", self, "lm_head"))

@@ -174,7 +174,7 @@ class Sampler:
         if not ids:
             raise UserError(
                 "sample.no_ids",
-                f"{self.checkpoint} knows ids, no words: give some, as in --prompt '12 45'"
+                f"{self.checkpoint} knows ids, no words: pass some, as in --prompt '12 45'"
                 " (canon synthetic show prints a task's)",
             )
         return ids
@@ -240,7 +240,7 @@ class Sampler:
 
     @torch.no_grad()
     def losses(self, ids: Sequence[int]) -> list[float]:
-        """Return the nats of ids[1:], each given all before it, from float32 logits."""
+        """Return the nats of each of ids[1:] after all ids before it, from float32 logits."""
         if len(ids) < 2:
             return []
         tokens_T = torch.tensor(ids, device=self.model.tok_embeddings.weight.device)

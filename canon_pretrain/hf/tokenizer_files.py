@@ -168,26 +168,22 @@ def _model(
     processor: sentencepiece.SentencePieceProcessor, pieces: list[str], info: SentencePieceInfo
 ) -> models.Model:
     """Return a Unigram model, or BPE with all pairs of pieces as merges, the best first."""
-    scores = [processor.get_score(i) for i in range(len(pieces))]
-    is_matched = [  # control tokens, bytes and the unknown token match no text
-        not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
-        for i in range(len(pieces))
-    ]
+    scores = {piece: processor.get_score(i) for i, piece in enumerate(pieces)}
+    text_pieces = {
+        piece
+        for i, piece in enumerate(pieces)
+        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
+    }
     if info.model_type == _UNIGRAM:
-        vocab = [(piece, scores[i] if is_matched[i] else _NEVER) for i, piece in enumerate(pieces)]
+        vocab = [(piece, scores[piece] if piece in text_pieces else _NEVER) for piece in pieces]
         return models.Unigram(vocab, processor.unk_id(), info.byte_fallback)
 
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(pieces, key=lambda piece: -scores[piece]):
+        if piece in text_pieces:
+            splits = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+            merges += filter(text_pieces.issuperset, splits)
     ids = {piece: i for i, piece in enumerate(pieces)}
-    matched_pieces = {piece for i, piece in enumerate(pieces) if is_matched[i]}
-    merges = []
-    for piece in sorted(pieces, key=lambda piece: -scores[ids[piece]]):
-        if piece not in matched_pieces:
-            continue
-        for split in range(1, len(piece)):
-            left = piece[:split]
-            right = piece[split:]
-            if left in matched_pieces and right in matched_pieces:
-                merges.append((left, right))
     options: Any = {"fuse_unk": True, "byte_fallback": info.byte_fallback}
     return models.BPE(ids, merges, unk_token=pieces[processor.unk_id()], **options)
 

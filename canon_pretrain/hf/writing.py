@@ -135,13 +135,13 @@ def bundled_code(version: str | None) -> Mapping[str, str]:
         raise ValueError(f"two of {sorted(sources)} would have one name in a flat folder")
 
     # transformers 4 copies only files that the modeling file itself imports.
-    imports = [
-        f"from .{_flat(module)} import __name__ as _  # noqa: E402, F401\n"
-        for module in sorted(sources)
-        if module != MODELING_MODULE
-    ]
-    note = "# transformers 4 copies only files that are imported here"
-    files[f"{_flat(MODELING_MODULE)}.py"] += f"\n{note}\n{''.join(imports)}"
+    main_file = f"{_flat(MODELING_MODULE)}.py"
+    lines = ["", "# transformers 4 copies only files that are imported here"]
+    for file_name in files:
+        if file_name != main_file:
+            name = file_name.removesuffix(".py")
+            lines.append(f"from .{name} import __name__ as _  # noqa: E402, F401")
+    files[main_file] += "\n".join([*lines, ""])
     return MappingProxyType(files)
 
 
