@@ -140,7 +140,7 @@ def select(
 
 def _select_stdlib() -> Selection:
     """Select the help topics, then the .py files of the library without tests."""
-    root = source_root(STDLIB)
+    root = stdlib_root()
     files = {}
     for folder, subfolders, names in os.walk(root):
         # os.walk enters what is left in this list
@@ -340,7 +340,7 @@ def fetch(source: str, version: str, root: Path, inputs: Sequence[Input]) -> Non
     hub.fetch(hub_source.repo, version, root, files, HUB_HINTS)
 
 
-def source_root(source: str) -> Path:
+def stdlib_root() -> Path:
     """Return the folder of stdlib's inputs."""
     return Path(os.__file__).resolve().parent
 

@@ -105,17 +105,19 @@ def survey(
         LOCAL, files, text_field=text_field, text_suffixes=suffixes, files_option=files_option
     )
 
-    # How many files to sample, spread over the source: as many as have SAMPLE_BYTES, and enough to
-    # see more than one kind of text. How much to read of each, so that sizes are estimated well
-    # and large files stand in for small ones, and how much of that to keep.
+    # Files to sample: as many as have SAMPLE_BYTES at their mean size, and enough to see more than
+    # one kind of text.
     inputs = [source_input for source_input in selection.inputs if source_input.size]
     file_bytes = sum(source_input.size for source_input in inputs)
-    num_for_size = 1 + SAMPLE_BYTES * len(inputs) // max(file_bytes, 1)
-    num_for_size = min(MAX_SAMPLED_FILES, num_for_size)
+    num_for_size = min(MAX_SAMPLED_FILES, 1 + SAMPLE_BYTES * len(inputs) // max(file_bytes, 1))
     num_sampled = min(len(inputs), max(SPREAD_FILES, num_for_size))
+
+    # Bytes to read of each: more than its share of the sample, so that sizes are estimated well.
+    # They are kept if files are small (large ones stand in for small ones), else only the share.
     read_bytes = min(SAMPLE_BYTES, 4 * SAMPLE_BYTES // max(num_sampled, 1))
     kept_bytes = read_bytes if num_for_size >= num_sampled else SAMPLE_BYTES // num_sampled
 
+    # The sampled files are spread evenly over the source.
     sample: list[str] = []
     num_probed = 0
     num_damaged = 0
@@ -152,6 +154,7 @@ def survey(
     ]
     share_sampled = row_file_bytes / max(file_bytes - sum(text_sizes), 1) or 1
 
+    # Files that are not read, for the user to decide.
     lowered_suffixes = {suffix.lower() for suffix in suffixes}
     skipped = Counter[str]()
     skipped_text = Counter[str]()

@@ -36,10 +36,10 @@ def test_inputs_are_topics_then_sources_without_tests(tmp_path, monkeypatch):
     left_out = ["x/test/a.py", "x/tests/a.py", "idlelib/idle_test/a.py", "x/__pycache__/a.py"]
     left_out += ["site-packages/a.py", "d.txt"]
     make(tmp_path, "b10.py", "b9.py", TOPICS, "a/c.py", "x/testing.py", *left_out)
-    monkeypatch.setattr(sources, "source_root", lambda source: tmp_path)
+    monkeypatch.setattr(sources, "stdlib_root", lambda: tmp_path)
     assert paths(select("stdlib")) == [TOPICS, "a/c.py", "b9.py", "b10.py", "x/testing.py"]
     make(tmp_path / "y", "z.txt")
-    monkeypatch.setattr(sources, "source_root", lambda source: tmp_path / "y")
+    monkeypatch.setattr(sources, "stdlib_root", lambda: tmp_path / "y")
     with refused("input.none"):
         select("stdlib")
 
