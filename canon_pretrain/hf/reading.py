@@ -45,8 +45,8 @@ MODEL_TOML = "model.toml"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # tables in old Llama checkpoints that follow from the config
 _TABLES = ".rotary_emb.inv_freq"
-_MAX_TIES = 4
-"""Parameters per stored value that are plausible: tied weights are stored once."""
+_MAX_PARAMETERS_PER_VALUE = 4
+"""More parameters than this per stored value are no model: only tied weights are stored once."""
 
 
 class Imported(NamedTuple):
@@ -137,10 +137,11 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
         error_fields: Any = error.fields
         raise UserError("hf.unsupported_field", f"{path}: {error}", **error_fields) from None
 
-    # A config of a far larger model would take all memory before its tensors are missed.
+    # Refuse a claim such as ten million layers before a model of that size is created.
     shapes = [tensor.shape for tensor in _tensors(source)]
     num_values = sum(shape.numel() for shape in shapes)
-    if args.num_layers > len(shapes) or num_parameters(args) > _MAX_TIES * num_values:
+    max_parameters = _MAX_PARAMETERS_PER_VALUE * num_values
+    if args.num_layers > len(shapes) or num_parameters(args) > max_parameters:
         raise UserError(
             "hf.missing_tensors",
             f"{path} describes {args.num_layers} layers with {num_parameters(args):,} parameters"
@@ -197,6 +198,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
             names=unknown_names,
         )
 
+    # Our rotary layout is lingua's.
     if not is_lingua and args.rope_dim and layout(config) == fields.HUGGINGFACE:
         for name, order in interleave_orders(args).items():
             weights[name] = weights[name][order]

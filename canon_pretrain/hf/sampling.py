@@ -248,9 +248,9 @@ class Sampler:
         return F.cross_entropy(logits_TV, tokens_T[1:], reduction="none").tolist()
 
     def loss_sums(self, ids: Sequence[int]) -> dict[int, float]:
-        """Return the summed nats up to each character of the text where a token ends.
+        """Return the summed nats of text[:i], for each position i of the text where a token ends.
 
-        A token that ends within a character, or adds none, counts at the next one.
+        A token that ends within a character, or adds none, counts at the next such position.
         """
         text = self.decode(ids)
         detokenizer = Detokenizer(self.decode)
