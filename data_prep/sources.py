@@ -178,12 +178,11 @@ def _select_local(
     if dangling:
         log(f"{LOCAL}: skipped {len(dangling):,} dangling links: {summarize_paths(dangling)}")
 
+    # Every file that the user named must be read; of a folder, at least one.
     readable, others = divide_files(existing, named_files, text_field, text_suffixes)
-    if not readable:
-        raise _unknown_format(others or files, text_suffixes, files_option)
-    named_others = named_files.intersection(others)
-    if named_others:
-        raise _unknown_format(named_others, text_suffixes, files_option)
+    unknown = named_files.intersection(others) if readable else others or files
+    if unknown:
+        raise _unknown_format(unknown, text_suffixes, files_option)
     if others:
         log(f"{LOCAL}: skipped {len(others):,} files of other formats: {summarize_paths(others)}")
 

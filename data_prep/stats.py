@@ -550,37 +550,33 @@ Json = dict[str, Any]
 
 
 def figures(statistics: DataStatistics) -> dict[str, Json]:
-    """Return plotly traces and axes by the name of their place; `meta` is a trace's CSS color."""
+    """Return plotly traces and axes by the id of their plot; `meta` is a trace's CSS color."""
     splits = [split for split in statistics.splits if split.documents]
-    length_axis = {"title": "tokens in a document, from", "type": "category"}
     log_axis = {"type": "log", "dtick": 1}
-    return {
-        "documents": {
-            "traces": [_lengths(split, "documents", split.documents) for split in splits],
-            "xaxis": length_axis,
-            "yaxis": {"title": "documents", "tickformat": ".0%"},
-        },
-        "tokens": {
-            "traces": [_lengths(split, "tokens", split.tokens) for split in splits],
-            "xaxis": length_axis,
-            "yaxis": {"title": "tokens", "tickformat": ".0%"},
-        },
-        "groups": {
-            "traces": [_groups(split) for split in splits],
-            "xaxis": {"title": "tokens", "tickformat": ".0%"},
-            "yaxis": {"type": "category"},
-        },
-        "frequencies": {
-            "traces": [_frequencies(split) for split in splits],
-            "xaxis": {"title": "rank", **log_axis},
-            "yaxis": {"title": "share of the tokens", "tickformat": ".0e", **log_axis},
-        },
+    plots: dict[str, Json] = {}
+    for unit in ("documents", "tokens"):
+        plots[unit] = {
+            "traces": [_lengths(split, unit) for split in splits],
+            "xaxis": {"title": "tokens in a document, from", "type": "category"},
+            "yaxis": {"title": unit, "tickformat": ".0%"},
+        }
+    plots["groups"] = {
+        "traces": [_groups(split) for split in splits],
+        "xaxis": {"title": "tokens", "tickformat": ".0%"},
+        "yaxis": {"type": "category"},
     }
+    plots["frequencies"] = {
+        "traces": [_frequencies(split) for split in splits],
+        "xaxis": {"title": "rank", **log_axis},
+        "yaxis": {"title": "share of the tokens", "tickformat": ".0e", **log_axis},
+    }
+    return plots
 
 
-def _lengths(split: SplitStatistics, unit: str, total: int) -> Json:
-    """Return bars of the documents, or of their tokens (`unit`), by length."""
+def _lengths(split: SplitStatistics, unit: str) -> Json:
+    """Return bars of the shares of the documents, or of their tokens (`unit`), by length."""
     bins = split.lengths.bins
+    total = getattr(split, unit)
     counts = [getattr(length_bin, unit) for length_bin in bins]
     lengths = [f"{length_bin.first:,} to {length_bin.last:,} tokens" for length_bin in bins]
     return {
