@@ -63,6 +63,8 @@ def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
             f"{path}: sha256 {tokenizer.sha256[:16]}..., the plan's is {record.sha256[:16]}...; "
             f"delete it and {REBUILD_HINT}",
         )
+
+    # The same file may encode differently in another version of its library.
     for text, ids in tokenizer.probe_ids().items():
         if ids != record.probe_ids[text]:
             raise UserError(
@@ -103,6 +105,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         location = f" ({error.filename})" if error.filename else ""
         resume = "and run the same command again, which resumes"
+
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = size(free_bytes(folder))
             raise UserError(
@@ -110,10 +113,12 @@ def disk_errors(folder: Path) -> Iterator[None]:
                 f"{folder}: the disk is full{location}, {free} free; free some space {resume}",
                 path=folder,
             ) from error
+
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE):
             raise UserError(
                 "disk.not_writable",
                 f"{folder}: {error.strerror}{location}; check disk and permissions {resume}",
                 path=folder,
             ) from error
-        raise
+
+        raise  # not of the disk

@@ -227,6 +227,7 @@ def _train(lines: Iterable[str], vocab_size: int) -> bytes:
         sentence_iterator=iter(lines),
         model_writer=model,
         vocab_size=vocab_size,
+        # Llama-2's settings
         model_type="bpe",
         character_coverage=0.99995,
         byte_fallback=True,
@@ -238,6 +239,7 @@ def _train(lines: Iterable[str], vocab_size: int) -> bytes:
         unk_id=0,
         bos_id=1,
         eos_id=2,
+        # ours: see `_lines` and NUM_THREADS
         max_sentence_length=MAX_LINE_BYTES,
         num_threads=NUM_THREADS,
         minloglevel=2,

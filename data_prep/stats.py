@@ -552,8 +552,9 @@ Json = dict[str, Any]
 def figures(statistics: DataStatistics) -> dict[str, Json]:
     """Return plotly traces and axes by the id of their plot; `meta` is a trace's CSS color."""
     splits = [split for split in statistics.splits if split.documents]
-    log_axis = {"type": "log", "dtick": 1}
     plots: dict[str, Json] = {}
+
+    # Bars: how many documents have a length, how many of the tokens are in them, and by group.
     for unit in ("documents", "tokens"):
         plots[unit] = {
             "traces": [_lengths(split, unit) for split in splits],
@@ -565,6 +566,9 @@ def figures(statistics: DataStatistics) -> dict[str, Json]:
         "xaxis": {"title": "tokens", "tickformat": ".0%"},
         "yaxis": {"type": "category"},
     }
+
+    # A line, straight if frequencies fall as a power of the rank (Zipf's law).
+    log_axis = {"type": "log", "dtick": 1}
     plots["frequencies"] = {
         "traces": [_frequencies(split) for split in splits],
         "xaxis": {"title": "rank", **log_axis},

@@ -378,6 +378,7 @@ def _tensors(source: Path) -> Iterator[_StoredTensor]:
             yield _StoredTensor(name, lingua.to_ours(name), tensor.shape, tensor.detach)
         return
 
+    # Opened one at a time; a tensor is read from its file only when it is asked for.
     for path, indexed_names in _files(source).items():
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -389,6 +390,8 @@ def _tensors(source: Path) -> Iterator[_StoredTensor]:
                         f"{path} lacks {_listed(lost_names)}, which {INDEX} lists",
                         names=lost_names,
                     )
+
+                # a file without an index has all tensors
                 for name in sorted(indexed_names or stored_names):
                     shape = torch.Size(file.get_slice(name).get_shape())
                     try:

@@ -98,6 +98,7 @@ def llama_cpp_reads(tokenizer: Tokenizer) -> bool:
 def _from_sentencepiece(model: bytes) -> dict[str, Any]:
     """Return the content of a tokenizer.json. Raises UserError for options that it lacks."""
     info = SentencePieceInfo.read(model)
+    # Options that tokenizer.json cannot express, or not exactly.
     refusals = {
         "it is neither a BPE nor a unigram model": info.model_type not in (_BPE, _UNIGRAM),
         f"it has user-defined or unused tokens {info.user_defined[:1]}": info.user_defined,
@@ -112,6 +113,7 @@ def _from_sentencepiece(model: bytes) -> dict[str, Any]:
             f"the tokenizer can't be converted to tokenizer.json: {'; '.join(reasons)}",
         )
 
+    # Control tokens become special tokens; all other pieces are in the model.
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     converted = tokenizers.Tokenizer(_model(processor, pieces, info))
