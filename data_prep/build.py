@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -54,6 +53,7 @@ class JobSlice:
 
     @classmethod
     def parse(cls, text: str) -> "JobSlice":
+        """Parse i/n. Raises UserError."""
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
         if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise UserError(
@@ -73,39 +73,65 @@ ALL_GROUPS = JobSlice(1, 1)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--source", required=True, metavar="NAME", help=", ".join(sources.SOURCES))
-    files = f"files or folders: a copy of the source, or those of `local` ({' '.join(SUFFIXES)})"
-    add("--files", nargs="+", type=Path, default=(), metavar="PATH", help=files)
-    tokenizer = (
-        "train a SentencePiece BPE tokenizer with vocab_size N on the training documents, "
-        "or load the SentencePiece tokenizer.model or HF tokenizer.json at PATH"
+    add(
+        "--files",
+        nargs="+",
+        type=Path,
+        default=(),
+        metavar="PATH",
+        help=f"files or folders: a copy of the source, or those of `local` ({' '.join(SUFFIXES)})",
     )
-    add("--tokenizer", required=True, metavar="train:N|PATH", help=tokenizer)
+    add(
+        "--tokenizer",
+        required=True,
+        metavar="train:N|PATH",
+        help="train a SentencePiece BPE tokenizer with vocab_size N on the training documents, "
+        "or load the SentencePiece tokenizer.model or HF tokenizer.json at PATH",
+    )
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to resume")
-    held_out = "share of documents for validation, chosen by hash (default: %(default)s)"
-    add("--holdout", type=float, default=0.02, metavar="FRACTION", help=held_out)
+    add(
+        "--holdout",
+        type=float,
+        default=0.02,
+        metavar="FRACTION",
+        help="share of documents for validation, chosen by hash (default: %(default)s)",
+    )
     folders.add_workers(parser, "processes; the result is the same for any number")
     folders.add_limits(parser)
-    text = parser.add_argument_group("inputs and texts")
-    text.add_argument(
-        "--text-field", metavar="F", help="name of the text field, also a.b (source local)"
+
+    add = parser.add_argument_group("inputs and texts").add_argument
+    add("--text-field", metavar="F", help="name of the text field, also a.b (source local)")
+    add(
+        "--text-suffixes",
+        nargs="+",
+        default=(),
+        metavar=".S",
+        help="read files of these suffixes as .txt too, such as .md .rst (source local)",
     )
-    more = "read files of these suffixes as .txt too, such as .md .rst (source local)"
-    text.add_argument("--text-suffixes", nargs="+", default=(), metavar=".S", help=more)
-    cut = "cut longer documents, after a blank line or a line (default: never)"
-    text.add_argument("--max-document-bytes", type=positive, metavar="N", help=cut)
-    revision = "commit, tag or branch of a downloaded source"
-    text.add_argument("--revision", metavar="R", help=revision)
-    line = "stop at a longer line of JSON (default: %(default)s)"
-    limit: dict[str, Any] = {"type": positive, "default": MAX_LINE_BYTES, "metavar": "N"}
-    text.add_argument("--max-line-bytes", **limit, help=line)
-    eos = "token that ends documents, if PATH does not determine it"
-    text.add_argument("--eos", metavar="TOKEN", help=eos)
-    text.add_argument("--bos", action="store_true", help="put BOS before each document")
-    jobs = parser.add_argument_group("several jobs")
-    shard = "build every N-th input group from the I-th on; `finish` writes the manifests"
-    jobs.add_argument("--shard", metavar="I/N", help=shard)
+    add(
+        "--max-document-bytes",
+        type=positive,
+        metavar="N",
+        help="cut longer documents, after a blank line or a line (default: never)",
+    )
+    add("--revision", metavar="R", help="commit, tag or branch of a downloaded source")
+    add(
+        "--max-line-bytes",
+        type=positive,
+        default=MAX_LINE_BYTES,
+        metavar="N",
+        help="stop at a longer line of JSON (default: %(default)s)",
+    )
+    add("--eos", metavar="TOKEN", help="token that ends documents, if PATH does not determine it")
+    add("--bos", action="store_true", help="put BOS before each document")
+
+    parser.add_argument_group("several jobs").add_argument(
+        "--shard",
+        metavar="I/N",
+        help="build every N-th input group from the I-th on; `finish` writes the manifests",
+    )
     # for slurm/data_prep.sh, to check the options before a job waits in the queue
-    add("--unbuilt-of", type=positive, metavar="N", help=argparse.SUPPRESS)
+    parser.add_argument("--unbuilt-of", type=positive, metavar="N", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -114,11 +140,24 @@ def run(arguments: argparse.Namespace) -> None:
         with command(prints=True):
             print_unbuilt(arguments, limits)
         return
-    names = "out source tokenizer workers files revision text_field text_suffixes eos".split()
-    decisive = ("holdout", "bos", "max_line_bytes", "max_document_bytes")
+
+    options = Options(
+        holdout=arguments.holdout,
+        bos=arguments.bos,
+        max_line_bytes=arguments.max_line_bytes,
+        max_document_bytes=arguments.max_document_bytes,
+    )
     build(
-        **{name: getattr(arguments, name) for name in names},
-        options=Options(**{name: getattr(arguments, name) for name in decisive}),
+        arguments.out,
+        arguments.source,
+        arguments.tokenizer,
+        options,
+        arguments.workers,
+        files=arguments.files,
+        revision=arguments.revision,
+        text_field=arguments.text_field,
+        text_suffixes=arguments.text_suffixes,
+        eos=arguments.eos,
         limits=limits,
         job_slice=JobSlice.parse(arguments.shard) if arguments.shard else None,
     )
@@ -134,16 +173,24 @@ def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
     _check_folder(arguments.out)
     Options(arguments.holdout, max_document_bytes=arguments.max_document_bytes)
     TokenizerRequest.parse(arguments.tokenizer, arguments.eos)
-    names = ("files", "revision", "text_field", "text_suffixes")
-    how = {name: getattr(arguments, name) for name in names}
-    is_remote = arguments.source in sources.HUB_SOURCES and not arguments.files
     # jobs may have the network that this machine lacks
-    (sources.check_options if is_remote else sources.select)(arguments.source, **how)
-    left = unbuilt_slices(arguments.out, arguments.unbuilt_of, limits)
-    words = [",".join(map(str, left)), str(arguments.out), str(arguments.out)]
+    is_remote = arguments.source in sources.HUB_SOURCES and not arguments.files
+    check = sources.check_options if is_remote else sources.select
+    check(
+        arguments.source,
+        arguments.files,
+        revision=arguments.revision,
+        text_field=arguments.text_field,
+        text_suffixes=arguments.text_suffixes,
+    )
+
+    slices = unbuilt_slices(arguments.out, arguments.unbuilt_of, limits)
+    finish_arguments = [str(arguments.out)]
     for name, limit in vars(limits).items():
-        words += [f"--{name.replace('_', '-')}", str(limit)] if limit is not None else []
-    sys.stdout.write("".join(f"{word}\0" for word in words))
+        if limit is not None:
+            finish_arguments += [f"--{name.replace('_', '-')}", str(limit)]
+    for text in (",".join(map(str, slices)), str(arguments.out), *finish_arguments):
+        sys.stdout.write(f"{text}\0")
 
 
 def unbuilt_slices(out: Path, count: int, limits: Limits = NO_LIMITS) -> list[int]:
@@ -170,27 +217,35 @@ def build(
     job_slice: JobSlice | None = None,
 ) -> None:
     """Build or resume the folder `out`, printing progress. Raises UserError."""
-    started = time.monotonic()
+    start = time.monotonic()
     _check_folder(out)
     request = TokenizerRequest.parse(tokenizer, eos)
-    if revision is None and not files and source in sources.HUB_SOURCES and (out / PLAN).exists():
-        old = load_plan(out)  # resume at its commit, even if the branch has moved
-        if old.source == source and COMMIT.fullmatch(old.source_version):
-            revision = old.source_version
+
+    # The inputs. A downloaded source resumes at its commit, even if the branch has moved; its
+    # inputs are downloaded later, with the hub's hashes.
+    is_downloaded = source in sources.HUB_SOURCES and not files
+    if is_downloaded and revision is None and (out / PLAN).exists():
+        old_plan = load_plan(out)
+        if old_plan.source == source and COMMIT.fullmatch(old_plan.source_version):
+            revision = old_plan.source_version
     selection = sources.select(
         source, files, revision=revision, text_field=text_field, text_suffixes=text_suffixes
     )
-    if files or source not in sources.HUB_SOURCES:  # else downloaded later, with the hub's hashes
+    if not is_downloaded:
         selection = replace(selection, inputs=hash_small_inputs(selection.root, selection.inputs))
+
     with folders.disk_errors(out):
+        # The plan and the tokenizer, for one process at a time.
         out.mkdir(parents=True, exist_ok=True)
         with plan_lock(out):
-            plan, loaded = prepare_plan(out, selection, request, options)
+            plan, loaded_tokenizer = prepare_plan(out, selection, request, options)
             if is_finished(out, plan, limits):
                 return
             required = RequiredGroups(out, plan, limits)
             jobs = _jobs(required, selection.root, job_slice or ALL_GROUPS)
-        log(f"tokenizer: vocab_size {loaded.vocab_size:,}; {loaded.method}")
+        log(f"tokenizer: vocab_size {loaded_tokenizer.vocab_size:,}; {loaded_tokenizer.method}")
+
+        # The shards, and the manifests if no other job builds shards.
         _run(required, jobs, workers, job_slice or ALL_GROUPS)
         if job_slice:
             log(
@@ -200,23 +255,26 @@ def build(
             return
         with plan_lock(out):
             write_manifests(out, plan, limits)
-    log(f"{out}: finished in {duration(time.monotonic() - started)}")
+    log(f"{out}: finished in {duration(time.monotonic() - start)}")
 
 
 def _check_folder(out: Path) -> None:
     """Raise UserError if `out` has files other than a build's: nothing else is overwritten."""
-    if out.exists() and not out.is_dir():
+    if not out.exists():
+        return
+    if not out.is_dir():
         raise UserError(
-            "data.other_files", f"--out {out}: is a file; give a new or empty folder", path=out
+            "data.other_files", f"--out {out}: is a file; pass a new or empty folder", path=out
         )
-    names = sorted(path.name for path in out.iterdir()) if out.exists() else []
-    others = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
+
     # looked up after the listing: another build writes its plan before anything else
-    if others and not (out / PLAN).exists():
+    names = sorted(path.name for path in out.iterdir())
+    other_names = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
+    if other_names and not (out / PLAN).exists():
         raise UserError(
             "data.other_files",
-            f"--out {out}: has {others[0]} and no {PLAN}; give a new or empty folder",
-            path=out / others[0],
+            f"--out {out}: has {other_names[0]} and no {PLAN}; pass a new or empty folder",
+            path=out / other_names[0],
         )
 
 
@@ -224,49 +282,58 @@ class RequiredGroups:
     """The input groups of `out` that a training stream with these limits needs."""
 
     def __init__(self, out: Path, plan: Plan, limits: Limits) -> None:
-        self.out, self.plan, self.limits = out, plan, limits
+        self.out = out
+        self.plan = plan
+        self.limits = limits
         self._counts: dict[int, np.ndarray] = {}
 
     def unbuilt(self) -> list[int]:
         """Return the groups that are not built, until the built ones reach a limit."""
-        missing: list[int] = []
+        unbuilt: list[int] = []
         counts = np.zeros(2, dtype=np.int64)
         for group in range(len(self.plan.units)):
             if self.limits.reached(*counts):
                 break
             if not is_complete(self.out, group, self.plan.sha256):
-                missing.append(group)
+                unbuilt.append(group)
             elif self.limits != NO_LIMITS:
                 counts += self._count(group)
-        return missing
+        return unbuilt
 
     def needs(self, group: int) -> bool:
         """Return whether the groups built so far before `group` do not reach a limit."""
-        earlier = range(group if self.limits != NO_LIMITS else 0)
-        counts = sum((self._count(one) for one in earlier), np.zeros(2, dtype=np.int64))
+        if self.limits == NO_LIMITS:
+            return True
+        counts = np.zeros(2, dtype=np.int64)
+        for earlier_group in range(group):
+            counts += self._count(earlier_group)
         return not self.limits.reached(*counts)
 
     def _count(self, group: int) -> np.ndarray:
+        """Return documents and tokens for training of a group, zeros if it is not built."""
         if group not in self._counts:
             records = committed_records(self.out / TRAIN, group, self.plan.sha256)
             if records is None:
                 return np.zeros(2, dtype=np.int64)
-            self._counts[group] = np.sum([(r.documents, r.tokens) for r in records], axis=0)
+            counts = [(record.documents, record.tokens) for record in records]
+            self._counts[group] = np.sum(counts, axis=0)
         return self._counts[group]
 
 
 def _jobs(required: RequiredGroups, root: Path, job_slice: JobSlice) -> list[InputGroupJob]:
     """Return jobs for this run's input groups that are not built and may be needed."""
-    out, plan = required.out, required.plan
+    out = required.out
+    plan = required.plan
     for split in SPLITS:
         (out / split).mkdir(exist_ok=True)
         remove_changed_records(out / split)
-    own = job_slice.input_groups(len(plan.units))
-    missing = [group for group in required.unbuilt() if group in own]
+    run_groups = job_slice.input_groups(len(plan.units))
+    unbuilt = [group for group in required.unbuilt() if group in run_groups]
     # a manifest must not list shards that are being replaced
-    for split in SPLITS if missing else ():
-        (out / split / MANIFEST).unlink(missing_ok=True)
-    return [InputGroupJob.of(out, root, plan, group) for group in missing]
+    if unbuilt:
+        for split in SPLITS:
+            (out / split / MANIFEST).unlink(missing_ok=True)
+    return [InputGroupJob.of(out, root, plan, group) for group in unbuilt]
 
 
 def _run(
@@ -275,39 +342,49 @@ def _run(
     """Run the jobs with a progress bar."""
     plan = required.plan
     num_groups = len(job_slice.input_groups(len(plan.units)))
+    num_bytes = sum(source_input.size for source_input in plan.inputs)
     log(
-        f"{plan.source}: {len(plan.inputs):,} inputs, {size(sum(i.size for i in plan.inputs))}, "
+        f"{plan.source}: {len(plan.inputs):,} inputs, {size(num_bytes)}, "
         f"{num_groups:,} of {len(plan.units):,} input groups; {workers} worker(s); "
         f"plan {plan.sha256[:12]}"
     )
-    if before := num_groups - len(jobs):
-        log(f"resuming: {before:,} of {num_groups:,} input groups are finished or not needed")
-    started, counts = time.monotonic(), new_counts(len(plan.units))
-    finished: list[int] = []
+    num_skipped = num_groups - len(jobs)
+    if num_skipped:
+        log(f"resuming: {num_skipped:,} of {num_groups:,} input groups are finished or not needed")
+
+    start = time.monotonic()
+    counts = new_counts(len(plan.units))
+    finished_groups: list[int] = []
 
     def show() -> None:
-        each = np.frombuffer(counts, dtype=np.int64).reshape(-1, 2)
-        documents, tokens = each.sum(axis=0)
-        per_group = max(each[finished, 1].mean(), 1) if finished else np.inf
-        speed = tokens / (time.monotonic() - started)
+        # documents and tokens by input group, which the workers count
+        group_counts = np.frombuffer(counts, dtype=np.int64).reshape(-1, 2)
+        documents, tokens = group_counts.sum(axis=0)
+
+        # the share of the tokens, if all groups have as many as the finished ones
+        share_done = 0.0
+        if finished_groups:
+            tokens_per_group = max(group_counts[finished_groups, 1].mean(), 1)
+            share_done = min(tokens / (tokens_per_group * len(jobs)), 1.0)
+        tokens_per_s = tokens / (time.monotonic() - start)
         progress.update(
-            min(tokens / (per_group * len(jobs)), 1.0),
-            f"{before + len(finished)}/{num_groups} input groups, {documents:,} documents, "
-            f"{tokens:,} tokens, {speed:,.0f} tokens/s",
+            share_done,
+            f"{num_skipped + len(finished_groups)}/{num_groups} input groups, "
+            f"{documents:,} documents, {tokens:,} tokens, {tokens_per_s:,.0f} tokens/s",
         )
 
     with Progress() as progress, _repeated(show):
         for group in run_jobs(jobs, workers, required.needs, counts):
-            finished.append(group)
+            finished_groups.append(group)
 
 
 @contextmanager
 def _repeated(action: Callable[[], None], every_s: float = 1.0) -> Iterator[None]:
     """Call `action` periodically during the block, because an input group may take minutes."""
-    ended = threading.Event()
+    is_over = threading.Event()
 
     def repeat() -> None:
-        while not ended.wait(every_s):
+        while not is_over.wait(every_s):
             action()
 
     thread = threading.Thread(target=repeat, daemon=True)
@@ -315,5 +392,5 @@ def _repeated(action: Callable[[], None], every_s: float = 1.0) -> Iterator[None
     try:
         yield
     finally:
-        ended.set()
+        is_over.set()
         thread.join()

@@ -44,8 +44,8 @@ def plan_lock(folder: Path) -> AbstractContextManager[None]:
 
 def input_group_lock(folder: Path, group: int) -> AbstractContextManager[None]:
     """Lock one input group to write its shards."""
-    path, what = folder / INPUT_GROUP_LOCKS / f"unit-{group:05d}.lock", f"input group {group}"
-    return locked(path, f"{what} of {folder}", patience_s=INPUT_GROUP_LOCK_TIMEOUT_S)
+    path = folder / INPUT_GROUP_LOCKS / f"unit-{group:05d}.lock"
+    return locked(path, f"input group {group} of {folder}", patience_s=INPUT_GROUP_LOCK_TIMEOUT_S)
 
 
 def is_complete(out: Path, group: int, plan_sha256: str) -> bool:
@@ -58,10 +58,13 @@ def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
     tokenizer = Tokenizer.find(out, eos=record.eos_id)
     path = out / tokenizer.file_name
     if tokenizer.sha256 != record.sha256:
-        message = (
-            f"{path}: sha256 {tokenizer.sha256[:16]}..., the plan's is {record.sha256[:16]}..."
+        raise UserError(
+            "tokenizer.changed",
+            f"{path}: sha256 {tokenizer.sha256[:16]}..., the plan's is {record.sha256[:16]}...; "
+            f"delete it and {REBUILD_HINT}",
         )
-        raise UserError("tokenizer.changed", f"{message}; delete it and {REBUILD_HINT}")
+
+    # The same file may encode differently in another version of its library.
     for text, ids in tokenizer.probe_ids().items():
         if ids != record.probe_ids[text]:
             raise UserError(
@@ -72,16 +75,26 @@ def load_tokenizer(out: Path, record: TokenizerRecord) -> Tokenizer:
     return tokenizer
 
 
-def add_workers(parser: argparse.ArgumentParser, what: str) -> None:
-    text = f"{what} (default: all cores, %(default)s)"
-    cores = available_cores()
-    parser.add_argument("--workers", type=positive, default=cores, metavar="N", help=text)
+def add_workers(parser: argparse.ArgumentParser, description: str) -> None:
+    """Add --workers; `description` says what they are."""
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=available_cores(),
+        metavar="N",
+        help=f"{description} (default: all cores, %(default)s)",
+    )
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
-    for what in ("documents", "tokens"):
-        text = f"end the training stream after at most N {what} (default: no limit)"
-        parser.add_argument(f"--max-{what}", type=positive, metavar="N", help=text)
+    """Add --max-documents and --max-tokens."""
+    for unit in ("documents", "tokens"):
+        parser.add_argument(
+            f"--max-{unit}",
+            type=positive,
+            metavar="N",
+            help=f"end the training stream after at most N {unit} (default: no limit)",
+        )
 
 
 @contextmanager
@@ -90,19 +103,22 @@ def disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        again = "and run the same command again, which resumes"
+        location = f" ({error.filename})" if error.filename else ""
+        resume = "and run the same command again, which resumes"
+
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = size(free_bytes(folder))
             raise UserError(
                 "disk.full",
-                f"{folder}: the disk is full{where}, {free} free; free some space {again}",
+                f"{folder}: the disk is full{location}, {free} free; free some space {resume}",
                 path=folder,
             ) from error
+
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ESTALE):
             raise UserError(
                 "disk.not_writable",
-                f"{folder}: {error.strerror}{where}; check disk and permissions {again}",
+                f"{folder}: {error.strerror}{location}; check disk and permissions {resume}",
                 path=folder,
             ) from error
-        raise
+
+        raise  # not of the disk

@@ -49,8 +49,9 @@ class InputGroupJob:
 
     @classmethod
     def of(cls, folder: Path, root: Path, plan: Plan, group: int) -> Self:
-        own = replace(plan, inputs=plan.inputs[slice(*plan.units[group])], units=())
-        return cls(folder, root, group, own, plan.sha256)
+        first, end = plan.units[group]
+        group_plan = replace(plan, inputs=plan.inputs[first:end], units=())
+        return cls(folder, root, group, group_plan, plan.sha256)
 
     def writer(self, split: str) -> ShardWriter:
         return ShardWriter(
@@ -98,25 +99,29 @@ def build_input_group(job: InputGroupJob, counts: Any = None) -> None:
 
 
 def _write_input_group(job: InputGroupJob, tokenizer: Tokenizer, counts: Any) -> None:
-    plan, options = job.plan, job.plan.options
+    """Encode the documents of the inputs into the shards of their splits."""
+    plan = job.plan
+    options = plan.options
     bos = np.array([plan.tokenizer.bos_id] if options.bos else [], dtype=np.int64)
     eos = np.array([plan.tokenizer.eos_id], dtype=np.int64)
+
     skipped: Counter[str] = Counter()
     hashes: dict[str, str] = {}
-    row = -1
+    row = -1  # of the group, counting all rows of its inputs
     with job.writer(TRAIN) as train, job.writer(VALIDATION) as validation:
-        for known in plan.inputs:
+        for source_input in plan.inputs:
             reader = InputReader(
-                job.root, known, plan.text_field, plan.group_field, options.max_line_bytes
+                job.root, source_input, plan.text_field, plan.group_field, options.max_line_bytes
             )
             for document in cut_documents(reader.rows(), options.max_document_bytes):
                 row += 1
                 if isinstance(document, Skipped):
                     skipped[document.reason] += 1
                     continue
+
                 ids = np.concatenate([bos, tokenizer.encode(document.text), eos])
-                held_out = is_held_out(document.utf8, options.holdout)
-                (validation if held_out else train).add(
+                writer = validation if is_held_out(document.utf8, options.holdout) else train
+                writer.add(
                     ids,
                     num_bytes=len(document.utf8),
                     row=row,
@@ -126,7 +131,8 @@ def _write_input_group(job: InputGroupJob, tokenizer: Tokenizer, counts: Any) ->
                 if counts is not None:  # only this process writes these two
                     counts[2 * job.group] += 1
                     counts[2 * job.group + 1] += len(ids)
-            hashes[known.path] = reader.sha256
+            hashes[source_input.path] = reader.sha256
+
         validation.finish()
         # skipped rows belong to no split: counted once, in train's last commit record
         train.finish(skipped, hashes)
@@ -174,22 +180,28 @@ def _build_in_worker(job: InputGroupJob) -> int:
 
 
 def run_jobs(
-    jobs: Sequence[InputGroupJob], workers: int, wanted: Callable[[int], bool], counts: Any
+    jobs: Sequence[InputGroupJob], workers: int, is_needed: Callable[[int], bool], counts: Any
 ) -> Iterator[int]:
-    """Run the `wanted` jobs in order, in `workers` processes; yield finished input groups."""
+    """Run the jobs in order, in `workers` processes; yield finished input groups.
+
+    `is_needed` says at the start of a job whether its input group is still needed.
+    """
     if workers == 1 or len(jobs) < 2:
-        for each in jobs:
-            if wanted(each.group):
-                build_input_group(each, counts)
-                yield each.group
+        for job in jobs:
+            if is_needed(job.group):
+                build_input_group(job, counts)
+                yield job.group
         return
-    waiting, running = iter(jobs), set[Future[int]]()
+
+    queue = iter(jobs)
+    running: set[Future[int]] = set()
     with worker_pool(min(workers, len(jobs)), counts) as pool:
         try:
             while True:
-                while len(running) < workers and (job := next(waiting, None)):
-                    if wanted(job.group):
-                        running.add(pool.submit(_build_in_worker, job))
+                # One job per worker: what a later one needs depends on the finished ones.
+                while len(running) < workers and (next_job := next(queue, None)):
+                    if is_needed(next_job.group):
+                        running.add(pool.submit(_build_in_worker, next_job))
                 if not running:
                     return
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -197,7 +209,8 @@ def run_jobs(
                     running.remove(future)
                     yield group
         except (UserError, OSError) as error:
-            if others := len(running) - 1:
-                log(f"failed: {error}\nwaiting for {others} other input group(s)")
+            num_others = len(running) - 1
+            if num_others:
+                log(f"failed: {error}\nwaiting for {num_others} other input group(s)")
             wait(running)  # shutdown(wait=False) does not
             raise

@@ -23,9 +23,12 @@ MAX_LINE_BYTES = 64_000_000
 MIN_CUT_BYTES = 100
 HASH_AHEAD_BYTES = 256 << 20
 """Inputs of at most this total size are hashed before the plan is made (about a second)."""
-LEAST_HELD_OUT, AIMED_HELD_OUT, MAX_HOLDOUT = 20, 30, 0.2
-"""Held-out documents that comparisons need; the number to expect, so that a hash nearly always
-chooses that many; the largest share to propose."""
+MIN_HELD_OUT = 20
+"""Held-out documents that comparisons need."""
+AIMED_HELD_OUT = 30
+"""Expected number, with which a hash nearly always chooses MIN_HELD_OUT."""
+MAX_HOLDOUT = 0.2
+"""The largest share to propose."""
 MAX_DIFFERENCES = 8
 """Shown in an error: another Python version changes hundreds of inputs."""
 
@@ -91,8 +94,9 @@ class Limits:
 
     def reached(self, documents: int, tokens: int) -> bool:
         """Return whether so many documents and tokens reach a limit."""
-        pairs = ((documents, self.max_documents), (tokens, self.max_tokens))
-        return any(limit is not None and count >= limit for count, limit in pairs)
+        if self.max_documents is not None and documents >= self.max_documents:
+            return True
+        return self.max_tokens is not None and tokens >= self.max_tokens
 
 
 NO_LIMITS = Limits()
@@ -146,25 +150,31 @@ class Plan:
 
 def hash_small_inputs(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
     """Return the inputs, with hashes if their total size is small."""
-    if sum(known.size for known in inputs) > HASH_AHEAD_BYTES:
+    if sum(source_input.size for source_input in inputs) > HASH_AHEAD_BYTES:
         return tuple(inputs)
-    return tuple(
-        replace(known, sha256=known.sha256 or sha256_file(root / known.path)) for known in inputs
-    )
+    hashed_inputs = []
+    for source_input in inputs:
+        sha256 = source_input.sha256 or sha256_file(root / source_input.path)
+        hashed_inputs.append(replace(source_input, sha256=sha256))
+    return tuple(hashed_inputs)
 
 
 def make_input_groups(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int], ...]:
     """Return ranges [first, end) of consecutive inputs, each of at least one."""
     ends = []
-    files = size = 0
-    for index, known in enumerate(inputs, 1):
-        files, size = files + 1, size + known.size
-        is_full = size >= (options.unit_bytes or 0)
+    num_files = 0
+    num_bytes = 0
+    for end, source_input in enumerate(inputs, 1):
+        num_files += 1
+        num_bytes += source_input.size
         if options.unit_files is not None:
-            is_full = files == options.unit_files
-        if is_full or index == len(inputs):
-            ends.append(index)
-            files = size = 0
+            is_full = num_files == options.unit_files
+        else:
+            is_full = num_bytes >= (options.unit_bytes or 0)
+        if is_full or end == len(inputs):
+            ends.append(end)
+            num_files = 0
+            num_bytes = 0
     return tuple(pairwise([0, *ends]))
 
 
@@ -201,50 +211,65 @@ def load_plan(folder: Path) -> Plan:
 
 def check_same_plan(folder: Path, old: Plan, new: Plan) -> None:
     """Raise UserError with each difference if `new` is not the plan of `folder`."""
-    if lines := differences(old, new):
-        more = len(lines) - MAX_DIFFERENCES
-        shown = lines[:MAX_DIFFERENCES] + ([f"and {more} more"] if more > 0 else [])
-        text = "".join(f"\n  {line}" for line in shown)
-        raise UserError(
-            "plan.changed",
-            f"{folder} was built from another plan:{text}\nGive the old values or another --out",
-            path=folder,
-            differences=lines,
-        )
+    lines = differences(old, new)
+    if not lines:
+        return
+    shown_lines = lines[:MAX_DIFFERENCES]
+    if len(lines) > MAX_DIFFERENCES:
+        shown_lines.append(f"and {len(lines) - MAX_DIFFERENCES} more")
+    text = "".join(f"\n  {line}" for line in shown_lines)
+    raise UserError(
+        "plan.changed",
+        f"{folder} was built from another plan:{text}\nPass the old values or another --out",
+        path=folder,
+        differences=lines,
+    )
 
 
 def differences(old: Plan, new: Plan) -> list[str]:
     """Return each difference as "field: old -> new", options first, then inputs by path."""
-
-    def fields(plan: Plan) -> dict[str, Any]:
-        names = ("source", "source_version", "text_field", "group_field")
-        named = {name: getattr(plan, name) for name in names} | asdict(plan.options)
-        named |= {f"tokenizer {key}": value for key, value in asdict(plan.tokenizer).items()}
-        for known in plan.inputs:
-            sha256 = known.sha256[:12] or "unknown"
-            named[f"input {known.path}"] = f"{known.size} bytes, sha256 {sha256}"
-        return named
-
-    before, after = fields(old), fields(new)
-    both = [(name, before.get(name), after.get(name)) for name in before | after]
-    lines = [f"{name}: {was} -> {now}" for name, was, now in both if was != now]
+    old_values = _values_by_name(old)
+    new_values = _values_by_name(new)
+    lines = []
+    for name in old_values | new_values:
+        old_value = old_values.get(name)
+        new_value = new_values.get(name)
+        if old_value != new_value:
+            lines.append(f"{name}: {old_value} -> {new_value}")
     if not lines and old != new:
         return ["inputs: in another order or in other groups"]
     return lines
 
 
+def _values_by_name(plan: Plan) -> dict[str, Any]:
+    """Return what can differ between plans, by the names that a user reads."""
+    values: dict[str, Any] = {
+        "source": plan.source,
+        "source_version": plan.source_version,
+        "text_field": plan.text_field,
+        "group_field": plan.group_field,
+        **asdict(plan.options),
+        **{f"tokenizer {name}": value for name, value in asdict(plan.tokenizer).items()},
+    }
+    for source_input in plan.inputs:
+        sha256 = source_input.sha256[:12] or "unknown"
+        values[f"input {source_input.path}"] = f"{source_input.size} bytes, sha256 {sha256}"
+    return values
+
+
 def is_held_out(utf8: bytes, holdout: float) -> bool:
     """Return whether a document is for validation, by a hash of its text alone."""
     digest = hashlib.sha256(b"holdout" + utf8).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < holdout
+    uniform = int.from_bytes(digest[:8], "big") / 2**64  # in [0, 1)
+    return uniform < holdout
 
 
-def all_held_out(where: str, num_documents: int, holdout: float) -> UserError:
+def all_held_out(prefix: str, num_documents: int, holdout: float) -> UserError:
     """Return the error of a build without a document to train on."""
     return UserError(
         "data.all_held_out",
-        f"{where}all {num_documents:,} documents were held out: --holdout {holdout:g} chooses by a "
-        "hash of the text, equal texts alike; add different documents, or lower --holdout",
+        f"{prefix}all {num_documents:,} documents were held out: --holdout {holdout:g} chooses by "
+        "a hash of the text, so equal texts go together; add other documents, or lower --holdout",
         given=holdout,
         documents=num_documents,
     )

@@ -38,17 +38,17 @@ class TokenizerRequest:
 
     name: str
     vocab_size: int = 0
-    given: Tokenizer | None = None
+    loaded: Tokenizer | None = None
 
     @classmethod
     def parse(cls, text: str, eos: str | None) -> "TokenizerRequest":
         """Parse --tokenizer, loading the file if it names one. Raises UserError."""
         if not text.startswith("train:"):
-            return cls("file", given=Tokenizer.load(Path(text), eos=eos))
+            return cls("file", loaded=Tokenizer.load(Path(text), eos=eos))
         if eos is not None:
             raise UserError(
                 "option.conflict",
-                f"--eos {eos!r}: a trained tokenizer has its own; do not give --eos",
+                f"--eos {eos!r}: a trained tokenizer has its own; leave out --eos",
                 option="--eos",
             )
         try:
@@ -65,18 +65,20 @@ def prepare_plan(
     out: Path, selection: sources.Selection, request: TokenizerRequest, options: Options
 ) -> tuple[Plan, Tokenizer]:
     """Write the plan of `out` or check it against the one there; return it and its tokenizer."""
-    old = plans.load_plan(out) if (out / plans.PLAN).exists() else None
-    tokenizer = request.given
-    if old and not tokenizer:
-        # trained once: only the request is compared
-        record = replace(old.tokenizer, requested=request.name)
+    old_plan = plans.load_plan(out) if (out / plans.PLAN).exists() else None
+
+    # The tokenizer is trained once: with an old plan, only the request is compared.
+    tokenizer = request.loaded
+    if old_plan and not tokenizer:
+        record = replace(old_plan.tokenizer, requested=request.name)
     else:
-        if not old:
+        if not old_plan:
             sources.check_formats(selection)
         tokenizer = tokenizer or _train_on(selection, options, request)
         record = record_of(tokenizer, request.name)
     if options.bos and record.bos_id < 0:
         raise UserError("option.conflict", "--bos: the tokenizer has no BOS token", option="--bos")
+
     if options.unit_files is None and options.unit_bytes is None:
         options = replace(options, unit_files=selection.unit_files, unit_bytes=selection.unit_bytes)
     plan = Plan(
@@ -89,12 +91,14 @@ def prepare_plan(
         units=plans.make_input_groups(selection.inputs, options),
         inputs=selection.inputs,
         root=str(selection.root),
-        version=old.version if old else VERSION,
+        version=old_plan.version if old_plan else VERSION,
     )
-    if old:
-        plans.check_same_plan(out, old, plan)
+    if old_plan:
+        plans.check_same_plan(out, old_plan, plan)
     else:
         plans.save_plan(out, plan)
+
+    # A killed run may have written the plan and not the tokenizer.
     if not any((out / name).exists() for name in FILE_NAMES):
         tokenizer = tokenizer or _train_on(selection, plan.options, request)
         path = out / tokenizer.file_name
@@ -110,48 +114,60 @@ def prepare_plan(
 
 def record_of(tokenizer: Tokenizer, requested: str) -> TokenizerRecord:
     """Return the record of a tokenizer in a plan."""
-    same = ("sha256", "vocab_size", "bos_id", "eos_id")
-    known = {name: getattr(tokenizer, name) for name in same}
-    return TokenizerRecord(requested, **known, probe_ids=tokenizer.probe_ids())
+    return TokenizerRecord(
+        requested=requested,
+        sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        probe_ids=tokenizer.probe_ids(),
+    )
 
 
 def _train_on(
     selection: sources.Selection, options: Options, request: TokenizerRequest
 ) -> Tokenizer:
-    started = time.monotonic()
+    """Train the tokenizer of `request` on the training documents."""
+    start = time.monotonic()
     model = train_tokenizer(training_texts(selection, options), request.vocab_size)
-    took = duration(time.monotonic() - started)
-    log(f"tokenizer: trained with vocab_size {request.vocab_size:,} in {took}")
+    elapsed = duration(time.monotonic() - start)
+    log(f"tokenizer: trained with vocab_size {request.vocab_size:,} in {elapsed}")
     return Tokenizer(model, request.name)
 
 
 def training_texts(selection: sources.Selection, options: Options) -> Iterator[str]:
     """Yield about TRAIN_BYTES of training documents from inputs spread over the source."""
     inputs = selection.inputs
-    if sum(known.size for known in inputs) > TRAIN_BYTES:
+    if sum(source_input.size for source_input in inputs) > TRAIN_BYTES:
         count = min(TRAIN_INPUTS, len(inputs))
         inputs = tuple(inputs[k * len(inputs) // count] for k in range(count))
-    total = sum(known.size for known in inputs)
-    num_held_out = num_texts = 0
-    for known in inputs:
-        sources.fetch(selection.source, selection.version, selection.root, [known])
+
+    total_bytes = sum(source_input.size for source_input in inputs)
+    num_held_out = 0
+    num_texts = 0
+    for source_input in inputs:
+        sources.fetch(selection.source, selection.version, selection.root, [source_input])
         reader = InputReader(
             selection.root,
-            known,
+            source_input,
             selection.text_field,
             selection.group_field,
             options.max_line_bytes,
         )
-        left = TRAIN_BYTES * known.size // max(total, 1)
+
+        # Each input has a share of TRAIN_BYTES that is proportional to its size.
+        bytes_left = TRAIN_BYTES * source_input.size // max(total_bytes, 1)
         for row in cut_documents(reader.rows(), options.max_document_bytes):
-            if isinstance(row, Document) and is_held_out(row.utf8, options.holdout):
-                num_held_out += 1
-            elif isinstance(row, Document):
-                num_texts += 1
-                yield row.text
-                left -= len(row.utf8)
-            if left <= 0:
+            if isinstance(row, Document):
+                if is_held_out(row.utf8, options.holdout):
+                    num_held_out += 1
+                else:
+                    num_texts += 1
+                    yield row.text
+                    bytes_left -= len(row.utf8)
+            if bytes_left <= 0:
                 break
+
     if num_held_out and not num_texts:
         raise plans.all_held_out("--tokenizer train: ", num_held_out, options.holdout)
 
@@ -163,13 +179,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     bytes are the most frequent ones, and the others are encoded as bytes. Raises UserError if the
     texts do not allow the vocab_size.
     """
-    lines = [*_lines(texts)]
+    lines = list(_lines(texts))
     try:
         return _train(lines, vocab_size)
     except RuntimeError as error:
         cause = error
 
-    # A vocabulary that is too large cannot be mended so: it has room for all characters.
+    # Leave out rare characters. A vocabulary that is too large has a piece for all of them.
     rare = rare_characters(lines, vocab_size)
     if rare:
         try:
@@ -194,14 +210,14 @@ def _without(lines: Iterable[str], characters: Iterable[str]) -> Iterator[str]:
 
 
 def rare_characters(texts: Iterable[str], vocab_size: int) -> Counter[str]:
-    """Count the rarest characters: those without a place in half of the pieces but the bytes."""
+    """Count the rarest characters: those that do not fit in half of the pieces but the bytes."""
     counts = Counter[str]()
     for text in texts:
         counts.update(text)
     del counts["\n"]  # texts are trained on line by line
-    room = max(1, (vocab_size - SPECIAL_TOKENS) // 2)
+    num_kept = max(1, (vocab_size - SPECIAL_TOKENS) // 2)
     by_frequency = sorted(counts, key=lambda character: (-counts[character], character))
-    return Counter({character: counts[character] for character in by_frequency[room:]})
+    return Counter({character: counts[character] for character in by_frequency[num_kept:]})
 
 
 def _train(lines: Iterable[str], vocab_size: int) -> bytes:
@@ -211,6 +227,7 @@ def _train(lines: Iterable[str], vocab_size: int) -> bytes:
         sentence_iterator=iter(lines),
         model_writer=model,
         vocab_size=vocab_size,
+        # Llama-2's settings
         model_type="bpe",
         character_coverage=0.99995,
         byte_fallback=True,
@@ -222,6 +239,7 @@ def _train(lines: Iterable[str], vocab_size: int) -> bytes:
         unk_id=0,
         bos_id=1,
         eos_id=2,
+        # ours: see `_lines` and NUM_THREADS
         max_sentence_length=MAX_LINE_BYTES,
         num_threads=NUM_THREADS,
         minloglevel=2,
@@ -231,10 +249,12 @@ def _train(lines: Iterable[str], vocab_size: int) -> bytes:
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
     """Yield the texts' lines, and lines that SentencePiece would skip in slices."""
-    most = MAX_LINE_BYTES // MAX_CHARACTER_BYTES
+    slice_length = MAX_LINE_BYTES // MAX_CHARACTER_BYTES
     for text in texts:
         for line in text.split("\n"):
-            if len(line) > most and len(line.encode()) > MAX_LINE_BYTES:
-                yield from (line[at : at + most] for at in range(0, len(line), most))
+            # encoded only if it could be too long
+            if len(line) > slice_length and len(line.encode()) > MAX_LINE_BYTES:
+                for start in range(0, len(line), slice_length):
+                    yield line[start : start + slice_length]
             elif line:
                 yield line

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import open_nonblocking
@@ -44,7 +44,8 @@ STEP_BYTES = 1 << 10
 BATCH_BYTES = 8 << 20
 MAX_BATCH_ROWS = 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MAX_EXPANSION, FREE_EXPANSION = 1000, 16 << 20
+MAX_EXPANSION = 1000
+FREE_EXPANSION = 16 << 20
 """A file of n bytes may unpack to MAX_EXPANSION * n + FREE_EXPANSION: text is packed 3- to
 100-fold, what is made to take hours 30,000-fold."""
 
@@ -103,27 +104,28 @@ def replace_surrogates(text: str) -> str:
     return _SURROGATES.sub("\ufffd", text)
 
 
-def cut_documents(rows: Rows, most: int | None) -> Rows:
-    """Yield the rows, with documents of more than `most` bytes cut (None: never)."""
+def cut_documents(rows: Rows, max_bytes: int | None) -> Rows:
+    """Yield the rows, with documents of more than `max_bytes` cut (None: never)."""
     for row in rows:
-        if most is None or isinstance(row, Skipped) or len(row.utf8) <= most:
+        if max_bytes is None or isinstance(row, Skipped) or len(row.utf8) <= max_bytes:
             yield row
         else:
-            for part in _cut(row.utf8, most):
+            for part in _cut(row.utf8, max_bytes):
                 yield replace(row, text=part.decode(), utf8=part)
 
 
-def _cut(utf8: bytes, most: int) -> Iterator[bytes]:
-    """Yield parts of `most` // 2 to `most` bytes, cut after a blank line, a line or a word."""
+def _cut(utf8: bytes, max_bytes: int) -> Iterator[bytes]:
+    """Yield parts of `max_bytes` // 2 to `max_bytes`, cut after a blank line, a line or a word."""
     start = 0
     while start < len(utf8):
-        end = start + most
+        end = start + max_bytes
         if end < len(utf8):
-            while utf8[end] & 0xC0 == 0x80:  # inside a character
+            while utf8[end] & 0xC0 == 0x80:  # a continuation byte: inside a character
                 end -= 1
-            for mark in (b"\n\n", b"\n", b" "):
-                if (at := utf8.rfind(mark, start + most // 2, end)) >= 0:
-                    end = at + len(mark)
+            for separator in (b"\n\n", b"\n", b" "):
+                index = utf8.rfind(separator, start + max_bytes // 2, end)
+                if index >= 0:
+                    end = index + len(separator)
                     break
         yield utf8[start:end]
         start = end
@@ -143,17 +145,26 @@ def stdlib_rows(path: str, content: bytes) -> Rows:
     if path != TOPICS:
         yield from_text(text)
         return
-    # parsed rather than imported, so that they are the bytes that were hashed
+
+    # One row a help topic: parsed rather than imported, so that it is the bytes that were hashed.
     for statement in ast.parse(text).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             topics = ast.literal_eval(statement.value)
-            yield from (from_text(topics[key]) for key in sorted(topics))
+            for name in sorted(topics):
+                yield from_text(topics[name])
             return
     raise UserError("input.damaged", f"{TOPICS}: has no dict of topics", path=path)
 
 
+class _Format(NamedTuple):
+    """How files of a format are read, and the errors of its decoder."""
+
+    read: Callable[[IO[bytes]], Rows]
+    errors: tuple[type[Exception], ...] = ()
+
+
 class InputReader:
-    """Reader of the input `known` below `root`; `sha256` is "" until all is read.
+    """Reader of `source_input` below `root`; `sha256` is "" until all is read.
 
     `bytes_read`: of the file, so far.
     """
@@ -161,24 +172,29 @@ class InputReader:
     def __init__(
         self,
         root: Path,
-        known: Input,
+        source_input: Input,
         text_field: str,
         group_field: str | None,
         max_line_bytes: int = MAX_LINE_BYTES,
     ) -> None:
-        self.path, self.known = root / known.path, known
-        self.text_field, self.group_field = text_field, group_field
+        self.path = root / source_input.path
+        self.source_input = source_input
+        self.text_field = text_field
+        self.group_field = group_field
         self.max_line_bytes = max_line_bytes
-        self.sha256, self._row = "", 0
+        self.sha256 = ""
 
     def rows(self) -> Rows:
         """Yield the rows in the file's order; close the generator to close the file.
 
         Raises UserError.
         """
-        self.sha256, self._row = "", 0
-        self._digest, self.bytes_read, self._expanded = hashlib.sha256(), 0, 0
-        errors: tuple[type[Exception], ...] = (OSError,)
+        self.sha256 = ""
+        self.bytes_read = 0
+        self._digest = hashlib.sha256()
+        self._row = 0
+        self._expanded = 0  # bytes after decompression
+        damage_errors: tuple[type[Exception], ...] = (OSError,)
         try:
             with open(self.path, "rb", buffering=0, opener=open_nonblocking) as file:
                 status = os.fstat(file.fileno())
@@ -186,9 +202,10 @@ class InputReader:
                     raise OSError(errno.ENXIO, "not a regular file")
                 self._check_size(status.st_size)
 
+                # Choose the format by the name, and check that the content is of it.
                 suffix = suffix_of(self.path.name) if has_rows(self.path) else ""
-                read, decoder_errors = self._format(suffix)
-                errors += decoder_errors
+                file_format = self._format(suffix)
+                damage_errors += file_format.errors
                 if not status.st_size and suffix.endswith((".zst", ".gz", ".parquet")):
                     raise EOFError("the file is empty")
                 if self.path.suffix != ".py":
@@ -196,52 +213,59 @@ class InputReader:
                     check_content(self.path, file.read(PROBE_BYTES), promised)
                     file.seek(0)
 
-                for row in read(file):
+                for row in file_format.read(file):
                     self._row += 1
                     yield row
-        except errors as error:
-            place: dict[str, Any] = {"path": self.path, "row": self._row + 1}
-            where = f"{self.path}, row {self._row + 1:,}"
+        except damage_errors as error:
+            row_number = self._row + 1
             # for damage, pyarrow may raise an OSError without errno
             if isinstance(error, OSError) and error.errno is not None:
                 raise UserError(
                     "input.unreadable",
-                    f"{where}: {error.strerror}; all inputs are required",
-                    **place,
+                    f"{self.path}, row {row_number:,}: {error.strerror}; all inputs are required",
+                    path=self.path,
+                    row=row_number,
                 ) from None
             raise UserError(
                 "input.damaged",
-                f"{where}: damaged: {error}; download or copy the file again",
-                **place,
+                f"{self.path}, row {row_number:,}: damaged: {error}; "
+                "download or copy the file again",
+                path=self.path,
+                row=row_number,
             ) from None
 
-    def _format(
-        self, suffix: str
-    ) -> tuple[Callable[[IO[bytes]], Rows], tuple[type[Exception], ...]]:
-        """Return the function that reads files of `suffix`, and the errors of its decoder."""
+    def _format(self, suffix: str) -> _Format:
+        """Return the format of files of `suffix`; decoders are imported when they are needed."""
         if suffix == ".parquet":
-            from pyarrow import ArrowException  # takes 0.3 s, and the other formats need none
+            from pyarrow import ArrowException  # takes 0.3 s
 
-            return self._read_parquet, (EOFError, ArrowException, ValueError, OverflowError)
+            return _Format(
+                self._read_parquet, (EOFError, ArrowException, ValueError, OverflowError)
+            )
         if suffix not in JSON_SUFFIXES:
-            return self._read_whole, ()
+            return _Format(self._read_whole)
         if suffix.endswith(".zst"):
             from zstandard import ZstdDecompressor, ZstdError
 
             # allocated only for frames that need it (zstd --long)
-            unpacker = ZstdDecompressor(max_window_size=1 << 31)
-            return partial(self._read_json, new_frame=unpacker.decompressobj), (EOFError, ZstdError)
+            decompressor = ZstdDecompressor(max_window_size=1 << 31)
+            return _Format(
+                partial(self._read_json, new_frame=decompressor.decompressobj),
+                (EOFError, ZstdError),
+            )
         if suffix.endswith(".gz"):
-            new_frame = partial(zlib.decompressobj, 31)  # with gzip's header and checksum
-            read = partial(self._read_json, new_frame=new_frame, padding=b"\0")
-            return read, (EOFError, zlib.error)
-        return self._read_json, ()
+            new_frame = partial(zlib.decompressobj, 31)  # 31: with gzip's header and checksum
+            return _Format(
+                partial(self._read_json, new_frame=new_frame, padding=b"\0"),
+                (EOFError, zlib.error),
+            )
+        return _Format(self._read_json)
 
     def _read_whole(self, file: IO[bytes]) -> Rows:
         content = b"".join(self._chunks(file, READ_BYTES))
         self._check_end()
         if self.path.suffix == ".py":
-            yield from stdlib_rows(self.known.path, content)
+            yield from stdlib_rows(self.source_input.path, content)
         else:
             yield from_utf8(content.removeprefix(BYTE_ORDER_MARK))
 
@@ -250,11 +274,14 @@ class InputReader:
     def _read_json(
         self, file: IO[bytes], new_frame: Callable[[], Any] | None = None, padding: bytes = b""
     ) -> Rows:
-        chunks = self._chunks(file, PACKED_READ_BYTES if new_frame else READ_BYTES)
+        """Yield the rows of lines of JSON; `new_frame` makes a decompressor, see `_decompress`."""
         if new_frame:
-            chunks = self._decompressed(chunks, new_frame, padding)
+            chunks = self._decompressed(self._chunks(file, PACKED_READ_BYTES), new_frame, padding)
+        else:
+            chunks = self._chunks(file, READ_BYTES)
         for number, line in enumerate(self._lines(chunks)):
-            line = line if number else line.removeprefix(BYTE_ORDER_MARK)
+            if number == 0:
+                line = line.removeprefix(BYTE_ORDER_MARK)
             # `datasets` and pandas skip blank lines too
             if line.strip():
                 yield self._parse(line)
@@ -273,45 +300,57 @@ class InputReader:
 
     def _lines(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         """Yield lines without their end; some of the blank ones are left out."""
+        # the start of an unfinished line, and its length
         pending: list[bytes] = []
-        length = 0
+        pending_length = 0
         for chunk in chunks:
-            start = 0 if length else _after_line_end(chunk, 0)
+            start = 0 if pending_length else _after_line_end(chunk, 0)
             while (end := chunk.find(b"\n", start)) >= 0:
-                self._check_line(length + end - start)
+                self._check_line(pending_length + end - start)
                 yield b"".join([*pending, chunk[start:end]])
-                pending, length = [], 0
+                pending = []
+                pending_length = 0
                 start = _after_line_end(chunk, end)
             pending.append(chunk[start:])
-            length += len(chunk) - start
-            self._check_line(length)
-        if length:
+            pending_length += len(chunk) - start
+            self._check_line(pending_length)
+        if pending_length:
             yield b"".join(pending)
 
     def _check_line(self, length: int) -> None:
-        if length > (most := self.max_line_bytes):
-            self._fail(f"a line of more than {most:,} bytes; split it, or give --max-line-bytes")
+        if length > self.max_line_bytes:
+            self._fail(
+                f"a line of more than {self.max_line_bytes:,} bytes; "
+                "split it, or set --max-line-bytes"
+            )
 
     def _parse(self, line: bytes) -> Document | Skipped:
+        """Return the row of a line of JSON."""
+        is_valid_utf8 = True
         try:
-            decoded, is_valid = line.decode(), True
+            decoded = line.decode()
         except UnicodeDecodeError:
-            decoded, is_valid = line.decode(errors="replace"), False
+            is_valid_utf8 = False
+            decoded = line.decode(errors="replace")
         try:
             row = json.loads(decoded)
         except (ValueError, RecursionError) as error:
             self._fail(f"no JSON: {replace_surrogates(str(error))}; repair the line")
         if not isinstance(row, dict):
             self._fail(f"a JSON {type(row).__name__}, expected an object with {self.text_field!r}")
+
         text = _look_up(row, self.text_field)
         if text is _MISSING:
             self._fail_field(list(row))
         if not isinstance(text, str | None):
             self._fail(f"the field {self.text_field!r} is a {type(text).__name__}, not a string")
         group = _look_up(row, self.group_field) if self.group_field else ""
-        group = replace_surrogates(group) if isinstance(group, str) else ""
-        document = from_text(text or "", group)
-        if isinstance(document, Document) and not is_valid and "\ufffd" in document.text:
+        if not isinstance(group, str):
+            group = ""
+        document = from_text(text or "", replace_surrogates(group))
+
+        # bytes that are not UTF-8 may be in another field
+        if isinstance(document, Document) and not is_valid_utf8 and "\ufffd" in document.text:
             return replace(document, repaired=INVALID_UTF8)
         return document
 
@@ -325,42 +364,48 @@ class InputReader:
             pass
         self._check_end()
         file.seek(0)
+
         # a row group may be the whole file: read it through a small buffer
         with pyarrow.parquet.ParquetFile(
             file, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True
         ) as parquet:
             columns = self._columns(parquet.schema_arrow)
-            total = parquet.metadata.num_rows
-            groups_of_rows = range(parquet.metadata.num_row_groups)
-            size = sum(parquet.metadata.row_group(g).total_byte_size for g in groups_of_rows)
-            batch_rows = min(MAX_BATCH_ROWS, max(1, BATCH_BYTES * total // max(size, 1)))
+            metadata = parquet.metadata
+            row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+            total_bytes = sum(row_group.total_byte_size for row_group in row_groups)
+            batch_rows = BATCH_BYTES * metadata.num_rows // max(total_bytes, 1)
+            batch_rows = min(MAX_BATCH_ROWS, max(1, batch_rows))
+
             for batch in parquet.iter_batches(batch_rows, columns=columns, use_threads=False):
                 # by name, because the batch has them in the file's order
-                texts = _as_bytes(_column(batch, columns[0]))
-                groups = _as_bytes(_column(batch, columns[1])) if len(columns) > 1 else None
-                for index, text in enumerate(texts):
+                texts, *groups_if_any = (_as_bytes(_column(batch, path)) for path in columns)
+                groups = groups_if_any[0] if groups_if_any else [None] * len(texts)
+                for text, group in zip(texts, groups, strict=True):
                     self._expanded += 1 + len(text or b"")
-                    group = (groups[index] or b"") if groups else b""
-                    yield from_utf8(text or b"", group.decode(errors="replace"))
+                    yield from_utf8(text or b"", (group or b"").decode(errors="replace"))
                 self._check_expansion()
-            if self._row != total:
-                raise EOFError(f"{self._row:,} rows, {total:,} in the footer")
+            if self._row != metadata.num_rows:
+                raise EOFError(f"{self._row:,} rows, {metadata.num_rows:,} in the footer")
 
     def _columns(self, schema: Any) -> list[str]:
         """Return the path of the text's column, and of the group's if there is one."""
         from pyarrow import types
 
-        text = _find_column(schema, self.text_field)
-        if text is None:
+        text_column = _find_column(schema, self.text_field)
+        if text_column is None:
             self._fail_field(schema.names)
-        group = _find_column(schema, self.group_field) if self.group_field else None
+        columns = [text_column]
+        group_column = _find_column(schema, self.group_field) if self.group_field else None
+        if group_column is not None:
+            columns.append(group_column)
 
-        columns = [column for column in (text, group) if column]
-        for path, kind in columns:
-            kind = kind.value_type if types.is_dictionary(kind) else kind
-            if str(kind).removeprefix("large_") not in _TEXT_TYPES:
-                self._fail(f"the column {path!r} holds {kind}, expected strings")
-        return [path for path, _ in columns]
+        for column in columns:
+            value_type = column.type
+            if types.is_dictionary(value_type):
+                value_type = value_type.value_type
+            if str(value_type).removeprefix("large_") not in _TEXT_TYPES:
+                self._fail(f"the column {column.path!r} holds {value_type}, expected strings")
+        return [column.path for column in columns]
 
     # Bytes, checks and errors
 
@@ -372,24 +417,24 @@ class InputReader:
             yield chunk
 
     def _check_size(self, size: int) -> None:
-        if size != self.known.size:
-            self._fail_changed(f"{size:,} bytes, expected {self.known.size:,}")
+        if size != self.source_input.size:
+            self._fail_changed(f"{size:,} bytes, expected {self.source_input.size:,}")
 
     def _check_end(self) -> None:
-        """Compare the file's size and hash with the known ones."""
+        """Compare the file's size and hash with the input's."""
         self._check_size(self.bytes_read)
         sha256 = self._digest.hexdigest()
-        if self.known.sha256 and sha256 != self.known.sha256:
-            self._fail_changed(f"sha256 {sha256[:16]}..., expected {self.known.sha256[:16]}...")
+        expected = self.source_input.sha256
+        if expected and sha256 != expected:
+            self._fail_changed(f"sha256 {sha256[:16]}..., expected {expected[:16]}...")
         self.sha256 = sha256
 
     def _check_expansion(self) -> None:
         """Raise UserError for a file that is made to take hours."""
-        most = MAX_EXPANSION * self.bytes_read + FREE_EXPANSION
-        if self._expanded > most:
-            size = f"{self._expanded:,} bytes in the first {self.bytes_read:,}"
+        if self._expanded > MAX_EXPANSION * self.bytes_read + FREE_EXPANSION:
             self._fail(
-                f"unpacks to more than {MAX_EXPANSION:,} times its size ({size}); leave it out"
+                f"unpacks to more than {MAX_EXPANSION:,} times its size ({self._expanded:,} bytes "
+                f"in the first {self.bytes_read:,}); leave it out"
             )
 
     def _fail_changed(self, problem: str) -> NoReturn:
@@ -400,13 +445,19 @@ class InputReader:
         )
 
     def _fail_field(self, fields: list[str]) -> NoReturn:
-        found = f"the fields are {str(fields)[1:-1]:.500}"
-        self._fail(f"no field {self.text_field!r}; {found}; give --text-field to source local")
+        self._fail(
+            f"no field {self.text_field!r}; the fields are {str(fields)[1:-1]:.500}; "
+            "pass --text-field to source local"
+        )
 
     def _fail(self, problem: str) -> NoReturn:
-        row = self._row + 1
+        """Raise UserError for the next row."""
+        row_number = self._row + 1
         raise UserError(
-            "input.bad_row", f"{self.path}, row {row:,}: {problem}", path=self.path, row=row
+            "input.bad_row",
+            f"{self.path}, row {row_number:,}: {problem}",
+            path=self.path,
+            row=row_number,
         ) from None
 
 
@@ -415,23 +466,31 @@ def _decompress(
 ) -> Iterator[bytes]:
     """Decompress frames with `padding` between them. Raises EOFError for a truncated one."""
     frame = None
-    steps = (c[at : at + STEP_BYTES] for c in chunks for at in range(0, len(c), STEP_BYTES))
-    for chunk in steps:
-        while chunk := chunk if frame else chunk.lstrip(padding):
-            frame = frame or new_frame()
-            if content := frame.decompress(chunk):
-                yield content
-            chunk = b""
-            if frame.eof:
-                chunk, frame = frame.unused_data, None
-    if frame:
+    for chunk in chunks:
+        for start in range(0, len(chunk), STEP_BYTES):
+            packed = chunk[start : start + STEP_BYTES]
+            # a step may have the end of a frame, and others after it
+            while packed:
+                if frame is None:
+                    packed = packed.lstrip(padding)
+                    if not packed:
+                        break
+                    frame = new_frame()
+                content = frame.decompress(packed)
+                if content:
+                    yield content
+                packed = b""
+                if frame.eof:
+                    packed = frame.unused_data
+                    frame = None
+    if frame is not None:
         raise EOFError("truncated inside a compressed frame")
 
 
-def _after_line_end(chunk: bytes, at: int) -> int:
-    """Return the place after the line end, if there is one, and the blank lines at `at`."""
-    found = _LINE_END.match(chunk, at)
-    return found.end() if found else at
+def _after_line_end(chunk: bytes, start: int) -> int:
+    """Return the end of the line end, if there is one at `start`, and of the blank lines there."""
+    match = _LINE_END.match(chunk, start)
+    return match.end() if match else start
 
 
 def _look_up(row: dict[str, Any], field: str) -> Any:
@@ -451,26 +510,35 @@ def has_field(row: dict[str, Any], field: str) -> bool:
     return _look_up(row, field) is not _MISSING
 
 
-def _find_column(schema: Any, name: str) -> tuple[str, Any] | None:
-    """Return path and type of the column that `name` means, as in _look_up; None if there is none.
+class _Column(NamedTuple):
+    """A column of a parquet file: its path, as in `_look_up`, and its Arrow type."""
+
+    path: str
+    type: Any
+
+
+def _find_column(schema: Any, name: str) -> _Column | None:
+    """Return the column that `name` means, as in _look_up; None if there is none.
 
     A struct that has no values has the type null, and none of its fields.
     """
     import pyarrow
 
     if schema.names.count(name) == 1:
-        return name, schema.field(name).type
+        return _Column(name, schema.field(name).type)
     outer, dot, inner = name.partition(".")
     if not dot or schema.names.count(outer) != 1:
         return None
 
-    kind = schema.field(outer).type
-    if pyarrow.types.is_null(kind):
-        return outer, kind
-    if not pyarrow.types.is_struct(kind):
+    outer_type = schema.field(outer).type
+    if pyarrow.types.is_null(outer_type):
+        return _Column(outer, outer_type)
+    if not pyarrow.types.is_struct(outer_type):
         return None
-    found = _find_column(pyarrow.schema(list(kind)), inner)
-    return (f"{outer}.{found[0]}", found[1]) if found else None
+    inner_column = _find_column(pyarrow.schema(list(outer_type)), inner)
+    if inner_column is None:
+        return None
+    return _Column(f"{outer}.{inner_column.path}", inner_column.type)
 
 
 def _column(batch: Any, path: str) -> Any:

@@ -12,6 +12,7 @@ import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,15 +40,22 @@ def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = 
                 f"{folder / split} has {shards.num_documents} documents, numbered from 0",
                 option="--document",
             )
-        shard = [one for one in shards.shards if one.entry.first_document <= number][-1]
+        # the last shard that starts at the document or before it
+        shard = [shard for shard in shards.shards if shard.entry.first_document <= number][-1]
         entry = shard.entry
-        at = number - entry.first_document
-        start, end = np.append(0, shard.document_ends())[at : at + 2].tolist()
-        first = entry.first_token + start
-        tokens = shards.read(first, end - start)
-    where = f"{len(tokens):,} tokens from {first:,}, in {entry.name}"
-    head = f"== {split}, document {number}: {where}"
-    return "\n".join([head, *_lines(tokenizer, tokens, ids), "== end of the document"])
+        index = number - entry.first_document
+        ends = shard.document_ends()
+        start = int(ends[index - 1]) if index else 0
+        first_token = entry.first_token + start
+        tokens = shards.read(first_token, int(ends[index]) - start)
+
+    lines = [
+        f"== {split}, document {number}: "
+        f"{len(tokens):,} tokens from {first_token:,}, in {entry.name}",
+        *_lines(tokenizer, tokens, ids),
+        "== end of the document",
+    ]
+    return "\n".join(lines)
 
 
 def show_window(
@@ -61,47 +69,72 @@ def show_window(
     ids: bool = False,
 ) -> str:
     """Return sample `sample` of a run with data_seed `seed` as text. Raises UserError."""
-    for name, value in (("--window", sample), ("--seed", seed)):
+    for option, value in (("--window", sample), ("--seed", seed)):
         if not 0 <= value < 1 << 64:
             raise UserError(
-                "option.invalid", f"{name} {value}: expected 0 to 2**64 - 1", option=name
+                "option.invalid", f"{option} {value}: expected 0 to 2**64 - 1", option=option
             )
+
+    # The window is the tokens [offset, stop) of the split.
     tokenizer = load_tokenizer(folder, load_plan(folder).tokenizer)
+    offset_of = permuted_offset if order == "permute" else window_offset
     with TokenShards.open(folder / split) as shards:
-        place = permuted_offset if order == "permute" else window_offset
-        offset = place(seed, sample, shards.num_tokens, seq_len)
-        tokens = shards.read(offset, seq_len + 1)
-        documents = list(_documents(shards, offset, seq_len + 1))
-    where = f"tokens {offset:,} to {offset + seq_len:,} (seq_len {seq_len:,} and the last target)"
-    lines = [f"== {split}, window {sample} of seed {seed}: {where}"]
-    begin = offset
-    for number, start, end in documents:
-        stop = min(end, offset + seq_len + 1)
-        before = f", after {begin - start:,} outside the window" if begin > start else ""
-        lines.append(f"== document {number}: {stop - begin:,} of {end - start:,} tokens{before}")
-        lines += _lines(tokenizer, tokens[begin - offset : stop - offset], ids)
-        begin = stop
-    return "\n".join([*lines, "== end of the window"])
+        offset = offset_of(seed, sample, shards.num_tokens, seq_len)
+        stop = offset + seq_len + 1
+        tokens = shards.read(offset, stop - offset)
+        documents = list(_documents(shards, offset, stop))
+
+    # The part of each document that is in the window.
+    lines = [
+        f"== {split}, window {sample} of seed {seed}: tokens {offset:,} to {stop - 1:,} "
+        f"(seq_len {seq_len:,} and the last target)"
+    ]
+    for document in documents:
+        first = max(document.first, offset)
+        end = min(document.end, stop)
+        num_before = first - document.first
+        before = f", after {num_before:,} outside the window" if num_before else ""
+        lines.append(
+            f"== document {document.number}: {end - first:,} of "
+            f"{document.end - document.first:,} tokens{before}"
+        )
+        lines += _lines(tokenizer, tokens[first - offset : end - offset], ids)
+    lines.append("== end of the window")
+    return "\n".join(lines)
 
 
-def _documents(shards: TokenShards, offset: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (number, first token, end) of each document in the tokens [offset, offset + count)."""
+class _Document(NamedTuple):
+    """A document of a split: its tokens are [first, end) of the split's."""
+
+    number: int
+    first: int
+    end: int
+
+
+def _documents(shards: TokenShards, start: int, stop: int) -> Iterator[_Document]:
+    """Yield the documents with tokens in [start, stop)."""
     for shard in shards.shards:
-        first_token = shard.entry.first_token
-        if offset - shard.entry.tokens < first_token < offset + count:
-            ends = shard.document_ends() + first_token
-            first, last = np.searchsorted(ends, [offset, offset + count - 1], side="right")
-            for at in range(first, min(last + 1, len(ends))):
-                start = int(ends[at - 1]) if at else first_token
-                yield shard.entry.first_document + at, start, int(ends[at])
+        first = shard.entry.first_token
+        if first + shard.entry.tokens <= start or first >= stop:
+            continue
+        ends = shard.document_ends() + first
+        first_index, last_index = np.searchsorted(ends, [start, stop - 1], side="right")
+        for index in range(first_index, min(last_index + 1, len(ends))):
+            yield _Document(
+                number=shard.entry.first_document + index,
+                first=int(ends[index - 1]) if index else first,
+                end=int(ends[index]),
+            )
 
 
 def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]:
+    """Yield the text in lines, the ids if they are wanted, and whether EOS ends them."""
     text = printable(tokenizer.decode(tokens), keep="\n\t")
     # splitlines would also split at other characters
-    yield from (f"│ {line}" for line in text.split("\n"))
+    for line in text.split("\n"):
+        yield f"│ {line}"
     if ids:
-        numbers = " ".join(str(i) for i in tokens.tolist())
+        numbers = " ".join(map(str, tokens.tolist()))
         yield from textwrap.wrap(numbers, WIDTH, initial_indent="ids: ", subsequent_indent="     ")
     if len(tokens) and int(tokens[-1]) == tokenizer.eos_id:
         yield f"-- EOS ({tokenizer.eos_id})"
@@ -110,23 +143,45 @@ def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="the --out of a build")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--document", type=int, metavar="K", help="document K, from 0")
-    window = "sample I of a run (of a mixture: one drawn from this folder)"
-    what.add_argument("--window", type=int, metavar="I", help=window)
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--document", type=int, metavar="K", help="document K, from 0")
+    target.add_argument(
+        "--window",
+        type=int,
+        metavar="I",
+        help="sample I of a run (of a mixture: one drawn from this folder)",
+    )
     add("--seed", type=int, default=0, metavar="S", help="the run's data.data_seed (default: 0)")
-    seq_len = "the run's training.seq_len (default: %(default)s)"
-    add("--seq-len", type=positive, default=DEFAULT_SEQ_LEN, metavar="T", help=seq_len)
-    orders = typing.get_args(Order)
-    add("--order", choices=orders, default="random", help="the run's data.order (default: random)")
+    add(
+        "--seq-len",
+        type=positive,
+        default=DEFAULT_SEQ_LEN,
+        metavar="T",
+        help="the run's training.seq_len (default: %(default)s)",
+    )
+    add(
+        "--order",
+        choices=typing.get_args(Order),
+        default="random",
+        help="the run's data.order (default: random)",
+    )
     add("--split", choices=SPLITS, default=TRAIN, help="default: %(default)s")
     add("--ids", action="store_true", help="print the token ids as well")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    options = {name: getattr(arguments, name) for name in ("folder", "split", "ids")}
     if arguments.document is not None:
-        print(show_document(number=arguments.document, **options))
+        text = show_document(
+            arguments.folder, arguments.document, split=arguments.split, ids=arguments.ids
+        )
     else:
-        more = {name: getattr(arguments, name) for name in ("seed", "seq_len", "order")}
-        print(show_window(sample=arguments.window, **more, **options))
+        text = show_window(
+            arguments.folder,
+            arguments.window,
+            arguments.seed,
+            seq_len=arguments.seq_len,
+            order=arguments.order,
+            split=arguments.split,
+            ids=arguments.ids,
+        )
+    print(text)

@@ -9,8 +9,7 @@ for 97 million documents, the probability of a false duplicate is 0.0003.
 import argparse
 import hashlib
 import html
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,16 @@ from canon_pretrain.core.terminal import Console, Progress, printable, size
 from canon_pretrain.data.blocks import BlockReader
 from canon_pretrain.data.shards import CommitRecord, Shard, TokenShards, dtype_for
 from canon_pretrain.data.tokenizer import Tokenizer
-from data_prep.folder import SPLITS, add_workers, disk_errors, load_tokenizer, log
+from data_prep.finish import list_reasons, sum_reasons
+from data_prep.folder import (
+    SPLITS,
+    TRAIN,
+    VALIDATION,
+    add_workers,
+    disk_errors,
+    load_tokenizer,
+    log,
+)
 from data_prep.input_groups import worker_pool
 from data_prep.plan import Plan, TokenizerRecord, load_plan
 
@@ -54,6 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def stats(folder: Path, page: Path | None = None, *, workers: int = 1) -> "DataStatistics":
     """Print the statistics of `folder`, write `page`, and return them."""
+    # checked first: reading all tokens may take minutes
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise UserError(
             "option.invalid",
@@ -81,12 +90,13 @@ class Counts:
     digests: np.ndarray
 
     @classmethod
-    def joined(cls, vocab_size: int, counts: Sequence["Counts"]) -> "Counts":
+    def joined(cls, counts: Sequence["Counts"]) -> "Counts":
         """Return the counts of a split from those of its shards, in order."""
-        empty = cls(np.zeros(vocab_size, np.int64), np.empty(0, "<u4"), np.empty(0, "<u8"))
-        columns = zip(*(vars(each).values() for each in [empty, *counts]), strict=True)
-        tokens, lengths, digests = columns
-        return cls(np.sum(tokens, axis=0), np.concatenate(lengths), np.concatenate(digests))
+        return cls(
+            tokens=np.sum([shard.tokens for shard in counts], axis=0),
+            lengths=np.concatenate([shard.lengths for shard in counts]),
+            digests=np.concatenate([shard.digests for shard in counts]),
+        )
 
 
 def count_shards(shards: Sequence[Shard], vocab_size: int, workers: int) -> Iterator[Counts]:
@@ -104,19 +114,26 @@ def count_shard(shard: Shard, vocab_size: int) -> Counts:
     ends = shard.document_ends()
     tokens = np.zeros(vocab_size, dtype=np.int64)
     digests = []
-    begin = first = 0
     with closing(BlockReader(shard.folder, dtype_for(vocab_size))) as reader:
-        while first < len(ends):  # whole documents of about CHUNK_TOKENS in total
-            fitting = int(np.searchsorted(ends, begin + CHUNK_TOKENS, side="right"))
-            last = max(first + 1, fitting)
-            ids = np.empty(int(ends[last - 1]) - begin, dtype=np.int64)
-            reader.read(shard.entry.name, shard.files, begin, ids)
+        # Read whole documents [first, last) of about CHUNK_TOKENS in total, at least one.
+        first = 0
+        start_token = 0
+        while first < len(ends):
+            num_fitting = int(np.searchsorted(ends, start_token + CHUNK_TOKENS, side="right"))
+            last = max(first + 1, num_fitting)
+            ids = np.empty(int(ends[last - 1]) - start_token, dtype=np.int64)
+            reader.read(shard.entry.name, shard.files, start_token, ids)
+
             tokens += np.bincount(ids, minlength=vocab_size)
-            for document in np.split(ids.astype("<u4"), ends[first : last - 1] - begin):
+            for document in np.split(ids.astype("<u4"), ends[first : last - 1] - start_token):
                 digests.append(hashlib.blake2b(document.data, digest_size=8).digest())
-            begin, first = begin + len(ids), last
-    lengths = np.diff(ends, prepend=0).astype("<u4")
-    return Counts(tokens, lengths, np.frombuffer(b"".join(digests), dtype="<u8"))
+            first = last
+            start_token += len(ids)
+    return Counts(
+        tokens=tokens,
+        lengths=np.diff(ends, prepend=0).astype("<u4"),
+        digests=np.frombuffer(b"".join(digests), dtype="<u8"),
+    )
 
 
 # ---- the statistics
@@ -230,23 +247,23 @@ class DataStatistics:
 def data_statistics(folder: Path, plan: Plan, workers: int) -> DataStatistics:
     """Return the statistics of a data folder. Raises UserError."""
     tokenizer = load_tokenizer(folder, plan.tokenizer)
-    opened = [TokenShards.open(folder / split) for split in SPLITS]
-    shards = [shard for split in opened for shard in split.shards]
+    train, validation = (TokenShards.open(folder / split) for split in SPLITS)
+    shards = [*train.shards, *validation.shards]
     vocab_size = plan.tokenizer.vocab_size
 
     # read every token once
-    total = sum(split.num_tokens for split in opened) or 1
-    done = 0
-    counted = []
+    total = max(train.num_tokens + validation.num_tokens, 1)
+    num_read = 0
+    counts: list[Counts] = []
     with Progress() as progress:
-        for shard, counts in zip(shards, count_shards(shards, vocab_size, workers), strict=True):
-            counted.append(counts)
-            done += shard.entry.tokens
-            progress.update(done / total, f"stats: {done:,} of {total:,} tokens")
+        results = count_shards(shards, vocab_size, workers)
+        for shard, shard_counts in zip(shards, results, strict=True):
+            counts.append(shard_counts)
+            num_read += shard.entry.tokens
+            progress.update(num_read / total, f"stats: {num_read:,} of {total:,} tokens")
 
-    num_train = len(opened[0].shards)
-    train = Counts.joined(vocab_size, counted[:num_train])
-    validation = Counts.joined(vocab_size, counted[num_train:])
+    train_counts = Counts.joined(counts[: len(train.shards)])
+    validation_counts = Counts.joined(counts[len(train.shards) :])
     return DataStatistics(
         folder=printable(str(folder)),
         source=plan.source,
@@ -254,8 +271,8 @@ def data_statistics(folder: Path, plan: Plan, workers: int) -> DataStatistics:
         plan_sha256=plan.sha256,
         tokenizer=plan.tokenizer,
         splits=[
-            split_statistics(SPLITS[0], tokenizer, opened[0], train, validation),
-            split_statistics(SPLITS[1], tokenizer, opened[1], validation, train),
+            split_statistics(TRAIN, tokenizer, train, train_counts, validation_counts),
+            split_statistics(VALIDATION, tokenizer, validation, validation_counts, train_counts),
         ],
     )
 
@@ -266,6 +283,8 @@ def split_statistics(
     """Return the statistics of a split from its counts and those of the `other` split."""
     records = [shard.read_record() for shard in split.shards]
     groups = sum_groups(records)
+    stored_files = [file for shard in split.shards for file in vars(shard.files).values()]
+
     return SplitStatistics(
         split=name,
         fingerprint=split.fingerprint,
@@ -273,9 +292,7 @@ def split_statistics(
         documents=split.num_documents,
         tokens=split.num_tokens,
         bytes=split.num_bytes,
-        stored_bytes=sum(
-            file.size for shard in split.shards for file in vars(shard.files).values()
-        ),
+        stored_bytes=sum(file.size for file in stored_files),
         lengths=summarize_lengths(counts.lengths),
         top_tokens=top_tokens(tokenizer, counts.tokens),
         unused_ids=int((counts.tokens == 0).sum()),
@@ -291,18 +308,20 @@ def split_statistics(
 
 def find_duplicates(counts: Counts, other: Counts) -> Duplicates:
     """Return the exact duplicates within a split, and those in the `other` split."""
+    # Texts that occur more than once, as their first documents.
     _, first, times = np.unique(counts.digests, return_index=True, return_counts=True)
-    first, times = first[times > 1], times[times > 1]
+    first = first[times > 1]
+    times = times[times > 1]
     lengths = counts.lengths[first].astype(np.int64)
-    best = np.lexsort((first, -lengths, -times))[:MOST_COPIED]
+
+    # lexsort sorts by the last key first: most copies, then longest, then earliest
+    ranking = np.lexsort((first, -lengths, -times))[:MOST_COPIED]
+    most_copied = np.stack([times, lengths, first], axis=1)[ranking]
     return Duplicates(
         copies=int((times - 1).sum()),
         copied_tokens=int(((times - 1) * lengths).sum()),
         elsewhere=int(np.isin(counts.digests, other.digests).sum()),
-        most_copied=[
-            CopiedDocument(*row)
-            for row in np.stack([times[best], lengths[best], first[best]], axis=1).tolist()
-        ],
+        most_copied=[CopiedDocument(*row) for row in most_copied.tolist()],
     )
 
 
@@ -310,17 +329,20 @@ def summarize_lengths(lengths: np.ndarray) -> Lengths:
     """Return quantiles, the longest and a histogram of documents' lengths."""
     if not len(lengths):
         return Lengths()
+
     quantiles = np.quantile(lengths, [0.01, 0.5, 0.99], method="inverted_cdf").astype(int)
-    powers = np.frexp(lengths.astype(np.float64))[1] - 1
-    documents = np.bincount(powers).tolist()
-    tokens = np.bincount(powers, weights=lengths).astype(int).tolist()
+    # frexp is exact: length = m 2^e with 1/2 <= m < 1, so that bin e - 1 has it
+    _, exponents = np.frexp(lengths.astype(np.float64))
+    bins = exponents - 1
+    documents = np.bincount(bins).tolist()
+    tokens = np.bincount(bins, weights=lengths).astype(int).tolist()
     return Lengths(
         quantiles=tuple(quantiles.tolist()),
         longest=int(lengths.max()),
         longest_document=int(lengths.argmax()),
         bins=[
-            LengthBin(1 << k, (2 << k) - 1, documents[k], tokens[k])
-            for k in range(int(powers.min()), len(documents))
+            LengthBin(2**k, 2 ** (k + 1) - 1, documents[k], tokens[k])
+            for k in range(int(bins.min()), len(documents))
         ],
     )
 
@@ -336,39 +358,35 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     if token == tokenizer.eos_id:
         return "EOS"
     # decode it after itself: SentencePiece drops a leading space at the beginning of a text
-    twice, once = tokenizer.decode([token, token]), tokenizer.decode([token])
-    text = twice[len(once) :] if twice.startswith(once) else once
+    text = tokenizer.decode([token])
+    text_of_two = tokenizer.decode([token, token])
+    if text_of_two.startswith(text):
+        text = text_of_two.removeprefix(text)
     return f'"{printable(text)}"' if text else "no text"
 
 
 def rank_frequencies(counts: np.ndarray) -> Frequencies:
     """Return the counts at ranks that are evenly spaced on a logarithmic axis."""
-    ordered = np.sort(counts[counts > 0])[::-1]
-    ranks = np.unique(np.geomspace(1, max(len(ordered), 1), MAX_RANKS).round().astype(np.int64))
-    ranks = ranks[ranks <= len(ordered)]
-    return Frequencies(ranks.tolist(), ordered[ranks - 1].tolist())
+    descending = np.sort(counts[counts > 0])[::-1]
+    spaced = np.geomspace(1, max(len(descending), 1), MAX_RANKS)
+    ranks = np.unique(spaced.round().astype(np.int64))
+    ranks = ranks[ranks <= len(descending)]
+    return Frequencies(ranks.tolist(), descending[ranks - 1].tolist())
 
 
 def sum_groups(records: Sequence[CommitRecord]) -> list[Group]:
     """Return documents, tokens and bytes by group, of whole shards, the largest group first."""
     sums: dict[str, np.ndarray] = {}
     for record in records:
-        for group, numbers in record.groups.items():
-            sums[group] = sums.get(group, 0) + np.array(numbers, dtype=np.int64)
-    total = max(1, sum(int(tokens) for _, tokens, _ in sums.values()))
-    groups = [
-        Group(printable(group), int(documents), int(tokens), int(num_bytes), int(tokens) / total)
-        for group, (documents, tokens, num_bytes) in sums.items()
-    ]
+        for name, record_sums in record.groups.items():
+            sums[name] = sums.get(name, 0) + np.array(record_sums, dtype=np.int64)
+
+    total_tokens = max(1, sum(int(tokens) for _, tokens, _ in sums.values()))
+    groups = []
+    for name, numbers in sums.items():
+        documents, tokens, num_bytes = numbers.tolist()
+        groups.append(Group(printable(name), documents, tokens, num_bytes, tokens / total_tokens))
     return sorted(groups, key=lambda group: (-group.tokens, group.group))
-
-
-def sum_reasons(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums of counts by reason, in the order of the reasons."""
-    total: Counter[str] = Counter()
-    for counts in parts:
-        total.update({printable(reason): count for reason, count in counts.items()})
-    return dict(sorted(total.items()))
 
 
 # ---- output
@@ -387,27 +405,33 @@ class Table:
 
 
 def print_tables(statistics: DataStatistics, console: Console) -> None:
+    """Print the tables, with their first rows, and the notes."""
     for table in tables(statistics):
-        drawn = rich.table.Table(title=escape(table.title), title_justify="left")
-        for at, column in enumerate(table.columns):
-            drawn.add_column(escape(column), justify="right" if table.is_number(at) else "left")
+        drawn_table = rich.table.Table(title=escape(table.title), title_justify="left")
+        for i, column in enumerate(table.columns):
+            justify: Any = "right" if table.is_number(i) else "left"
+            drawn_table.add_column(escape(column), justify=justify)
         for row in table.rows[:MAX_PRINTED_ROWS]:
-            drawn.add_row(*map(escape, row))
-        console.print(drawn)
+            drawn_table.add_row(*map(escape, row))
+        console.print(drawn_table)
     for sentence in notes(statistics):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def tables(statistics: DataStatistics) -> list[Table]:
     """Return tables of both splits: summary, lengths, groups, frequent tokens, duplicates."""
-    source, version = statistics.source, statistics.source_version
-    title = f"{statistics.folder} ({source}, {version}, plan {statistics.plan_sha256[:12]})"
-    summaries = [summary(split) for split in statistics.splits]
-    rows = [(name, *(numbers[name] for numbers in summaries)) for name in summaries[0]]
-    drawn = [Table(title, ("", *SPLITS), rows)]
+    train, validation = map(summary, statistics.splits)
+    all_tables = [
+        Table(
+            f"{statistics.folder} ({statistics.source}, {statistics.source_version}, "
+            f"plan {statistics.plan_sha256[:12]})",
+            ("", *SPLITS),
+            [(quantity, train[quantity], validation[quantity]) for quantity in train],
+        )
+    ]
     for split in statistics.splits:
-        drawn += split_tables(split)
-    return [table for table in drawn if table.rows]
+        all_tables += split_tables(split)
+    return [table for table in all_tables if table.rows]
 
 
 def split_tables(split: SplitStatistics) -> Iterator[Table]:
@@ -417,13 +441,15 @@ def split_tables(split: SplitStatistics) -> Iterator[Table]:
         ("tokens", "documents", "share", "tokens in them", "share"),
         [
             (
-                f"{each.first:,} to {each.last:,}",
-                *_share(each.documents, split.documents),
-                *_share(each.tokens, split.tokens),
+                f"{length_bin.first:,} to {length_bin.last:,}",
+                *_count_and_share(length_bin.documents, split.documents),
+                *_count_and_share(length_bin.tokens, split.tokens),
             )
-            for each in split.lengths.bins
+            for length_bin in split.lengths.bins
         ],
     )
+
+    # a single group is the whole split
     groups = split.groups if split.num_groups > 1 else []
     yield Table(
         f"{split.split}: by group",
@@ -439,14 +465,16 @@ def split_tables(split: SplitStatistics) -> Iterator[Table]:
             for group in groups
         ],
     )
+
     yield Table(
         f"{split.split}: most frequent tokens",
         ("id", "text", "count", "share"),
         [
-            (str(token.id), token.text, *_share(token.count, split.tokens))
+            (str(token.id), token.text, *_count_and_share(token.count, split.tokens))
             for token in split.top_tokens
         ],
     )
+
     yield Table(
         f"{split.split}: most copied documents",
         ("times", "tokens", "first document"),
@@ -459,7 +487,8 @@ def split_tables(split: SplitStatistics) -> Iterator[Table]:
 
 def summary(split: SplitStatistics) -> dict[str, str]:
     """Return the main numbers of a split by name."""
-    lengths, copies = split.lengths, split.duplicates
+    lengths = split.lengths
+    duplicates = split.duplicates
     low, median, high = lengths.quantiles
     longest = "–" if lengths.longest_document is None else lengths.longest_document
     return {
@@ -471,9 +500,9 @@ def summary(split: SplitStatistics) -> dict[str, str]:
         "tokens per document": _ratio(split.tokens, split.documents),
         "median (1 % to 99 %)": f"{median:,} ({low:,} to {high:,})",
         "longest document": f"{lengths.longest:,} (number {longest})",
-        "exact copies": " = ".join(_share(copies.copies, split.documents)),
-        "tokens in them": " = ".join(_share(copies.copied_tokens, split.tokens)),
-        "in both splits": f"{copies.elsewhere:,}",
+        "exact copies": " = ".join(_count_and_share(duplicates.copies, split.documents)),
+        "tokens in them": " = ".join(_count_and_share(duplicates.copied_tokens, split.tokens)),
+        "in both splits": f"{duplicates.elsewhere:,}",
         "unused ids": f"{split.unused_ids:,}",
         "fingerprint": split.fingerprint[:12],
     }
@@ -482,24 +511,21 @@ def summary(split: SplitStatistics) -> dict[str, str]:
 def notes(statistics: DataStatistics) -> Iterator[str]:
     """Yield notes on skipped rows, repaired documents and groups."""
     for split in statistics.splits:
-        for text, reasons in (
-            ("skipped rows", split.skipped),
-            ("repaired documents", split.repaired),
-        ):
-            if reasons:
-                counts = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
-                yield f"{split.split}: {text}: {counts}."
+        if split.skipped:
+            yield f"{split.split}: skipped rows: {list_reasons(split.skipped)}."
+        if split.repaired:
+            yield f"{split.split}: repaired documents: {list_reasons(split.repaired)}."
         if split.groups_count_more:
             yield f"{split.split}: groups include all of the shard in which the limit ends."
         if split.num_groups > MAX_GROUPS:
-            yield f"{split.split}: {split.num_groups:,} groups, of which the largest."
+            yield f"{split.split}: {split.num_groups:,} groups, the largest of them shown."
 
 
-def _ratio(one: int, other: int) -> str:
-    return f"{one / other:.3f}" if other else "–"
+def _ratio(numerator: int, denominator: int) -> str:
+    return f"{numerator / denominator:.3f}" if denominator else "–"
 
 
-def _share(count: int, total: int) -> tuple[str, str]:
+def _count_and_share(count: int, total: int) -> tuple[str, str]:
     return f"{count:,}", f"{100 * count / max(total, 1):.2f} %"
 
 
@@ -524,60 +550,62 @@ Json = dict[str, Any]
 
 
 def figures(statistics: DataStatistics) -> dict[str, Json]:
-    """Return plotly traces and axes by the name of their place; `meta` is a trace's CSS color."""
+    """Return plotly traces and axes by the id of their plot; `meta` is a trace's CSS color."""
     splits = [split for split in statistics.splits if split.documents]
-    length = {"title": "tokens in a document, from", "type": "category"}
-    log_axis = {"type": "log", "dtick": 1}
-    return {
-        "documents": {
-            "traces": [_lengths(x, "documents", x.documents) for x in splits],
-            "xaxis": length,
-            "yaxis": {"title": "documents", "tickformat": ".0%"},
-        },
-        "tokens": {
-            "traces": [_lengths(x, "tokens", x.tokens) for x in splits],
-            "xaxis": length,
-            "yaxis": {"title": "tokens", "tickformat": ".0%"},
-        },
-        "groups": {
-            "traces": [_groups(split) for split in splits],
-            "xaxis": {"title": "tokens", "tickformat": ".0%"},
-            "yaxis": {"type": "category"},
-        },
-        "frequencies": {
-            "traces": [_frequencies(split) for split in splits],
-            "xaxis": {"title": "rank", **log_axis},
-            "yaxis": {"title": "share of the tokens", "tickformat": ".0e", **log_axis},
-        },
+    plots: dict[str, Json] = {}
+
+    # Bars: how many documents have a length, how many of the tokens are in them, and by group.
+    for unit in ("documents", "tokens"):
+        plots[unit] = {
+            "traces": [_lengths(split, unit) for split in splits],
+            "xaxis": {"title": "tokens in a document, from", "type": "category"},
+            "yaxis": {"title": unit, "tickformat": ".0%"},
+        }
+    plots["groups"] = {
+        "traces": [_groups(split) for split in splits],
+        "xaxis": {"title": "tokens", "tickformat": ".0%"},
+        "yaxis": {"type": "category"},
     }
 
+    # A line, straight if frequencies fall as a power of the rank (Zipf's law).
+    log_axis = {"type": "log", "dtick": 1}
+    plots["frequencies"] = {
+        "traces": [_frequencies(split) for split in splits],
+        "xaxis": {"title": "rank", **log_axis},
+        "yaxis": {"title": "share of the tokens", "tickformat": ".0e", **log_axis},
+    }
+    return plots
 
-def _lengths(split: SplitStatistics, what: str, total: int) -> Json:
-    """Return bars of the documents, or of their tokens, by length."""
-    counts = [getattr(each, what) for each in split.lengths.bins]
+
+def _lengths(split: SplitStatistics, unit: str) -> Json:
+    """Return bars of the shares of the documents, or of their tokens (`unit`), by length."""
+    bins = split.lengths.bins
+    total = getattr(split, unit)
+    counts = [getattr(length_bin, unit) for length_bin in bins]
+    lengths = [f"{length_bin.first:,} to {length_bin.last:,} tokens" for length_bin in bins]
     return {
         **_trace(split, "bar"),
-        "x": [f"{each.first:,}" for each in split.lengths.bins],
+        "x": [f"{length_bin.first:,}" for length_bin in bins],
         "y": [count / total for count in counts],
         "customdata": [
-            [f"{each.first:,} to {each.last:,} tokens", f"{count:,}"]
-            for each, count in zip(split.lengths.bins, counts, strict=True)
+            [length, f"{count:,}"] for length, count in zip(lengths, counts, strict=True)
         ],
-        "hovertemplate": f"%{{fullData.name}}: <b>%{{y:.2%}}</b>, %{{customdata[1]}} {what}"
+        "hovertemplate": f"%{{fullData.name}}: <b>%{{y:.2%}}</b>, %{{customdata[1]}} {unit}"
         "<br>in documents of %{customdata[0]}<extra></extra>",
     }
 
 
 def _groups(split: SplitStatistics) -> Json:
+    """Return horizontal bars of the largest groups; plotly draws the last one at the top."""
     groups = split.groups[:MAX_DRAWN_GROUPS][::-1]
     names = [group.group or "(none)" for group in groups]
-    cut = [name if len(name) <= 30 else f"{name[:29]}…" for name in names]
+    labels = [name if len(name) <= 30 else f"{name[:29]}…" for name in names]
     return {
         **_trace(split, "bar"),
         "orientation": "h",
         "x": [group.share for group in groups],
         # plotly renders some HTML in texts
-        "y": [html.escape(name, quote=False) for name in cut],
+        "y": [html.escape(label, quote=False) for label in labels],
         "customdata": [[f"{group.tokens:,}", f"{group.documents:,}"] for group in groups],
         "hovertemplate": "%{fullData.name}, %{y}: <b>%{x:.2%}</b><br>%{customdata[0]} tokens, "
         "%{customdata[1]} documents<extra></extra>",
@@ -585,6 +613,7 @@ def _groups(split: SplitStatistics) -> Json:
 
 
 def _frequencies(split: SplitStatistics) -> Json:
+    """Return a line of the ids' shares of the tokens by rank."""
     counts = split.frequencies.counts
     return {
         **_trace(split, "scatter"),
@@ -597,5 +626,7 @@ def _frequencies(split: SplitStatistics) -> Json:
     }
 
 
-def _trace(split: SplitStatistics, kind: str) -> Json:
-    return {"type": kind, "name": split.split, "meta": f"--split-{SPLITS.index(split.split)}"}
+def _trace(split: SplitStatistics, plotly_type: str) -> Json:
+    """Return the fields that all traces have."""
+    color = f"--split-{SPLITS.index(split.split)}"
+    return {"type": plotly_type, "name": split.split, "meta": color}

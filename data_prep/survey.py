@@ -8,11 +8,8 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import IO
-
-import numpy as np
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.cached_encoder import SPACE
@@ -36,7 +33,7 @@ class Survey:
     """What is known of a source's text; documents and bytes of rows are estimated from a sample.
 
     `sampled`: the sample's bytes; `num_probed` documents were decoded, `num_damaged` of them are
-    not UTF-8 or contain NUL. `suffixes` are those to give as --text-suffixes, `skipped` counts the
+    not UTF-8 or contain NUL. `suffixes` are those to pass as --text-suffixes, `skipped` counts the
     other files by suffix, `skipped_text` has the bytes of those that look like text, most first.
     """
 
@@ -53,7 +50,7 @@ class Survey:
     num_damaged: int
 
     def rare_share(self, vocab_size: int) -> float:
-        """Return the share of the sample's characters that have no place in half of the pieces.
+        """Return the share of the sample's characters that do not fit in half of the pieces.
 
         A vocabulary of this size has few pieces of words then, or encodes them as bytes.
         """
@@ -68,21 +65,25 @@ class Survey:
         """
         characters = set().union(*self.sample) - {"\n"} | {SPACE}
         # SentencePiece leaves out up to one in 20,000 characters, perhaps the space
-        fewest = SPECIAL_TOKENS + len(characters - {" "})
+        min_vocab_size = SPECIAL_TOKENS + len(characters - {" "})
         while True:
             try:
                 tokenizer = Tokenizer(train_tokenizer(self.sample, vocab_size), "sample")
                 break
             except UserError as error:
-                if vocab_size <= fewest - MAX_LEFT_OUT:
+                if vocab_size <= min_vocab_size - MAX_LEFT_OUT:
                     reason = error.fields.get("reason", error.message)
                     raise UserError(
                         "input.no_tokenizer",
                         f"no tokenizer can be trained on this text: {reason}",
                         reason=reason,
                     ) from None
-                vocab_size = max(vocab_size // 2, fewest) if vocab_size > fewest else vocab_size - 1
-        num_tokens = sum(len(tokenizer.encode(text)) + 1 for text in self.sample)
+            if vocab_size > min_vocab_size:
+                vocab_size = max(vocab_size // 2, min_vocab_size)
+            else:
+                vocab_size -= 1
+
+        num_tokens = sum(len(tokenizer.encode(text)) + 1 for text in self.sample)  # 1: EOS
         return vocab_size, num_tokens / self.sampled
 
 
@@ -93,55 +94,85 @@ def survey(
     files_option: str = FILES_OPTION,
 ) -> Survey:
     """Look at the files; without any of a known format, at plain text. Raises UserError."""
-    found, named = find_files(files, files_option)
-    found = [path for path in found if path.exists()]
-    _, others = divide_files(found, named, text_field or TEXT_FIELD, suffixes)
+    # Read other formats as text if there is nothing else, or if the user named such a file.
+    listed, named_files = find_files(files, files_option)
+    existing = [path for path in listed if path.exists()]
+    _, others = divide_files(existing, named_files, text_field or TEXT_FIELD, suffixes)
     text_suffixes = _text_suffixes(others)
-    if len(others) == len(found) or named.intersection(others):
+    if len(others) == len(existing) or named_files.intersection(others):
         suffixes = sorted({*suffixes, *text_suffixes})
     selection = select(
         LOCAL, files, text_field=text_field, text_suffixes=suffixes, files_option=files_option
     )
-    inputs = [known for known in selection.inputs if known.size]
-    file_bytes = sum(known.size for known in inputs)
-    by_size = min(MAX_SAMPLED_FILES, 1 + SAMPLE_BYTES * len(inputs) // max(file_bytes, 1))
-    count = min(len(inputs), max(SPREAD_FILES, by_size))
-    # read of each, so that sizes are estimated well and large files stand in for small ones
-    budget = min(SAMPLE_BYTES, 4 * SAMPLE_BYTES // max(count, 1))
-    kept = budget if by_size >= count else SAMPLE_BYTES // count
+
+    # Files to sample: as many as have SAMPLE_BYTES at their mean size, and enough to see more than
+    # one kind of text.
+    inputs = [source_input for source_input in selection.inputs if source_input.size]
+    file_bytes = sum(source_input.size for source_input in inputs)
+    num_for_size = min(MAX_SAMPLED_FILES, 1 + SAMPLE_BYTES * len(inputs) // max(file_bytes, 1))
+    num_sampled = min(len(inputs), max(SPREAD_FILES, num_for_size))
+
+    # Bytes to read of each: more than its share of the sample, so that sizes are estimated well.
+    # They are kept if files are small (large ones stand in for small ones), else only the share.
+    read_bytes = min(SAMPLE_BYTES, 4 * SAMPLE_BYTES // max(num_sampled, 1))
+    kept_bytes = read_bytes if num_for_size >= num_sampled else SAMPLE_BYTES // num_sampled
+
+    # The sampled files are spread evenly over the source.
     sample: list[str] = []
-    num_probed = num_damaged = 0
-    texts = [known for known in inputs if not has_rows(selection.root / known.path)]
-    counts, sampled = np.zeros(2), 0
-    for known in (inputs[k * len(inputs) // count] for k in range(count)):
-        if has_rows(selection.root / known.path):
-            own, share = _read_rows(selection.root, known, selection.text_field, budget)
-            counts += np.array([len(own), sum(len(row.utf8) for row in own)]) / share
-            sampled += known.size
+    num_probed = 0
+    num_damaged = 0
+    # of sampled files of rows: estimated documents and their bytes, and the files' bytes
+    row_documents = 0.0
+    row_text_bytes = 0.0
+    row_file_bytes = 0
+    for k in range(num_sampled):
+        source_input = inputs[k * len(inputs) // num_sampled]
+        path = selection.root / source_input.path
+        if has_rows(path):
+            documents, share_read = _read_rows(
+                selection.root, source_input, selection.text_field, read_bytes
+            )
+            row_documents += len(documents) / share_read
+            row_text_bytes += sum(len(document.utf8) for document in documents) / share_read
+            row_file_bytes += source_input.size
         else:
-            check_file(selection.root / known.path)
-            own = _read_head(selection.root / known.path, kept)
-        num_probed += len(own)
-        num_damaged += sum(bool(row.repaired) or "\0" in row.text for row in own)
-        before = accumulate((len(row.utf8) for row in own), initial=0)
-        sample += [row.text for row, size in zip(own, before, strict=False) if size <= kept]
-    read = tuple(suffix.lower() for suffix in suffixes)
-    skipped = [path for path in others if _suffix(path) not in read]
+            check_file(path)
+            documents = _read_head(path, kept_bytes)
+        num_probed += len(documents)
+        bytes_before = 0
+        for document in documents:
+            num_damaged += bool(document.repaired) or "\0" in document.text
+            if bytes_before <= kept_bytes:
+                sample.append(document.text)
+            bytes_before += len(document.utf8)
+
+    # Files of text are one document each; extrapolate from the sampled files of rows to all.
+    text_sizes = [
+        source_input.size
+        for source_input in inputs
+        if not has_rows(selection.root / source_input.path)
+    ]
+    share_sampled = row_file_bytes / max(file_bytes - sum(text_sizes), 1) or 1
+
+    # Files that are not read, for the user to decide.
+    lowered_suffixes = {suffix.lower() for suffix in suffixes}
+    skipped = Counter[str]()
     skipped_text = Counter[str]()
-    for path in skipped:
-        if _suffix(path) in text_suffixes:
-            skipped_text[_suffix(path)] += path.stat().st_size
-    num_text_bytes = sum(known.size for known in texts)
-    share = sampled / max(file_bytes - num_text_bytes, 1)
+    for path in others:
+        suffix = _suffix(path)
+        if suffix not in lowered_suffixes:
+            skipped[suffix] += 1
+            if suffix in text_suffixes:
+                skipped_text[suffix] += path.stat().st_size
     return Survey(
         num_files=len(inputs),
         file_bytes=file_bytes,
         suffixes=suffixes,
-        skipped=Counter(map(_suffix, skipped)),
+        skipped=skipped,
         skipped_text=dict(skipped_text.most_common()),
         sample=sample,
-        num_documents=len(texts) + round(counts[0] / (share or 1)),
-        num_bytes=num_text_bytes + round(counts[1] / (share or 1)),
+        num_documents=len(text_sizes) + round(row_documents / share_sampled),
+        num_bytes=sum(text_sizes) + round(row_text_bytes / share_sampled),
         sampled=sum(len(text.encode()) for text in sample),
         num_probed=num_probed,
         num_damaged=num_damaged,
@@ -150,12 +181,16 @@ def survey(
 
 def _text_suffixes(paths: Sequence[Path]) -> list[str]:
     """Return the suffixes of the files that look like text: the first few of each do."""
-    by_suffix = defaultdict(list)
+    paths_by_suffix = defaultdict(list)
     for path in paths:
-        if not suffix_of(path.name):  # such as a .json that is no lines of JSON
-            by_suffix[_suffix(path)].append(path)
-    groups = by_suffix.items()
-    return [name for name, group in groups if name and all(map(_is_text, group[:PROBED_FILES]))]
+        # not those of known formats, such as a .json that is no lines of JSON
+        if _suffix(path) and not suffix_of(path.name):
+            paths_by_suffix[_suffix(path)].append(path)
+    return [
+        suffix
+        for suffix, suffix_paths in paths_by_suffix.items()
+        if all(map(_is_text, suffix_paths[:PROBED_FILES]))
+    ]
 
 
 def _suffix(path: Path) -> str:
@@ -163,6 +198,7 @@ def _suffix(path: Path) -> str:
 
 
 def _is_text(path: Path) -> bool:
+    """Return whether a file's first bytes are UTF-8 text of no other format."""
     if not path.is_file() or not os.access(path, os.R_OK):
         return False
     with open(path, "rb") as file:
@@ -178,36 +214,43 @@ class _UnhashedParquet(InputReader):
     """Reader without the first pass, which hashes the whole file."""
 
     def _chunks(self, file: IO[bytes], size: int) -> Iterator[bytes]:
-        self.bytes_read = self.known.size
+        self.bytes_read = self.source_input.size
         return iter(())
 
 
-def _read_head(path: Path, budget: int) -> list[Document]:
+def _read_head(path: Path, max_bytes: int) -> list[Document]:
     """Return the start of a text file, without a character that is cut; none of an empty file."""
     with open(path, "rb") as file:
-        utf8 = file.read(budget)
-    _, whole = codecs.utf_8_decode(utf8, "replace", len(utf8) < budget)
-    head = from_utf8(utf8[:whole].removeprefix(codecs.BOM_UTF8))
+        utf8 = file.read(max_bytes)
+    is_whole_file = len(utf8) < max_bytes
+    _, num_whole_bytes = codecs.utf_8_decode(utf8, "replace", is_whole_file)
+    head = from_utf8(utf8[:num_whole_bytes].removeprefix(codecs.BOM_UTF8))
     return [head] if isinstance(head, Document) else []
 
 
 def _read_rows(
-    root: Path, known: Input, text_field: str, budget: int
+    root: Path, source_input: Input, text_field: str, max_bytes: int
 ) -> tuple[list[Document], float]:
     """Return documents of the start of a file, and the share of its rows that were read."""
-    is_parquet = suffix_of(known.path) == ".parquet"
-    kind = _UnhashedParquet if is_parquet else InputReader
-    reader = kind(root, known, text_field, None)
+    is_parquet = suffix_of(source_input.path) == ".parquet"
+    reader_class = _UnhashedParquet if is_parquet else InputReader
+    reader = reader_class(root, source_input, text_field, None)
+
     documents: list[Document] = []
-    size = seen = 0
-    for number, row in enumerate(reader.rows()):
-        # the rows so far are those of the first `seen` bytes
-        if size > budget and (is_parquet or reader.bytes_read > seen):
-            return documents, number / _num_rows(reader.path) if is_parquet else seen / known.size
-        seen = reader.bytes_read
+    text_bytes = 0
+    chunk_end = 0  # in the file, of the chunk that has the rows so far
+    for num_rows, row in enumerate(reader.rows()):
+        # Stop where a chunk ends: all of its rows have been read. Of a parquet file, whose footer
+        # has the number of rows, anywhere.
+        if text_bytes > max_bytes:
+            if is_parquet:
+                return documents, num_rows / _num_rows(reader.path)
+            if reader.bytes_read > chunk_end:
+                return documents, chunk_end / source_input.size
+        chunk_end = reader.bytes_read
         if isinstance(row, Document):
             documents.append(row)
-            size += len(row.utf8)
+            text_bytes += len(row.utf8)
     return documents, 1.0
 
 

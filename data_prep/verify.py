@@ -11,12 +11,12 @@ import hashlib
 import random
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from canon_pretrain.data.shards import (
 from data_prep import folder as folders
 from data_prep.folder import SPLITS, TRAIN, add_workers, disk_errors, load_tokenizer, log
 from data_prep.input_groups import InputGroupJob, build_input_group
-from data_prep.plan import Plan, load_plan
+from data_prep.plan import Plan, TokenizerRecord, load_plan
 
 LEVELS = {
     "size": "sizes, commit records and manifests",
@@ -78,38 +78,48 @@ class StoredShard:
 
     def check(self, plan: Plan, level: str) -> Iterator[str]:
         """Yield a message for each fault of the shard."""
+        # The commit record: whether it is the manifest's, this shard's and this plan's.
         try:
-            found = read_commit(self.folder, self.name)
+            commit = read_commit(self.folder, self.name)
         except ShardError as error:
             yield str(error)
             return
-        path, record = self.file("json"), found.record
-        if self.sha256 not in ("", found.sha256):
+        record = commit.record
+        path = self.file("json")
+        if self.sha256 not in ("", commit.sha256):
             yield f"{path}: is not the commit record in the manifest"
-        if (name := shard_name(record.unit, record.part)) != self.name:
-            yield f"{path}: is the commit record of {name}"
+        recorded_name = shard_name(record.unit, record.part)
+        if recorded_name != self.name:
+            yield f"{path}: is the commit record of {recorded_name}"
         if record.plan_sha256 != plan.sha256:
             yield f"{path}: is the commit record of another plan"
-        planned = {known.path: known.sha256 for known in plan.inputs}
-        for source, sha256 in record.inputs.items():
-            if planned.get(source, "none") not in ("", sha256):
-                yield f"{path}: made from {source} with sha256 {sha256[:16]}..., not the plan's"
-        small: dict[str, np.ndarray] = {}
-        for suffix, known in reversed(vars(record.files).items()):  # .bin last
+        planned_hashes = {planned.path: planned.sha256 for planned in plan.inputs}
+        for input_path, sha256 in record.inputs.items():
+            # None: not in the plan; "": the plan did not hash it
+            if planned_hashes.get(input_path) not in ("", sha256):
+                yield f"{path}: made from {input_path} with sha256 {sha256[:16]}..., not the plan's"
+
+        # The files; .bin last, because its check needs the tables in the others.
+        tables: dict[str, np.ndarray] = {}
+        for suffix, expected in reversed(vars(record.files).items()):
             path = self.file(suffix)
             try:
-                if (num_bytes := path.stat().st_size) != known.size:
-                    yield f"{path}: {num_bytes} bytes, expected {known.size}"
-                elif level == "full" and suffix == "bin":
-                    yield from self._check_all(record, plan, small)
-                elif level == "sample" and suffix == "bin":
-                    yield from self._check_sample(record, plan) if "crc" in small else ()
-                elif level != "size":
+                num_bytes = path.stat().st_size
+                if num_bytes != expected.size:
+                    yield f"{path}: {num_bytes} bytes, expected {expected.size}"
+                elif level == "size":
+                    continue
+                elif suffix != "bin":
                     content = path.read_bytes()
-                    if (sha256 := hashlib.sha256(content).hexdigest()) != known.sha256:
-                        yield f"{path}: sha256 {sha256[:16]}..., expected {known.sha256[:16]}..."
+                    sha256 = hashlib.sha256(content).hexdigest()
+                    if sha256 != expected.sha256:
+                        yield f"{path}: sha256 {sha256[:16]}..., expected {expected.sha256[:16]}..."
                     else:
-                        small[suffix] = np.frombuffer(content, "<u4" if suffix == "crc" else "<u8")
+                        tables[suffix] = np.frombuffer(content, "<u4" if suffix == "crc" else "<u8")
+                elif level == "full":
+                    yield from self._check_all(record, plan, tables)
+                elif "crc" in tables:
+                    yield from self._check_sample(record, plan)
             except FileNotFoundError:
                 yield f"{path}: is missing"
             except OSError as error:
@@ -120,100 +130,151 @@ class StoredShard:
         dtype = dtype_for(plan.tokenizer.vocab_size)
         block_tokens = BLOCK_BYTES // dtype.itemsize
         num_blocks = -(-record.tokens // block_tokens)
-        chosen = set(random.sample(range(num_blocks), min(SAMPLED_BLOCKS, num_blocks)))
-        chosen |= {0, num_blocks - 1} if num_blocks else set()
+        blocks = set(random.sample(range(num_blocks), min(SAMPLED_BLOCKS, num_blocks)))
+        if num_blocks:
+            blocks |= {0, num_blocks - 1}
+
         with closing(BlockReader(self.folder, dtype)) as reader:
-            for first in (block * block_tokens for block in sorted(chosen)):
-                ids = np.empty(min(block_tokens, record.tokens - first), dtype=np.int64)
+            for block in sorted(blocks):
+                start = block * block_tokens
+                ids = np.empty(min(block_tokens, record.tokens - start), dtype=np.int64)
                 try:
-                    reader.read(self.name, record.files, first, ids)
+                    reader.read(self.name, record.files, start, ids)
                 except ShardError as error:
                     yield str(error)
                 else:
                     if ids.max() >= plan.tokenizer.vocab_size:
-                        yield f"{self.file('bin')}: an id outside the vocabulary near token {first}"
+                        yield f"{self.file('bin')}: an id outside the vocabulary near token {start}"
 
     def _check_all(
-        self, record: CommitRecord, plan: Plan, small: dict[str, np.ndarray]
+        self, record: CommitRecord, plan: Plan, tables: Mapping[str, np.ndarray]
     ) -> Iterator[str]:
-        """Check hash, CRCs, and what hashes do not show: ids that were written wrong."""
-        path, known = self.file("bin"), plan.tokenizer
-        ends = (
-            _token_ends(record, small["docs"]) if "docs" in small else np.empty(0, dtype=np.int64)
-        )
-        if "docs" in small and len(ends) != record.documents:
-            yield f"{self.file('docs')}: does not match the commit record's documents and tokens"
-        starts = np.append(0, ends)[:-1]
-        digest = hashlib.sha256()
-        found_crcs = [np.empty(0, dtype="<u4")]
-        tokens = max_id = eos = at_ends = at_starts = 0
-        with open(path, "rb") as file:
-            while content := file.read(CHUNK_BYTES):
-                digest.update(content)
-                found_crcs.append(block_crcs(content))
-                ids = np.frombuffer(content, dtype_for(known.vocab_size))
-                stop = tokens + len(ids)
-                eos += int((ids == known.eos_id).sum())
-                last = ends[(tokens < ends) & (ends <= stop)] - 1 - tokens
-                at_ends += int((ids[last] == known.eos_id).sum())
-                first = starts[(tokens <= starts) & (starts < stop)] - tokens
-                at_starts += int((ids[first] == known.bos_id).sum())
-                max_id = max(max_id, int(ids.max(initial=0)))
-                tokens = stop
-        found = np.concatenate(found_crcs)
-        crcs = small.get("crc", found)
-        bad = np.flatnonzero(crcs != found).tolist() if len(crcs) == len(found) else []
-        is_same = digest.hexdigest() == record.files.bin.sha256
-        if bad or not is_same:
-            sha256 = "as expected" if is_same else "wrong"
-            blocks = f"{len(bad)} damaged 64-KiB blocks: {bad[:MAX_NAMED_BLOCKS]}"
-            yield f"{path}: sha256 {sha256}, {blocks}"
+        """Check hash, CRCs, and what hashes do not show: ids that were written wrong.
+
+        `tables`: the undamaged ones of .docs and .crc.
+        """
+        path = self.file("bin")
+        ends = np.empty(0, dtype=np.int64)
+        if "docs" in tables:
+            ends = _token_ends(record, tables["docs"])
+            if len(ends) != record.documents:
+                table_path = self.file("docs")
+                yield f"{table_path}: does not match the commit record's documents and tokens"
+
+        # Read the tokens once.
+        content = _read_tokens(path, plan.tokenizer, ends)
+
+        # Compare the bytes; ids of other bytes than the recorded ones tell nothing more.
+        crcs = tables.get("crc", content.crcs)
+        damaged_blocks: list[int] = []
+        if len(crcs) == len(content.crcs):
+            damaged_blocks = np.flatnonzero(crcs != content.crcs).tolist()
+        is_same = content.sha256 == record.files.bin.sha256
+        if damaged_blocks or not is_same:
+            yield (
+                f"{path}: sha256 {'as expected' if is_same else 'wrong'}, "
+                f"{len(damaged_blocks)} damaged 64-KiB blocks: {damaged_blocks[:MAX_NAMED_BLOCKS]}"
+            )
         if not is_same:
             return
-        expected = [
-            ("tokens", tokens, record.tokens),
-            ("largest id", max_id, record.max_id),
-            ("block CRCs", len(crcs), len(found)),
+
+        # Compare what the record and the options say of the ids.
+        counts = [
+            ("tokens", content.tokens, record.tokens),
+            ("largest id", content.max_id, record.max_id),
+            ("block CRCs", len(crcs), len(content.crcs)),
         ]
         if len(ends) == record.documents:
-            expected.append(("documents ending with EOS", at_ends, len(ends)))
+            counts.append(("documents ending with EOS", content.eos_at_ends, len(ends)))
             if plan.options.bos:
-                expected.append(("documents beginning with BOS", at_starts, len(ends)))
-            if not plan.options.bos or known.bos_id != known.eos_id:
+                counts.append(("documents beginning with BOS", content.bos_at_starts, len(ends)))
+            if not plan.options.bos or plan.tokenizer.bos_id != plan.tokenizer.eos_id:
                 # a literal </s> in a text must not become the EOS id
-                expected.append(("EOS ids inside documents", eos - at_ends, 0))
-        for what, count, should in expected:
-            if count != should:
-                yield f"{path}: {what}: {count}, expected {should}"
-        if max_id >= known.vocab_size:
-            yield f"{path}: token id {max_id} is outside the vocabulary of {known.vocab_size}"
+                counts.append(("EOS ids inside documents", content.eos - content.eos_at_ends, 0))
+        for quantity, count, expected in counts:
+            if count != expected:
+                yield f"{path}: {quantity}: {count}, expected {expected}"
+        vocab_size = plan.tokenizer.vocab_size
+        if content.max_id >= vocab_size:
+            yield f"{path}: token id {content.max_id} is outside the vocabulary of {vocab_size}"
 
     def check_reproduced(self, rebuilt: Path) -> None:
         """Raise ShardError unless the record `rebuilt` is the manifest's or the one on disk."""
-        known = [self.sha256]
+        expected_hashes = [self.sha256]
         with suppress(OSError):
-            known.append(sha256_file(self.file("json")))
-        if not rebuilt.exists() or (any(known) and sha256_file(rebuilt) not in known):
+            expected_hashes.append(sha256_file(self.file("json")))
+        is_compared = any(expected_hashes)  # neither the manifest nor the record may be left
+        if not rebuilt.exists() or (is_compared and sha256_file(rebuilt) not in expected_hashes):
             raise ShardError(
                 "shard.not_reproduced",
-                f"{self.folder / self.name}: the inputs give other bytes (another version of "
+                f"{self.folder / self.name}: the inputs make other bytes (another version of "
                 "Python, sentencepiece or pyarrow?); repair it where it was built",
             )
 
 
-Fault = tuple[str, StoredShard | None]
+class Fault(NamedTuple):
+    """A fault of a data folder, and the shard that has it, if it is not of the whole folder."""
+
+    message: str
+    shard: StoredShard | None = None
+
+
+@dataclass
+class _TokenContent:
+    """What a .bin holds: its bytes by hash and CRCs, and counts of its ids."""
+
+    sha256: str
+    crcs: np.ndarray
+    tokens: int = 0
+    max_id: int = 0
+    eos: int = 0
+    eos_at_ends: int = 0
+    bos_at_starts: int = 0
+
+
+def _read_tokens(path: Path, tokenizer: TokenizerRecord, ends: np.ndarray) -> _TokenContent:
+    """Read a .bin in chunks; `ends` are the documents' ends in tokens."""
+    starts = np.append(0, ends)[:-1]
+    dtype = dtype_for(tokenizer.vocab_size)
+    digest = hashlib.sha256()
+    crcs = [np.empty(0, dtype="<u4")]
+    content = _TokenContent("", crcs[0])
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+            crcs.append(block_crcs(chunk))
+            ids = np.frombuffer(chunk, dtype)
+            begin = content.tokens
+            end = begin + len(ids)
+
+            # the last and first tokens of the documents that end or start in this chunk
+            last_ids = ids[ends[(begin < ends) & (ends <= end)] - 1 - begin]
+            first_ids = ids[starts[(begin <= starts) & (starts < end)] - begin]
+            content.eos += int((ids == tokenizer.eos_id).sum())
+            content.eos_at_ends += int((last_ids == tokenizer.eos_id).sum())
+            content.bos_at_starts += int((first_ids == tokenizer.bos_id).sum())
+            content.max_id = max(content.max_id, int(ids.max(initial=0)))
+            content.tokens = end
+    content.sha256 = digest.hexdigest()
+    content.crcs = np.concatenate(crcs)
+    return content
 
 
 def _token_ends(record: CommitRecord, table: np.ndarray) -> np.ndarray:
     """Return the documents' ends in tokens, int64; empty if .docs does not match the record."""
-    columns = 1 if record.version == shards.WITHOUT_BYTE_ENDS else 2
-    if len(table) != columns * record.documents:
-        return np.empty(0, dtype=np.int64)
-    totals = ((record.tokens, 1), (record.text_bytes, 0))
-    ends = np.split(table.astype(np.int64), columns)
-    for column, (total, least) in zip(ends, totals, strict=False):
-        if (np.diff(column, prepend=0) < least).any() or column.max(initial=0) != total:
-            return np.empty(0, dtype=np.int64)
+    no_ends = np.empty(0, dtype=np.int64)
+    num_columns = 1 if record.version == shards.WITHOUT_BYTE_ENDS else 2
+    if len(table) != num_columns * record.documents:
+        return no_ends
+
+    # Ends in tokens, then in bytes: a document has at least one token, EOS, and maybe no byte.
+    ends = np.split(table.astype(np.int64), num_columns)
+    totals = (record.tokens, record.text_bytes)
+    min_lengths = (1, 0)
+    for column, total, min_length in zip(ends, totals, min_lengths, strict=False):
+        is_increasing = (np.diff(column, prepend=0) >= min_length).all()
+        if not is_increasing or column.max(initial=0) != total:
+            return no_ends
     return ends[0]
 
 
@@ -228,62 +289,74 @@ def verify(
     """Check `folder`, or repair it from inputs below `root`. Raises UserError if damage is left."""
     plan = load_plan(folder)
     faults = find_faults(folder, plan, level, workers)
-    for text, _ in faults:
-        log(f"damaged: {text}")
+    for fault in faults:
+        log(f"damaged: {fault.message}")
     if not faults:
         log(f"{folder}: ok (level {level}: {LEVELS[level]})")
         return
-    damaged = {shard for _, shard in faults if shard}
-    fields: dict[str, Any] = {"path": folder, "shards": len(damaged)}
+
+    damaged = {fault.shard for fault in faults if fault.shard}
     if not repair:
         hint = f"; --repair rebuilds {len(damaged)} shard(s)" if damaged else ""
         raise UserError(
             "data.damaged",
             f"{folder}: {len(faults)} fault(s){hint}",
-            faults=[text for text, _ in faults],
-            **fields,
+            faults=[fault.message for fault in faults],
+            path=folder,
+            shards=len(damaged),
         )
+
+    # Repair, and check what was rebuilt in full, the rest by size.
     repaired = repair_shards(folder, plan, damaged, root or Path(plan.root))
-    left = [text for text, shard in faults if shard and shard not in repaired]
-    left += [text for text, _ in find_faults(folder, plan, "size", workers)]
-    left += [text for shard in sorted(repaired) for text in shard.check(plan, "full")]
-    left = list(dict.fromkeys(left))
-    for text in left:
-        log(f"still damaged: {text}")
+    left = [fault.message for fault in faults if fault.shard and fault.shard not in repaired]
+    left += [fault.message for fault in find_faults(folder, plan, "size", workers)]
+    for shard in sorted(repaired):
+        left += shard.check(plan, "full")
+    left = list(dict.fromkeys(left))  # without repetitions
+    for message in left:
+        log(f"still damaged: {message}")
     if left:
         raise UserError(
             "data.damaged",
             f"{folder}: {len(left)} fault(s) left after the repair",
             faults=left,
-            **fields,
+            path=folder,
+            shards=len(damaged),
         )
     log(f"{folder}: ok, rebuilt {len(repaired)} shard(s)")
 
 
 def find_faults(folder: Path, plan: Plan, level: str, workers: int) -> list[Fault]:
-    """Return a message for each fault of the folder, with its shard, None if it has none."""
+    """Return the faults of the tokenizer, the manifests and all shards of the folder."""
     faults: list[Fault] = []
     try:
         load_tokenizer(folder, plan.tokenizer)
     except UserError as error:
-        faults.append((str(error), None))
-    stored: list[StoredShard] = []
+        faults.append(Fault(str(error)))
+
+    stored_shards: list[StoredShard] = []
     for split in SPLITS:
-        listed, texts = _listed_shards(folder / split, plan)
-        stored += listed
+        split_shards, messages = _listed_shards(folder / split, plan)
+        stored_shards += split_shards
         path = folder / split / shards.MANIFEST
-        faults += [(f"{path}: {text}; {FINISH_HINT}", None) for text in texts]
-    last = {shard.folder.name: shard.numbers[0] for shard in stored}
-    if len(set(last.values())) > 1:
-        text = f"{folder}: the splits end after different input groups: {last}; {FINISH_HINT}"
-        faults.append((text, None))
+        faults += [Fault(f"{path}: {message}; {FINISH_HINT}") for message in messages]
+    last_groups = {shard.folder.name: shard.numbers[0] for shard in stored_shards}
+    if len(set(last_groups.values())) > 1:
+        faults.append(
+            Fault(
+                f"{folder}: the splits end after different input groups: {last_groups}; "
+                f"{FINISH_HINT}"
+            )
+        )
+
     # threads, because hashing releases the GIL
     with Progress() as progress, ThreadPoolExecutor(workers) as pool:
         try:
-            found = pool.map(lambda shard: list(shard.check(plan, level)), stored)
-            for done, (shard, texts) in enumerate(zip(stored, found, strict=True), 1):
-                faults += [(text, shard) for text in texts]
-                progress.update(done / len(stored), f"verify, level {level}: {shard}")
+            results = pool.map(lambda shard: list(shard.check(plan, level)), stored_shards)
+            checked = zip(stored_shards, results, strict=True)
+            for num_checked, (shard, messages) in enumerate(checked, 1):
+                faults += [Fault(message, shard) for message in messages]
+                progress.update(num_checked / len(stored_shards), f"verify, level {level}: {shard}")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
     return faults
@@ -293,44 +366,62 @@ def _listed_shards(folder: Path, plan: Plan) -> tuple[list[StoredShard], list[st
     """Return the shards in the split's manifest, else those on disk, and the manifest's faults."""
     try:
         manifest = shards.read_manifest(folder)
-        stored = [StoredShard(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
-        return stored, list(_manifest_faults(folder, manifest, plan))
+        listed = [StoredShard(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
+        return listed, list(_manifest_faults(folder, manifest, plan))
     except (ShardError, ValueError) as error:
-        names = (path.stem for path in folder.glob("part-*.json") if NAME.fullmatch(path.stem))
-        stored = sorted((StoredShard(folder, name) for name in names), key=lambda s: s.numbers)
-        return stored, [f"cannot be read ({error})"]
+        on_disk = [
+            StoredShard(folder, path.stem)
+            for path in folder.glob("part-*.json")
+            if NAME.fullmatch(path.stem)
+        ]
+        on_disk.sort(key=lambda shard: shard.numbers)
+        return on_disk, [f"cannot be read ({error})"]
 
 
 def _manifest_faults(folder: Path, manifest: Manifest, plan: Plan) -> Iterator[str]:
     """Yield a message for each fault of a manifest whose commit records are undamaged."""
     try:
-        records = [read_commit(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
+        commits = [read_commit(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
     except ShardError:  # a fault of the shard, reported there
         return
+
     # a manifest of other data would be consistent in itself
-    for field_name, value in plan.header().items():
-        if (stored := getattr(manifest, field_name)) != value:
-            yield f"{field_name} is {stored!r}, the plan's is {value!r}"
-    if not manifest.matches(records):
+    for name, planned_value in plan.header().items():
+        value = getattr(manifest, name)
+        if value != planned_value:
+            yield f"{name} is {value!r}, the plan's is {planned_value!r}"
+    if not manifest.matches(commits):
         yield "does not match its commit records"
         return
-    group = shard = 0
-    for named in records:
-        if named.name != (expected := shard_name(group, shard)):
-            yield f"lists {named.name}, expected {expected}"
+
+    # The shards of all input groups in order; with a limit, the stream may end anywhere.
+    group = 0
+    part = 0
+    for commit in commits:
+        expected_name = shard_name(group, part)
+        if commit.name != expected_name:
+            yield f"lists {commit.name}, expected {expected_name}"
             break
-        group, shard = (group + 1, 0) if named.record.last_in_unit else (group, shard + 1)
+        if commit.record.last_in_unit:
+            group += 1
+            part = 0
+        else:
+            part += 1
     else:
-        # with a limit, the stream may end anywhere
-        if not any(manifest.limits.values()) and (group, shard) != (len(plan.units), 0):
-            yield f"ends before {shard_name(group, shard)}, of {len(plan.units)} input groups"
-    for what in ("documents", "tokens"):
-        most, have = manifest.limits[f"max_{what}"], getattr(manifest, f"num_{what}")
-        if folder.name == TRAIN and most is not None and have > most:
-            yield f"num_{what} is {have}, more than the limit {most}"
-    if cut := manifest.cut:
+        is_complete = group == len(plan.units) and part == 0
+        if not is_complete and not any(manifest.limits.values()):
+            yield f"ends before {shard_name(group, part)}, of {len(plan.units)} input groups"
+
+    # The limits, which are those of the training split.
+    for unit in ("documents", "tokens"):
+        limit = manifest.limits[f"max_{unit}"]
+        count = getattr(manifest, f"num_{unit}")
+        if folder.name == TRAIN and limit is not None and count > limit:
+            yield f"num_{unit} is {count}, more than the limit {limit}"
+    cut = manifest.cut
+    if cut:
         try:
-            ends = np.fromfile(folder / f"{records[-1].name}.docs", dtype="<u8")
+            ends = np.fromfile(folder / f"{commits[-1].name}.docs", dtype="<u8")
         except OSError:  # a fault of the shard, reported there
             return
         if len(ends) < cut.documents or ends[cut.documents - 1] != cut.tokens:
@@ -345,14 +436,14 @@ def repair_shards(
     scratch = folder / SCRATCH
     with locked(folder / LOCK, f"the repair of {folder}"):
         for group in sorted({shard.numbers[0] for shard in damaged}):
-            own = sorted(shard for shard in damaged if shard.numbers[0] == group)
-            log(f"repairing input group {group}: {', '.join(map(str, own))}")
+            group_shards = sorted(shard for shard in damaged if shard.numbers[0] == group)
+            log(f"repairing input group {group}: {', '.join(map(str, group_shards))}")
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
             try:
                 with disk_errors(folder):
-                    rebuild(folder, scratch, root, plan, group, own)
-                repaired |= set(own)
+                    rebuild(folder, scratch, root, plan, group, group_shards)
+                repaired.update(group_shards)
             except UserError as error:
                 log(f"input group {group} cannot be repaired: [{error.code}] {error}")
             finally:
@@ -368,19 +459,24 @@ def rebuild(
         raise UserError("data.no_input_group", f"the plan has {len(plan.units)} input groups")
     tokenizer = load_tokenizer(folder, plan.tokenizer)
     (scratch / tokenizer.file_name).write_bytes(tokenizer.model)
-    # the group's last commit record has its inputs' hashes, so that a changed input is an error
-    seen: dict[str, str] = {}
+
+    # Build the group from inputs with the hashes that its commit record has, if it is undamaged:
+    # a changed input is then an error.
+    built_hashes: dict[str, str] = {}
     with suppress(ShardError):
         for entry in shards.read_manifest(folder / TRAIN).parts:
             if entry.name.startswith(f"part-{group:05d}-"):
                 with suppress(ShardError):
-                    found = read_commit(folder / TRAIN, entry.name, entry.mark_sha256)
-                    seen |= found.record.inputs
+                    commit = read_commit(folder / TRAIN, entry.name, entry.mark_sha256)
+                    built_hashes |= commit.record.inputs
     job = InputGroupJob.of(scratch, root, plan, group)
-    inputs = [
-        replace(known, sha256=seen.get(known.path, known.sha256)) for known in job.plan.inputs
-    ]
-    build_input_group(replace(job, plan=replace(job.plan, inputs=tuple(inputs))))
+    inputs = tuple(
+        replace(planned, sha256=built_hashes.get(planned.path, planned.sha256))
+        for planned in job.plan.inputs
+    )
+    build_input_group(replace(job, plan=replace(job.plan, inputs=inputs)))
+
+    # Replace files only if all are reproduced.
     with folders.input_group_lock(folder, group):
         for shard in damaged:
             shard.check_reproduced(scratch / f"{shard}.json")
@@ -396,12 +492,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     levels = "; ".join(f"{level}: {text}" for level, text in LEVELS.items())
     add("--level", choices=LEVELS, default="full", help=f"{levels} (default: %(default)s)")
     add_workers(parser, "threads")
-    repair = "rebuild damaged shards from their inputs, with the same bytes"
-    add("--repair", action="store_true", help=repair)
-    moved = "with --repair: the folder of the plan's inputs, if it has moved"
-    add("--root", type=Path, metavar="FOLDER", help=moved)
+    add(
+        "--repair",
+        action="store_true",
+        help="rebuild damaged shards from their inputs, with the same bytes",
+    )
+    add(
+        "--root",
+        type=Path,
+        metavar="FOLDER",
+        help="with --repair: the folder of the plan's inputs, if it has moved",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    names = ("folder", "level", "workers", "repair", "root")
-    verify(**{name: getattr(arguments, name) for name in names})
+    verify(
+        arguments.folder,
+        arguments.level,
+        workers=arguments.workers,
+        repair=arguments.repair,
+        root=arguments.root,
+    )

@@ -25,8 +25,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "a run (its newest step), or RUN/checkpoint/step-N"
-    parser.add_argument("checkpoint", type=Path, metavar="RUN", help=about)
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="RUN",
+        help="a run (its newest step), or RUN/checkpoint/step-N",
+    )
     _add_out(parser)
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     _add_export_options(parser)
@@ -35,8 +39,12 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_push_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    about = "a run (its newest step), RUN/checkpoint/step-N, or the folder of an export"
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
+    add(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a run (its newest step), RUN/checkpoint/step-N, or the folder of an export",
+    )
     add("repo", metavar="REPO", help="USER/NAME, ORGANIZATION/NAME, or NAME for your own")
     add("--private", action="store_true", help="create it private; refuse one that is public")
     add("--revision", metavar="BRANCH", help="such as step-1000, created if missing (main)")
@@ -55,6 +63,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
+    """Add OUT, and --out as another way to write it."""
     out = parser.add_mutually_exclusive_group(required=True)
     out.add_argument(
         "out", nargs="?", type=Path, metavar="OUT", default=argparse.SUPPRESS, help="a new folder"
@@ -66,11 +75,12 @@ def run_export(arguments: Namespace) -> None:
     """Write a checkpoint as a folder for transformers."""
     out: Path = arguments.out
     record = _export(arguments, out, arguments.dtype, force=arguments.force)
-    weights = [out / name for name in record["files"] if name.endswith(".safetensors")]
-    total = size(sum(path.stat().st_size for path in weights))
+
+    weight_files = [name for name in record["files"] if name.endswith(".safetensors")]
+    num_bytes = sum((out / name).stat().st_size for name in weight_files)
     print(
         f"exported step {record['step']} to {out}: "
-        f"{record['num_parameters']:,} parameters, {arguments.dtype}, {total}"
+        f"{record['num_parameters']:,} parameters, {arguments.dtype}, {size(num_bytes)}"
     )
 
 
@@ -97,19 +107,20 @@ def run_push(arguments: Namespace) -> None:
     from canon_pretrain.hf import push
     from canon_pretrain.hf.export import RECORD
 
-    repo: str = arguments.repo
-    push.check_name(repo)
+    push.check_name(arguments.repo)
     is_export = (arguments.checkpoint / RECORD).is_file()
     export_options = ("dtype", "license_id", "tokenizer", "eos", "no_tokenizer")
     if is_export and any(getattr(arguments, name) for name in export_options):
         raise UserError(
             "option.conflict",
-            f"{arguments.checkpoint} is an export, pushed as it is: give such options to `export`",
+            f"{arguments.checkpoint} is an export, pushed as it is: pass such options to `export`",
             path=arguments.checkpoint,
         )
+
+    # Log in before the export, which may take minutes; --dry-run needs no login.
+    repo: str = arguments.repo
     if not arguments.dry_run:
         repo = push.full_name(repo)
-
     with tempfile.TemporaryDirectory(prefix="canon-push-") as scratch:
         folder = arguments.checkpoint
         if not is_export:
@@ -118,13 +129,14 @@ def run_push(arguments: Namespace) -> None:
         upload = push.Upload.of(folder, repo, arguments.revision)
         total = f"{size(sum(upload.sizes.values()))} in {len(upload.files)} files"
         if arguments.dry_run:
-            _print_upload(upload, f"would push {total} to {_place(arguments)}")
+            _print_upload(upload, f"would push {total} to {_destination(arguments)}")
         else:
             address = push.push(upload, private=arguments.private, revision=arguments.revision)
             print(f"pushed {total} to {repo}: {address}")
 
 
-def _place(arguments: Namespace) -> str:
+def _destination(arguments: Namespace) -> str:
+    """Describe where --dry-run would push to, without the network."""
     owner = "" if "/" in arguments.repo else "YOUR_NAME/"
     branch = arguments.revision or "main"
     visibility = "private" if arguments.private else "public if new"
@@ -154,8 +166,11 @@ def run_import(arguments: Namespace) -> None:
         ignore=arguments.ignore,
     )
     print(f"imported to {imported.checkpoint}; the [model] section is {out / MODEL_TOML}")
-    model_only = "initial_load_model_only"
-    switch = f"no_{model_only}" if arguments.state_from else model_only
+
+    # without optimizer state there is only the model to load
+    switch = "initial_load_model_only"
+    if arguments.state_from:
+        switch = f"no_{switch}"
     print(
         "to train from it in a new run folder: "
         f"--checkpoint.initial_load_path {imported.checkpoint} --checkpoint.{switch}"

@@ -8,7 +8,7 @@
        /canon_pretrain.json     the origin of the weights, and the names of these files
        /README.md               how to load it, or the card that `card` makes of the run
 
-It is written beside OUT and renamed. If OUT is replaced, its files are replaced one by one while
+It is written next to OUT and renamed. If OUT is replaced, its files are replaced one by one while
 config.json is absent: either the export is complete, or it does not load.
 """
 
@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,8 @@ Card = Callable[..., Mapping[str, bytes]]
 
 @dataclass(frozen=True)
 class _Files:
+    """What is read of a RECORD: the names of the export's files."""
+
     files: list[str]
 
 
@@ -83,7 +85,7 @@ def export(
     `card` writes README.md, with `license_id` if known; without, it says how to load the folder.
     Raises UserError without changing `out` if a check fails.
     """
-    old = None
+    old_files = None
     if os.path.lexists(out):
         if not force:
             raise UserError(
@@ -91,54 +93,80 @@ def export(
                 f"{out} exists; choose another folder, or replace it with --force",
                 path=out,
             )
-        old = files_of_export(out)
-    if old is not None:
+        old_files = files_of_export(out)
         out = out.resolve()  # the temporary folder must be on the same disk
+
+    # Check everything that can be wrong with the run before the weights are written.
     run, checkpoint = find_checkpoint(checkpoint)
     weights.check_checkpoint(checkpoint)
     args = model_args_of(run)
     like = meta_weights(args)
     manifest = weights.check_weights(checkpoint, like)
-    found, ids = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
-    facts = read_run(run)
-    names = ("sha256", "bos_id", "eos_id", "vocab_size")
+    training_tokenizer, ids = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
+    run_record = read_run(run)
     record: dict[str, Any] = {
         "canon_pretrain": own_version(),
         "checkpoint": str(checkpoint.resolve()),
-        "run_id": facts.run_id if facts else None,
-        **{name: getattr(manifest, name) for name in ("step", "saved", "world_size", "torch")},
+        "run_id": run_record.run_id if run_record else None,
+        "step": manifest.step,
+        "saved": manifest.saved,
+        "world_size": manifest.world_size,
+        "torch": manifest.torch,
         "dtype": dtype,
         "num_parameters": num_parameters(args),
-        "tokenizer": found and {name: getattr(found, name) for name in names},
+        "tokenizer": None,
         "position": weights.read_plain_values(checkpoint, POSITION),
         "identity": run.read_config()["identity"],
     }
+    if training_tokenizer is not None:
+        record["tokenizer"] = {
+            "sha256": training_tokenizer.sha256,
+            "bos_id": training_tokenizer.bos_id,
+            "eos_id": training_tokenizer.eos_id,
+            "vocab_size": training_tokenizer.vocab_size,
+        }
+
     with writing.folder_beside(out, "exporting") as temporary:
-        kind = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
-        shapes = {to_hf(name, kind): tensor.shape for name, tensor in like.items()}
+        # The weights, under the names of the class that computes this model.
+        model_type = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
+        shapes = {to_hf(name, model_type): tensor.shape for name, tensor in like.items()}
         plans = writing.plan_files(shapes, DTYPES[dtype], max_file_bytes)
-        tensors = _tensors(checkpoint, args, like, DTYPES[dtype], kind)
+        tensors = _tensors(checkpoint, args, like, DTYPES[dtype], model_type)
         writing.write_files(temporary, plans, tensors, DTYPES[dtype])
-        texts = _small_files(args, found, ids, dtype)
-        about = _about(args, dtype, manifest.step, found)
-        page = {"README.md": "# {title}\n\n{lead}\n\n{loading}".format_map(about).encode()}
-        if card is not None:
-            page = dict(card(run.path, manifest.step, license_id=license_id, **about))
-        contents = page | {name: text.encode() for name, text in texts.items()}
-        if found is not None and (model := sentencepiece_file(found)) is not None:
-            contents[SENTENCEPIECE_FILE] = model
+
+        # README.md and its pictures, configs, code and tokenizer.
+        texts = _small_files(args, training_tokenizer, ids, dtype)
+        readme = _readme(args, dtype, manifest.step, training_tokenizer)
+        if card is None:
+            texts["README.md"] = f"# {readme.title}\n\n{readme.lead}\n\n{readme.loading}"
+            contents = {}
+        else:
+            contents = dict(
+                card(run.path, manifest.step, license_id=license_id, **readme._asdict())
+            )
+        contents |= {name: text.encode() for name, text in texts.items()}
+        if training_tokenizer is not None:
+            sentencepiece_model = sentencepiece_file(training_tokenizer)
+            if sentencepiece_model is not None:
+                contents[SENTENCEPIECE_FILE] = sentencepiece_model
         for name, content in contents.items():
             (temporary / name).write_bytes(content)
+
         record["files"] = sorted({*(path.name for path in temporary.iterdir()), RECORD})
         disk.write_json(temporary / RECORD, record)
-        _publish(temporary, out, old, record)
+        _publish(temporary, out, old_files, record)
     return record
 
 
 def _tensors(
-    checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype, kind: str
+    checkpoint: Path, args: ModelArgs, like: dict[str, Tensor], dtype: torch.dtype, model_type: str
 ) -> Iterator[tuple[str, Tensor]]:
-    orders = interleave_orders(args) if kind != MODEL_TYPE and args.rope_dim else {}
+    """Yield the weights by their names in the class of `model_type`, in its rotary layout."""
+    # standard classes rotate dims i and i+R/2, so that the rows of Q and K need another order
+    orders: Mapping[str, Tensor] = {}
+    if model_type != MODEL_TYPE and args.rope_dim:
+        orders = interleave_orders(args)
+
     for name, tensor in weights.stream_weights(checkpoint, like, dtype):
         if not tensor.isfinite().all():
             raise UserError(
@@ -146,7 +174,9 @@ def _tensors(
                 f"{name} is not finite in {dtype}: choose another --dtype or an earlier step",
                 name=name,
             )
-        yield to_hf(name, kind), tensor[orders[name].argsort()] if name in orders else tensor
+        if name in orders:
+            tensor = tensor[orders[name].argsort()]
+        yield to_hf(name, model_type), tensor
 
 
 def files_of_export(out: Path) -> list[str]:
@@ -163,32 +193,41 @@ def files_of_export(out: Path) -> list[str]:
     return files
 
 
-def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str, Any]) -> None:
+def _publish(
+    temporary: Path, out: Path, old_files: list[str] | None, record: dict[str, Any]
+) -> None:
+    """Make `temporary` the folder `out`, whose `old_files` are replaced (None: `out` is new)."""
     for path in temporary.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     disk.fsync_folder(temporary)
-    if old is None:
+    if old_files is None:
         disk.publish(temporary, out)
         return
-    new = record["files"]
-    for name in {*old, *new}:
+
+    # Refuse to overwrite files that are not of the earlier export.
+    new_files = record["files"]
+    all_files = {*old_files, *new_files}
+    for name in all_files:
         path = out / name
-        if os.path.lexists(path) and (name not in old or path.is_dir()):
+        if os.path.lexists(path) and (name not in old_files or path.is_dir()):
             raise UserError(
                 "hf.not_an_export",
                 f"{path} is not a file of the earlier export: move it",
                 path=path,
             )
-    # until the end the record lists the files of both exports, for --force after a kill
-    disk.write_json(out / RECORD, record | {"files": sorted({*old, *new})})
+
+    # Without CONFIG the folder does not load. Until the end the record lists the files of both
+    # exports, for --force after a kill.
+    disk.write_json(out / RECORD, record | {"files": sorted(all_files)})
     (out / CONFIG).unlink(missing_ok=True)
     disk.fsync_folder(out)
-    for name in set(new) - {CONFIG, RECORD}:
+    for name in set(new_files) - {CONFIG, RECORD}:
         disk.rename(temporary / name, out / name)
-    for name in set(old) - set(new):
+    for name in set(old_files) - set(new_files):
         (out / name).unlink(missing_ok=True)
     disk.fsync_folder(out)
+
     for name in (CONFIG, RECORD):
         disk.rename(temporary / name, out / name)
     disk.fsync_folder(out)
@@ -196,70 +235,79 @@ def _publish(temporary: Path, out: Path, old: list[str] | None, record: dict[str
 
 @dataclass(frozen=True)
 class _Ids:
-    """What is known of the model's ids: EOS, and how many are in texts; others are padding."""
+    """The id of EOS, if known, and how many ids texts have; the model's other ids are padding."""
 
     eos_id: int | None
     vocab_size: int
 
 
 def _find_tokenizer(
-    run: RunFolder, args: ModelArgs, asked: Path | None, eos: str | None, *, wanted: bool
+    run: RunFolder, args: ModelArgs, path: Path | None, eos: str | None, *, wanted: bool
 ) -> tuple[Tokenizer | None, _Ids]:
     """Return the training tokenizer (None unless `wanted`) and its ids."""
     if not wanted:
-        if (task := task_of_run(run.read_config()["identity"])) is not None:
+        task = task_of_run(run.read_config()["identity"])
+        if task is not None:
             return None, _Ids(None, task.vocab_size)
         _, shards = run_data(run)
-        known = (shards.eos_id, shards.vocab_size) if shards else (None, args.vocab_size)
-        return None, _Ids(*known)
-    found = find_tokenizer(run.path, run, asked, eos, hint=_TOKENIZER_HINT)
-    if found.vocab_size > args.vocab_size:
-        sizes = f"{found.vocab_size} tokens, the model {args.vocab_size}"
+        if shards:
+            return None, _Ids(shards.eos_id, shards.vocab_size)
+        return None, _Ids(None, args.vocab_size)
+
+    tokenizer = find_tokenizer(run.path, run, path, eos, hint=_TOKENIZER_HINT)
+    if tokenizer.vocab_size > args.vocab_size:
         raise UserError(
             "hf.vocab_size",
-            f"the tokenizer has {sizes}. {_TOKENIZER_HINT}",
-            given=found.vocab_size,
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {args.vocab_size}. "
+            f"{_TOKENIZER_HINT}",
+            given=tokenizer.vocab_size,
             expected=args.vocab_size,
         )
-    return found, _Ids(found.eos_id, found.vocab_size)
+    return tokenizer, _Ids(tokenizer.eos_id, tokenizer.vocab_size)
 
 
 def _small_files(
     args: ModelArgs, tokenizer: Tokenizer | None, ids: _Ids, dtype: str
 ) -> dict[str, str]:
-    plain = plain_fields(args)
-    files = {} if plain else dict(writing.bundled_code(own_version()))
-    fields = plain or {
-        "architectures": [ARCHITECTURE],
-        "auto_map": {
-            "AutoConfig": "modeling_canon.LlamaCanonConfig",
-            "AutoModelForCausalLM": f"modeling_canon.{ARCHITECTURE}",
-        },
-        "model_type": MODEL_TYPE,
-        **to_fields(args),
-    }
+    """Return the texts of the configs, the tokenizer and the model's code, by file name."""
+    # A standard class needs no code.
+    config = plain_fields(args)
+    files: dict[str, str] = {}
+    if config is None:
+        files.update(writing.bundled_code(own_version()))
+        config = {
+            "architectures": [ARCHITECTURE],
+            "auto_map": {
+                "AutoConfig": "modeling_canon.LlamaCanonConfig",
+                "AutoModelForCausalLM": f"modeling_canon.{ARCHITECTURE}",
+            },
+            "model_type": MODEL_TYPE,
+            **to_fields(args),
+        }
+
     # EOS also starts a text, see tokenizer_files.py
-    names = () if ids.eos_id is None else ("bos_token_id", "eos_token_id", "pad_token_id")
-    ends = dict.fromkeys(names[:2], ids.eos_id)
-    records = {CONFIG: {**fields, **ends, "torch_dtype": dtype}}
-    records["generation_config.json"] = dict.fromkeys(names, ids.eos_id)
+    generation: dict[str, Any] = {}
+    if ids.eos_id is not None:
+        config |= {"bos_token_id": ids.eos_id, "eos_token_id": ids.eos_id}
+        generation = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), ids.eos_id)
     if ids.vocab_size < args.vocab_size:
-        unused = list(range(ids.vocab_size, args.vocab_size))
-        records["generation_config.json"]["suppress_tokens"] = unused
+        generation["suppress_tokens"] = list(range(ids.vocab_size, args.vocab_size))
+    contents = {CONFIG: config | {"torch_dtype": dtype}, "generation_config.json": generation}
+
     if tokenizer is not None:
         try:
-            records |= tokenizer_files(tokenizer, args.max_seq_len)
+            contents |= tokenizer_files(tokenizer, args.max_seq_len)
         except UserError as error:
             raise UserError(
                 "hf.inexact_tokenizer", f"{error}. Leave it out with --no-tokenizer"
             ) from None
-    for name, record in records.items():
-        files[name] = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    for name, content in contents.items():
+        files[name] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     return files
 
 
 PLACE = "THIS_FOLDER"
-"""The folder in README.md, whose path is not known; a push puts the repository's name there."""
+"""Placeholder of the folder in README.md, until a push writes the name of the repository."""
 _LOADING = f"""\
 ```python
 {{code}}
@@ -301,49 +349,71 @@ _SERVERS = {"smollm3": "vLLM and SGLang serve", "mamba2": "vLLM serves"}
 
 def _state_text(args: ModelArgs) -> str:
     """Return what decoding holds, if that is more than keys and values."""
-    per_token, per_row = state_bytes(args, 2)
     sums = f"{args.canon_kernel - 1} sums per channel"
-    own = sums
-    if args.canon_filter == "dynamic":
-        own = f"{args.canon_kernel - 1} inputs per channel, in bfloat16"
-    sizes = [f"- Canon-{args.canon_set}: {own}"] if args.canon_set else []
-    sizes += [f"- conv1d: {sums}"] if args.mixer_conv else []
+    sizes = []
+    if args.canon_set:
+        is_dynamic = args.canon_filter == "dynamic"
+        inputs = f"{args.canon_kernel - 1} inputs per channel, in bfloat16"
+        sizes.append(f"- Canon-{args.canon_set}: {inputs if is_dynamic else sums}")
+    if args.mixer_conv:
+        sizes.append(f"- conv1d: {sums}")
     if state_size(args):
         sizes.append(f"- recurrence: {args.num_heads} states of {args.key_dim} x {args.value_dim}")
+    if not sizes:
+        return ""
+
+    per_token, per_row = state_bytes(args, 2)  # keys and values in bfloat16: 2 bytes
     tokens = _TOKENS.format(per_token) if per_token else ""
-    text = _STATE.format(row=per_row, sizes="\n".join(sizes), tokens=tokens)
-    return text if sizes else ""
+    return _STATE.format(row=per_row, sizes="\n".join(sizes), tokens=tokens)
 
 
-def _about(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None) -> dict[str, str]:
-    """Return the parts of a README: title, lead (what the weights are) and loading."""
-    plain, serving = plain_fields(args), _CUSTOM
-    if plain is not None:
-        servers = _SERVERS.get(plain["model_type"], "vLLM, SGLang and llama.cpp serve")
-        serving = (
-            f"A standard {plain['architectures'][0]}, without custom code.\n"
-            f"{servers} it like any model of that class.\n"
-        )
-        if "llama.cpp" in servers and tokenizer is not None and not llama_cpp_reads(tokenizer):
-            serving += _NO_GGUF
-        if plain["model_type"] == MAMBA2:
-            serving += _OLD_MAMBA2
-    else:
-        serving += _state_text(args)
+class _Readme(NamedTuple):
+    """The parts of a README: `lead` is what the weights are, `loading` Markdown."""
+
+    title: str
+    lead: str
+    loading: str
+
+
+def _readme(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None) -> _Readme:
+    loaders = {"model": "AutoModelForCausalLM"}
     if tokenizer is not None:
-        serving += _NO_BOS
-    loads = [("model", "AutoModelForCausalLM")]
-    loads += [("tokenizer", "AutoTokenizer")] if tokenizer is not None else []
-    trust = "" if plain else "trust_remote_code=True"
-    call = f'from_pretrained("{PLACE}"{trust and f", {trust}"})'
-    lines = [f"from transformers import {', '.join(loader for _, loader in loads)}"]
-    lines += [f"{name} = {loader}.{call}" for name, loader in loads]
+        loaders["tokenizer"] = "AutoTokenizer"
+    is_standard = plain_fields(args) is not None
+    call = f'from_pretrained("{PLACE}"{"" if is_standard else ", trust_remote_code=True"})'
+    code = [f"from transformers import {', '.join(loaders.values())}"]
+    code += [f"{name} = {loader}.{call}" for name, loader in loaders.items()]
+
     origin = f"step {step:,} of training" if step else "a checkpoint without a step of training"
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
     mixer = f"position {args.position}" if args.mixer == "attention" else f"mixer {args.mixer}"
-    options = f"pretrained={PLACE}{trust and f',{trust}'}"
-    return {
-        "title": f"{args.num_layers} layers of width {args.dim}, {mixer}, {canon}",
-        "lead": f"{num_parameters(args):,} parameters in {dtype}, from {origin}.",
-        "loading": _LOADING.format(code="\n".join(lines), options=options, serving=serving),
-    }
+    return _Readme(
+        title=f"{args.num_layers} layers of width {args.dim}, {mixer}, {canon}",
+        lead=f"{num_parameters(args):,} parameters in {dtype}, from {origin}.",
+        loading=_LOADING.format(
+            code="\n".join(code),
+            options=f"pretrained={PLACE}{'' if is_standard else ',trust_remote_code=True'}",
+            serving=_serving_text(args, tokenizer),
+        ),
+    )
+
+
+def _serving_text(args: ModelArgs, tokenizer: Tokenizer | None) -> str:
+    """Return which servers run the model, and what to know about it there."""
+    config = plain_fields(args)
+    if config is None:
+        texts = [_CUSTOM, _state_text(args)]
+    else:
+        model_type = config["model_type"]
+        servers = _SERVERS.get(model_type, "vLLM, SGLang and llama.cpp serve")
+        texts = [
+            f"A standard {config['architectures'][0]}, without custom code.\n"
+            f"{servers} it like any model of that class.\n"
+        ]
+        if "llama.cpp" in servers and tokenizer is not None and not llama_cpp_reads(tokenizer):
+            texts.append(_NO_GGUF)
+        if model_type == MAMBA2:
+            texts.append(_OLD_MAMBA2)
+    if tokenizer is not None:
+        texts.append(_NO_BOS)
+    return "".join(texts)

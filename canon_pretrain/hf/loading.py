@@ -26,70 +26,89 @@ from canon_pretrain.synthetic.evaluation import task_of_run
 USE_TOKENIZER = "Use --tokenizer PATH"
 
 
-def locate(given: Path) -> tuple[Path, RunFolder | None]:
-    """Return the checkpoint of `given` and its run, or an exported folder and None."""
-    if is_folder(given):
-        return given, None
-    run, checkpoint = architecture.find_checkpoint(given)
+def locate(path: Path) -> tuple[Path, RunFolder | None]:
+    """Return the checkpoint that `path` names and its run, or an exported folder and None."""
+    if is_folder(path):
+        return path, None
+    run, checkpoint = architecture.find_checkpoint(path)
     return checkpoint, run
 
 
 def run_data(run: RunFolder) -> tuple[Path, TokenShards | None]:
     """Return the first folder of a run's data, or an import, and its shards if they are there."""
     data = run.read_config().get("config", {}).get("data", {})
-    paths = data.get("paths") or ([data["path"]] if data.get("path") else [])
-    folder = Path(paths[0]) if paths else run.path  # an import contains its tokenizer
-    with contextlib.suppress(UserError):
-        return folder, TokenShards.open(folder / "train") if paths else None
-    return folder, None
+    paths = data.get("paths") or [data.get("path")]
+    if not paths[0]:
+        return run.path, None  # an import contains its tokenizer
+
+    folder = Path(paths[0])
+    try:
+        return folder, TokenShards.open(folder / "train")
+    except UserError:
+        return folder, None
 
 
 def find_tokenizer(
     checkpoint: Path,
     run: RunFolder | None,
-    given: Path | None = None,
+    path: Path | None = None,
     eos: str | None = None,
     hint: str = USE_TOKENIZER,
 ) -> Tokenizer:
     """Return the tokenizer of a checkpoint of `run`, or of an export (`run` is None).
 
-    `given`, a file or folder, replaces that of the data; `eos` names EOS if nothing else does. A
+    `path`, a file or folder, replaces that of the data; `eos` names EOS if nothing else does. A
     run on a task has the tokenizer of ids. Raises UserError, ending with `hint`, if it is missing
     or not that of the run's shards.
     """
+    # Where the tokenizer is, and the id of EOS if the export or the run records it.
     shards: TokenShards | None = None
-    known: Any = None
+    eos_id: Any = None
     if run is None:
-        folder, first = checkpoint, read_json(checkpoint / CONFIG, finite=False).get("eos_token_id")
-        known = first[0] if isinstance(first, list) and first else first
+        folder = checkpoint
+        eos_id = read_json(checkpoint / CONFIG, finite=False).get("eos_token_id")
+        if isinstance(eos_id, list) and eos_id:
+            eos_id = eos_id[0]
     else:
         identity = run.read_config()["identity"]
         args = architecture.model_args(identity, run.config_file)
-        if given is None and (task := task_of_run(identity)):
+        if path is None and (task := task_of_run(identity)):
             return Tokenizer(id_tokenizer(task.vocab_size), "of the task")
         folder, shards = run_data(run)
-        if shards is None and given is not None:  # the data may have moved there
+        if shards is None and path is not None:  # the data may have moved there
             with contextlib.suppress(UserError):
-                shards = TokenShards.open(given / "train")
-        known = shards.eos_id if shards else args.eos_id if args.document_mask else None
+                shards = TokenShards.open(path / "train")
+        if shards:
+            eos_id = shards.eos_id
+        elif args.document_mask:
+            eos_id = args.eos_id
+
+    source = path or folder
     try:
-        found = load_tokenizer(given or folder, eos=eos if known is None else known)
+        tokenizer = load_tokenizer(source, eos=eos if eos_id is None else eos_id)
     except UserError as error:
         raise UserError("hf.no_tokenizer", f"no tokenizer: {error}. {hint}") from None
-    if shards and shards.tokenizer_sha256 not in (None, found.sha256):
-        other, expected = found.sha256, shards.tokenizer_sha256
-        hashes = f"SHA-256 {other[:16]}, not {expected[:16]}"
-        text = f"the tokenizer of {given or folder} is not that of the run's data ({hashes}). "
-        is_default = given is None or hint != USE_TOKENIZER
-        text += hint if is_default else f"Without --tokenizer, that of {folder} is used"
-        raise UserError("hf.other_tokenizer", text, given=other, expected=expected)
-    return found
+
+    # Another tokenizer than that of the shards would read other ids.
+    if shards and shards.tokenizer_sha256 not in (None, tokenizer.sha256):
+        expected = shards.tokenizer_sha256
+        if path is not None and hint == USE_TOKENIZER:
+            hint = f"Without --tokenizer, that of {folder} is used"
+        raise UserError(
+            "hf.other_tokenizer",
+            f"the tokenizer of {source} is not that of the run's data "
+            f"(SHA-256 {tokenizer.sha256[:16]}, not {expected[:16]}). {hint}",
+            given=tokenizer.sha256,
+            expected=expected,
+        )
+    return tokenizer
 
 
 def dtype_for(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype `name`; "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    auto = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, auto if name == "auto" else name)
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return getattr(torch, name)
 
 
 def load_model(
@@ -99,22 +118,30 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     run: RunFolder | None = None,
 ) -> Transformer:
-    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode."""
+    """Return the model of RUN/checkpoint/step-N or of an exported folder, in eval mode.
+
+    It reads up to `max_length` tokens, or its max_seq_len if that is more.
+    """
     is_exported = is_folder(path)
     if is_exported:
         args = folder_args(path)
     else:
         check_checkpoint(path)
         args = architecture.model_args_of(run or architecture.run_of_checkpoint(path))
+
+    # Without memory at first, so that only one copy of the weights is on `device`.
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=max(args.max_seq_len, max_length)))
-    own = dict(model.state_dict())
-    weights = folder_weights(path, args) if is_exported else read_weights(path, own)
+    if is_exported:
+        weights = folder_weights(path, args)
+    else:
+        weights = read_weights(path, dict(model.state_dict()))
     model.to(dtype)
     model.to_empty(device=device)
     if model.rope is not None:
         model.rope.reset(device)
     model.load_state_dict(weights)
+
     if is_faster(model):
         use_fast_linear(model)
     return model.eval()
@@ -182,5 +209,6 @@ def use_fast_linear(model: Transformer) -> None:
 def is_faster(model: Transformer) -> bool:
     """Return whether FastLinear suits this model and machine; the same on all ranks of a job."""
     weight = model.tok_embeddings.weight
-    fits = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return fits and torch.backends.mkldnn.is_available() and cpu_info("vendor_id") == "AuthenticAMD"
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return False
+    return torch.backends.mkldnn.is_available() and cpu_info("vendor_id") == "AuthenticAMD"

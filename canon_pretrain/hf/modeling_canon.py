@@ -6,7 +6,7 @@ forward pass. B rows, T tokens, S tokens including the cached ones, V vocabulary
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,24 +41,31 @@ class LlamaCanonConfig(PretrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]
     # class attributes, so that no null is written, which the released class can't read; and
     # transformers 5 has a property rope_scaling, which renames the field and adds to it
-    rope_scaling = rope_dim = partial_rotary_factor = num_key_value_heads = head_dim = None
+    rope_scaling = None
+    rope_dim = None
+    partial_rotary_factor = None
+    num_key_value_heads = None
+    head_dim = None
     # transformers 5 has no such attributes unless a class defines them
-    bos_token_id = eos_token_id = pad_token_id = None
+    bos_token_id = None
+    eos_token_id = None
+    pad_token_id = None
 
     def __init__(self, **kwargs: Any) -> None:
-        rope = kwargs.pop("rope_parameters", None) or {}  # as transformers 5 writes a config
+        # transformers 5 writes a config with all rotary options in rope_parameters
+        rope = kwargs.pop("rope_parameters", None) or {}
         if rope:
             kwargs.setdefault("rope_theta", rope.get("rope_theta", DEFAULTS["rope_theta"]))
         if rope.get("rope_type", "default") != "default":
             kwargs.setdefault("rope_scaling", rope)
-        found = DEFAULTS | {name: kwargs.pop(name) for name in DEFAULTS if name in kwargs}
-        for name, value in found.items():
+
+        values = DEFAULTS | {name: kwargs.pop(name) for name in DEFAULTS if name in kwargs}
+        for name, value in values.items():
             if value is not None:
                 setattr(self, name, value)
-        ties: Any = {
-            "tie_word_embeddings": found["tie_word_embeddings"]
-        }  # otherwise its own default
-        super().__init__(**ties, **kwargs)
+        # PretrainedConfig sets its own default unless it receives this field
+        kwargs["tie_word_embeddings"] = values["tie_word_embeddings"]
+        super().__init__(**kwargs)
 
 
 class DecodingCache(HFCache):
@@ -110,13 +117,11 @@ class DecodingCache(HFCache):
 
 
 class _Namespace(nn.Module):
-    """A place for names; its forward never runs."""
+    """Holds modules under their names; its forward never runs."""
 
 
-Parts = list[tuple[nn.Module, str, nn.Module, str]]
-"""What is registered: its owner and name in `Transformer`, and its place and name here."""
 READ = ("self_attn.o_norm", "mlp.gate")
-"""Modules of a layer whose weight is read without a call."""
+"""Modules of a layer that the block reads the weight of, without calling them."""
 
 
 class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
@@ -127,12 +132,16 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, block: TransformerBlock) -> None:
         super().__init__()
         object.__setattr__(self, "block", block)  # unregistered: its modules have other names here
-        self.self_attn, self.mlp = _Namespace(), _Namespace()
-        self._parts = _register(block, self, BLOCK)
-        bare_parts = _register(block, self, BARE)
-        self._parts += bare_parts
-        self._uncalled = list(dict.fromkeys(place for *_, place, _ in bare_parts))
-        self._uncalled += [module for name, module in self.named_modules() if name in READ]
+        self.self_attn = _Namespace()
+        self.mlp = _Namespace()
+        modules = _register(block, self, BLOCK.items())
+        bare_tensors = _register(block, self, BARE.items())
+        self._registrations = modules + bare_tensors
+
+        # hooks of modules do not run for these, because the block does not call them
+        namespaces = dict.fromkeys(registration.hf_owner for registration in bare_tensors)
+        read_modules = [module for name, module in self.named_modules() if name in READ]
+        self._uncalled = [*namespaces, *read_modules]
 
     def train(self, mode: bool = True) -> "LlamaCanonDecoderLayer":
         """Set the mode of the block too: its experts drop tokens in training."""
@@ -146,47 +155,65 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
         hooked: list[Any] = [module for module in self._uncalled if hasattr(module, "_hf_hook")]
         for module in hooked:
             module._hf_hook.pre_forward(module)
-        _update(self._parts)
+        _update(self._registrations)
         try:
             return self.block(*args)
         finally:
             for module in hooked:
                 module._hf_hook.post_forward(module, None)
             if hooked:
-                _update(self._parts)  # frees the loaded weights
+                _update(self._registrations)  # frees the loaded weights
 
 
-def _register(owner: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]) -> Parts:
-    """Register what `owner` has of `names`, pairs of both names, under `root`."""
-    parts: Parts = []
-    for ours, theirs in names:
-        (*path, name), (*their_path, their_name) = ours.split("."), theirs.split(".")
-        inner: Any = owner
-        for each in path:
-            inner = getattr(inner, each, None)
-        part = getattr(inner, name, None)
-        is_group = isinstance(part, nn.Module) and any(True for _ in part.children())
-        if not isinstance(part, nn.Module | Tensor) or is_group:
+class _Registration(NamedTuple):
+    """A module or tensor that is `owner.name` in `Transformer`, and `hf_owner.hf_name` here."""
+
+    owner: Any
+    name: str
+    hf_owner: Any
+    hf_name: str
+
+
+def _register(
+    core: nn.Module, root: nn.Module, names: Iterable[tuple[str, str]]
+) -> list[_Registration]:
+    """Register under `root`, by their names here, the modules and tensors that `core` has.
+
+    `names` are pairs of a name in `core` and one under `root`.
+    """
+    registrations: list[_Registration] = []
+    for our_name, hf_name in names:
+        # Find it in `core`; a group, such as a projection of two layers, is registered by its
+        # children, which have names too.
+        *path, name = our_name.split(".")
+        owner: Any = core
+        for attribute in path:
+            owner = getattr(owner, attribute, None)
+        value = getattr(owner, name, None)
+        is_group = isinstance(value, nn.Module) and any(True for _ in value.children())
+        if not isinstance(value, nn.Module | Tensor) or is_group:
             continue
-        place: Any = root
-        for each in their_path:
-            if not hasattr(place, each):
-                setattr(place, each, _Namespace())
-            place = getattr(place, each)
-        if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-            place.register_buffer(their_name, part)
+
+        *hf_path, hf_leaf = hf_name.split(".")
+        hf_owner: Any = root
+        for attribute in hf_path:
+            if not hasattr(hf_owner, attribute):
+                setattr(hf_owner, attribute, _Namespace())
+            hf_owner = getattr(hf_owner, attribute)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            hf_owner.register_buffer(hf_leaf, value)
         else:
-            setattr(place, their_name, part)
-        parts.append((inner, name, place, their_name))
-    return parts
+            setattr(hf_owner, hf_leaf, value)
+        registrations.append(_Registration(owner, name, hf_owner, hf_leaf))
+    return registrations
 
 
-def _update(parts: Parts) -> None:
-    """Give the owners what is registered now: modules and weights may have been replaced."""
-    for owner, name, place, their_name in parts:
-        part = getattr(place, their_name)
-        if getattr(owner, name) is not part:
-            setattr(owner, name, part)
+def _update(registrations: Iterable[_Registration]) -> None:
+    """Set in `Transformer` what is registered now: modules and weights may have been replaced."""
+    for owner, name, hf_owner, hf_name in registrations:
+        value = getattr(hf_owner, hf_name)
+        if getattr(owner, name) is not value:
+            setattr(owner, name, value)
 
 
 class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
@@ -208,26 +235,28 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LlamaCanonConfig) -> None:
         super().__init__(config)
-        given = config.to_dict()
-        if layout(given) != LINGUA:
+        fields = config.to_dict()
+        if layout(fields) != LINGUA:
             raise ValueError(
                 'rope_version = "huggingface" is unsupported here: '
                 "import these weights with `canon hf import`"
             )
         backend = "flex" if config._attn_implementation == "flex_attention" else "sdpa"
-        core = Transformer(to_args(given), attention_backend=backend)
-        object.__setattr__(self, "core", core)
+        core = Transformer(to_args(fields), attention_backend=backend)
+        object.__setattr__(self, "core", core)  # unregistered: its modules have other names here
+
+        # Register the modules in the order of the released class: embedding, layers, output.
         self.model = _Namespace()
-        first, *last = ENDS
-        self._parts = _register(core, self, [first])
+        embedding, *norm_and_output = ENDS.items()
+        self._registrations = _register(core, self, [embedding])
         blocks: Any = core.layers.values()
         self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
         for number, layer in enumerate(self.model.layers):
             core.layers[str(number)] = layer
-        self._parts += _register(core, self, last)
-        if config.tie_word_embeddings:
+        self._registrations += _register(core, self, norm_and_output)
+        if config.tie_word_embeddings:  # `Transformer` then has no output layer
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self._parts.append((core, "output", self, "lm_head"))
+            self._registrations.append(_Registration(core, "output", self, "lm_head"))
         self.post_init()
 
     @classmethod
@@ -243,24 +272,28 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Write the weights that training starts from; see model/init.py."""
-        places = {each: name for name, each in self.named_modules()}
-        if module not in places:  # such as an enlarged embedding, before it replaces the old one
+        names = {registered: name for name, registered in self.named_modules()}
+        if module not in names:  # such as an enlarged embedding, before it replaces the old one
             super()._init_weights(module)
             return
+
         for name, parameter in module.named_parameters(recurse=False):
-            if not (parameter.is_meta or getattr(parameter, "_is_hf_initialized", False)):
-                ours = to_ours(f"{places[module]}.{name}")
-                value = initial_value(self.core.args, ours, parameter.shape)
-                parameter.copy_(value.rows(0, len(parameter)))
+            if parameter.is_meta or getattr(parameter, "_is_hf_initialized", False):
+                continue
+            our_name = to_ours(f"{names[module]}.{name}")
+            value = initial_value(self.core.args, our_name, parameter.shape)
+            parameter.copy_(value.rows(0, len(parameter)))
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
     ) -> None:
-        *_, max_cache_length = others  # after the generation mode and the number of rows
+        max_cache_length = others[-1]  # after the generation mode and the number of rows
         self._check_length(max_cache_length)
-        asked = generation_config.cache_implementation
-        if asked not in (None, "dynamic"):
-            raise ValueError(f'cache_implementation = "{asked}" is unsupported: leave it out')
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
+            raise ValueError(
+                f'cache_implementation = "{implementation}" is unsupported: leave it out'
+            )
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = DecodingCache(self.core.args.num_layers)
 
@@ -290,8 +323,9 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
         `attention_mask`: 1 for tokens, 0 for padding on either side, [B, S] or [B, T]. `labels`
         [B, T]: the input ids, -100 for positions without loss; the loss is that of the next token.
-        `position_ids` must be consecutive.
+        `position_ids` must be consecutive. A tensor `logits_to_keep` holds positions.
         """
+        # Check the arguments.
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("expected input_ids; inputs_embeds is unsupported")
         if output_attentions or output_hidden_states:
@@ -304,36 +338,53 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         cache = self._cache(past_key_values, bool(use_cache), tokens_BT)
         if getattr(self, "_is_replica", False):
             raise ValueError("nn.DataParallel can't copy this model; use one process per GPU")
-        _update(self._parts)
-        core = self.core
-        if core.rope is not None and core.rope.cos_TR.device != tokens_BT.device:
-            core.rope.reset(tokens_BT.device)  # transformers builds models on the meta device
-        keep = logits_to_keep if isinstance(logits_to_keep, int) else 0
-        memory = cache.memory if cache is not None else None
-        logits_BTV = core(tokens_BT, is_real_BT=is_real_BT, cache=memory, logits_to_keep=keep)
+
+        # Let `core` compute with what is registered now, on the device of the tokens.
+        _update(self._registrations)
+        rope = self.core.rope
+        if rope is not None and rope.cos_TR.device != tokens_BT.device:
+            rope.reset(tokens_BT.device)  # transformers builds models on the meta device
+
+        # `core` computes all logits if their positions are in a tensor.
+        logits_BTV = self.core(
+            tokens_BT,
+            is_real_BT=is_real_BT,
+            cache=None if cache is None else cache.memory,
+            logits_to_keep=logits_to_keep if isinstance(logits_to_keep, int) else 0,
+        )
         if not isinstance(logits_to_keep, int):
             logits_BTV = logits_BTV[:, logits_to_keep]
         loss = None
         if labels is not None:
-            size = self.config.vocab_size
-            loss = self.loss_function(logits=logits_BTV, labels=labels, vocab_size=size, **kwargs)
-        output = CausalLMOutputWithPast(loss, logits_BTV, past_key_values=cache)
-        as_dict = self.config.return_dict if return_dict is None else return_dict
-        return output if as_dict else output.to_tuple()
+            vocab_size = self.config.vocab_size
+            loss = self.loss_function(
+                logits=logits_BTV, labels=labels, vocab_size=vocab_size, **kwargs
+            )
 
-    def _cache(self, given: Any, use_cache: bool, tokens_BT: Tensor) -> DecodingCache | None:
+        output = CausalLMOutputWithPast(loss, logits_BTV, past_key_values=cache)
+        if return_dict is None:
+            return_dict = self.config.return_dict
+        return output if return_dict else output.to_tuple()
+
+    def _cache(
+        self, past_key_values: Any, use_cache: bool, tokens_BT: Tensor
+    ) -> DecodingCache | None:
+        """Return the checked cache of the call, a new one if needed, or None without."""
         rows, num_tokens = tokens_BT.shape
-        if given is None and not use_cache:
+        if past_key_values is None and not use_cache:
             self._check_length(num_tokens)
             return None
-        given = DecodingCache(self.core.args.num_layers) if given is None else given
-        if not isinstance(given, DecodingCache):
-            raise ValueError(f"past_key_values is a {type(given).__name__}, expected DecodingCache")
-        self._check_length(num_tokens + given.memory.length)
-        if given.rows not in (0, rows):
-            raise ValueError(f"past_key_values has {given.rows} rows, input_ids {rows}")
-        given.rows = rows
-        return given
+
+        cache = past_key_values
+        if cache is None:
+            cache = DecodingCache(self.core.args.num_layers)
+        if not isinstance(cache, DecodingCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}, expected DecodingCache")
+        self._check_length(num_tokens + cache.memory.length)
+        if cache.rows not in (0, rows):
+            raise ValueError(f"past_key_values has {cache.rows} rows, input_ids {rows}")
+        cache.rows = rows
+        return cache
 
 
 def _real_tokens(
@@ -343,21 +394,26 @@ def _real_tokens(
     if attention_mask is None:
         return None
     rows, num_tokens = tokens_BT.shape
-    before = cache.get_seq_length() if cache is not None else 0
-    if attention_mask.shape not in ((rows, before + num_tokens), (rows, num_tokens)):
-        given, wanted = tuple(attention_mask.shape), (rows, before + num_tokens)
-        raise ValueError(f"attention_mask has shape {given}, expected {wanted}")
+    num_cached = cache.get_seq_length() if cache is not None else 0
+    expected_shape = (rows, num_cached + num_tokens)
+    if attention_mask.shape not in (expected_shape, (rows, num_tokens)):
+        shape = tuple(attention_mask.shape)
+        raise ValueError(f"attention_mask has shape {shape}, expected {expected_shape}")
+
     is_real_BT = attention_mask[:, -num_tokens:].bool()
-    # attention is faster without a mask
-    return None if not torch.compiler.is_compiling() and bool(is_real_BT.all()) else is_real_BT
+    # attention is faster without a mask; torch.compile can't branch on values of a tensor
+    if not torch.compiler.is_compiling() and bool(is_real_BT.all()):
+        return None
+    return is_real_BT
 
 
 def _check_positions(position_ids: Tensor | None, is_real_BT: Tensor | None) -> None:
+    """Raise ValueError unless the positions of neighboring tokens differ by 1."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return
     steps_BT = position_ids.diff(dim=-1)
-    if is_real_BT is not None:
-        between = is_real_BT[:, 1:] & is_real_BT[:, :-1]
-        steps_BT = torch.where(between, steps_BT, 1)
+    if is_real_BT is not None:  # positions of padding have no meaning
+        are_both_real = is_real_BT[:, 1:] & is_real_BT[:, :-1]
+        steps_BT = torch.where(are_both_real, steps_BT, 1)
     if not bool((steps_BT == 1).all()):
         raise ValueError("position_ids must be consecutive; leave them out")

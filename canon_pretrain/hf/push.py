@@ -24,8 +24,9 @@ from canon_pretrain.data.hub import (
 )
 from canon_pretrain.hf.export import PLACE, RECORD, files_of_export
 
-README, CARD_HASH = "README.md", "card_sha256"
-_OTHERS = {".gitattributes", README, "LICENSE", "LICENSE.md", "LICENSE.txt"}
+README = "README.md"
+CARD_HASH = "card_sha256"
+_FILES_OF_NEW_REPOSITORY = {".gitattributes", README, "LICENSE", "LICENSE.md", "LICENSE.txt"}
 """Files that a repository may have before its first push."""
 
 
@@ -45,39 +46,47 @@ class Upload:
         """
         names = files_of_export(export)
         # a record that was tampered with may list a link to any file of this machine
-        if links := [name for name in (*names, RECORD) if (export / name).is_symlink()]:
+        links = [name for name in (*names, RECORD) if (export / name).is_symlink()]
+        if links:
             raise UserError(
                 "hf.not_an_export",
                 f"{export}: {', '.join(links)} are links, maybe out of it; export it again",
                 path=export,
                 links=links,
             )
-        if missing := [name for name in names if not (export / name).is_file()]:
+        missing = [name for name in names if not (export / name).is_file()]
+        if missing:
             raise UserError(
                 "hf.incomplete_export",
                 f"{export} is incomplete: {', '.join(missing)} missing; export it again",
                 path=export,
                 missing=missing,
             )
+
         files: dict[str, Path | bytes] = {name: export / name for name in sorted(names)}
         record = read_json(export / RECORD, finite=False)
         if record.get("checkpoint"):
+            # RUN/checkpoint/step-N, without the folders above
             record["checkpoint"] = "/".join(Path(record["checkpoint"]).parts[-3:])
+
+        # The hash tells the next push whether the page was edited on the hub.
         if README in files:
             page = (export / README).read_text(encoding="utf-8")
             if revision is not None:
                 page = page.replace(f'"{PLACE}"', f'"{PLACE}", revision="{revision}"')
                 page = page.replace(f"={PLACE}", f"={PLACE},revision={revision}")
-            page = page.replace(PLACE, repo)
-            files[README], record[CARD_HASH] = page.encode(), sha256(page.encode()).hexdigest()
+            content = page.replace(PLACE, repo).encode()
+            files[README] = content
+            record[CARD_HASH] = sha256(content).hexdigest()
         files[RECORD] = (json.dumps(record, indent=2) + "\n").encode()
         return cls(repo, f"Step {record.get('step')} of run {record.get('run_id')}", files)
 
     @property
     def sizes(self) -> dict[str, int]:
+        """The sizes of `files` in bytes."""
         return {
-            name: len(x) if isinstance(x, bytes) else x.stat().st_size
-            for name, x in self.files.items()
+            name: len(file) if isinstance(file, bytes) else file.stat().st_size
+            for name, file in self.files.items()
         }
 
 
@@ -116,8 +125,8 @@ def push(upload: Upload, *, private: bool, revision: str | None) -> str:
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    api, repo, old = HfApi(), upload.repo, list[str]()
-    files = dict(upload.files)
+    api = HfApi()
+    repo = upload.repo
     with _errors(repo):
         api.create_repo(repo, private=private or None, exist_ok=True)
         if revision is not None:
@@ -129,31 +138,46 @@ def push(upload: Upload, *, private: bool, revision: str | None) -> str:
                 f"{repo} is public: make it private in its settings, or choose another name",
                 repo=repo,
             )
-        there = {sibling.rfilename for sibling in info.siblings or ()}
-        if RECORD in there:
+
+        # Only a repository that is new or has an earlier export is written to.
+        hub_files = {sibling.rfilename for sibling in info.siblings or ()}
+        old_files: list[str] = []
+        is_card_edited = False
+        if RECORD in hub_files:
             record = Path(api.hf_hub_download(repo, RECORD, revision=info.sha))
             with contextlib.suppress(UserError):  # damaged
-                old = files_of_export(record.parent)
-                written = read_json(record, finite=False).get(CARD_HASH)
-                if written and README in there:
+                old_files = files_of_export(record.parent)
+                card_hash = read_json(record, finite=False).get(CARD_HASH)
+                if card_hash and README in hub_files:
                     card = Path(api.hf_hub_download(repo, README, revision=info.sha))
-                    if sha256(card.read_bytes()).hexdigest() != written:
-                        files.pop(README, None)
-                        note = f"NOTE: {README} was edited on the hub, and is kept: delete it there"
-                        print(f"{note} for a new one", file=sys.stderr)
-        elif others := there - _OTHERS:
+                    is_card_edited = sha256(card.read_bytes()).hexdigest() != card_hash
+        elif foreign_files := hub_files - _FILES_OF_NEW_REPOSITORY:
             raise UserError(
                 "hub.name_taken",
-                f"{repo} has files of another model ({min(others)}): choose another name",
+                f"{repo} has files of another model ({min(foreign_files)}): choose another name",
                 repo=repo,
             )
-        changes: list[Any] = [CommitOperationAdd(*pair) for pair in files.items()]
-        gone = sorted(set(old) & there - set(upload.files))
-        changes += [CommitOperationDelete(name, is_folder=False) for name in gone]
-        about: Any = {"commit_message": upload.message, "revision": revision}
+        if is_card_edited:
+            print(
+                f"NOTE: {README} was edited on the hub, and is kept: delete it there for a new one",
+                file=sys.stderr,
+            )
+
+        changes: list[Any] = [
+            CommitOperationAdd(name, content)
+            for name, content in upload.files.items()
+            if name != README or not is_card_edited
+        ]
+        for name in sorted(set(old_files) & hub_files - set(upload.files)):
+            changes.append(CommitOperationDelete(name, is_folder=False))
         try:
-            # fails if another push was faster
-            return api.create_commit(repo, changes, parent_commit=info.sha, **about).commit_url
+            return api.create_commit(
+                repo,
+                changes,
+                commit_message=upload.message,
+                revision=revision,
+                parent_commit=info.sha,  # fails if another push was faster
+            ).commit_url
         except Exception:
             print(file=sys.stderr)  # ends the line of a progress bar
             raise
@@ -162,57 +186,66 @@ def push(upload: Upload, *, private: bool, revision: str | None) -> str:
 @contextlib.contextmanager
 def _errors(repo: str) -> Iterator[None]:
     """Raise UserError with the way out for errors of the hub or the network in the block."""
-    from huggingface_hub import errors
-
     try:
         yield
     except (OSError, RuntimeError, ValueError, *BAD_ANSWER, transport_error()) as error:
-        causes = causes_of(error)
-        if any(isinstance(each, errors.LocalTokenNotFoundError) for each in causes):
-            raise UserError(
-                "hub.no_token",
-                "not logged in: run `hf auth login`, or set HF_TOKEN to a token that may write",
-            ) from None
-        first = causes[-1]
-        detail = f"({type(first).__name__}: {' '.join(str(first).split())[:300]})"
-        replies = [e.response for e in causes if isinstance(e, errors.HfHubHTTPError)]
-        status = next((x.status_code for x in replies if x is not None), None)
-        if isinstance(error, BAD_ANSWER) or any(map(is_page, replies)):
-            raise UserError(
-                "hub.unexpected",
-                f"{repo}: {NOT_THE_HUB}; it confirmed no commit {detail}",
-                status=status,
-            ) from None
-        if status in (401, 403, 404):
-            raise UserError(
-                "hub.no_access",
-                f"{repo}: this token may not write there: log in (`hf auth login` or HF_TOKEN) "
-                f"with one that may, or choose a name of yours {detail}",
-                status=status,
-            ) from None
-        if status in (409, 412):
-            raise UserError(
-                "hub.conflict",
-                f"{repo} was changed meanwhile; nothing was committed: run it again {detail}",
-                status=status,
-            ) from None
-        if status == 400 or (status is None and isinstance(error, ValueError)):
-            raise UserError(
-                "hub.rejected",
-                f"{repo}: the hub refused the content; nothing was committed {detail}",
-                status=status,
-            ) from None
-        if status is not None:
-            raise UserError(
-                "hub.http_error",
-                f"{repo}: the hub returned status {status}, and confirmed no commit: run the "
-                f"same command again later {detail}",
-                status=status,
-            ) from None
-        if isinstance(error, OSError) and error.filename:
-            raise  # a file of this machine
-        raise UserError(
-            "hub.unavailable",
-            f"{repo}: the hub cannot be reached or the upload broke off, and it confirmed no "
-            f"commit: check HF_HUB_OFFLINE and the network, and run it again {detail}",
-        ) from None
+        user_error = _user_error(repo, error)
+        if user_error is None:
+            raise
+        raise user_error from None
+
+
+def _user_error(repo: str, error: BaseException) -> UserError | None:
+    """Return what went wrong for the user; None for a file of this machine."""
+    from huggingface_hub import errors
+
+    causes = causes_of(error)
+    if any(isinstance(cause, errors.LocalTokenNotFoundError) for cause in causes):
+        return UserError(
+            "hub.no_token",
+            "not logged in: run `hf auth login`, or set HF_TOKEN to a token that may write",
+        )
+
+    root_cause = causes[-1]
+    detail = f"({type(root_cause).__name__}: {' '.join(str(root_cause).split())[:300]})"
+    replies = [cause.response for cause in causes if isinstance(cause, errors.HfHubHTTPError)]
+    status = next((reply.status_code for reply in replies if reply is not None), None)
+    if isinstance(error, BAD_ANSWER) or any(map(is_page, replies)):
+        return UserError(
+            "hub.unexpected",
+            f"{repo}: {NOT_THE_HUB}; it confirmed no commit {detail}",
+            status=status,
+        )
+    if status in (401, 403, 404):
+        return UserError(
+            "hub.no_access",
+            f"{repo}: the token has no write access: log in (`hf auth login` or HF_TOKEN) "
+            f"with one that has, or choose a name under your own account {detail}",
+            status=status,
+        )
+    if status in (409, 412):
+        return UserError(
+            "hub.conflict",
+            f"{repo} was changed during the push; nothing was committed: run it again {detail}",
+            status=status,
+        )
+    if status == 400 or (status is None and isinstance(error, ValueError)):
+        return UserError(
+            "hub.rejected",
+            f"{repo}: the hub refused the content; nothing was committed {detail}",
+            status=status,
+        )
+    if status is not None:
+        return UserError(
+            "hub.http_error",
+            f"{repo}: the hub returned status {status}, and confirmed no commit: run the "
+            f"same command again later {detail}",
+            status=status,
+        )
+    if isinstance(error, OSError) and error.filename:
+        return None
+    return UserError(
+        "hub.unavailable",
+        f"{repo}: the hub cannot be reached or the upload broke off, and it confirmed no "
+        f"commit: check HF_HUB_OFFLINE and the network, and run it again {detail}",
+    )

@@ -45,6 +45,8 @@ MODEL_TOML = "model.toml"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # tables in old Llama checkpoints that follow from the config
 _TABLES = ".rotary_emb.inv_freq"
+_MAX_PARAMETERS_PER_VALUE = 4
+"""More parameters than this per stored value are no model: only tied weights are stored once."""
 
 
 class Imported(NamedTuple):
@@ -70,6 +72,7 @@ def import_folder(
         raise UserError("hf.out_exists", f"{out} exists: name a new folder", path=out)
     if step < 0:
         raise UserError("hf.negative_step", f"step = {step}: expected 0 or more", given=step)
+
     args = folder_args(source, ignore=ignore)
     state: dict[str, Any] = {}
     if state_from is not None:
@@ -77,20 +80,26 @@ def import_folder(
         step = checkpoints.checkpoint_step(state_from)
         state = _training_state(state_from, args)
     weights = folder_weights(source, args)
-    kind: Any = "full" if state else "weights"
+
     with folder_beside(out, "importing") as temporary:
-        target = temporary / f"step-{step}"
-        save_no_dist(state | weights, target, step=step, kind=kind, in_place=True)
-        write_atomic(temporary / MODEL_TOML, model_toml(args, str(source.absolute())).encode())
+        checkpoint = temporary / f"step-{step}"
+        kind: Any = "full" if state else "weights"
+        save_no_dist(state | weights, checkpoint, step=step, kind=kind, in_place=True)
+
+        # The model, to train from and, as in a run folder, to export and evaluate.
+        origin = str(source.absolute())
+        write_atomic(temporary / MODEL_TOML, model_toml(args, origin).encode())
         identity = {f"model.{name}": value for name, value in asdict(args).items()}
-        # as a run folder's, for export and evaluation of OUT/step-N
-        RunFolder(temporary).write_config({IMPORTED_FROM: str(source.absolute())}, identity)
+        RunFolder(temporary).write_config({IMPORTED_FROM: origin}, identity)
+
         # a folder may have both a SentencePiece model and its conversion; data accepts one
-        for name in [name for name in FILE_NAMES if (source / name).is_file()][:1]:
-            write_atomic(temporary / name, _file(source, name).read_bytes())
+        for name in FILE_NAMES:
+            if (source / name).is_file():
+                write_atomic(temporary / name, _file(source, name).read_bytes())
+                break
         fsync_folder(temporary)
         publish(temporary, out)
-    return Imported(out / target.name, args)
+    return Imported(out / checkpoint.name, args)
 
 
 def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
@@ -98,31 +107,41 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
     params = _params(source)
     path = _file(source, params or CONFIG)
     config = read_json(path, finite=False)
-    kind, ignored = config.get("model_type"), set(ignore)
-    if params is None and kind not in fields.MODEL_TYPES and "model_type" not in ignored:
+    ignored = set(ignore)
+
+    # The class, and fields that may change the model in an unknown way.
+    model_type = config.get("model_type")
+    is_supported = params is not None or model_type in fields.MODEL_TYPES
+    if not is_supported and "model_type" not in ignored:
         raise UserError(
             "hf.model_type",
-            f"{path} has model_type = {kind!r}; expected "
+            f"{path} has model_type = {model_type!r}; expected "
             f"{' or '.join(fields.MODEL_TYPES)}, or --ignore model_type",
-            given=kind,
+            given=model_type,
         )
     reader: Any = fields if params is None else lingua
-    if others := sorted(set(reader.unknown(config)) - ignored):
+    unknown_fields = sorted(set(reader.unknown(config)) - ignored)
+    if unknown_fields:
         raise UserError(
             "hf.unknown_fields",
-            f"{path} has unknown fields. If they have no effect: --ignore {' '.join(others)}",
-            names=others,
+            f"{path} has unknown fields. If they have no effect: "
+            f"--ignore {' '.join(unknown_fields)}",
+            names=unknown_fields,
         )
+
     try:
         if params is None:
             layout(config)  # raises for an unknown one, before the weights are read
         args = reader.to_args(config)
     except UserError as error:
-        found: Any = error.fields
-        raise UserError("hf.unsupported_field", f"{path}: {error}", **found) from None
-    shapes = [shape for _, _, shape, _ in _tensors(source)]
+        error_fields: Any = error.fields
+        raise UserError("hf.unsupported_field", f"{path}: {error}", **error_fields) from None
+
+    # Refuse a claim such as ten million layers before a model of that size is created.
+    shapes = [tensor.shape for tensor in _tensors(source)]
     num_values = sum(shape.numel() for shape in shapes)
-    if args.num_layers > len(shapes) or num_parameters(args) > 4 * num_values:
+    max_parameters = _MAX_PARAMETERS_PER_VALUE * num_values
+    if args.num_layers > len(shapes) or num_parameters(args) > max_parameters:
         raise UserError(
             "hf.missing_tensors",
             f"{path} describes {args.num_layers} layers with {num_parameters(args):,} parameters"
@@ -132,72 +151,95 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
 
 
 def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
-    """Return the weights of the folder in float32, with our names and rotary layout."""
+    """Return the weights of the folder in float32, with our names and rotary layout.
+
+    Raises UserError for tensors that are missing, unknown, or of another shape or type.
+    """
     is_lingua = _params(source) is not None
-    described = lingua.PARAMS if is_lingua else CONFIG
+    config_name = lingua.PARAMS if is_lingua else CONFIG
     config = {} if is_lingua else read_json(_file(source, CONFIG), finite=False)
-    kind = str(config.get("model_type"))
-    wanted = meta_weights(args)
+    model_type = str(config.get("model_type"))
+
+    expected_weights = meta_weights(args)
     weights: dict[str, Tensor] = {}
-    extra: list[str] = []
-    for theirs, ours, shape, read in _tensors(source):
-        if args.tie_embeddings and ours == "output.weight":  # stored twice by some writers
-            ours = "tok_embeddings.weight"
-        if ours is None or ours not in wanted:
-            extra += [] if theirs.endswith(_TABLES) else [theirs]
+    unknown_names: list[str] = []
+    for stored in _tensors(source):
+        name = stored.our_name
+        if args.tie_embeddings and name == "output.weight":  # stored twice by some writers
+            name = "tok_embeddings.weight"
+        if name is None or name not in expected_weights:
+            if not stored.name.endswith(_TABLES):
+                unknown_names.append(stored.name)
             continue
-        if shape != wanted[ours].shape:
-            given, expected = tuple(shape), tuple(wanted[ours].shape)
-            raise UserError(
-                "hf.tensor_shape",
-                f"{source}: {theirs} has shape {given}, expected {expected}",
-                name=theirs,
-                given=given,
-                expected=expected,
-            )
-        tensor = read()
-        if tensor.dtype not in _FLOATS:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            raise UserError(
-                "hf.tensor_dtype",
-                f"{source}: {theirs} is {dtype}, expected floating point",
-                name=theirs,
-                given=dtype,
-            )
-        tensor = tensor.to(torch.float32)
-        if ours in weights and not torch.equal(weights[ours], tensor):
-            head, embedding = (to_hf(name, kind) for name in ("output.weight", ours))
+
+        tensor = _read_checked(stored, expected_weights[name].shape, source)
+        if name in weights and not torch.equal(weights[name], tensor):
+            head = to_hf("output.weight", model_type)
+            embedding = to_hf(name, model_type)
             raise UserError(
                 "hf.tied_weights_differ",
-                f"{source}: {described} ties {head} and {embedding}, but they differ",
+                f"{source}: {config_name} ties {head} and {embedding}, but they differ",
             )
-        weights[ours] = tensor
-    absent = [name for name in wanted if name not in weights]
-    if missing := [name if is_lingua else to_hf(name, kind) for name in absent]:
+        weights[name] = tensor
+
+    missing_names = [name for name in expected_weights if name not in weights]
+    if missing_names and not is_lingua:
+        missing_names = [to_hf(name, model_type) for name in missing_names]
+    if missing_names:
         raise UserError(
             "hf.missing_tensors",
-            f"{source} lacks {_listed(missing)}, which its {described} describes",
-            names=missing,
+            f"{source} lacks {_listed(missing_names)}, which its {config_name} describes",
+            names=missing_names,
         )
-    if extra:
+    if unknown_names:
         raise UserError(
             "hf.unknown_tensors",
-            f"{source} has {_listed(extra)}, which its {described} does not describe",
-            names=extra,
+            f"{source} has {_listed(unknown_names)}, which its {config_name} does not describe",
+            names=unknown_names,
         )
+
+    # Our rotary layout is lingua's.
     if not is_lingua and args.rope_dim and layout(config) == fields.HUGGINGFACE:
         for name, order in interleave_orders(args).items():
             weights[name] = weights[name][order]
-    return {name: weights[name] for name in wanted}
+    return {name: weights[name] for name in expected_weights}
+
+
+def _read_checked(stored: "_StoredTensor", shape: torch.Size, source: Path) -> Tensor:
+    """Return the tensor in float32. Raises UserError unless it has this shape and is floating."""
+    if stored.shape != shape:
+        raise UserError(
+            "hf.tensor_shape",
+            f"{source}: {stored.name} has shape {tuple(stored.shape)}, expected {tuple(shape)}",
+            name=stored.name,
+            given=tuple(stored.shape),
+            expected=tuple(shape),
+        )
+    tensor = stored.read()
+    if tensor.dtype not in _FLOATS:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise UserError(
+            "hf.tensor_dtype",
+            f"{source}: {stored.name} is {dtype}, expected floating point",
+            name=stored.name,
+            given=dtype,
+        )
+    return tensor.to(torch.float32)
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    """Return up to five names, and how many more there are."""
+    text = ", ".join(names[:5])
+    return text if len(names) <= 5 else f"{text} and {len(names) - 5} more"
 
 
 def is_folder(path: Path) -> bool:
     """Return whether `path` is a Hugging Face folder: config.json and weights."""
-    return (path / CONFIG).is_file() and any((path / name).is_file() for name in (ONE_FILE, INDEX))
+    return (path / CONFIG).is_file() and _has_safetensors(path)
+
+
+def _has_safetensors(folder: Path) -> bool:
+    return (folder / ONE_FILE).is_file() or (folder / INDEX).is_file()
 
 
 def meta_weights(args: ModelArgs) -> dict[str, Tensor]:
@@ -212,22 +254,26 @@ def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
 
     Llama's code rotates dim i of a head with dim i + R/2, ours dim 2i with 2i + 1.
     """
+    # Of one head: 0, R/2, 1, R/2 + 1, ...; dims from R on have no position and stay.
     half = args.rope_dim // 2
-    pairs = torch.stack((torch.arange(half), torch.arange(half) + half), dim=1).flatten()
-    head = torch.cat((pairs, torch.arange(args.rope_dim, args.head_dim)))
-    of_q, of_k = (
-        (torch.arange(count)[:, None] * args.head_dim + head).flatten()
-        for count in (args.num_heads, args.kv_heads)
-    )
-    q_dim, k_dim, v_dim = args.qkv_dims
-    orders = {"attention.wq": of_q, "attention.wk": of_k}
+    rotated = torch.arange(args.rope_dim).view(2, half).T.flatten()
+    head_order = torch.cat((rotated, torch.arange(args.rope_dim, args.head_dim)))
+
+    # Of all heads: each has head_dim rows.
+    q_starts = torch.arange(args.num_heads)[:, None] * args.head_dim
+    k_starts = torch.arange(args.kv_heads)[:, None] * args.head_dim
+    q_order = (q_starts + head_order).flatten()
+    k_order = (k_starts + head_order).flatten()
+
+    orders = {"attention.wq": q_order, "attention.wk": k_order}
     if args.qk_norm == "full":
-        orders |= {"attention.q_norm": of_q, "attention.k_norm": of_k}
+        orders |= {"attention.q_norm": q_order, "attention.k_norm": k_order}
     if args.qk_norm == "per_head":
-        orders |= {"attention.q_norm": head, "attention.k_norm": head}
-    if "B" in args.canon_set:
-        of_v = q_dim + k_dim + torch.arange(v_dim)
-        orders["attention.canon_b"] = torch.cat((of_q, q_dim + of_k, of_v))
+        orders |= {"attention.q_norm": head_order, "attention.k_norm": head_order}
+    if "B" in args.canon_set:  # has the channels of Q, K and V, in this order
+        q_dim, k_dim, v_dim = args.qkv_dims
+        v_order = q_dim + k_dim + torch.arange(v_dim)
+        orders["attention.canon_b"] = torch.cat((q_order, q_dim + k_order, v_order))
     return {
         f"layers.{i}.{name}.weight": order
         for i in range(args.num_layers)
@@ -238,28 +284,39 @@ def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
 def model_toml(args: ModelArgs, source: str) -> str:
     """Return a TOML file whose [model] section sets every field of `args`."""
     values = asdict(args)
+    # the flavor that agrees in the most fields; all fields are set anyway
     flavor = max(FLAVORS, key=lambda name: len(asdict(FLAVORS[name]).items() & values.items()))
     seq_len = values.pop("max_seq_len")
-    # quoted: a path may contain line ends
-    lines = [f"# the model of {json.dumps(source)}", "", "[model]", f'flavor = "{flavor}"']
-    lines += [f"{name} = {json.dumps(value)}" for name, value in values.items()]
-    return "\n".join([*lines, "", "[training]", f"seq_len = {seq_len}", ""])
+    lines = [
+        f"# the model of {json.dumps(source)}",  # quoted: a path may contain line ends
+        "",
+        "[model]",
+        f'flavor = "{flavor}"',
+        *(f"{name} = {json.dumps(value)}" for name, value in values.items()),
+        "",
+        "[training]",
+        f"seq_len = {seq_len}",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def _training_state(checkpoint: Path, args: ModelArgs) -> dict[str, Any]:
+    """Return what a full checkpoint of this model holds besides weights. Raises UserError."""
     if checkpoints.check_weights(checkpoint, meta_weights(args)).kind != "full":
         raise UserError(
             "checkpoint.weights_only",
             f"{checkpoint} holds only weights, no optimizer state",
             path=checkpoint,
         )
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for name, entry in read_metadata(checkpoint).state_dict_metadata.items()
-        if name.startswith(checkpoints.TRAINING_STATE)
-    }
+
+    # DCP loads into this dictionary: empty tensors, and None for other values.
+    state: dict[str, Any] = {}
+    for name, entry in read_metadata(checkpoint).state_dict_metadata.items():
+        if name.startswith(checkpoints.TRAINING_STATE):
+            state[name] = None
+            if isinstance(entry, TensorStorageMetadata):
+                state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     checkpoints.load_no_dist(state, checkpoint)
     return state
 
@@ -268,56 +325,80 @@ def _training_state(checkpoint: Path, args: ModelArgs) -> dict[str, Any]:
 
 
 def _params(source: Path) -> Path | None:
-    if any((source / name).is_file() for name in (ONE_FILE, INDEX)):
+    """Return lingua's params.json, relative to `source`; None for other folders."""
+    if _has_safetensors(source):
         return None
-    names = (Path(lingua.PARAMS), Path(lingua.VARIANT, lingua.PARAMS))
-    return next((name for name in names if os.path.lexists(source / name)), None)
+    for params in (Path(lingua.PARAMS), Path(lingua.VARIANT, lingua.PARAMS)):
+        if os.path.lexists(source / params):
+            return params
+    return None
 
 
 def _file(source: Path, name: str | Path) -> Path:
     """Return the path of a file. Raises UserError for links out of the folder."""
     path = source / name
     try:
-        real, root = path.resolve(), source.resolve()
+        real_path = path.resolve()
+        root = source.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links
         raise UserError("hf.outside_link", f"{path}: {error}", path=path) from None
-    # in the hub's cache each file of snapshots/REVISION is a link to its blob
-    blobs = [f.parent.parent / "blobs" for f in (root, root.parent) if f.parent.name == "snapshots"]
-    if not any(real.is_relative_to(folder) for folder in (root, *blobs)):
+
+    # In the hub's cache each file of MODEL/snapshots/REVISION[/VARIANT] is a link to its blob.
+    allowed_roots = [root]
+    for revision in (root, root.parent):
+        if revision.parent.name == "snapshots":
+            allowed_roots.append(revision.parent.parent / "blobs")
+    if not any(real_path.is_relative_to(folder) for folder in allowed_roots):
         raise UserError(
             "hf.outside_link",
-            f"{path} is a link to {real}, outside of the folder: copy the file itself",
+            f"{path} is a link to {real_path}, outside of the folder: copy the file itself",
             path=path,
         )
-    if real.exists() and not real.is_file():
+
+    if real_path.exists() and not real_path.is_file():
         raise UserError("hf.unreadable_weights", f"{path} is not a regular file", path=path)
     return path
 
 
-def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callable[[], Tensor]]]:
-    """Yield each tensor's name, our name or None, shape, and a function that reads it."""
-    if (params := _params(source)) is not None:
+class _StoredTensor(NamedTuple):
+    """A tensor of the folder, not read yet; `our_name` is None for parameters of other models."""
+
+    name: str
+    our_name: str | None
+    shape: torch.Size
+    read: Callable[[], Tensor]
+
+
+def _tensors(source: Path) -> Iterator[_StoredTensor]:
+    """Yield the folder's tensors; each can be read until the next one. Raises UserError."""
+    params = _params(source)
+    if params is not None:
         path = _file(source, params.with_name(lingua.WEIGHTS))
         for name, tensor in lingua.read_tensors(path).items():
-            yield name, lingua.to_ours(name), tensor.shape, tensor.detach
+            yield _StoredTensor(name, lingua.to_ours(name), tensor.shape, tensor.detach)
         return
-    for path, names in _files(source).items():
+
+    # Opened one at a time; a tensor is read from its file only when it is asked for.
+    for path, indexed_names in _files(source).items():
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
-                there = set(file.keys())
-                if lost := sorted(names - there):
+                stored_names = set(file.keys())
+                lost_names = sorted(indexed_names - stored_names)
+                if lost_names:
                     raise UserError(
                         "hf.damaged_index",
-                        f"{path} lacks {_listed(lost)}, which {INDEX} lists",
-                        names=lost,
+                        f"{path} lacks {_listed(lost_names)}, which {INDEX} lists",
+                        names=lost_names,
                     )
-                for name in sorted(names or there):
+
+                # a file without an index has all tensors
+                for name in sorted(indexed_names or stored_names):
                     shape = torch.Size(file.get_slice(name).get_shape())
                     try:
-                        ours = fields.to_ours(name)
+                        our_name = fields.to_ours(name)
                     except ValueError:
-                        ours = None
-                    yield name, ours, shape, partial(file.get_tensor, name)
+                        our_name = None
+                    yield _StoredTensor(name, our_name, shape, partial(file.get_tensor, name))
         except (SafetensorError, OSError) as error:
             raise UserError(
                 "hf.unreadable_weights", f"{path} cannot be read: {error}", path=path
@@ -327,19 +408,7 @@ def _tensors(source: Path) -> Iterator[tuple[str, str | None, torch.Size, Callab
 def _files(source: Path) -> dict[Path, set[str]]:
     """Return the tensor names by safetensors file, from the index; empty: all in the file."""
     if (source / INDEX).is_file():
-        places = read_json(_file(source, INDEX), finite=False).get("weight_map")
-        if not isinstance(places, dict) or not places:
-            raise UserError("hf.damaged_index", f"{source / INDEX} has no weight_map")
-        files: dict[Path, set[str]] = {}
-        for name, file in places.items():
-            if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
-                raise UserError(
-                    "hf.damaged_index",
-                    f"{source / INDEX} lists {name} in {file!r}: expected a file name",
-                    names=[name],
-                )
-            files.setdefault(_file(source, file), set()).add(name)
-        return files
+        return _indexed_files(source)
     if (source / ONE_FILE).is_file():
         return {_file(source, ONE_FILE): set()}
     if any(source.glob("*.bin")) or any(source.glob("*.pt*")):
@@ -349,3 +418,21 @@ def _files(source: Path) -> dict[Path, set[str]]:
             path=source,
         )
     raise UserError("hf.no_weights", f"{source} has neither {ONE_FILE} nor {INDEX}", path=source)
+
+
+def _indexed_files(source: Path) -> dict[Path, set[str]]:
+    index = source / INDEX
+    weight_map = read_json(_file(source, INDEX), finite=False).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError("hf.damaged_index", f"{index} has no weight_map")
+
+    files: dict[Path, set[str]] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
+            raise UserError(
+                "hf.damaged_index",
+                f"{index} lists {name} in {file!r}: expected a file name",
+                names=[name],
+            )
+        files.setdefault(_file(source, file), set()).add(name)
+    return files

@@ -37,29 +37,39 @@ class Detokenizer:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode, self.pending = decode, ""
-        self._ids: list[int] = []  # of the text's end
-        self._settled = self._returned = 0  # of these ids, and characters of their text
+        self._decode = decode
+        self.pending = ""
+        # The end of the text: its ids, how many of them are context for later ones, and how many
+        # characters of what they decode to were returned.
+        self._ids: list[int] = []
+        self._num_context_ids = 0
+        self._num_returned = 0
 
     def add(self, ids: Sequence[int]) -> str:
         """Return the text that `ids` complete."""
         self._ids += ids
         text = self._decode(self._ids)
+
         # an incomplete UTF-8 sequence decodes to replacement characters
-        stable = max(self._returned, len(text.rstrip("\ufffd")))
-        new, self.pending = text[self._returned : stable], text[stable:]
-        self._returned = stable
+        complete_end = max(self._num_returned, len(text.rstrip("\ufffd")))
+        new = text[self._num_returned : complete_end]
+        self.pending = text[complete_end:]
+        self._num_returned = complete_end
+
+        # Next time decode from the ids that were new now; not if they are only spaces, because a
+        # tokenizer may drop the first spaces of what it decodes.
         if not self.pending:
-            if new.strip():  # a tokenizer may drop the first spaces of what it decodes
-                self._ids = self._ids[self._settled :]
-                self._returned = len(self._decode(self._ids))
-            self._settled = len(self._ids)
+            if new.strip():
+                self._ids = self._ids[self._num_context_ids :]
+                self._num_returned = len(self._decode(self._ids))
+            self._num_context_ids = len(self._ids)
         return new
 
     def flush(self) -> str:
         """Return `pending`, which is then as complete as it gets."""
-        new, self.pending = self.pending, ""
-        self._returned += len(new)
+        new = self.pending
+        self.pending = ""
+        self._num_returned += len(new)
         return new
 
 
@@ -70,12 +80,18 @@ class Answer:
     """
 
     def __init__(self, sampler: "Sampler", prompt: Sequence[int], limit: int) -> None:
-        self.prompt, self.limit, self._sampler = list(prompt), limit, sampler
+        self.prompt = list(prompt)
+        self.limit = limit
+        self._sampler = sampler
         self.ids: list[int] = []
         self.logps: list[float] = []
-        self.has_ended = self.is_done = False
-        self._detokenizer, self._num_returned = Detokenizer(sampler.decode), 0
+        self.has_ended = False
+        self.is_done = False
+
+        # The prompt goes through the detokenizer too: `text` starts after its characters.
+        self._detokenizer = Detokenizer(sampler.decode)
         self._start = len(self._detokenizer.add(self.prompt) + self._detokenizer.flush())
+        self._num_returned = 0
 
     def add(self, token: int, logp: float) -> None:
         """Append a token, unless it is EOS."""
@@ -93,7 +109,9 @@ class Answer:
         """Return what was not returned before, without characters that later tokens may change."""
         new = self._detokenizer.add(self.ids[self._num_returned :])
         self._num_returned = len(self.ids)
-        return new + (self._detokenizer.flush() if self.is_done else "")
+        if self.is_done:
+            new += self._detokenizer.flush()
+        return new
 
 
 @dataclass(frozen=True)
@@ -106,24 +124,33 @@ class Sampler:
     task: Task | None
 
     @classmethod
-    def load(cls, given: Path, dtype: str = "auto", tokenizer: Path | None = None) -> Self:
-        """Load onto the GPU if there is one; `tokenizer` replaces the run's. Raises UserError."""
+    def load(cls, path: Path, dtype: str = "auto", tokenizer_path: Path | None = None) -> Self:
+        """Load onto the GPU if there is one; `tokenizer_path` replaces the run's tokenizer.
+
+        `path` is a run, a checkpoint or an export. Raises UserError.
+        """
         check_cuda()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        checkpoint, run = locate(given)
+        checkpoint, run = locate(path)
+        task = None
         if run is not None:
             check_checkpoint(checkpoint)
-        found = find_tokenizer(checkpoint, run, tokenizer)
-        task = None if run is None else task_of_run(run.read_config()["identity"])
+            task = task_of_run(run.read_config()["identity"])
+        tokenizer = find_tokenizer(checkpoint, run, tokenizer_path)
         model = load_model(checkpoint, device, dtype=dtype_for(dtype, device), run=run)
-        if found.vocab_size > model.args.vocab_size:
-            sizes = f"{found.vocab_size} tokens, the model {model.args.vocab_size}"
-            way_out = "leave out --tokenizer" if tokenizer else "name that of training: --tokenizer"
+
+        # Ids beyond the model's embedding could not be read.
+        if tokenizer.vocab_size > model.args.vocab_size:
+            if tokenizer_path:
+                way_out = "leave out --tokenizer"
+            else:
+                way_out = "name that of training: --tokenizer"
             raise UserError(
                 "sample.vocab_size",
-                f"the tokenizer {tokenizer or 'in ' + str(checkpoint)} has {sizes}: {way_out}",
+                f"the tokenizer {tokenizer_path or f'in {checkpoint}'} has {tokenizer.vocab_size} "
+                f"tokens, the model {model.args.vocab_size}: {way_out}",
             )
-        return cls(checkpoint, model, found, task)
+        return cls(checkpoint, model, tokenizer, task)
 
     @property
     def has_ids(self) -> bool:
@@ -140,14 +167,17 @@ class Sampler:
                 f"the text is not UTF-8: see character {error.start + 1:,}",
                 character=error.start + 1,
             ) from None
-        found: list[int] = self.tokenizer.encode(text).tolist()
-        if self.has_ids and not found:
+
+        ids: list[int] = self.tokenizer.encode(text).tolist()
+        if not self.has_ids:
+            return [self.tokenizer.eos_id, *ids]
+        if not ids:
             raise UserError(
                 "sample.no_ids",
-                f"{self.checkpoint} knows ids, no words: give some, as in --prompt '12 45'"
+                f"{self.checkpoint} knows ids, no words: pass some, as in --prompt '12 45'"
                 " (canon synthetic show prints a task's)",
             )
-        return found if self.has_ids else [self.tokenizer.eos_id, *found]
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; those that pad the model's vocabulary have none."""
@@ -155,28 +185,28 @@ class Sampler:
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Return an Answer without tokens; at most as many will come as the model can read."""
-        longest = self.model.args.max_seq_len
-        if len(prompt) > longest:
+        max_seq_len = self.model.args.max_seq_len
+        if len(prompt) > max_seq_len:
             raise UserError(
                 "sample.prompt_too_long",
-                f"a prompt of {len(prompt):,} tokens, more than max_seq_len = {longest:,}"
+                f"a prompt of {len(prompt):,} tokens, more than max_seq_len = {max_seq_len:,}"
                 f" of {self.checkpoint}",
                 given=len(prompt),
-                expected=longest,
+                expected=max_seq_len,
             )
-        # the last token is not read
-        return Answer(self, prompt, min(max_tokens, longest + 1 - len(prompt)))
+        # the model reads all tokens but the last one
+        return Answer(self, prompt, min(max_tokens, max_seq_len + 1 - len(prompt)))
 
     def extend(
         self,
         answers: Sequence[Answer],
         settings: Settings,
         on_change: Callable[[], None] = lambda: None,
-        first: int = 0,
+        first_index: int = 0,
     ) -> None:
         """Sample tokens of `answers` together; `on_change` is called after each.
 
-        Answer k depends on its prompt, `settings` and the number `first + k` only.
+        Answer k depends on its prompt, `settings` and the number `first_index + k` only.
         """
 
         def on_token(i: int, token: int, logp: float) -> None:
@@ -187,7 +217,12 @@ class Sampler:
             answers[i].is_done = True
             on_change()
 
-        task, (temperature, top_k, top_p, seed) = self.task, settings
+        # Each answer has its own random numbers; greedy decoding needs none.
+        generators = None
+        if settings.temperature:
+            indices = range(first_index, first_index + len(answers))
+            generators = [sample_generator(settings.seed, index) for index in indices]
+        task = self.task
         generate(
             self.model,
             [answer.prompt for answer in answers],
@@ -196,18 +231,16 @@ class Sampler:
             stop=None if task is None else lambda i, tokens: task.is_complete(tokens),
             on_end=on_end,
             on_token=on_token,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            generator=[sample_generator(seed, first + k) for k in range(len(answers))]
-            if temperature
-            else None,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            generator=generators,
             vocab_size=self.tokenizer.vocab_size,
         )
 
     @torch.no_grad()
     def losses(self, ids: Sequence[int]) -> list[float]:
-        """Return the nats of ids[1:], each given all before it, from float32 logits."""
+        """Return the nats of each of ids[1:] after all ids before it, from float32 logits."""
         if len(ids) < 2:
             return []
         tokens_T = torch.tensor(ids, device=self.model.tok_embeddings.weight.device)
@@ -215,20 +248,26 @@ class Sampler:
         return F.cross_entropy(logits_TV, tokens_T[1:], reduction="none").tolist()
 
     def loss_sums(self, ids: Sequence[int]) -> dict[int, float]:
-        """Return the summed nats up to each place of the text (in characters) where a token ends.
+        """Return the summed nats of text[:i], for each position i of the text where a token ends.
 
-        A token that ends within a character, or adds none, counts at the next place.
+        A token that ends within a character, or adds none, counts at the next such position.
         """
-        text, total, place = self.decode(ids), 0.0, 0
-        sums: dict[int, float] = {}
+        text = self.decode(ids)
         detokenizer = Detokenizer(self.decode)
+        sums: dict[int, float] = {}
+        total_nats = 0.0
+        num_complete = 0  # characters that no later token changes
         for token, nats in zip(ids, [0.0, *self.losses(ids)], strict=True):
-            total += nats
-            new = detokenizer.add([token])
-            if text.startswith(new + detokenizer.pending, place):
-                sums.setdefault(place + len(new + detokenizer.pending), total)
-            place += len(new)
-        return sums | {len(text): total}
+            total_nats += nats
+            complete = detokenizer.add([token])
+            decoded = complete + detokenizer.pending
+            # false within a character: `pending` is then a replacement character
+            if text.startswith(decoded, num_complete):
+                sums.setdefault(num_complete + len(decoded), total_nats)
+            num_complete += len(complete)
+
+        sums[len(text)] = total_nats
+        return sums
 
     def cut(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the first of `ids`, as many as `losses` can read, up to the end of a character."""
@@ -246,14 +285,22 @@ class Segment(NamedTuple):
     nats: tuple[float, float]
 
 
+class Comparison(NamedTuple):
+    """Two models' answers to a prompt; segments of the prompt, the first and the second answer."""
+
+    answers: list[Answer]
+    segments: list[list[Segment]]
+
+
 def segments(
-    text: str, sums: Sequence[Mapping[int, float]], start: int, stop: int
+    text: str, loss_sums: Sequence[Mapping[int, float]], start: int, stop: int
 ) -> list[Segment]:
     """Return the smallest segments of text[start:stop] by the `loss_sums` of two models."""
-    ours, theirs = sums
-    places = sorted(p for p in ours.keys() & theirs.keys() if start <= p <= stop)
+    sums_a, sums_b = loss_sums
+    common_ends = sums_a.keys() & sums_b.keys()
     return [
-        Segment(text[a:b], (ours[b] - ours[a], theirs[b] - theirs[a])) for a, b in pairwise(places)
+        Segment(text[i:j], (sums_a[j] - sums_a[i], sums_b[j] - sums_b[i]))
+        for i, j in pairwise(sorted(end for end in common_ends if start <= end <= stop))
     ]
 
 
@@ -263,35 +310,50 @@ def compare(
     max_tokens: int,
     settings: Settings,
     note: Callable[[str], None] = lambda text: None,
-) -> tuple[list[Answer], list[list[Segment]]]:
+) -> Comparison:
     """Return each model's answer to `prompt`, with the same draws, and the losses under both.
 
-    The segments are those of the prompt, of the first and of the second answer. A model of another
-    tokenizer reads an answer's text in tokens of its own, as many as it can: `note` is called with
-    a line if there are more. Of the same tokenizer, answers end where one model's context does.
+    A model of another tokenizer reads an answer's text in tokens of its own, as many as it can:
+    `note` is called with a line if there are more. Of the same tokenizer, answers end where one
+    model's context does.
     """
-    is_same = pair[0].tokenizer.sha256 == pair[1].tokenizer.sha256
-    answers = [one.answer(one.encode(prompt), max_tokens) for one in pair]
-    if is_same:
+    is_same_tokenizer = pair[0].tokenizer.sha256 == pair[1].tokenizer.sha256
+    answers = [sampler.answer(sampler.encode(prompt), max_tokens) for sampler in pair]
+    if is_same_tokenizer:
         limit = min(answer.limit for answer in answers)
-        answers = [
-            one.answer(answer.prompt, limit) for one, answer in zip(pair, answers, strict=True)
-        ]
-    sums: list[list[dict[int, float]]] = []
+        for answer in answers:
+            answer.limit = limit
+
+    # loss_sums[k][m] is of the text with the answer of model k, as model m reads it
     texts: list[str] = []
-    for own, answer in zip(pair, answers, strict=True):
-        own.extend([answer], settings)
+    loss_sums: list[list[dict[int, float]]] = []
+    for sampler, answer in zip(pair, answers, strict=True):
+        sampler.extend([answer], settings)
         ids = [*answer.prompt, *answer.ids]
-        texts.append(text := own.decode(ids))
-        sums.append([])
-        for one in pair:
-            whole = ids if one is own or is_same else one.encode(text)
-            if len(read := one.cut(whole)) < len(whole):
-                size = f"{len(whole):,} tokens of {one.checkpoint}"
-                note(f"[a text has {size}: it reads the first {len(read):,}, losses end there]")
-            sums[-1].append(one.loss_sums(read))
-    end = len(pair[0].decode(answers[0].prompt))
-    # of the prompt each by itself: with an answer, its last token may reach into that
-    parts = [segments(texts[0], (sums[0][0], sums[1][1]), 0, end)]
-    parts += [segments(texts[k], sums[k], end, len(texts[k])) for k in (0, 1)]
-    return answers, parts
+        text = sampler.decode(ids)
+        reader_sums = []
+        for reader in pair:
+            is_own_text = reader is sampler or is_same_tokenizer
+            reader_ids = ids if is_own_text else reader.encode(text)
+            readable_ids = reader.cut(reader_ids)
+            if len(readable_ids) < len(reader_ids):
+                note(
+                    f"[a text has {len(reader_ids):,} tokens of {reader.checkpoint}: "
+                    f"it reads the first {len(readable_ids):,}, losses end there]"
+                )
+            reader_sums.append(reader.loss_sums(readable_ids))
+        texts.append(text)
+        loss_sums.append(reader_sums)
+
+    # The prompt's losses are those of each model's own text: in the text with the other's answer,
+    # the last token of the prompt may reach into that answer.
+    prompt_sums = (loss_sums[0][0], loss_sums[1][1])
+    prompt_end = len(pair[0].decode(answers[0].prompt))
+    return Comparison(
+        answers,
+        [
+            segments(texts[0], prompt_sums, 0, prompt_end),
+            segments(texts[0], loss_sums[0], prompt_end, len(texts[0])),
+            segments(texts[1], loss_sums[1], prompt_end, len(texts[1])),
+        ],
+    )

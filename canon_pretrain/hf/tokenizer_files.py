@@ -22,31 +22,47 @@ from canon_pretrain.data.id_tokenizer import is_id_tokenizer
 from canon_pretrain.data.tokenizer import SENTENCEPIECE_FILE, Tokenizer
 
 NUM_PROBES = 2000
+_UNUSUAL = (
+    *("", " ", "  ", "\n", "\t", "\r\n", "\x00", SPACE, "\u200d", "e\u0301", "\U0001f642"),
+    *("\ufffd", "</s>", "<s>", "<unk>", "<0x0A>", "\u3000", "0123456789", "\ufb01", "\u0130"),
+)
+_UNICODE_BLOCKS = (
+    range(0, 0x300),  # Latin and combining characters
+    range(0x4E00, 0x4E40),  # Chinese
+    range(0x1F600, 0x1F610),  # emoji
+)
 # far below all scores: such a piece is used only if nothing else fits, which _compare checks
 _NEVER = -1e6
-_BPE, _UNIGRAM = 2, 1
-_ALL = 1 << 20
+_BPE = 2  # model_type in SentencePiece's file
+_UNIGRAM = 1
+_ALL = 1 << 20  # more spaces than any text has
 UNKNOWN = " \u2047 "
 """How SentencePiece decodes the unknown token."""
 
 
 def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
     """Return the contents of both JSON files by name. Raises UserError if ids would differ."""
-    if tokenizer.file_name == SENTENCEPIECE_FILE:
+    is_sentencepiece = tokenizer.file_name == SENTENCEPIECE_FILE
+    if is_sentencepiece:
         content = _from_sentencepiece(tokenizer.model)
     else:
         content, _ = without_random_options(json.loads(tokenizer.model))
     for entry in content["added_tokens"]:
         # only special tokens can be excluded from matching
-        entry["special"] = entry["special"] or entry["id"] in (tokenizer.eos_id, tokenizer.bos_id)
-    content |= {"truncation": None, "padding": None}
+        if entry["id"] in (tokenizer.eos_id, tokenizer.bos_id):
+            entry["special"] = True
+    content["truncation"] = None
+    content["padding"] = None
     content["post_processor"] = _without_special_tokens(content.get("post_processor"))
     if not is_id_tokenizer(tokenizer.model):  # which refuses words
         _compare(tokenizer, content)
+
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), tokenizer.eos_token),
-        # as in training; llama.cpp adds a BOS unless told not to
+        "bos_token": tokenizer.eos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.eos_token,
+        # as in training; llama.cpp adds a BOS unless this says not to
         "add_bos_token": False,
         "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
@@ -54,23 +70,22 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    if tokenizer.file_name == SENTENCEPIECE_FILE:
-        if not SentencePieceInfo.read(tokenizer.model).dummy_prefix:
-            config["add_prefix_space"] = False  # read by llama.cpp's converter only
+    if is_sentencepiece and not SentencePieceInfo.read(tokenizer.model).dummy_prefix:
+        config["add_prefix_space"] = False  # read by llama.cpp's converter only
     return {"tokenizer.json": content, "tokenizer_config.json": config}
 
 
 def sentencepiece_file(tokenizer: Tokenizer) -> bytes | None:
     """Return the tokenizer.model of an export, None if there is none.
 
-    llama.cpp's converter reads its scores; from a tokenizer.json alone it gives all tokens the same
-    score, and texts get other ids. It takes every tokenizer.model for BPE with bytes: others are
-    left out, and it refuses them.
+    llama.cpp's converter reads its scores; from a tokenizer.json alone it assigns the same score to
+    all tokens, and texts get other ids. It takes every tokenizer.model for BPE with bytes: others
+    are left out, and it refuses them.
     """
     if tokenizer.file_name != SENTENCEPIECE_FILE:
         return None
-    facts = SentencePieceInfo.read(tokenizer.model)
-    return tokenizer.model if facts.model_type == _BPE and facts.byte_fallback else None
+    info = SentencePieceInfo.read(tokenizer.model)
+    return tokenizer.model if info.model_type == _BPE and info.byte_fallback else None
 
 
 def llama_cpp_reads(tokenizer: Tokenizer) -> bool:
@@ -81,113 +96,134 @@ def llama_cpp_reads(tokenizer: Tokenizer) -> bool:
 
 
 def _from_sentencepiece(model: bytes) -> dict[str, Any]:
-    facts = SentencePieceInfo.read(model)
+    """Return the content of a tokenizer.json. Raises UserError for options that it lacks."""
+    info = SentencePieceInfo.read(model)
+    # Options that tokenizer.json cannot express, or not exactly.
     refusals = {
-        "it is neither a BPE nor a unigram model": facts.model_type not in (_BPE, _UNIGRAM),
-        f"it has user-defined or unused tokens {facts.user_defined[:1]}": facts.user_defined,
-        "it normalizes characters": facts.normalizes,
-        "spaces are suffixes": facts.space_is_suffix,
-        "it does not escape spaces": not facts.escapes_spaces,
+        "it is neither a BPE nor a unigram model": info.model_type not in (_BPE, _UNIGRAM),
+        f"it has user-defined or unused tokens {info.user_defined[:1]}": info.user_defined,
+        "it normalizes characters": info.normalizes,
+        "spaces are suffixes": info.space_is_suffix,
+        "it does not escape spaces": not info.escapes_spaces,
     }
-    if reasons := [reason for reason, holds in refusals.items() if holds]:
+    reasons = [reason for reason, applies in refusals.items() if applies]
+    if reasons:
         raise UserError(
             "hf.inexact_tokenizer",
             f"the tokenizer can't be converted to tokenizer.json: {'; '.join(reasons)}",
         )
+
+    # Control tokens become special tokens; all other pieces are in the model.
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
-    made = tokenizers.Tokenizer(_model(processor, pieces, facts))
-    made.normalizer = normalizers.Sequence(_normalizers(facts))
-    made.decoder = decoders.Sequence(_decoders(facts, pieces[processor.unk_id()]))
-    control = [piece for i, piece in enumerate(pieces) if processor.is_control(i)]
-    made.add_special_tokens([AddedToken(piece, normalized=False) for piece in control])
-    return json.loads(made.to_str())
+    converted = tokenizers.Tokenizer(_model(processor, pieces, info))
+    converted.normalizer = normalizers.Sequence(_normalizers(info))
+    converted.decoder = decoders.Sequence(_decoders(info, pieces[processor.unk_id()]))
+    converted.add_special_tokens(
+        [
+            AddedToken(piece, normalized=False)
+            for i, piece in enumerate(pieces)
+            if processor.is_control(i)
+        ]
+    )
+    return json.loads(converted.to_str())
 
 
-def _normalizers(facts: SentencePieceInfo) -> list[Any]:
+def _normalizers(info: SentencePieceInfo) -> list[Any]:
+    """Return what SentencePiece does to spaces before it looks for pieces."""
     steps: list[Any] = []
-    if facts.drops_spaces:
+    if info.drops_spaces:
         steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    if facts.dummy_prefix:
+    if info.dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     steps.append(normalizers.Replace(" ", SPACE))
-    if facts.drops_spaces:  # at the end of a text also its own U+2581
+    if info.drops_spaces:  # at the end of a text also its own U+2581
         steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
     return steps
 
 
-def _decoders(facts: SentencePieceInfo, unknown: str) -> list[Any]:
+def _decoders(info: SentencePieceInfo, unknown: str) -> list[Any]:
+    """Return what SentencePiece does to pieces; `unknown` is that of the unknown token."""
     steps: list[Any] = [
         decoders.Replace(Regex(rf"\A{re.escape(unknown)}\z"), UNKNOWN),
         decoders.Replace(SPACE, " "),
     ]
-    if facts.byte_fallback:
+    if info.byte_fallback:
         # ByteFallback drops a whole run of invalid UTF-8, as of a truncated character: keep ASCII,
         # such as line ends, out of it
-        lone = [byte for byte in range(128) if chr(byte) not in facts.tokens]
-        steps += [decoders.Replace(f"<0x{byte:02X}>", chr(byte)) for byte in lone]
+        for byte in range(128):
+            if chr(byte) not in info.tokens:
+                steps.append(decoders.Replace(f"<0x{byte:02X}>", chr(byte)))
         steps.append(decoders.ByteFallback())
     steps.append(decoders.Fuse())
-    leading = _ALL if facts.drops_spaces else int(facts.dummy_prefix)
-    return [*steps, decoders.Strip(" ", leading, 0)] if leading else steps
+
+    # leading spaces that the normalizers dropped or added
+    if info.drops_spaces:
+        steps.append(decoders.Strip(" ", _ALL, 0))
+    elif info.dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    return steps
 
 
 def _model(
-    processor: sentencepiece.SentencePieceProcessor, pieces: list[str], facts: SentencePieceInfo
+    processor: sentencepiece.SentencePieceProcessor, pieces: list[str], info: SentencePieceInfo
 ) -> models.Model:
     """Return a Unigram model, or BPE with all pairs of pieces as merges, the best first."""
     scores = {piece: processor.get_score(i) for i, piece in enumerate(pieces)}
-    special = (processor.is_control, processor.is_unknown, processor.is_byte)  # match no text
-    matched = {piece for i, piece in enumerate(pieces) if not any(test(i) for test in special)}
-    if facts.model_type == _UNIGRAM:
-        vocab = [(piece, scores[piece] if piece in matched else _NEVER) for piece in pieces]
-        return models.Unigram(vocab, processor.unk_id(), facts.byte_fallback)
-    merges = [
-        (piece[:at], piece[at:])
-        for piece in sorted(pieces, key=lambda p: -scores[p])
-        if piece in matched
-        for at in range(1, len(piece))
-        if piece[:at] in matched and piece[at:] in matched
-    ]
+    text_pieces = {
+        piece
+        for i, piece in enumerate(pieces)
+        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
+    }
+    if info.model_type == _UNIGRAM:
+        vocab = [(piece, scores[piece] if piece in text_pieces else _NEVER) for piece in pieces]
+        return models.Unigram(vocab, processor.unk_id(), info.byte_fallback)
+
+    merges: list[tuple[str, str]] = []
+    for piece in sorted(pieces, key=lambda piece: -scores[piece]):
+        if piece in text_pieces:
+            splits = ((piece[:i], piece[i:]) for i in range(1, len(piece)))
+            merges += filter(text_pieces.issuperset, splits)
     ids = {piece: i for i, piece in enumerate(pieces)}
-    options: Any = {"fuse_unk": True, "byte_fallback": facts.byte_fallback}
+    options: Any = {"fuse_unk": True, "byte_fallback": info.byte_fallback}
     return models.BPE(ids, merges, unk_token=pieces[processor.unk_id()], **options)
 
 
 def _without_special_tokens(post_processor: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the post-processor without steps that add tokens: only ByteLevel ones are left."""
     if post_processor is None:
         return None
     if post_processor["type"] == "Sequence":
-        kept = [_without_special_tokens(step) for step in post_processor["processors"]]
-        return {"type": "Sequence", "processors": [step for step in kept if step]}
+        steps = [_without_special_tokens(step) for step in post_processor["processors"]]
+        return {"type": "Sequence", "processors": [step for step in steps if step]}
     return post_processor if post_processor["type"] == "ByteLevel" else None
 
 
 def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
-    other = tokenizers.Tokenizer.from_str(json.dumps(content))
-    other.encode_special_tokens = True
-    for text in _probe_texts(other):
-        ids = tokenizer.encode(text)
-        if not np.array_equal(ids, other.encode(text).ids):
+    """Raise UserError if the tokenizer.json of `content` has other ids in some probe text."""
+    converted = tokenizers.Tokenizer.from_str(json.dumps(content))
+    converted.encode_special_tokens = True
+    for text in _probe_texts(converted):
+        training_ids = tokenizer.encode(text)
+        converted_ids = converted.encode(text).ids
+        if not np.array_equal(training_ids, converted_ids):
             raise UserError(
                 "hf.inexact_tokenizer",
                 "tokenizer.json would differ: "
-                f"{text!r} is {ids.tolist()} in training, not {other.encode(text).ids}",
+                f"{text!r} is {training_ids.tolist()} in training, not {converted_ids}",
             )
 
 
 def _probe_texts(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
     """Yield texts of random tokens, spaces and unusual characters."""
-    names = list(tokenizer.get_vocab(with_added_tokens=True))
-    odd = ["", " ", "  ", "\n", "\t", "\r\n", "\x00", SPACE, "\u200d", "e\u0301", "\U0001f642"]
-    odd += ["\ufffd", "</s>", "<s>", "<unk>", "<0x0A>", "\u3000", "0123456789", "\ufb01", "\u0130"]
-    ranges = (range(0, 0x300), range(0x4E00, 0x4E40), range(0x1F600, 0x1F610))
-    kinds = (names, odd, [chr(i) for each in ranges for i in each])
+    yield from _UNUSUAL
+    tokens = list(tokenizer.get_vocab(with_added_tokens=True))
+    characters = [chr(code) for block in _UNICODE_BLOCKS for code in block]
+    vocabularies = (tokens, _UNUSUAL, characters)
     generator = random.Random(0)
-    yield from odd
     for _ in range(NUM_PROBES):
-        kind = kinds[generator.randrange(3)]
-        picked = [generator.choice(kind) for _ in range(generator.randrange(1, 12))]
-        text = "".join(word if generator.random() < 0.8 else f" {word}" for word in picked)
+        vocabulary = vocabularies[generator.randrange(len(vocabularies))]
+        pieces = [generator.choice(vocabulary) for _ in range(generator.randrange(1, 12))]
+        text = "".join(piece if generator.random() < 0.8 else f" {piece}" for piece in pieces)
         yield text.replace(SPACE, " ") if generator.random() < 0.9 else text

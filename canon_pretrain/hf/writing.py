@@ -28,13 +28,14 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @contextmanager
-def folder_beside(out: Path, doing: str) -> Iterator[Path]:
-    """Create the folder .OUT.`doing`, for one process at a time; remove it at the end."""
+def folder_beside(out: Path, purpose: str) -> Iterator[Path]:
+    """Create the folder .OUT.`purpose`, for one process at a time; remove it at the end."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    folder, lock = (out.with_name(f".{out.name}.{doing}{end}") for end in ("", ".lock"))
+    folder = out.with_name(f".{out.name}.{purpose}")
+    lock = out.with_name(f".{out.name}.{purpose}.lock")
     with locked(lock, str(out)):
         try:
-            if os.path.lexists(folder):
+            if os.path.lexists(folder):  # of a process that was killed
                 shutil.rmtree(folder)
             folder.mkdir()
             yield folder
@@ -47,18 +48,22 @@ def plan_files(
     shapes: Mapping[str, torch.Size], dtype: torch.dtype, max_bytes: int = MAX_FILE_BYTES
 ) -> dict[str, dict[str, torch.Size]]:
     """Split tensors into files of at most `max_bytes` of weights, or one tensor."""
-    groups: list[dict[str, torch.Size]] = [{}]
-    room = max_bytes
+    files: list[dict[str, torch.Size]] = [{}]
+    bytes_left = max_bytes
     for name, shape in shapes.items():
-        size = shape.numel() * dtype.itemsize
-        if size > room and groups[-1]:
-            groups.append({})
-            room = max_bytes
-        groups[-1][name] = shape
-        room -= size
-    ends = [f"-{i:05}-of-{len(groups):05}" for i in range(1, len(groups) + 1)]
-    ends = ends if len(groups) > 1 else [""]
-    return {f"model{end}.safetensors": each for end, each in zip(ends, groups, strict=True)}
+        num_bytes = shape.numel() * dtype.itemsize
+        if num_bytes > bytes_left and files[-1]:
+            files.append({})
+            bytes_left = max_bytes
+        files[-1][name] = shape
+        bytes_left -= num_bytes
+
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {
+        f"model-{number:05}-of-{len(files):05}.safetensors": file_shapes
+        for number, file_shapes in enumerate(files, 1)
+    }
 
 
 def write_files(
@@ -66,28 +71,41 @@ def write_files(
 ) -> None:
     """Write the files of `plans`; `tensors` in that order, one in memory at a time."""
     stream = iter(tensors)
-    total = 0
     for file_name, shapes in plans.items():
-        # 8 bytes of header length, the JSON header, the data
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, shape in shapes.items():
-            start, end = end, end + shape.numel() * dtype.itemsize
-            place = [start, end]
-            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": place}
-        total += end
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
         with open(folder / file_name, "xb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name, shape in shapes.items():
-                given, tensor = next(stream)
-                assert (given, tensor.shape, tensor.dtype) == (name, shape, dtype), (given, name)
+            file.write(_safetensors_header(shapes, dtype))
+            for planned_name, shape in shapes.items():
+                name, tensor = next(stream)
+                is_planned = (name, tensor.shape, tensor.dtype) == (planned_name, shape, dtype)
+                assert is_planned, (name, planned_name)
                 file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+
+    # Several files need an index, as transformers reads it.
     if len(plans) > 1:
-        places = {name: file_name for file_name, shapes in plans.items() for name in shapes}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        file_of = {name: file_name for file_name, shapes in plans.items() for name in shapes}
+        num_values = sum(shape.numel() for shapes in plans.values() for shape in shapes.values())
+        index = {
+            "metadata": {"total_size": num_values * dtype.itemsize},
+            "weight_map": file_of,
+        }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _safetensors_header(shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> bytes:
+    """Return what precedes the data of tensors stored in this order: 8 bytes of length, JSON."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, shape in shapes.items():
+        end = start + shape.numel() * dtype.itemsize
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    padding = b" " * (-len(text) % 8)  # aligns the data to 8 bytes
+    return (len(text) + len(padding)).to_bytes(8, "little") + text + padding
 
 
 @functools.cache
@@ -96,25 +114,40 @@ def bundled_code(version: str | None) -> Mapping[str, str]:
 
     `from canon_pretrain.model.args import` becomes `from .args import`.
     """
+    # Follow the imports from modeling_canon.py.
     sources: dict[str, str] = {}
-    paths: dict[str, Path] = {}
-    wanted = [MODELING_MODULE]
-    while wanted:
-        if (module := wanted.pop()) not in sources:
-            paths[module] = Path(*module.split(".")).with_suffix(".py")
-            sources[module] = (_REPOSITORY / paths[module]).read_text(encoding="utf-8")
-            wanted += [found[2] for found in _IMPORT.finditer(sources[module])]
-    names = {module: module.rpartition(".")[2] for module in sorted(sources)}
-    if len(set(names.values())) != len(names):
-        raise ValueError(f"two of {list(names)} would have one name in a flat folder")
+    pending = [MODELING_MODULE]
+    while pending:
+        module = pending.pop()
+        if module not in sources:
+            source = (_REPOSITORY / _path_of(module)).read_text(encoding="utf-8")
+            sources[module] = source
+            pending += [match[2] for match in _IMPORT.finditer(source)]
+
+    # Put all modules in one folder, under the last part of their names.
     maker = f"{PACKAGE} {version}" if version else PACKAGE
     files = {}
-    for module, name in names.items():
-        flat = _IMPORT.sub(lambda m: f"{m[1]} .{m[2].rpartition('.')[2]}", sources[module])
-        files[f"{name}.py"] = f"# {paths[module]} of {maker}, imports made relative\n{flat}"
-    # transformers 4 copies only files that this one imports
-    others = [name for module, name in names.items() if module != MODELING_MODULE]
-    tail = "".join(f"from .{name} import __name__ as _  # noqa: E402, F401\n" for name in others)
-    note = "# transformers 4 copies only files that are imported here"
-    files[f"{names[MODELING_MODULE]}.py"] += f"\n{note}\n{tail}"
+    for module in sorted(sources):
+        flat_source = _IMPORT.sub(lambda match: f"{match[1]} .{_flat(match[2])}", sources[module])
+        header = f"# {_path_of(module)} of {maker}, imports made relative"
+        files[f"{_flat(module)}.py"] = f"{header}\n{flat_source}"
+    if len(files) != len(sources):
+        raise ValueError(f"two of {sorted(sources)} would have one name in a flat folder")
+
+    # transformers 4 copies only files that the modeling file itself imports.
+    main_file = f"{_flat(MODELING_MODULE)}.py"
+    lines = ["", "# transformers 4 copies only files that are imported here"]
+    for file_name in files:
+        if file_name != main_file:
+            name = file_name.removesuffix(".py")
+            lines.append(f"from .{name} import __name__ as _  # noqa: E402, F401")
+    files[main_file] += "\n".join([*lines, ""])
     return MappingProxyType(files)
+
+
+def _path_of(module: str) -> Path:
+    return Path(*module.split(".")).with_suffix(".py")
+
+
+def _flat(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -45,7 +45,7 @@ def library(tmp_path_factory):
     (root / "empty.py").write_bytes(b"")
     (root / "blank.py").write_bytes(b"  \r\n\t")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "source_root", lambda source: root)
+        patch.setattr(sources, "stdlib_root", lambda: root)
         yield root
 
 

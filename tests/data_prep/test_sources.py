@@ -36,10 +36,10 @@ def test_inputs_are_topics_then_sources_without_tests(tmp_path, monkeypatch):
     left_out = ["x/test/a.py", "x/tests/a.py", "idlelib/idle_test/a.py", "x/__pycache__/a.py"]
     left_out += ["site-packages/a.py", "d.txt"]
     make(tmp_path, "b10.py", "b9.py", TOPICS, "a/c.py", "x/testing.py", *left_out)
-    monkeypatch.setattr(sources, "source_root", lambda source: tmp_path)
+    monkeypatch.setattr(sources, "stdlib_root", lambda: tmp_path)
     assert paths(select("stdlib")) == [TOPICS, "a/c.py", "b9.py", "b10.py", "x/testing.py"]
     make(tmp_path / "y", "z.txt")
-    monkeypatch.setattr(sources, "source_root", lambda source: tmp_path / "y")
+    monkeypatch.setattr(sources, "stdlib_root", lambda: tmp_path / "y")
     with refused("input.none"):
         select("stdlib")
 
@@ -200,35 +200,40 @@ def run(home, endpoint, *steps, **more):
 
 @pytest.mark.system
 def test_listing_and_download(hub, files, tmp_path):
-    listing = [SELECT.format(""), "print(*s.inputs, sep='\\n')"]
-    first = run(tmp_path, hub.url, *listing)
     root = tmp_path / f"hub/datasets--HuggingFaceFW--fineweb-edu/snapshots/{FINEWEB.commit}"
-    assert f"{FINEWEB.commit} 3 {root}" in first
-    known = {name: (len(files[name]), hashlib.sha256(files[name]).hexdigest()) for name in NAMES}
-    expected = [f"Input(path='{n}', size={k[0]}, sha256='{k[1]}')" for n, k in known.items()]
-    assert first[-3:] == expected
+    hashes = {name: hashlib.sha256(files[name]).hexdigest() for name in NAMES}
+    expected = [
+        f"Input(path='{name}', size={len(files[name])}, sha256='{hashes[name]}')" for name in NAMES
+    ]
+
+    # the listing names all files, and downloads none
+    listing = run(tmp_path, hub.url, SELECT.format(""), "print(*s.inputs, sep='\\n')")
+    assert f"{FINEWEB.commit} 3 {root}" in listing
+    assert listing[-3:] == expected
     assert len(hub.take_asked("/tree/")) == 2  # pages
     assert not list(root.glob("**/*.parquet"))
 
     # the listing is saved, and only missing files are downloaded
     run(tmp_path, hub.url, SELECT.format(""), FETCH.format("1:3"))
-    asked = hub.take_asked("")
-    assert len(asked) == 2 and all("/resolve/" in line for line in asked)
+    requests = hub.take_asked("")
+    assert len(requests) == 2 and all("/resolve/" in line for line in requests)
     assert all((root / name).read_bytes() == files[name] for name in NAMES[1:3])
 
     # without a network, only a missing file is an error
     steps = [SELECT.format(""), FETCH.format("1:3"), FETCH.format(":")]
     out = run(tmp_path, "http://127.0.0.1:1", *steps, HF_HUB_OFFLINE="1")
     assert out[-1].startswith(f"HubUnavailable hub.unavailable {FINEWEB.repo}@")
+
     # wrong bytes are an error when they are read
     hub.wrong.add(NAMES[0])
     out = run(tmp_path, hub.url, SELECT.format(""), FETCH.format(":1"), READ)
     assert out[-1].startswith("UserError input.changed ") and NAMES[0] in out[-1]
+
+    # the cache passed as a copy has the same inputs
     (root / NAMES[0]).unlink()
-    # the cache given as a copy has the same inputs
     mirror = select("fineweb-edu", [root])
     assert (mirror.version, mirror.root) == (FINEWEB.commit, root)
-    assert [str(one) for one in mirror.inputs] == expected[1:3]
+    assert [str(source_input) for source_input in mirror.inputs] == expected[1:3]
 
 
 @pytest.mark.system

@@ -46,34 +46,39 @@ def tokens_of(text):
 
 def test_every_number_equals_a_count_by_hand(data, monkeypatch):
     monkeypatch.setattr(stats, "CHUNK_TOKENS", 17)
-    content = asdict(stats.stats(data))
-    train, validation = content["splits"]
     documents = [tokens_of(text) for group in texts() for text in group]
-    ids = Counter(i for document in documents for i in document)
+    id_counts = Counter(token for document in documents for token in document)
     lengths = sorted(len(document) for document in documents)
+
+    train, validation = asdict(stats.stats(data))["splits"]
+
     assert train["parts"] > 4
     assert (train["documents"], train["tokens"]) == (len(documents), sum(lengths))
     assert train["bytes"] == sum(len(text.encode()) for group in texts() for text in group)
-    assert train["top_tokens"][0]["count"] == max(ids.values())
-    assert {row["id"]: row["count"] for row in train["top_tokens"]}.items() <= ids.items()
-    assert train["unused_ids"] == tokenizer().vocab_size - len(ids)
-    assert train["frequencies"]["counts"][0] == max(ids.values())
-    found = train["lengths"]
-    assert found["longest"] == lengths[-1]
-    assert len(documents[found["longest_document"]]) == lengths[-1]
-    assert found["quantiles"][1] == lengths[(len(lengths) + 1) // 2 - 1]
-    for entry in found["bins"]:
-        inside = [n for n in lengths if entry["first"] <= n <= entry["last"]]
-        assert (entry["documents"], entry["tokens"]) == (len(inside), sum(inside))
-    assert sum(entry["documents"] for entry in found["bins"]) == len(documents)
     assert train["skipped"] == {"empty": 3}
 
+    # ids
+    assert train["top_tokens"][0]["count"] == max(id_counts.values())
+    assert {row["id"]: row["count"] for row in train["top_tokens"]}.items() <= id_counts.items()
+    assert train["unused_ids"] == tokenizer().vocab_size - len(id_counts)
+    assert train["frequencies"]["counts"][0] == max(id_counts.values())
+
+    # lengths
+    summary = train["lengths"]
+    assert summary["longest"] == lengths[-1]
+    assert len(documents[summary["longest_document"]]) == lengths[-1]
+    assert summary["quantiles"][1] == lengths[(len(lengths) + 1) // 2 - 1]
+    for row in summary["bins"]:
+        inside = [length for length in lengths if row["first"] <= length <= row["last"]]
+        assert (row["documents"], row["tokens"]) == (len(inside), sum(inside))
+    assert sum(row["documents"] for row in summary["bins"]) == len(documents)
+
+    # duplicates
     copies = train["duplicates"]
     assert copies["copies"] == 4
     assert copies["copied_tokens"] == 3 * len(tokens_of(COPIED)) + len(tokens_of(sentence(3, 61)))
     assert [row["count"] for row in copies["most_copied"]] == [4, 2]
-    first = documents.index(tokens_of(COPIED))
-    assert copies["most_copied"][0]["first"] == first
+    assert copies["most_copied"][0]["first"] == documents.index(tokens_of(COPIED))
     assert copies["elsewhere"] == 4
     assert validation["duplicates"]["elsewhere"] == 1
     assert validation["duplicates"]["copies"] == 0

@@ -123,7 +123,10 @@ def test_shards_that_were_written_wrong_are_found(data, base, monkeypatch):
 
 def test_a_manifest_that_does_not_match_the_plan(data):
     path = data / "train/manifest.json"
-    good, names = path.read_bytes(), names_of(data / "train")
+    original = path.read_bytes()
+    names = names_of(data / "train")
+
+    # manifests that are consistent in themselves
     forged: list[tuple[dict[str, Any], list[str]]] = [
         ({}, names[:-1]),
         ({}, [*names[:2], *names[3:]]),
@@ -131,17 +134,19 @@ def test_a_manifest_that_does_not_match_the_plan(data):
         ({"tokenizer_sha256": "0" * 64}, names),
         ({"limits": {"max_tokens": 9}}, names),
     ]
-    for changes, listed in forged:
-        path.write_bytes(good)
-        write_forged_manifest(data / "train", listed, **changes)
+    for changes, listed_names in forged:
+        path.write_bytes(original)
+        write_forged_manifest(data / "train", listed_names, **changes)
         fault = faults_of(data, "size")[0]
         assert files_of([fault]) == ["train/manifest.json"]
         assert all(f"{name} is" in fault for name in changes if name != "limits")
-    stored = json.loads(good)
-    path.write_text(json.dumps(stored | {"num_tokens": stored["num_tokens"] + 1}))
+
+    # manifests that do not match their records
+    manifest = json.loads(original)
+    path.write_text(json.dumps(manifest | {"num_tokens": manifest["num_tokens"] + 1}))
     assert files_of(faults_of(data, "size")) == ["train/manifest.json"]
-    stored["parts"][0]["name"] = "../x"
-    path.write_text(json.dumps(stored))
+    manifest["parts"][0]["name"] = "../x"
+    path.write_text(json.dumps(manifest))
     assert files_of(faults_of(data)) == ["train/manifest.json"]
 
 

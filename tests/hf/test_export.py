@@ -142,27 +142,38 @@ def of_texts(tmp_path_factory):
 
 def test_a_moved_or_wrong_tokenizer(of_texts, tmp_path, monkeypatch):
     data = of_texts.parents[2] / "data"
-    export(of_texts, tmp_path / "stayed")
-    model, out = build(model_args_of(run_of_checkpoint(of_texts))), tmp_path / "out"
+    out = tmp_path / "out"
+    stayed = tmp_path / "stayed"
+    training = tokenizer()
+    export(of_texts, stayed)
+
+    # data that moved: the tokenizer is named, as a file or a folder
+    model = build(model_args_of(run_of_checkpoint(of_texts)))
     moved = plant_run(tmp_path / "run", model, data=tmp_path / "gone")
     with refused("hf.no_tokenizer"):
         export(moved, out)
     for name, path in (("file", data / "tokenizer.model"), ("folder", data)):
         export(moved, tmp_path / name, tokenizer=path)
-        files = [(tmp_path / each / "tokenizer.json").read_bytes() for each in (name, "stayed")]
-        assert files[0] == files[1]
-    known, found = tokenizer(), read(tmp_path / "stayed" / RECORD)["tokenizer"]
-    ids = {"bos_id": known.bos_id, "eos_id": known.eos_id, "vocab_size": 300}
-    assert found == {"sha256": known.sha256} | ids
+        content = (tmp_path / name / "tokenizer.json").read_bytes()
+        assert content == (stayed / "tokenizer.json").read_bytes()
+    assert read(stayed / RECORD)["tokenizer"] == {
+        "sha256": training.sha256,
+        "bos_id": training.bos_id,
+        "eos_id": training.eos_id,
+        "vocab_size": 300,
+    }
+
     # of both files, the training tokenizer's own; a data folder has only one
-    assert (tmp_path / "stayed" / "tokenizer.model").read_bytes() == known.model
-    assert load_tokenizer(tmp_path / "stayed").sha256 == known.sha256
-    (tmp_path / "stayed" / "tokenizer_config.json").unlink()
+    assert (stayed / "tokenizer.model").read_bytes() == training.model
+    assert load_tokenizer(stayed).sha256 == training.sha256
+    (stayed / "tokenizer_config.json").unlink()
     with refused("tokenizer.not_one", found=2):
-        load_tokenizer(tmp_path / "stayed")
+        load_tokenizer(stayed)
+
+    # another tokenizer, one with more ids than the model, one that cannot be converted
     other = tmp_path / "tokenizer.model"
     other.write_bytes(train_tokenizer([sentence(seed, 90) for seed in range(40, 60)], 300))
-    with refused("hf.other_tokenizer", expected=known.sha256):
+    with refused("hf.other_tokenizer", expected=training.sha256):
         export(of_texts, out, tokenizer=other)
     smaller = plant_run(tmp_path / "smaller", build(VARIANTS["nope ABCD"]))
     with refused("hf.vocab_size", given=300, expected=40):
@@ -172,6 +183,7 @@ def test_a_moved_or_wrong_tokenizer(of_texts, tmp_path, monkeypatch):
     with refused("hf.inexact_tokenizer"):
         export(of_texts, out)
     assert not out.exists()
+
     main(["export", str(of_texts), str(out), "--no-tokenizer"])
     assert not list(out.glob("tokenizer*"))
 

@@ -19,8 +19,8 @@ from transformers import DynamicCache
 
 from canon_pretrain.hf.config import (
     DEFAULTS,
+    EXTENSION,
     MODEL_TYPE,
-    OWN,
     plain_fields,
     to_fields,
     to_hf,
@@ -302,13 +302,13 @@ EXPRESSIBLE |= {"act", "cst", "qk_full", "gqa", "tied", "relu2", "half", "k5"}
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rope_version_tells_what_the_released_class_supports(name):
     fields = to_fields(VARIANTS[name])
-    assert fields.keys() - {OWN} <= DEFAULTS.keys() and None not in fields.values()
+    assert fields.keys() - {EXTENSION} <= DEFAULTS.keys() and None not in fields.values()
     assert fields.get("rope_dim") != 0  # the released class rejects it
     is_expressible = set(name.split()) <= EXPRESSIBLE
     # the released class accepts "lingua" and "huggingface" only
     assert fields["rope_version"] == ("lingua" if is_expressible else "canon_pretrain")
     changes_training_only = {"canon_trainable", "init", "init_seed", "eos_id"}
-    assert is_expressible == (fields.get(OWN, {}).keys() <= changes_training_only)
+    assert is_expressible == (fields.get(EXTENSION, {}).keys() <= changes_training_only)
 
 
 OTHERS = ["gla A k3 conv gate_rank cst", "mamba2 conv", "mamba2_mlp conv documents tied"]

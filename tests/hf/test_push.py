@@ -176,24 +176,28 @@ def test_names_that_are_taken_or_of_others(hub, checkpoint, capsys, monkeypatch,
 
 
 def test_links_are_never_uploaded(hub, checkpoint, tmp_path, capsys):
-    secret, out = tmp_path / "secret.txt", tmp_path / "out"
-    secret.write_text("mine")
+    secret = tmp_path / "secret.txt"
+    out = tmp_path / "out"
     main(["export", str(checkpoint), str(out), "--no-tokenizer"])
-    original = json.loads((out / RECORD).read_text())
+    record = json.loads((out / RECORD).read_text())
+
+    # a file of the export that was replaced by a link
     for name in ("notes.txt", "README.md", "config.json", RECORD):
-        kept = (out / name).read_bytes() if (out / name).exists() else b""
+        content = (out / name).read_bytes() if (out / name).exists() else b""
         (out / name).unlink(missing_ok=True)
-        secret.write_bytes(kept or b"mine")
+        secret.write_bytes(content or b"mine")
         (out / name).symlink_to(secret)
         if name == "notes.txt":
-            listed = {"files": [*original["files"], name]}
-            (out / RECORD).write_text(json.dumps(original | listed))
+            files = [*record["files"], name]
+            (out / RECORD).write_text(json.dumps(record | {"files": files}))
         assert refusal(capsys, out, REPO) == ["hf.not_an_export"]
         assert refusal(capsys, out, REPO, "--dry_run") == ["hf.not_an_export"]
         (out / name).unlink()
-        (out / name).write_bytes(kept)
+        (out / name).write_bytes(content)
+
+    # a record that lists a file elsewhere
     for name in ("../secret.txt", str(secret), ".."):
-        (out / RECORD).write_text(json.dumps(original | {"files": [*original["files"], name]}))
+        (out / RECORD).write_text(json.dumps(record | {"files": [*record["files"], name]}))
         assert refusal(capsys, out, REPO) in (["hf.not_an_export"], ["hf.incomplete_export"])
     assert not hub.models
 

@@ -66,21 +66,29 @@ def test_a_damaged_released_folder(tmp_path):
     config = BASE | {"canon_set": "AC", "rope_version": "lingua", "intermediate_size": 512}
     state = random_state(config)
     folder = write_lingua_folder(tmp_path / "hub", {}, config, state)
-    weights, params = (folder / "default" / name for name in ("consolidated.pth", "params.json"))
+    weights = folder / "default" / "consolidated.pth"
+    params = folder / "default" / "params.json"
     model = torch.load(weights, weights_only=True)["model"]
-    whole = weights.read_bytes()
+    original = weights.read_bytes()
 
+    # other tensors
+    without_canon_c = {name: tensor for name, tensor in model.items() if "canonC" not in name}
+    expanded = {name: torch.ones(1).expand(tensor.shape) for name, tensor in model.items()}
     for code, content in (
         ("hf.unknown_tensors", model | {"layers.0.canonA.bias": torch.ones(128)}),
-        ("hf.missing_tensors", {n: t for n, t in model.items() if "canonC" not in n}),
-        ("hf.unreadable_weights", {n: torch.ones(1).expand(t.shape) for n, t in model.items()}),
+        ("hf.missing_tensors", without_canon_c),
+        ("hf.unreadable_weights", expanded),
         ("hf.unreadable_weights", {"x": Path}),
     ):
         torch.save({"model": content}, weights)
         check_refused(folder, code)
-    weights.write_bytes(whole[: len(whole) // 2])
+
+    # half of the weights
+    weights.write_bytes(original[: len(original) // 2])
     check_refused(folder, "hf.unreadable_weights", path=weights)
-    weights.write_bytes(whole)
+    weights.write_bytes(original)
+
+    # params.json with other types, or outside of the folder
     params.write_text('{"model": 3, "data": {}}')
     check_refused(folder, "hf.unsupported_field")
     params.unlink()

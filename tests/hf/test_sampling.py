@@ -49,7 +49,7 @@ def samplers(base):
 
 def draw(sampler, num, seed=5, limit=12, first=0, **options):
     answers = [sampler.answer(sampler.encode(PROMPT), limit) for _ in range(num)]
-    sampler.extend(answers, Settings(seed=seed, **options), first=first)
+    sampler.extend(answers, Settings(seed=seed, **options), first_index=first)
     return [answer.ids for answer in answers]
 
 
@@ -70,25 +70,35 @@ def test_ids_that_pad_the_vocabulary_are_never_drawn(tmp_path):
     run = write_run(tmp_path, padding=40)
     export(run, tmp_path / "out")
     export(run, tmp_path / "bare", with_tokenizer=False)
-    trained, exported = (Sampler.load(tmp_path / name) for name in ("run", "out"))
+    trained = Sampler.load(tmp_path / "run")
+    exported = Sampler.load(tmp_path / "out")
     prompt = trained.encode(PROMPT)
+
+    # the model prefers an id of the padding; the sampler takes the best of the others
     logits = trained.model(torch.tensor([prompt]))[0, -1]
     assert logits.argmax() >= VOCAB_SIZE
     (greedy,) = draw(trained, 1, temperature=0.0)
     assert greedy[0] == logits[:VOCAB_SIZE].argmax() and max(greedy) < VOCAB_SIZE
     assert draw(exported, 1, temperature=0.0) == [greedy]
     assert max(map(max, draw(trained, 9))) < VOCAB_SIZE
+
+    # so does transformers, by the export's generation_config.json
+    prompt_BT = torch.tensor([prompt])
     for name in ("out", "bare"):
-        theirs = LlamaCanonForCausalLM.from_pretrained(tmp_path / name)
-        ids = torch.tensor([prompt])
-        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": len(greedy)}
-        found = theirs.generate(ids, do_sample=False, **options)
-        assert found[0, len(prompt) :].tolist() == greedy
+        opened = LlamaCanonForCausalLM.from_pretrained(tmp_path / name)
+        answer_BT = opened.generate(
+            prompt_BT,
+            attention_mask=torch.ones_like(prompt_BT),
+            max_new_tokens=len(greedy),
+            do_sample=False,
+        )
+        assert answer_BT[0, len(prompt) :].tolist() == greedy
+
+    # and eval
     lm = CanonLM(trained.model, trained.tokenizer, max_length=100, add_bos=True)
     options = {"until": [], "max_gen_toks": len(greedy)}
     (text,) = lm.generate_until(requests("generate_until", [(PROMPT, options)]))
-    whole = trained.decode([*prompt, *greedy])
-    assert trained.decode(prompt) + text == whole
+    assert trained.decode(prompt) + text == trained.decode([*prompt, *greedy])
 
 
 def test_log_probabilities_are_those_of_one_pass(samplers):
@@ -187,9 +197,9 @@ def test_bad_input_is_refused(base, samplers, capsys, tmp_path):
             main([str(base / "run"), *words])
         assert error_codes(capsys.readouterr().err) == [code]
     with refused("hf.other_tokenizer"):
-        Sampler.load(base / "run", tokenizer=base / "other" / "data")
+        Sampler.load(base / "run", tokenizer_path=base / "other" / "data")
     with refused("sample.vocab_size"):
-        Sampler.load(base / "out", tokenizer=base / "other" / "data")
+        Sampler.load(base / "out", tokenizer_path=base / "other" / "data")
     ids = replace(run, tokenizer=Tokenizer(id_tokenizer(300), "ids"))
     assert ids.encode("12 45") == [12, 45]
     with refused("sample.no_ids"):

@@ -78,25 +78,31 @@ def test_auto_tokenizer(name, tmp_path):
     training = training_tokenizer(name)
     for file, content in tokenizer_files(training, 64).items():
         (tmp_path / file).write_text(json.dumps(content))
-    if (model := sentencepiece_file(training)) is not None:
-        (tmp_path / "tokenizer.model").write_bytes(model)
+    model = sentencepiece_file(training)
     assert (model is not None) == (name == "default")
+    if model is not None:
+        (tmp_path / "tokenizer.model").write_bytes(model)
+
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     loaded.save_pretrained(tmp_path / "copy")
-    again = AutoTokenizer.from_pretrained(tmp_path / "copy", use_fast=True)
+    copied = AutoTokenizer.from_pretrained(tmp_path / "copy", use_fast=True)
+
+    # the ids and texts of training
     generator = random.Random(0)
-    asked = ["".join(generator.choices(FRAGMENTS, k=generator.randrange(25))) for _ in range(200)]
-    ids = [training.encode(text).tolist() for text in asked]
-    assert ids == loaded(asked)["input_ids"] == [again.encode(text) for text in asked]
+    texts = ["".join(generator.choices(FRAGMENTS, k=generator.randrange(25))) for _ in range(200)]
+    ids = [training.encode(text).tolist() for text in texts]
+    assert ids == loaded(texts)["input_ids"] == [copied.encode(text) for text in texts]
     decoded = [loaded.decode([*row, training.eos_id], skip_special_tokens=True) for row in ids]
     assert decoded == [training.decode([*row, training.eos_id]) for row in ids]
     text = "the cat sat on the mat, and it came"
     offsets = loaded(text, return_offsets_mapping=True)["offset_mapping"]
     assert "".join(text[start:stop] for start, stop in offsets) == text
-    special = (loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id)
-    assert special == (training.eos_id,) * 3
+
+    # what `generate` and lm_eval read
+    special_ids = (loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id)
+    assert special_ids == (training.eos_id,) * 3
     assert (len(loaded), loaded.is_fast, loaded.model_max_length) == (training.vocab_size, True, 64)
-    assert sorted(loaded("a")) == ["attention_mask", "input_ids"]  # what `generate` accepts
+    assert sorted(loaded("a")) == ["attention_mask", "input_ids"]
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
