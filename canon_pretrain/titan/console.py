@@ -52,8 +52,8 @@ LINES = {
 class Console:
     """Show a launch that ends at `last_step` of `total_steps`; for global rank 0."""
 
-    def __init__(self, total_steps: int, last_step: int, *, colour: bool = True) -> None:
-        self.total_steps, self.last_step, self._colour = total_steps, last_step, colour
+    def __init__(self, total_steps: int, last_step: int, *, color: bool = True) -> None:
+        self.total_steps, self.last_step, self._color = total_steps, last_step, color
         self._live: Live | None = None
         self._step = 0
         self._losses: deque[float] = deque(maxlen=HISTORY)
@@ -68,7 +68,7 @@ class Console:
             return
         # ask the terminal for its size: the variables do not follow a change
         environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-        options: dict[str, Any] = {"no_color": None if self._colour else True, "_environ": environ}
+        options: dict[str, Any] = {"no_color": None if self._color else True, "_environ": environ}
         console = terminal.Console(highlight=False, **options)
         console.show_cursor = lambda show=True: False  # type: ignore[method-assign] # kill -9
         rate = REDRAWS_PER_SECOND

@@ -52,7 +52,7 @@ class CanonMetrics(MetricsProcessor):
         may_write: Callable[[], bool],
         text: Mixture | None,
         *,
-        colour: bool,
+        color: bool,
     ) -> None:
         # torchtitan would run wandb and TensorBoard in this process; ours follow the log in others
         silent = copy.copy(job)
@@ -73,7 +73,7 @@ class CanonMetrics(MetricsProcessor):
         self._tokens_per_step = job.training.global_batch_size * job.training.seq_len
         self._checkpoint_seconds = self._stall_seconds = 0.0
         self._exports = LiveExports()
-        self.console = Console(job.training.steps, job.last_step, colour=colour)
+        self.console = Console(job.training.steps, job.last_step, color=color)
         self.run_log: RunLog | None = None
         self._baselines: Baselines | None = None
         if dist.get_rank() == 0:
