@@ -38,7 +38,7 @@ from canon_pretrain.titan.job_config import (
     value_of,
 )
 from canon_pretrain.titan.metrics import CanonMetrics
-from canon_pretrain.titan.parallelize import CanonChoice
+from canon_pretrain.titan.parallelize import BackendChoice
 from canon_pretrain.titan.resume import RankZero, check_initial
 
 
@@ -307,8 +307,8 @@ def record_launch(
     step: int,
     folder: RunFolder,
     compared: Comparison,
-    canon: CanonChoice | None,
-    mixer: CanonChoice | None,
+    canon: BackendChoice | None,
+    mixer: BackendChoice | None,
     record: LaunchRecord | None,
     metrics: CanonMetrics,
     rank_zero: RankZero,
@@ -331,7 +331,7 @@ def record_launch(
     }
     changes = compared.changes | compared.config_changes
     if canon is not None:
-        facts |= {"canon_backend": canon.backend, "canon_backend_why": canon.why}
+        facts |= {"canon_backend": canon.backend, "canon_backend_why": canon.reason}
         if record is not None and step and "model.canon_backend" not in changes:
             before = (launches.newest_launch(folder) or {}).get("canon_backend")
             if before not in (None, canon.backend):  # the last launch's choice for `auto`

@@ -42,8 +42,8 @@ class TitanModelArgs(BaseModelArgs):
     backends: dict[str, str] = field(default_factory=dict)
 
     def update_from_config(self, job_config: CanonJobConfig, **kwargs: object) -> None:
-        self.args, model = job_config.model_args, job_config.model
-        self.backends = {name: getattr(model, name) for name in BACKENDS}
+        self.args = job_config.model_args
+        self.backends = {name: getattr(job_config.model, name) for name in BACKENDS}
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         return num_parameters(self.args), flops_per_token(self.args, seq_len)
@@ -83,9 +83,13 @@ def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
         return (step + 1) / config.warmup_steps
     assert config.decay_steps is not None
     progress = min(1.0, (step - config.warmup_steps) / config.decay_steps)
-    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress)}
-    left["cosine"] = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.min_lr_factor + (1 - config.min_lr_factor) * left[config.decay_type]
+    if config.decay_type == "linear":
+        remaining = 1 - progress
+    elif config.decay_type == "sqrt":
+        remaining = 1 - math.sqrt(progress)
+    else:
+        remaining = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr_factor + (1 - config.min_lr_factor) * remaining
 
 
 def build_schedule(
@@ -101,7 +105,8 @@ def build_schedule(
 def use_train_spec(build_checkpointer: Callable[..., Any], **builders: Any) -> Iterator[None]:
     """Make torchtitan's Trainer build `model.name = "canon"` by these functions, in the block."""
     # register_train_spec() would reject a second Trainer and keep `builders` alive
-    specs, manager = train_spec._extra_train_specs, torchtitan.train.CheckpointManager
+    specs = train_spec._extra_train_specs
+    original_manager = torchtitan.train.CheckpointManager
     specs["canon"] = train_spec.TrainSpec(
         model_cls=TitanTransformer,
         # new instances: the Trainer updates the one it looks up
@@ -118,7 +123,7 @@ def use_train_spec(build_checkpointer: Callable[..., Any], **builders: Any) -> I
     try:
         yield
     finally:
-        torchtitan.train.CheckpointManager = manager
+        torchtitan.train.CheckpointManager = original_manager
         del specs["canon"]
 
 
@@ -128,8 +133,8 @@ def one_rank(*, start: bool = True) -> Iterator[None]:
     with single_rank_environment():
         try:
             if start:
-                on_gpu = torch.cuda.is_available()
-                dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+                has_gpu = torch.cuda.is_available()
+                dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
             yield
         finally:
             if dist.is_initialized():
@@ -144,10 +149,9 @@ def job_of(
     for name, value in (vars(args) | backends).items():
         if name in vars(job.model):
             setattr(job.model, name, value)
-    training = job.training
-    training.seq_len = num_tokens
-    training.global_batch_size = training.local_batch_size = micro_batch
-    training.mixed_precision_param = "float32" if dtype == torch.float32 else "bfloat16"
+    job.training.seq_len = num_tokens
+    job.training.global_batch_size = job.training.local_batch_size = micro_batch
+    job.training.mixed_precision_param = str(dtype).removeprefix("torch.")
     job.compile.enable = True
     return job
 
@@ -156,11 +160,11 @@ def job_of(
 def fill(model: Transformer) -> None:
     """Fill a model with random values of typical scale on its own device, which is fast."""
     for name, parameter in model.named_parameters():
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if name.endswith("norm.weight"):
-            own.fill_(1.0)
+            local.fill_(1.0)
         else:
-            own.normal_(std=0.02)
+            local.normal_(std=0.02)
     for bias in model.expert_biases():
         bias.zero_()
     if model.rope is not None:
@@ -179,28 +183,41 @@ def random_model(
 
 
 class BareStep:
-    """A training step of `rounds` micro-batches and its two halves; needs a process group."""
+    """A training step of `rounds` micro-batches and its two halves; needs a process group.
+
+    `plain`: without FSDP2 and optimizer, so forward and backward only.
+    """
 
     def __init__(
         self, job: CanonJobConfig, device: torch.device, *, rounds: int = 1, plain: bool = False
     ) -> None:
-        model_args, training = TitanModelArgs(), job.training
+        training = job.training
+        model_args = TitanModelArgs()
         model_args.update_from_config(job)
         with torch.device("meta"):
             model = TitanTransformer(model_args)
         parallelize(model, None if plain else ParallelDims(1, 1, 1, 1, 1, 1, 1, 1), job)
         model.to_empty(device=device)
         fill(model)
-        self.model, self.loss, self.max_norm = model, build_loss(job), training.max_norm
+        self.model = model
+        self.loss = build_loss(job)
+        self.max_norm = training.max_norm
+
         self.optimizer: torch.optim.Optimizer | None = None
         if plain:
             for parameter in model.parameters():  # FSDP2 does not cast buffers either
                 parameter.data = parameter.to(TORCH_DTYPE_MAP[training.mixed_precision_param])
         else:
-            values = job.optimizer
-            options: dict[str, Any] = {"lr": values.lr, "betas": (values.beta1, values.beta2)}
-            options |= {"eps": values.eps, "weight_decay": values.weight_decay, "fused": True}
-            self.optimizer = torch.optim.AdamW(model.parameters(), **options)
+            self.optimizer = torch.optim.AdamW(
+                model.parameters(),
+                lr=job.optimizer.lr,
+                betas=(job.optimizer.beta1, job.optimizer.beta2),
+                eps=job.optimizer.eps,
+                weight_decay=job.optimizer.weight_decay,
+                fused=True,
+            )
+
+        # random ids; the first three are special tokens
         shape = (rounds, training.local_batch_size, training.seq_len + 1)
         self.batches = torch.randint(3, job.model_args.vocab_size, shape).to(device)
         self.num_tokens = self.batches[:, :, 1:].numel()

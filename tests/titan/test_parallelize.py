@@ -29,7 +29,7 @@ from canon_pretrain.titan import parallelize as canon_choice
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.parallelize import (
-    CanonChoice,
+    BackendChoice,
     check_attention,
     choose_canon,
     choose_mixer,
@@ -122,9 +122,9 @@ def gpu_job(data_folder, *words):
 
 
 def test_without_a_gpu_nothing_is_checked(data_folder, checks):
-    assert choose_canon(gpu_job(data_folder), CPU, CODE) == CanonChoice("compiled", "auto")
+    assert choose_canon(gpu_job(data_folder), CPU, CODE) == BackendChoice("compiled", "auto")
     named = gpu_job(data_folder, "--model.canon_backend", "reference")
-    assert choose_canon(named, torch.device("cuda"), CODE) == CanonChoice("reference")
+    assert choose_canon(named, torch.device("cuda"), CODE) == BackendChoice("reference")
     none = gpu_job(data_folder, "--model.canon_set", "")
     assert choose_canon(none, torch.device("cuda"), CODE) is None
 
@@ -179,17 +179,17 @@ def test_rank_0_checks_the_recurrences_kernels(alone, data_folder, monkeypatch, 
 
     assert choose_mixer(gpu_job(data_folder), CPU) is None
     for words in (("--model.mixer_backend", "chunked"), ("--debug.deterministic",)):
-        assert choose(*words) == CanonChoice("chunked")
+        assert choose(*words) == BackendChoice("chunked")
     problems += [None, "a planted fault", "a planted fault"]
     with refused("mixer.unavailable", backend="fla", problem="a planted fault"):
         choose("--model.mixer_backend", "fla")
     assert caplog.records == []
     refusal = {"refused": "a planted fault", "slowdown": 1.8}
-    assert choose() == CanonChoice("chunked", "auto; fla was refused", **refusal)
+    assert choose() == BackendChoice("chunked", "auto; fla was refused", **refusal)
     (warned,) = caplog.records
     assert warned.levelname == "WARNING"
     assert "1.8" in warned.getMessage() and "a planted fault" in warned.getMessage()
-    assert choose() == CanonChoice("fla", "equal to chunked")
+    assert choose() == BackendChoice("fla", "equal to chunked")
 
 
 def decide_as_on_a_gpu(rank):
