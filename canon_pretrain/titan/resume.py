@@ -68,13 +68,13 @@ class RankZero:
             raise
         finally:  # always: the other ranks are waiting
             # an error without its class, which others may fail to unpickle
-            error = failure and (failure.code, failure.message, failure.fields)
-            answer: list[Any] = [result, error]
+            failure_parts = failure and (failure.code, failure.message, failure.fields)
+            answer: list[Any] = [result, failure_parts]
             dist.broadcast_object_list(answer, src=0, group=group)
 
-        result, error = answer
-        if error is not None:
-            code, message, fields = error
+        result, failure_parts = answer
+        if failure_parts is not None:
+            code, message, fields = failure_parts
             relayed = UserError  # by another name: error_codes.txt lists codes that are literals
             raise relayed(code, message, shared=True, **fields)
         return result
