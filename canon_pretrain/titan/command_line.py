@@ -22,16 +22,16 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
     Raises UserError. `--help` and `--help-all` print nothing if `quiet`, and exit.
     """
     options, overrides = read_options(arguments, quiet=quiet)
-    wants_help = options.help or options.help_all
+    base = CanonJobConfig()
     if options.path is not None:
-        path = str(options.path)
-        base = experiment.build(CanonJobConfig, read_experiment(options.path), source=path)
-    else:
-        base = CanonJobConfig()
-    if wants_help:
+        values = read_experiment(options.path)
+        base = experiment.build(CanonJobConfig, values, source=str(options.path))
+
+    if options.help or options.help_all:
         if not quiet:
             _print_help(base, everything=options.help_all)
         raise SystemExit(0)
+
     job = _apply(overrides, base) if overrides else base  # building tyro's parser is slow
     job.job.config_file = str(options.path)
     check_job(job)

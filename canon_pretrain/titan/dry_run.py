@@ -284,8 +284,7 @@ class Draws:
 
 def count_draws(job: CanonJobConfig, data: Mixture) -> list[Draws]:
     """Return the draws of training.steps steps from each source of `data`."""
-    training = job.training
-    tokens = training.steps * training.global_batch_size * training.seq_len
+    tokens = job.training.steps * job.tokens_per_step
     return [
         Draws(name, round(share * tokens), source.num_tokens)
         for name, share, source in zip(data.names, data.shares, data.sources, strict=True)
@@ -303,7 +302,7 @@ class Plan:
         self.job = job
         self.device = device
         self.world_size = world_size
-        self.tokens = training.steps * training.global_batch_size * training.seq_len
+        self.tokens = training.steps * job.tokens_per_step
 
         # The data on disk. Without any yet, the run needs as much as it draws.
         stored_tokens = self.tokens
@@ -345,7 +344,7 @@ class Plan:
         """
         if self.gpu is None:
             flops_per_s = self.world_size * self.device.flops_per_s
-            seconds = self.tokens / self.job.training.steps * self.flops_per_token / flops_per_s
+            seconds = self.job.tokens_per_step * self.flops_per_token / flops_per_s
             return Range(seconds, seconds, seconds)
         return step_seconds(self._counts, self.gpu, speedup=self.fla_speedup)
 
@@ -456,9 +455,8 @@ def startup_notes(
     if has_accelerator() and ranks < num_gpus:
         yield f"this run uses {ranks} of the {num_gpus} GPUs of this node (--nproc-per-node)"
 
-    training = job.training
-    tokens = job.last_step * training.global_batch_size * training.seq_len
-    flops = tokens * flops_per_token(job.model_args, training.seq_len)
+    tokens = job.last_step * job.tokens_per_step
+    flops = tokens * flops_per_token(job.model_args, job.training.seq_len)
     days = flops / (world_size * device.flops_per_s) / DAY_S
     if days > 7:
         yield (

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -74,7 +73,7 @@ class CanonMetrics(MetricsProcessor):
         # The current step, and sums since the last logged one.
         self._step = 0
         self._tokens = 0
-        self._tokens_per_step = job.training.global_batch_size * job.training.seq_len
+        self._tokens_per_step = job.tokens_per_step
         self._logged_at = 0
         self.ntokens_since_last_log: int = 0
         self._checkpoint_seconds = 0.0
@@ -167,8 +166,9 @@ class CanonMetrics(MetricsProcessor):
     def _global_digests(self) -> list[str]:
         """Return a digest of each global batch since the last logged step; collective."""
         # int64 sums wrap modulo 2**64, as the digests do
-        unsigned = np.array(self._dataloader.take_digests(), dtype=np.uint64)
-        sums = torch.from_numpy(unsigned.view(np.int64)).to(device_type)
+        digests = self._dataloader.take_digests()
+        signed = [digest - (1 << 64) if digest >= 1 << 63 else digest for digest in digests]
+        sums = torch.tensor(signed, dtype=torch.int64, device=device_type)
         dist.all_reduce(sums)
         return [f"{digest % (1 << 64):016x}" for digest in sums.tolist()]
 
@@ -190,7 +190,7 @@ def profiling(job: CanonJobConfig, model: nn.Module, *, step: int) -> Iterator[l
         profilers: list[Any] = []
         if config.enable_profiling:
             # in compiled blocks, the labels would break the graph
-            if not (job.compile.enable and "model" in job.compile.components):
+            if not job.compiles_model:
                 _name_canon(model, stack)
             traces = Path(folder) / config.save_traces_folder
             profilers.append(stack.enter_context(_tracing(config, traces, step)))

@@ -230,17 +230,16 @@ def parallelize(
         for experts in all_experts(model):
             parallelize_module(experts, parallel_dims.get_mesh("ep"), ExpertExchange())
 
-    is_compiled = job.compile.enable and "model" in job.compile.components
     if job.activation_checkpoint.mode != "none":
         apply_ac(
             model,
             job.activation_checkpoint,
-            model_compile_enabled=is_compiled,
+            model_compile_enabled=job.compiles_model,
             # without it, selective checkpointing by operator would save nothing
             op_sac_save_list=_op_sac_save_list,
             base_folder=job.job.dump_folder,
         )
-    if is_compiled:
+    if job.compiles_model:
         compile_blocks(model, job, whole=not exchanges)
 
     # FSDP2 last: its hooks run around the compiled blocks.

@@ -215,7 +215,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             self._local_comparison = compare(job, self.folder, data)
 
         self.tokens = 0
-        self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
+        self.tokens_per_step = job.tokens_per_step
         self.skipped_steps = 0  # in the run, without the last Readback.LAG steps
         self._is_last = False
         # host states of the last steps, restored when consecutive bad steps end the run

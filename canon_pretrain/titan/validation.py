@@ -132,7 +132,7 @@ class CanonValidator(BaseValidator):
         # Compiled blocks run in the shape of training; others may have fewer rows.
         self.num_windows = len(all_windows)
         rows = job.training.local_batch_size
-        if not (job.compile.enable and "model" in job.compile.components):
+        if not job.compiles_model:
             rows = min(rows, -(-self.num_windows // world_size))
         rows_of_all_ranks = rows * world_size
         self.num_passes = -(-self.num_windows // rows_of_all_ranks)
