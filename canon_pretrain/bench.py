@@ -145,6 +145,9 @@ def run_generate(arguments: argparse.Namespace) -> None:
         from canon_pretrain.hf.reading import folder_args
         from canon_pretrain.titan.spec import random_model
 
+        def load_random(args: ModelArgs) -> Generate:
+            return _greedy(random_model(args, device))
+
         # An export is loaded once for all batch sizes; random models are made when needed.
         loaders: Mapping[str, Callable[[], Generate]]
         if export is not None:
@@ -157,10 +160,8 @@ def run_generate(arguments: argparse.Namespace) -> None:
             num_tokens = arguments.prompt_tokens + arguments.new_tokens
             models = _models(arguments, device, num_tokens, position="nope")
             base = models[BASE]
-            loaders = {
-                name: lambda args=args: _greedy(random_model(args, device))
-                for name, args in models.items()
-            }
+            loaders = {name: partial(load_random, args) for name, args in models.items()}
+
         rows: list[Row] = []
         for batch in arguments.batches:
             rows += _time_generation(loaders, base.vocab_size, batch, arguments)
@@ -266,6 +267,7 @@ def _report(rows: list[Row], title: str, file: Path | None) -> None:
         )
 
     Console(highlight=False).print(title, table, sep="\n", markup=False)
+
     if file is not None:
         write_json(file, [asdict(row) for row in rows])
 

@@ -60,6 +60,8 @@ def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
     """Raise UserError if `folder` cannot be created or lacks room for `num_bytes`."""
     if problem := folder.make_room(num_bytes):
         raise UserError("checkpoint.no_room", f"{problem}. {DISK_HINT}", path=folder.path)
+
+    # Free space does not tell whether this user may write there.
     try:
         folder.make_trial()
     except OSError as error:
@@ -224,6 +226,8 @@ class CanonCheckpointManager:
                 f"archived checkpoints after step {step}, an abandoned branch: {archive}"
             )
             self._event("archive", step=step, moved_to=str(archive))
+
+        # only now has the run changed: a launch that fails earlier may apply the option again
         if self._one_shot_option:
             mark_applied(self.run.applied_file, self._one_shot_option)
         return step in self.folder.steps()
@@ -327,6 +331,7 @@ class CanonCheckpointManager:
     def _write(
         self, staged: dict[str, Any], writer: VerifiedWriter, copied: torch.cuda.Event | None
     ) -> None:
+        """Write the state once it is copied; in a thread of the save, on all ranks."""
         if copied is not None:
             torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
             copied.synchronize()
@@ -335,6 +340,8 @@ class CanonCheckpointManager:
         except BaseException:
             self._remove_unfinished(writer.step)
             raise
+
+        # retention may now delete older ones
         if self._rank == 0:
             self._retention.mark_verified(writer.step)
 
@@ -363,6 +370,7 @@ class CanonCheckpointManager:
         self.saved_step = save.step
         self.failures = 0
 
+        # Rank 0 logs it, and deletes old checkpoints in the background.
         manifest = save.writer.manifest
         if manifest is None:  # not rank 0
             return
@@ -375,7 +383,9 @@ class CanonCheckpointManager:
             stall_seconds=save.stall_s or seconds,
         )
         self._note(
-            checkpoint_step=save.step, checkpoint_saved=manifest.saved, checkpoint_failures=0
+            checkpoint_step=save.step,
+            checkpoint_saved=manifest.saved,
+            checkpoint_failures=0,
         )
         self._retaining.request()
 
@@ -386,6 +396,7 @@ class CanonCheckpointManager:
             return
         self._event("checkpoint_failed", step=step, reason=reason, in_a_row=self.failures)
         self._note(checkpoint_failures=self.failures)
+
         alert = ""
         if self.failures >= ALERT_AFTER_FAILURES:
             alert = (
@@ -404,11 +415,13 @@ class CanonCheckpointManager:
         except Exception as error:  # retention must not end the run
             logger.warning(f"old checkpoints: {type(error).__name__}: {error}")
             return
+
         for step, reason in outcome.bad.items():
             logger.warning(f"DAMAGED CHECKPOINT: step {step}: {reason}. Moved to quarantine")
             self._event("quarantine", checkpoint=f"step-{step}", reason=reason)
         for problem in outcome.errors:
             logger.warning(f"old checkpoints: {problem}")
+
         if outcome.deleted or outcome.stripped:
             self._event("retention", deleted=outcome.deleted, weights_only=outcome.weights_only)
         self._note(weights_only=outcome.weights_only)

@@ -74,9 +74,11 @@ class Console:
         """Fields of the newest step, until its line is printed."""
 
     def begin(self, step: int) -> None:
+        """Start the view if stdout is a terminal; else steps are printed as lines."""
         self.set_step(step)
         if not is_terminal():
             return
+
         # ask the terminal for its size: the variables do not follow a change
         environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         console = terminal.Console(
@@ -92,6 +94,7 @@ class Console:
             vertical_overflow="crop",
             refresh_per_second=REDRAWS_PER_SECOND,
         )
+
         try:
             live.start()
         except Exception as error:  # a terminal's fault must not end the run
@@ -108,6 +111,8 @@ class Console:
         self._latest[name] = fields
         if name == "checkpoint":
             self._checkpoint_at = time.monotonic()
+
+        # Where it is shown: the curve, a line of its own, or the list of events.
         if name == "step":
             self._step = fields["step"]
             self._losses.append(fields["loss"])
@@ -119,7 +124,7 @@ class Console:
         else:
             text = printable(_format_event(name, fields))
             self._events.append(f"{datetime.now():%H:%M:%S}  {text}")
-            if name in ("stop", "halt"):
+            if name in ("stop", "halt"):  # no later step will print it
                 self._print_held_back()
 
     def _print(self, text: str) -> None:
@@ -140,6 +145,7 @@ class Console:
         if fields is None:
             return
         self._held_back = None
+
         step = fields["step"]
         logger.info(
             f"step {step}/{self.total_steps}  {100 * step / self.total_steps:.1f} %  "
@@ -310,6 +316,7 @@ class Printer(logging.Handler):
 
 def init_logging(rank: int) -> None:
     """Log INFO on rank 0 and WARNING on the others, to stdout."""
+    # A filter of lines by their beginning; torchtitan logs to the root logger.
     printer = Printer()
     printer.addFilter(lambda record: not record.getMessage().startswith(_FILTERED))
     logging.basicConfig(
@@ -319,6 +326,8 @@ def init_logging(rank: int) -> None:
         handlers=[printer],
         force=True,  # replace torchtitan's handlers and those of an earlier launch
     )
+
+    # Warnings of torch that do not concern this trainer.
     os.environ["KINETO_LOG_LEVEL"] = "5"
     for message in (
         "DTensor random operators may not have",  # we use our own generators

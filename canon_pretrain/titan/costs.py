@@ -249,6 +249,8 @@ def kept_bytes(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -
     for node in results_of(graph)[1:]:
         if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], Tensor):
             continue
+
+        # Views keep the storage of their base.
         base = base_of(node)
         value = base.meta["val"]
         is_constant = base.op == "placeholder" and value.shape in constant_shapes

@@ -90,12 +90,14 @@ def _open_task_data(job: CanonJobConfig, windows: TaskWindows) -> OpenedData:
 
 def _open_held_out(job: CanonJobConfig, training: Mixture) -> list[TokenShards | None]:
     """Open the text to validate on, of each folder. Raises UserError if it does not fit."""
+    # data of `validation.path` may be all for validation
     open_part = open_validation if job.validation.path else open_held_out
     try:
         parts = [open_part(folder) for folder in validation_folders(job)]
     except ShardError as error:
         raise UserError("data.held_out", f"held-out split: {error}. {OFF_HINT}") from None
 
+    # Losses are comparable only in the same tokens, and mean something only on other text.
     for part in filter(None, parts):
         part.close()
         origin = f"{part.folder} (validation.path = {job.validation.path!r})"
@@ -122,6 +124,7 @@ def open_task(job: CanonJobConfig) -> TaskWindows | None:
         return None
     if job.model.vocab_size is None:
         job.model.vocab_size = task.vocab_size
+
     vocab_size = job.model_args.vocab_size
     if vocab_size < task.vocab_size:
         raise UserError(
@@ -197,6 +200,8 @@ def _resolve_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None]
             f"validation.enable = True, but {problem}, or unset validation.enable",
             folders=missing,
         )
+
+    # unset: on if any folder has a held-out split
     job.validation.enable = len(missing) < len(folders)
     return [problem] if missing else []
 

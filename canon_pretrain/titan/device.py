@@ -47,6 +47,8 @@ def check_compiler_cache(num_bytes: int = 0) -> None:
     path = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if path is None and not num_bytes:
         return
+
+    # Write a file: free space does not tell whether there is a quota or a read-only file system.
     try:
         if path is None:
             from torch._inductor.runtime.cache_dir_utils import cache_dir

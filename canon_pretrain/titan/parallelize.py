@@ -92,6 +92,7 @@ def choose_canon(
     if device.type not in DEVICE_TYPES or backend not in OPTIONAL:
         return BackendChoice(resolve_backend(requested), "auto" if is_auto else "")
 
+    # A backend must pass its check. One that is requested by name must not be replaced silently.
     check = _from_rank_zero(lambda: _check_backend(job, backend, device, code))
     if check.is_lost or (check.problem is not None and not is_auto):
         state = "the GPU is unusable now" if check.is_lost else f"on {_name(device)}"
@@ -105,6 +106,7 @@ def choose_canon(
         )
     if check.problem is None:
         return BackendChoice(backend, f"auto; {check.source}" if is_auto else check.source)
+
     if dist.get_rank() == 0:
         logger.warning(f"Canon uses compiled instead of triton, which is slower: {check.problem}")
     return BackendChoice("compiled", "auto; triton failed its check", refused=check.problem)
@@ -202,7 +204,7 @@ def _is_lost(device: torch.device) -> bool:
     """Return whether a kernel fault made the GPU unusable in this process; free memory."""
     if device.type != "cuda":
         return False
-    try:
+    try:  # after a fault in a kernel, every call fails
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -265,6 +267,7 @@ def compile_blocks(model: Transformer, job: CanonJobConfig, *, whole: bool = Tru
     options = {}
     if backend == "inductor":
         options = compile_options(device_type, model.canon_backend)
+
     for name, block in model.layers.named_children():
         if whole:
             compiled: Any = torch.compile(block, backend=backend, fullgraph=True, options=options)
@@ -280,6 +283,8 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
     if model.attend is None:
         return
     dtype = job.training.mixed_precision_param
+
+    # Flex attention has no backward pass on a CPU; the other kernels are for half precision.
     selected = model.attend.implementation(device, masked=model.args.document_mask)
     setting = f'model.attention_backend = "{job.model.attention_backend}" selects {selected}'
     if selected != "sdpa" and device == "cpu":
@@ -301,12 +306,14 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
 
 def fsdp_mesh(parallel_dims: ParallelDims, *, of_experts: bool = False) -> DeviceMesh:
     """Return the mesh to shard over, also for a single rank, where torchtitan has none."""
+    # torchtitan's names of its global meshes, and of the dimensions that shard
     kind, name = ("sparse", "efsdp") if of_experts else ("dense", "fsdp")
     if parallel_dims.dp_replicate > 1:
         if not parallel_dims._meshes:
             parallel_dims.build_mesh()
         # get_mesh() fails for replicas of a single rank
         return parallel_dims._global_meshes[kind]["dp_replicate", name]
+
     mesh = parallel_dims.get_optional_mesh(name)
     return mesh or init_device_mesh(device_type, (1,), mesh_dim_names=(name,))
 
@@ -387,7 +394,7 @@ def shard(
     for block in model.layers.values():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_blocks, **options)
     if model.output is not None:
-        last = [model.norm, model.output]
+        last: list[nn.Module] = [model.norm, model.output]
         fully_shard(last, mesh=mesh, reshard_after_forward=reshard_last, **options)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard_last, **options)
 
@@ -435,6 +442,8 @@ def write_shard(parameter: Tensor, value: InitialValue) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(value.rows(0, value.shape[0]))
         return
+
+    # Each rank makes its own rows only: the whole tensor may not fit.
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )

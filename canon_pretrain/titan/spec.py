@@ -81,6 +81,8 @@ def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
     """Return the factor of the peak rate at `step` (from 0), for a decay of `decay_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
+
+    # After warm-up the factor decays from 1 to min_lr_factor, and stays there.
     assert config.decay_steps is not None
     progress = min(1.0, (step - config.warmup_steps) / config.decay_steps)
     if config.decay_type == "linear":
@@ -147,11 +149,12 @@ def job_of(
     """Return a job whose step is one micro-batch, compiled, with the paper's optimizer."""
     job = CanonJobConfig()
     for name, value in (vars(args) | backends).items():
-        if name in vars(job.model):
+        if name in vars(job.model):  # but for max_seq_len, which is training.seq_len
             setattr(job.model, name, value)
+
     job.training.seq_len = num_tokens
     job.training.global_batch_size = job.training.local_batch_size = micro_batch
-    job.training.mixed_precision_param = str(dtype).removeprefix("torch.")
+    job.training.mixed_precision_param = "float32" if dtype == torch.float32 else "bfloat16"
     job.compile.enable = True
     return job
 
@@ -165,6 +168,8 @@ def fill(model: Transformer) -> None:
             local.fill_(1.0)
         else:
             local.normal_(std=0.02)
+
+    # buffers
     for bias in model.expert_biases():
         bias.zero_()
     if model.rope is not None:
