@@ -129,6 +129,7 @@ class Trial:
             record = self._read(request)
             assert record is not None
 
+        # Shards, then runs. Those that diverge have no score.
         self._build(record)
         diverged = self._train()
         finished = {
@@ -263,6 +264,7 @@ class Trial:
         for model, names in finished.items():
             if not names:
                 continue
+
             output = self.stages.call(
                 "sample",
                 self.runs / names[0],
@@ -273,6 +275,7 @@ class Trial:
                 SAMPLE_TOKENS,
                 "--json",
             )
+            # the last line is the sample
             sample = json.loads(output.strip().splitlines()[-1])
             text = printable(record.prompt + sample["text"], keep="\n")
             print(f"\n== a sample {self.models[model]} ({names[0]})\n{text}")
@@ -290,9 +293,10 @@ class Trial:
             if errors:
                 raise errors[0]
             runs_by_model[model] = runs
-
         self._print_losses(record, runs_by_model)
         self._print_diverged(sorted(diverged))
+
+        # A verdict needs a run of each model.
         missing = [self.models[model] for model, runs in runs_by_model.items() if not runs]
         if missing:
             print(f"\nNo verdict: no run {' and '.join(missing)} has finished.")

@@ -148,7 +148,8 @@ class CanonCheckpointManager:
         self._flush = metrics.flush
         self._note = session.note
         self._is_owner = session.is_owner
-        self._launch = launch
+        self._run_id = launch.run_id if launch is not None else None
+        self._launch_number = launch.launches if launch is not None else None
 
         # What is saved: the model's tensors, and everything else by name.
         self._model = ModelWrapper(model_parts)
@@ -274,8 +275,8 @@ class CanonCheckpointManager:
             self.folder.saving_path(step),
             step=step,
             world_size=self.rank_zero.world_size,
-            run_id=self._launch.run_id if self._launch else None,
-            launch=self._launch.launches if self._launch else None,
+            run_id=self._run_id,
+            launch=self._launch_number,
             may_commit=self._may_commit,
         )
         write = functools.partial(self._write, staged, writer, self.staging.copied)
@@ -341,7 +342,7 @@ class CanonCheckpointManager:
             self._remove_unfinished(writer.step)
             raise
 
-        # retention may now delete older ones
+        # its files were hashed as they were written: retention need not read them again
         if self._rank == 0:
             self._retention.mark_verified(writer.step)
 

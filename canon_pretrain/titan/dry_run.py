@@ -89,7 +89,7 @@ class Device:
 def reference(gpu: str, mfu: float | None = None) -> Device:
     """Return one of GPUS; `mfu`: assume this MFU instead of computing a step's time."""
     model = GPUS[gpu]
-    assumed_mfu = DEFAULT_MFU if mfu is None else mfu
+    assumed_mfu = mfu or DEFAULT_MFU
     return Device(
         name=gpu.upper(),
         memory_gib=model.memory_bytes / GIB,
@@ -110,11 +110,12 @@ def this_machine(ranks: int, mfu: float | None = None) -> Device:
             is_gpu=False,
         )
 
+    # An unknown GPU is assumed to be an A100.
     name = torch.cuda.get_device_name()
-    assumed_mfu = DEFAULT_MFU if mfu is None else mfu
-    peak = peak_flops(name)
+    assumed_mfu = mfu or DEFAULT_MFU
     owner = "its"
-    if peak is None:  # of an unknown GPU
+    peak = peak_flops(name)
+    if peak is None:
         peak = GPUS["a100"].peak_flops
         owner = "an A100's"
     return Device(
@@ -470,6 +471,7 @@ def startup_notes(
 
 def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -> None:
     """Print the summary of a job, the memory of each plan by part, and how both were counted."""
+    # What the job is, and how long it takes.
     console.print(f"[bold]{job.job.description}[/bold]  (dry run)")
     summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     summary.add_column(style="cyan")
@@ -477,6 +479,7 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
         summary.add_row(title, text)
     console.print(summary)
 
+    # A column per plan, a row per part.
     memory = Table("part", title="memory per rank, GiB", title_justify="left")
     for title in plans:
         memory.add_column(title, justify="right")
@@ -486,6 +489,7 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
     memory.add_row("available", *(f"{plan.device.memory_gib:.1f}" for plan in plans.values()))
     console.print(memory)
 
+    # What the figures are worth.
     console.print(
         "counted, not measured: without fragmentation, NCCL's buffers, and what kernels allocate"
     )
@@ -560,6 +564,7 @@ def _variant(job: CanonJobConfig) -> list[str]:
         states = f"states {args.key_dim} x {args.value_dim}"
         variant = [args.mixer, states, "conv1d" if args.mixer_conv else "no conv1d", canon]
 
+    # SUMMARIZED_KEYS are in other lines.
     defaults = vars(ModelArgs()) | vars(Loss())
     for name, value in (vars(args) | vars(job.loss)).items():
         if name not in SUMMARIZED_KEYS and value != defaults[name]:
@@ -604,12 +609,11 @@ def _data_lines(job: CanonJobConfig, plan: Plan) -> dict[str, str]:
 def _pace(job: CanonJobConfig, plan: Plan) -> str:
     """Return the ranks of a plan and the estimated time."""
     device = plan.device
+    ranks = f"{plan.world_size} x {device.name}"
     replicas = job.parallelism.data_parallel_replicate_degree
-    in_replicas = f" ({replicas} replicas)" if replicas > 1 else ""
-    ranks = (
-        f"{plan.world_size} x {device.name}{in_replicas}, "
-        f"{plan.micro_batch} x {job.training.seq_len} tokens per rank at once"
-    )
+    if replicas > 1:
+        ranks = f"{ranks} ({replicas} replicas)"
+    ranks = f"{ranks}, {plan.micro_batch} x {job.training.seq_len} tokens per rank at once"
     if device.is_gpu and plan.gpu is None and plan.parameters < MIN_PARAMETERS_FOR_MFU:
         return f"{ranks}: no time estimate, the model is too small to fill a GPU"
 

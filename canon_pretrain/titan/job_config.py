@@ -174,6 +174,7 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
     That is the largest divisor of a rank's share of the batch up to training.local_batch_size.
     Raises UserError if the ranks do not divide the batch.
     """
+    # Every rank has the same share.
     batch_size = job.training.global_batch_size
     share, remainder = divmod(batch_size, world_size)
     if remainder:
@@ -185,6 +186,7 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
             given=world_size,
             valid=valid,
         )
+
     limit = min(share, job.training.local_batch_size)
     return next(size for size in range(limit, 0, -1) if share % size == 0)
 
@@ -361,12 +363,14 @@ def _launch_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
 
 def _computation_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     """Yield the conflicts of how a step is computed: experts, loss, profiling, checkpointing."""
+    # Each rank has equally many experts.
     args = job.model_args
     degree = job.parallelism.expert_parallel_degree
     num_experts = args.num_experts if args.ffn == "moe" else 0
     if degree > 1 and (num_experts == 0 or num_experts % degree):
         name = "parallelism.expert_parallel_degree"
         yield name, f"{name} = {degree} does not divide the model's {num_experts or 'no'} experts"
+
     if job.loss.z_loss and job.loss.squared_loss:
         yield "loss.squared_loss", "loss.z_loss and loss.squared_loss: set only one"
 

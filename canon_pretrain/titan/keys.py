@@ -143,6 +143,7 @@ def _suggest_synonyms(unknown_key: str, keys: Iterable[str]) -> str:
             " Ranks are not set by a key: torchrun --nproc-per-node GPUS --nnodes NODES "
             "-m canon_pretrain.train ..., or slurm/pretrain_1b3.sh"
         )
+
     suggested = [key for key, synonyms in SYNONYMS.items() if name in synonyms.split()]
     if "." not in unknown_key:  # a key without its section
         suggested += sorted({key for key in keys if key.endswith(f".{name}")} - {*suggested})

@@ -27,7 +27,6 @@ from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.checkpoint import DISK_HINT, check_room, full_bytes
 from canon_pretrain.titan.data import OpenedData
-from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import (
     CODE,
     FINGERPRINT,
@@ -149,6 +148,7 @@ def check_identity(
 
 def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Changes:
     """Return path -> [old, new] hash of source files that changed since the last launch."""
+    # older runs have no record of their code
     old = _recorded(folder, "code")
     changes = differences(old, code) if old else {}
     if changes and refuse:
@@ -235,6 +235,8 @@ def prepare_folder(
     path = run.path / job.checkpoint.folder
     checkpoints = CheckpointFolder(path, may_change=session.is_owner)
     fresh = is_fresh(job, run)
+
+    # All checks come first: a launch that is refused must leave the folder as it was.
     try:
         _check_folder(job, run, checkpoints, fresh=fresh)
         _recover_folder(job, run, checkpoints, fresh=fresh)
@@ -242,6 +244,8 @@ def prepare_folder(
         raise UserError(
             "run.unwritable", f"{error.filename or path}: {error.strerror}. {DISK_HINT}"
         ) from None
+
+    # Checks read every file of a checkpoint: meanwhile the lock may be lost.
     session.check_owner()
     run_facts, problem = launches.begin_launch(run)
     if problem:
@@ -285,6 +289,8 @@ def _check_folder(
             path=path,
             steps=other_steps,
         )
+
+    # Without its config a run cannot be compared.
     if not fresh and checkpoints.steps() and not run.config_file.exists():
         raise UserError(
             "run.config_missing",
@@ -292,6 +298,7 @@ def _check_folder(
             "a new run with --checkpoint.fresh",
             path=run.config_file,
         )
+
     if not fresh or not job.checkpoint.enable:
         return
 
@@ -317,6 +324,7 @@ def _recover_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
     """Move leftovers of earlier launches and, with `fresh`, the run so far."""
+    # Saves and archives that a crash has interrupted.
     notes = checkpoints.recover()
     if strays := checkpoints.strays():
         notes.append(f"ignored in {checkpoints.path}, not checkpoints: {', '.join(strays)}")
@@ -326,6 +334,7 @@ def _recover_folder(
         launches.mark_applied(run.applied_file, launches.FRESH)
     elif job.checkpoint.fresh:
         notes.append("checkpoint.fresh was already applied by this job: resuming")
+
     if traces := archive_traces(run.path / job.comm.save_traces_folder):
         notes.append(f"moved communication traces of an earlier launch to {traces}")
     for note in notes:
@@ -346,6 +355,8 @@ def record_launch(
     """Record and log this launch, which starts at `step`; collective."""
     if rank_zero.rank == 0:
         folder.done_file.unlink(missing_ok=True)
+
+    # What computes this launch.
     hosts = [""] * rank_zero.world_size
     dist.all_gather_object(hosts, host_name())
     header: dict[str, Any] = {
@@ -405,18 +416,17 @@ def record_launch(
 
 def _launch_fields(step: int, header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of launch.json: those of the log event, and this machine's devices."""
-    num_gpus = torch.cuda.device_count() if has_accelerator() else 0
-    devices = {
-        "type": device_type,
-        "count": num_gpus,
-        "names": [torch.cuda.get_device_name(k) for k in range(num_gpus)],
-        "cuda": torch.version.cuda,
-    }
+    num_gpus = torch.cuda.device_count()
     names = ("world_size", "hosts", "config_hash", "canon_backend")
     versions = ("canon_pretrain", "torch", "torchtitan")
     return {
         **{name: header.get(name) for name in names},
         "from_step": step,
-        "devices": devices,
+        "devices": {
+            "type": device_type,
+            "count": num_gpus,
+            "names": [torch.cuda.get_device_name(k) for k in range(num_gpus)],
+            "cuda": torch.version.cuda,
+        },
         "versions": {name: header.get(name) for name in versions},
     }

@@ -65,10 +65,12 @@ class CanonMetrics(MetricsProcessor):
         self._dataloader = dataloader
 
         # torchtitan's takes lspci's "GH100 [H20]" for an H100, and an unknown device for an A100
-        device_name = torch.cuda.get_device_name() if has_accelerator() else ""
-        self._peak_flops = peak_flops(device_name)
-        if has_accelerator() and self._peak_flops is None:
-            logger.info(f"NOTE: no MFU is logged: the peak FLOP/s of {device_name} are not known")
+        self._peak_flops: float | None = None
+        if has_accelerator():
+            name = torch.cuda.get_device_name()
+            self._peak_flops = peak_flops(name)
+            if self._peak_flops is None:
+                logger.info(f"NOTE: no MFU is logged: the peak FLOP/s of {name} are not known")
 
         # The current step, and sums since the last logged one.
         self._step = 0
@@ -147,8 +149,12 @@ class CanonMetrics(MetricsProcessor):
         if self._peak_flops is not None:
             fields["mfu"] = self.num_flops_per_token * speed / self._peak_flops
             fields["mfu_formula"] = flops_formula(self.job_config.model_args)
+
+        # What was read, for comparing runs.
         fields["data_digests"] = self._global_digests()
         fields["source_tokens"] = self._dataloader.source_tokens
+
+        # Losses of count models, once they are known, then the step.
         if self._baselines is not None and (count_losses := self._baselines.take()):
             self.event("count_models", **asdict(count_losses))
         self.event("step", **fields)
@@ -194,6 +200,7 @@ def profiling(job: CanonJobConfig, model: nn.Module, *, step: int) -> Iterator[l
                 _name_canon(model, stack)
             traces = Path(folder) / config.save_traces_folder
             profilers.append(stack.enter_context(_tracing(config, traces, step)))
+
         if config.enable_memory_snapshot and has_accelerator():
             snapshot = maybe_enable_memory_snapshot(config, global_step=step, base_folder=folder)
             profilers.append(stack.enter_context(snapshot))

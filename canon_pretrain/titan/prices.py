@@ -22,6 +22,7 @@ def main() -> None:
         gpu = options["gpu"].lower()
         check_choice("--gpu", gpu, GPUS)
         device = reference(gpu)
+
         rows = []
         for arguments in json.load(sys.stdin):
             job = parse_job(arguments, quiet=True)

@@ -56,6 +56,8 @@ class RankZero:
         group = self.group  # create it first: its creation has a shorter timeout than `function`
         result: Any = None
         failure: UserError | None = None
+
+        # Any other error is raised here, and relayed as one that the other ranks can print.
         try:
             if self.rank == 0:
                 result = function()
@@ -164,6 +166,8 @@ class Resume:
         taker = last_launch.get("launch")
         if not isinstance(begin, int) or taker is None:
             return
+
+        # Those after the step from which the newest launch trained, unless it saved them itself.
         for step in self.folder.steps():
             path = self.folder.step_path(step)
             manifest = _value_or_fault(Manifest.read, path)
@@ -217,6 +221,7 @@ class Resume:
         """Return the steps that the log records as saved: it may outlive purged checkpoints."""
         if not self.run.log_file.exists():
             return []
+
         saved: list[int] = []
         for event in read_log(self.run.log_file):
             if event.kind == "checkpoint":
@@ -264,6 +269,7 @@ class Resume:
                 )
             if 0 in faults_by_rank:
                 return faults
+
             if faults_by_rank:  # of other ranks only: perhaps one node's bad mount
                 verified = _value_or_fault(lambda: manifests.verify(path, workers=4))
                 if isinstance(verified, str):
@@ -277,6 +283,7 @@ class Resume:
                     path=path,
                     rank=rank,
                 )
+
             # last, because pickles of a damaged file must not be opened
             contents = _value_or_fault(check_safe, path, metadata)
             return [contents] if isinstance(contents, str) else Verified(manifest, contents)
@@ -292,8 +299,10 @@ class Resume:
     def _read(self, path: Path, checkpoint: Verified, *, model_only: bool = False) -> None:
         """Load into this rank's shards. Raises UserError if the model differs."""
         model = self._model.state_dict()
-        state = dict(model) if model_only else self._states | model
         _check_model(path, checkpoint.metadata, model)
+
+        # dcp reads into the tensors of `state`, and lets Stateful objects load theirs.
+        state = dict(model) if model_only else self._states | model
         dcp.load(
             state,
             storage_reader=SafeReader(path, checkpoint.metadata),

@@ -25,6 +25,7 @@ from canon_pretrain.titan.parallelize import reshard
 
 def find_tokenizer(data: Mixture) -> Tokenizer:
     """Return the tokenizer of the shards, from the first folder. Raises UserError."""
+    # data_prep copies it next to the splits
     source = data.sources[0]
     folder = Path(source.folder).parent
     try:
@@ -49,6 +50,8 @@ def read_prompts(job: CanonJobConfig, data: Mixture) -> list[list[int]]:
     prompts = [
         tokenizer.encode(text).tolist() or [tokenizer.eos_id] for text in job.samples.prompts
     ]
+
+    # A model with absolute positions, or a window, has been trained up to seq_len only.
     for k, ids in enumerate(prompts):
         if len(ids) + max_tokens - 1 > seq_len:  # the last token is not read
             raise UserError(

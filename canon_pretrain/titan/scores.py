@@ -56,12 +56,13 @@ class TaskScores:
         What is drawn depends on the window and the question's number in it.
         """
         questions: list[tuple[Asked, Question]] = []
-        numbers: list[tuple[int, int]] = []
+        numbers: list[tuple[int, int]] = []  # seeds of a question's generator
         for window_index, window in enumerate(self._windows):
             for setting in window:
                 questions += [(setting, question) for question in setting.questions]
             num_in_window = len(questions) - len(numbers)
             numbers += [(window_index, k) for k in range(num_in_window)]
+
         generators = [sample_generator(*pair) for pair in numbers] if self._temperature else None
         return generate(
             model,

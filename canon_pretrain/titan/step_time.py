@@ -117,10 +117,13 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
 
 def count_model(args: ModelArgs, layout: Layout, block: Work) -> StepCounts:
     """Count a step of a model whose blocks cost `block` per micro-batch, without attention."""
+    # A micro-batch: blocks, attention, the head, and what FSDP2 copies.
     micro_batch = block.repeated(args.num_layers)
     micro_batch.add(_attention_work(args, layout).repeated(args.num_layers))
     micro_batch.add(_head_work(args, layout))
     micro_batch.add(_sharding_work(args, layout))
+
+    # A step: its micro-batches, and the optimizer on this rank's shard.
     work = micro_batch.repeated(layout.num_micro_batches)
     work.launches += STEP_LAUNCHES
     work.bytes_moved += OPTIMIZER_BYTES * num_parameters(args) / layout.num_shards
@@ -155,6 +158,7 @@ def _head_work(args: ModelArgs, layout: Layout) -> Work:
     itemsize = layout.dtype.itemsize
     num_chunks = -(-tokens // layout.loss_chunk_tokens)
     token_bytes = LOGIT_PASSES * itemsize * args.vocab_size + HEAD_CHANNEL_BYTES * args.dim
+
     # each chunk adds to the weight's float32 gradient: two reads and a write
     gradient_bytes = 3 * 4 * num_chunks * args.vocab_size * args.dim
     kind = str(layout.dtype).removeprefix("torch.")

@@ -333,6 +333,8 @@ class CanonTrainer(torchtitan.train.Trainer):
             "fused": config.implementation == "fused",
             "foreach": config.implementation == "foreach",
         }
+
+        # A schedule computes rates from its base rates when it steps: set this step's as well.
         for optimizer, schedule in zip(self.optimizers, self.lr_schedulers.schedulers, strict=True):
             schedule.base_lrs = [config.lr] * len(optimizer.param_groups)
             rates = [config.lr * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
@@ -392,6 +394,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _log_start(self) -> None:
         """Log which steps this launch trains, and with which backends."""
         job = self.job_config
+        # a recurrence has no attention
         attend = self.model_parts[0].attend
         backend = attend.describe(self.device.type) if attend else self.mixer
         canon = f", Canon: {self.canon}" if self.canon else ""
@@ -406,7 +409,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         step = self.step
         num_steps = self.job_config.training.steps
         metrics = self.metrics_processor
+        # user and system time, of this process and of its children
         fields = {"skipped_steps": self.skipped_steps, "cpu_seconds": sum(os.times()[:4])}
+
         if step == num_steps:
             reason = f"step {num_steps} is reached"
             metrics.event("done", step=step, **fields)
@@ -416,6 +421,8 @@ class CanonTrainer(torchtitan.train.Trainer):
             metrics.event("stop", step=step, reason=reason, **fields)
             command = "the same command" if stop else "the same command without --run.stop_at"
             text = f"stopped at step {step} of {num_steps} by {reason}; {command} resumes from here"
+
+        # The log must be on disk before the status says that the run has ended.
         metrics.flush()
         self._end(reason)
         logger.info(text)
@@ -434,6 +441,8 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _save_last(self) -> None:
         """Save the current state; three attempts. Raises UserError if all fail."""
         self.session.progress(self.step, "saving")
+
+        # a full disk may have room again, and a network disk be back
         for pause_s in (0, 1, 10):
             time.sleep(pause_s)
             self.checkpointer.save(self.step, last_step=True)
@@ -452,6 +461,7 @@ class CanonTrainer(torchtitan.train.Trainer):
 
         `if_missed`: only what the log does not have yet, at the beginning of a launch.
         """
+        # What is due.
         step = self.step
         due = set[str]()
         if self.job_config.validation.enable and self.validator.should_validate(step):
@@ -462,6 +472,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             log_file = self.folder.log_file
             due -= self.checkpointer.rank_zero.run(lambda: logged_at(log_file, step))
 
+        # Write it to the log; training time does not include it.
         if "validation" in due:
             self.session.progress(step, "validating")
             fields = self.validator.validate(self.model_parts, step)
@@ -646,12 +657,15 @@ class CanonTrainer(torchtitan.train.Trainer):
         """
         stop: str | None = None
         for step, values in reports:
+            # Any rank may have been asked to stop.
             loss = values[0]
             requests = values[NUM_LOSSES : NUM_LOSSES + len(REASONS)]
-            grad_norm, skip, *counters = values[NUM_LOSSES + len(REASONS) :]
-            self.skipped_steps = int(counters[SKIPPED])
             if any(requests):
                 stop = describe([num_ranks > 0 for num_ranks in requests])
+
+            # The guards' verdict.
+            grad_norm, skip, *counters = values[NUM_LOSSES + len(REASONS) :]
+            self.skipped_steps = int(counters[SKIPPED])
 
             if skip:
                 fields = {

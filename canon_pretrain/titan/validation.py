@@ -192,6 +192,7 @@ class CanonValidator(BaseValidator):
         if device_type == "cuda":  # so that the running step does not count as validation time
             torch.cuda.synchronize()
         begin = time.perf_counter()
+
         model = model_parts[0]
         with record_function(VALIDATION):
             model.eval()  # experts drop no tokens
@@ -205,6 +206,8 @@ class CanonValidator(BaseValidator):
             fields["scores"] = scores
         fields["tokens_scored"] = whole.num_tokens
         fields["seconds"] = time.perf_counter() - begin
+
+        # Each source as well, by name.
         fields["sources"] = {}
         for name, source, width in zip(self.names, sums, self._bytes_per_token, strict=True):
             loss = held_out_loss([source.nats], [source.num_tokens], [width])
