@@ -319,7 +319,7 @@ class CanonCheckpointManager:
         except OSError as error:
             faults.append(f"{socket.gethostname()}, rank {self._rank}: {error.strerror}")
         faults_by_rank = self.rank_zero.gather(faults)
-        self.rank_zero.run(lambda: remove_tree(trial) if trial.exists() else 0)
+        self.rank_zero.run(lambda: remove_tree(trial))
         if faults_by_rank:
             text = "; ".join(faults[0] for faults in faults_by_rank.values())
             raise UserError(

@@ -60,7 +60,13 @@ def open_data(job: CanonJobConfig) -> OpenedData:
         return _open_task_data(job, windows)
 
     with open_shards(job) as training:
-        notices = _padding_notice(job, training)
+        notices = []
+        vocab_size = job.model_args.vocab_size
+        if vocab_size != training.vocab_size:  # as imported models may have
+            notices.append(
+                f"model.vocab_size = {vocab_size:,}: no text has the ids from "
+                f"{training.vocab_size:,} on"
+            )
         prompts: list[list[int]] = []
         if job.samples.interval:
             from canon_pretrain.titan.samples import read_prompts  # which loads a tokenizer
@@ -175,14 +181,6 @@ def open_shards(job: CanonJobConfig) -> Mixture:
                 num_tokens=source.num_tokens,
             )
     return mixture
-
-
-def _padding_notice(job: CanonJobConfig, data: Mixture) -> list[str]:
-    """Return a notice if the model has ids that no text has, as imported ones may."""
-    vocab_size = job.model_args.vocab_size
-    if vocab_size == data.vocab_size:
-        return []
-    return [f"model.vocab_size = {vocab_size:,}: no text has the ids from {data.vocab_size:,} on"]
 
 
 def validation_folders(job: CanonJobConfig) -> list[str]:

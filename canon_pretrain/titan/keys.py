@@ -75,12 +75,9 @@ def read_options(
         raise SystemExit(0)
     if options.path is None and not options.help_all:
         file = next((word for word in overrides if word.endswith(".toml")), None)
-        raise UserError(
-            "option.missing",
-            f"no --config given. Did you mean --config {file}?"
-            if file is not None
-            else f"no --config FILE.toml given. See {PROG} --help",
-        )
+        if file is not None:
+            raise UserError("option.missing", f"no --config given. Did you mean --config {file}?")
+        raise UserError("option.missing", f"no --config FILE.toml given. See {PROG} --help")
     return options, overrides
 
 

@@ -36,6 +36,7 @@ from canon_pretrain.titan.job_config import (
     split_names,
     value_of,
 )
+from canon_pretrain.titan.keys import dotted
 from canon_pretrain.titan.metrics import CanonMetrics
 from canon_pretrain.titan.parallelize import BackendChoice
 from canon_pretrain.titan.resume import RankZero, check_initial
@@ -211,15 +212,11 @@ def _data_of(name: str, config: Mapping[str, Any]) -> str:
     return ", ".join(f"data.{key} = {data.get(key)!r}" for key in keys)
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a job's values by dotted name, tuples as lists (as read from JSON)."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return flat
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in dotted(config)
+    }
 
 
 def is_fresh(job: CanonJobConfig, run: RunFolder) -> bool:

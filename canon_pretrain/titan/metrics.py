@@ -5,12 +5,11 @@ Canon layers; ours writes the same files.
 """
 
 import contextlib
-import copy
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,8 @@ class CanonMetrics(MetricsProcessor):
         color: bool,
     ) -> None:
         # torchtitan would run wandb and TensorBoard in this process; ours follow the log in others
-        silent = copy.copy(job)
-        silent.metrics = copy.copy(job.metrics)
-        silent.metrics.enable_wandb = False
-        silent.metrics.enable_tensorboard = False
-        super().__init__(silent, parallel_dims)
+        silent = replace(job.metrics, enable_wandb=False, enable_tensorboard=False)
+        super().__init__(replace(job, metrics=silent), parallel_dims)
         self.job_config = job
         self.world_size = parallel_dims.world_size
         self._dataloader = dataloader

@@ -286,7 +286,9 @@ class Resume:
 
             # last, because pickles of a damaged file must not be opened
             contents = _value_or_fault(check_safe, path, metadata)
-            return [contents] if isinstance(contents, str) else Verified(manifest, contents)
+            if isinstance(contents, str):
+                return [contents]
+            return Verified(manifest, contents)
 
         return self._rank_zero.run(judge)
 

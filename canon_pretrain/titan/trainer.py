@@ -282,8 +282,9 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _build_dataloader(self, **options: Any) -> CanonDataLoader:
         # these were compared with the run's identity
         may_change = () if self.compared.is_new else titan_data.IDENTITY_FIELDS
-        data = self.data.training
-        return titan_data.build_dataloader(**options, data=data, may_change=may_change)
+        return titan_data.build_dataloader(
+            **options, data=self.data.training, may_change=may_change
+        )
 
     def _build_metrics(
         self, job_config: CanonJobConfig, parallel_dims: ParallelDims, model_args: Any
@@ -311,8 +312,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         )
 
     def close(self) -> None:
-        if isinstance(data := getattr(self, "dataloader", None), CanonDataLoader):
-            data.close()
+        self.dataloader.close()
         super().close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -461,7 +461,6 @@ class CanonTrainer(torchtitan.train.Trainer):
 
         `if_missed`: only what the log does not have yet, at the beginning of a launch.
         """
-        # What is due.
         step = self.step
         due = set[str]()
         if self.job_config.validation.enable and self.validator.should_validate(step):
@@ -469,8 +468,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         if self.samples is not None and self.samples.is_due(step):
             due.add("samples")
         if if_missed and due:
-            log_file = self.folder.log_file
-            due -= self.checkpointer.rank_zero.run(lambda: logged_at(log_file, step))
+            due -= self.checkpointer.rank_zero.run(lambda: logged_at(self.folder.log_file, step))
 
         # Write it to the log; training time does not include it.
         if "validation" in due:
