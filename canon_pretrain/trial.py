@@ -76,7 +76,7 @@ TRAINING_SHARE = 0.75
 """Of the time that is left when the plan is made."""
 OTHER_S = 15.0
 """What the other stages take at least: they build shards, evaluate, compare and sample."""
-MINUTES_HELP = "for all of it (default: %(default)s); less than 0.5 takes longer than asked"
+MINUTES_HELP = "for the whole trial (default: %(default)s); below 0.5 it takes longer than that"
 SAMPLE_TOKENS = 60
 SPLITS = ("train", "validation")
 CUT = "--max-document-bytes"
@@ -84,7 +84,7 @@ CUT = "--max-document-bytes"
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for; another request needs another folder."""
+    """The user's arguments; a trial with other arguments needs another folder."""
 
     files: list[str]
     minutes: float

@@ -101,7 +101,7 @@ class Staging:
         if not has_accelerator():
             return self._copy(state)
 
-        # In a stream of its own, so that the next forward and backward pass overlap with it.
+        # In a separate stream, so that the next forward and backward passes overlap with the copy.
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -17,7 +17,7 @@ from canon_pretrain.titan.keys import PROG, check_words, print_help, read_option
 
 
 def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfig:
-    """Return the checked job of a command line, whose options win over its file.
+    """Return the checked job of a command line; its options override its file.
 
     Raises UserError. `--help` and `--help-all` print nothing if `quiet`, and exit.
     """

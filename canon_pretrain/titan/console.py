@@ -112,7 +112,7 @@ class Console:
         if name == "checkpoint":
             self._checkpoint_at = time.monotonic()
 
-        # Where it is shown: the curve, a line of its own, or the list of events.
+        # Where it is shown: in the curve, in a separate line, or in the list of events.
         if name == "step":
             self._step = fields["step"]
             self._losses.append(fields["loss"])
@@ -184,7 +184,7 @@ class Console:
             lines = list(self._lines(options.max_width))
         except Exception as error:  # else it would be raised by any print
             lines = [Text(f"cannot draw the view: {type(error).__name__}: {error}")]
-        # leave the cursor on a line of its own, in case the process is killed
+        # leave the cursor on an empty line, in case the process is killed
         lines.append("")
         for line in console.render_lines(rich.console.Group(*lines), options, pad=False):
             yield from (*line, Segment.line())
@@ -255,7 +255,7 @@ def _format_samples(fields: Mapping[str, Any]) -> str:
 
 
 def _format_event(name: str, fields: Mapping[str, Any]) -> str:
-    """Return the name and fields of an event that has no line of its own."""
+    """Return the name and fields of an event without a format in LINES."""
     if name == "checkpoint":
         num_bytes = size(fields["bytes"])
         return "checkpoint  of step {step}: {} in {seconds:.1f} s".format(num_bytes, **fields)

@@ -82,7 +82,7 @@ def open_data(job: CanonJobConfig) -> OpenedData:
 
 
 def _open_task_data(job: CanonJobConfig, windows: TaskWindows) -> OpenedData:
-    """Return the data of a task, whose settings belong to the run's identity."""
+    """Return the data of a task. Its settings are part of the run's identity."""
     settings = windows.task.settings | {"name": windows.task.name}
     del settings["seq_len"]  # as training.seq_len
     # lists for tuples, as read from JSON

@@ -242,7 +242,7 @@ def prepare_folder(
             "run.unwritable", f"{error.filename or path}: {error.strerror}. {DISK_HINT}"
         ) from None
 
-    # Checks read every file of a checkpoint: meanwhile the lock may be lost.
+    # Checks may read whole checkpoints: another launch may have taken the lock by now.
     session.check_owner()
     run_facts, problem = launches.begin_launch(run)
     if problem:
@@ -252,7 +252,7 @@ def prepare_folder(
 
 
 def checkpoints_outside(job: CanonJobConfig) -> Path | None:
-    """Return the checkpoint folder if it is outside the run folder and needs its own lock."""
+    """Return the checkpoint folder if it is outside the run folder, and needs a separate lock."""
     run = Path(job.job.dump_folder)
     folder = run / job.checkpoint.folder
     is_inside = folder.resolve().is_relative_to(run.resolve())

@@ -5,11 +5,12 @@ Canon layers; ours writes the same files.
 """
 
 import contextlib
+import copy
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 class CanonMetrics(MetricsProcessor):
     """torchtitan's MetricsProcessor with the run's log and console; rank 0 writes.
 
-    `text`: the training text, if any, whose count models the loss is compared with.
+    `text`: the training text, if any. The loss is compared with that of its count models.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class CanonMetrics(MetricsProcessor):
         color: bool,
     ) -> None:
         # torchtitan would run wandb and TensorBoard in this process; ours follow the log in others
-        silent = replace(job.metrics, enable_wandb=False, enable_tensorboard=False)
-        super().__init__(replace(job, metrics=silent), parallel_dims)
+        silent = copy.copy(job)
+        silent.metrics = copy.copy(job.metrics)
+        silent.metrics.enable_wandb = silent.metrics.enable_tensorboard = False
+        super().__init__(silent, parallel_dims)
         self.job_config = job
         self.world_size = parallel_dims.world_size
         self._dataloader = dataloader
@@ -122,7 +125,7 @@ class CanonMetrics(MetricsProcessor):
         self._exports.start(self.job_config.metrics, self.run_log.path.parent)
 
     def interlude(self, name: str, step: int, fields: dict[str, Any]) -> None:
-        """Report a validation or samples, whose `seconds` do not count as training time."""
+        """Report a validation or samples; their `seconds` do not count as training time."""
         self.event(name, step=step, **fields)
         self.time_last_log += fields["seconds"]
 
@@ -185,7 +188,7 @@ class CanonMetrics(MetricsProcessor):
 
 @contextlib.contextmanager
 def profiling(job: CanonJobConfig, model: nn.Module, *, step: int) -> Iterator[list[Any]]:
-    """Yield the job's profilers, whose `step()` must be called after each step."""
+    """Yield the job's profilers. Call the `step()` of each after each training step."""
     config = job.profiling
     folder = job.job.dump_folder
     with contextlib.ExitStack() as stack:

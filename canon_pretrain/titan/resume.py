@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IO_TIMEOUT = timedelta(hours=2)
-"""For operations that wait for a disk, whose outages exceed a training step's timeout."""
+"""For operations that wait for a disk: an outage may exceed a training step's timeout."""
 
 
 class RankZero:
-    """Run functions on rank 0 and broadcast the result, over an own gloo group; collective."""
+    """Run functions on rank 0 and broadcast the result over a separate gloo group; collective."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()

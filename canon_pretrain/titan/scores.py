@@ -24,7 +24,7 @@ from canon_pretrain.titan.parallelize import reshard
 
 
 class TaskScores:
-    """What is asked about `num_windows` windows of each setting of the task."""
+    """Scores of a task's questions and spans, in `num_windows` windows of each of its settings."""
 
     def __init__(self, task: Task, num_windows: int) -> None:
         self._windows = evaluation_windows(task, num_windows)

@@ -531,7 +531,7 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     @property
     def _host_parts(self) -> tuple[Stateful, ...]:
-        """What a step changes besides tensors on the device: a few numbers each."""
+        """The objects that a step changes on the host; their states are a few numbers each."""
         return self, self.lr_schedulers, self.dataloader
 
     def should_log(self) -> bool:

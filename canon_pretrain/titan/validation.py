@@ -137,8 +137,8 @@ class CanonValidator(BaseValidator):
         rows_of_all_ranks = rows * world_size
         self.num_passes = -(-self.num_windows // rows_of_all_ranks)
 
-        # Read this rank's rows of each pass. Token ids, ~id if the label is ignored, padded with
-        # ~0; int32 to halve the memory.
+        # Read this rank's rows: a pass takes the next `rows` windows for each rank in turn.
+        # Token ids, ~id if the label is ignored, padded with ~0; int32 to halve the memory.
         self._windows = torch.full((self.num_passes, rows, length), ~0, dtype=torch.int32)
         self._sources = torch.zeros((self.num_passes, rows), dtype=torch.int64)
         for index, (source, offset, count) in enumerate(all_windows):
