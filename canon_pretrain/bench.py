@@ -208,7 +208,12 @@ def _compare(builders: Mapping[str, Callable[[], Step]], batch: int, num_tokens:
     """Time steps of `batch` rows of `num_tokens` tokens."""
     timings = compare(builders, num_pairs=NUM_PAIRS, block_s=BLOCK_S)
     return [
-        Row(name, batch, batch * num_tokens / timing.seconds, timing)
+        Row(
+            name=name,
+            batch=batch,
+            tokens_per_second=batch * num_tokens / timing.seconds,
+            timing=timing,
+        )
         for name, timing in timings.items()
     ]
 
@@ -253,17 +258,24 @@ def _report(rows: list[Row], title: str, file: Path | None) -> None:
         pad_edge=False,
     )
     for row in rows:
-        ratio = row.timing.ratio
-        peak = row.timing.peak_bytes
+        # The base has no ratio; the others only in some benches.
+        ratio = quartiles = peak = equal = ""
+        if row.timing.ratio:
+            ratio = f"{row.timing.ratio.median:.3f}"
+            quartiles = f"{row.timing.ratio.low:.3f}-{row.timing.ratio.high:.3f}"
+        if row.timing.peak_bytes:
+            peak = f"{row.timing.peak_bytes / 2**30:.1f}"
+        if row.equal_answers is not None:
+            equal = f"{row.equal_answers:.0%}"
         table.add_row(
             row.name,
             str(row.batch),
             f"{1000 * row.timing.seconds:,.2f}",
             f"{row.tokens_per_second:,.0f}",
-            f"{ratio.median:.3f}" if ratio else "",
-            f"{ratio.low:.3f}-{ratio.high:.3f}" if ratio else "",
-            f"{peak / 2**30:.1f}" if peak else "",
-            f"{row.equal_answers:.0%}" if row.equal_answers is not None else "",
+            ratio,
+            quartiles,
+            peak,
+            equal,
         )
 
     Console(highlight=False).print(title, table, sep="\n", markup=False)

@@ -90,7 +90,9 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     job = parse_job(argv, quiet=quiet)
     check_cpu_offload(job, on_gpu=device.has_accelerator() or options.gpu is not None)
     if options.dry_run:  # on every rank, so that all fail with the same error
-        plans = dry_run.make_plans(job, options.gpu, options.world, options.mfu, world_size)
+        plans = dry_run.make_plans(
+            job, gpu=options.gpu, world=options.world, mfu=options.mfu, ranks=world_size
+        )
         if not quiet:
             dry_run.print_plans(job, plans, Console())
         return

@@ -287,12 +287,12 @@ class Trial:
 
         Raises SystemExit with code 1 if a model has no run that finished.
         """
-        runs_by_model: dict[str, list[RunRecord]] = {}
+        runs_by_model: dict[str, list[RunRecord]] = {model: [] for model in finished}
         for model, names in finished.items():
-            runs, errors = read_runs([self.runs / name for name in names]) if names else ([], [])
-            if errors:
-                raise errors[0]
-            runs_by_model[model] = runs
+            if names:
+                runs_by_model[model], errors = read_runs([self.runs / name for name in names])
+                if errors:
+                    raise errors[0]
         self._print_losses(record, runs_by_model)
         self._print_diverged(sorted(diverged))
 

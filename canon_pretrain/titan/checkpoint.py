@@ -196,7 +196,12 @@ class CanonCheckpointManager:
         self._one_shot_option = None if step == -1 else option
 
         search = Resume(
-            self.folder, self.run, self.rank_zero, self._model, self.states, self._event
+            folder=self.folder,
+            run=self.run,
+            rank_zero=self.rank_zero,
+            model=self._model,
+            states=self.states,
+            event=self._event,
         )
         loaded_step = search.resume(
             step,

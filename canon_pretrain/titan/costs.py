@@ -263,14 +263,14 @@ def empty_results(graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
     """Return a function with the signature of a compiled graph that allocates on the CPU."""
     values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results_of(graph)]
 
+    def allocate(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
     def run(inputs: list[Any]) -> list[Any]:
-        inputs.clear()
-        return [
-            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            if isinstance(value, Tensor)
-            else value
-            for value in values
-        ]
+        inputs.clear()  # a boxed call: the callee frees the inputs
+        return list(map(allocate, values))
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -383,6 +383,7 @@ def build_dataloader(
     may_change: Sequence[str] = (),
 ) -> CanonDataLoader:
     """Build the loader for the TrainSpec; `tokenizer` is None: data are token ids."""
+    # `loader` cuts the batches; CanonDataLoader makes tensors of them, ahead of training.
     training = job_config.training
     loader = BatchLoader(
         data,

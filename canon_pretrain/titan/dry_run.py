@@ -161,8 +161,9 @@ def count_memory(
     degree = job.parallelism.expert_parallel_degree
     experts = sum(p.numel() for module in all_experts(block) for p in module.parameters())
     gathered_block = block_parameters - (experts - experts // degree)
-    keeps_all = job.parallelism.fsdp_reshard_after_forward == "never"
-    num_gathered = args.num_layers if keeps_all else min(2, args.num_layers)
+    num_gathered = args.num_layers
+    if job.parallelism.fsdp_reshard_after_forward != "never":
+        num_gathered = min(2, args.num_layers)
     gathered_bytes = (end_parameters + num_gathered * gathered_block) * param_dtype.itemsize
 
     # The loss's peak: the logits of a chunk, their float32 copy and log-softmax. Chunks are equal.
@@ -363,9 +364,10 @@ class Plan:
     @property
     def gpu(self) -> Gpu | None:
         """Whose speeds the time is computed with; None: it is assumed, as for uncompiled blocks."""
-        job = self.job
-        is_counted = job.compile.enable and job.activation_checkpoint.mode in ("none", "full")
-        return self.device.gpu if is_counted else None
+        mode = self.job.activation_checkpoint.mode
+        if not self.job.compile.enable or mode not in ("none", "full"):
+            return None
+        return self.device.gpu
 
     @property
     def fla_speedup(self) -> float:

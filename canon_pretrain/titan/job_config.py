@@ -130,17 +130,22 @@ class CanonJobConfig(titan.JobConfig):
             for field in dataclasses.fields(ModelArgs)
             if getattr(self.model, field.name, None) is not None
         }
+
+        # a mixer changes sizes that are not set
         sizes = fill_sizes(base, overrides)
         return dataclasses.replace(base, max_seq_len=self.training.seq_len, **sizes)
 
 
 def shard_degree(job: CanonJobConfig, world_size: int) -> int:
     """Return the ranks per replica; UserError if the degrees do not divide `world_size`."""
+    # Experts are split over ranks of one replica.
     replicas = job.parallelism.data_parallel_replicate_degree
     expert_degree = job.parallelism.expert_parallel_degree
     if world_size % (replicas * expert_degree):
         valid = valid_world_sizes(job.training.global_batch_size, replicas * expert_degree)
-        experts = f"times expert_parallel_degree = {expert_degree} " if expert_degree > 1 else ""
+        experts = ""
+        if expert_degree > 1:
+            experts = f"times expert_parallel_degree = {expert_degree} "
         raise UserError(
             "config.world_size",
             f"parallelism.data_parallel_replicate_degree = {replicas} {experts}"
@@ -235,6 +240,7 @@ HELD_OUT = "held_out_fingerprint"
 
 def check_job(job: CanonJobConfig) -> None:
     """Raise UserError for a job that would not train what its file states."""
+    # Keys of torchtitan that must keep their defaults.
     defaults = CanonJobConfig()
     for name in UNSUPPORTED:
         value = value_of(job, name)
@@ -353,10 +359,13 @@ def _launch_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     """Yield the conflicts of where a launch begins and ends."""
     stop_at = job.run.stop_at
     steps = job.training.steps
+
+    # A launch that stops early must save what it has trained.
     if stop_at is not None and not 1 <= stop_at <= steps:
         yield "run.stop_at", f"run.stop_at = {stop_at}: expected 1 to training.steps = {steps}"
     if stop_at is not None and not job.checkpoint.enable:
         yield "checkpoint.enable", "run.stop_at requires checkpoint.enable = true"
+
     if job.checkpoint.fresh and job.checkpoint.load_step != -1:
         yield "checkpoint.load_step", "checkpoint.fresh and checkpoint.load_step: set only one"
 

@@ -73,6 +73,8 @@ def read_options(
         if not quiet:
             print_help(dict(dotted(_sections())).get)
         raise SystemExit(0)
+
+    # A file without --config in front of it is a likely mistake.
     if options.path is None and not options.help_all:
         file = next((word for word in overrides if word.endswith(".toml")), None)
         if file is not None:
@@ -100,11 +102,14 @@ def options_parser() -> argparse.ArgumentParser:
 def print_help(value_of: Callable[[str], Any]) -> None:
     """Print the keys that most users need, with their values."""
     for line in SHORT_HELP.read_text().splitlines():
-        key = re.match(r"  --(\w+\.[\w.]+)", line)
-        value = value_of(key[1]) if key else None
-        if isinstance(value, bool):
-            value = str(value).lower()  # as in TOML
-        print(line if value in (None, "", []) else f"{line} [{value}]")
+        # lines of help.txt that describe a key; the others are printed as they are
+        if key := re.match(r"  --(\w+\.[\w.]+)", line):
+            value = value_of(key[1])
+            if isinstance(value, bool):
+                value = str(value).lower()  # as in TOML
+            if value not in (None, "", []):
+                line = f"{line} [{value}]"
+        print(line)
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -120,10 +125,12 @@ def check_words(overrides: Iterable[str]) -> None:
     """Raise UserError if an option is no key of a job, with the nearest one."""
     keys = set(dict(dotted(_sections())))
     for word in overrides:
+        # words are options and values; "--section.key=value" is also one word
         key = word.removeprefix("--").partition("=")[0].replace("-", "_")
         # the second form turns a boolean off
         if not word.startswith("--") or keys & {key, key.replace(".no_", ".")}:
             continue
+
         hint = (
             _suggest_synonyms(key, keys)
             or suggestion(f"--{key}", [f"--{name}" for name in keys])

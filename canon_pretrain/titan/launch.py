@@ -85,12 +85,12 @@ def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Compari
 
     allowed = job.run.allow_changes
     refuses_code = job.run.code == "refuse" and CODE not in split_names(allowed)
-    old_identity = _recorded(folder, "identity")
     # a launch that does not validate keeps the run's held-out text
-    kept = {HELD_OUT: old_identity[HELD_OUT]} if HELD_OUT in old_identity else {}
+    old_identity = _recorded(folder, "identity")
+    held_out = {name: value for name, value in old_identity.items() if name == HELD_OUT}
     return replace(
         comparison,
-        identity=kept | comparison.identity,
+        identity=held_out | comparison.identity,
         changes=check_identity(folder, comparison.identity, allowed, comparison.config),
         code_changes=code_changes(folder, comparison.code, refuse=refuses_code),
         config_changes=config_changes(folder, comparison.config),
@@ -274,10 +274,11 @@ def _check_folder(
             path=path,
         )
     this_run = launches.known_run(run)
-    other_steps = checkpoints.steps_of_other_runs(this_run.run_id if this_run else None)
+    run_id = this_run and this_run.run_id
+    other_steps = checkpoints.steps_of_other_runs(run_id)
     if other_steps:
-        steps = ", ".join(f"step-{step} of run {run_id}" for step, run_id in other_steps.items())
-        name = f"run {this_run.run_id}" if this_run else "new"
+        steps = ", ".join(f"step-{step} of run {other}" for step, other in other_steps.items())
+        name = f"run {run_id}" if run_id else "new"
         raise UserError(
             "checkpoint.other_run",
             f"{path} holds {steps}, but {run.path} is {name}. "

@@ -48,10 +48,10 @@ class CanonMetrics(MetricsProcessor):
         self,
         job: CanonJobConfig,
         parallel_dims: ParallelDims,
+        *,
         dataloader: CanonDataLoader,
         may_write: Callable[[], bool],
         text: Mixture | None,
-        *,
         color: bool,
     ) -> None:
         # torchtitan would run wandb and TensorBoard in this process; ours follow the log in others

@@ -44,6 +44,7 @@ class TaskScores:
             return {}
         finally:
             reshard(model)
+
         # each window takes its answers and log-likelihoods from the iterators
         size = num_parameters(model.args)
         return pooled_scores(

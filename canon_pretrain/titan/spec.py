@@ -73,8 +73,9 @@ def head_loss(config: Loss, compile_backend: str | None = None) -> HeadLoss:
 def build_loss(job_config: CanonJobConfig, **kwargs: object) -> HeadLoss:
     """Build the loss; compiled if compile.components has "loss"."""
     config = job_config.compile
-    is_compiled = config.enable and "loss" in config.components
-    return head_loss(job_config.loss, compile_backend=config.backend if is_compiled else None)
+    if config.enable and "loss" in config.components:
+        return head_loss(job_config.loss, compile_backend=config.backend)
+    return head_loss(job_config.loss)
 
 
 def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
@@ -131,7 +132,10 @@ def use_train_spec(build_checkpointer: Callable[..., Any], **builders: Any) -> I
 
 @contextlib.contextmanager
 def one_rank(*, start: bool = True) -> Iterator[None]:
-    """Set the environment of a single rank and, with `start`, create its process group."""
+    """Set the environment of a single rank and, with `start`, create its process group.
+
+    The group is destroyed at the end, also if the caller has created it.
+    """
     with single_rank_environment():
         try:
             if start:
@@ -228,6 +232,7 @@ class BareStep:
         self.num_tokens = self.batches[:, :, 1:].numel()
 
     def forward_backward(self) -> None:
+        """Add up the gradients of the mean loss over all micro-batches."""
         self.model.zero_grad()
         for batch in self.batches:
             _, objective = self.model(batch[:, :-1], labels_BT=batch[:, 1:], loss=self.loss)
@@ -235,8 +240,7 @@ class BareStep:
 
     def update(self) -> None:
         assert self.optimizer is not None, "a plain step has none"
-        parameters = list(self.model.parameters())
-        clip_gradients(parameters, self.max_norm)
+        clip_gradients(list(self.model.parameters()), self.max_norm)
         self.optimizer.step()
 
     def __call__(self) -> None:

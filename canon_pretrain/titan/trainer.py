@@ -296,9 +296,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         return CanonMetrics(
             job_config,
             parallel_dims,
-            self.dataloader,
-            self.session.may_write,
-            text,
+            dataloader=self.dataloader,
+            may_write=self.session.may_write,
+            text=text,
             color=self._color,
         )
 
@@ -419,7 +419,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         else:
             reason = stop or "run.stop_at"
             metrics.event("stop", step=step, reason=reason, **fields)
-            command = "the same command" if stop else "the same command without --run.stop_at"
+            command = "the same command"
+            if not stop:
+                command = "the same command without --run.stop_at"
             text = f"stopped at step {step} of {num_steps} by {reason}; {command} resumes from here"
 
         # The log must be on disk before the status says that the run has ended.
