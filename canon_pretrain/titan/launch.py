@@ -274,7 +274,7 @@ def _check_folder(
             path=path,
         )
     this_run = launches.known_run(run)
-    run_id = this_run and this_run.run_id
+    run_id = this_run.run_id if this_run is not None else None
     other_steps = checkpoints.steps_of_other_runs(run_id)
     if other_steps:
         steps = ", ".join(f"step-{step} of run {other}" for step, other in other_steps.items())
