@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -32,6 +32,21 @@ if TYPE_CHECKING:  # imports torch
     import torch
 
 BASE = "no Canon"
+
+
+class Defaults(NamedTuple):
+    """What options are by default on a kind of device."""
+
+    flavor: str
+    micro_batch: int
+    tokens: int
+    dtype: str
+
+
+DEFAULTS = {
+    "cuda": Defaults("1b3", micro_batch=3, tokens=4096, dtype="bfloat16"),
+    "cpu": Defaults("8L512D", micro_batch=1, tokens=1024, dtype="float32"),
+}
 NUM_PAIRS = 7
 BLOCK_S = 0.3
 """How long a block of steps takes; a pair has one of each candidate."""
@@ -99,13 +114,10 @@ def run_step(arguments: argparse.Namespace) -> None:
         from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 
         on_gpu = device.type == "cuda"
-        if on_gpu:
-            batch, num_tokens, dtype_name = 3, 4096, "bfloat16"
-        else:
-            batch, num_tokens, dtype_name = 1, 1024, "float32"
-        batch = arguments.micro_batch or batch
-        num_tokens = arguments.tokens or num_tokens
-        dtype = getattr(torch, arguments.dtype or dtype_name)
+        defaults = DEFAULTS[device.type]
+        batch = arguments.micro_batch or defaults.micro_batch
+        num_tokens = arguments.tokens or defaults.tokens
+        dtype = getattr(torch, arguments.dtype or defaults.dtype)
         backend = "auto" if backend_problem("triton", device.type, dtype) else "triton"
         models = _models(arguments, device, num_tokens, arguments.position)
 
@@ -288,7 +300,7 @@ def _models(
     arguments: argparse.Namespace, device: "torch.device", num_tokens: int, position: str
 ) -> dict[str, ModelArgs]:
     """Return the model without Canon and with each set, by name. Raises UserError."""
-    args = flavor(arguments.flavor or ("1b3" if device.type == "cuda" else "8L512D"))
+    args = flavor(arguments.flavor or DEFAULTS[device.type].flavor)
     max_seq_len = max(args.max_seq_len, num_tokens)
     models = {BASE: replace(args, canon_set="", position=position, max_seq_len=max_seq_len)}
     for canon_set in arguments.sets or ("AC", "ABCD"):

@@ -188,12 +188,15 @@ class CanonCheckpointManager:
             return False
 
         # A restart of the same job must not go back to `step` once more.
-        option = f"checkpoint.load_step={step}"
-        applied_file = self.run.applied_file
-        if step != -1 and self.rank_zero.run(lambda: already_applied(applied_file, option)):
-            logger.info(f"NOTE: {option} was already applied by this job: resuming from the newest")
-            step = -1
-        self._one_shot_option = None if step == -1 else option
+        if step != -1:
+            option = f"checkpoint.load_step={step}"
+            if self.rank_zero.run(lambda: already_applied(self.run.applied_file, option)):
+                logger.info(
+                    f"NOTE: {option} was already applied by this job: resuming from the newest"
+                )
+                step = -1
+            else:
+                self._one_shot_option = option
 
         search = Resume(
             folder=self.folder,

@@ -353,8 +353,7 @@ class Plan:
     @property
     def chunked_seconds(self) -> float:
         """The likely seconds of the whole run with recurrences in the chunked form."""
-        if self.gpu is None:
-            return self.seconds
+        assert self.gpu is not None, "only a computed time depends on the form"
         return step_seconds(self._counts, self.gpu).likely * self.job.training.steps
 
     @functools.cached_property

@@ -394,7 +394,7 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _log_start(self) -> None:
         """Log which steps this launch trains, and with which backends."""
         job = self.job_config
-        # a recurrence has no attention
+        # without attention, the mixer is a recurrence
         attend = self.model_parts[0].attend
         backend = attend.describe(self.device.type) if attend else self.mixer
         canon = f", Canon: {self.canon}" if self.canon else ""
