@@ -577,7 +577,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         if not self.should_log():
             return
 
-        # Only logged steps read values from the device, for which the host waits.
+        # Only logged steps read values from the device, for which the host waits. A rank's own mean
+        # loss is its share of the global mean, scaled from the global number of labels to its own.
         max_loss = local_losses[0] * labels_ratio
         dist.all_reduce(max_loss, op=dist.ReduceOp.MAX)
         fields: dict[str, Any] = {
