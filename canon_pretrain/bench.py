@@ -13,8 +13,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -31,15 +32,36 @@ if TYPE_CHECKING:  # imports torch
     import torch
 
 BASE = "no Canon"
+
+
+class Defaults(NamedTuple):
+    """What options are by default on a kind of device."""
+
+    flavor: str
+    micro_batch: int
+    tokens: int
+    dtype: str
+
+
+DEFAULTS = {
+    "cuda": Defaults("1b3", micro_batch=3, tokens=4096, dtype="bfloat16"),
+    "cpu": Defaults("8L512D", micro_batch=1, tokens=1024, dtype="float32"),
+}
 NUM_PAIRS = 7
-BLOCK_S = 0.3  # for each of a pair
+BLOCK_S = 0.3
+"""How long a block of steps takes; a pair has one of each candidate."""
+FIRST_TOKEN = 3
+"""Ids below are special tokens."""
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 """Returns the answers to prompts, of a number of tokens."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The speed of a candidate; `equal_answers` is the share that transformers gives as well."""
+    """The speed of a candidate.
+
+    `equal_answers`: the share of its answers that are those of transformers.
+    """
 
     name: str
     batch: int
@@ -54,27 +76,33 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
     add("--position", default="nope", choices=POSITIONS, help="(default: %(default)s)")
     add("--tokens", type=positive, metavar="N", help="per row (default: 4096 on a GPU, else 1024)")
     add("--micro-batch", type=positive, metavar="N", help="rows (default: 3 on a GPU, else 1)")
-    about = "(default: bfloat16 on a GPU, else float32)"
-    add("--dtype", choices=("float32", "bfloat16"), help=about)
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="(default: bfloat16 on a GPU, else float32)",
+    )
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    about = "a folder of `canon hf export`: compare with transformers"
-    add("export", type=Path, nargs="?", metavar="EXPORT", help=about)
+    parser.add_argument(
+        "export",
+        type=Path,
+        nargs="?",
+        metavar="EXPORT",
+        help="a folder of `canon hf export`: compare with transformers",
+    )
     _add_common_arguments(parser)
-    sizes: dict[str, Any] = {"type": positive, "metavar": "N"}
-    add("--batches", nargs="+", default=[1, 8], help="numbers of prompts (default: 1 8)", **sizes)
-    add("--prompt-tokens", default=32, help="per prompt (default: %(default)s)", **sizes)
-    add("--new-tokens", default=64, help="per answer (default: %(default)s)", **sizes)
+    add = partial(parser.add_argument, type=positive, metavar="N")
+    add("--batches", nargs="+", default=[1, 8], help="numbers of prompts (default: 1 8)")
+    add("--prompt-tokens", default=32, help="per prompt (default: %(default)s)")
+    add("--new-tokens", default=64, help="per answer (default: %(default)s)")
 
 
 def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "size of the model (default: 1b3 on a GPU, else 8L512D)"
-    parser.add_argument("--flavor", metavar="F", help=about)
-    about = "Canon sets (default: AC ABCD)"
-    parser.add_argument("--sets", nargs="+", metavar="SET", help=about)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
+    add = parser.add_argument
+    add("--flavor", metavar="F", help="size of the model (default: 1b3 on a GPU, else 8L512D)")
+    add("--sets", nargs="+", metavar="SET", help="Canon sets (default: AC ABCD)")
+    add("--json", type=Path, metavar="FILE", help="also write the rows here")
 
 
 def run_step(arguments: argparse.Namespace) -> None:
@@ -86,9 +114,10 @@ def run_step(arguments: argparse.Namespace) -> None:
         from canon_pretrain.titan.spec import BareStep, job_of, one_rank
 
         on_gpu = device.type == "cuda"
-        batch = arguments.micro_batch or (3 if on_gpu else 1)
-        num_tokens = arguments.tokens or (4096 if on_gpu else 1024)
-        dtype = getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
+        defaults = DEFAULTS[device.type]
+        batch = arguments.micro_batch or defaults.micro_batch
+        num_tokens = arguments.tokens or defaults.tokens
+        dtype = getattr(torch, arguments.dtype or defaults.dtype)
         backend = "auto" if backend_problem("triton", device.type, dtype) else "triton"
         models = _models(arguments, device, num_tokens, arguments.position)
 
@@ -110,8 +139,11 @@ def run_step(arguments: argparse.Namespace) -> None:
 
     base = models[BASE]
     layers = f"{base.num_layers}L" if on_gpu else "one block of "
-    work = f"{batch} x {num_tokens:,} tokens, {dtype}, {device.type}"
-    _report(rows, f"{layers}{base.dim}D, {base.position}, {work}", arguments.json)
+    title = (
+        f"{layers}{base.dim}D, {base.position}, {batch} x {num_tokens:,} tokens, {dtype}, "
+        f"{device.type}"
+    )
+    _report(rows, title, arguments.json)
 
 
 def run_generate(arguments: argparse.Namespace) -> None:
@@ -125,35 +157,38 @@ def run_generate(arguments: argparse.Namespace) -> None:
         from canon_pretrain.hf.reading import folder_args
         from canon_pretrain.titan.spec import random_model
 
+        def load_random(args: ModelArgs) -> Generate:
+            return _greedy(random_model(args, device))
+
+        # An export is loaded once for all batch sizes; random models are made when needed.
         loaders: Mapping[str, Callable[[], Generate]]
-        if export is None:
-            longest = arguments.prompt_tokens + arguments.new_tokens
-            models = _models(arguments, device, longest, position="nope")
-            base = models[BASE]
-            loaders = {
-                name: partial(_load, partial(random_model, args, device))
-                for name, args in models.items()
-            }
-        else:
+        if export is not None:
             base = folder_args(export)
             loaders = {
-                "canon_pretrain": cache(partial(_load, partial(load_model, export, device))),
-                "transformers": cache(partial(load_transformers, export, device)),
+                "canon_pretrain": cache(lambda: _greedy(load_model(export, device))),
+                "transformers": cache(lambda: load_transformers(export, device)),
             }
+        else:
+            num_tokens = arguments.prompt_tokens + arguments.new_tokens
+            models = _models(arguments, device, num_tokens, position="nope")
+            base = models[BASE]
+            loaders = {name: partial(load_random, args) for name, args in models.items()}
+
         rows: list[Row] = []
         for batch in arguments.batches:
             rows += _time_generation(loaders, base.vocab_size, batch, arguments)
 
-    lengths = f"prompts of {arguments.prompt_tokens:,} tokens, answers of {arguments.new_tokens:,}"
-    model = f"{base.num_layers}L{base.dim}D, float32, {device.type}"
-    _report(rows, f"{model}; {lengths}; prompts included", arguments.json)
+    title = (
+        f"{base.num_layers}L{base.dim}D, float32, {device.type}; prompts of "
+        f"{arguments.prompt_tokens:,} tokens, answers of {arguments.new_tokens:,}; prompts included"
+    )
+    _report(rows, title, arguments.json)
 
 
-def _load(load: Callable[[], Any]) -> Generate:
-    """Return greedy generation by the model that `load` returns."""
+def _greedy(model: Any) -> Generate:
+    """Return greedy generation by `model`."""
     from canon_pretrain.model.decode import generate
 
-    model = load()
     return lambda prompts, num_new: generate(model, prompts, max_new_tokens=num_new)
 
 
@@ -165,7 +200,7 @@ def _time_generation(
 
     shape = (batch, arguments.prompt_tokens)
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, vocab_size, shape, generator=generator).tolist()
+    prompts = torch.randint(FIRST_TOKEN, vocab_size, shape, generator=generator).tolist()
 
     def build(load: Callable[[], Generate]) -> Step:
         return partial(load(), prompts, arguments.new_tokens)
@@ -175,20 +210,32 @@ def _time_generation(
     if arguments.export is None:
         return rows
 
-    answers = [build()() for build in builders.values()]
-    num_equal = sum(ours == theirs for ours, theirs in zip(*answers, strict=True))
+    # Both models of an export should generate the same.
+    ours, theirs = (build()() for build in builders.values())
+    num_equal = sum(map(eq, ours, theirs))
     return [replace(rows[0], equal_answers=num_equal / batch), rows[1]]
 
 
 def _compare(builders: Mapping[str, Callable[[], Step]], batch: int, num_tokens: int) -> list[Row]:
     """Time steps of `batch` rows of `num_tokens` tokens."""
-    timings = compare(builders, num_pairs=NUM_PAIRS, block_s=BLOCK_S).items()
-    return [Row(name, batch, batch * num_tokens / t.seconds, t) for name, t in timings]
+    timings = compare(builders, num_pairs=NUM_PAIRS, block_s=BLOCK_S)
+    return [
+        Row(
+            name=name,
+            batch=batch,
+            tokens_per_second=batch * num_tokens / timing.seconds,
+            timing=timing,
+        )
+        for name, timing in timings.items()
+    ]
 
 
 def check_json(file: Path | None) -> None:
     """Raise UserError if the results cannot be written to FILE, before minutes of measuring."""
-    if file is not None and not (folder := file.absolute().parent).is_dir():
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if not folder.is_dir():
         raise UserError("bench.no_folder", f"--json {file}: the folder {folder} does not exist")
 
 
@@ -206,9 +253,8 @@ def _bench(file: Path | None) -> Iterator["torch.device"]:
     init_logging(rank=1)  # warnings and errors only
 
     # All models compile the same code of a block, each for its own shapes.
-    limits: dict[str, Any] = {"recompile_limit": 256, "accumulated_recompile_limit": 256}
     try:
-        with torch._dynamo.config.patch(**limits):
+        with torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=256):
             yield torch.device("cuda" if torch.cuda.is_available() else "cpu")
     except torch.OutOfMemoryError:
         raise UserError(
@@ -224,18 +270,28 @@ def _report(rows: list[Row], title: str, file: Path | None) -> None:
         pad_edge=False,
     )
     for row in rows:
-        seconds, ratio, peak = row.timing.seconds, row.timing.ratio, row.timing.peak_bytes
+        # The base has no ratio; the others only in some benches.
+        ratio = quartiles = peak = equal = ""
+        if row.timing.ratio:
+            ratio = f"{row.timing.ratio.median:.3f}"
+            quartiles = f"{row.timing.ratio.low:.3f}-{row.timing.ratio.high:.3f}"
+        if row.timing.peak_bytes:
+            peak = f"{row.timing.peak_bytes / 2**30:.1f}"
+        if row.equal_answers is not None:
+            equal = f"{row.equal_answers:.0%}"
         table.add_row(
             row.name,
             str(row.batch),
-            f"{1000 * seconds:,.2f}",
+            f"{1000 * row.timing.seconds:,.2f}",
             f"{row.tokens_per_second:,.0f}",
-            f"{ratio.median:.3f}" if ratio else "",
-            f"{ratio.low:.3f}-{ratio.high:.3f}" if ratio else "",
-            f"{peak / 2**30:.1f}" if peak else "",
-            f"{row.equal_answers:.0%}" if row.equal_answers is not None else "",
+            ratio,
+            quartiles,
+            peak,
+            equal,
         )
+
     Console(highlight=False).print(title, table, sep="\n", markup=False)
+
     if file is not None:
         write_json(file, [asdict(row) for row in rows])
 
@@ -244,7 +300,7 @@ def _models(
     arguments: argparse.Namespace, device: "torch.device", num_tokens: int, position: str
 ) -> dict[str, ModelArgs]:
     """Return the model without Canon and with each set, by name. Raises UserError."""
-    args = flavor(arguments.flavor or ("1b3" if device.type == "cuda" else "8L512D"))
+    args = flavor(arguments.flavor or DEFAULTS[device.type].flavor)
     max_seq_len = max(args.max_seq_len, num_tokens)
     models = {BASE: replace(args, canon_set="", position=position, max_seq_len=max_seq_len)}
     for canon_set in arguments.sets or ("AC", "ABCD"):

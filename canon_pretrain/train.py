@@ -23,13 +23,16 @@ from canon_pretrain.titan import device
 from canon_pretrain.titan.console import init_logging, logger
 from canon_pretrain.titan.keys import answer_early
 
-QUIET_S = 10.0  # that a rank waits for another one to print the error that both have
+QUIET_S = 10.0
+"""How long a rank waits for another one to print the error that both have."""
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train one job; exit with code 2 on bad input."""
     argv = sys.argv[1:] if argv is None else argv
     end_with_torchrun()
+
+    # What needs no torch, which takes seconds to import.
     # print an error of all ranks once per node: a file may be missing on one node only
     quiet = os.environ.get("LOCAL_RANK", "0") != "0" and "LOCAL_WORLD_SIZE" in os.environ
     try:
@@ -38,6 +41,7 @@ def main(argv: list[str] | None = None) -> None:
         device.prepare_process()
     except UserError as error:
         _exit_with(error, quiet=quiet)
+
     device.prepare_device()
     with separate_sessions(), resilient_output(), device.single_rank_environment():
         import torch.distributed
@@ -60,7 +64,8 @@ def main(argv: list[str] | None = None) -> None:
 def _exit_with(error: UserError, *, quiet: bool) -> NoReturn:
     """Print `error` and exit with code 2; if `quiet`, let the rank that prints it end first.
 
-    torchrun ends all ranks with the first that fails: nobody would print it if that were this one.
+    torchrun ends all ranks when the first one fails: if that were this one, the error would not be
+    printed.
     """
     if quiet:
         time.sleep(QUIET_S)
@@ -79,31 +84,41 @@ def _run(argv: list[str], *, quiet: bool) -> None:
     from canon_pretrain.titan.launch import checkpoints_outside, prepare_folder
     from canon_pretrain.titan.trainer import CanonTrainer
 
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     options, argv = _split_options(argv)
     job = parse_job(argv, quiet=quiet)
     check_cpu_offload(job, on_gpu=device.has_accelerator() or options.gpu is not None)
-    if options.dry_run:  # on every rank, so that all fail alike
-        plans = dry_run.make_plans(job, options.gpu, options.world, options.mfu, world_size)
+    if options.dry_run:  # on every rank, so that all fail with the same error
+        plans = dry_run.make_plans(
+            job, gpu=options.gpu, world=options.world, mfu=options.mfu, ranks=world_size
+        )
         if not quiet:
             dry_run.print_plans(job, plans, Console())
         return
+
+    # Check the job against the machine and the data, before the run folder is touched.
     check_cuda()
     micro_batch_size(job, world_size)
     shard_degree(job, world_size)
-    data, notes = None, []
+    data = None
+    notes = []
     if os.environ["LOCAL_RANK"] == "0":  # the node's other ranks receive it by broadcast
         data = open_data(job)
-        device_here = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
+        machine = dry_run.this_machine(int(os.environ["LOCAL_WORLD_SIZE"]))
         if job.compile.enable:
             device.check_compiler_cache(device.CACHE_BYTES)
         if not options.force:
-            dry_run.check_memory(job, device_here, world_size)
-        notes = [*data.notices, *dry_run.startup_notes(job, data.training, device_here, world_size)]
+            dry_run.check_memory(job, machine, world_size)
+        notes += data.notices
+        notes += dry_run.startup_notes(job, data.training, machine, world_size)
     init_logging(rank)
     for note in notes:
         logger.info(f"NOTE: {note}")
-    trainer = record = None
+
+    # Train. The session holds the lock of the run folder until the end.
+    trainer = None
+    record = None
     with Session(
         RunFolder(Path(job.job.dump_folder)),
         rank=rank,
@@ -114,8 +129,9 @@ def _run(argv: list[str], *, quiet: bool) -> None:
         log=logger.info,
     ) as session:
         if rank == 0 and data is not None:
-            fingerprint = data.training.fingerprint
-            record = prepare_folder(job, session, fingerprint=fingerprint, arguments=argv)
+            record = prepare_folder(
+                job, session, fingerprint=data.training.fingerprint, arguments=argv
+            )
         try:
             trainer = CanonTrainer(
                 job, world_size=world_size, data=data, session=session, record=record

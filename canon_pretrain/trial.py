@@ -65,17 +65,18 @@ from canon_pretrain.report.verdicts import Options, held_out_difference
 from canon_pretrain.run.results import BITS, VALIDATION
 from canon_pretrain.stages import Stages
 
-RECORD, LOG = "try.json", "log.txt"
+RECORD = "try.json"
+LOG = "log.txt"
 SEEDS = ("0", "1")
 MODELS = {"without-canon": "without Canon", "canon": "with Canon"}
 """Name of a config and of its runs -> what it is called; the first one is the baseline."""
-
 NUM_RUNS = len(MODELS) * len(SEEDS)
 
-TRAINING_SHARE, OTHER_S = 0.75, 15.0
-"""The share of the time left when training starts, and the seconds that the other stages take at
-least: they build shards, evaluate, compare and sample."""
-MINUTES_HELP = "for all of it (default: %(default)s); less than 0.5 takes longer than asked"
+TRAINING_SHARE = 0.75
+"""Of the time that is left when the plan is made."""
+OTHER_S = 15.0
+"""What the other stages take at least: they build shards, evaluate, compare and sample."""
+MINUTES_HELP = "for the whole trial (default: %(default)s); below 0.5 it takes longer than that"
 SAMPLE_TOKENS = 60
 SPLITS = ("train", "validation")
 CUT = "--max-document-bytes"
@@ -83,7 +84,7 @@ CUT = "--max-document-bytes"
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for; another request needs another folder."""
+    """The user's arguments; a trial with other arguments needs another folder."""
 
     files: list[str]
     minutes: float
@@ -111,7 +112,8 @@ class Trial:
     """The stages of a trial in `folder`, each of which does only what is left to do."""
 
     def __init__(self, folder: Path, stages: Stages) -> None:
-        self.folder, self.stages = folder, stages
+        self.folder = folder
+        self.stages = stages
         self.runs = folder / "runs"
         # earlier versions called the model without Canon "none"
         is_old = (folder / "none.toml").exists()
@@ -127,14 +129,15 @@ class Trial:
             record = self._read(request)
             assert record is not None
 
+        # Shards, then runs. Those that diverge have no score.
         self._build(record)
         diverged = self._train()
         finished = {
             model: [run for run in run_names(model) if run not in diverged] for model in self.models
         }
-        if names := sum(finished.values(), []):
-            folders = [self.runs / name for name in names]
-            # where the shards are now: the runs know where they were
+        folders = [self.runs / name for names in finished.values() for name in names]
+        if folders:
+            # --data: the runs only know where the shards were, and the folder may have moved
             self.stages.run(
                 "score on held-out documents",
                 "eval",
@@ -152,9 +155,9 @@ class Trial:
     # -- the plan
 
     def _read(self, request: Request) -> Record | None:
-        """Return what an earlier call has planned; None if none has.
+        """Return the plan of an earlier call; None without one.
 
-        Raises UserError if the request was another, or the folder is not of a trial.
+        Raises UserError if the request differs, or the folder is not that of a trial.
         """
         path = self.folder / RECORD
         if not path.exists():
@@ -174,7 +177,8 @@ class Trial:
         except UnreadableFile as error:
             raise UserError("try.damaged", f"{error}: remove {self.folder}") from None
         for key, before in asdict(record.request).items():
-            if (now := getattr(request, key)) != before:
+            now = getattr(request, key)
+            if now != before:
                 raise UserError(
                     "try.other",
                     f"{self.folder} was started with {key} = {before!r}, not {now!r}: choose "
@@ -189,27 +193,30 @@ class Trial:
         """Inspect the text and the machine; write the configs of both models and the record."""
         start = time.monotonic()
         files = [Path(name) for name in request.files]
-        found = inspect_text(files, request.text_field, request.text_suffixes, "TEXT")
+        text = inspect_text(files, request.text_field, request.text_suffixes, "TEXT")
 
-        # What is left of the time, though at least half of it, is for training, run after run.
+        # A machine trains some of the runs at once. The runs share the time that is left after
+        # this inspection, though at least half of all.
         machine = Machine.find(models=NUM_RUNS)
         rounds = math.ceil(NUM_RUNS / machine.parallel)
-        total = 60 * request.minutes
-        left = max(total - (time.monotonic() - start), total / 2)
-        chosen = choose(machine, found, training_seconds(left) / rounds)
+        total_s = 60 * request.minutes
+        left_s = max(total_s - (time.monotonic() - start), total_s / 2)
+        proposal = choose(machine, text, training_seconds(left_s) / rounds)
 
         shards = str(self.folder / "data")
         record = Record(
             request=request,
-            build=build_options(shards, files, found, request.text_field, chosen),
-            prompt=first_words(found.sample),
+            build=build_options(shards, files, text, request.text_field, proposal),
+            prompt=first_words(text.sample),
         )
+
+        # The record last: without it, the next call makes a new plan.
         self.folder.mkdir(parents=True, exist_ok=True)
         names = ", ".join(request.files)
-        text = toml(self.folder.name, names, record.prompt, chosen, command="canon try")
-        write_atomic(self.configs["canon"], text.encode())
-        without = 'extends = "canon.toml"\n\n[model]\ncanon_set = ""\n'
-        write_atomic(self.configs["without-canon"], without.encode())
+        config = toml(self.folder.name, names, record.prompt, proposal, command="canon try")
+        write_atomic(self.configs["canon"], config.encode())
+        baseline = 'extends = "canon.toml"\n\n[model]\ncanon_set = ""\n'
+        write_atomic(self.configs["without-canon"], baseline.encode())
         write_json(self.folder / RECORD, asdict(record))
         print()
 
@@ -226,21 +233,25 @@ class Trial:
 
         Raises KeyboardInterrupt; UserError if a run failed for another reason.
         """
-        configs = [str(path) for path in self.configs.values()]
+        configs = list(map(str, self.configs.values()))
         sweep = make_sweep(configs, (), SEEDS, "both", ())
         self.runs.mkdir(exist_ok=True)
         sweep, _ = write_plan(self.runs, sweep)
 
         # A run that has diverged would diverge again.
-        before = self._diverged()
-        left = replace(sweep, runs=[run for run in sweep.runs if run.name not in before])
+        diverged = self._diverged()
+        remaining = [run for run in sweep.runs if run.name not in diverged]
         try:
-            if left.runs:
-                server = self.stages.server
-                train_sweep(left, self.runs, threads=threads_per_process(NUM_RUNS), server=server)
+            if remaining:
+                train_sweep(
+                    replace(sweep, runs=remaining),
+                    self.runs,
+                    threads=threads_per_process(NUM_RUNS),
+                    server=self.stages.server,
+                )
         except UserError as error:
-            others = read_failures(self.runs).keys() - self._diverged()
-            if error.code != "sweep.failed_runs" or others:
+            other_failures = read_failures(self.runs).keys() - self._diverged()
+            if error.code != "sweep.failed_runs" or other_failures:
                 raise
         return self._diverged()
 
@@ -253,6 +264,7 @@ class Trial:
         for model, names in finished.items():
             if not names:
                 continue
+
             output = self.stages.call(
                 "sample",
                 self.runs / names[0],
@@ -263,6 +275,7 @@ class Trial:
                 SAMPLE_TOKENS,
                 "--json",
             )
+            # the last line is the sample
             sample = json.loads(output.strip().splitlines()[-1])
             text = printable(record.prompt + sample["text"], keep="\n")
             print(f"\n== a sample {self.models[model]} ({names[0]})\n{text}")
@@ -274,57 +287,65 @@ class Trial:
 
         Raises SystemExit with code 1 if a model has no run that finished.
         """
-        sides = []
-        for names in finished.values():
-            runs, errors = read_runs([self.runs / name for name in names]) if names else ([], [])
-            if errors:
-                raise errors[0]
-            sides.append(runs)
+        runs_by_model: dict[str, list[RunRecord]] = {model: [] for model in finished}
+        for model, names in finished.items():
+            if names:
+                runs_by_model[model], errors = read_runs([self.runs / name for name in names])
+                if errors:
+                    raise errors[0]
+        self._print_losses(record, runs_by_model)
+        self._print_diverged(sorted(diverged))
 
-        # The mean of each kind of model, and beside it every seed's: two seeds may differ much.
-        lines: dict[str, float] = {}
-        for about, side in zip(MODELS.values(), sides, strict=True):
-            found = [last_result(run) for run in side]
-            losses = [_value(evaluation, VALIDATION, BITS) for evaluation in found]
-            if losses:
-                lines["a bigram model of the same text"] = _value(found[0], "bigram", BITS)
-                seeds = ", ".join(f"{loss:.3f}" for loss in losses)
-                lines[f"{about} (seeds: {seeds})"] = math.fsum(losses) / len(losses)
-        if lines:
-            print(f"\nbits per byte of the held-out {record.documents}:")
-            for about, loss in sorted(lines.items(), key=lambda line: line[1]):
-                print(f"  {loss:.3f}  {about}")
-
-        self._explain(sorted(diverged))
-        if all(sides):
-            compared = compare_sides(sides, Options(suites=[VALIDATION]))
-            [row] = compared.pairs
-            if sentence := speed_sentence(compared.speed, "the model without Canon"):
+        # A verdict needs a run of each model.
+        missing = [self.models[model] for model, runs in runs_by_model.items() if not runs]
+        if missing:
+            print(f"\nNo verdict: no run {' and '.join(missing)} has finished.")
+        else:
+            comparison = compare_sides([*runs_by_model.values()], Options(suites=[VALIDATION]))
+            [row] = comparison.pairs
+            if sentence := speed_sentence(comparison.speed, "the model without Canon"):
                 print(f"\n{sentence}")
             print(f"\n{verdict(row, record.documents)}")
-        else:
-            missing = " and ".join(
-                x for x, side in zip(MODELS.values(), sides, strict=True) if not side
-            )
-            print(f"\nNo verdict: no run {missing} has finished.")
         print(f"Page: {self.folder / 'index.html'}")
-        if not all(sides):
+        if missing:
             raise SystemExit(1)
 
-    def _explain(self, diverged: Sequence[str]) -> None:
-        """Say which runs have diverged, at which step, and how to train with a lower rate."""
-        if not diverged:
+    def _print_losses(self, record: Record, runs_by_model: Mapping[str, list[RunRecord]]) -> None:
+        """Print the mean loss of each model with that of each seed, and a bigram's; best first.
+
+        Each seed's, because two seeds may differ much.
+        """
+        losses: dict[str, float] = {}  # by line
+        for model, runs in runs_by_model.items():
+            if not runs:
+                continue
+            evaluations = [last_result(run) for run in runs]
+            losses["a bigram model of the same text"] = _value(evaluations[0], "bigram", BITS)
+            seed_losses = [_value(evaluation, VALIDATION, BITS) for evaluation in evaluations]
+            seeds = ", ".join(f"{loss:.3f}" for loss in seed_losses)
+            line = f"{self.models[model]} (seeds: {seeds})"
+            losses[line] = math.fsum(seed_losses) / len(seed_losses)
+
+        if losses:
+            print(f"\nbits per byte of the held-out {record.documents}:")
+        for line, loss in sorted(losses.items(), key=lambda pair: pair[1]):
+            print(f"  {loss:.3f}  {line}")
+
+    def _print_diverged(self, names: Sequence[str]) -> None:
+        """Print which runs have diverged, at which step, and how to train with a lower rate."""
+        if not names:
             return
 
-        runs, _ = read_runs([self.runs / name for name in diverged])
+        runs, _ = read_runs([self.runs / name for name in names])
         print()
         for run in runs:
             step = "" if run.failure is None else f" after step {run.failure[0]:,}"
             print(f"{run.label} has diverged{step}: it is left out.")
-        rates = {float(run.identity["optimizer.lr"]) for run in runs}
-        if rates:
-            configs = " ".join(str(path) for path in self.configs.values())
-            sweep, rate = self.folder / "lower-rate", min(rates)
+
+        if runs:
+            rate = min(float(run.identity["optimizer.lr"]) for run in runs)
+            sweep = self.folder / "lower-rate"
+            configs = " ".join(map(str, self.configs.values()))
             plan = f"{sweep} --configs {configs} --lr {rate / 2:g} --seeds {' '.join(SEEDS)}"
             print(
                 f"A learning rate below {rate:g} may help. To train both models with half of it: "
@@ -341,10 +362,10 @@ def run_names(model: str) -> list[str]:
 def _in_fork(function: Callable[[], None]) -> None:
     """Call `function` in a forked process, which frees torch's memory, a GPU's too, as it ends.
 
-    Raises SystemExit with the exit code if it fails, after it has printed why.
+    Raises SystemExit with the exit code if it fails, after it has printed the error.
     """
     parent = os.getpid()
-    sys.stdout.flush()
+    sys.stdout.flush()  # else the child prints again what is in the buffer
     child = os.fork()
     if not child:
         end_with(parent)
@@ -362,6 +383,7 @@ def _in_fork(function: Callable[[], None]) -> None:
             sys.stdout.flush()
             os._exit(code)
 
+    # Ctrl-C ends both processes; a child that was interrupted has the parent interrupted too.
     try:
         _, status = os.waitpid(child, 0)
     except KeyboardInterrupt:
@@ -378,10 +400,10 @@ def _in_fork(function: Callable[[], None]) -> None:
 
 def last_result(run: RunRecord) -> Evaluation:
     """Return the newest result on the held-out text at the last step. Raises UserError."""
-    found = full_results(run, VALIDATION)
-    if not found:
+    results_by_step = full_results(run, VALIDATION)
+    if not results_by_step:
         raise UserError("try.no_score", f"{run.label} has no result on its held-out text")
-    return found[max(found)]
+    return results_by_step[max(results_by_step)]
 
 
 def _value(evaluation: Evaluation, task: str, metric: str) -> float:
@@ -392,9 +414,9 @@ def _value(evaluation: Evaluation, task: str, metric: str) -> float:
     return value
 
 
-def training_seconds(left: float) -> float:
-    """Return for how many of the seconds that are left to train, at least for a quarter."""
-    return max(min(TRAINING_SHARE * left, left - OTHER_S), left / 4)
+def training_seconds(left_s: float) -> float:
+    """Return how much of the time that is left is for training: at least a quarter."""
+    return max(min(TRAINING_SHARE * left_s, left_s - OTHER_S), left_s / 4)
 
 
 def verdict(row: Verdict, documents: str = "documents") -> str:
@@ -454,6 +476,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _minutes(text: str) -> float:
     """Parse a number of minutes, for argparse."""
-    if not 0 < (number := float(text)) < math.inf:
+    number = float(text)
+    if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text}, expected a number above 0")
     return number

@@ -61,11 +61,11 @@ def _train_parser() -> argparse.ArgumentParser:
     from canon_pretrain.titan.device import prepare_device
 
     prepare_device()  # torchtitan looks up the device when it is imported
-    from canon_pretrain.titan.keys import own_options
+    from canon_pretrain.titan.keys import options_parser
     from canon_pretrain.train import launch_options
     from tests.job_keys import add_keys
 
-    parser = argparse.ArgumentParser(add_help=False, parents=[own_options(), launch_options()])
+    parser = argparse.ArgumentParser(add_help=False, parents=[options_parser(), launch_options()])
     add_keys(parser)
     return parser
 

@@ -44,7 +44,7 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
 def keys_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the type of each supported key of a section."""
     for name, kind in typing.get_type_hints(section).items():
-        if prefix + name in (*UNSUPPORTED, "job.config_file"):  # the latter is in own_options
+        if prefix + name in (*UNSUPPORTED, "job.config_file"):  # the latter is in options_parser
             continue
         if dataclasses.is_dataclass(kind):
             yield from keys_of(kind, f"{prefix}{name}.")

@@ -867,7 +867,7 @@ _shtab_canon_train_defaults_added=0
 
 _shtab_canon_try_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--minutes[for all of it (default\: 10.0)\; less than 0.5 takes longer than asked]:minutes:"
+  "--minutes[for the whole trial (default\: 10.0)\; below 0.5 it takes longer than that]:minutes:"
   "--name[of the folder outputs\/NAME (default\: that of TEXT)]:name:"
   "--text-field[name of the text in rows, also a.b (default\: text)]:F:"
   "--text-suffixes[read files of these suffixes as plain text too, such as .md .rst]:.S:"

@@ -229,10 +229,12 @@ def _label_state(tracker: Tracker, trainer: Any) -> None:
     tracker.label("optimizer (two moments)", states)
 
 
-def _check_backend(job: Any, backend: str, *details: Any) -> tuple[str | None, str, bool]:
+def _check_backend(job: Any, backend: str, *details: Any) -> Any:
     """Answer for `parallelize._check_backend`: Canon's Triton kernels pass, packages do not."""
+    from canon_pretrain.titan.parallelize import CheckResult
+
     problem = None if backend == "triton" else f"{backend} is refused on a fake GPU"
-    return problem, "fake GPU", False
+    return CheckResult(problem, "fake GPU")
 
 
 def _validation_answer(tracker: Tracker) -> Answer:

@@ -52,13 +52,16 @@ ALERT_AFTER_FAILURES = 3
 
 def full_bytes(weights: Mapping[str, Tensor]) -> int:
     """Return the bytes of a full checkpoint: `weights`, two moments, and 1 % + 1 MiB."""
-    return int(3 * sum(t.numel() * t.element_size() for t in weights.values()) * 1.01) + (1 << 20)
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    return int(3 * weight_bytes * 1.01) + (1 << 20)
 
 
 def check_room(folder: CheckpointFolder, num_bytes: int) -> None:
     """Raise UserError if `folder` cannot be created or lacks room for `num_bytes`."""
-    if lack := folder.make_room(num_bytes):
-        raise UserError("checkpoint.no_room", f"{lack}. {DISK_HINT}", path=folder.path)
+    if problem := folder.make_room(num_bytes):
+        raise UserError("checkpoint.no_room", f"{problem}. {DISK_HINT}", path=folder.path)
+
+    # Free space does not tell whether this user may write there.
     try:
         folder.make_trial()
     except OSError as error:
@@ -86,8 +89,9 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: dict[str, Any] | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._pending: torch.cuda.Event | None = None
         self.copied: torch.cuda.Event | None = None
+        self._pending: torch.cuda.Event | None = None
+        """`copied`, until the main stream waits for it."""
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """Start to copy `state` (tensors, numbers, Stateful objects); return the copy."""
@@ -97,6 +101,7 @@ class Staging:
         if not has_accelerator():
             return self._copy(state)
 
+        # In a separate stream, so that the next forward and backward passes overlap with the copy.
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -136,22 +141,37 @@ class CanonCheckpointManager:
         self.config = checkpoint_config
         self.enable = checkpoint_config.enable
         self.run = RunFolder(Path(base_folder))
-        self._event, self._flush = metrics.event, metrics.flush
-        self._note, self._is_owner, self._launch = session.note, session.is_owner, launch
-        path = self.run.path / checkpoint_config.folder
-        self.folder = CheckpointFolder(path, may_change=session.is_owner)
-        parts = {"optimizer": optimizers, "dataloader": dataloader, "lr_scheduler": lr_schedulers}
-        self.states = states | parts
+        self.folder = CheckpointFolder(
+            self.run.path / checkpoint_config.folder, may_change=session.is_owner
+        )
+        self._event = metrics.event
+        self._flush = metrics.flush
+        self._note = session.note
+        self._is_owner = session.is_owner
+        self._run_id = launch.run_id if launch is not None else None
+        self._launch_number = launch.launches if launch is not None else None
+
+        # What is saved: the model's tensors, and everything else by name.
         self._model = ModelWrapper(model_parts)
-        self._one_shot_option: str | None = None
-        """A one-shot option, marked as applied when training begins."""
+        self.states = states | {
+            "optimizer": optimizers,
+            "dataloader": dataloader,
+            "lr_scheduler": lr_schedulers,
+        }
+
+        # The save in progress and the outcome of earlier ones.
+        self.staging = Staging()
+        self.rank_zero = RankZero()
+        self._rank = self.rank_zero.rank
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        self._save: _Save | None = None
         self.saved_step = 0
         """The newest step with a complete checkpoint that this launch knows of."""
         self.failures = 0
-        self._save: _Save | None = None
-        self.staging, self.rank_zero = Staging(), RankZero()
-        self._rank = self.rank_zero.rank
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        """Consecutive failed saves."""
+        self._one_shot_option: str | None = None
+        """A one-shot option, marked as applied when training begins."""
+
         self._retaining = Background(self._retain, "retention")
         self._retention = Retention(
             self.folder,
@@ -166,20 +186,36 @@ class CanonCheckpointManager:
         """Resume from `step` (-1: the newest complete one); return whether there was one."""
         if not self.enable:
             return False
-        once, option = self.run.applied_file, f"checkpoint.load_step={step}"
-        if step != -1 and self.rank_zero.run(lambda: already_applied(once, option)):
-            logger.info(f"NOTE: {option} was already applied by this job: resuming from the newest")
-            step = -1
+
+        # A restart of the same job must not go back to `step` once more.
+        if step != -1:
+            option = f"checkpoint.load_step={step}"
+            if self.rank_zero.run(lambda: already_applied(self.run.applied_file, option)):
+                logger.info(
+                    f"NOTE: {option} was already applied by this job: resuming from the newest"
+                )
+                step = -1
+            else:
+                self._one_shot_option = option
+
         search = Resume(
-            self.folder, self.run, self.rank_zero, self._model, self.states, self._event
+            folder=self.folder,
+            run=self.run,
+            rank_zero=self.rank_zero,
+            model=self._model,
+            states=self.states,
+            event=self._event,
         )
-        initial, model_only = self.config.initial_load_path, self.config.initial_load_model_only
-        found = search.resume(step, initial=initial or "", initial_model_only=model_only)
-        self._one_shot_option = None if step == -1 else option
-        if found is not None:
-            self.saved_step = found
-            self._note(checkpoint_step=found)
-        return found is not None
+        loaded_step = search.resume(
+            step,
+            initial=self.config.initial_load_path or "",
+            initial_model_only=self.config.initial_load_model_only,
+        )
+        if loaded_step is None:
+            return False
+        self.saved_step = loaded_step
+        self._note(checkpoint_step=loaded_step)
+        return True
 
     def begin(self) -> None:
         """Archive later steps of an abandoned branch; call after `load`, before training."""
@@ -193,10 +229,14 @@ class CanonCheckpointManager:
 
     def _archive_later_steps(self, step: int) -> bool:
         """Archive checkpoints after `step`; return whether `step` is saved; rank 0 only."""
-        kept = self.folder.archive_after(step, self.run.path, f"resumed from step {step}")
-        if kept is not None:
-            logger.warning(f"archived checkpoints after step {step}, an abandoned branch: {kept}")
-            self._event("archive", step=step, moved_to=str(kept))
+        archive = self.folder.archive_after(step, self.run.path, f"resumed from step {step}")
+        if archive is not None:
+            logger.warning(
+                f"archived checkpoints after step {step}, an abandoned branch: {archive}"
+            )
+            self._event("archive", step=step, moved_to=str(archive))
+
+        # only now has the run changed: a launch that fails earlier may apply the option again
         if self._one_shot_option:
             mark_applied(self.run.applied_file, self._one_shot_option)
         return step in self.folder.steps()
@@ -208,37 +248,43 @@ class CanonCheckpointManager:
             self.saved_step = step
 
     def is_due(self, step: int) -> bool:
-        first = step == 1 and self.config.enable_first_step_checkpoint
-        return self.enable and (first or step % self.config.interval == 0)
+        if step == 1 and self.config.enable_first_step_checkpoint:
+            return self.enable
+        return self.enable and step % self.config.interval == 0
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Begin a checkpoint if it is due; wait for the last one."""
-        if self.enable and not last_step and self.is_due(curr_step):
-            self.begin_save(curr_step)
-        elif self.enable and last_step:
+        if self.enable and last_step:
             self.wait()  # it may be the one being written, which ranks finish at different times
             if curr_step != self.saved_step:
                 self.begin_save(curr_step)
             self.wait()
+        elif self.is_due(curr_step):
+            self.begin_save(curr_step)
 
     def begin_save(self, step: int) -> None:
         """Begin a checkpoint of the present state as `step`, due or not."""
         begin = time.monotonic()
+
+        # Preflight: the previous save must have ended, and there must be room.
         if self.rank_zero.run_by_store(lambda: self._is_saving(step)):
             return
         self.wait()
-        if (verdict := self.rank_zero.run(self._save_problem)) is not None:
+        problem = self.rank_zero.run(self._save_problem)
+        if problem is not None:
             self._remove_unfinished(step)
-            self._report_failure(step, verdict)
+            self._report_failure(step, problem)
             return
+
+        # Copy, which training waits for only before it changes the state; write in a thread.
         staged = self.staging.copy(self.states | self._model.state_dict())
         writer = VerifiedWriter(
             self.folder.step_path(step),
             self.folder.saving_path(step),
             step=step,
             world_size=self.rank_zero.world_size,
-            run_id=self._launch.run_id if self._launch else None,
-            launch=self._launch.launches if self._launch else None,
+            run_id=self._run_id,
+            launch=self._launch_number,
             may_commit=self._may_commit,
         )
         write = functools.partial(self._write, staged, writer, self.staging.copied)
@@ -271,26 +317,30 @@ class CanonCheckpointManager:
     def check_room(self) -> None:
         """Raise UserError on all ranks if one could not save its file."""
         self.rank_zero.run(lambda: check_room(self.folder, self.checkpoint_bytes()))
-        trial, faults = self.folder.trial_path, []
+
+        # Each rank reserves the size of its file, under the name that it will have.
+        trial = self.folder.trial_path
         num_bytes = self.checkpoint_bytes() // self.rank_zero.world_size
+        faults = []
         try:
             reserve(trial / f"__{self._rank}_0.distcp", num_bytes)
         except OSError as error:
             faults.append(f"{socket.gethostname()}, rank {self._rank}: {error.strerror}")
-        found = self.rank_zero.gather(faults)
-        self.rank_zero.run(lambda: remove_tree(trial) if trial.exists() else 0)
-        if found:
-            text = "; ".join(texts[0] for texts in found.values())
+        faults_by_rank = self.rank_zero.gather(faults)
+        self.rank_zero.run(lambda: remove_tree(trial))
+        if faults_by_rank:
+            text = "; ".join(faults[0] for faults in faults_by_rank.values())
             raise UserError(
                 "checkpoint.not_writable",
                 f"cannot write {num_bytes:,} bytes in {self.folder.path}: {text}. {DISK_HINT}",
                 shared=True,
-                ranks=list(found),
+                ranks=list(faults_by_rank),
             )
 
     def _write(
         self, staged: dict[str, Any], writer: VerifiedWriter, copied: torch.cuda.Event | None
     ) -> None:
+        """Write the state once it is copied; in a thread of the save, on all ranks."""
         if copied is not None:
             torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
             copied.synchronize()
@@ -299,6 +349,8 @@ class CanonCheckpointManager:
         except BaseException:
             self._remove_unfinished(writer.step)
             raise
+
+        # its files were hashed as they were written: retention need not read them again
         if self._rank == 0:
             self._retention.mark_verified(writer.step)
 
@@ -317,13 +369,17 @@ class CanonCheckpointManager:
 
     def wait(self) -> None:
         """Wait for the save in progress and report its outcome."""
-        save, self._save = self._save, None
+        save = self._save
         if save is None:
             return
+        self._save = None
         if error := save.future.exception():
             self._report_failure(save.step, describe(error))
             return
-        self.saved_step, self.failures = save.step, 0
+        self.saved_step = save.step
+        self.failures = 0
+
+        # Rank 0 logs it, and deletes old checkpoints in the background.
         manifest = save.writer.manifest
         if manifest is None:  # not rank 0
             return
@@ -336,17 +392,20 @@ class CanonCheckpointManager:
             stall_seconds=save.stall_s or seconds,
         )
         self._note(
-            checkpoint_step=save.step, checkpoint_saved=manifest.saved, checkpoint_failures=0
+            checkpoint_step=save.step,
+            checkpoint_saved=manifest.saved,
+            checkpoint_failures=0,
         )
         self._retaining.request()
 
-    def _report_failure(self, step: int, why: str) -> None:
+    def _report_failure(self, step: int, reason: str) -> None:
         """Report a failed save, with an alert from ALERT_AFTER_FAILURES in a row."""
         self.failures += 1
         if self._rank:
             return
-        self._event("checkpoint_failed", step=step, reason=why, in_a_row=self.failures)
+        self._event("checkpoint_failed", step=step, reason=reason, in_a_row=self.failures)
         self._note(checkpoint_failures=self.failures)
+
         alert = ""
         if self.failures >= ALERT_AFTER_FAILURES:
             alert = (
@@ -354,7 +413,7 @@ class CanonCheckpointManager:
                 f"{self.saved_step} !!!"
             )
         logger.warning(
-            f"step {step} NOT SAVED: {why}. Training continues; the next interval tries again"
+            f"step {step} NOT SAVED: {reason}. Training continues; the next interval tries again"
             f"{alert}"
         )
 
@@ -365,11 +424,13 @@ class CanonCheckpointManager:
         except Exception as error:  # retention must not end the run
             logger.warning(f"old checkpoints: {type(error).__name__}: {error}")
             return
+
         for step, reason in outcome.bad.items():
             logger.warning(f"DAMAGED CHECKPOINT: step {step}: {reason}. Moved to quarantine")
             self._event("quarantine", checkpoint=f"step-{step}", reason=reason)
         for problem in outcome.errors:
             logger.warning(f"old checkpoints: {problem}")
+
         if outcome.deleted or outcome.stripped:
             self._event("retention", deleted=outcome.deleted, weights_only=outcome.weights_only)
         self._note(weights_only=outcome.weights_only)
@@ -392,7 +453,11 @@ class _Save:
     def __init__(
         self, step: int, begin: float, writer: VerifiedWriter, write: Callable[[], None]
     ) -> None:
-        self.step, self.begin, self.writer, self.stall_s = step, begin, writer, 0.0
+        self.step = step
+        self.begin = begin
+        self.writer = writer
+        self.stall_s = 0.0
+        """How long training waited; 0: for the whole save."""
         self.future: Future[None] = Future()
         threading.Thread(target=self._run, args=(write,), daemon=True).start()
 

@@ -17,21 +17,21 @@ from canon_pretrain.titan.keys import PROG, check_words, print_help, read_option
 
 
 def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfig:
-    """Return the checked job of a command line, whose options win over its file.
+    """Return the checked job of a command line; its options override its file.
 
     Raises UserError. `--help` and `--help-all` print nothing if `quiet`, and exit.
     """
     options, overrides = read_options(arguments, quiet=quiet)
-    wants_help = options.help or options.help_all
+    base = CanonJobConfig()
     if options.path is not None:
-        path = str(options.path)
-        base = experiment.build(CanonJobConfig, read_experiment(options.path), source=path)
-    else:
-        base = CanonJobConfig()
-    if wants_help:
+        values = read_experiment(options.path)
+        base = experiment.build(CanonJobConfig, values, source=str(options.path))
+
+    if options.help or options.help_all:
         if not quiet:
             _print_help(base, everything=options.help_all)
         raise SystemExit(0)
+
     job = _apply(overrides, base) if overrides else base  # building tyro's parser is slow
     job.job.config_file = str(options.path)
     check_job(job)

@@ -29,11 +29,13 @@ logger = logging.getLogger()
 
 HISTORY = 512
 """Losses kept for the sparkline, which shows as many as fit."""
-SHOWN_EVENTS, SHOWN_SCORES = 4, 4
+SHOWN_EVENTS = 4
+SHOWN_SCORES = 4
 LINE_INTERVAL_S = 2.0
 """The least time between plain lines of steps; log.jsonl has all of them."""
 REDRAWS_PER_SECOND = 1.0
 PRINT_TIMEOUT_S = 0.2
+# Formats of fields, separated by "|": those whose fields are missing are left out.
 FIGURES = "grad_norm {grad_norm:.3f}|lr {lr:.2e}|{tokens_per_second:,.0f} tok/s|MFU {mfu:.1%}"
 MORE = (
     "|{seconds_per_step:.3g} s/step|data wait {data_wait:.1%}|memory {memory_gib:.1f} GiB"
@@ -52,27 +54,47 @@ LINES = {
 class Console:
     """Show a launch that ends at `last_step` of `total_steps`; for global rank 0."""
 
-    def __init__(self, total_steps: int, last_step: int, *, colour: bool = True) -> None:
-        self.total_steps, self.last_step, self._colour = total_steps, last_step, colour
+    def __init__(self, total_steps: int, last_step: int, *, color: bool = True) -> None:
+        self.total_steps = total_steps
+        self.last_step = last_step
+        self._color = color
         self._live: Live | None = None
+
+        # What the view shows.
         self._step = 0
         self._losses: deque[float] = deque(maxlen=HISTORY)
-        self._latest: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self._latest: dict[str, Mapping[str, Any]] = {}
+        """Fields of the newest event of each name."""
+        self._checkpoint_at = 0.0
         self._events: deque[str] = deque(maxlen=SHOWN_EVENTS)
+
+        # Without a view, at most a line of a step per LINE_INTERVAL_S.
         self._next_line_at = -math.inf
         self._held_back: Mapping[str, Any] | None = None
+        """Fields of the newest step, until its line is printed."""
 
     def begin(self, step: int) -> None:
+        """Start the view if stdout is a terminal; else steps are printed as lines."""
         self.set_step(step)
         if not is_terminal():
             return
+
         # ask the terminal for its size: the variables do not follow a change
         environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-        options: dict[str, Any] = {"no_color": None if self._colour else True, "_environ": environ}
-        console = terminal.Console(highlight=False, **options)
-        console.show_cursor = lambda show=True: False  # type: ignore[method-assign] # kill -9
-        rate = REDRAWS_PER_SECOND
-        live = Live(self, console=console, vertical_overflow="crop", refresh_per_second=rate)
+        console = terminal.Console(
+            highlight=False,
+            no_color=None if self._color else True,  # None: as NO_COLOR says
+            _environ=environ,
+        )
+        # a cursor that is hidden would stay so after kill -9
+        console.show_cursor = lambda show=True: False  # type: ignore[method-assign]
+        live = Live(
+            self,
+            console=console,
+            vertical_overflow="crop",
+            refresh_per_second=REDRAWS_PER_SECOND,
+        )
+
         try:
             live.start()
         except Exception as error:  # a terminal's fault must not end the run
@@ -86,7 +108,11 @@ class Console:
 
     def event(self, name: str, fields: Mapping[str, Any]) -> None:
         """Show a log event in the view; losses and samples as lines if there is no room or view."""
-        self._latest[name] = (time.monotonic(), fields)
+        self._latest[name] = fields
+        if name == "checkpoint":
+            self._checkpoint_at = time.monotonic()
+
+        # Where it is shown: in the curve, in a separate line, or in the list of events.
         if name == "step":
             self._step = fields["step"]
             self._losses.append(fields["loss"])
@@ -98,7 +124,7 @@ class Console:
         else:
             text = printable(_format_event(name, fields))
             self._events.append(f"{datetime.now():%H:%M:%S}  {text}")
-            if name in ("stop", "halt"):
+            if name in ("stop", "halt"):  # no later step will print it
                 self._print_held_back()
 
     def _print(self, text: str) -> None:
@@ -115,9 +141,11 @@ class Console:
 
     def _print_held_back(self) -> None:
         """Print the newest step's line, unless it has been."""
-        fields, self._held_back = self._held_back, None
+        fields = self._held_back
         if fields is None:
             return
+        self._held_back = None
+
         step = fields["step"]
         logger.info(
             f"step {step}/{self.total_steps}  {100 * step / self.total_steps:.1f} %  "
@@ -130,8 +158,8 @@ class Console:
         """Return the loss, and next to it the bigram's once that is known."""
         if "count_models" not in self._latest:
             return f"loss {loss:.4f}"
-        _, fields = self._latest["count_models"]
-        return "loss {:.4f} (held-out bigram {bigram:.2f})".format(loss, **fields)
+        bigram_loss = self._latest["count_models"]["bigram"]
+        return f"loss {loss:.4f} (held-out bigram {bigram_loss:.2f})"
 
     def _eta(self, fields: Mapping[str, Any]) -> str:
         return duration((self.last_step - self._step) * fields["seconds_per_step"])
@@ -139,11 +167,13 @@ class Console:
     def end(self) -> None:
         """Print what was held back; stop the view, leave it above the cursor. Idempotent."""
         self._print_held_back()
-        live, self._live = self._live, None
-        if live is not None:
-            atexit.unregister(self.end)
-            with contextlib.suppress(OSError, ValueError):  # the terminal has gone
-                live.stop()
+        live = self._live
+        if live is None:
+            return
+        self._live = None
+        atexit.unregister(self.end)
+        with contextlib.suppress(OSError, ValueError):  # the terminal has gone
+            live.stop()
 
     def __rich_console__(
         self, console: rich.console.Console, options: rich.console.ConsoleOptions
@@ -154,14 +184,15 @@ class Console:
             lines = list(self._lines(options.max_width))
         except Exception as error:  # else it would be raised by any print
             lines = [Text(f"cannot draw the view: {type(error).__name__}: {error}")]
-        # leave the cursor on a line of its own, in case the process is killed
+        # leave the cursor on an empty line, in case the process is killed
         lines.append("")
         for line in console.render_lines(rich.console.Group(*lines), options, pad=False):
             yield from (*line, Segment.line())
 
     def _lines(self, width: int) -> Iterator[rich.console.RenderableType]:
+        """Yield the lines of the view."""
         # Progress
-        _, step = self._latest.get("step", (0.0, {}))
+        step = self._latest.get("step", {})
         eta = f"  ETA {self._eta(step)}" if step else ""
         bar = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
         bar.add_row(
@@ -174,23 +205,21 @@ class Console:
         # Loss and other figures of the last step
         if self._losses:
             loss = f"{self._format_loss(self._losses[-1])} "
-            drawn = sparkline(list(self._losses)[-max(1, width - len(loss)) :])
-            yield Text.assemble((loss, "bold"), (drawn, "cyan"), no_wrap=True, overflow="crop")
+            num_values = max(1, width - len(loss))
+            curve = sparkline(list(self._losses)[-num_values:])
+            yield Text.assemble((loss, "bold"), (curve, "cyan"), no_wrap=True, overflow="crop")
         if step:
             yield Text(_format_fields(step, FIGURES + MORE))
 
         # Last checkpoint, validation and events
-        saved = "no checkpoint in this launch yet"
+        text = "no checkpoint in this launch yet"
         if "checkpoint" in self._latest:
-            saved_at, fields = self._latest["checkpoint"]
-            age = duration(time.monotonic() - saved_at)
-            saved = "checkpoint of step {step}, {} ago".format(age, **fields)
-        validated = ""
+            age = duration(time.monotonic() - self._checkpoint_at)
+            text = f"checkpoint of step {self._latest['checkpoint']['step']}, {age} ago"
         if "validation" in self._latest:
-            _, fields = self._latest["validation"]
-            text = _format_validation(fields)
-            validated = "  validation {} at step {step}".format(text, **fields)
-        yield Text(saved + validated)
+            fields = self._latest["validation"]
+            text = f"{text}  validation {_format_validation(fields)} at step {fields['step']}"
+        yield Text(text)
         for event in list(self._events):
             yield Text(event, "dim", no_wrap=True, overflow="crop")
 
@@ -209,12 +238,13 @@ def sparkline(values: Collection[float]) -> str:
     return "".join(levels[round((v - low) / step)] if math.isfinite(v) else "x" for v in values)
 
 
-def _format_fields(fields: Mapping[str, Any], formats: str, between: str = "  ") -> str:
+def _format_fields(fields: Mapping[str, Any], formats: str, separator: str = "  ") -> str:
+    """Return the texts of `formats`, such as FIGURES, that have all their fields."""
     texts = []
-    for text in formats.split("|"):
+    for template in formats.split("|"):
         with contextlib.suppress(KeyError):
-            texts.append(text.format_map(fields))
-    return between.join(texts)
+            texts.append(template.format_map(fields))
+    return separator.join(texts)
 
 
 def _format_samples(fields: Mapping[str, Any]) -> str:
@@ -225,31 +255,40 @@ def _format_samples(fields: Mapping[str, Any]) -> str:
 
 
 def _format_event(name: str, fields: Mapping[str, Any]) -> str:
-    """Return the name and fields of an event that has no line of its own."""
+    """Return the name and fields of an event without a format in LINES."""
     if name == "checkpoint":
-        saved = size(fields["bytes"])
-        return "checkpoint  of step {step}: {} in {seconds:.1f} s".format(saved, **fields)
-    facts = []
+        num_bytes = size(fields["bytes"])
+        return "checkpoint  of step {step}: {} in {seconds:.1f} s".format(num_bytes, **fields)
+    texts = []
     for key, value in fields.items():
-        shown = f"{value:.6g}" if isinstance(value, float) else value
         if key != "tokens":
-            facts.append(f"{key} {shown}")
-    return f"{name.replace('_', ' ')}  {'  '.join(facts)}"
+            texts.append(f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}")
+    return f"{name.replace('_', ' ')}  {'  '.join(texts)}"
 
 
 def _format_validation(fields: Mapping[str, Any]) -> str:
-    text = _format_fields(fields, "loss {loss:.4f}|({bits_per_byte:.4f} bits/byte)", between=" ")
+    text = _format_fields(fields, "loss {loss:.4f}|({bits_per_byte:.4f} bits/byte)", separator=" ")
     scores = [f"{name} {value:.4g}" for name, value in fields.get("scores", {}).items()]
     return ", ".join([text, *scores[:SHOWN_SCORES]])
 
 
 # torchtitan's lines that are not useful, wrong here (a CPU's peak FLOP/s, autocast), or redundant
 _FILTERED = (
-    *("[GC]", "ENV[TORCH_", "Building canon", "Building device mesh"),
-    *("Successfully created meshes", "Mixed precision training is handled by"),
-    *("Error running lspci", "Peak flops undefined", "Peak FLOPS used", "Training starts at step"),
-    *("Training completed", "Saving a full checkpoint", "Sleeping 2 seconds"),
-    *("Destroying the purge thread", "Synchronizing and adjusting timeout"),
+    "[GC]",
+    "ENV[TORCH_",
+    "Building canon",
+    "Building device mesh",
+    "Successfully created meshes",
+    "Mixed precision training is handled by",
+    "Error running lspci",
+    "Peak flops undefined",
+    "Peak FLOPS used",
+    "Training starts at step",
+    "Training completed",
+    "Saving a full checkpoint",
+    "Sleeping 2 seconds",
+    "Destroying the purge thread",
+    "Synchronizing and adjusting timeout",
 )
 
 
@@ -277,6 +316,7 @@ class Printer(logging.Handler):
 
 def init_logging(rank: int) -> None:
     """Log INFO on rank 0 and WARNING on the others, to stdout."""
+    # A filter of lines by their beginning; torchtitan logs to the root logger.
     printer = Printer()
     printer.addFilter(lambda record: not record.getMessage().startswith(_FILTERED))
     logging.basicConfig(
@@ -286,11 +326,13 @@ def init_logging(rank: int) -> None:
         handlers=[printer],
         force=True,  # replace torchtitan's handlers and those of an earlier launch
     )
+
+    # Warnings of torch that do not concern this trainer.
     os.environ["KINETO_LOG_LEVEL"] = "5"
-    for known in (
+    for message in (
         "DTensor random operators may not have",  # we use our own generators
         "DTensor manual_seed",
         "Set timeout is now only supported",  # torchtitan also sets it on fake groups
         "In CPU autocast, but the target dtype",  # torchtitan enables it on one rank; we do not
     ):
-        warnings.filterwarnings("ignore", message=known)
+        warnings.filterwarnings("ignore", message=message)

@@ -44,18 +44,18 @@ GPU = torch.device("cuda", 0)
 
 def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
     """Return the bytes of storages that `forward` saves for backward, without the modules' own."""
-    own = {t.untyped_storage()._cdata for t in (*modules.parameters(), *modules.buffers())}
-    kept: dict[int, Tensor] = {}  # hold the tensors, so that no address is reused
+    constants = {t.untyped_storage()._cdata for t in (*modules.parameters(), *modules.buffers())}
+    saved: dict[int, Tensor] = {}  # hold the tensors, so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
         address = tensor.untyped_storage()._cdata
-        if address not in own:
-            kept.setdefault(address, tensor)
+        if address not in constants:
+            saved.setdefault(address, tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
@@ -65,9 +65,7 @@ def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
     shape = (micro_batch, args.max_seq_len)
     with FakeTensorMode():
         with default_dtype(dtype):
-            rope = Rope(plain) if plain.rope_dim else None
-            attend = Attend(plain) if plain.mixer == "attention" else None
-            block = TransformerBlock(plain, rope, attend)
+            block = _make_block(plain)
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
         segments_BN = None
         if args.document_mask and args.reach:
@@ -86,6 +84,14 @@ def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Head
         labels_BT = torch.zeros(shape, dtype=torch.int64)
         modules = nn.ModuleList([norm, output])
         return count_saved(lambda: output(norm(h_BTD), labels_BT, loss)[1], modules)
+
+
+def _make_block(
+    args: ModelArgs, attend: type[Attend] = Attend, **backends: str
+) -> TransformerBlock:
+    rope = Rope(args) if args.rope_dim else None
+    attention = attend(args) if args.mixer == "attention" else None
+    return TransformerBlock(args, rope, attention, **backends)
 
 
 @contextlib.contextmanager
@@ -141,9 +147,7 @@ def _traced_tokens(args: ModelArgs) -> int:
     Parameters are known by their shapes, and activations are matrices of tokens by channels.
     """
     with torch.device("meta"):
-        rope = Rope(args) if args.rope_dim else None
-        attend = Attend(args) if args.mixer == "attention" else None
-        block = TransformerBlock(args, rope, attend)
+        block = _make_block(args)
     lengths = {length for parameter in block.parameters() for length in parameter.shape}
     num_tokens = args.max_seq_len
     while num_tokens in lengths:
@@ -154,23 +158,27 @@ def _traced_tokens(args: ModelArgs) -> int:
 @functools.lru_cache(maxsize=64)
 def _traced_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> BlockCosts:
     num_tokens = args.max_seq_len
-    kept: list[int] = []
-    forward, backward = Work(), Work()
+    kept: list[int] = []  # bytes, by graph
+    forward = Work()
+    backward = Work()
     constant_shapes: set[torch.Size] = set()
 
     def count(graph: fx.GraphModule, _: Any, *, is_backward: bool = False, **options: Any) -> Any:
-        """Stand for Inductor's code generator: count, and return empty results."""
+        """Take the place of Inductor's code generator: count, and return empty results."""
         work = estimate_work(graph, constant_shapes).for_tokens(1 / num_tokens)
-        (backward if is_backward else forward).add(work)
-        if not is_backward:
+        if is_backward:
+            backward.add(work)
+        else:
+            forward.add(work)
             kept.append(kept_bytes(graph, constant_shapes))
         return empty_results(graph)
 
     with seen_on_gpu():
         trace_block(args, dtype, canon_backend, count, constant_shapes=constant_shapes)
-    # a fused kernel also keeps the logarithm of the sum of each row, in float32
-    row_sums = 4 * args.num_heads if args.mixer == "attention" else 0
-    return BlockCosts(sum(kept) / num_tokens + row_sums, forward, backward)
+
+    # A fused attention kernel also keeps the logarithm of the sum of each row, in float32.
+    row_sum_bytes = 4 * args.num_heads if args.mixer == "attention" else 0
+    return BlockCosts(sum(kept) / num_tokens + row_sum_bytes, forward, backward)
 
 
 def trace_block(
@@ -185,8 +193,8 @@ def trace_block(
 ) -> None:
     """Compile a block as in training, forward and backward, on tensors without data.
 
-    `compile_graph` stands for Inductor's code generator. Attention is an opaque operator, and
-    recurrences are in the chunked form. The shapes of parameters and tables are added to
+    `compile_graph` takes the place of Inductor's code generator. Attention is an opaque operator,
+    and recurrences are in the chunked form. The shapes of parameters and tables are added to
     `constant_shapes` before the first graph is compiled. Resets dynamo.
     """
 
@@ -198,10 +206,10 @@ def trace_block(
 
     if canon_backend == "triton":  # a traced function can't import
         import_module("canon_pretrain.kernels.triton.fused")
-    rope = Rope(args) if args.rope_dim else None
-    attend = OpaqueAttend(args) if args.mixer == "attention" else None
     with torch.device("meta"):
-        block = TransformerBlock(args, rope, attend, canon_backend, "chunked").to(dtype)
+        block = _make_block(
+            args, OpaqueAttend, canon_backend=canon_backend, mixer_backend="chunked"
+        ).to(dtype)
 
     torch._dynamo.reset()
     with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -209,6 +217,9 @@ def trace_block(
         block.to_empty(device=device)
         if constant_shapes is not None:
             constant_shapes |= {t.shape for t in (*block.parameters(), *block.buffers())}
+
+        # Inputs of a block: activations, and the document of each token and of the Canon taps
+        # before them.
         h_BTD = torch.empty(
             (micro_batch, args.max_seq_len, args.dim),
             dtype=dtype,
@@ -219,6 +230,8 @@ def trace_block(
         if args.document_mask and args.reach:
             num_near = args.canon_kernel - 1 + args.max_seq_len
             segments_BN = torch.empty(micro_batch, num_near, dtype=torch.int32, device=device)
+
+        # Forward, then backward, which compiles the second graph.
         results = torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, segments_BN)
         # blocks with experts also return their loads, and a loss
         differentiable = [x for x in tree_leaves(results) if x.requires_grad]
@@ -232,29 +245,32 @@ def kept_bytes(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -
     The block's input counts: it is the previous block's result. Views of one storage count once.
     `constant_shapes`: of parameters and tables, which are inputs as well.
     """
-    kept: dict[fx.Node, int] = {}
+    bytes_by_base: dict[fx.Node, int] = {}
     for node in results_of(graph)[1:]:
         if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], Tensor):
             continue
+
+        # Views keep the storage of their base.
         base = base_of(node)
         value = base.meta["val"]
-        if base.op != "placeholder" or value.shape not in constant_shapes:
-            kept[base] = value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
-    return sum(kept.values())
+        is_constant = base.op == "placeholder" and value.shape in constant_shapes
+        if isinstance(value, Tensor) and not is_constant:
+            bytes_by_base[base] = value.untyped_storage().nbytes()
+    return sum(bytes_by_base.values())
 
 
 def empty_results(graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
     """Return a function with the signature of a compiled graph that allocates on the CPU."""
     values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results_of(graph)]
 
+    def allocate(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
     def run(inputs: list[Any]) -> list[Any]:
-        inputs.clear()
-        return [
-            torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            if isinstance(value, Tensor)
-            else value
-            for value in values
-        ]
+        inputs.clear()  # a boxed call: the callee frees the inputs
+        return list(map(allocate, values))
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -262,18 +278,16 @@ def empty_results(graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
 
 @contextlib.contextmanager
 def seen_on_gpu() -> Iterator[None]:
-    """Let dynamo answer that tensors are on a GPU: the model takes the way that it takes there."""
+    """Let dynamo answer that tensors are on a GPU: the model takes the same branches as there."""
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.tensor import TensorVariable
 
-    def traced(answer: Any) -> Any:
-        return lambda variable, tx: VariableTracker.build(tx, answer)
+    def constant(value: Any) -> Any:
+        return lambda variable, tx: VariableTracker.build(tx, value)
 
-    patches: dict[str, Any] = {
-        "method_attr_device": traced(GPU),
-        "method_attr_is_cuda": traced(True),
-    }
-    with mock.patch.multiple(TensorVariable, **patches):
+    with mock.patch.multiple(
+        TensorVariable, method_attr_device=constant(GPU), method_attr_is_cuda=constant(True)
+    ):
         yield
 
 

@@ -31,8 +31,9 @@ T = TypeVar("T")
 OFF_HINT = "To skip validation: --validation.enable False"
 IDENTITY_FIELDS = ("fingerprint", "seed", "mode", "seq_len", "global_batch")
 """Fields of the loader's state that are also part of the run's identity."""
-LOADER_CLOSE_TIMEOUT_S, ITERATOR_CLOSE_TIMEOUT_S = 10.0, 0.5
-"""Seconds to wait for a pending read when the run ends, and when an iterator is closed."""
+LOADER_CLOSE_TIMEOUT_S = 10.0
+"""How long to wait for a pending read when the run ends."""
+ITERATOR_CLOSE_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -54,61 +55,89 @@ class OpenedData:
 
 def open_data(job: CanonJobConfig) -> OpenedData:
     """Open all data of `job`; set its `model.vocab_size` and `validation.enable`."""
-    if (windows := open_task(job)) is not None:
-        settings = windows.task.settings | {"name": windows.task.name}
-        del settings["seq_len"]  # as training.seq_len
-        # lists for tuples, as read from JSON
-        identity = json.loads(json.dumps({f"data.task.{k}": v for k, v in settings.items()}))
-        if job.validation.enable is None:
-            job.validation.enable = True
-        if job.validation.enable:
-            identity[HELD_OUT] = windows.fingerprint
-        return OpenedData(windows, [], [], identity)
+    windows = open_task(job)
+    if windows is not None:
+        return _open_task_data(job, windows)
+
     with open_shards(job) as training:
-        notices, prompts = _padding_notice(job, training), list[list[int]]()
+        notices = []
+        vocab_size = job.model_args.vocab_size
+        if vocab_size != training.vocab_size:  # as imported models may have
+            notices.append(
+                f"model.vocab_size = {vocab_size:,}: no text has the ids from "
+                f"{training.vocab_size:,} on"
+            )
+        prompts: list[list[int]] = []
         if job.samples.interval:
             from canon_pretrain.titan.samples import read_prompts  # which loads a tokenizer
 
             prompts = read_prompts(job, training)
         if job.validation.enable is False:
             return OpenedData(training, [], notices, {}, prompts)
-        parts: list[TokenShards | None] = []
-        try:
-            for folder in validation_folders(job):
-                parts.append((open_validation if job.validation.path else open_held_out)(folder))
-        except ShardError as error:
-            raise UserError("data.held_out", f"held-out split: {error}. {OFF_HINT}") from None
-        for part in filter(None, parts):
-            part.close()
-            place = f"{part.folder} (validation.path = {job.validation.path!r})"
-            same = part.vocab_size == training.vocab_size
-            if not same or part.tokenizer_sha256 != training.tokenizer_sha256:
-                raise UserError(
-                    "data.tokenizers_differ",
-                    f"{place} has another tokenizer: rebuild it with the training data's. "
-                    f"{OFF_HINT}",
-                )
-            if part.fingerprint in {source.fingerprint for source in training.sources}:
-                raise UserError(
-                    "data.overlap",
-                    f"{place} is also training data: choose another text. {OFF_HINT}",
-                )
-        notices += _resolve_validation(job, parts)
-        return OpenedData(training, parts, notices, {HELD_OUT: joined_fingerprint(parts)}, prompts)
+
+        held_out = _open_held_out(job, training)
+        notices += _resolve_validation(job, held_out)
+        identity = {HELD_OUT: joined_fingerprint(held_out)}
+        return OpenedData(training, held_out, notices, identity, prompts)
+
+
+def _open_task_data(job: CanonJobConfig, windows: TaskWindows) -> OpenedData:
+    """Return the data of a task. Its settings are part of the run's identity."""
+    settings = windows.task.settings | {"name": windows.task.name}
+    del settings["seq_len"]  # as training.seq_len
+    # lists for tuples, as read from JSON
+    identity = json.loads(json.dumps({f"data.task.{k}": v for k, v in settings.items()}))
+    if job.validation.enable is None:
+        job.validation.enable = True
+    if job.validation.enable:
+        identity[HELD_OUT] = windows.fingerprint
+    return OpenedData(windows, [], [], identity)
+
+
+def _open_held_out(job: CanonJobConfig, training: Mixture) -> list[TokenShards | None]:
+    """Open the text to validate on, of each folder. Raises UserError if it does not fit."""
+    # data of `validation.path` may be all for validation
+    open_part = open_validation if job.validation.path else open_held_out
+    try:
+        parts = [open_part(folder) for folder in validation_folders(job)]
+    except ShardError as error:
+        raise UserError("data.held_out", f"held-out split: {error}. {OFF_HINT}") from None
+
+    # Losses are comparable only in the same tokens, and mean something only on other text.
+    for part in filter(None, parts):
+        part.close()
+        origin = f"{part.folder} (validation.path = {job.validation.path!r})"
+        if (part.vocab_size, part.tokenizer_sha256) != (
+            training.vocab_size,
+            training.tokenizer_sha256,
+        ):
+            raise UserError(
+                "data.tokenizers_differ",
+                f"{origin} has another tokenizer: rebuild it with the training data's. {OFF_HINT}",
+            )
+        if part.fingerprint in {source.fingerprint for source in training.sources}:
+            raise UserError(
+                "data.overlap",
+                f"{origin} is also training data: choose another text. {OFF_HINT}",
+            )
+    return parts
 
 
 def open_task(job: CanonJobConfig) -> TaskWindows | None:
     """Return the windows of the job's task, if any. Raises UserError if its ids do not fit."""
-    if (task := job.task) is None:
+    task = job.task
+    if task is None:
         return None
     if job.model.vocab_size is None:
         job.model.vocab_size = task.vocab_size
-    if (given := job.model_args.vocab_size) < task.vocab_size:
+
+    vocab_size = job.model_args.vocab_size
+    if vocab_size < task.vocab_size:
         raise UserError(
             "data.vocab_size",
-            f"model.vocab_size = {given}, but task {task.name} has ids up to "
+            f"model.vocab_size = {vocab_size}, but task {task.name} has ids up to "
             f"{task.vocab_size - 1}: unset model.vocab_size",
-            given=given,
+            given=vocab_size,
             expected=task.vocab_size,
         )
     return TaskWindows(task)
@@ -119,6 +148,8 @@ def open_shards(job: CanonJobConfig) -> Mixture:
     if not job.data.folders:
         raise UserError("data.path_unset", "data.path is not set: expected a data_prep folder")
     mixture = Mixture.open(job.data.folders, job.data.shares)
+
+    # Shards may have fewer ids than the model, but no more.
     if job.model.vocab_size is None:
         job.model.vocab_size = mixture.vocab_size
     args = job.model_args
@@ -130,6 +161,8 @@ def open_shards(job: CanonJobConfig) -> Mixture:
             given=args.vocab_size,
             expected=mixture.vocab_size,
         )
+
+    window = job.training.seq_len + 1
     for folder, source in zip(job.data.folders, mixture.sources, strict=True):
         if args.document_mask and source.eos_id != args.eos_id:
             raise UserError(
@@ -139,22 +172,15 @@ def open_shards(job: CanonJobConfig) -> Mixture:
                 folder=folder,
                 expected=source.eos_id,
             )
-        if source.num_tokens <= (window := job.training.seq_len):
+        if source.num_tokens < window:
             raise UserError(
                 "data.too_short",
                 f"{folder} has {source.num_tokens:,} training tokens, less than one window of "
-                f"training.seq_len + 1 = {window + 1}",
+                f"training.seq_len + 1 = {window}",
                 folder=folder,
                 num_tokens=source.num_tokens,
             )
     return mixture
-
-
-def _padding_notice(job: CanonJobConfig, data: Mixture) -> list[str]:
-    """Return a notice if the model has ids that no text has, as imported ones may."""
-    if (padded := job.model_args.vocab_size) == data.vocab_size:
-        return []
-    return [f"model.vocab_size = {padded:,}: no text has the ids from {data.vocab_size:,} on"]
 
 
 def validation_folders(job: CanonJobConfig) -> list[str]:
@@ -164,47 +190,61 @@ def validation_folders(job: CanonJobConfig) -> list[str]:
 def _resolve_validation(job: CanonJobConfig, parts: Sequence[TokenShards | None]) -> list[str]:
     """Set `validation.enable`; return notices. Raises UserError if it is on without data."""
     folders = validation_folders(job)
-    without = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
-    text = f"no held-out split in {', '.join(without)} (--holdout): set validation.path"
-    if job.validation.enable and without:
+    missing = [folder for folder, part in zip(folders, parts, strict=True) if part is None]
+    problem = f"no held-out split in {', '.join(missing)} (--holdout): set validation.path"
+    if job.validation.enable and missing:
         raise UserError(
             "data.no_validation",
-            f"validation.enable = True, but {text}, or unset validation.enable",
-            folders=without,
+            f"validation.enable = True, but {problem}, or unset validation.enable",
+            folders=missing,
         )
-    job.validation.enable = len(without) < len(folders)
-    return [text] if without else []
+
+    # unset: on if any folder has a held-out split
+    job.validation.enable = len(missing) < len(folders)
+    return [problem] if missing else []
 
 
 def broadcast_data(
-    job: CanonJobConfig, data: OpenedData | None, compared: T | None
+    job: CanonJobConfig, local_data: OpenedData | None, compared: T | None
 ) -> tuple[OpenedData, T]:
-    """Return rank 0's `data` and `compared` on all ranks; UserError if a node's data differ."""
-    answer = [(data, compared, (job.model.vocab_size, job.validation.enable))]
+    """Return rank 0's data and `compared` on all ranks; UserError if a node's data differ.
+
+    `local_data`: of the first rank of a node, which has opened the data there.
+    """
+    # Rank 0 has set these keys of the job when it opened the data.
+    answer = [(local_data, compared, job.model.vocab_size, job.validation.enable)]
     dist.broadcast_object_list(answer, src=0)
-    first, compared, (job.model.vocab_size, job.validation.enable) = answer[0]
-    assert first is not None and compared is not None
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, data and (socket.gethostname(), data.fingerprints))
-    others = {host: own for host, own in filter(None, everyone) if own != first.fingerprints}
-    if others:
+    data, compared, job.model.vocab_size, job.validation.enable = answer[0]
+    assert data is not None and compared is not None
+
+    local_fingerprints = local_data and (socket.gethostname(), local_data.fingerprints)
+    all_fingerprints: list[tuple[str, list[str]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_fingerprints, local_fingerprints)
+    different = {
+        host: fingerprints
+        for host, fingerprints in filter(None, all_fingerprints)
+        if fingerprints != data.fingerprints
+    }
+    if different:
         raise UserError(
             "data.differs_between_nodes",
             f"{', '.join(job.data.folders) or 'data.task'} differs between nodes: "
-            f"{first.fingerprints} on rank 0's, {others} on others. "
+            f"{data.fingerprints} on rank 0's, {different} on others. "
             "Copy rank 0's data, or use a shared folder",
             shared=True,
-            nodes=others,
+            nodes=different,
         )
-    return first, compared
+    return data, compared
 
 
 class ReadAhead(Generic[T]):
     """Results of `read()` in order, prefetched by a thread that is about `depth` ahead."""
 
     def __init__(self, read: Callable[[], T], depth: int) -> None:
-        self._read, self._is_closed = read, False
-        self._items: Queue[tuple[T] | BaseException] = Queue(depth)
+        self._read = read
+        self._is_closed = False
+        # a result is packed in a tuple, in case it is an exception itself
+        self._results: Queue[tuple[T] | BaseException] = Queue(depth)
         # a daemon, so that a hanging disk does not keep the process from exiting
         self._thread = threading.Thread(target=self._run, name="read ahead", daemon=True)
         self._thread.start()
@@ -212,26 +252,26 @@ class ReadAhead(Generic[T]):
     def take(self) -> T:
         if self._is_closed:
             raise RuntimeError("take() after close()")
-        item = self._items.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item[0]
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result[0]
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Stop the thread after its current read; return whether it stopped within the timeout."""
         self._is_closed = True
         with contextlib.suppress(Empty):  # the thread may wait for a free slot
             while True:
-                self._items.get_nowait()
+                self._results.get_nowait()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
             while not self._is_closed:
-                self._items.put((self._read(),))
+                self._results.put((self._read(),))
         except BaseException as error:
-            self._items.put(error)
+            self._results.put(error)
 
 
 class _Batch(NamedTuple):
@@ -252,8 +292,10 @@ class CanonDataLoader(BaseDataLoader):
     def __init__(
         self, loader: BatchLoader, read_ahead: int = 0, may_change: Sequence[str] = ()
     ) -> None:
-        self.loader, self._depth, self._may_change = loader, read_ahead, may_change
+        self.loader = loader
         self.is_masked = loader.is_masked
+        self._depth = read_ahead
+        self._may_change = may_change
         self._ahead: ReadAhead[_Batch] | None = None
         self._state = loader.state_dict()
         self._device = torch.cuda.current_device() if has_accelerator() else None
@@ -265,6 +307,8 @@ class CanonDataLoader(BaseDataLoader):
                 if self._depth and self._ahead is None:
                     self._ahead = ReadAhead(self._read, self._depth)
                 batch = self._ahead.take() if self._ahead else self._read()
+
+                # The digest of a step: the sum of those of its micro-batches, modulo 2**64.
                 if batch.begins_step:
                     self._digests.append(0)
                 self._digests[-1] = (self._digests[-1] + batch.digest) % (1 << 64)
@@ -276,18 +320,25 @@ class CanonDataLoader(BaseDataLoader):
     def _read(self) -> _Batch:
         begins_step = self.loader.at_step_start
         samples = self.loader.next_batch()
-        ids, targets = samples, samples
+        ids = targets = samples
         if self.is_masked:  # ~id: no label
             ids = np.where(samples < 0, ~samples, samples)
             targets = np.where(samples < 0, IGNORE_INDEX, samples)
+
         # copied by numpy, because torch would start its own threads for a large copy
-        parts = map(np.ascontiguousarray, (ids[:, :-1], targets[:, 1:]))
-        inputs, labels = map(torch.from_numpy, parts)
+        inputs = torch.from_numpy(np.ascontiguousarray(ids[:, :-1]))
+        labels = torch.from_numpy(np.ascontiguousarray(targets[:, 1:]))
         if self._device is not None:
             torch.cuda.set_device(self._device)  # a new thread starts on the first GPU
-            inputs, labels = inputs.pin_memory(), labels.pin_memory()
-        digest, state = samples_digest(samples), self.loader.state_dict()
-        return _Batch(inputs, labels, digest, begins_step, state)
+            inputs = inputs.pin_memory()
+            labels = labels.pin_memory()
+        return _Batch(
+            inputs,
+            labels,
+            digest=samples_digest(samples),
+            begins_step=begins_step,
+            state=self.loader.state_dict(),
+        )
 
     def close(self, timeout_s: float | None = LOADER_CLOSE_TIMEOUT_S) -> None:
         """Stop the thread; prefetched batches that were not taken will be read again."""
@@ -308,7 +359,9 @@ class CanonDataLoader(BaseDataLoader):
         return dict(zip(self.loader.source_names, self._state["source_tokens"], strict=True))
 
     def take_digests(self) -> list[int]:
-        digests, self._digests = self._digests, []
+        """Return the digests of the steps since the last call."""
+        digests = self._digests
+        self._digests = []
         return digests
 
     def state_dict(self) -> dict[str, Any]:
@@ -330,6 +383,7 @@ def build_dataloader(
     may_change: Sequence[str] = (),
 ) -> CanonDataLoader:
     """Build the loader for the TrainSpec; `tokenizer` is None: data are token ids."""
+    # `loader` cuts the batches; CanonDataLoader makes tensors of them, ahead of training.
     training = job_config.training
     loader = BatchLoader(
         data,

@@ -30,8 +30,9 @@ def prepare_process() -> None:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Inductor would start a thread per core (at most 32) in every rank
-    threads = available_cores() // max(1, read_count(os.environ, "LOCAL_WORLD_SIZE"))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(max(1, threads), 32)))
+    ranks = max(1, read_count(os.environ, "LOCAL_WORLD_SIZE"))
+    threads = min(max(1, available_cores() // ranks), 32)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     # gloo opens a socket per rank; a common soft limit is 1,024
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # macOS enforces less than it reports
@@ -39,13 +40,15 @@ def prepare_process() -> None:
 
 
 def check_compiler_cache(num_bytes: int = 0) -> None:
-    """Raise UserError unless torch.compile can write to its cache, `num_bytes` for example.
+    """Raise UserError unless torch.compile can write `num_bytes` to its cache.
 
-    Without a size only a folder of the user's is checked: torch creates it when it is imported.
+    If 0, only a folder that the user has set is checked: torch creates it when it is imported.
     """
     path = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if path is None and not num_bytes:
         return
+
+    # Write a file: free space does not tell whether there is a quota or a read-only file system.
     try:
         if path is None:
             from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -66,7 +69,10 @@ def check_compiler_cache(num_bytes: int = 0) -> None:
 
 
 def prepare_device() -> None:
-    """Make the CPU torch's device if there is no GPU: torchtitan asks for one when imported."""
+    """Make the CPU torch's device if there is no GPU: torchtitan asks for one when imported.
+
+    torch.cpu lacks what torchtitan calls on torch.cuda: it is added here.
+    """
     if has_accelerator():
         return
     import torch
@@ -96,13 +102,19 @@ def single_rank_environment() -> Iterator[None]:
         yield
         return
 
-    # port 0: the store takes a free one when it opens it, which nobody else has to know
-    values = ("0", "0", "1", "1", "127.0.0.1", "0")
-    os.environ.update(zip(TORCHRUN, values, strict=True))
+    variables = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",  # the store takes a free port, which no other process has to know
+    }
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in TORCHRUN:
+        for name in variables:
             del os.environ[name]
 
 
@@ -110,7 +122,8 @@ def check_launch() -> None:
     """Raise UserError unless all of torchrun's variables are set and each rank has a device."""
     import torch
 
-    if missing := [name for name in TORCHRUN if name not in os.environ]:
+    missing = [name for name in TORCHRUN if name not in os.environ]
+    if missing:
         raise UserError(
             "launch.environment",
             f"only some of torchrun's variables are set; missing: {', '.join(missing)}. Start "
@@ -119,14 +132,16 @@ def check_launch() -> None:
         )
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         read_count(os.environ, name)
+
     ranks = read_count(os.environ, "LOCAL_WORLD_SIZE")
-    if has_accelerator() and (gpus := torch.cuda.device_count()) < ranks:
+    num_gpus = torch.cuda.device_count()
+    if has_accelerator() and num_gpus < ranks:
         raise UserError(
             "launch.gpus",
-            f"{ranks} ranks on a node with {gpus} GPU(s): start at most one rank per GPU, or "
+            f"{ranks} ranks on a node with {num_gpus} GPU(s): start at most one rank per GPU, or "
             "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU",
             ranks=ranks,
-            gpus=gpus,
+            gpus=num_gpus,
         )
 
 
@@ -138,6 +153,8 @@ def bind_device() -> None:
 
     gpu = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(gpu)
+
+    # All threads stay on the cores next to the GPU, as far as this process may use them.
     if os.environ.get("NUMA_BINDING") == "0":
         return
     if cores := numa_cores(gpu) & os.sched_getaffinity(0):

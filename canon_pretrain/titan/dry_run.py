@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.terminal import Console, duration, size
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import ShardError, dtype_for
-from canon_pretrain.machine.gpus import GPUS, Gpu, Range, gpu_named, peak_flops
+from canon_pretrain.machine.gpus import GPUS, GPUS_PER_NODE, Gpu, Range, gpu_named, peak_flops
 from canon_pretrain.machine.memory import memory_per_process
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import (
@@ -87,34 +88,46 @@ class Device:
 
 def reference(gpu: str, mfu: float | None = None) -> Device:
     """Return one of GPUS; `mfu`: assume this MFU instead of computing a step's time."""
-    known = GPUS[gpu]
-    assumed = DEFAULT_MFU if mfu is None else mfu
+    model = GPUS[gpu]
+    assumed_mfu = mfu or DEFAULT_MFU
     return Device(
         name=gpu.upper(),
-        memory_gib=known.memory_bytes / GIB,
-        flops_per_s=assumed * known.peak_flops,
-        assumed=f"{assumed:.0%} MFU",
-        gpu=known if mfu is None else None,
+        memory_gib=model.memory_bytes / GIB,
+        flops_per_s=assumed_mfu * model.peak_flops,
+        assumed=f"{assumed_mfu:.0%} MFU",
+        gpu=model if mfu is None else None,
     )
 
 
 def this_machine(ranks: int, mfu: float | None = None) -> Device:
     """Return this machine's GPU, or a rank's share of the CPU if it has none."""
     if not has_accelerator():
-        memory = memory_per_process(ranks) / GIB
-        return Device("CPU core", memory, CPU_FLOPS_PER_RANK, "30 GFLOP/s per core", is_gpu=False)
+        return Device(
+            name="CPU core",
+            memory_gib=memory_per_process(ranks) / GIB,
+            flops_per_s=CPU_FLOPS_PER_RANK,
+            assumed="30 GFLOP/s per core",
+            is_gpu=False,
+        )
+
+    # An unknown GPU is assumed to be an A100.
     name = torch.cuda.get_device_name()
-    assumed = DEFAULT_MFU if mfu is None else mfu
-    peak, whose = peak_flops(name), "its"
+    assumed_mfu = mfu or DEFAULT_MFU
+    owner = "its"
+    peak = peak_flops(name)
     if peak is None:
-        peak, whose = GPUS["a100"].peak_flops, "an A100's"
+        peak = GPUS["a100"].peak_flops
+        owner = "an A100's"
     return Device(
         name=name,
         memory_gib=torch.cuda.get_device_properties(0).total_memory / GIB,
-        flops_per_s=assumed * peak,
-        assumed=f"{assumed:.0%} MFU of {whose} {peak / 1e12:,.0f} TFLOP/s",
+        flops_per_s=assumed_mfu * peak,
+        assumed=f"{assumed_mfu:.0%} MFU of {owner} {peak / 1e12:,.0f} TFLOP/s",
         gpu=gpu_named(name) if mfu is None else None,
     )
+
+
+# -- memory
 
 
 def count_memory(
@@ -126,59 +139,63 @@ def count_memory(
     blocks' activations are kept, or at the end of it, when all gradients are there. `model`, the
     job's, may be on the meta device.
     """
-    args, training, loss = job.model_args, job.training, job.loss
+    args = job.model_args
+    training = job.training
     dtype = TORCH_DTYPE_MAP[training.dtype]
     param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    num_shards = shard_degree(job, world_size)
     micro_batch = micro_batch_size(job, world_size)
-    parameters, trained = count_parameters(model)
-    shard, trained_shard = (
-        -(-count // num_shards) * dtype.itemsize for count in (parameters, trained)
-    )
-    states = {"weights": shard, "optimizer (two moments)": 2 * trained_shard}
-
-    # expert weights are split over `degree` ranks
-    degree = job.parallelism.expert_parallel_degree
-    block = model.get_submodule("layers.0")
-    experts = sum(p.numel() for module in all_experts(block) for p in module.parameters())
-    block_parameters = count_parameters(block)[0] - (experts - experts // degree)
-    end_parameters = parameters - args.num_layers * count_parameters(block)[0]
-    keeps_all = job.parallelism.fsdp_reshard_after_forward == "never"
-    # else two blocks, the embedding and the head are gathered at a time
-    gathered_blocks = args.num_layers if keeps_all else min(2, args.num_layers)
-    gathered = (end_parameters + gathered_blocks * block_parameters) * param_dtype.itemsize
-
     tokens = micro_batch * args.max_seq_len
-    activations = _activation_bytes(job, micro_batch, param_dtype, is_gpu=is_gpu)
-    # the loss's peak: a chunk's logits, their float32 copy and log-softmax
-    chunk_tokens = -(-tokens // -(-tokens // (loss.chunk_tokens or tokens)))
-    logit_bytes = 8 if param_dtype == torch.float32 else param_dtype.itemsize + 8
-    logits = chunk_tokens * args.vocab_size * logit_bytes
-    saved_head = head_bytes(args, micro_batch, param_dtype, head_loss(loss))
-    temporary = 0  # less than the loss needs
-    if args.mixer in TEMPORARY_BYTES:
-        temporary = TEMPORARY_BYTES[args.mixer] * tokens * args.num_heads * args.value_dim
-    accumulates = training.global_batch_size > micro_batch * world_size
 
+    # This rank's shard of weights, gradients and both moments of AdamW.
+    num_shards = shard_degree(job, world_size)
+    parameters = count_parameters(model)
+    weight_bytes = -(-parameters.total // num_shards) * dtype.itemsize
+    gradient_bytes = -(-parameters.trained // num_shards) * dtype.itemsize
+    states = {"weights": weight_bytes, "optimizer (two moments)": 2 * gradient_bytes}
+
+    # FSDP2 gathers the embedding, the head and two blocks at a time, or keeps all blocks.
+    # Experts stay split over `degree` ranks.
+    block = model.get_submodule("layers.0")
+    block_parameters = count_parameters(block).total
+    end_parameters = parameters.total - args.num_layers * block_parameters
+    degree = job.parallelism.expert_parallel_degree
+    experts = sum(p.numel() for module in all_experts(block) for p in module.parameters())
+    gathered_block = block_parameters - (experts - experts // degree)
+    num_gathered = args.num_layers
+    if job.parallelism.fsdp_reshard_after_forward != "never":
+        num_gathered = min(2, args.num_layers)
+    gathered_bytes = (end_parameters + num_gathered * gathered_block) * param_dtype.itemsize
+
+    # The loss's peak: the logits of a chunk, their float32 copy and log-softmax. Chunks are equal.
+    num_chunks = -(-tokens // (job.loss.chunk_tokens or tokens))
+    chunk_tokens = -(-tokens // num_chunks)
+    logit_bytes = 8 if param_dtype == torch.float32 else param_dtype.itemsize + 8
+    chunk_bytes = chunk_tokens * args.vocab_size * logit_bytes
+    saved_head = head_bytes(args, micro_batch, param_dtype, head_loss(job.loss))
+
+    # What the backward graph of a block allocates: for attention, less than the loss needs.
+    activations = _activation_bytes(job, micro_batch, param_dtype, is_gpu=is_gpu)
+    temporary = 0
+    if args.mixer in TEMPORARY_BYTES and is_gpu and job.compile.enable:
+        temporary = TEMPORARY_BYTES[args.mixer] * tokens * args.num_heads * args.value_dim
+
+    # The three moments that may be the peak; earlier micro-batches have left gradients.
+    accumulates = training.global_batch_size > micro_batch * world_size
     in_loss = states | {
-        "gradients": trained_shard if accumulates else 0,
-        "gathered by FSDP2": gathered,
+        "gradients": gradient_bytes if accumulates else 0,
+        "gathered by FSDP2": gathered_bytes,
         "activations": activations,
-        "loss": max(saved_head, logits),
+        "loss": max(saved_head, chunk_bytes),
     }
-    before_backward = in_loss | {
-        "activations": activations + (temporary if is_gpu and job.compile.enable else 0),
-        "loss": saved_head,
-    }
+    before_backward = in_loss | {"activations": activations + temporary, "loss": saved_head}
     after_backward = states | {
-        "gradients": trained_shard,
+        "gradients": gradient_bytes,
         # the last block's gradient is float32 and of all ranks' rows
-        "gathered by FSDP2": gathered + 4 * block_parameters,
+        "gathered by FSDP2": gathered_bytes + 4 * gathered_block,
         "activations": activations // args.num_layers,
         "loss": 0,
     }
-    moments = (in_loss, before_backward, after_backward)
-    return max(moments, key=lambda parts: sum(parts.values()))
+    return max(in_loss, before_backward, after_backward, key=lambda parts: sum(parts.values()))
 
 
 def _activation_bytes(
@@ -188,43 +205,55 @@ def _activation_bytes(
     args = job.model_args
     tokens = micro_batch * args.max_seq_len
     # blocks with experts on other ranks are compiled in part, and keep 6 % more than a whole one
-    compiled = job.compile.enable
-    if compiled and is_gpu:
+    if job.compile.enable and is_gpu:
         costs = compiled_block_costs(args, dtype, planned_backend(job))
-        block = round(costs.kept_bytes * tokens)
+        per_block = round(costs.kept_bytes * tokens)
     else:
-        block = block_bytes(args, micro_batch, dtype)
-        if compiled:
-            block = round(CPU_FRACTION * block)
+        per_block = block_bytes(args, micro_batch, dtype)
+        if job.compile.enable:
+            per_block = round(CPU_FRACTION * per_block)
+
+    # Full checkpointing keeps each block's input, and all of the block that is being recomputed.
     if job.activation_checkpoint.mode == "full":
-        return args.num_layers * tokens * args.dim * dtype.itemsize + block
-    return args.num_layers * block
+        return args.num_layers * tokens * args.dim * dtype.itemsize + per_block
+    return args.num_layers * per_block
 
 
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of all and of trained parameters."""
-    parameters = [*model.parameters()]
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return sum(p.numel() for p in parameters), sum(p.numel() for p in trained)
+class ParameterCounts(NamedTuple):
+    total: int
+    trained: int
+
+
+def count_parameters(model: nn.Module) -> ParameterCounts:
+    parameters = list(model.parameters())
+    return ParameterCounts(
+        total=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+    )
 
 
 def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
     """Raise UserError, with the estimate's parts, if it exceeds the memory."""
-    room, args = device.memory_gib * GIB, job.model_args
-    # counting takes seconds: skip it if a bound several times too high fits
+    args = job.model_args
+    memory_bytes = device.memory_gib * GIB
+    # Offloaded states, and selective checkpointing, keep less than can be counted here.
+    if job.training.enable_cpu_offload or job.activation_checkpoint.mode == "selective":
+        return
+
+    # Counting takes seconds: skip it if a bound several times too high fits, of float32 values.
     tokens = micro_batch_size(job, world_size) * job.training.seq_len
-    values = tokens * (64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size)
-    if job.training.enable_cpu_offload or 4 * (6 * num_parameters(args) + values) < room:
+    values_per_token = 64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size
+    if 4 * (6 * num_parameters(args) + tokens * values_per_token) < memory_bytes:
         return
-    if job.activation_checkpoint.mode == "selective":  # which keeps less than can be counted here
-        return
+
     parts = count_memory(job, on_meta(args), world_size, is_gpu=device.is_gpu)
-    if (total := sum(parts.values())) > room:
-        each = ", ".join(f"{name} {num_bytes / GIB:.1f}" for name, num_bytes in parts.items())
+    total = sum(parts.values())
+    if total > memory_bytes:
+        parts_text = ", ".join(f"{name} {part / GIB:.1f}" for name, part in parts.items())
         raise UserError(
             "memory.too_small",
-            f"each of {world_size} rank(s) needs at least {total / GIB:.1f} GiB ({each}), but "
-            f"has {device.memory_gib:.1f} GiB ({device.name}). Lower {ADVICE} ranks, set "
+            f"each of {world_size} rank(s) needs at least {total / GIB:.1f} GiB ({parts_text}), "
+            f"but has {device.memory_gib:.1f} GiB ({device.name}). Lower {ADVICE} ranks, set "
             "--activation_checkpoint.mode full, or train anyway with --force",
             parts=parts,
         )
@@ -233,6 +262,9 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
 def on_meta(args: ModelArgs) -> Transformer:
     with torch.device("meta"):
         return Transformer(args)
+
+
+# -- data
 
 
 @dataclass(frozen=True)
@@ -254,12 +286,14 @@ class Draws:
 
 def count_draws(job: CanonJobConfig, data: Mixture) -> list[Draws]:
     """Return the draws of training.steps steps from each source of `data`."""
-    training = job.training
-    tokens = training.steps * training.global_batch_size * training.seq_len
+    tokens = job.training.steps * job.tokens_per_step
     return [
         Draws(name, round(share * tokens), source.num_tokens)
         for name, share, source in zip(data.names, data.shares, data.sources, strict=True)
     ]
+
+
+# -- plans
 
 
 class Plan:
@@ -267,31 +301,42 @@ class Plan:
 
     def __init__(self, job: CanonJobConfig, device: Device, world_size: int) -> None:
         training = job.training
-        self.job, self.device, self.world_size = job, device, world_size
-        self.tokens = training.steps * training.global_batch_size * training.seq_len
-        drawn, self.data_fingerprint = self.tokens, ""
-        self.epochs = ["no data yet"]
+        self.job = job
+        self.device = device
+        self.world_size = world_size
+        self.tokens = training.steps * job.tokens_per_step
+
+        # The data on disk. Without any yet, the run needs as much as it draws.
+        stored_tokens = self.tokens
+        self.data_fingerprint = ""
         self.data_vocab_size: int | None = None  # unknown
+        self.epochs = ["no data yet"]
         self.windows = open_task(job)
         if self.windows is not None:
-            drawn, self.data_fingerprint = 0, self.windows.fingerprint
+            stored_tokens = 0
+            self.data_fingerprint = self.windows.fingerprint
             self.epochs = []  # a task has no end
         with contextlib.suppress(ShardError):  # no data yet; data that do not fit raise UserError
             if job.data.folders:
                 with open_shards(job) as data:
-                    drawn, self.data_fingerprint = data.num_tokens, data.fingerprint
-                    self.epochs = [draws.text() for draws in count_draws(job, data)]
+                    stored_tokens = data.num_tokens
+                    self.data_fingerprint = data.fingerprint
                     self.data_vocab_size = data.vocab_size
+                    self.epochs = [draws.text() for draws in count_draws(job, data)]
+
         args = job.model_args  # open_shards() has set vocab_size
-        model = on_meta(args)
-        self.parameters, self.trained = count_parameters(model)
+        self.data_bytes = (
+            stored_tokens * dtype_for(self.data_vocab_size or args.vocab_size).itemsize
+        )
+        self.flops_per_token = flops_per_token(args, training.seq_len)
         self.micro_batch = micro_batch_size(job, world_size)
+
+        # Checkpoints: the weights, and two moments of those that are trained.
+        self.parameters, self.trained = count_parameters(on_meta(args))
         itemsize = TORCH_DTYPE_MAP[training.dtype].itemsize
         self.checkpoint_bytes = (self.parameters + 2 * self.trained) * itemsize
-        saves = -(-training.steps // job.checkpoint.interval)
-        self.checkpoints_kept = min(job.checkpoint.keep_latest_k or saves, saves)
-        self.data_bytes = drawn * dtype_for(self.data_vocab_size or args.vocab_size).itemsize
-        self.flops_per_token = flops_per_token(args, training.seq_len)
+        num_saves = -(-training.steps // job.checkpoint.interval)
+        self.checkpoints_kept = min(job.checkpoint.keep_latest_k or num_saves, num_saves)
 
     @functools.cached_property
     def step_seconds(self) -> Range:
@@ -301,15 +346,14 @@ class Plan:
         """
         if self.gpu is None:
             flops_per_s = self.world_size * self.device.flops_per_s
-            seconds = self.tokens / self.job.training.steps * self.flops_per_token / flops_per_s
+            seconds = self.job.tokens_per_step * self.flops_per_token / flops_per_s
             return Range(seconds, seconds, seconds)
         return step_seconds(self._counts, self.gpu, speedup=self.fla_speedup)
 
     @property
     def chunked_seconds(self) -> float:
         """The likely seconds of the whole run with recurrences in the chunked form."""
-        if self.gpu is None:
-            return self.seconds
+        assert self.gpu is not None, "only a computed time depends on the form"
         return step_seconds(self._counts, self.gpu).likely * self.job.training.steps
 
     @functools.cached_property
@@ -319,9 +363,10 @@ class Plan:
     @property
     def gpu(self) -> Gpu | None:
         """Whose speeds the time is computed with; None: it is assumed, as for uncompiled blocks."""
-        job = self.job
-        is_counted = job.compile.enable and job.activation_checkpoint.mode in ("none", "full")
-        return self.device.gpu if is_counted else None
+        mode = self.job.activation_checkpoint.mode
+        if not self.job.compile.enable or mode not in ("none", "full"):
+            return None
+        return self.device.gpu
 
     @property
     def fla_speedup(self) -> float:
@@ -357,8 +402,11 @@ class Plan:
 def make_plans(
     job: CanonJobConfig, gpu: str | None, world: int | None, mfu: float | None, ranks: int
 ) -> dict[str, Plan]:
-    """Return plans by title: this machine and, if requested or needed, the reference GPU."""
-    asked = gpu is not None or world is not None
+    """Return plans by title: this machine and, if requested or needed, the reference GPU.
+
+    `gpu`, `world` and `mfu` are the options of --dry-run; `ranks` is the world size of this launch.
+    """
+    wants_reference = gpu is not None or world is not None
     gpu = (gpu or "h100").lower()
     check_choice("--gpu", gpu, GPUS)
     if mfu is not None and not 0 < mfu <= 1 or world is not None and world < 1:
@@ -366,15 +414,24 @@ def make_plans(
             "option.invalid",
             f"--mfu {mfu} --world {world}: expected a fraction up to 1, and at least 1 rank",
         )
+
+    # A single rank plans for all devices of this machine, as far as the global batch divides.
     sizes = world_sizes(job)
-    devices = torch.cuda.device_count() if has_accelerator() else available_cores()
     if ranks == 1:
-        ranks = max((n for n in sizes if n <= devices), default=sizes[0])
-    plans = {"this machine": (here := Plan(job, this_machine(ranks, mfu), ranks))}
-    if asked or here.seconds > DAY_S or not here.fits:
-        world = world or max((n for n in sizes if n <= 8), default=sizes[0])
+        devices = torch.cuda.device_count() if has_accelerator() else available_cores()
+        ranks = _largest_size(sizes, devices)
+    here = Plan(job, this_machine(ranks, mfu), ranks)
+    plans = {"this machine": here}
+
+    if wants_reference or here.seconds > DAY_S or not here.fits:
+        world = world or _largest_size(sizes, GPUS_PER_NODE)
         plans["reference"] = Plan(job, reference(gpu, mfu), world)
     return plans
+
+
+def _largest_size(sizes: list[int], limit: int) -> int:
+    """Return the largest of `sizes` up to `limit`, or the first one if all are larger."""
+    return max((size for size in sizes if size <= limit), default=sizes[0])
 
 
 def world_sizes(job: CanonJobConfig) -> list[int]:
@@ -383,7 +440,7 @@ def world_sizes(job: CanonJobConfig) -> list[int]:
     step = layout.data_parallel_replicate_degree * layout.expert_parallel_degree
     sizes = valid_world_sizes(job.training.global_batch_size, step)
     if not sizes:
-        micro_batch_size(job, step)
+        micro_batch_size(job, step)  # raises, and names the keys
     return sizes
 
 
@@ -394,34 +451,46 @@ def startup_notes(
     if isinstance(data, Mixture):
         epochs = [draws.text() for draws in count_draws(job, data)]
         yield f"epochs over the data: {'; '.join(epochs)}"
-    ranks, devices = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if has_accelerator() and ranks < devices:
-        yield f"this run uses {ranks} of the {devices} GPUs of this node (--nproc-per-node)"
-    training = job.training
-    tokens = job.last_step * training.global_batch_size * training.seq_len
-    flops = tokens * flops_per_token(job.model_args, training.seq_len)
-    if (days := flops / (world_size * device.flops_per_s) / DAY_S) > 7:
+
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    num_gpus = torch.cuda.device_count()
+    if has_accelerator() and ranks < num_gpus:
+        yield f"this run uses {ranks} of the {num_gpus} GPUs of this node (--nproc-per-node)"
+
+    tokens = job.last_step * job.tokens_per_step
+    flops = tokens * flops_per_token(job.model_args, job.training.seq_len)
+    days = flops / (world_size * device.flops_per_s) / DAY_S
+    if days > 7:
         yield (
             f"this run takes about {days:,.0f} days, assuming {device.assumed}; "
             "--dry-run computes the time"
         )
 
 
+# -- what is printed
+
+
 def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -> None:
+    """Print the summary of a job, the memory of each plan by part, and how both were counted."""
+    # What the job is, and how long it takes.
     console.print(f"[bold]{job.job.description}[/bold]  (dry run)")
-    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    facts.add_column(style="cyan")
-    for name, value in _facts(job, plans).items():
-        facts.add_row(name, value)
-    console.print(facts)
+    summary = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    summary.add_column(style="cyan")
+    for title, text in _summary(job, plans).items():
+        summary.add_row(title, text)
+    console.print(summary)
+
+    # A column per plan, a row per part.
     memory = Table("part", title="memory per rank, GiB", title_justify="left")
     for title in plans:
         memory.add_column(title, justify="right")
     columns = [plan.memory | {"sum": sum(plan.memory.values())} for plan in plans.values()]
-    for name in columns[0]:
-        memory.add_row(name, *(f"{column[name] / GIB:.2f}" for column in columns))
+    for part in columns[0]:
+        memory.add_row(part, *(f"{column[part] / GIB:.2f}" for column in columns))
     memory.add_row("available", *(f"{plan.device.memory_gib:.1f}" for plan in plans.values()))
     console.print(memory)
+
+    # What the figures are worth.
     console.print(
         "counted, not measured: without fragmentation, NCCL's buffers, and what kernels allocate"
     )
@@ -430,39 +499,46 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
             "time: computed from products, bytes, launches and exchanges with assumed speeds "
             "(kernels/gpus.py); --mfu 0.4 assumes an MFU instead"
         )
-    if too_small := ", ".join(title for title, each in plans.items() if not each.fits):
+    if too_small := ", ".join(title for title, plan in plans.items() if not plan.fits):
         console.print(
             f"[bold]exceeds the memory[/bold] ({too_small}): lower {ADVICE} GPUs, "
             "or --activation_checkpoint.mode full"
         )
 
 
-def _facts(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
-    """Return what the plans of a job have in common, and the pace of each, by title."""
+def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
+    """Return the lines above the table of memory, by title: the job, then the pace of each plan."""
     args = job.model_args
-    plan = next(iter(plans.values()))
+    plan = next(iter(plans.values()))  # what does not depend on the device is equal in all
     steps = job.training.steps
-    trained = f", {plan.trained:,} trained" if plan.trained != plan.parameters else ""
-    num_active = active_parameters(args)
-    active = f", {num_active:,} active per token" if num_active != num_parameters(args) else ""
-    num_saved = plan.checkpoints_kept + 1
-    itemsize = dtype_for(args.vocab_size).itemsize
-    return {
+
+    parameters = f"{plan.parameters:,}"
+    if plan.trained != plan.parameters:
+        parameters = f"{parameters}, {plan.trained:,} trained"
+    if (num_active := active_parameters(args)) != num_parameters(args):
+        parameters = f"{parameters}, {num_active:,} active per token"
+
+    lines = {
         "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, "
         f"hidden {args.dim}, {_feed_forward(args)}, {', '.join(_variant(job))}",
-        "parameters": f"{plan.parameters:,}{trained}{active}, "
-        f"{layer_parameters(args) / args.dim**2:.3f} D^2 per layer",
+        "parameters": f"{parameters}, {layer_parameters(args) / args.dim**2:.3f} D^2 per layer",
         "FLOPs per token": f"{_abbreviate(plan.flops_per_token)} by {flops_formula(args)}",
         "decoding holds": _decoding_state(args),
         "steps": f"{steps:,} of {plan.tokens // steps:,} tokens: {_abbreviate(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, world_sizes(job))),
-        **{title: _pace(job, each) for title, each in plans.items()},
-        **_data_facts(job, plan),
-        "data fingerprint": plan.data_fingerprint
-        or f"no data yet; {itemsize} bytes per token drawn",
-        "disk for checkpoints": f"{plan.checkpoints_kept} + 1 being written, "
-        f"{size(plan.checkpoint_bytes)} each: {size(num_saved * plan.checkpoint_bytes)}",
     }
+    lines |= {title: _pace(job, plan) for title, plan in plans.items()}
+    lines |= _data_lines(job, plan)
+
+    itemsize = dtype_for(args.vocab_size).itemsize
+    no_data = f"no data yet; {itemsize} bytes per token drawn"
+    lines["data fingerprint"] = plan.data_fingerprint or no_data
+    total_bytes = (plan.checkpoints_kept + 1) * plan.checkpoint_bytes
+    lines["disk for checkpoints"] = (
+        f"{plan.checkpoints_kept} + 1 being written, "
+        f"{size(plan.checkpoint_bytes)} each: {size(total_bytes)}"
+    )
+    return lines
 
 
 def _feed_forward(args: ModelArgs) -> str:
@@ -482,15 +558,14 @@ def _feed_forward(args: ModelArgs) -> str:
 def _variant(job: CanonJobConfig) -> list[str]:
     """Return the mixer, position and Canon set, and each other setting that is no default."""
     args = job.model_args
+    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
     if args.mixer == "attention":
-        variant = [args.position]
+        variant = [args.position, canon, f"QK-norm {args.qk_norm}"]
     else:
-        conv = "conv1d" if args.mixer_conv else "no conv1d"
-        variant = [args.mixer, f"states {args.key_dim} x {args.value_dim}", conv]
-    variant.append(f"Canon-{args.canon_set}" if args.canon_set else "no Canon")
-    if args.mixer == "attention":
-        variant.append(f"QK-norm {args.qk_norm}")
+        states = f"states {args.key_dim} x {args.value_dim}"
+        variant = [args.mixer, states, "conv1d" if args.mixer_conv else "no conv1d", canon]
 
+    # SUMMARIZED_KEYS are in other lines.
     defaults = vars(ModelArgs()) | vars(Loss())
     for name, value in (vars(args) | vars(job.loss)).items():
         if name not in SUMMARIZED_KEYS and value != defaults[name]:
@@ -499,68 +574,69 @@ def _variant(job: CanonJobConfig) -> list[str]:
 
 
 def _decoding_state(args: ModelArgs) -> str:
-    per_token, per_sequence = state_bytes(args, 2)
-    state = []
+    per_token, per_sequence = state_bytes(args, torch.bfloat16.itemsize)
+    texts = []
     if per_sequence:
-        state.append(f"{size(per_sequence)} per sequence")
+        texts.append(f"{size(per_sequence)} per sequence")
     if per_token:
-        state.append(f"{size(per_token)} per token in bfloat16")
-    return " and ".join(state)
+        texts.append(f"{size(per_token)} per token in bfloat16")
+    return " and ".join(texts)
 
 
-def _data_facts(job: CanonJobConfig, plan: Plan) -> dict[str, str]:
+def _data_lines(job: CanonJobConfig, plan: Plan) -> dict[str, str]:
+    """Return the lines about the data, by title: of a task, or of shards."""
     if plan.windows is not None:
         task = plan.windows.task
         settings = [f"{key} = {json.dumps(value)}" for key, value in task.settings.items()]
+        # ignored labels are negative
         sample = plan.windows.windows(job.data.data_seed, 0, SHOWN_WINDOWS)
-        share = np.mean(sample[:, 1:] >= 0)
+        label_share = np.mean(sample[:, 1:] >= 0)
         return {
             "task": f"{task.name}: {', '.join(settings)}",
-            "labels": f"{share:.1%} of tokens; ids below {task.vocab_size}",
+            "labels": f"{label_share:.1%} of tokens; ids below {task.vocab_size}",
         }
-    where = ", ".join(job.data.folders) or "data.path unset"
-    facts = {
-        "disk for data": f"{size(plan.data_bytes)} ({where})",
+
+    folders = ", ".join(job.data.folders) or "data.path unset"
+    lines = {
+        "disk for data": f"{size(plan.data_bytes)} ({folders})",
         "epochs over the data": "; ".join(plan.epochs),
     }
     vocab_size = job.model_args.vocab_size
     if plan.data_vocab_size not in (None, vocab_size):
-        facts["vocabulary"] = f"{vocab_size:,}, {plan.data_vocab_size:,} of them in the data"
-    return facts
+        lines["vocabulary"] = f"{vocab_size:,}, {plan.data_vocab_size:,} of them in the data"
+    return lines
 
 
 def _pace(job: CanonJobConfig, plan: Plan) -> str:
     """Return the ranks of a plan and the estimated time."""
-    device, replicas = plan.device, job.parallelism.data_parallel_replicate_degree
-    in_replicas = f" ({replicas} replicas)" if replicas > 1 else ""
-    ranks = (
-        f"{plan.world_size} x {device.name}{in_replicas}, "
-        f"{plan.micro_batch} x {job.training.seq_len} tokens per rank at once"
-    )
+    device = plan.device
+    ranks = f"{plan.world_size} x {device.name}"
+    replicas = job.parallelism.data_parallel_replicate_degree
+    if replicas > 1:
+        ranks = f"{ranks} ({replicas} replicas)"
+    ranks = f"{ranks}, {plan.micro_batch} x {job.training.seq_len} tokens per rank at once"
     if device.is_gpu and plan.gpu is None and plan.parameters < MIN_PARAMETERS_FOR_MFU:
         return f"{ranks}: no time estimate, the model is too small to fill a GPU"
 
-    gpu_hours = f" ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
-    time = (
-        f"{duration(plan.seconds)}{gpu_hours if device.is_gpu else ''}, "
-        f"{plan.tokens / plan.seconds:,.0f} tokens/s"
-    )
+    time = duration(plan.seconds)
+    if device.is_gpu:
+        time = f"{time} ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
+    time = f"{time}, {plan.tokens / plan.seconds:,.0f} tokens/s"
     if plan.gpu is None:
         return f"{ranks}: {time}, assuming {device.assumed}"
 
-    slow, likely, fast = plan.step_seconds
-    without_fla = f" with fla; without it {duration(plan.chunked_seconds)}"
-    return (
-        f"{ranks}: {time}, "
-        f"{milliseconds(likely)} per step ({milliseconds(fast)} to {milliseconds(slow)}), "
-        f"MFU {plan.mfu:.0%}, computed{without_fla if plan.fla_speedup > 1 else ''}"
-    )
+    slow, likely, fast = map(_milliseconds, plan.step_seconds)
+    text = f"{ranks}: {time}, {likely} per step ({fast} to {slow}), MFU {plan.mfu:.0%}, computed"
+    if plan.fla_speedup > 1:
+        text = f"{text} with fla; without it {duration(plan.chunked_seconds)}"
+    return text
 
 
-def milliseconds(seconds: float) -> str:
+def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.{0 if seconds >= 0.1 else 1}f} ms"
 
 
 def _abbreviate(value: float) -> str:
-    unit, word = (1e9, "billion") if value >= 1e9 else (1e6, "million")
-    return f"{value / unit:,.2f} {word}"
+    if value >= 1e9:
+        return f"{value / 1e9:,.2f} billion"
+    return f"{value / 1e6:,.2f} million"

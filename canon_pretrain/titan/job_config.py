@@ -106,6 +106,14 @@ class CanonJobConfig(titan.JobConfig):
         return self.run.stop_at or self.training.steps
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.training.global_batch_size * self.training.seq_len
+
+    @property
+    def compiles_model(self) -> bool:
+        return self.compile.enable and "model" in self.compile.components
+
+    @property
     def task(self) -> Task | None:
         """The task of `[data.task]`, None for shards. Raises UserError for bad settings."""
         section = self.data.task
@@ -122,20 +130,25 @@ class CanonJobConfig(titan.JobConfig):
             for field in dataclasses.fields(ModelArgs)
             if getattr(self.model, field.name, None) is not None
         }
+
+        # a mixer changes sizes that are not set
         sizes = fill_sizes(base, overrides)
         return dataclasses.replace(base, max_seq_len=self.training.seq_len, **sizes)
 
 
 def shard_degree(job: CanonJobConfig, world_size: int) -> int:
     """Return the ranks per replica; UserError if the degrees do not divide `world_size`."""
+    # Experts are split over ranks of one replica.
     replicas = job.parallelism.data_parallel_replicate_degree
     expert_degree = job.parallelism.expert_parallel_degree
     if world_size % (replicas * expert_degree):
         valid = valid_world_sizes(job.training.global_batch_size, replicas * expert_degree)
-        times = f"times expert_parallel_degree = {expert_degree} " if expert_degree > 1 else ""
+        experts = ""
+        if expert_degree > 1:
+            experts = f"times expert_parallel_degree = {expert_degree} "
         raise UserError(
             "config.world_size",
-            f"parallelism.data_parallel_replicate_degree = {replicas} {times}"
+            f"parallelism.data_parallel_replicate_degree = {replicas} {experts}"
             f"does not divide {world_size} ranks. "
             f"Valid world sizes: {', '.join(map(str, valid)) or 'none'}",
             given=world_size,
@@ -161,20 +174,26 @@ def check_cpu_offload(job: CanonJobConfig, *, on_gpu: bool) -> None:
 
 
 def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
-    """Return the sequences per rank and forward pass: a divisor of its share of the batch."""
-    total = job.training.global_batch_size
-    share, rest = divmod(total, world_size)
-    if rest:
-        fitting = valid_world_sizes(total)
+    """Return the sequences per rank and forward pass.
+
+    That is the largest divisor of a rank's share of the batch up to training.local_batch_size.
+    Raises UserError if the ranks do not divide the batch.
+    """
+    # Every rank has the same share.
+    batch_size = job.training.global_batch_size
+    share, remainder = divmod(batch_size, world_size)
+    if remainder:
+        valid = valid_world_sizes(batch_size)
         raise UserError(
             "config.world_size",
-            f"training.global_batch_size = {total} is not divisible by {world_size} ranks. "
-            f"Valid world sizes: {', '.join(map(str, fitting))}",
+            f"training.global_batch_size = {batch_size} is not divisible by {world_size} ranks. "
+            f"Valid world sizes: {', '.join(map(str, valid))}",
             given=world_size,
-            valid=fitting,
+            valid=valid,
         )
-    bound = min(share, job.training.local_batch_size)
-    return next(size for size in range(bound, 0, -1) if share % size == 0)
+
+    limit = min(share, job.training.local_batch_size)
+    return next(size for size in range(limit, 0, -1) if share % size == 0)
 
 
 UNSUPPORTED = """
@@ -221,6 +240,7 @@ HELD_OUT = "held_out_fingerprint"
 
 def check_job(job: CanonJobConfig) -> None:
     """Raise UserError for a job that would not train what its file states."""
+    # Keys of torchtitan that must keep their defaults.
     defaults = CanonJobConfig()
     for name in UNSUPPORTED:
         value = value_of(job, name)
@@ -234,7 +254,7 @@ def check_job(job: CanonJobConfig) -> None:
                 key=name,
             )
 
-    # Each setting alone
+    # Each setting alone.
     check_backend_fits(job.model_args, job.model.attention_backend)  # ModelArgs checks itself
     check_choice("canon_backend", job.model.canon_backend, BACKENDS)
     check_choice("mixer_backend", job.model.mixer_backend, MIXER_BACKENDS)
@@ -243,7 +263,7 @@ def check_job(job: CanonJobConfig) -> None:
     check_allowed_changes(job.run.allow_changes, _identity_names())
     check_limits({name: value_of(job, name) for name in LIMITED})
 
-    # Settings together
+    # Settings together.
     for fault in schedule_faults(job.lr_scheduler, job.training.steps):
         raise UserError("config.schedule", fault)
     for name, fault in _conflicts(job):
@@ -254,19 +274,19 @@ def check_job(job: CanonJobConfig) -> None:
     check_order(job.data.order, len(job.data.folders))
 
 
-def split_names(words: list[str]) -> list[str]:
+def split_names(entries: list[str]) -> list[str]:
     """Return the names in `run.allow_changes`; an entry may hold several, comma-separated."""
-    return [name for word in words for name in word.split(",") if name]
+    return [name for name in ",".join(entries).split(",") if name]
 
 
 def check_allowed_changes(allowed: list[str], identity: Iterable[str]) -> None:
     """Raise UserError unless `run.allow_changes` has names in a run's `identity` only, or CODE."""
-    known = {*identity, HELD_OUT, CODE}
-    if unknown := [name for name in split_names(allowed) if name not in known]:
+    valid = {*identity, HELD_OUT}
+    if unknown := [name for name in split_names(allowed) if name not in valid | {CODE}]:
         raise UserError(
             "run.unknown_change",
             f"run.allow_changes: {', '.join(unknown)} is not part of a run's identity. Expected "
-            f"{CODE}, {', '.join(sorted(known - {CODE}))}",
+            f"{CODE}, {', '.join(sorted(valid))}",
             names=unknown,
         )
 
@@ -304,9 +324,12 @@ def _conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
 
 
 def _data_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
+    """Yield the conflicts of data, task, validation and samples."""
     data = job.data
     if data.path and data.paths:
         yield "data.path", f"data.path = {data.path!r}, data.paths = {data.paths!r}: set only one"
+
+    # A task replaces shards and what is done with text.
     if data.task.name:
         is_set = {
             "data.path": data.path,
@@ -333,50 +356,57 @@ def _data_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
 
 
 def _launch_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
+    """Yield the conflicts of where a launch begins and ends."""
     stop_at = job.run.stop_at
     steps = job.training.steps
+
+    # A launch that stops early must save what it has trained.
     if stop_at is not None and not 1 <= stop_at <= steps:
         yield "run.stop_at", f"run.stop_at = {stop_at}: expected 1 to training.steps = {steps}"
     if stop_at is not None and not job.checkpoint.enable:
         yield "checkpoint.enable", "run.stop_at requires checkpoint.enable = true"
+
     if job.checkpoint.fresh and job.checkpoint.load_step != -1:
         yield "checkpoint.load_step", "checkpoint.fresh and checkpoint.load_step: set only one"
 
 
 def _computation_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
+    """Yield the conflicts of how a step is computed: experts, loss, profiling, checkpointing."""
+    # Each rank has equally many experts.
     args = job.model_args
     degree = job.parallelism.expert_parallel_degree
     num_experts = args.num_experts if args.ffn == "moe" else 0
     if degree > 1 and (num_experts == 0 or num_experts % degree):
         name = "parallelism.expert_parallel_degree"
         yield name, f"{name} = {degree} does not divide the model's {num_experts or 'no'} experts"
+
     if job.loss.z_loss and job.loss.squared_loss:
         yield "loss.squared_loss", "loss.z_loss and loss.squared_loss: set only one"
 
     profiling = job.profiling
-    warmup, active = profiling.profiler_warmup, profiling.profiler_active
-    if profiling.enable_profiling and profiling.profile_freq < warmup + active:
+    num_profiled = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < num_profiled:
         yield (
             "profiling.profile_freq",
             f"profiling.profile_freq = {profiling.profile_freq}: expected at least "
-            f"profiler_warmup = {warmup} plus profiler_active = {active}",
+            f"profiler_warmup = {profiling.profiler_warmup} plus profiler_active = "
+            f"{profiling.profiler_active}",
         )
 
     name = "activation_checkpoint.selective_ac_option"
     option = job.activation_checkpoint.selective_ac_option
     if not re.fullmatch("op|[0-9]+", option):
         yield name, f'{name} = {option!r}: expected "op", or N to recompute every N-th layer'
-    is_compiled = job.compile.enable and "model" in job.compile.components
-    if job.activation_checkpoint.mode == "memory_budget" and not is_compiled:
+    if job.activation_checkpoint.mode == "memory_budget" and not job.compiles_model:
         name = "activation_checkpoint.mode"
         yield name, f'{name} = "memory_budget" requires compile.enable = true'
 
 
 def _is_path(name: str, value: str | list[str] | None) -> bool:
     """Return whether a path's value, which may be unset or a list, has the form of one."""
-    values = value if isinstance(value, list) else [value or ""]
-    if any("\0" in each or each.startswith("~") for each in values):
+    paths = value if isinstance(value, list) else [value or ""]
+    if any("\0" in path or path.startswith("~") for path in paths):
         return False
     if name in FOLDERS:
-        return os.path.normpath(values[0]) != os.curdir
+        return os.path.normpath(paths[0]) != os.curdir
     return name not in ("job.dump_folder", "job.save_config_file") or value != ""

@@ -16,32 +16,31 @@ from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.run.config import check_keys, read_experiment
 
 PROG = "torchrun -m canon_pretrain.train"
-MAX_MEANT = 3  # keys that an error suggests
+MAX_SUGGESTIONS = 3
+"""Keys that an error suggests."""
 TORCHRUN = ("nodes", "nnodes", "num_nodes", "gpus", "num_gpus", "ngpus", "ranks", "world_size")
+"""What other trainers call the options of torchrun."""
 SYNONYMS = {
-    **dict.fromkeys(("learning_rate", "lr", "max_lr"), ("optimizer.lr",)),
-    **dict.fromkeys(("batch_size", "train_batch_size"), ("training.global_batch_size",)),
-    **dict.fromkeys(
-        ("micro_batch_size", "per_device_train_batch_size"), ("training.local_batch_size",)
-    ),
-    **dict.fromkeys(("max_steps", "max_iters", "iterations", "epochs"), ("training.steps",)),
-    **dict.fromkeys(
-        ("context_length", "block_size", "max_seq_len", "sequence_length"), ("training.seq_len",)
-    ),
-    **dict.fromkeys(("warmup", "warmup_iters", "warmup_steps"), ("lr_scheduler.warmup_steps",)),
-    **dict.fromkeys(("grad_clip", "max_grad_norm", "clip"), ("training.max_norm",)),
-    **dict.fromkeys(("out", "out_dir", "output", "output_dir"), ("job.dump_folder",)),
-    **dict.fromkeys(("data", "dataset", "data_dir", "train_data"), ("data.path",)),
-    **dict.fromkeys(("seed", "random_seed"), ("model.init_seed", "data.data_seed")),
-    **dict.fromkeys(("layers", "n_layer", "num_hidden_layers"), ("model.num_layers",)),
-    **dict.fromkeys(("n_embd", "hidden_size", "d_model"), ("model.dim",)),
-    **dict.fromkeys(("n_head", "num_attention_heads"), ("model.num_heads",)),
-    **dict.fromkeys(("save_steps", "save_interval"), ("checkpoint.interval",)),
-    **dict.fromkeys(("log_interval", "logging_steps"), ("metrics.log_freq",)),
-    **dict.fromkeys(("eval_interval", "eval_steps"), ("validation.freq",)),
-    **dict.fromkeys(("wandb", "use_wandb"), ("metrics.enable_wandb",)),
+    "optimizer.lr": "learning_rate lr max_lr",
+    "training.global_batch_size": "batch_size train_batch_size",
+    "training.local_batch_size": "micro_batch_size per_device_train_batch_size",
+    "training.steps": "max_steps max_iters iterations epochs",
+    "training.seq_len": "context_length block_size max_seq_len sequence_length",
+    "lr_scheduler.warmup_steps": "warmup warmup_iters warmup_steps",
+    "training.max_norm": "grad_clip max_grad_norm clip",
+    "job.dump_folder": "out out_dir output output_dir",
+    "data.path": "data dataset data_dir train_data",
+    "model.init_seed": "seed random_seed",
+    "data.data_seed": "seed random_seed",
+    "model.num_layers": "layers n_layer num_hidden_layers",
+    "model.dim": "n_embd hidden_size d_model",
+    "model.num_heads": "n_head num_attention_heads",
+    "checkpoint.interval": "save_steps save_interval",
+    "metrics.log_freq": "log_interval logging_steps",
+    "validation.freq": "eval_interval eval_steps",
+    "metrics.enable_wandb": "wandb use_wandb",
 }
-"""Words of other trainers (nanoGPT, transformers) and the keys that they mean."""
+"""Keys, and what other trainers (nanoGPT, transformers) call them."""
 SHORT_HELP = Path(__file__).with_name("help.txt")
 KEYS = Path(__file__).with_name("keys.json")
 
@@ -60,27 +59,27 @@ def answer_early(arguments: Sequence[str], *, quiet: bool = False) -> None:
 def read_options(
     arguments: Sequence[str], *, quiet: bool = False
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options that are no keys, and the words of the keys.
+    """Return the options that are no keys, and the remaining arguments, of the keys.
 
     Raises UserError if there is no --config. `--help` without --config prints the defaults and
     exits; all other help is the caller's, who knows the file's values. `quiet`: print nothing.
     """
     try:
-        options, overrides = own_options().parse_known_args(arguments)
+        options, overrides = options_parser().parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise UserError("option.invalid", f"{error}. See {PROG} --help") from None
+
     if options.path is None and options.help:
         if not quiet:
             print_help(dict(dotted(_sections())).get)
         raise SystemExit(0)
+
+    # A file without --config in front of it is a likely mistake.
     if options.path is None and not options.help_all:
         file = next((word for word in overrides if word.endswith(".toml")), None)
-        raise UserError(
-            "option.missing",
-            f"no --config given. Did you mean --config {file}?"
-            if file
-            else f"no --config FILE.toml given. See {PROG} --help",
-        )
+        if file is not None:
+            raise UserError("option.missing", f"no --config given. Did you mean --config {file}?")
+        raise UserError("option.missing", f"no --config FILE.toml given. See {PROG} --help")
     return options, overrides
 
 
@@ -90,7 +89,7 @@ def _sections() -> dict[str, Any]:
     return dict(json.loads(KEYS.read_text()))
 
 
-def own_options() -> argparse.ArgumentParser:
+def options_parser() -> argparse.ArgumentParser:
     """Return the parser of the options that are no keys."""
     parser = Parser(add_help=False, exit_on_error=False)
     # the second name is torchtitan's
@@ -103,10 +102,13 @@ def own_options() -> argparse.ArgumentParser:
 def print_help(value_of: Callable[[str], Any]) -> None:
     """Print the keys that most users need, with their values."""
     for line in SHORT_HELP.read_text().splitlines():
+        # lines of help.txt that describe a key; the others are printed as they are
         if key := re.match(r"  --(\w+\.[\w.]+)", line):
             value = value_of(key[1])
-            shown = str(value).lower() if isinstance(value, bool) else value
-            line = line if value in (None, "", []) else f"{line} [{shown}]"
+            if isinstance(value, bool):
+                value = str(value).lower()  # as in TOML
+            if value not in (None, "", []):
+                line = f"{line} [{value}]"
         print(line)
 
 
@@ -121,31 +123,34 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def check_words(overrides: Iterable[str]) -> None:
     """Raise UserError if an option is no key of a job, with the nearest one."""
-    known = {*dict(dotted(_sections()))}
+    keys = set(dict(dotted(_sections())))
     for word in overrides:
-        given = word.removeprefix("--").partition("=")[0].replace("-", "_")
-        if not word.startswith("--") or known & {given, given.replace(".no_", ".")}:
+        # words are options and values; "--section.key=value" is also one word
+        key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        # the second form turns a boolean off
+        if not word.startswith("--") or keys & {key, key.replace(".no_", ".")}:
             continue
-        near = _meant_by(given, known)
-        near = near or suggestion(f"--{given}", [f"--{name}" for name in known])
-        raise UserError(
-            "config.unknown_key",
-            f"unknown key --{given}.{near or ' See --help-all'}",
-            given=given,
+
+        hint = (
+            _suggest_synonyms(key, keys)
+            or suggestion(f"--{key}", [f"--{name}" for name in keys])
+            or " See --help-all"
         )
+        raise UserError("config.unknown_key", f"unknown key --{key}.{hint}", given=key)
 
 
-def _meant_by(given: str, known: Iterable[str]) -> str:
-    """Return a sentence on the keys that a word of another trainer means; "" if unknown."""
-    word = given.rpartition(".")[2]
-    if word in TORCHRUN:
+def _suggest_synonyms(unknown_key: str, keys: Iterable[str]) -> str:
+    """Return a sentence on what a key of another trainer is called here; "" without a synonym."""
+    name = unknown_key.rpartition(".")[2]
+    if name in TORCHRUN:
         return (
             " Ranks are not set by a key: torchrun --nproc-per-node GPUS --nnodes NODES "
             "-m canon_pretrain.train ..., or slurm/pretrain_1b3.sh"
         )
-    meant = [name for name in SYNONYMS.get(word, ()) if name in known]
-    if "." not in given:  # a key without its section
-        meant += sorted(name for name in known if name.endswith(f".{word}") and name not in meant)
-    if not meant:
+
+    suggested = [key for key, synonyms in SYNONYMS.items() if name in synonyms.split()]
+    if "." not in unknown_key:  # a key without its section
+        suggested += sorted({key for key in keys if key.endswith(f".{name}")} - {*suggested})
+    if not suggested:
         return ""
-    return f" Did you mean {' or '.join(f'--{name}' for name in meant[:MAX_MEANT])}?"
+    return f" Did you mean {' or '.join(f'--{key}' for key in suggested[:MAX_SUGGESTIONS])}?"

@@ -5,7 +5,7 @@ logging and checkpointing do not change what is computed and are not part of the
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from canon_pretrain.run.session import Session, archive_traces
 from canon_pretrain.run.source import code_hashes
 from canon_pretrain.titan.checkpoint import DISK_HINT, check_room, full_bytes
 from canon_pretrain.titan.data import OpenedData
-from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import (
     CODE,
     FINGERPRINT,
@@ -37,8 +36,9 @@ from canon_pretrain.titan.job_config import (
     split_names,
     value_of,
 )
+from canon_pretrain.titan.keys import dotted
 from canon_pretrain.titan.metrics import CanonMetrics
-from canon_pretrain.titan.parallelize import CanonChoice
+from canon_pretrain.titan.parallelize import BackendChoice
 from canon_pretrain.titan.resume import RankZero, check_initial
 
 
@@ -61,29 +61,41 @@ class Comparison:
 
 def resolved(job: CanonJobConfig) -> dict[str, Any]:
     """Return the job with absolute data folders, independent of the working folder."""
-    config, data, validation = job.to_dict(), job.data, job.validation
-    config["data"]["path"] = data.path and str(Path(data.path).resolve())
-    config["data"]["paths"] = [str(Path(folder).resolve()) for folder in data.paths]
-    config["validation"]["path"] = validation.path and str(Path(validation.path).resolve())
+    config = job.to_dict()
+    config["data"]["path"] = job.data.path and _absolute(job.data.path)
+    config["data"]["paths"] = list(map(_absolute, job.data.paths))
+    config["validation"]["path"] = job.validation.path and _absolute(job.validation.path)
     return config
+
+
+def _absolute(folder: str) -> str:
+    return str(Path(folder).resolve())
 
 
 def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Comparison:
     """Compare a launch with the run in `folder`; checkpoint.fresh starts a new run."""
-    config = resolved(job)
-    identity, code = run_identity(job, data.training.fingerprint, data.identity), code_hashes()
-    is_new, allowed = not folder.config_file.exists(), job.run.allow_changes
+    comparison = Comparison(
+        is_new=not folder.config_file.exists(),
+        identity=run_identity(job, data.training.fingerprint, data.identity),
+        code=code_hashes(),
+        config=resolved(job),
+    )
     if is_fresh(job, folder):
-        return Comparison(is_new, identity, code, config)
-    changes = check_identity(folder, identity, allowed, config)
-    refuse = job.run.code == "refuse" and CODE not in split_names(allowed)
-    changed_code = code_changes(folder, code, refuse=refuse)
-    changed = config_changes(folder, config)
-    old_config = _recorded(folder, "config")
-    recorded = _recorded(folder, "identity")
-    if HELD_OUT in recorded:  # also if this launch does not validate
-        identity = {HELD_OUT: recorded[HELD_OUT]} | identity
-    return Comparison(is_new, identity, code, config, changes, changed_code, changed, old_config)
+        return comparison
+
+    allowed = job.run.allow_changes
+    refuses_code = job.run.code == "refuse" and CODE not in split_names(allowed)
+    # a launch that does not validate keeps the run's held-out text
+    old_identity = _recorded(folder, "identity")
+    held_out = {name: value for name, value in old_identity.items() if name == HELD_OUT}
+    return replace(
+        comparison,
+        identity=held_out | comparison.identity,
+        changes=check_identity(folder, comparison.identity, allowed, comparison.config),
+        code_changes=code_changes(folder, comparison.code, refuse=refuses_code),
+        config_changes=config_changes(folder, comparison.config),
+        old_config=_recorded(folder, "config"),
+    )
 
 
 def run_identity(
@@ -108,41 +120,47 @@ def check_identity(
 
     `config`, the resolved job, names the data in messages. Raises UserError.
     """
-    names = split_names(allowed)
     check_allowed_changes(allowed, identity)
     if not folder.config_file.exists():
         return {}
-    defaults = run_identity(CanonJobConfig(), "")  # of keys that older runs did not have
-    old = {name: old for name, old in defaults.items() if name.startswith(("model.", "loss."))}
+
+    # Keys that the run is older than had their default.
+    defaults = run_identity(CanonJobConfig(), "")
+    old = {name: value for name, value in defaults.items() if name.startswith(("model.", "loss."))}
     old |= _recorded(folder, "identity")
-    changed = differences(old, identity)
+    changes = differences(old, identity)
+    # a held-out text may appear and disappear, but not change
     if HELD_OUT not in old.keys() & identity.keys():
-        changed.pop(HELD_OUT, None)
-    if refused := {name: pair for name, pair in changed.items() if name not in names}:
+        changes.pop(HELD_OUT, None)
+
+    allowed_names = split_names(allowed)
+    refused = {name: pair for name, pair in changes.items() if name not in allowed_names}
+    if refused:
         lines = "; ".join(describe_changes(refused, _recorded(folder, "config"), config))
         raise UserError(
             "run.changed",
             f"the run in {folder.path} differs: {lines}. Undo the change, choose another "
-            f"--job.dump_folder, or allow it: --run.allow_changes {' '.join(changed)}",
+            f"--job.dump_folder, or allow it: --run.allow_changes {' '.join(changes)}",
             changes=refused,
-            allow=list(changed),
+            allow=list(changes),
         )
-    return changed
+    return changes
 
 
 def code_changes(folder: RunFolder, code: dict[str, str], *, refuse: bool) -> Changes:
     """Return path -> [old, new] hash of source files that changed since the last launch."""
+    # older runs have no record of their code
     old = _recorded(folder, "code")
-    changed = differences(old, code) if old else {}
-    if changed and refuse:
+    changes = differences(old, code) if old else {}
+    if changes and refuse:
         raise UserError(
             "run.code_changed",
-            f"run.code = refuse, and {', '.join(changed)} changed since the last launch of "
+            f"run.code = refuse, and {', '.join(changes)} changed since the last launch of "
             f"{folder.path}: restore the code, or allow it: --run.allow_changes code",
             shared=True,
-            files=list(changed),
+            files=list(changes),
         )
-    return changed
+    return changes
 
 
 def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
@@ -150,28 +168,31 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
     if not folder.config_file.exists():
         return {}
     old = _flatten(CanonJobConfig().to_dict()) | _flatten(_recorded(folder, "config"))
-    changed = differences(old, _flatten(config))
-    return {name: pair for name, pair in changed.items() if name not in PER_LAUNCH_KEYS}
+    changes = differences(old, _flatten(config))
+    return {name: pair for name, pair in changes.items() if name not in PER_LAUNCH_KEYS}
 
 
 def _recorded(folder: RunFolder, part: str) -> dict[str, Any]:
     """Return a part of config.json; empty in a new run, or without a record of it."""
-    return folder.read_config().get(part, {}) if folder.config_file.exists() else {}
+    if not folder.config_file.exists():
+        return {}
+    return folder.read_config().get(part, {})
 
 
 def describe_changes(
     changes: Changes, old_config: Mapping[str, Any], new_config: Mapping[str, Any]
 ) -> list[str]:
     """Return "key: old -> new" for each change; for a fingerprint, with the data it belongs to."""
-    lines = []
-    for name, (old, new) in changes.items():
+
+    def describe(name: str, value: object, config: Mapping[str, Any]) -> str:
         if name in (FINGERPRINT, HELD_OUT):
-            before = f"{_data_of(name, old_config)} (fingerprint {_shortened(old)})"
-            after = f"{_data_of(name, new_config)} (fingerprint {_shortened(new)})"
-        else:
-            before, after = repr(old), repr(new)
-        lines.append(f"{name}: {before} -> {after}")
-    return lines
+            return f"{_data_of(name, config)} (fingerprint {_shortened(value)})"
+        return repr(value)
+
+    return [
+        f"{name}: {describe(name, old, old_config)} -> {describe(name, new, new_config)}"
+        for name, (old, new) in changes.items()
+    ]
 
 
 def _shortened(fingerprint: object) -> str:
@@ -181,24 +202,21 @@ def _shortened(fingerprint: object) -> str:
 
 def _data_of(name: str, config: Mapping[str, Any]) -> str:
     """Return the keys and values that select the training data, or the held-out split."""
-    data, validation = config.get("data", {}), config.get("validation", {})
+    data = config.get("data", {})
     if task := data.get("task", {}).get("name"):
         return f"data.task.name = {task!r}"
-    if name == HELD_OUT and validation.get("path"):
-        return f"validation.path = {validation['path']!r}"
+    validation_path = config.get("validation", {}).get("path")
+    if name == HELD_OUT and validation_path:
+        return f"validation.path = {validation_path!r}"
     keys = ("paths", "weights") if data.get("paths") else ("path",)
     return ", ".join(f"data.{key} = {data.get(key)!r}" for key in keys)
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a job's values by dotted name, tuples as lists (as read from JSON)."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
-    return flat
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in dotted(config)
+    }
 
 
 def is_fresh(job: CanonJobConfig, run: RunFolder) -> bool:
@@ -214,6 +232,8 @@ def prepare_folder(
     path = run.path / job.checkpoint.folder
     checkpoints = CheckpointFolder(path, may_change=session.is_owner)
     fresh = is_fresh(job, run)
+
+    # All checks come first: a launch that is refused must leave the folder as it was.
     try:
         _check_folder(job, run, checkpoints, fresh=fresh)
         _recover_folder(job, run, checkpoints, fresh=fresh)
@@ -221,44 +241,54 @@ def prepare_folder(
         raise UserError(
             "run.unwritable", f"{error.filename or path}: {error.strerror}. {DISK_HINT}"
         ) from None
+
+    # Checks may read whole checkpoints: another launch may have taken the lock by now.
     session.check_owner()
-    facts, problem = launches.begin_launch(run)
+    run_facts, problem = launches.begin_launch(run)
     if problem:
-        logger.warning(f"{problem}: launch number {facts.launches} is not recorded")
-    folders = [str(Path(folder).resolve()) for folder in job.data.folders]
-    return LaunchRecord(facts, arguments, fingerprint=fingerprint, folders=folders)
+        logger.warning(f"{problem}: launch number {run_facts.launches} is not recorded")
+    folders = list(map(_absolute, job.data.folders))
+    return LaunchRecord(run_facts, arguments, fingerprint=fingerprint, folders=folders)
 
 
 def checkpoints_outside(job: CanonJobConfig) -> Path | None:
-    """Return the checkpoint folder if it is outside the run folder and needs its own lock."""
+    """Return the checkpoint folder if it is outside the run folder, and needs a separate lock."""
     run = Path(job.job.dump_folder)
     folder = run / job.checkpoint.folder
-    inside = folder.resolve().is_relative_to(run.resolve())
-    return folder if job.checkpoint.enable and not inside else None
+    is_inside = folder.resolve().is_relative_to(run.resolve())
+    return folder if job.checkpoint.enable and not is_inside else None
 
 
 def _check_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
     """Raise UserError if the launch cannot use its folder; moves nothing."""
-    path, own = checkpoints.path, launches.known_run(run)
-    home = RunFolder(path.resolve().parent)
-    if checkpoints_outside(job) and (home.run_file.is_file() or home.config_file.is_file()):
+    path = checkpoints.path
+
+    # Checkpoints in the folder must be this run's.
+    parent = RunFolder(path.resolve().parent)
+    if checkpoints_outside(job) and (parent.run_file.is_file() or parent.config_file.is_file()):
         raise UserError(
             "checkpoint.other_run",
             f"checkpoint.folder = {path} is in another run's folder: choose another",
             path=path,
         )
-    if others := checkpoints.steps_of_other_runs(own.run_id if own else None):
-        steps = ", ".join(f"step-{step} of run {run_id}" for step, run_id in others.items())
+    this_run = launches.known_run(run)
+    run_id = this_run.run_id if this_run is not None else None
+    other_steps = checkpoints.steps_of_other_runs(run_id)
+    if other_steps:
+        steps = ", ".join(f"step-{step} of run {other}" for step, other in other_steps.items())
+        name = f"run {run_id}" if run_id else "new"
         raise UserError(
             "checkpoint.other_run",
-            f"{path} holds {steps}, but {run.path} is {f'run {own.run_id}' if own else 'new'}. "
+            f"{path} holds {steps}, but {run.path} is {name}. "
             "Choose another --checkpoint.folder or --job.dump_folder, or start from a step: "
             "--checkpoint.initial_load_path",
             path=path,
-            steps=others,
+            steps=other_steps,
         )
+
+    # Without its config a run cannot be compared.
     if not fresh and checkpoints.steps() and not run.config_file.exists():
         raise UserError(
             "run.config_missing",
@@ -266,12 +296,16 @@ def _check_folder(
             "a new run with --checkpoint.fresh",
             path=run.config_file,
         )
+
     if not fresh or not job.checkpoint.enable:
         return
+
+    # A fresh run archives the run so far: first make sure that it can start and save.
     with torch.device("meta"):
         weights = Transformer(job.model_args).state_dict()
     if initial := job.checkpoint.initial_load_path:
-        archive, start = path.resolve() / ARCHIVE, Path(initial).resolve()
+        archive = path.resolve() / ARCHIVE
+        start = Path(initial).resolve()
         if start.is_relative_to(archive.parent) and not start.is_relative_to(archive):
             raise UserError(
                 "checkpoint.initial_archived",
@@ -288,15 +322,17 @@ def _recover_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
     """Move leftovers of earlier launches and, with `fresh`, the run so far."""
+    # Saves and archives that a crash has interrupted.
     notes = checkpoints.recover()
     if strays := checkpoints.strays():
         notes.append(f"ignored in {checkpoints.path}, not checkpoints: {', '.join(strays)}")
     if fresh:
-        if kept := checkpoints.archive_all(run.path, "--checkpoint.fresh"):
-            notes.append(f"restarting at step 1: the run so far is in {kept}")
+        if archive := checkpoints.archive_all(run.path, "--checkpoint.fresh"):
+            notes.append(f"restarting at step 1: the run so far is in {archive}")
         launches.mark_applied(run.applied_file, launches.FRESH)
     elif job.checkpoint.fresh:
         notes.append("checkpoint.fresh was already applied by this job: resuming")
+
     if traces := archive_traces(run.path / job.comm.save_traces_folder):
         notes.append(f"moved communication traces of an earlier launch to {traces}")
     for note in notes:
@@ -307,8 +343,9 @@ def record_launch(
     step: int,
     folder: RunFolder,
     compared: Comparison,
-    canon: CanonChoice | None,
-    mixer: CanonChoice | None,
+    *,
+    canon: BackendChoice | None,
+    mixer: BackendChoice | None,
     record: LaunchRecord | None,
     metrics: CanonMetrics,
     rank_zero: RankZero,
@@ -316,28 +353,37 @@ def record_launch(
     """Record and log this launch, which starts at `step`; collective."""
     if rank_zero.rank == 0:
         folder.done_file.unlink(missing_ok=True)
+
+    # What computes this launch.
     hosts = [""] * rank_zero.world_size
     dist.all_gather_object(hosts, host_name())
-    config, identity, code = compared.config, compared.identity, compared.code_changes
-    facts: dict[str, Any] = {
+    header: dict[str, Any] = {
         "world_size": rank_zero.world_size,
         "hosts": list(dict.fromkeys(hosts)),
         "torch": torch.__version__,
         "torchtitan": torchtitan.__version__,
-        FINGERPRINT: identity[FINGERPRINT],
-        HELD_OUT: identity.get(HELD_OUT),
-        "config_hash": config_hash(config, without=PER_LAUNCH_KEYS),
-        **(record.header() if record is not None else {}),
+        FINGERPRINT: compared.identity[FINGERPRINT],
+        HELD_OUT: compared.identity.get(HELD_OUT),
+        "config_hash": config_hash(compared.config, without=PER_LAUNCH_KEYS),
     }
+    if record is not None:
+        header |= record.header()
+
+    # `auto` may have chosen another backend than in the last launch.
     changes = compared.changes | compared.config_changes
     if canon is not None:
-        facts |= {"canon_backend": canon.backend, "canon_backend_why": canon.why}
+        header |= {"canon_backend": canon.backend, "canon_backend_why": canon.reason}
         if record is not None and step and "model.canon_backend" not in changes:
-            before = (launches.newest_launch(folder) or {}).get("canon_backend")
-            if before not in (None, canon.backend):  # the last launch's choice for `auto`
-                changes["canon_backend"] = [before, canon.backend]
-    begin = {"from_step": step} if step else {}
-    metrics.event("resume" if step else "start", **begin, **facts)
+            old_backend = (launches.newest_launch(folder) or {}).get("canon_backend")
+            if old_backend not in (None, canon.backend):
+                changes["canon_backend"] = [old_backend, canon.backend]
+
+    # The log first. config.json last: if killed before it is written, the next launch logs the
+    # changes again.
+    if step:
+        metrics.event("resume", from_step=step, **header)
+    else:
+        metrics.event("start", **header)
     if canon is not None and canon.refused:
         metrics.event("canon_fallback", step=step, refused="triton", reason=canon.refused)
     if mixer is not None and mixer.refused:
@@ -348,25 +394,37 @@ def record_launch(
             reason=mixer.refused,
             slowdown=mixer.slowdown,
         )
-    if changes or code:
-        metrics.event("changed", step=step, run=compared.changes, config=changes, code=code)
-    # config.json last: if killed before it is written, the next launch logs the changes again
+    if changes or compared.code_changes:
+        metrics.event(
+            "changed", step=step, run=compared.changes, config=changes, code=compared.code_changes
+        )
     metrics.flush()
-    rank_zero.run(lambda: folder.write_config(config, identity, compared.code))
+    rank_zero.run(lambda: folder.write_config(compared.config, compared.identity, compared.code))
     if record is not None:
-        gpus = range(torch.cuda.device_count() if has_accelerator() else 0)
-        names = [torch.cuda.get_device_name(k) for k in gpus]
-        devices = {"type": device_type, "count": len(gpus), "names": names}
-        kept = ("world_size", "hosts", "config_hash", "canon_backend")
-        own = {name: facts.get(name) for name in kept} | {"from_step": step}
-        own["devices"] = devices | {"cuda": torch.version.cuda}
-        versions = ("canon_pretrain", "torch", "torchtitan")
-        own["versions"] = {name: facts.get(name) for name in versions}
-        for problem in record.write(folder, own):
+        for problem in record.write(folder, _launch_fields(step, header)):
             logger.warning(f"{problem}. The run continues")
-    lines = describe_changes(changes, compared.old_config, config)
+
+    lines = describe_changes(changes, compared.old_config, compared.config)
     for name, line in zip(changes, lines, strict=True):
-        mark = " (allowed by run.allow_changes)" if name in compared.changes else ""
-        logger.info(f"NOTE: changed since the last launch: {line}{mark}")
-    if code:
-        logger.warning(f"code changed since the last launch: {', '.join(code)}")
+        note = " (allowed by run.allow_changes)" if name in compared.changes else ""
+        logger.info(f"NOTE: changed since the last launch: {line}{note}")
+    if compared.code_changes:
+        logger.warning(f"code changed since the last launch: {', '.join(compared.code_changes)}")
+
+
+def _launch_fields(step: int, header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of launch.json: those of the log event, and this machine's devices."""
+    num_gpus = torch.cuda.device_count()
+    names = ("world_size", "hosts", "config_hash", "canon_backend")
+    versions = ("canon_pretrain", "torch", "torchtitan")
+    return {
+        **{name: header.get(name) for name in names},
+        "from_step": step,
+        "devices": {
+            "type": device_type,
+            "count": num_gpus,
+            "names": [torch.cuda.get_device_name(k) for k in range(num_gpus)],
+            "cuda": torch.version.cuda,
+        },
+        "versions": {name: header.get(name) for name in versions},
+    }

@@ -41,44 +41,54 @@ from canon_pretrain.titan.job_config import CanonJobConfig
 class CanonMetrics(MetricsProcessor):
     """torchtitan's MetricsProcessor with the run's log and console; rank 0 writes.
 
-    `text`: the training text, if any, whose count models the loss is compared with.
+    `text`: the training text, if any. The loss is compared with that of its count models.
     """
 
     def __init__(
         self,
         job: CanonJobConfig,
         parallel_dims: ParallelDims,
+        *,
         dataloader: CanonDataLoader,
         may_write: Callable[[], bool],
         text: Mixture | None,
-        *,
-        colour: bool,
+        color: bool,
     ) -> None:
         # torchtitan would run wandb and TensorBoard in this process; ours follow the log in others
         silent = copy.copy(job)
         silent.metrics = copy.copy(job.metrics)
         silent.metrics.enable_wandb = silent.metrics.enable_tensorboard = False
         super().__init__(silent, parallel_dims)
-        # torchtitan's takes lspci's "GH100 [H20]" for an H100, and an unknown device for an A100
-        device_name = torch.cuda.get_device_name() if has_accelerator() else ""
-        self._peak_flops = peak_flops(device_name)
-        if has_accelerator() and self._peak_flops is None:
-            logger.info(f"NOTE: no MFU is logged: the peak FLOP/s of {device_name} are not known")
         self.job_config = job
         self.world_size = parallel_dims.world_size
-        self.ntokens_since_last_log: int = 0
         self._dataloader = dataloader
-        self._position = (0, 0)
+
+        # torchtitan's takes lspci's "GH100 [H20]" for an H100, and an unknown device for an A100
+        self._peak_flops: float | None = None
+        if has_accelerator():
+            name = torch.cuda.get_device_name()
+            self._peak_flops = peak_flops(name)
+            if self._peak_flops is None:
+                logger.info(f"NOTE: no MFU is logged: the peak FLOP/s of {name} are not known")
+
+        # The current step, and sums since the last logged one.
+        self._step = 0
+        self._tokens = 0
+        self._tokens_per_step = job.tokens_per_step
         self._logged_at = 0
-        self._tokens_per_step = job.training.global_batch_size * job.training.seq_len
-        self._checkpoint_seconds = self._stall_seconds = 0.0
+        self.ntokens_since_last_log: int = 0
+        self._checkpoint_seconds = 0.0
+        self._stall_seconds = 0.0
+
+        # Where events go; the log and the count of the training text on rank 0 only.
         self._exports = LiveExports()
-        self.console = Console(job.training.steps, job.last_step, colour=colour)
+        self.console = Console(job.training.steps, job.last_step, color=color)
         self.run_log: RunLog | None = None
         self._baselines: Baselines | None = None
         if dist.get_rank() == 0:
             self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file, may_write)
-            self._baselines = Baselines(text) if text is not None else None
+            if text is not None:
+                self._baselines = Baselines(text)
 
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to the run's log without waiting for the disk; rank 0 only."""
@@ -88,8 +98,9 @@ class CanonMetrics(MetricsProcessor):
             self._checkpoint_seconds += fields["seconds"]
             self._stall_seconds += fields["stall_seconds"]
         if "step" in fields and "tokens" not in fields:
-            step, tokens = self._position
-            fields["tokens"] = tokens - (step - fields["step"]) * self._tokens_per_step
+            # an event may be of an earlier step, such as the end of a save
+            steps_ago = self._step - fields["step"]
+            fields["tokens"] = self._tokens - steps_ago * self._tokens_per_step
         self.run_log.write(name, **fields)
         self.console.event(name, fields)
 
@@ -100,7 +111,8 @@ class CanonMetrics(MetricsProcessor):
 
     def set_position(self, step: int, tokens: int) -> None:
         """Set the current step and tokens; called after a load and after each step."""
-        self._position = (step, tokens)
+        self._step = step
+        self._tokens = tokens
         self.console.set_step(step)
 
     def begin(self, step: int) -> None:
@@ -113,14 +125,14 @@ class CanonMetrics(MetricsProcessor):
         self._exports.start(self.job_config.metrics, self.run_log.path.parent)
 
     def interlude(self, name: str, step: int, fields: dict[str, Any]) -> None:
-        """Report a validation or samples, whose `seconds` do not count as training time."""
+        """Report a validation or samples; their `seconds` do not count as training time."""
         self.event(name, step=step, **fields)
         self.time_last_log += fields["seconds"]
 
     def log(self, step: int, measured: dict[str, Any]) -> None:
         """Report `step`: losses in nats per token, gradient norm before clipping; collective."""
         seconds = time.perf_counter() - self.time_last_log
-        speed = self.ntokens_since_last_log / seconds
+        speed = self.ntokens_since_last_log / seconds  # of this rank
         fields: dict[str, Any] = {
             "step": step,
             **measured,
@@ -134,17 +146,23 @@ class CanonMetrics(MetricsProcessor):
             "checkpoint_stall_seconds": self._stall_seconds,
         }
         if self._peak_flops is not None:
-            mfu = self.num_flops_per_token * speed / self._peak_flops
-            fields |= {"mfu": mfu, "mfu_formula": flops_formula(self.job_config.model_args)}
+            fields["mfu"] = self.num_flops_per_token * speed / self._peak_flops
+            fields["mfu_formula"] = flops_formula(self.job_config.model_args)
+
+        # What was read, for comparing runs.
         fields["data_digests"] = self._global_digests()
         fields["source_tokens"] = self._dataloader.source_tokens
-        baselines = self._baselines.take() if self._baselines is not None else None
-        if baselines is not None:
-            self.event("count_models", **asdict(baselines))
+
+        # Losses of count models, once they are known, then the step.
+        if self._baselines is not None and (count_losses := self._baselines.take()):
+            self.event("count_models", **asdict(count_losses))
         self.event("step", **fields)
         self._exports.check()
+
+        # Start the next interval; what logging took does not count.
         self._logged_at = step
-        self._checkpoint_seconds = self._stall_seconds = 0.0
+        self._checkpoint_seconds = 0.0
+        self._stall_seconds = 0.0
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
         self.time_last_log = time.perf_counter()
@@ -153,11 +171,11 @@ class CanonMetrics(MetricsProcessor):
     def _global_digests(self) -> list[str]:
         """Return a digest of each global batch since the last logged step; collective."""
         # int64 sums wrap modulo 2**64, as the digests do
-        own = self._dataloader.take_digests()
-        signed = [digest - (1 << 64) if digest >= 1 << 63 else digest for digest in own]
-        total = torch.tensor(signed, dtype=torch.int64, device=device_type)
-        dist.all_reduce(total)
-        return [f"{digest % (1 << 64):016x}" for digest in total.tolist()]
+        digests = self._dataloader.take_digests()
+        signed = [digest - (1 << 64) if digest >= 1 << 63 else digest for digest in digests]
+        sums = torch.tensor(signed, dtype=torch.int64, device=device_type)
+        dist.all_reduce(sums)
+        return [f"{digest % (1 << 64):016x}" for digest in sums.tolist()]
 
     def close(self) -> None:
         self.console.end()
@@ -170,22 +188,24 @@ class CanonMetrics(MetricsProcessor):
 
 @contextlib.contextmanager
 def profiling(job: CanonJobConfig, model: nn.Module, *, step: int) -> Iterator[list[Any]]:
-    """Yield the job's profilers, whose `step()` must be called after each step."""
-    config, folder = job.profiling, job.job.dump_folder
+    """Yield the job's profilers. Call the `step()` of each after each training step."""
+    config = job.profiling
+    folder = job.job.dump_folder
     with contextlib.ExitStack() as stack:
-        tools = []
+        profilers: list[Any] = []
         if config.enable_profiling:
             # in compiled blocks, the labels would break the graph
-            if not (job.compile.enable and "model" in job.compile.components):
+            if not job.compiles_model:
                 _name_canon(model, stack)
             traces = Path(folder) / config.save_traces_folder
-            tools.append(stack.enter_context(_tracing(config, traces, step)))
+            profilers.append(stack.enter_context(_tracing(config, traces, step)))
+
         if config.enable_memory_snapshot and has_accelerator():
             snapshot = maybe_enable_memory_snapshot(config, global_step=step, base_folder=folder)
-            tools.append(stack.enter_context(snapshot))
+            profilers.append(stack.enter_context(snapshot))
         elif config.enable_memory_snapshot:
             logger.warning("profiling.enable_memory_snapshot needs a GPU")
-        yield tools
+        yield profilers
 
 
 def named_data(batches: Iterator[Any]) -> Iterator[Any]:
@@ -197,6 +217,8 @@ def named_data(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _tracing(config: Any, folder: Path, step: int) -> profile:
+    """Return a profiler that traces the last steps of each cycle, from `step` on."""
+
     def write(profiler: profile) -> None:
         path = folder / f"iteration_{profiler.step_num}" / f"rank{dist.get_rank()}_trace.json"
         unfinished = path.with_name(f".{path.name}")  # renamed when complete
@@ -209,7 +231,8 @@ def _tracing(config: Any, folder: Path, step: int) -> profile:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
 
-    warmup, active = config.profiler_warmup, config.profiler_active
+    warmup = config.profiler_warmup
+    active = config.profiler_active
     cycle = schedule(wait=config.profile_freq - warmup - active, warmup=warmup, active=active)
     logger.info(f"tracing {active} of every {config.profile_freq} steps: {folder}")
     # intended: each trace covers one cycle
@@ -221,7 +244,7 @@ def _tracing(config: Any, folder: Path, step: int) -> profile:
 
 def _name_canon(model: nn.Module, stack: contextlib.ExitStack) -> None:
     """Label Canon layers in traces, until `stack` is closed."""
-    scopes: list[record_function] = []
+    scopes: list[record_function] = []  # that are open, innermost last
 
     def enter(*_: Any) -> None:
         scopes.append(record_function(CANON).__enter__())

@@ -5,11 +5,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,95 +49,121 @@ PACKAGES = ("triton", "fla-core", "causal-conv1d")
 CHUNKED_SLOWDOWN = {"gla": 1.8, "mamba2": 1.5, "gated_deltanet": 2.0}
 """Time of a step by the chunked form over that by fla, computed for the 1.3B models on an H100."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class CheckResult:
+    """The outcome of a backend's check; only `problem` is recorded on disk."""
+
     problem: str | None
+    source: str = ""
+    """Where the result comes from, for the log."""
+    is_lost: bool = False
+    """Whether a kernel fault made the GPU unusable in this process."""
 
 
 @dataclass(frozen=True)
-class CanonChoice:
+class BackendChoice:
     """The backend of a run (never `auto`), and why the faster one was refused, if it was."""
 
     backend: str
-    why: str = ""
+    reason: str = ""
     refused: str | None = None
     slowdown: float | None = None
     """Estimated time of a step over that of the refused backend."""
 
     def __str__(self) -> str:
-        return f"{self.backend} ({self.why})" if self.why else self.backend
+        return f"{self.backend} ({self.reason})" if self.reason else self.backend
 
 
 def choose_canon(
     job: CanonJobConfig, device: torch.device, code: Mapping[str, str]
-) -> CanonChoice | None:
-    """Return rank 0's choice; None if the model has no Canon layers. Collective."""
-    asked = job.model.canon_backend
+) -> BackendChoice | None:
+    """Return rank 0's choice for Canon; None if the model has no Canon layers. Collective.
+
+    Raises UserError if the requested backend fails its check, or a check made the GPU unusable.
+    """
     if not job.model_args.canon_set:
         return None
-    backend = "triton" if asked == "auto" else asked
+    requested = job.model.canon_backend
+    is_auto = requested == "auto"
+    backend = "triton" if is_auto else requested
     if device.type not in DEVICE_TYPES or backend not in OPTIONAL:
-        return CanonChoice(resolve_backend(asked), "auto" if asked == "auto" else "")
-    answer = [_check_backend(job, backend, device, code) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(answer, src=0)
-    assert answer[0] is not None
-    problem, how, is_lost = answer[0]
-    if is_lost or (problem is not None and asked != "auto"):
-        state = "the GPU is unusable now" if is_lost else f"on {_name(device)}"
+        return BackendChoice(resolve_backend(requested), "auto" if is_auto else "")
+
+    # A backend must pass its check. One that is requested by name must not be replaced silently.
+    check = _from_rank_zero(lambda: _check_backend(job, backend, device, code))
+    if check.is_lost or (check.problem is not None and not is_auto):
+        state = "the GPU is unusable now" if check.is_lost else f"on {_name(device)}"
         raise UserError(
             "canon.backend_failed",
-            f'canon_backend = "{asked}": {backend} failed its check, {problem}, {state}. '
+            f'canon_backend = "{requested}": {backend} failed its check, {check.problem}, {state}. '
             'Restart with "auto" or "compiled"',
             shared=True,
             backend=backend,
-            problem=problem,
+            problem=check.problem,
         )
-    if problem is None:
-        return CanonChoice(backend, f"{asked}; {how}" if asked == "auto" else how)
+    if check.problem is None:
+        return BackendChoice(backend, f"auto; {check.source}" if is_auto else check.source)
+
     if dist.get_rank() == 0:
-        logger.warning(f"Canon uses compiled instead of triton, which is slower: {problem}")
-    return CanonChoice("compiled", "auto; triton failed its check", refused=problem)
+        logger.warning(f"Canon uses compiled instead of triton, which is slower: {check.problem}")
+    return BackendChoice("compiled", "auto; triton failed its check", refused=check.problem)
 
 
-def choose_mixer(job: CanonJobConfig, device: torch.device) -> CanonChoice | None:
-    """Return rank 0's choice for the recurrence; None if the model has none. Collective."""
-    asked, args = job.model.mixer_backend, job.model_args
+def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | None:
+    """Return rank 0's choice for the recurrence; None if the model has none. Collective.
+
+    Raises UserError if fla is requested and fails its check.
+    """
+    args = job.model_args
     if args.mixer == "attention":
         return None
+    requested = job.model.mixer_backend
     # fla autotunes: another process may add in another order
-    tries = asked == "auto" and device.type in DEVICE_TYPES and not job.debug.deterministic
-    if not tries and asked != "fla":
-        return CanonChoice("chunked")
-    answer: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
-        problem = fla_mixers().check_mixer(args.mixer, args.key_dim, args.value_dim, dtype, device)
-        answer = [problem]
-    dist.broadcast_object_list(answer, src=0)
-    if (problem := answer[0]) is None:
-        return CanonChoice("fla", "equal to chunked")
-    if asked == "fla":
+    tries_fla = requested == "auto" and device.type in DEVICE_TYPES and not job.debug.deterministic
+    if requested != "fla" and not tries_fla:
+        return BackendChoice("chunked")
+
+    dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
+    problem = _from_rank_zero(
+        lambda: fla_mixers().check_mixer(args.mixer, args.key_dim, args.value_dim, dtype, device)
+    )
+    if problem is None:
+        return BackendChoice("fla", "equal to chunked")
+    if requested == "fla":
         raise UserError(
             "mixer.unavailable",
             f'mixer_backend = "fla", but {problem}; or choose "auto"',
             shared=True,
-            backend=asked,
+            backend=requested,
             problem=problem,
         )
+
     slowdown = CHUNKED_SLOWDOWN[args.mixer]
     if dist.get_rank() == 0:
         logger.warning(
             f"{args.mixer} uses chunked instead of fla: about {slowdown} times as slow (computed "
             f"for 1.3B on an H100). fla was refused: {problem}"
         )
-    return CanonChoice("chunked", "auto; fla was refused", refused=problem, slowdown=slowdown)
+    return BackendChoice("chunked", "auto; fla was refused", refused=problem, slowdown=slowdown)
+
+
+def _from_rank_zero(compute: Callable[[], T]) -> T:
+    """Call `compute` on rank 0, and return its result on all ranks."""
+    results: list[Any] = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(results, src=0)
+    return results[0]
 
 
 def _check_backend(
     job: CanonJobConfig, backend: str, device: torch.device, code: Mapping[str, str]
-) -> tuple[str | None, str, bool]:
-    """Return the problem of `backend`, the source of this result, and whether the GPU is lost."""
+) -> CheckResult:
+    """Compare a backend of Canon with float64, or read what an earlier launch found.
+
+    A pass is recorded under a digest of all that it depends on.
+    """
     shape = (job.training.local_batch_size, job.training.seq_len)
     dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
     key = {
@@ -151,28 +177,34 @@ def _check_backend(
         "model": vars(job.model_args),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    path = Path(home) / "canon_pretrain" / "canon_check" / f"{digest}.json"
-    with contextlib.suppress(UserError, OSError):  # missing or damaged
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    path = Path(cache) / "canon_pretrain" / "canon_check" / f"{digest}.json"
+    with contextlib.suppress(UserError, OSError):  # missing or damaged: check
         problem = read_record(path, CheckResult).problem
-        return problem and f"{problem} (recorded in {path})", f"checked before, {path}", False
+        return CheckResult(
+            problem and f"{problem} (recorded in {path})", source=f"checked before, {path}"
+        )
+
     from canon_pretrain.model import canon_check  # slow to import, needed on a GPU only
 
     start = time.monotonic()
     problem = canon_check.training_problem(job.model_args, backend, shape, dtype, device)
     is_lost = _is_lost(device)
-    if problem is None or is_lost:  # other failures are checked again next time
+
+    # Record a pass, and a fault that would end the next launch too. Other failures may pass.
+    if problem is None or is_lost:
         with contextlib.suppress(OSError):  # the next launch checks again
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"problem": problem, **key})
-    return problem, f"equal to float64, checked in {time.monotonic() - start:.1f} s", is_lost
+    seconds = time.monotonic() - start
+    return CheckResult(problem, f"equal to float64, checked in {seconds:.1f} s", is_lost)
 
 
 def _is_lost(device: torch.device) -> bool:
     """Return whether a kernel fault made the GPU unusable in this process; free memory."""
     if device.type != "cuda":
         return False
-    try:
+    try:  # after a fault in a kernel, every call fails
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -193,51 +225,56 @@ def parallelize(
 ) -> Transformer:
     """Apply activation checkpointing, torch.compile, FSDP2 (unless no dims), to a meta model."""
     check_attention(model, job, device_type)
+
+    # Experts first: the rows that their ranks exchange have sizes that a graph cannot know.
     exchanges = parallel_dims is not None and parallel_dims.ep_enabled
     if parallel_dims is not None and exchanges:
         for experts in all_experts(model):
             parallelize_module(experts, parallel_dims.get_mesh("ep"), ExpertExchange())
-    compiled = job.compile.enable and "model" in job.compile.components
+
     if job.activation_checkpoint.mode != "none":
         apply_ac(
             model,
             job.activation_checkpoint,
-            model_compile_enabled=compiled,
+            model_compile_enabled=job.compiles_model,
             # without it, selective checkpointing by operator would save nothing
             op_sac_save_list=_op_sac_save_list,
             base_folder=job.job.dump_folder,
         )
-    if compiled:
+    if job.compiles_model:
         compile_blocks(model, job, whole=not exchanges)
-    if parallel_dims is None:
-        return model
-    shard(
-        model,
-        fsdp_mesh(parallel_dims),
-        experts_mesh=fsdp_mesh(parallel_dims, of_experts=True) if exchanges else None,
-        param_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_reduce],
-        cpu_offload=job.training.enable_cpu_offload,
-        policy=job.parallelism.fsdp_reshard_after_forward,
-    )
+
+    # FSDP2 last: its hooks run around the compiled blocks.
+    if parallel_dims is not None:
+        shard(
+            model,
+            fsdp_mesh(parallel_dims),
+            experts_mesh=fsdp_mesh(parallel_dims, of_experts=True) if exchanges else None,
+            param_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_reduce],
+            cpu_offload=job.training.enable_cpu_offload,
+            policy=job.parallelism.fsdp_reshard_after_forward,
+        )
     return model
 
 
 def compile_blocks(model: Transformer, job: CanonJobConfig, *, whole: bool = True) -> None:
     """Compile each block like torchtitan's `apply_compile`, with inductor options for Canon.
 
-    If not `whole`, its attention only: what ranks exchange has sizes that a graph cannot know.
+    If not `whole`, only its attention: what ranks exchange has sizes that a graph cannot know.
     """
-    backend, options = job.compile.backend, {}
+    backend = job.compile.backend
+    options = {}
     if backend == "inductor":
         options = compile_options(device_type, model.canon_backend)
+
     for name, block in model.layers.named_children():
-        if not whole:
+        if whole:
+            compiled: Any = torch.compile(block, backend=backend, fullgraph=True, options=options)
+            model.layers.register_module(name, compiled)
+        else:
             attention = block.get_submodule("attention")
             attention.compile(backend=backend, fullgraph=True, options=options)
-            continue
-        compiled: Any = torch.compile(block, backend=backend, fullgraph=True, options=options)
-        model.layers.register_module(name, compiled)
     logger.info("Compiling each TransformerBlock with torch.compile")
 
 
@@ -246,61 +283,71 @@ def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> Non
     if model.attend is None:
         return
     dtype = job.training.mixed_precision_param
-    way = model.attend.implementation(device, masked=model.args.document_mask)
-    selected = f'model.attention_backend = "{job.model.attention_backend}" selects {way}'
-    if way != "sdpa" and device == "cpu":
+
+    # Flex attention has no backward pass on a CPU; the other kernels are for half precision.
+    selected = model.attend.implementation(device, masked=model.args.document_mask)
+    setting = f'model.attention_backend = "{job.model.attention_backend}" selects {selected}'
+    if selected != "sdpa" and device == "cpu":
         raise UserError(
             "attention.unsupported",
-            f"{selected}, which cannot be trained on a CPU: choose auto",
+            f"{setting}, which cannot be trained on a CPU: choose auto",
             shared=True,
-            selected=way,
+            selected=selected,
         )
-    if way not in ("sdpa", "flex") and dtype == "float32":
+    if selected not in ("sdpa", "flex") and dtype == "float32":
         raise UserError(
             "attention.unsupported",
-            f"{selected}, which cannot use training.mixed_precision_param = {dtype}: "
+            f"{setting}, which cannot use training.mixed_precision_param = {dtype}: "
             "choose auto or bfloat16",
             shared=True,
-            selected=way,
+            selected=selected,
         )
 
 
 def fsdp_mesh(parallel_dims: ParallelDims, *, of_experts: bool = False) -> DeviceMesh:
     """Return the mesh to shard over, also for a single rank, where torchtitan has none."""
+    # torchtitan's names of its global meshes, and of the dimensions that shard
     kind, name = ("sparse", "efsdp") if of_experts else ("dense", "fsdp")
     if parallel_dims.dp_replicate > 1:
         if not parallel_dims._meshes:
             parallel_dims.build_mesh()
         # get_mesh() fails for replicas of a single rank
         return parallel_dims._global_meshes[kind]["dp_replicate", name]
+
     mesh = parallel_dims.get_optional_mesh(name)
     return mesh or init_device_mesh(device_type, (1,), mesh_dim_names=(name,))
 
 
 def all_experts(module: nn.Module) -> list[GroupedExperts]:
-    return [each for each in module.modules() if isinstance(each, GroupedExperts)]
+    return [child for child in module.modules() if isinstance(child, GroupedExperts)]
 
 
 class ExpertExchange(ExpertParallel):
-    """torchtitan's ExpertParallel without its sorting kernel, which needs a GPU and pads."""
+    """torchtitan's ExpertParallel without its sorting kernel, which needs a GPU and pads.
+
+    Shapes: S token rows, D channels, E all experts, R ranks. Inside `_token_dispatch`, [R, E]
+    tables have only the experts of one rank.
+    """
 
     def _token_dispatch(
         self, mod: nn.Module, inputs: tuple[Tensor, Tensor], device_mesh: DeviceMesh
     ) -> tuple[Tensor, Tensor]:
         """Return all ranks' tokens of this rank's experts, sorted by expert, and their numbers."""
         x_SD, count_E = inputs
-        group, degree = device_mesh.get_group(), device_mesh.size()
+        group = device_mesh.get_group()
+        num_ranks = device_mesh.size()
+
+        # How many rows each rank sends to each expert of each other rank. The host must know the
+        # sizes of the exchange: it waits here, and nowhere else.
         with torch.no_grad():
-            # of each rank, for each of this rank's experts
-            received_RE = all_to_all_single(count_E, None, None, group).view(degree, -1)
-            # the host must know the sizes of the exchange: it waits here, and nowhere else
-            sent_RE = count_E.view(degree, -1)
+            received_RE = all_to_all_single(count_E, None, None, group).view(num_ranks, -1)
+            sent_RE = count_E.view(num_ranks, -1)
             splits_2R = torch.stack([sent_RE.sum(dim=1), received_RE.sum(dim=1)])
             self.input_splits, self.output_splits = splits_2R.tolist()
 
         x_SD = all_to_all_single_autograd(x_SD, self.output_splits, self.input_splits, group)
 
-        # tokens came sorted by rank, then by expert
+        # Rows came sorted by rank, then by expert; a stable sort by expert groups them.
         expert_RE = torch.arange(received_RE.shape[1], device=x_SD.device).expand_as(received_RE)
         expert_S = expert_RE.flatten().repeat_interleave(
             received_RE.flatten(), output_size=sum(self.output_splits)
@@ -324,26 +371,34 @@ def shard(
 
     A tied embedding is used first and last in a step, so it and the norm belong to the root unit.
     `experts_mesh`: the ranks with the same experts, which are then units of their own.
+    `policy`: which units free their gathered weights after forward. By default all but the last,
+    which the backward pass needs first.
     """
     check_choice("parallelism.fsdp_reshard_after_forward", policy, ("default", "never", "always"))
+    reshard_blocks = policy != "never"
+    reshard_last = policy == "always"
     options: dict[str, Any] = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     }
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    units: list[nn.Module] = list(model.layers.values())
+
+    # From the inside out: a unit takes the parameters that no earlier one has.
+    if experts_mesh is not None:
+        for experts in all_experts(model):
+            fully_shard(experts, mesh=experts_mesh, reshard_after_forward=reshard_blocks, **options)
     if model.output is not None:
-        units.insert(0, model.tok_embeddings)
-    for experts in all_experts(model) if experts_mesh is not None else []:
-        own = options | {"mesh": experts_mesh}
-        fully_shard(experts, **own, reshard_after_forward=policy != "never")
-    for unit in units:
-        fully_shard(unit, **options, reshard_after_forward=policy != "never")
-    anew = policy == "always"
+        fully_shard(
+            model.tok_embeddings, mesh=mesh, reshard_after_forward=reshard_blocks, **options
+        )
+    for block in model.layers.values():
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_blocks, **options)
     if model.output is not None:
-        fully_shard([model.norm, model.output], **options, reshard_after_forward=anew)
-    fully_shard(model, **options, reshard_after_forward=anew)
+        last: list[nn.Module] = [model.norm, model.output]
+        fully_shard(last, mesh=mesh, reshard_after_forward=reshard_last, **options)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_last, **options)
+
+    # Gradients are sums: the loss is already divided by the labels of the global batch.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -357,11 +412,13 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
 
     Return the norm before clipping, which is equal on all ranks.
     """
-    groups: dict[DeviceMesh | None, list[Tensor]] = {}  # an operator's tensors are of one mesh
+    # By mesh, because all tensors of a foreach operator must be of one.
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
             mesh = grad.device_mesh if isinstance(grad, DTensor) else None
             groups.setdefault(mesh, []).append(parameter)
+
     norms = []
     for mesh, group in groups.items():
         grads = [p.grad for p in group if p.grad is not None]
@@ -372,11 +429,12 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
             dist.all_reduce(norm, group=mesh.get_group(0))
             norm /= mesh.size(0)
         norms.append(norm)
-    norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+    total_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
     if max_norm:
         for group in groups.values():
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm, foreach=True)
-    return norm
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, total_norm, foreach=True)
+    return total_norm
 
 
 def write_shard(parameter: Tensor, value: InitialValue) -> None:
@@ -384,6 +442,8 @@ def write_shard(parameter: Tensor, value: InitialValue) -> None:
     if not isinstance(parameter, DTensor):
         parameter.copy_(value.rows(0, value.shape[0]))
         return
+
+    # Each rank makes its own rows only: the whole tensor may not fit.
     shape, offset = compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
     )

@@ -22,12 +22,18 @@ def main() -> None:
         gpu = options["gpu"].lower()
         check_choice("--gpu", gpu, GPUS)
         device = reference(gpu)
+
         rows = []
         for arguments in json.load(sys.stdin):
             job = parse_job(arguments, quiet=True)
             plan = Plan(job, device, options["world_size"])
-            row = {"seconds": plan.step_seconds, "steps": job.last_step}
-            rows.append(row | {"with_fla": plan.fla_speedup > 1})
+            rows.append(
+                {
+                    "seconds": plan.step_seconds,
+                    "steps": job.last_step,
+                    "with_fla": plan.fla_speedup > 1,
+                }
+            )
         print(json.dumps(rows))
 
 

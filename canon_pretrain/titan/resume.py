@@ -35,14 +35,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IO_TIMEOUT = timedelta(hours=2)
-"""For operations that wait for a disk, whose outages exceed a training step's timeout."""
+"""For operations that wait for a disk: an outage may exceed a training step's timeout."""
 
 
 class RankZero:
-    """Run functions on rank 0 and broadcast the result, over an own gloo group; collective."""
+    """Run functions on rank 0 and broadcast the result over a separate gloo group; collective."""
 
     def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
         self._store_calls = 0
 
     @cached_property
@@ -53,11 +54,13 @@ class RankZero:
     def run(self, function: Callable[[], Any]) -> Any:
         """Return rank 0's result; raise its UserError, or an OSError as one, on all ranks."""
         group = self.group  # create it first: its creation has a shorter timeout than `function`
-        answer: list[Any] = [None, None]
+        result: Any = None
         failure: UserError | None = None
+
+        # Any other error is raised here, and relayed as one that the other ranks can print.
         try:
             if self.rank == 0:
-                answer[0] = function()
+                result = function()
         except UserError as error:
             failure = error
         except OSError as error:
@@ -66,27 +69,32 @@ class RankZero:
             failure = UserError("rank_zero.failed", f"{type(error).__name__}: {error}")
             raise
         finally:  # always: the other ranks are waiting
-            if failure is not None:  # without its class, which others may fail to unpickle
-                answer[1] = (failure.code, failure.message, failure.fields)
+            # an error without its class, which others may fail to unpickle
+            failure_parts = failure and (failure.code, failure.message, failure.fields)
+            answer: list[Any] = [result, failure_parts]
             dist.broadcast_object_list(answer, src=0, group=group)
-        if answer[1] is not None:
-            relayed, (code, message, fields) = UserError, answer[1]  # with rank 0's code
+
+        result, failure_parts = answer
+        if failure_parts is not None:
+            code, message, fields = failure_parts
+            relayed = UserError  # by another name: error_codes.txt lists codes that are literals
             raise relayed(code, message, shared=True, **fields)
-        return answer[0]
+        return result
 
     def run_by_store(self, function: Callable[[], bool]) -> bool:
         """As `run`, by the store: usable while a thread uses the group; not for slow functions."""
+        store = dist.distributed_c10d._get_default_store()
         self._store_calls += 1
-        store, key = dist.distributed_c10d._get_default_store(), f"rank_zero/{self._store_calls}"
+        key = f"rank_zero/{self._store_calls}"
         if self.rank == 0:
             store.set(key, str(int(function())))
         return store.get(key) == b"1"
 
-    def gather(self, own: list[str]) -> dict[int, list[str]]:
-        """Return each rank's texts, by rank; without the ranks that have none."""
-        everyone: list[list[str]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(everyone, own, group=self.group)
-        return {rank: texts for rank, texts in enumerate(everyone) if texts}
+    def gather(self, texts: list[str]) -> dict[int, list[str]]:
+        """Return the texts of all ranks, by rank; without the ranks that have none."""
+        by_rank: list[list[str]] = [[]] * self.world_size
+        dist.all_gather_object(by_rank, texts, group=self.group)
+        return {rank: texts for rank, texts in enumerate(by_rank) if texts}
 
 
 class Verified(NamedTuple):
@@ -108,93 +116,114 @@ class Resume:
         states: dict[str, Any],
         event: Callable[..., None],
     ) -> None:
-        self.folder, self.run = folder, run
-        self._rank_zero, self._model, self._states = rank_zero, model, states
+        self.folder = folder
+        self.run = run
+        self._rank_zero = rank_zero
+        self._model = model
+        self._states = states
         self._event = event
 
-    def resume(self, asked: int, *, initial: str, initial_model_only: bool) -> int | None:
-        """Load step `asked` (-1: the newest complete one), without checkpoints `initial`.
+    def resume(self, load_step: int, *, initial: str, initial_model_only: bool) -> int | None:
+        """Load step `load_step` (-1: the newest complete one), without checkpoints `initial`.
 
         Return the step, None if there is none. UserError if all are damaged. Collective.
         """
-        if asked == -1:
+        is_newest = load_step == -1
+        if is_newest:
             self._rank_zero.run(self._quarantine_stale_saves)
-        while (step := self._rank_zero.run(lambda: self._next_candidate(asked))) is not None:
-            path, begin = self.folder.step_path(step), time.monotonic()
-            found = self._verify(path)
-            if isinstance(found, Verified):
-                self._read(path, found)
-                older = "" if found.manifest.run_id else " (from a version without run ids)"
+
+        # Try steps, newest first, until one is intact; quarantine the damaged ones.
+        while (step := self._rank_zero.run(lambda: self._next_candidate(load_step))) is not None:
+            path = self.folder.step_path(step)
+            begin = time.monotonic()
+            checkpoint = self._verify(path)
+            if isinstance(checkpoint, Verified):
+                self._read(path, checkpoint)
+                version = "" if checkpoint.manifest.run_id else " (from a version without run ids)"
                 seconds = time.monotonic() - begin
-                logger.info(f"resumed from {path}{older}, verified and read in {seconds:.1f} s")
+                logger.info(f"resumed from {path}{version}, verified and read in {seconds:.1f} s")
                 return int(step)
-            text = "; ".join(found)
-            if asked != -1:
+
+            faults = "; ".join(checkpoint)
+            if not is_newest:
                 raise UserError(
                     "checkpoint.damaged",
-                    f"checkpoint.load_step = {asked}: {path} is damaged: {text}",
+                    f"checkpoint.load_step = {load_step}: {path} is damaged: {faults}",
                     shared=True,
                     path=path,
                 )
-            self._rank_zero.run(functools.partial(self._quarantine, path, text))
+            self._rank_zero.run(functools.partial(self._quarantine, path, faults))
+
+        # A new run.
         if initial:
             self._load_initial(Path(initial), initial_model_only)
         return None
 
     def _quarantine_stale_saves(self) -> None:
         """Quarantine what a launch saved after another took the run over; rank 0 only."""
-        newest = newest_launch(self.run) or {}
-        begin, taker = newest.get("from_step"), newest.get("launch")
+        last_launch = newest_launch(self.run) or {}
+        begin = last_launch.get("from_step")
+        taker = last_launch.get("launch")
         if not isinstance(begin, int) or taker is None:
             return
+
+        # Those after the step from which the newest launch trained, unless it saved them itself.
         for step in self.folder.steps():
             path = self.folder.step_path(step)
             manifest = _value_or_fault(Manifest.read, path)
-            launch = None if isinstance(manifest, str) else manifest.launch
-            if step > begin and launch is not None and launch < taker:
+            if isinstance(manifest, str) or manifest.launch is None:
+                continue
+            if step > begin and manifest.launch < taker:
                 self._quarantine(
                     path,
-                    f"launch {launch} saved step {step} after launch {taker} took the run over "
-                    f"at step {begin}",
+                    f"launch {manifest.launch} saved step {step} after launch {taker} took the "
+                    f"run over at step {begin}",
                     "STALE CHECKPOINT",
                 )
 
-    def _next_candidate(self, asked: int) -> int | None:
+    def _next_candidate(self, load_step: int) -> int | None:
         """Return the step to try next, or None if nothing was saved; UserError if none is left."""
         steps = self.folder.steps()
-        if asked != -1 and asked not in steps:
+        if load_step != -1:
+            if load_step in steps:
+                return load_step
             raise UserError(
                 "checkpoint.missing",
-                f"checkpoint.load_step = {asked}: not in {self.folder.path}. "
+                f"checkpoint.load_step = {load_step}: not in {self.folder.path}. "
                 f"Available: {', '.join(map(str, steps)) or 'none'}",
-                given=asked,
+                given=load_step,
                 available=steps,
             )
-        if asked != -1:
-            return asked
+
         for step in reversed(steps):
             manifest = _value_or_fault(Manifest.read, self.folder.step_path(step))
-            if isinstance(manifest, str) or manifest.kind == "full":  # a str: found damaged later
+            # a manifest that is damaged itself: let _verify() say so
+            if isinstance(manifest, str) or manifest.kind == "full":
                 return step
-        aside = [entry.path.name for entry in self.folder.quarantined()]
-        facts: dict[str, list[Any]] = {
+
+        # None is left. If there ever was one, do not start the run again.
+        quarantined = [entry.path.name for entry in self.folder.quarantined()]
+        traces: dict[str, list[Any]] = {
             "weights only": steps,
-            "in quarantine": [name for name in aside if not name.startswith(".")],
+            "in quarantine": [name for name in quarantined if not name.startswith(".")],
             "saved according to the log": self._logged_saves()[-3:],
         }
-        if texts := [f"{what}: {', '.join(map(str, x))}" for what, x in facts.items() if x]:
+        if texts := [f"{title}: {', '.join(map(str, x))}" for title, x in traces.items() if x]:
             raise UserError(
                 "checkpoint.none",
                 f"no complete checkpoint in {self.folder.path} ({'; '.join(texts)}): restore "
                 "one, or restart at step 1 with --checkpoint.fresh, which archives the run",
-                facts=facts,
+                facts=traces,
             )
         return None
 
     def _logged_saves(self) -> list[int]:
         """Return the steps that the log records as saved: it may outlive purged checkpoints."""
+        if not self.run.log_file.exists():
+            return []
+
         saved: list[int] = []
-        for event in read_log(self.run.log_file) if self.run.log_file.exists() else []:
+        for event in read_log(self.run.log_file):
             if event.kind == "checkpoint":
                 saved.append(event.step)
             elif event.kind == "archive":
@@ -206,14 +235,18 @@ class Resume:
         manifest = self._rank_zero.run(lambda: _value_or_fault(Manifest.read, path))
         if isinstance(manifest, str):
             return [manifest]
-        faults: list[str] = []
-        unreadable, metadata = None, b""
+
+        # This rank's share: the largest files are dealt out first.
         names = [name for name in manifest.files if name != METADATA]
         names.sort(key=lambda name: (-manifest.files[name].bytes, name))
-        own = names[self._rank_zero.rank :: self._rank_zero.world_size]
+        share = names[self._rank_zero.rank :: self._rank_zero.world_size]
+
+        faults: list[str] = []
+        metadata = b""
+        unreadable: OSError | None = None
         try:
             # a rank without a share must see the folder, too
-            faults = manifests.find_faults(path, manifest, own or names[-1:], hashes=bool(own))
+            faults = manifests.find_faults(path, manifest, share or names[-1:], hashes=bool(share))
             if self._rank_zero.rank == 0:
                 faults += _folder_faults(path, manifest, weights_suffice)
                 if METADATA in manifest.files:
@@ -221,51 +254,60 @@ class Resume:
         except DamagedCheckpoint as error:
             faults.append(str(error))
         except OSError as error:
-            faults, unreadable = [str(error)], error
+            faults = [str(error)]
+            unreadable = error
         host = socket.gethostname()
-        found = self._rank_zero.gather([f"{host}: {fault}" for fault in faults])
+        faults_by_rank = self._rank_zero.gather([f"{host}: {fault}" for fault in faults])
 
         def judge() -> Verified | list[str]:
+            """Decide on rank 0: it moves files, so its view of them counts."""
             if unreadable is not None:
                 raise UserError(
                     "checkpoint.unreadable",
                     f"{path} cannot be read on {host}: {unreadable}",
                     path=path,
                 )
-            if 0 in found:
+            if 0 in faults_by_rank:
                 return faults
-            if found:  # by other ranks only: perhaps one node's bad mount
-                whole = _value_or_fault(lambda: manifests.verify(path, workers=4))
-                if isinstance(whole, str):
-                    return [whole]
-                rank, (text, *_) = next(iter(found.items()))
+
+            if faults_by_rank:  # of other ranks only: perhaps one node's bad mount
+                verified = _value_or_fault(lambda: manifests.verify(path, workers=4))
+                if isinstance(verified, str):
+                    return [verified]
+                rank, rank_faults = next(iter(faults_by_rank.items()))
                 raise UserError(
                     "checkpoint.node_mismatch",
-                    f"{path} is complete for rank 0 on {host}, but rank {rank} reports: {text}. "
+                    f"{path} is complete for rank 0 on {host}, but rank {rank} reports: "
+                    f"{rank_faults[0]}. "
                     "Check that node's mount; nothing was moved",
                     path=path,
                     rank=rank,
                 )
+
             # last, because pickles of a damaged file must not be opened
-            safe = _value_or_fault(check_safe, path, metadata)
-            return [safe] if isinstance(safe, str) else Verified(manifest, safe)
+            contents = _value_or_fault(check_safe, path, metadata)
+            if isinstance(contents, str):
+                return [contents]
+            return Verified(manifest, contents)
 
         return self._rank_zero.run(judge)
 
-    def _quarantine(self, path: Path, text: str, what: str = "DAMAGED CHECKPOINT") -> None:
+    def _quarantine(self, path: Path, reason: str, title: str = "DAMAGED CHECKPOINT") -> None:
         """Move a checkpoint to quarantine and log it; rank 0 only."""
-        kept = self.folder.quarantine(path, text)
-        logger.warning(f"{what}: {path}: {text}. Moved to {kept}")
-        self._event("quarantine", checkpoint=path.name, reason=text, moved_to=str(kept))
+        new_path = self.folder.quarantine(path, reason)
+        logger.warning(f"{title}: {path}: {reason}. Moved to {new_path}")
+        self._event("quarantine", checkpoint=path.name, reason=reason, moved_to=str(new_path))
 
-    def _read(self, path: Path, found: Verified, *, model_only: bool = False) -> None:
+    def _read(self, path: Path, checkpoint: Verified, *, model_only: bool = False) -> None:
         """Load into this rank's shards. Raises UserError if the model differs."""
         model = self._model.state_dict()
+        _check_model(path, checkpoint.metadata, model)
+
+        # dcp reads into the tensors of `state`, and lets Stateful objects load theirs.
         state = dict(model) if model_only else self._states | model
-        _check_model(path, found.metadata, model)
         dcp.load(
             state,
-            storage_reader=SafeReader(path, found.metadata),
+            storage_reader=SafeReader(path, checkpoint.metadata),
             planner=SafePlanner(),
             process_group=self._rank_zero.group,
         )
@@ -273,12 +315,14 @@ class Resume:
 
     def _load_initial(self, path: Path, model_only: bool) -> None:
         """Start a run from the checkpoint folder `path`."""
-        found = self._verify(path, weights_suffice=model_only)
-        if not isinstance(found, Verified):
-            raise _initial_load_error(path, found)
-        self._read(path, found, model_only=model_only)
-        what, manifest = "weights" if model_only else "full state", found.manifest
-        logger.info(f"started from {path}: {what} of step {manifest.step}")
+        checkpoint = self._verify(path, weights_suffice=model_only)
+        if not isinstance(checkpoint, Verified):
+            raise _initial_load_error(path, checkpoint)
+        self._read(path, checkpoint, model_only=model_only)
+
+        manifest = checkpoint.manifest
+        content = "weights" if model_only else "full state"
+        logger.info(f"started from {path}: {content} of step {manifest.step}")
         self._event(
             "initial_load",
             checkpoint=str(path.resolve()),
@@ -321,8 +365,8 @@ def _value_or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
 
 def _folder_faults(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
     """Return faults other than in the content of the manifest's files."""
-    strange = set(manifests.files_of(path)) - manifest.files.keys()
-    faults = [f"{name} is not in the manifest" for name in sorted(strange)]
+    extra = set(manifests.files_of(path)) - manifest.files.keys()
+    faults = [f"{name} is not in the manifest" for name in sorted(extra)]
     if manifest.kind != "full" and not weights_suffice:
         faults.append("it holds weights only and cannot be resumed")
     if path.name != f"step-{manifest.step}":
@@ -335,10 +379,10 @@ def _check_model(path: Path, metadata: Metadata, model: Mapping[str, Tensor]) ->
     for name, tensor in model.items():
         size = getattr(metadata.state_dict_metadata.get(name), "size", None)
         if size != tensor.shape:
-            given = "missing" if size is None else f"of shape {tuple(size)}"
+            state = "missing" if size is None else f"of shape {tuple(size)}"
             raise UserError(
                 "checkpoint.other_model",
-                f"{path} is of another model: {name} is {given}, expected {tuple(tensor.shape)}",
+                f"{path} is of another model: {name} is {state}, expected {tuple(tensor.shape)}",
                 shared=True,
                 name=name,
             )

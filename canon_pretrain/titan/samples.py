@@ -25,32 +25,39 @@ from canon_pretrain.titan.parallelize import reshard
 
 def find_tokenizer(data: Mixture) -> Tokenizer:
     """Return the tokenizer of the shards, from the first folder. Raises UserError."""
+    # data_prep copies it next to the splits
     source = data.sources[0]
     folder = Path(source.folder).parent
     try:
-        found: Tokenizer | None = Tokenizer.find(folder, eos=source.eos_id)
-        text = f"{folder} has another tokenizer"
+        tokenizer: Tokenizer = Tokenizer.find(folder, eos=source.eos_id)
+        if source.tokenizer_sha256 in (None, tokenizer.sha256):
+            return tokenizer
+        problem = f"{folder} has another tokenizer"
     except UserError as error:
-        found, text = None, str(error)
-    if found is None or source.tokenizer_sha256 not in (None, found.sha256):
-        raise UserError(
-            "samples.tokenizer",
-            f"samples: {text}; restore the tokenizer of the shards, or set samples.interval = 0",
-            folder=folder,
-        )
-    return found
+        problem = str(error)
+    raise UserError(
+        "samples.tokenizer",
+        f"samples: {problem}; restore the tokenizer of the shards, or set samples.interval = 0",
+        folder=folder,
+    )
 
 
 def read_prompts(job: CanonJobConfig, data: Mixture) -> list[list[int]]:
     """Return the ids of `samples.prompts`, EOS for an empty one; UserError if they do not fit."""
-    tokenizer, config, length = find_tokenizer(data), job.samples, job.training.seq_len
-    prompts = [tokenizer.encode(text).tolist() or [tokenizer.eos_id] for text in config.prompts]
+    tokenizer = find_tokenizer(data)
+    max_tokens = job.samples.max_tokens
+    seq_len = job.training.seq_len
+    prompts = [
+        tokenizer.encode(text).tolist() or [tokenizer.eos_id] for text in job.samples.prompts
+    ]
+
+    # A model with absolute positions, or a window, has been trained up to seq_len only.
     for k, ids in enumerate(prompts):
-        if len(ids) + config.max_tokens - 1 > length:  # the last token is not read
+        if len(ids) + max_tokens - 1 > seq_len:  # the last token is not read
             raise UserError(
                 "samples.too_long",
                 f"samples.prompts[{k}] has {len(ids)} tokens, with samples.max_tokens = "
-                f"{config.max_tokens} more than training.seq_len = {length}",
+                f"{max_tokens} more than training.seq_len = {seq_len}",
                 prompt=k,
                 num_tokens=len(ids),
             )
@@ -58,11 +65,14 @@ def read_prompts(job: CanonJobConfig, data: Mixture) -> list[list[int]]:
 
 
 class TextSamples:
-    """Continuations of a job's prompts, given as ids; rank 0 decodes them."""
+    """Continuations of a job's prompts, which are token ids; rank 0 decodes them."""
 
     def __init__(self, job: CanonJobConfig, data: Mixture, prompts: list[list[int]]) -> None:
-        self._config, self._last_step = job.samples, job.last_step
-        self._prompts, self._eos_id, self._vocab_size = prompts, data.eos_id, data.vocab_size
+        self._config = job.samples
+        self._last_step = job.last_step
+        self._prompts = prompts
+        self._eos_id = data.eos_id
+        self._vocab_size = data.vocab_size
         self._tokenizer = find_tokenizer(data) if dist.get_rank() == 0 else None
 
     def is_due(self, step: int) -> bool:
@@ -75,9 +85,12 @@ class TextSamples:
         """
         if device_type == "cuda":  # so that the running step does not count
             torch.cuda.synchronize()
-        begin, temperature = time.perf_counter(), self._config.temperature
+        begin = time.perf_counter()
+
+        # All ranks generate, because FSDP2 gathers the weights of each block.
         answers: list[list[int]] = [[] for _ in self._prompts]
         fields: dict[str, Any] = {}
+        temperature = self._config.temperature
         model.eval()  # experts drop no tokens
         try:
             # compiled layers would be compiled again for every length
@@ -100,10 +113,14 @@ class TextSamples:
         finally:
             reshard(model)
             model.train()
-        if (tokenizer := self._tokenizer) is not None:
+
+        # Rank 0 decodes prompt and answer together: SentencePiece drops the space before a
+        # text's first word.
+        tokenizer = self._tokenizer
+        if tokenizer is not None:
             fields["samples"] = []
-            for prompt, ids, own in zip(self._config.prompts, self._prompts, answers, strict=True):
-                # SentencePiece drops the space before a text's first word
-                text = tokenizer.decode(ids + own)[len(tokenizer.decode(ids)) :]
-                fields["samples"].append({"prompt": prompt, "text": text, "tokens": len(own)})
+            prompts = zip(self._config.prompts, self._prompts, strict=True)
+            for (prompt, ids), answer in zip(prompts, answers, strict=True):
+                text = tokenizer.decode(ids + answer)[len(tokenizer.decode(ids)) :]
+                fields["samples"].append({"prompt": prompt, "text": text, "tokens": len(answer)})
         return fields | {"seconds": time.perf_counter() - begin}

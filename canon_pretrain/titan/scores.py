@@ -3,6 +3,8 @@
 All ranks ask the same questions about the same windows: a sharded model must answer them together.
 """
 
+from itertools import chain
+
 import torch
 
 from canon_pretrain.core.errors import UserError
@@ -22,55 +24,70 @@ from canon_pretrain.titan.parallelize import reshard
 
 
 class TaskScores:
-    """What is asked about `num_windows` windows of each setting of the task."""
+    """Scores of a task's questions and spans, in `num_windows` windows of each of its settings."""
 
     def __init__(self, task: Task, num_windows: int) -> None:
         self._windows = evaluation_windows(task, num_windows)
-        self._temperature, self._vocab_size = task.temperature, task.vocab_size
+        self._temperature = task.temperature
+        self._vocab_size = task.vocab_size
 
     def measure(self, model: Transformer) -> dict[str, float]:
         """Return the scores by name, none of a model that has diverged; collective."""
         try:
             # compiled layers would be compiled again for every shape
             with torch.compiler.set_stance("force_eager"):
-                answers, logs = iter(self._answers(model)), iter(self._log_likelihoods(model))
+                answers = iter(self._answers(model))
+                log_likelihoods = iter(self._log_likelihoods(model))
         except UserError as error:
             if error.code != "generate.logits_not_finite":
                 raise
             return {}
         finally:
             reshard(model)
+
+        # each window takes its answers and log-likelihoods from the iterators
         size = num_parameters(model.args)
-        return pooled_scores(score_window(each, answers, logs, size)[0] for each in self._windows)
+        return pooled_scores(
+            score_window(window, answers, log_likelihoods, size)[0] for window in self._windows
+        )
 
     def _answers(self, model: Transformer) -> list[list[int]]:
-        asked: list[tuple[Asked, Question]] = []
-        samples: list[tuple[int, int]] = []
-        for item, window in enumerate(self._windows):
-            pairs = [(one, question) for one in window for question in one.questions]
-            asked += pairs
-            samples += [(item, number) for number in range(len(pairs))]
+        """Return the answers to all questions, in the order of the windows.
+
+        What is drawn depends on the window and the question's number in it.
+        """
+        questions: list[tuple[Asked, Question]] = []
+        numbers: list[tuple[int, int]] = []  # seeds of a question's generator
+        for window_index, window in enumerate(self._windows):
+            for setting in window:
+                questions += [(setting, question) for question in setting.questions]
+            num_in_window = len(questions) - len(numbers)
+            numbers += [(window_index, k) for k in range(num_in_window)]
+
+        generators = [sample_generator(*pair) for pair in numbers] if self._temperature else None
         return generate(
             model,
-            [question.prompt for _, question in asked],
-            max_new_tokens=[one.limit(question) for one, question in asked],
+            [question.prompt for _, question in questions],
+            max_new_tokens=[setting.limit(question) for setting, question in questions],
             eos_id=END,
-            stop=lambda i, tokens: asked[i][0].task.is_complete(tokens),
+            stop=lambda i, tokens: questions[i][0].task.is_complete(tokens),
             temperature=self._temperature,
-            generator=[sample_generator(*each) for each in samples] if self._temperature else None,
+            generator=generators,
             vocab_size=self._vocab_size,
         )
 
     @torch.no_grad()
     def _log_likelihoods(self, model: Transformer) -> list[float]:
         """Return the log-likelihood of each span, from float32 logits."""
-        found: list[float] = []
-        for one in (one for window in self._windows for one in window if one.spans):
-            device = model.tok_embeddings.weight.device
-            logits_TV = model(to_device(torch.from_numpy(one.ids)[None], device))[0]
+        log_likelihoods: list[float] = []
+        device = model.tok_embeddings.weight.device
+        for setting in chain.from_iterable(self._windows):
+            if not setting.spans:
+                continue
+            logits_TV = model(to_device(torch.from_numpy(setting.ids)[None], device))[0]
             logs_TV = logits_TV.float().log_softmax(-1).double().cpu().numpy()
-            found += [
-                float(sum(logs_TV[start - 1 + k, token] for k, token in enumerate(tokens)))
-                for start, tokens in one.spans
-            ]
-        return found
+            for start, tokens in setting.spans:
+                # the logits at t predict token t + 1
+                token_logs = (logs_TV[start - 1 + k, token] for k, token in enumerate(tokens))
+                log_likelihoods.append(float(sum(token_logs)))
+        return log_likelihoods

@@ -42,8 +42,8 @@ class TitanModelArgs(BaseModelArgs):
     backends: dict[str, str] = field(default_factory=dict)
 
     def update_from_config(self, job_config: CanonJobConfig, **kwargs: object) -> None:
-        self.args, model = job_config.model_args, job_config.model
-        self.backends = {name: getattr(model, name) for name in BACKENDS}
+        self.args = job_config.model_args
+        self.backends = {name: getattr(job_config.model, name) for name in BACKENDS}
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         return num_parameters(self.args), flops_per_token(self.args, seq_len)
@@ -73,19 +73,26 @@ def head_loss(config: Loss, compile_backend: str | None = None) -> HeadLoss:
 def build_loss(job_config: CanonJobConfig, **kwargs: object) -> HeadLoss:
     """Build the loss; compiled if compile.components has "loss"."""
     config = job_config.compile
-    is_compiled = config.enable and "loss" in config.components
-    return head_loss(job_config.loss, compile_backend=config.backend if is_compiled else None)
+    if config.enable and "loss" in config.components:
+        return head_loss(job_config.loss, compile_backend=config.backend)
+    return head_loss(job_config.loss)
 
 
 def learning_rate_factor(step: int, *, config: LRScheduler) -> float:
     """Return the factor of the peak rate at `step` (from 0), for a decay of `decay_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
+
+    # After warm-up the factor decays from 1 to min_lr_factor, and stays there.
     assert config.decay_steps is not None
     progress = min(1.0, (step - config.warmup_steps) / config.decay_steps)
-    left = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress)}
-    left["cosine"] = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.min_lr_factor + (1 - config.min_lr_factor) * left[config.decay_type]
+    if config.decay_type == "linear":
+        remaining = 1 - progress
+    elif config.decay_type == "sqrt":
+        remaining = 1 - math.sqrt(progress)
+    else:
+        remaining = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.min_lr_factor + (1 - config.min_lr_factor) * remaining
 
 
 def build_schedule(
@@ -101,7 +108,8 @@ def build_schedule(
 def use_train_spec(build_checkpointer: Callable[..., Any], **builders: Any) -> Iterator[None]:
     """Make torchtitan's Trainer build `model.name = "canon"` by these functions, in the block."""
     # register_train_spec() would reject a second Trainer and keep `builders` alive
-    specs, manager = train_spec._extra_train_specs, torchtitan.train.CheckpointManager
+    specs = train_spec._extra_train_specs
+    original_manager = torchtitan.train.CheckpointManager
     specs["canon"] = train_spec.TrainSpec(
         model_cls=TitanTransformer,
         # new instances: the Trainer updates the one it looks up
@@ -118,18 +126,21 @@ def use_train_spec(build_checkpointer: Callable[..., Any], **builders: Any) -> I
     try:
         yield
     finally:
-        torchtitan.train.CheckpointManager = manager
+        torchtitan.train.CheckpointManager = original_manager
         del specs["canon"]
 
 
 @contextlib.contextmanager
 def one_rank(*, start: bool = True) -> Iterator[None]:
-    """Set the environment of a single rank and, with `start`, create its process group."""
+    """Set the environment of a single rank and, with `start`, create its process group.
+
+    The group is destroyed at the end, also if the caller has created it.
+    """
     with single_rank_environment():
         try:
             if start:
-                on_gpu = torch.cuda.is_available()
-                dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+                has_gpu = torch.cuda.is_available()
+                dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo")
             yield
         finally:
             if dist.is_initialized():
@@ -142,12 +153,12 @@ def job_of(
     """Return a job whose step is one micro-batch, compiled, with the paper's optimizer."""
     job = CanonJobConfig()
     for name, value in (vars(args) | backends).items():
-        if name in vars(job.model):
+        if name in vars(job.model):  # but for max_seq_len, which is training.seq_len
             setattr(job.model, name, value)
-    training = job.training
-    training.seq_len = num_tokens
-    training.global_batch_size = training.local_batch_size = micro_batch
-    training.mixed_precision_param = "float32" if dtype == torch.float32 else "bfloat16"
+
+    job.training.seq_len = num_tokens
+    job.training.global_batch_size = job.training.local_batch_size = micro_batch
+    job.training.mixed_precision_param = "float32" if dtype == torch.float32 else "bfloat16"
     job.compile.enable = True
     return job
 
@@ -156,11 +167,13 @@ def job_of(
 def fill(model: Transformer) -> None:
     """Fill a model with random values of typical scale on its own device, which is fast."""
     for name, parameter in model.named_parameters():
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if name.endswith("norm.weight"):
-            own.fill_(1.0)
+            local.fill_(1.0)
         else:
-            own.normal_(std=0.02)
+            local.normal_(std=0.02)
+
+    # buffers
     for bias in model.expert_biases():
         bias.zero_()
     if model.rope is not None:
@@ -179,33 +192,47 @@ def random_model(
 
 
 class BareStep:
-    """A training step of `rounds` micro-batches and its two halves; needs a process group."""
+    """A training step of `rounds` micro-batches and its two halves; needs a process group.
+
+    `plain`: without FSDP2 and optimizer, so forward and backward only.
+    """
 
     def __init__(
         self, job: CanonJobConfig, device: torch.device, *, rounds: int = 1, plain: bool = False
     ) -> None:
-        model_args, training = TitanModelArgs(), job.training
+        training = job.training
+        model_args = TitanModelArgs()
         model_args.update_from_config(job)
         with torch.device("meta"):
             model = TitanTransformer(model_args)
         parallelize(model, None if plain else ParallelDims(1, 1, 1, 1, 1, 1, 1, 1), job)
         model.to_empty(device=device)
         fill(model)
-        self.model, self.loss, self.max_norm = model, build_loss(job), training.max_norm
+        self.model = model
+        self.loss = build_loss(job)
+        self.max_norm = training.max_norm
+
         self.optimizer: torch.optim.Optimizer | None = None
         if plain:
             for parameter in model.parameters():  # FSDP2 does not cast buffers either
                 parameter.data = parameter.to(TORCH_DTYPE_MAP[training.mixed_precision_param])
         else:
-            values = job.optimizer
-            options: dict[str, Any] = {"lr": values.lr, "betas": (values.beta1, values.beta2)}
-            options |= {"eps": values.eps, "weight_decay": values.weight_decay, "fused": True}
-            self.optimizer = torch.optim.AdamW(model.parameters(), **options)
+            self.optimizer = torch.optim.AdamW(
+                model.parameters(),
+                lr=job.optimizer.lr,
+                betas=(job.optimizer.beta1, job.optimizer.beta2),
+                eps=job.optimizer.eps,
+                weight_decay=job.optimizer.weight_decay,
+                fused=True,
+            )
+
+        # random ids; the first three are special tokens
         shape = (rounds, training.local_batch_size, training.seq_len + 1)
         self.batches = torch.randint(3, job.model_args.vocab_size, shape).to(device)
         self.num_tokens = self.batches[:, :, 1:].numel()
 
     def forward_backward(self) -> None:
+        """Add up the gradients of the mean loss over all micro-batches."""
         self.model.zero_grad()
         for batch in self.batches:
             _, objective = self.model(batch[:, :-1], labels_BT=batch[:, 1:], loss=self.loss)
@@ -213,8 +240,7 @@ class BareStep:
 
     def update(self) -> None:
         assert self.optimizer is not None, "a plain step has none"
-        parameters = list(self.model.parameters())
-        clip_gradients(parameters, self.max_norm)
+        clip_gradients(list(self.model.parameters()), self.max_norm)
         self.optimizer.step()
 
     def __call__(self) -> None:

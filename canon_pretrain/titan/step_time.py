@@ -7,6 +7,7 @@ FSDP2 in closed form; the speeds are assumed (kernels/gpus.py), with a range tha
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -18,6 +19,7 @@ from canon_pretrain.model.counts import num_parameters, routed_parameters
 from canon_pretrain.titan.costs import compiled_block_costs, planned_backend
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
 
+FLOAT32_BYTES = 4
 TRAFFIC_FACTOR = 1.15
 """Counted traffic of a block's kernels over the estimate from its graphs: 1.0 to 1.37 in twelve
 models on fake GPUs; Inductor fuses less than `estimate_work` assumes."""
@@ -87,26 +89,25 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
     Takes about four seconds for a block of a new shape, and resets dynamo.
     """
     training = job.training
-    tokens = micro_batch_size(job, world_size) * training.seq_len
+    tokens = micro_batch_size(job, world_size) * training.seq_len  # of a micro-batch
     layout = Layout(
         world_size=world_size,
         num_shards=shard_degree(job, world_size),
         tokens=tokens,
-        num_micro_batches=training.global_batch_size * training.seq_len // (tokens * world_size),
+        num_micro_batches=job.tokens_per_step // (tokens * world_size),
         num_gathers=1 if job.parallelism.fsdp_reshard_after_forward == "never" else 2,
         expert_degree=job.parallelism.expert_parallel_degree,
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         loss_chunk_tokens=job.loss.chunk_tokens or tokens,
         recomputes=job.activation_checkpoint.mode == "full",
     )
-    costs = compiled_block_costs(job.model_args, layout.dtype, planned_backend(job))
-    passes = [costs.forward, costs.backward]
-    if layout.recomputes:
-        passes.append(costs.forward)
 
-    block = Work()
-    for one_pass in passes:
-        block.add(one_pass.for_tokens(tokens))
+    # Both passes of a block; full checkpointing runs the forward pass again.
+    costs = compiled_block_costs(job.model_args, layout.dtype, planned_backend(job))
+    block = costs.forward.for_tokens(tokens)
+    block.add(costs.backward.for_tokens(tokens))
+    if layout.recomputes:
+        block.add(costs.forward.for_tokens(tokens))
     block.bytes_moved *= TRAFFIC_FACTOR
     if layout.expert_degree > 1:
         block.bytes_moved *= APART_FACTOR
@@ -116,10 +117,13 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
 
 def count_model(args: ModelArgs, layout: Layout, block: Work) -> StepCounts:
     """Count a step of a model whose blocks cost `block` per micro-batch, without attention."""
+    # A micro-batch: blocks, attention, the head, and what FSDP2 copies.
     micro_batch = block.repeated(args.num_layers)
     micro_batch.add(_attention_work(args, layout).repeated(args.num_layers))
     micro_batch.add(_head_work(args, layout))
     micro_batch.add(_sharding_work(args, layout))
+
+    # A step: its micro-batches, and the optimizer on this rank's shard.
     work = micro_batch.repeated(layout.num_micro_batches)
     work.launches += STEP_LAUNCHES
     work.bytes_moved += OPTIMIZER_BYTES * num_parameters(args) / layout.num_shards
@@ -138,7 +142,7 @@ def _attention_work(args: ModelArgs, layout: Layout) -> Work:
     if args.mixer != "attention":
         return Work()
     num_forward = 2 if layout.recomputes else 1
-    # of the whole square of tokens
+    # of the whole square of tokens, without the half that causality leaves out
     product_flops = 2 * args.qkv_dims[0] * args.max_seq_len * layout.tokens
     # fused kernels are for half precision
     kind = "float32" if layout.dtype == torch.float32 else "attention"
@@ -150,9 +154,11 @@ def _attention_work(args: ModelArgs, layout: Layout) -> Work:
 
 def _head_work(args: ModelArgs, layout: Layout) -> Work:
     """Return the work of embedding, last norm, head and loss, forward and backward."""
-    tokens, itemsize = layout.tokens, layout.dtype.itemsize
+    tokens = layout.tokens
+    itemsize = layout.dtype.itemsize
     num_chunks = -(-tokens // layout.loss_chunk_tokens)
     token_bytes = LOGIT_PASSES * itemsize * args.vocab_size + HEAD_CHANNEL_BYTES * args.dim
+
     # each chunk adds to the weight's float32 gradient: two reads and a write
     gradient_bytes = 3 * 4 * num_chunks * args.vocab_size * args.dim
     kind = str(layout.dtype).removeprefix("torch.")
@@ -167,20 +173,27 @@ def _head_work(args: ModelArgs, layout: Layout) -> Work:
 def _sharding_work(args: ModelArgs, layout: Layout) -> Work:
     """Return what FSDP2 copies in a micro-batch: gathered weights out, gradients in."""
     itemsize = layout.dtype.itemsize
-    gather_bytes = 2 * itemsize * layout.num_gathers
-    gradient_bytes = itemsize + 4
+    gather_bytes = 2 * itemsize * layout.num_gathers  # a read and a write
+    gradient_bytes = itemsize + FLOAT32_BYTES
     return Work(
         launches=BLOCK_LAUNCHES * args.num_layers,
-        bytes_moved=(gather_bytes + gradient_bytes) * sum(_held_parameters(args, layout)),
+        bytes_moved=(gather_bytes + gradient_bytes) * sum(_gathered_parameters(args, layout)),
     )
 
 
-def _held_parameters(args: ModelArgs, layout: Layout) -> tuple[int, float]:
-    """Return the parameters that a rank gathers: of the dense layers, and of its own experts."""
+class GatheredParameters(NamedTuple):
+    """The parameters that a rank gathers in a pass."""
+
+    dense: int
+    experts: float
+    """Of the experts that are not split over all ranks."""
+
+
+def _gathered_parameters(args: ModelArgs, layout: Layout) -> GatheredParameters:
     if layout.expert_degree == 1:
-        return num_parameters(args), 0
+        return GatheredParameters(num_parameters(args), 0)
     experts = routed_parameters(args)
-    return num_parameters(args) - experts, experts / layout.expert_degree
+    return GatheredParameters(num_parameters(args) - experts, experts / layout.expert_degree)
 
 
 def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
@@ -188,43 +201,48 @@ def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
 
     A ring of n ranks receives (n - 1) / n of what it gathers or scatters, twice of what it adds up.
     """
-    received = [0.0, 0.0]
+    received = {False: 0.0, True: 0.0}  # by whether the ring leaves the node
 
     def receive(num_bytes: float, num_ranks: int, span: int = 0) -> None:
         """Add a ring's share; `span`: of neighboring ranks, if they are more than the ring's."""
         leaves_node = max(num_ranks, span) > GPUS_PER_NODE
         received[leaves_node] += num_bytes * (num_ranks - 1) / num_ranks
 
+    # Weights are gathered, and their float32 gradients scattered; those of an expert over the
+    # ranks that have it.
     itemsize = layout.dtype.itemsize
-    shards, degree = layout.num_shards, layout.expert_degree
-    dense, experts = _held_parameters(args, layout)
-    parameter_bytes = itemsize * layout.num_gathers + 4
-    receive(parameter_bytes * dense, shards)
-    # the ranks with the same experts
-    receive(parameter_bytes * experts, shards // degree)
+    num_shards = layout.num_shards
+    gathered = _gathered_parameters(args, layout)
+    parameter_bytes = itemsize * layout.num_gathers + FLOAT32_BYTES
+    receive(parameter_bytes * gathered.dense, num_shards)
+    receive(parameter_bytes * gathered.experts, num_shards // layout.expert_degree)
 
-    # replicas add up their float32 shards, in rings over all nodes
-    shard_bytes = 4 * num_parameters(args) / shards
-    receive(2 * shard_bytes, layout.world_size // shards, span=layout.world_size)
+    # Replicas add up their float32 shards, in rings over all nodes.
+    shard_bytes = FLOAT32_BYTES * num_parameters(args) / num_shards
+    receive(2 * shard_bytes, layout.world_size // num_shards, span=layout.world_size)
 
-    # rows go to the experts and back, in each pass
+    # Rows go to the experts and back, in each pass.
     num_passes = 3 if layout.recomputes else 2
     row_bytes = args.experts_per_token * args.dim * itemsize
-    receive(2 * num_passes * row_bytes * layout.tokens * args.num_layers, degree)
-    return received[0], received[1]
+    receive(2 * num_passes * row_bytes * layout.tokens * args.num_layers, layout.expert_degree)
+    return received[False], received[True]
 
 
 def step_seconds(counts: StepCounts, gpu: Gpu, *, speedup: float = 1.0) -> Range:
     """Return the seconds of a step: slow, likely and fast. `speedup`: of the device's work.
 
-    The device works through its kernels one after the other, and the host launches them meanwhile:
-    the slower of the two counts. Exchanges overlap with them, but for the share EXPOSED.
+    The device runs its kernels one after the other while the host launches the next ones: the
+    slower of the two counts. Exchanges overlap with them, but for the share EXPOSED.
     """
     return Range(*(_step_seconds(counts, gpu, case, speedup) for case in range(len(Range._fields))))
 
 
 def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> float:
-    speeds, work = gpu.speeds, counts.work
+    """Return the seconds in one case, an index of Range."""
+    speeds = gpu.speeds
+    work = counts.work
+
+    # On the device: products, which may wait for memory, then everything else that moves bytes.
     flops_per_s = {
         "bfloat16": speeds.dense_flops[case],
         "float16": speeds.dense_flops[case],
@@ -237,9 +255,11 @@ def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> fl
     device_s = products_s + work.bytes_moved / speeds.memory_bytes[case]
     device_s += work.launches * LAUNCH_S[case]
 
+    # On the host.
     host_s = HOST_STEP_S[case] + counts.num_blocks * HOST_BLOCK_S[case]
     host_s += work.launches * HOST_LAUNCH_S[case]
 
+    # Between GPUs.
     exchange_s = counts.node_bytes / speeds.node_bytes[case]
     exchange_s += counts.network_bytes / speeds.network_bytes[case]
     busy_s = max(device_s / speedup, host_s)

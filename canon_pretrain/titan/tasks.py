@@ -29,11 +29,12 @@ class TaskWindows:
     def windows(self, seed: int, first: int, count: int, domain: int = TRAINING) -> np.ndarray:
         """Return windows, int64 [count, seq_len + 1]; a token that is no label as ~id."""
         ids, kinds = self.task.windows(seed, first, count, domain)
-        own = np.where(self.task.is_counted(kinds), ids, ~ids)
-        return np.pad(own, [(0, 0), (0, 1)], constant_values=~0)
+        signed_ids = np.where(self.task.is_counted(kinds), ids, ~ids)
+        return np.pad(signed_ids, [(0, 0), (0, 1)], constant_values=~0)
 
     def read(
         self, seed: int, samples: range, own: slice, order: Order, seq_len: int
     ) -> tuple[np.ndarray, list[int]]:
+        """Return the windows of this rank's part of `samples`, and the samples drawn by source."""
         chosen = samples[own]
         return self.windows(seed, chosen.start, len(chosen)), [len(samples)]

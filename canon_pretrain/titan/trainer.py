@@ -10,9 +10,9 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
 """Indices in `StepGuards.counters`: bad steps and outliers, outliers, consecutive bad steps,
 whether the run must end, norms seen."""
+NUM_LOSSES = 2
+"""Cross-entropy and objective, the first values that ranks add up."""
 MAX_WINDOW = 1024
 """Norms that are always kept, because guards.outlier_window may change between launches."""
 
@@ -59,43 +61,54 @@ class StepGuards(Stateful):
 
     def __init__(self, config: Guards, device: torch.device) -> None:
         self.config = config
-        self.counters = torch.zeros(5, dtype=torch.float64, device=device)
+        self.counters = torch.zeros(SEEN + 1, dtype=torch.float64, device=device)
         self.norms = torch.zeros(MAX_WINDOW, dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return 1 if this step must be skipped, else 0, as a float32 scalar on the device."""
-        count = self.counters
-        bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
-        halted = was_halted = count[HALTED] > 0
-        in_a_row = torch.where(halted, count[IN_A_ROW], (count[IN_A_ROW] + 1) * bad)
-        halted = halted | (in_a_row >= self.config.max_bad_steps)
-        outlier = self._is_outlier(grad_norm, ~bad & ~halted)
-        # once halted nothing is counted: the state stays that of the last bad step
-        count[SKIPPED] += (bad | outlier) & ~was_halted
-        count[OUTLIERS] += outlier
-        count[IN_A_ROW] = in_a_row
-        count[HALTED] = halted
-        return (bad | outlier | halted).float()
+        counters = self.counters
+        is_bad = ~(torch.isfinite(loss) & torch.isfinite(grad_norm))
+
+        # Enough bad steps in a row halt the run; the host notices Readback.LAG steps later.
+        was_halted = counters[HALTED] > 0
+        in_a_row = torch.where(was_halted, counters[IN_A_ROW], (counters[IN_A_ROW] + 1) * is_bad)
+        is_halted = was_halted | (in_a_row >= self.config.max_bad_steps)
+        is_outlier = self._is_outlier(grad_norm, ~is_bad & ~is_halted)
+
+        # Once halted nothing is counted: the state stays that of the last bad step.
+        counters[SKIPPED] += (is_bad | is_outlier) & ~was_halted
+        counters[OUTLIERS] += is_outlier
+        counters[IN_A_ROW] = in_a_row
+        counters[HALTED] = is_halted
+        return (is_bad | is_outlier | is_halted).float()
 
     def _is_outlier(self, grad_norm: Tensor, counts: Tensor) -> Tensor:
-        """Return whether a norm is an outlier of the window, which it enters if it `counts`."""
-        window = self.config.outlier_window
+        """Return whether a norm exceeds mean + sigma * std of the window of previous norms.
+
+        If it `counts`, it then enters the window.
+        """
         if self.config.outlier_sigma is None:
             return torch.zeros_like(counts)
-        seen = self.counters[SEEN].clone()
-        age = (seen - 1 - torch.arange(MAX_WINDOW, device=self.norms.device)) % MAX_WINDOW
-        known = age < seen.clamp(max=window)
-        number = known.sum().clamp(min=1)
-        mean = (self.norms * known).sum() / number
-        variance = (((self.norms - mean) * known) ** 2).sum() / number
+
+        # The window holds the newest norms: those of age 0, 1, ... in the ring buffer.
+        window = self.config.outlier_window
+        num_seen = self.counters[SEEN].clone()
+        ages = (num_seen - 1 - torch.arange(MAX_WINDOW, device=self.norms.device)) % MAX_WINDOW
+        in_window = ages < num_seen.clamp(max=window)
+
+        num_norms = in_window.sum().clamp(min=1)
+        mean = (self.norms * in_window).sum() / num_norms
+        variance = (((self.norms - mean) * in_window) ** 2).sum() / num_norms
         limit = mean + self.config.outlier_sigma * variance.sqrt()
-        outlier = counts & (seen >= window / 2) & (grad_norm > limit)
-        # outliers enter as well: the window adapts to a lasting change of scale
-        index = (seen % MAX_WINDOW).long()[None]
+        # a window that is less than half full says too little
+        is_outlier = counts & (num_seen >= window / 2) & (grad_norm > limit)
+
+        # Outliers enter as well: the window adapts to a lasting change of scale.
+        index = (num_seen % MAX_WINDOW).long()[None]
         self.norms.scatter_(0, index, torch.where(counts, grad_norm, self.norms[index][0])[None])
         self.counters[SEEN] += counts
-        return outlier
+        return is_outlier
 
     def counters_before_bad_steps(self) -> Tensor:
         """Return the counters from before the consecutive bad steps that end the run."""
@@ -143,14 +156,28 @@ class Readback:
 def expert_statistics(load_LE: Tensor) -> dict[str, list[float]]:
     """Return by layer the largest load over the mean, and the dropped fraction, if it has experts.
 
-    `load_LE`: each expert's tokens, and the number of those that were dropped, as the last.
+    `load_LE`: number of tokens of each expert, and in the last column of dropped tokens.
     """
     if not len(load_LE):
         return {}
-    load_LE, dropped_L = load_LE[:, :-1].double(), load_LE[:, -1].double()
+    dropped_L = load_LE[:, -1].double()
+    load_LE = load_LE[:, :-1].double()
     largest_L = load_LE.amax(dim=1) / load_LE.mean(dim=1)
-    fields = {"expert_load_max": largest_L, "expert_dropped": dropped_L / load_LE.sum(dim=1)}
-    return {name: values_L.tolist() for name, values_L in fields.items()}
+    return {
+        "expert_load_max": largest_L.tolist(),
+        "expert_dropped": (dropped_L / load_LE.sum(dim=1)).tolist(),
+    }
+
+
+class StepTotals(NamedTuple):
+    """A step's results, summed over ranks."""
+
+    loss: Tensor
+    """Mean cross-entropy over the labels of the global batch."""
+    objective: Tensor
+    """What the gradients are of: the loss and, if configured, auxiliary losses."""
+    load_LE: Tensor
+    """See `expert_statistics`."""
 
 
 class CanonTrainer(torchtitan.train.Trainer):
@@ -177,19 +204,27 @@ class CanonTrainer(torchtitan.train.Trainer):
         record: LaunchRecord | None = None,
     ) -> None:
         job.training.local_batch_size = micro_batch_size(job, world_size)
-        self.session, self.folder, self._record = session, session.folder, record
-        self._own: tuple[OpenedData | None, Comparison | None] = (data, None)
+        self.session = session
+        self.folder = session.folder
+        self._record = record
+
+        # What this rank knows of the data; init_distributed() gets the rest from rank 0.
+        self._local_data = data
+        self._local_comparison: Comparison | None = None
         if data is not None and os.environ["RANK"] == "0":
-            self._own = (data, compare(job, self.folder, data))
+            self._local_comparison = compare(job, self.folder, data)
+
         self.tokens = 0
+        self.tokens_per_step = job.tokens_per_step
         self.skipped_steps = 0  # in the run, without the last Readback.LAG steps
-        self.tokens_per_step = job.training.global_batch_size * job.training.seq_len
         self._is_last = False
         # host states of the last steps, restored when consecutive bad steps end the run
-        most = job.guards.max_bad_steps + Readback.LAG + 1
-        self._host_states: deque[tuple[int, list[dict[str, Any]]]] = deque(maxlen=most)
+        self._host_states: deque[tuple[int, list[dict[str, Any]]]] = deque(
+            maxlen=job.guards.max_bad_steps + Readback.LAG + 1
+        )
+
         # the live view shows text only: torchtitan's color codes would appear as characters
-        self._colour = is_terminal() and not job.metrics.disable_color_printing
+        self._color = is_terminal() and not job.metrics.disable_color_printing
         job.metrics.disable_color_printing = True
         with use_train_spec(
             self._build_checkpointer,
@@ -200,6 +235,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             ),
         ):
             super().__init__(job)
+
         self.samples: TextSamples | None = None
         if job.samples.interval and isinstance(self.data.training, Mixture):
             from canon_pretrain.titan import samples  # only runs with samples need a tokenizer
@@ -210,32 +246,45 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.maybe_enable_amp = contextlib.nullcontext()
 
     def init_distributed(self) -> ParallelDims:
-        """Create the process group, receive rank 0's data, and choose Canon's backend."""
-        dims, job = super().init_distributed(), self.job_config
-        self.data, self.compared = titan_data.broadcast_data(job, *self._own)
+        """Create the process group, receive rank 0's data, and choose Canon's backend.
+
+        torchtitan calls it first in its constructor: what the builders below need is set here.
+        """
+        dims = super().init_distributed()
+        job = self.job_config
+        self.data, self.compared = titan_data.broadcast_data(
+            job, self._local_data, self._local_comparison
+        )
         self.session.connected()
+
+        # Backends, before the model is built: rank 0 checks them, and all ranks take its choice.
         self.canon = choose_canon(job, self.device, self.compared.code)
         if self.canon is not None:
             job.model.canon_backend = self.canon.backend
         self.mixer = choose_mixer(job, self.device)
         if self.mixer is not None:
             job.model.mixer_backend = self.mixer.backend
-        self.guards, self.readback = StepGuards(job.guards, self.device), Readback(self.device)
-        # the divisor of the loss, which all ranks know unless labels are masked
+
+        # Tensors on the device that steps use: guards, number of labels, load of experts.
+        self.guards = StepGuards(job.guards, self.device)
+        self.readback = Readback(self.device)
         self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
-        # of each layer: each expert's tokens of a step, and those that were dropped
         args = job.model_args
-        shape = (args.num_layers, args.num_experts + 1) if args.ffn == "moe" else (0, 1)
+        has_experts = args.ffn == "moe"
+        shape = (args.num_layers, args.num_experts + 1) if has_experts else (0, 1)
         self._expert_load_LE = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        is_balanced_by_loss = args.ffn == "moe" and args.moe_balance == "loss"
+
+        # Whether the gradients are of more than the cross-entropy.
+        is_balanced_by_loss = has_experts and args.moe_balance == "loss"
         self._has_objective = job.loss.z_loss or job.loss.squared_loss or is_balanced_by_loss
         return dims
 
     def _build_dataloader(self, **options: Any) -> CanonDataLoader:
         # these were compared with the run's identity
         may_change = () if self.compared.is_new else titan_data.IDENTITY_FIELDS
-        data = self.data.training
-        return titan_data.build_dataloader(**options, data=data, may_change=may_change)
+        return titan_data.build_dataloader(
+            **options, data=self.data.training, may_change=may_change
+        )
 
     def _build_metrics(
         self, job_config: CanonJobConfig, parallel_dims: ParallelDims, model_args: Any
@@ -244,45 +293,61 @@ class CanonTrainer(torchtitan.train.Trainer):
         text = None
         if isinstance(self.data.training, Mixture) and not job_config.validation.path:
             text = self.data.training
-        loader, may_write = self.dataloader, self.session.may_write
-        return CanonMetrics(job_config, parallel_dims, loader, may_write, text, colour=self._colour)
+        return CanonMetrics(
+            job_config,
+            parallel_dims,
+            dataloader=self.dataloader,
+            may_write=self.session.may_write,
+            text=text,
+            color=self._color,
+        )
 
     def _build_checkpointer(self, **parts: Any) -> CanonCheckpointManager:
+        parts["states"]["guards"] = self.guards
         return CanonCheckpointManager(
-            **parts | {"states": parts["states"] | {"guards": self.guards}},
+            **parts,
             session=self.session,
             metrics=self.metrics_processor,
             launch=self._record.facts if self._record is not None else None,
         )
 
     def close(self) -> None:
-        if isinstance(data := getattr(self, "dataloader", None), CanonDataLoader):
-            data.close()
+        self.dataloader.close()
         super().close()
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, "tokens": self.tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step, self.tokens = state_dict["step"], state_dict["tokens"]
+        self.step = state_dict["step"]
+        self.tokens = state_dict["tokens"]
 
     def _apply_hyperparameters(self) -> None:
         """Replace the checkpoint's hyperparameters by this job's (checked: run.allow_changes)."""
-        asked = self.job_config.optimizer
-        fields = {"weight_decay": asked.weight_decay, "betas": (asked.beta1, asked.beta2)}
-        fields |= {"eps": asked.eps, "initial_lr": asked.lr}
-        fields |= {name: asked.implementation == name for name in ("fused", "foreach")}
+        config = self.job_config.optimizer
+        hyperparameters = {
+            "weight_decay": config.weight_decay,
+            "betas": (config.beta1, config.beta2),
+            "eps": config.eps,
+            "initial_lr": config.lr,
+            "fused": config.implementation == "fused",
+            "foreach": config.implementation == "foreach",
+        }
+
+        # A schedule computes rates from its base rates when it steps: set this step's as well.
         for optimizer, schedule in zip(self.optimizers, self.lr_schedulers.schedulers, strict=True):
-            schedule.base_lrs = [asked.lr] * len(optimizer.param_groups)
-            rates = [asked.lr * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+            schedule.base_lrs = [config.lr] * len(optimizer.param_groups)
+            rates = [config.lr * factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group.update(fields | {"lr": rate})
+                group.update(hyperparameters | {"lr": rate})
             schedule._last_lr = rates
 
     def train(self) -> None:
         """Train to the last step of this launch or a stop request, and save a checkpoint."""
-        job, session = self.job_config, self.session
-        session.progress(self.step, "loading")
+        job = self.job_config
+
+        # Resume. A launch without steps left only validates what an earlier one missed.
+        self.session.progress(self.step, "loading")
         self.checkpointer.load(step=job.checkpoint.load_step)
         if self.step:  # also if loaded from checkpoint.initial_load_path
             self._apply_hyperparameters()
@@ -293,27 +358,23 @@ class CanonTrainer(torchtitan.train.Trainer):
             logger.info(f"nothing to do: {self.folder.path} is at step {self.step}")
             self._end("nothing to do")
             return
+
+        # Record the launch: from here on it changes the run.
         self.checkpointer.begin()
-        rank_zero, metrics = self.checkpointer.rank_zero, self.metrics_processor
         record_launch(
             self.step,
             self.folder,
             self.compared,
-            self.canon,
-            self.mixer,
-            self._record,
-            metrics,
-            rank_zero,
+            canon=self.canon,
+            mixer=self.mixer,
+            record=self._record,
+            metrics=self.metrics_processor,
+            rank_zero=self.checkpointer.rank_zero,
         )
-        attend = self.model_parts[0].attend
-        way = attend.describe(self.device.type) if attend else self.mixer
-        logger.info(
-            f"{'resuming' if self.step else 'starting'} at step {self.step + 1} of "
-            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; "
-            f"{job.model_args.mixer}: {way}"
-            f"{f', Canon: {self.canon}' if self.canon else ''}"
-        )
-        metrics.begin(self.step)
+        self._log_start()
+
+        # Train. Without the lock the checkpoints belong to another launch.
+        self.metrics_processor.begin(self.step)
         self._validate(if_missed=True)
         stop = self._loop()
         if stop and LOST_LOCK in stop:
@@ -323,24 +384,47 @@ class CanonTrainer(torchtitan.train.Trainer):
                 shared=True,
                 step=self.step,
             )
+
+        # Save before validation: a stop signal may leave time for only one.
         self._save_last()
-        self._validate()  # after the save: a stop signal may leave time for only one
+        self._validate()
         self.checkpointer.finish_retention()
         self._finish(stop)
 
+    def _log_start(self) -> None:
+        """Log which steps this launch trains, and with which backends."""
+        job = self.job_config
+        # without attention, the mixer is a recurrence
+        attend = self.model_parts[0].attend
+        backend = attend.describe(self.device.type) if attend else self.mixer
+        canon = f", Canon: {self.canon}" if self.canon else ""
+        logger.info(
+            f"{'resuming' if self.step else 'starting'} at step {self.step + 1} of "
+            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; "
+            f"{job.model_args.mixer}: {backend}{canon}"
+        )
+
     def _finish(self, stop: str | None) -> None:
         """Write the final events, status and, of a finished run, DONE; `stop` is the reason."""
-        step, total, metrics = self.step, self.job_config.training.steps, self.metrics_processor
+        step = self.step
+        num_steps = self.job_config.training.steps
+        metrics = self.metrics_processor
+        # user and system time, of this process and of its children
         fields = {"skipped_steps": self.skipped_steps, "cpu_seconds": sum(os.times()[:4])}
-        if step == total:
-            reason = f"step {total} is reached"
+
+        if step == num_steps:
+            reason = f"step {num_steps} is reached"
             metrics.event("done", step=step, **fields)
             text = f"finished: step {step} of {self.folder.path}"
         else:
             reason = stop or "run.stop_at"
             metrics.event("stop", step=step, reason=reason, **fields)
-            again = "the same command" if stop else "the same command without --run.stop_at"
-            text = f"stopped at step {step} of {total} by {reason}; {again} resumes from here"
+            command = "the same command"
+            if not stop:
+                command = "the same command without --run.stop_at"
+            text = f"stopped at step {step} of {num_steps} by {reason}; {command} resumes from here"
+
+        # The log must be on disk before the status says that the run has ended.
         metrics.flush()
         self._end(reason)
         logger.info(text)
@@ -359,6 +443,8 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _save_last(self) -> None:
         """Save the current state; three attempts. Raises UserError if all fail."""
         self.session.progress(self.step, "saving")
+
+        # a full disk may have room again, and a network disk be back
         for pause_s in (0, 1, 10):
             time.sleep(pause_s)
             self.checkpointer.save(self.step, last_step=True)
@@ -373,14 +459,20 @@ class CanonTrainer(torchtitan.train.Trainer):
         )
 
     def _validate(self, *, if_missed: bool = False) -> bool:
-        """Validate and write samples, each if due after this step; return whether any was."""
-        step, log_file, due = self.step, self.folder.log_file, set[str]()
+        """Validate and write samples, each if due after this step; return whether any was.
+
+        `if_missed`: only what the log does not have yet, at the beginning of a launch.
+        """
+        step = self.step
+        due = set[str]()
         if self.job_config.validation.enable and self.validator.should_validate(step):
             due.add("validation")
         if self.samples is not None and self.samples.is_due(step):
             due.add("samples")
         if if_missed and due:
-            due -= self.checkpointer.rank_zero.run(lambda: logged_at(log_file, step))
+            due -= self.checkpointer.rank_zero.run(lambda: logged_at(self.folder.log_file, step))
+
+        # Write it to the log; training time does not include it.
         if "validation" in due:
             self.session.progress(step, "validating")
             fields = self.validator.validate(self.model_parts, step)
@@ -394,89 +486,120 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def _loop(self) -> str | None:
         """Train until this launch's last step; return the reason to stop earlier, if any."""
-        job, model = self.job_config, self.model_parts[0]
-        stop: str | None = None
-        with profiling(job, model, step=self.step) as tools, self._hang_watchdog() as arm:
+        job = self.job_config
+        with (
+            profiling(job, self.model_parts[0], step=self.step) as profilers,
+            self._hang_watchdog() as restart_watchdog,
+        ):
             data = named_data(self.batch_generator(self.dataloader))
-            begin, first = time.monotonic(), self.step
+            stop: str | None = None
+            start_step = self.step
+            begin = time.monotonic()
             while self.step < job.last_step and stop is None:
                 stop = self.advance(data)
                 self.metrics_processor.set_position(self.step, self.tokens)
-                for tool in tools:
-                    tool.step()
-                if self.step == first + 1:  # after lazy initialization and compilation
+                for profiler in profilers:
+                    profiler.step()
+
+                # The first step initializes and compiles: the shorter timeout, and the pace that
+                # the status shows, begin after it.
+                num_timed = self.step - start_step - 1
+                if num_timed == 0:
                     limit = timedelta(seconds=job.comm.train_timeout_seconds)
                     dist_utils.set_pg_timeouts(timeout=limit, parallel_dims=self.parallel_dims)
                     begin = time.monotonic()
-                arm()
+
+                restart_watchdog()
                 if stop is None and self.step < job.last_step and self._validate():
-                    arm()
-                paced = self.step - first - 1
-                pace = (time.monotonic() - begin) / paced if paced else None
-                self.session.progress(self.step, "training", pace)
+                    restart_watchdog()
+                step_s = (time.monotonic() - begin) / num_timed if num_timed else None
+                self.session.progress(self.step, "training", step_s)
             return self._process_step_reports(self.readback.pop(last=True)) or stop
 
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
         """Train one step and save if due; return the reason to stop after it, if any."""
         stop = self._process_step_reports(self.readback.pop())
-        # a step's non-tensor state: a few numbers
-        parts = (self, self.lr_schedulers, self.dataloader)
-        self._host_states.append((self.step, [part.state_dict() for part in parts]))
+        self._host_states.append((self.step, [part.state_dict() for part in self._host_parts]))
+
         self.step += 1
         self.tokens += self.tokens_per_step
         self._is_last = stop is not None or self.step == self.job_config.last_step
         self.gc_handler.run(self.step)
         self.train_step(data)
+
         self.checkpointer.save(self.step)
         self.checkpointer.poll()
         return stop
 
+    @property
+    def _host_parts(self) -> tuple[Stateful, ...]:
+        """The objects that a step changes on the host; their states are a few numbers each."""
+        return self, self.lr_schedulers, self.dataloader
+
     def should_log(self) -> bool:
         """Return whether this step is logged; saved steps always are, for their data digests."""
-        is_kept = self._is_last or self.checkpointer.is_due(self.step)
-        return is_kept or self.metrics_processor.should_log(self.step)
+        is_saved = self._is_last or self.checkpointer.is_due(self.step)
+        return is_saved or self.metrics_processor.should_log(self.step)
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
         """Take an optimizer step on a global batch, unless the guards skip it."""
         self.optimizers.zero_grad()
         self._expert_load_LE.zero_()
-        rate = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        batches: Iterable[tuple[dict[str, Tensor], Tensor]]
-        batches = itertools.islice(data_iterator, self.gradient_accumulation_steps)
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+
+        # The loss is a mean over the labels of the global batch. Their number is known, unless
+        # the task masks some: then all micro-batches are read first, and their labels counted.
+        micro_batches: Iterable[tuple[dict[str, Tensor], Tensor]]
+        micro_batches = itertools.islice(data_iterator, self.gradient_accumulation_steps)
         num_labels = self._num_labels
-        ratio: Tensor | int = dist.get_world_size()
+        labels_ratio: Tensor | int = dist.get_world_size()
         if self.dataloader.is_masked:
-            batches = list(batches)
-            num_labels, ratio = self._count_labels([labels for _, labels in batches])
+            micro_batches = list(micro_batches)
+            num_labels, labels_ratio = self._count_labels([labels for _, labels in micro_batches])
+
+        # Forward and backward of each micro-batch; gradients add up, and so do the shares of
+        # the loss. One batch at a time is on the device.
         losses = []
-        for inputs, labels in batches:
-            inputs = {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
+        for inputs, labels in micro_batches:
             loss = self.forward_backward_step(
-                input_dict=inputs,
+                input_dict={name: to_device(x, self.device) for name, x in inputs.items()},
                 labels=to_device(labels, self.device),
                 global_valid_tokens=num_labels,
             )
             losses.append(loss)
-        own_losses = torch.stack(losses).sum(dim=0)
+        local_losses = torch.stack(losses).sum(dim=0)
+
+        # Clip, then let all ranks decide whether this step is taken.
         parameters = [p for part in self.model_parts for p in part.parameters()]
         grad_norm = clip_gradients(parameters, self.job_config.training.max_norm)
-        (loss, objective), load_LE = self._reduce_and_step(own_losses, grad_norm)
+        totals = self._reduce_and_step(local_losses, grad_norm)
         self.lr_schedulers.step()
-        if self.should_log():
-            largest = own_losses[0] * ratio
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-            measured = {"loss": loss, "max_loss": largest, "grad_norm": grad_norm}
-            fields = {name: value.item() for name, value in measured.items()}
-            fields |= {"tokens": self.tokens, "lr": rate, "skipped_steps": self.skipped_steps}
-            if self._has_objective:
-                fields["objective"] = objective.item()
-            fields |= expert_statistics(load_LE)
-            self.metrics_processor.log(self.step, fields)
+        if not self.should_log():
+            return
+
+        # Only logged steps read values from the device, for which the host waits. A rank's own mean
+        # loss is its share of the global mean, scaled from the global number of labels to its own.
+        max_loss = local_losses[0] * labels_ratio
+        dist.all_reduce(max_loss, op=dist.ReduceOp.MAX)
+        fields: dict[str, Any] = {
+            "loss": totals.loss.item(),
+            "max_loss": max_loss.item(),
+            "grad_norm": grad_norm.item(),
+            "tokens": self.tokens,
+            "lr": lr,
+            "skipped_steps": self.skipped_steps,
+        }
+        if self._has_objective:
+            fields["objective"] = totals.objective.item()
+        self.metrics_processor.log(self.step, fields | expert_statistics(totals.load_LE))
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
     ) -> Tensor:
-        """Accumulate a micro-batch's gradients; return its cross-entropy and objective, [2]."""
+        """Accumulate a micro-batch's gradients; return its cross-entropy and objective, [2].
+
+        Both are shares of the global batch's mean: sums over tokens / `global_valid_tokens`.
+        """
         with self.train_context():
             nats_BT, objective = self.model_parts[0](
                 input_dict["input"],
@@ -489,82 +612,108 @@ class CanonTrainer(torchtitan.train.Trainer):
         return torch.stack([nats_BT.sum() / global_valid_tokens, objective.detach()])
 
     def _count_labels(self, labels: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the labels that count in a global batch, and their ratio to this rank's."""
-        own = torch.stack([(each != IGNORE_INDEX).sum() for each in labels]).sum()
-        own = to_device(own.float(), self.device)
-        total = own.clone()
-        dist.all_reduce(total)
-        return total.clamp(min=1), total / own.clamp(min=1)
+        """Return the number of unmasked labels in a global batch, and its ratio to this rank's."""
+        num_local = torch.stack([(labels_BT != IGNORE_INDEX).sum() for labels_BT in labels]).sum()
+        num_local = to_device(num_local.float(), self.device)
+        num_global = num_local.clone()
+        dist.all_reduce(num_global)
+        return num_global.clamp(min=1), num_global / num_local.clamp(min=1)
 
-    def _reduce_and_step(self, own_losses: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def _reduce_and_step(self, local_losses: Tensor, grad_norm: Tensor) -> StepTotals:
         """Reduce losses, loads and stop requests over ranks; take the step unless skipped."""
+        # One all-reduce for all that ranks add up: loss and objective, requests, expert loads.
         requests = torch.tensor(self.session.stop.poll(), dtype=torch.float32)
-        own_load = self._expert_load_LE.float()  # exact up to 2**24 tokens per expert
         requests = to_device(requests, self.device)
-        shared = torch.cat([own_losses.float(), requests, own_load.flatten()])
-        dist.all_reduce(shared)
-        shared, load = shared.tensor_split([len(shared) - own_load.numel()])
-        load_LE = load.view_as(own_load)
-        self.checkpointer.staging.wait_on_stream()  # it also copies the guards' counters
-        skip = self.guards.judge(shared[0], grad_norm)
+        local_load_LE = self._expert_load_LE.float()  # exact up to 2**24 tokens per expert
+        sums = torch.cat([local_losses.float(), requests, local_load_LE.flatten()])
+        dist.all_reduce(sums)
+        losses_and_requests, load = sums.tensor_split([NUM_LOSSES + len(REASONS)])
+        load_LE = load.view_as(local_load_LE)
+        loss, objective = losses_and_requests[:NUM_LOSSES]
+
+        # The same sums on all ranks: they reach the same verdict. A checkpoint that is being
+        # copied reads the guards' counters as well as the weights.
+        self.checkpointer.staging.wait_on_stream()
+        skip = self.guards.judge(loss, grad_norm)
+
+        # Only fused kernels skip on the device (found_inf); for others the host waits here.
         if self.job_config.optimizer.implementation == "fused":
             for optimizer in self.optimizers:
-                optimizer.grad_scale, optimizer.found_inf = None, skip
+                optimizer.grad_scale = None
+                optimizer.found_inf = skip
             self.optimizers.step()
-        elif not skip.item():  # only fused kernels know found_inf, so the host must wait here
+        elif not skip.item():
             self.optimizers.step()
         self.model_parts[0].balance_experts(load_LE[:, :-1], 1 - skip)
-        verdict = torch.stack([grad_norm, skip])
-        self.readback.push(self.step, torch.cat([shared, verdict, self.guards.counters]))
-        return shared[:2], load_LE
+
+        # The host reads the report when the device has finished: see _process_step_reports.
+        report = [losses_and_requests, torch.stack([grad_norm, skip]), self.guards.counters]
+        self.readback.push(self.step, torch.cat(report))
+        return StepTotals(loss, objective, load_LE)
 
     def _process_step_reports(self, reports: list[tuple[int, list[float]]]) -> str | None:
-        """Log skipped steps; return the reason to stop, if any. Raises UserError if guards halt."""
+        """Log skipped steps; return the reason to stop, if any. Raises UserError if guards halt.
+
+        `reports`: step and values, in the order in which `_reduce_and_step` pushes them.
+        """
         stop: str | None = None
         for step, values in reports:
-            loss, _, *rest = values
-            asked, (grad_norm, skip, *counters) = rest[: len(REASONS)], rest[len(REASONS) :]
+            # Any rank may have been asked to stop.
+            loss = values[0]
+            requests = values[NUM_LOSSES : NUM_LOSSES + len(REASONS)]
+            if any(requests):
+                stop = describe([num_ranks > 0 for num_ranks in requests])
+
+            # The guards' verdict.
+            grad_norm, skip, *counters = values[NUM_LOSSES + len(REASONS) :]
             self.skipped_steps = int(counters[SKIPPED])
-            if any(asked):
-                stop = describe([value > 0 for value in asked])
+
             if skip:
-                why = "outlier" if math.isfinite(loss + grad_norm) else "not finite"
-                facts = {"reason": why, "loss": loss, "grad_norm": grad_norm}
-                facts |= {"in_a_row": int(counters[IN_A_ROW])}
-                self.metrics_processor.event("skip", step=step, **facts)
+                fields = {
+                    "reason": "outlier" if math.isfinite(loss + grad_norm) else "not finite",
+                    "loss": loss,
+                    "grad_norm": grad_norm,
+                    "in_a_row": int(counters[IN_A_ROW]),
+                }
+                self.metrics_processor.event("skip", step=step, **fields)
                 self.session.note(skipped_steps=self.skipped_steps)
-                logger.warning(f"skipped step {step}: {facts}")
+                logger.warning(f"skipped step {step}: {fields}")
             if counters[HALTED]:
-                self._stop_on_bad_steps(step, counters)
+                self._stop_on_bad_steps(step, int(counters[IN_A_ROW]))
         return stop
 
-    def _stop_on_bad_steps(self, step: int, counters: list[float]) -> None:
-        """Save the state from before the consecutive bad steps, then raise UserError."""
+    def _stop_on_bad_steps(self, step: int, in_a_row: int) -> None:
+        """Save the state from before the `in_a_row` bad steps, then raise UserError."""
         # a launch that resumed between bad steps has no earlier state
-        good = max(step - int(counters[IN_A_ROW]), self._host_states[0][0])
-        self.checkpointer.roll_back(good)
-        parts = (self, self.lr_schedulers, self.dataloader)
-        for part, state in zip(parts, dict(self._host_states)[good], strict=True):
+        good_step = max(step - in_a_row, self._host_states[0][0])
+        self.checkpointer.roll_back(good_step)
+
+        # Skipped steps left model and optimizer as they were: restore the rest.
+        states = dict(self._host_states)[good_step]
+        for part, state in zip(self._host_parts, states, strict=True):
             part.load_state_dict(state)
         self._apply_hyperparameters()
         self.guards.counters.copy_(self.guards.counters_before_bad_steps())
-        if good:
+        if good_step:
             self._save_last()
-        # without the bad steps, which the next launch retries
-        self.skipped_steps = skipped = int(self.guards.counters[SKIPPED])
-        self.metrics_processor.event("halt", step=step, good_step=good, skipped_steps=skipped)
+
+        # The bad steps are not counted as skipped: the next launch retries them.
+        self.skipped_steps = int(self.guards.counters[SKIPPED])
+        self.metrics_processor.event(
+            "halt", step=step, good_step=good_step, skipped_steps=self.skipped_steps
+        )
         raise UserError(
             "train.not_finite",
-            f"loss or gradient norm not finite in {int(counters[IN_A_ROW])} consecutive steps, "
-            f"the last {step} (guards.max_bad_steps); last good state: step {good}. Check "
+            f"loss or gradient norm not finite in {in_a_row} consecutive steps, "
+            f"the last {step} (guards.max_bad_steps); last good state: step {good_step}. Check "
             "their data and the learning rate; the same command retries them",
             shared=True,
             step=step,
-            good_step=good,
+            good_step=good_step,
         )
 
     @contextlib.contextmanager
-    def _hang_watchdog(self) -> Iterator[Any]:
+    def _hang_watchdog(self) -> Iterator[Callable[[], None]]:
         """Yield a function to call after each step; dump all stacks if the next call is late."""
         comm = self.job_config.comm
         path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"
@@ -576,11 +725,13 @@ class CanonTrainer(torchtitan.train.Trainer):
             logger.warning(f"no stack dumps of hangs: {path}: {error.strerror}")
             yield lambda: None
             return
+
         limit_s = 0.8 * comm.train_timeout_seconds  # earlier than the collectives' timeout
         try:
             yield lambda: faulthandler.dump_traceback_later(limit_s, file=file)
         finally:
             faulthandler.cancel_dump_traceback_later()
+            # an empty file would look like a hang
             with contextlib.suppress(OSError), file:
                 if not os.fstat(file.fileno()).st_size and self.session.is_owner():
                     path.unlink()

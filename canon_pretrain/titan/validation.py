@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,32 +45,54 @@ if TYPE_CHECKING:
     from canon_pretrain.titan.scores import TaskScores
 
 STEPS_PER_BATCH = 100
+"""By default, a validation scores a global batch per so many steps since the last one."""
 MAX_TOKENS = 1 << 21
 
 
 def num_windows(job: CanonJobConfig) -> int | None:
     """Return the number of windows per validation, None for all; see `Validation.windows`."""
-    given = job.validation.windows
-    if given is not None:
-        return None if given < 0 else given
-    training, batch = job.training, job.training.global_batch_size
-    most = max(1, MAX_TOKENS // training.seq_len)
-    steps = min(job.validation.freq, training.steps)
-    if steps >= STEPS_PER_BATCH:
-        return min(batch * min(steps // STEPS_PER_BATCH, max(1, most // batch)), most)
-    return max(1, batch * steps // STEPS_PER_BATCH)
+    requested = job.validation.windows
+    if requested is not None:
+        return None if requested < 0 else requested
+
+    batch_size = job.training.global_batch_size
+    limit = max(1, MAX_TOKENS // job.training.seq_len)
+    steps = min(job.validation.freq, job.training.steps)
+    if steps < STEPS_PER_BATCH:
+        return max(1, batch_size * steps // STEPS_PER_BATCH)
+    num_batches = min(steps // STEPS_PER_BATCH, max(1, limit // batch_size))
+    return min(batch_size * num_batches, limit)
 
 
 def _window_counts(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -> list[int | None]:
     """Return the number of windows per existing source, by the mixture's shares; None for all."""
     shares = [1.0] if job.validation.path else job.data.shares
-    weights = map(exact_weight, shares)
-    found = [(s, w) for s, w in zip(sources, weights, strict=True) if s is not None]
-    if (total := num_windows(job)) is None:
-        return [None] * len(found)
-    whole = sum((weight for _, weight in found), Fraction(0))
-    available = [count_windows(source.num_tokens, job.training.seq_len) for source, _ in found]
-    return [*divide_windows(total, [weight / whole for _, weight in found], available)]
+    available = []
+    weights = []
+    for source, share in zip(sources, shares, strict=True):
+        if source is not None:
+            available.append(count_windows(source.num_tokens, job.training.seq_len))
+            weights.append(exact_weight(share))
+
+    total = num_windows(job)
+    if total is None:
+        return [None] * len(available)
+    total_weight = sum(weights, Fraction(0))
+    return [*divide_windows(total, [weight / total_weight for weight in weights], available)]
+
+
+class _Window(NamedTuple):
+    source: int
+    offset: int
+    num_tokens: int
+
+
+class SourceSums(NamedTuple):
+    """A source's sums over its windows of all ranks."""
+
+    nats: float
+    num_tokens: int
+    """Tokens predicted."""
 
 
 class CanonValidator(BaseValidator):
@@ -82,43 +104,53 @@ class CanonValidator(BaseValidator):
         super().__init__(job)
         self._last_step = job.last_step
         self._loss = head_loss(job.loss)
-        length, sources = job.training.seq_len + 1, [part for part in parts if part is not None]
-        task = job.task
         self._scores: TaskScores | None = None
+        length = job.training.seq_len + 1
+        task = job.task
+
+        # The windows of all ranks, by source. A mixture may have folders without a held-out part.
+        sources = [part for part in parts if part is not None]
         if task is not None:
             # only tasks need them
             from canon_pretrain.synthetic.evaluation import SCORED_WINDOWS
             from canon_pretrain.titan import scores
 
             self._scores = scores.TaskScores(task, job.validation.windows or SCORED_WINDOWS)
-            self.names, self._bytes_per_token = [task.name], [math.nan]
-            places = [(0, index, length) for index in range(num_windows(job) or 0)]
+            self.names = [task.name]
+            self._bytes_per_token = [math.nan]
+            all_windows = [_Window(0, index, length) for index in range(num_windows(job) or 0)]
         else:
             names = short_names(validation_folders(job))
             self.names = [name for name, part in zip(names, parts, strict=True) if part is not None]
             self._bytes_per_token = [source.num_bytes / source.num_tokens for source in sources]
-            places = [
-                (index, offset, count)
+            all_windows = [
+                _Window(index, offset, count)
                 for index, limit in enumerate(_window_counts(job, parts))
                 for offset, count in windows(sources[index].num_tokens, length - 1, limit)
             ]
-        self.num_windows = len(places)
+
+        # Compiled blocks run in the shape of training; others may have fewer rows.
+        self.num_windows = len(all_windows)
         rows = job.training.local_batch_size
-        if not (job.compile.enable and "model" in job.compile.components):
+        if not job.compiles_model:
             rows = min(rows, -(-self.num_windows // world_size))
-        self.num_passes = -(-self.num_windows // (rows * world_size))
-        # token ids, ~id if the label is ignored, padded with ~0; int32 to halve the memory
+        rows_of_all_ranks = rows * world_size
+        self.num_passes = -(-self.num_windows // rows_of_all_ranks)
+
+        # Read this rank's rows: a pass takes the next `rows` windows for each rank in turn.
+        # Token ids, ~id if the label is ignored, padded with ~0; int32 to halve the memory.
         self._windows = torch.full((self.num_passes, rows, length), ~0, dtype=torch.int32)
         self._sources = torch.zeros((self.num_passes, rows), dtype=torch.int64)
-        for index, (source, offset, count) in enumerate(places):
-            turn, place = divmod(index, rows * world_size)
-            if place // rows == rank:
-                if task is not None:
-                    ids = TaskWindows(task).windows(EVALUATION_SEED, offset, 1, EVALUATION)[0]
-                else:
-                    ids = sources[source].read(offset, count)
-                self._windows[turn, place % rows, :count] = torch.from_numpy(ids).int()
-                self._sources[turn, place % rows] = source
+        for index, (source, offset, count) in enumerate(all_windows):
+            pass_index, row = divmod(index, rows_of_all_ranks)
+            if row // rows != rank:
+                continue
+            if task is not None:
+                ids = TaskWindows(task).windows(EVALUATION_SEED, offset, 1, EVALUATION)[0]
+            else:
+                ids = sources[source].read(offset, count)
+            self._windows[pass_index, row % rows, :count] = torch.from_numpy(ids).int()
+            self._sources[pass_index, row % rows] = source
         for part in sources:
             part.close()
 
@@ -126,25 +158,29 @@ class CanonValidator(BaseValidator):
         return step > 0 and (step % self.job_config.validation.freq == 0 or step == self._last_step)
 
     @torch.no_grad()
-    def measure(self, model: nn.Module) -> list[tuple[float, int]]:
-        """Return (summed nats, tokens predicted) of each source, over all ranks; collective."""
-        shape = (2, len(self.names))
-        sums = torch.zeros(shape, dtype=torch.float64, device=device_type)  # nats, tokens
+    def measure(self, model: nn.Module) -> list[SourceSums]:
+        """Return the sums of each source over all ranks; collective.
+
+        Shapes: B rows, T tokens, S sources.
+        """
+        num_sources = len(self.names)
+        sums_2S = torch.zeros((2, num_sources), dtype=torch.float64, device=device_type)
         for windows_BT, source_B in zip(self._windows, self._sources, strict=True):
             windows_BT = to_device(windows_BT, device_type).long()
             is_ignored_BT = windows_BT < 0
             inputs_BT = torch.where(is_ignored_BT, ~windows_BT, windows_BT)[:, :-1]
             labels_BT = windows_BT.masked_fill(is_ignored_BT, IGNORE_INDEX)[:, 1:].contiguous()
             nats_BT, _ = model(inputs_BT, labels_BT=labels_BT, loss=self._loss)
+
+            # Nats and tokens of each row, added to its source; not by a product, in which a
+            # source's NaN would spread to all.
             is_predicted_BT = labels_BT != IGNORE_INDEX
             rows_2B = torch.stack([nats_BT.double().sum(1), is_predicted_BT.double().sum(1)])
-            is_of_BS = to_device(F.one_hot(source_B, shape[1]).bool(), device_type)
-            # not a product, in which a source's NaN would spread to all
-            sums += torch.where(is_of_BS, rows_2B[:, :, None], 0.0).sum(1)
+            is_of_BS = to_device(F.one_hot(source_B, num_sources).bool(), device_type)
+            sums_2S += torch.where(is_of_BS, rows_2B[:, :, None], 0.0).sum(1)
         reshard(model)
-        dist.all_reduce(sums)
-        nats_S, counts_S = sums.tolist()
-        return [(nats, round(count)) for nats, count in zip(nats_S, counts_S, strict=True)]
+        dist.all_reduce(sums_2S)
+        return [SourceSums(nats, round(count)) for nats, count in sums_2S.T.tolist()]
 
     def loss(self, sums: Sequence[tuple[float, int]]) -> HeldOutLoss:
         """Return the mean loss over all sources, from the result of `measure`."""
@@ -156,27 +192,38 @@ class CanonValidator(BaseValidator):
         if device_type == "cuda":  # so that the running step does not count as validation time
             torch.cuda.synchronize()
         begin = time.perf_counter()
-        with record_function(VALIDATION):
-            model_parts[0].eval()  # experts drop no tokens
-            sums = self.measure(model_parts[0])
-            scores = self._scores.measure(model_parts[0]) if self._scores else None  # type: ignore[arg-type]
-        model_parts[0].train()
-        whole, by_source = self.loss(sums), {}
-        for name, (nats, count), width in zip(self.names, sums, self._bytes_per_token, strict=True):
-            part = held_out_loss([nats], [count], [width])
-            by_source[name] = json_value(self._losses(part)) | {"tokens": count}
-        fields = self._losses(whole)
-        fields |= {"scores": scores} if scores else {}
-        fields |= {"tokens_scored": whole.num_tokens, "seconds": time.perf_counter() - begin}
-        return fields | {"sources": by_source}
 
-    def _losses(self, loss: HeldOutLoss) -> dict[str, Any]:
-        per_byte = {} if self._scores else {"bits_per_byte": loss.bits_per_byte}
-        return {"loss": loss.nats_per_token} | per_byte
+        model = model_parts[0]
+        with record_function(VALIDATION):
+            model.eval()  # experts drop no tokens
+            sums = self.measure(model)
+            scores = self._scores.measure(model) if self._scores else None  # type: ignore[arg-type]
+        model.train()
+
+        whole = self.loss(sums)
+        fields = self._loss_fields(whole)
+        if scores:
+            fields["scores"] = scores
+        fields["tokens_scored"] = whole.num_tokens
+        fields["seconds"] = time.perf_counter() - begin
+
+        # Each source as well, by name.
+        fields["sources"] = {}
+        for name, source, width in zip(self.names, sums, self._bytes_per_token, strict=True):
+            loss = held_out_loss([source.nats], [source.num_tokens], [width])
+            source_fields = json_value(self._loss_fields(loss))
+            fields["sources"][name] = source_fields | {"tokens": source.num_tokens}
+        return fields
+
+    def _loss_fields(self, loss: HeldOutLoss) -> dict[str, Any]:
+        fields = {"loss": loss.nats_per_token}
+        if self._scores is None:  # else there is no text
+            fields["bits_per_byte"] = loss.bits_per_byte
+        return fields
 
 
 def logged_at(log_file: Path, step: int) -> set[str]:
     """Return the names of the events of `step` that no later launch has undone."""
     with contextlib.suppress(UnreadableFile):  # then validate again, which is harmless
-        return {each.kind for each in read_log(log_file) if each.get("step") == step}
+        return {event.kind for event in read_log(log_file) if event.get("step") == step}
     return set()

@@ -95,17 +95,20 @@ VARIANTS = [
 
 @pytest.mark.parametrize("words", VARIANTS)
 def test_memory_equals_what_a_real_tiny_model_holds(words):
-    job, batch = job_of("debug", *(f"--model.{word}" for word in words.split())), 3
+    batch = 3
+    job = job_of("debug", *(f"--model.{word}" for word in words.split()))
     job.training.global_batch_size = job.training.local_batch_size = batch
     args = job.model_args
     model = Transformer(args)
     model.init_weights()
-    planned = count_memory(job, model, 1)
     tokens = torch.arange(batch * args.max_seq_len).reshape(batch, -1) % args.vocab_size
 
     def forward():
         return model(tokens, labels_BT=tokens, loss=head_loss(Loss()))[1]
 
+    planned = count_memory(job, model, 1)
+
+    # activations
     saved = count_saved(forward, model)
     block = block_bytes(args, batch, torch.float32)
     head = head_bytes(args, batch, torch.float32, head_loss(Loss()))
@@ -113,6 +116,8 @@ def test_memory_equals_what_a_real_tiny_model_holds(words):
     # the whole model keeps the token ids as well, and a block's output once where we count it in
     # the next block and in the head
     assert args.num_layers * block + head == pytest.approx(saved, rel=0.02)
+
+    # weights, gradients and moments, after a step
     optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     forward().backward()
     optimizer.step()
@@ -128,17 +133,28 @@ def test_memory_equals_what_a_real_tiny_model_holds(words):
 
 def test_parts_of_the_plan_by_hand():
     """Full checkpointing: the blocks' inputs and one block; cst-Canon: weights; FSDP2's share."""
-    words = ("--activation_checkpoint.mode", "full"), ("--model.canon_trainable", "False")
-    plain, full, fixed = (plan_of(job_of("nope_canon", *w), "h100", 1) for w in ((), *words))
+
+    def plan_of_config(*words):
+        return plan_of(job_of("nope_canon", *words), "h100", 1)
+
+    plain = plan_of_config()
+
+    # full checkpointing: 24 layers, 4096 tokens, D = 2048, bfloat16
+    full = plan_of_config("--activation_checkpoint.mode", "full")
     inputs = 24 * plain.micro_batch * 4096 * 2048 * 2
     activations = inputs + plain.memory["activations"] // 24
     assert full.memory == plain.memory | {"activations": activations}
+
+    # Canon weights that are not trained
+    fixed = plan_of_config("--model.canon_trainable", "False")
     canon = 2_039_808
     assert plain.trained == plain.parameters == fixed.parameters == fixed.trained + canon
     # 48 sequences on one rank, 6 at once: gradients are there from the second micro-batch on
     for name, num_bytes in {"weights": 0, "gradients": 4, "optimizer (two moments)": 8}.items():
         assert plain.memory[name] - fixed.memory[name] == num_bytes * canon
     assert plain.checkpoint_bytes - fixed.checkpoint_bytes == 8 * canon
+
+    # what FSDP2 gathers: two blocks at a time, or all
     job = job_of("debug", "--training.mixed_precision_param", "bfloat16")
     sizes = {name: p.numel() for name, p in Transformer(job.model_args).named_parameters()}
     block = sum(n for name, n in sizes.items() if name.startswith("layers.1."))

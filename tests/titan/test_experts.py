@@ -43,14 +43,18 @@ def test_ranks_and_exchanged_tokens_change_no_number(data_folder, tmp_path, opti
 
     alone, weights = steps("alone", 1, ["--training.local_batch_size", 12])
     for number, (ranks, words) in enumerate(LAYOUTS):
-        found, state = steps(number, ranks, words)
-        for step, expected in zip(found, alone, strict=True):
+        logged, state = steps(number, ranks, words)
+
+        # the log
+        for step, expected in zip(logged, alone, strict=True):
             assert abs(step["loss"] - expected["loss"]) < 2e-6
             assert abs(step["grad_norm"] - expected["grad_norm"]) < 2e-6
             for name in ("expert_load_max", "expert_dropped"):
                 assert step[name] == expected[name]
             assert any(step["expert_dropped"]) == bool(options)
             assert ("objective" in step) == bool(options)
+
+        # the weights
         assert state.keys() == weights.keys()
         for name, value in weights.items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=2e-6, msg=name)
@@ -106,28 +110,33 @@ def exchange(rank, folder):
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("ep",))
     args = replace(flavor("debug"), ffn="moe", num_experts=4, ffn_dim=24, moe_gated=True)
+
+    # shapes of the tensors that the host reads
     reads = []
     tolist = torch.Tensor.tolist
     torch.Tensor.tolist = lambda tensor: reads.append(tensor.shape) or tolist(tensor)
+
     for case, counts in enumerate(COUNTS):
-        found = []
+        results = []
         for style in (ExpertExchange(), ThreeWaits()):
             torch.manual_seed(5)
             experts = GroupedExperts(args)
             for weight in experts.parameters():
                 torch.nn.init.normal_(weight, std=0.1)
             parallelize_module(experts, mesh, style)
+
             count_E = torch.tensor(counts[rank])
             torch.manual_seed(rank)
             x_SD = torch.randn(sum(counts[rank]), args.dim, requires_grad=True)
+
             reads.clear()
             with Sizes() as sizes:
                 y_SD = experts(x_SD, count_E)
             waits = [shape for shape in reads if len(shape) != 1 or shape[0] != 2]
             (y_SD * torch.randn_like(y_SD)).sum().backward()
             grads = [weight.grad.to_local() for weight in experts.parameters()]
-            found.append(([y_SD.detach() + 0, x_SD.grad, *grads], waits, sizes.given))
-        torch.save(found, folder / f"{case}-{rank}.pt")
+            results.append(([y_SD.detach() + 0, x_SD.grad, *grads], waits, sizes.given))
+        torch.save(results, folder / f"{case}-{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -29,7 +29,7 @@ from canon_pretrain.titan import parallelize as canon_choice
 from canon_pretrain.titan.command_line import parse_job
 from canon_pretrain.titan.job_config import CanonJobConfig
 from canon_pretrain.titan.parallelize import (
-    CanonChoice,
+    BackendChoice,
     check_attention,
     choose_canon,
     choose_mixer,
@@ -122,9 +122,9 @@ def gpu_job(data_folder, *words):
 
 
 def test_without_a_gpu_nothing_is_checked(data_folder, checks):
-    assert choose_canon(gpu_job(data_folder), CPU, CODE) == CanonChoice("compiled", "auto")
+    assert choose_canon(gpu_job(data_folder), CPU, CODE) == BackendChoice("compiled", "auto")
     named = gpu_job(data_folder, "--model.canon_backend", "reference")
-    assert choose_canon(named, torch.device("cuda"), CODE) == CanonChoice("reference")
+    assert choose_canon(named, torch.device("cuda"), CODE) == BackendChoice("reference")
     none = gpu_job(data_folder, "--model.canon_set", "")
     assert choose_canon(none, torch.device("cuda"), CODE) is None
 
@@ -179,17 +179,17 @@ def test_rank_0_checks_the_recurrences_kernels(alone, data_folder, monkeypatch, 
 
     assert choose_mixer(gpu_job(data_folder), CPU) is None
     for words in (("--model.mixer_backend", "chunked"), ("--debug.deterministic",)):
-        assert choose(*words) == CanonChoice("chunked")
+        assert choose(*words) == BackendChoice("chunked")
     problems += [None, "a planted fault", "a planted fault"]
     with refused("mixer.unavailable", backend="fla", problem="a planted fault"):
         choose("--model.mixer_backend", "fla")
     assert caplog.records == []
     refusal = {"refused": "a planted fault", "slowdown": 1.8}
-    assert choose() == CanonChoice("chunked", "auto; fla was refused", **refusal)
+    assert choose() == BackendChoice("chunked", "auto; fla was refused", **refusal)
     (warned,) = caplog.records
     assert warned.levelname == "WARNING"
     assert "1.8" in warned.getMessage() and "a planted fault" in warned.getMessage()
-    assert choose() == CanonChoice("fla", "equal to chunked")
+    assert choose() == BackendChoice("fla", "equal to chunked")
 
 
 def decide_as_on_a_gpu(rank):
@@ -273,20 +273,24 @@ def batches(args):
 
 def sharded_steps(model, args, loss, rank, world_size, rounds):
     """Take the steps on this rank's rows, in `rounds` micro-batches, as the trainer does."""
-    out, function = Steps(), head_loss(loss)
+    out = Steps()
+    function = head_loss(loss)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **ADAMW, fused=True)
     for batch in batches(args):
         optimizer.zero_grad()
-        own = batch.tensor_split(world_size)[rank]
+
+        # gradients and losses of the micro-batches add up
+        local_batch = batch.tensor_split(world_size)[rank]
         sums = torch.zeros(2)
-        for micro_batch in own.chunk(rounds):
+        for micro_batch in local_batch.chunk(rounds):
             nats, objective = model(
                 micro_batch[:, :-1], labels_BT=micro_batch[:, 1:], loss=function
             )
             both = torch.stack([nats.sum(), objective]) / (ROWS * NUM_TOKENS)
             both[1].backward()
             sums += both.detach()
+
         norm = clip_gradients(list(model.parameters()), MAX_NORM)
         if not out.first_gradients:
             out.first_gradients = {
@@ -297,6 +301,7 @@ def sharded_steps(model, args, loss, rank, world_size, rounds):
         optimizer.step()
         out.losses.append((sums[0].item(), sums[1].item()))
         out.norms.append(norm.item())
+
     out.weights = {
         plain_name(name): p.detach().to_local().clone() for name, p in model.named_parameters()
     }
@@ -306,24 +311,29 @@ def sharded_steps(model, args, loss, rank, world_size, rounds):
 @functools.cache
 def whole_steps(args, loss):
     """Take the same steps in one process, without FSDP2, micro-batches and our loss."""
-    model, out = Transformer(args), Steps()
+    out = Steps()
+    model = Transformer(args)
     model.init_weights()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **ADAMW)
     for batch in batches(args):
         optimizer.zero_grad()
+
+        # z: logarithm of the softmax's denominator; nats: cross-entropy
         logits = model(batch[:, :-1])
         z = logits.exp().sum(dim=-1).log()
-        each = z - logits.gather(2, batch[:, 1:, None])[..., 0]
-        objective = (each + loss.z_loss * z**2 + loss.squared_loss * each**2).mean()
+        nats = z - logits.gather(2, batch[:, 1:, None])[..., 0]
+        objective = (nats + loss.z_loss * z**2 + loss.squared_loss * nats**2).mean()
         objective.backward()
+
         norm = torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
         if not out.first_gradients:
             named = model.named_parameters()
             out.first_gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
         optimizer.step()
-        out.losses.append((each.mean().item(), objective.item()))
+        out.losses.append((nats.mean().item(), objective.item()))
         out.norms.append(norm.item())
+
     out.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return out
 
@@ -417,6 +427,7 @@ def _on_rank(rank, folder):
         model.to_empty(device="cpu")
         model.init_weights(write=write_shard)
 
+    # initial weights, and steps of a tied model, at each world size
     for n in WORLD_SIZES:
         mesh = DeviceMesh("cpu", torch.arange(n), mesh_dim_names=("fsdp",))
         if rank >= n:
@@ -435,6 +446,8 @@ def _on_rank(rank, folder):
             fill(model)
             steps = sharded_steps(model, TIED, Z_LOSS, rank, n, rounds=2 if n < 3 else 1)
             torch.save(steps, folder / f"tied-{n}-{rank}.pt")
+
+    # replicas
     for replicas, shards in LAYOUTS:
         mesh = fsdp_mesh(ParallelDims(replicas, shards, 1, 1, 1, 1, 1, world_size=4))
         model = fresh(TIED)
@@ -446,24 +459,27 @@ def _on_rank(rank, folder):
             next(p.grad for p in model.parameters()).to_local().view(-1)[0] = torch.nan
         broken = clip_gradients(list(model.parameters()), 1.0).item()
         torch.save((initial, steps, broken), folder / f"hsdp-{replicas}-{rank}.pt")
+
+    # plans and variants on two ranks
     if rank < 2:
         mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("fsdp",))
-        found = {}
+        results = {}
         for name, keys in PLANS.items():
             dims = ParallelDims(1, 2, 1, 1, 1, 1, 1, world_size=2)
             dims._meshes = {"fsdp": mesh}  # of two ranks in a world of four
             model = fresh(_planned(name))
             parallelize(model, dims, _job(keys))
             fill(model)
-            found[name] = sharded_steps(model, _planned(name), Loss(), rank, 2, rounds=1)
-        torch.save(found, folder / f"plans-{rank}.pt")
-        found = {}
+            results[name] = sharded_steps(model, _planned(name), Loss(), rank, 2, rounds=1)
+        torch.save(results, folder / f"plans-{rank}.pt")
+
+        results = {}
         for name, args in VARIANTS.items():
             model = fresh(args)
             shard(model, mesh)
             fill(model)
-            found[name] = sharded_steps(model, args, loss_of(name), rank, 2, rounds=1)
-        torch.save(found, folder / f"variants-{rank}.pt")
+            results[name] = sharded_steps(model, args, loss_of(name), rank, 2, rounds=1)
+        torch.save(results, folder / f"variants-{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -210,6 +210,8 @@ def test_samples_do_not_change_training(text, plain, tmp_path):
     launch(*words, "--run.stop_at", 3, **options)
     launch(*words, *EVERY_4, "--run.stop_at", 8, **options)
     first = written_by(run)
+
+    # switched on: a change that the log records
     assert [*first] == [4, 8]
     (changed,) = events(run, "changed")
     assert {x for x in changed["config"] if x.startswith("samples.")} == {
@@ -217,11 +219,14 @@ def test_samples_do_not_change_training(text, plain, tmp_path):
         "samples.max_tokens",
         "samples.prompts",
     }
+
+    # the last samples are lost: the next launch writes them again, the one after it does not
     log = run / "log.jsonl"
     lines = [x for x in log.read_text().splitlines() if (8, "samples") != at_and_name(x)]
     log.write_text("\n".join(lines) + "\n")
     for _ in range(2):
         launch(*words, *EVERY_4, **options)
+
     assert [event["step"] for event in events(run, "samples")] == [4, 8, 12]
     assert written_by(run)[8] == first[8]
     (last,) = (event for event in events(run, "samples") if event["step"] == 12)

@@ -53,7 +53,9 @@ def test_the_first_save_copies_as_later_ones_do(device):
             "empty": torch.zeros(0, 3, device=device),
             "numbers": {"tokens": 3, "names": ["a"], "none": None},
         }
-        staging, runs = Staging(), []
+
+        staging = Staging()
+        runs = []
         for factor in (1, 10):
             sharded.mul_(factor)
             state["numbers"]["tokens"] += factor
@@ -62,6 +64,8 @@ def test_the_first_save_copies_as_later_ones_do(device):
             if staging.copied is not None:
                 staging.copied.synchronize()
             runs.append(copies.found)
+
+            # the copy is complete, and on the host
             assert isinstance(staged["weight"], DTensor)
             assert staged["weight"].placements == sharded.placements
             assert staged["numbers"] == state["numbers"]
@@ -73,6 +77,7 @@ def test_the_first_save_copies_as_later_ones_do(device):
             filled = [weight, moment, staged["optimizer"]["step"], staged["plain"]]
             assert all(each.is_pinned() == (device == "cuda") for each in filled)
             assert all(each.device.type == "cpu" for each in filled)
+
         # one copy for each tensor, none of them blocking
         assert [name for name, *_ in runs[0]] == ["aten::copy_"] * 5
         assert runs[0] == runs[1]

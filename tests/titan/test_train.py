@@ -202,9 +202,12 @@ def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, 
         monkeypatch.setenv("WORLD_SIZE", size)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
 
+    # a part of torchrun's variables
     monkeypatch.setenv("RANK", "0")
     argv = debug_run(data_folder, tmp_path / "run")
     assert code_of(argv, capsys) == "launch.environment"
+
+    # fewer GPUs than ranks
     for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NUMA_BINDING"):
         monkeypatch.setenv(name, "0")
     set_world_size("5")
@@ -212,12 +215,16 @@ def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, 
     monkeypatch.setattr("canon_pretrain.titan.device.has_accelerator", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert code_of(argv, capsys) == "launch.gpus"
+
+    # a batch that 5 ranks do not divide; offloading
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     devices = list[int]()
     monkeypatch.setattr("torch.cuda.set_device", devices.append)
     assert code_of(argv, capsys) == "config.world_size"
     assert devices == [0]  # set before all else
     assert code_of([*argv, "--training.enable_cpu_offload"], capsys) == "config.cpu_offload"
+
+    # Slurm's count of restarts
     set_world_size("1")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "abc")
     code_of(argv, capsys)

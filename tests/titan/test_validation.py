@@ -122,13 +122,18 @@ def test_a_mixture_by_source_against_float64(data_folder, tmp_path, monkeypatch)
     for name, seed in (("train", 5), ("validation", 6)):
         write_split(other / name, seed, 4, length=90, bytes_per_token=5)
     job = debug_job(paths=[str(data_folder), str(other)], weights=[3.0, 1.0])
-    job.validation.windows, job.training.local_batch_size = 8, 3
+    job.validation.windows = 8
+    job.training.local_batch_size = 3
+
+    # the mixture's held-out text
     opened = open_data(job)
     assert opened.notices == [] and job.validation.enable is True
     with TokenShards.open(data_folder / "validation") as own:
         with TokenShards.open(other / "validation") as others:
             both = f"{own.fingerprint}+{others.fingerprint}"
     assert opened.identity == {"held_out_fingerprint": both}
+
+    # sums of two ranks
     model = Transformer(job.model_args)
     model.init_weights()
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
@@ -136,6 +141,8 @@ def test_a_mixture_by_source_against_float64(data_folder, tmp_path, monkeypatch)
     assert {v.num_passes for v in validators} == {2}  # 8 windows in passes of 2 x 3
     shares = [validator.measure(model) for validator in validators]
     sums = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(*shares, strict=True)]
+
+    # the same in float64: 8 windows by weights 3 and 1
     expected = []
     for folder, limit in ((data_folder, 6), (other, 2)):
         nats, count = 0.0, 0
@@ -149,12 +156,16 @@ def test_a_mixture_by_source_against_float64(data_folder, tmp_path, monkeypatch)
     assert [count for _, count in sums] == [count for _, count in expected]
     for (nats, _), (wanted, _) in zip(sums, expected, strict=True):
         assert nats == pytest.approx(wanted, rel=1e-6)
+
+    # the total: by tokens, and by bytes
     whole = validators[0].loss(sums)
     (nats_a, count_a), (nats_b, count_b) = expected
     assert whole.nats_per_token == pytest.approx((nats_a + nats_b) / (count_a + count_b), rel=1e-6)
     num_bytes = 3 * count_a + 5 * count_b
     assert whole.bits_per_byte == pytest.approx((nats_a + nats_b) / math.log(2) / num_bytes)
     assert validators[0].names == [data_folder.name, "other"]
+
+    # NaN of one source
     turns = iter(validators[0]._sources)
     model.norm.register_forward_hook(  # not finite for the second source alone
         lambda _, given, h_BTD: h_BTD.masked_fill((next(turns) == 1)[:, None, None], math.nan)
