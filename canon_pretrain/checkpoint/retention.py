@@ -22,17 +22,21 @@ _Signature = dict[str, tuple[int, ...]]
 
 @dataclass
 class Outcome:
-    """What retention did or would do; all lists are ascending."""
+    """What retention did or would do; all lists are ascending.
 
-    kept: list[int] = field(
-        default_factory=list
-    )  # verified full steps; if too few, none is deleted
+    `kept`: verified full steps; if too few, none is deleted. `stripped`: reduced to weights, for an
+    evaluation. `weights_only`: in a plan, those that are so already. `over_bound`: deleted though
+    an evaluation needs them. `bad`: damaged steps, quarantined, with the fault. `errors`: of steps
+    that do not count and stay.
+    """
+
+    kept: list[int] = field(default_factory=list)
     deleted: list[int] = field(default_factory=list)
-    stripped: list[int] = field(default_factory=list)  # reduced to weights, for an evaluation
-    weights_only: list[int] = field(default_factory=list)  # in a plan: those that are so already
-    over_bound: list[int] = field(default_factory=list)  # deleted though an evaluation needs them
-    bad: dict[int, str] = field(default_factory=dict)  # damaged steps, quarantined, with the fault
-    errors: list[str] = field(default_factory=list)  # of steps that do not count and stay
+    stripped: list[int] = field(default_factory=list)
+    weights_only: list[int] = field(default_factory=list)
+    over_bound: list[int] = field(default_factory=list)
+    bad: dict[int, str] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
     bytes_freed: int = 0
 
 
@@ -65,26 +69,31 @@ class Retention:
     def plan(self) -> Outcome:
         """Return what `apply` would do; hashes unverified steps, and changes nothing."""
         plan = Outcome()
-        older, weights = self._sort(plan) if self.keep else ([], [])
-        if not self.keep or len(plan.kept) < self.keep:
+        if not self.keep:
+            return plan
+        older, weights = self._sort(plan)
+        if len(plan.kept) < self.keep:
             plan.weights_only = weights
             return plan
-        chosen: list[int] = []
+
+        # Of the older steps, the newest `max_held` that evaluations need stay, as weights.
+        retained: list[int] = []
         for step in sorted(self.holds().intersection(older + weights), reverse=True):
-            if len(chosen) == self.max_held:
+            if len(retained) == self.max_held:
                 plan.over_bound.insert(0, step)
             elif step in older and (fault := self._fault(step)):
                 plan.bad[step] = fault
             else:
-                chosen.append(step)
-        plan.stripped = [step for step in older if step in chosen]
-        plan.weights_only = [step for step in weights if step in chosen]
-        plan.deleted = sorted({*older, *weights} - {*chosen} - plan.bad.keys())
+                retained.append(step)
+        plan.stripped = [step for step in older if step in retained]
+        plan.weights_only = [step for step in weights if step in retained]
+        plan.deleted = sorted({*older, *weights} - {*retained} - plan.bad.keys())
         return plan
 
     def _sort(self, plan: Outcome) -> tuple[list[int], list[int]]:
         """Fill `kept` and `bad`; return older full steps and weights-only steps, ascending."""
-        older, weights = list[int](), list[int]()
+        older: list[int] = []
+        weights: list[int] = []
         for step in reversed(self.folder.steps()):
             path = self.folder.step_path(step)
             if path.is_symlink():
@@ -96,7 +105,7 @@ class Retention:
                 if manifest.kind == "weights":
                     weights.insert(0, step)
                 elif len(plan.kept) == self.keep:
-                    older.insert(0, step)
+                    older.insert(0, step)  # not verified: hashing takes minutes
                 elif fault := self._fault(step):
                     plan.bad[step] = fault
                 else:
@@ -110,7 +119,7 @@ class Retention:
     def _fault(self, step: int) -> str | None:
         """Return how a step is damaged; None if it is verified."""
         path = self.folder.step_path(step)
-        # before reading: a file that changes meanwhile has another signature next time
+        # before reading: a file that changes while it is read has another signature next time
         signature = _signature(path)
         if self._verified.get(step) == signature:
             return None
@@ -137,8 +146,8 @@ class Retention:
             try:
                 action(step, plan, outcome)
             except Exception as error:  # torch raises RuntimeError and more on a full disk
-                what = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
-                outcome.errors.append(f"step {step}, {what}, stays: {error}")
+                fault = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
+                outcome.errors.append(f"step {step}, {fault}, stays: {error}")
                 self._verified.pop(step, None)
         outcome.weights_only.sort()
         return outcome
@@ -148,7 +157,7 @@ class Retention:
         outcome.bad[step] = plan.bad[step]
 
     def _delete(self, step: int, plan: Outcome, outcome: Outcome) -> None:
-        # hashing takes minutes: an evaluation may have requested it meanwhile
+        # an evaluation may have requested it during the plan, whose hashing takes minutes
         if step not in plan.over_bound and step in self.holds():
             return
         try:
@@ -160,10 +169,13 @@ class Retention:
                     outcome.over_bound.append(step)
 
     def _strip(self, step: int, plan: Outcome, outcome: Outcome) -> None:
-        final, temporary = self.folder.step_path(step), self.folder.saving_path(step)
+        final = self.folder.step_path(step)
+        temporary = self.folder.saving_path(step)
         try:
             folders.remove_tree(temporary)
             self.strip(final, temporary)
+
+            # the weights must be whole before they replace the full checkpoint
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
             if faults or (manifest.kind, manifest.step) != ("weights", step):
@@ -186,8 +198,17 @@ class Retention:
 
 def _signature(folder: Path) -> _Signature:
     """Return sizes, inodes and times of the files: mtime can be set back, ctime cannot."""
-    stats = ((str(path), path.lstat()) for path in folder.rglob("*") if not path.is_dir())
-    return {name: (s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats}
+    signature: _Signature = {}
+    for path in folder.rglob("*"):
+        if not path.is_dir():
+            status = path.lstat()
+            signature[str(path)] = (
+                status.st_size,
+                status.st_ino,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+            )
+    return signature
 
 
 def held_steps(run: Path) -> set[int]:
