@@ -30,14 +30,14 @@ def checkpoint_step(checkpoint: Path) -> int:
     if (step := step_number(checkpoint.name)) is None:
         raise UserError(
             "checkpoint.not_a_step",
-            f"{_what_is_at(checkpoint)}: expected RUN or RUN/{CHECKPOINTS}/step-N",
+            f"{_describe_path(checkpoint)}: expected RUN or RUN/{CHECKPOINTS}/step-N",
             path=checkpoint,
         )
     return step
 
 
-def _what_is_at(path: Path) -> str:
-    """Say what is at a path that is not a checkpoint."""
+def _describe_path(path: Path) -> str:
+    """Return what is at a path that is not a checkpoint."""
     if not path.exists():
         return f"{path} does not exist"
     if not path.is_dir():
@@ -82,13 +82,15 @@ def stream_weights(
     checkpoint: Path, like: Mapping[str, Tensor], dtype: torch.dtype, group_bytes: int = 1 << 26
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight of a checked checkpoint in the order of `like`, on the CPU, as `dtype`."""
+    # a load has a fixed cost: weights are loaded in groups of at least `group_bytes`
     group: dict[str, Tensor] = {}
-    for k, (name, tensor) in enumerate(like.items(), 1):
+    for number, (name, tensor) in enumerate(like.items(), 1):
         group[name] = torch.empty(tensor.shape, dtype=dtype)
-        if k == len(like) or sum(t.nbytes for t in group.values()) >= group_bytes:
+        num_bytes = sum(weight.nbytes for weight in group.values())
+        if num_bytes >= group_bytes or number == len(like):
             load_no_dist(group, checkpoint)
-            for key in list(group):
-                yield key, group.pop(key)
+            for loaded_name in list(group):
+                yield loaded_name, group.pop(loaded_name)
 
 
 def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
@@ -98,26 +100,35 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
         manifest = verify(checkpoint, workers=HASH_WORKERS)
     except OSError as error:
         raise UserError("checkpoint.unreadable", f"{checkpoint} cannot be read: {error}") from None
+
+    # None: a weight that only the other one has
     stored = {name: entry.size for name, entry in stored_tensors(checkpoint).items()}
-    config = run_of_checkpoint(checkpoint).config_file
-    for name in [*like, *(name for name in stored if not name.startswith(TRAINING_STATE))]:
-        sizes = stored.get(name), like[name].shape if name in like else None
-        if sizes[0] != sizes[1]:
-            found, expected = ("absent" if s is None else f"of shape {tuple(s)}" for s in sizes)
+    stored_weights = [name for name in stored if not name.startswith(TRAINING_STATE)]
+    for name in [*like, *stored_weights]:
+        shape = stored.get(name)
+        expected = like[name].shape if name in like else None
+        if shape != expected:
+            config = run_of_checkpoint(checkpoint).config_file
             raise UserError(
                 "checkpoint.other_model",
-                f"{checkpoint} is of another model than {config}: {name}: {found}, not {expected}",
+                f"{checkpoint} is of another model than {config}: "
+                f"{name}: {_describe_shape(shape)}, not {_describe_shape(expected)}",
                 path=checkpoint,
                 name=name,
             )
     return manifest
 
 
+def _describe_shape(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else f"of shape {tuple(shape)}"
+
+
 def read_plain_values(checkpoint: Path, prefixes: tuple[str, ...]) -> dict[str, Any]:
     """Return the values, except tensors, whose names start with one of `prefixes`."""
-    found = read_metadata(checkpoint).state_dict_metadata.items()
-    plain = (name for name, entry in found if not isinstance(entry, TensorStorageMetadata))
-    state: dict[str, Any] = dict.fromkeys(name for name in plain if name.startswith(prefixes))
+    state: dict[str, Any] = {}
+    for name, entry in read_metadata(checkpoint).state_dict_metadata.items():
+        if name.startswith(prefixes) and not isinstance(entry, TensorStorageMetadata):
+            state[name] = None
     if state:
         load_no_dist(state, checkpoint)
     return state
@@ -133,8 +144,12 @@ def load_no_dist(state: dict[str, Any], checkpoint: Path) -> None:
     """Load into `state` in place, without a process group. Raises DamagedCheckpoint."""
     try:
         with ignore_no_dist_warning():
-            reader, planner = SafeReader(checkpoint), SafePlanner()
-            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+            dcp.load(
+                state,
+                storage_reader=SafeReader(checkpoint),
+                planner=SafePlanner(),
+                no_dist=True,
+            )
     except CheckpointException as error:
         raise DamagedCheckpoint(
             "checkpoint.damaged",
@@ -149,9 +164,11 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     Verifies every file first: damage must not get a valid manifest. Raises DamagedCheckpoint.
     """
     manifest = verify(checkpoint, workers=HASH_WORKERS)
-    stored = stored_tensors(checkpoint).items()
-    kept = {name: entry for name, entry in stored if not name.startswith(TRAINING_STATE)}
-    weights = {n: torch.empty(x.size, dtype=x.properties.dtype) for n, x in kept.items()}
+    weights = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored_tensors(checkpoint).items()
+        if not name.startswith(TRAINING_STATE)
+    }
     load_no_dist(weights, checkpoint)
     save_no_dist(
         weights,

@@ -40,9 +40,12 @@ class _HashedFile:
     """A new file that hashes (SHA-256) what is written to it, and syncs on close."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self.digest, self.bytes = file, hashlib.sha256(), 0
-        self.flush, self.fileno = file.flush, file.fileno
-        self.failure: OSError | None = None
+        self._file = file
+        self.flush = file.flush
+        self.fileno = file.fileno
+        self.digest = hashlib.sha256()
+        self.bytes = 0
+        self.failure: OSError | None = None  # of a write, which torch may hide
 
     def write(self, data: Any) -> int:
         try:
@@ -124,11 +127,14 @@ class VerifiedWriter(dcp.FileSystemWriter):
         super().__init__(
             temporary, sync_files=False, thread_count=1, per_thread_copy_ahead=0, overwrite=False
         )
-        self.final, self.temporary, self.step = final, temporary, step
+        self.final = final
+        self.temporary = temporary
+        self.step = step
         self._may_commit = may_commit
-        self._facts = {"step": step, "kind": kind, "world_size": world_size, **origin}
+        self._description = {"step": step, "kind": kind, "world_size": world_size, **origin}
         self.manifest: Manifest | None = None  # on the coordinator, after the rename
-        self.fs = self._files = _HashingFileSystem()
+        self._hashing_files = _HashingFileSystem()
+        self.fs = self._hashing_files
 
     def storage_meta(self) -> StorageMeta:
         # a plain string, so that no path is pickled
@@ -150,21 +156,30 @@ class VerifiedWriter(dcp.FileSystemWriter):
         # it exists; on NFS this refreshes another node's view of the parent folder
         self.temporary.mkdir(exist_ok=True)
         results = super().write_data(plan, planner).value()
-        written = self._files.written.items()
-        files = [
-            _WrittenFile(MetadataIndex(n), entry.bytes, None, n, entry) for n, entry in written
-        ]
+        # tell the coordinator the hashes of this rank's files
+        for name, entry in self._hashing_files.written.items():
+            results.append(_WrittenFile(MetadataIndex(name), entry.bytes, None, name, entry))
         done: Future[list[WriteResult]] = Future()
-        done.set_result([*results, *files])
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        items = [[r for r in rank if not isinstance(r, _WrittenFile)] for rank in results]
+        # torch's part: write .metadata, from the items of all ranks
+        files: dict[str, FileEntry] = {}
+        items: list[list[WriteResult]] = []
+        for rank_results in results:
+            items.append([r for r in rank_results if not isinstance(r, _WrittenFile)])
+            files |= {r.name: r.entry for r in rank_results if isinstance(r, _WrittenFile)}
         super().finish(metadata, items)
-        files = {r.name: r.entry for rank in results for r in rank if isinstance(r, _WrittenFile)}
-        files = dict(sorted((files | self._files.written).items()))
-        version = str(torch.__version__)
-        manifest = Manifest(torch=version, saved=utc_now(), files=files, **self._facts)
+
+        # The manifest of all files, which must be here if all ranks write to one file system.
+        files |= self._hashing_files.written  # .metadata
+        manifest = Manifest(
+            torch=str(torch.__version__),
+            saved=utc_now(),
+            files=dict(sorted(files.items())),
+            **self._description,
+        )
         if faults := manifests.find_faults(self.temporary, manifest, hashes=False):
             raise DamagedCheckpoint(
                 "checkpoint.not_shared",
@@ -172,6 +187,8 @@ class VerifiedWriter(dcp.FileSystemWriter):
                 faults=faults,
             )
         manifest.write(self.temporary)  # syncs the names in the folder too
+
+        # Publish.
         if self.final != self.temporary:
             self._refuse_existing()
             if self._may_commit is not None and not self._may_commit():
@@ -196,11 +213,11 @@ def ignore_no_dist_warning() -> Iterator[None]:
 
 
 def save_no_dist(
-    state: dict[str, Any], checkpoint: Path, *, step: int, in_place: bool = False, **facts: Any
+    state: dict[str, Any], checkpoint: Path, *, step: int, in_place: bool = False, **origin: Any
 ) -> None:
-    """Save `state` as a checkpoint without a process group; `facts`: `kind` and `origin`."""
+    """Save `state` as a checkpoint without a process group; `origin`: also `kind`."""
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
-    writer = VerifiedWriter(checkpoint, temporary, step=step, world_size=1, **facts)
+    writer = VerifiedWriter(checkpoint, temporary, step=step, world_size=1, **origin)
     try:
         with ignore_no_dist_warning():
             dcp.save(state, storage_writer=writer, no_dist=True)
