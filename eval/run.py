@@ -113,8 +113,7 @@ class Evaluation:
         self.dtype = dtype_for(arguments.dtype, self.device)
 
         # finding a run's newest checkpoint reads all of it: only on rank 0
-        location = ranks.rank_zero_first(lambda: locate(checkpoint) if ranks.rank == 0 else None)
-        folder, run = ranks.broadcast(location)
+        folder, run = ranks.on_rank_zero(lambda: locate(checkpoint))
         self.target = EvalTarget.open(folder, arguments.data, run, arguments.held_out)
         self._problems: list[str] = []
 
@@ -286,9 +285,7 @@ class Evaluation:
     ) -> dict[str, TaskResult]:
         """Return the results of the suite's tasks; those of an earlier call are read."""
         # rank 0's file counts, and answers may take a gigabyte: the others do not read it
-        finished: dict[str, TaskResult] = self.ranks.broadcast(
-            unfinished.read() if self.ranks.rank == 0 else None
-        )
+        finished = self.ranks.on_rank_zero(unfinished.read)
         if finished:
             self.log(f"{plan.name}: resumed after {len(finished)} tasks of an earlier call")
 
@@ -315,9 +312,7 @@ class Evaluation:
         ask: Callable[[], TaskAnswers],
     ) -> TaskAnswers:
         """Return the answers to a task that an earlier call stored, or ask and store them."""
-        stored_answers: TaskAnswers | None = self.ranks.broadcast(
-            unfinished.read_answers(name) if self.ranks.rank == 0 else None
-        )
+        stored_answers = self.ranks.on_rank_zero(lambda: unfinished.read_answers(name))
         if stored_answers is not None:
             self.log(f"{name}: answered by an earlier call")
             total.skip(plan.tasks[name].cost)

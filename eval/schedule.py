@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from canon_pretrain.checkpoint import retention
 from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, verify
 from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, Lease, Leases, Slurm
 from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import UserError
@@ -174,7 +174,7 @@ class Schedule:
         checkpoint = config.get("checkpoint", {})
         interval = int(checkpoint.get("interval", 1))
         num_kept = checkpoint.get("keep_latest_k", 0)
-        self.max_waiting = num_kept + checkpoint.get("max_held", 4) if num_kept else 0
+        self.max_waiting = num_kept and num_kept + checkpoint.get("max_held", 4)
 
         every = request.every or interval
         if every < 1 or every % interval:
@@ -262,10 +262,11 @@ class Schedule:
                 return CheckpointState("to come")
             return CheckpointState("missing", "its checkpoint was removed")
         try:
-            faults = find_faults(path, Manifest.read(path), hashes=False)
+            verify(path, hashes=False)  # the job verifies the hashes
         except DamagedCheckpoint as error:
-            faults = [str(error)]
-        return CheckpointState("damaged", faults[0]) if faults else CheckpointState("waiting")
+            faults: Any = error.fields["faults"]
+            return CheckpointState("damaged", faults[0])
+        return CheckpointState("waiting")
 
     def _entry(self, step: int, suite: str, checkpoint: CheckpointState, queue: Slurm) -> Entry:
         leases = leases_of(self.run.path, step, suite)
@@ -358,9 +359,7 @@ def check_work(argv: Sequence[str]) -> None:
     # without the hashes, which the job verifies
     checkpoint = Path(os.path.abspath(path))
     if checkpoint.name.startswith("step-"):
-        faults = find_faults(checkpoint, Manifest.read(checkpoint), hashes=False)
-        if faults:
-            raise DamagedCheckpoint("checkpoint.damaged", f"{checkpoint}: {faults[0]}")
+        verify(checkpoint, hashes=False)
     elif not checkpoint.is_dir():
         raise UserError(
             "checkpoint.none",

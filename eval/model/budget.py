@@ -38,25 +38,26 @@ SHARE_OF_MEMORY = 0.125  # of a CPU's memory, for keys, values, states and logit
 
 def batch_tokens_for(lm: CanonLM, folder: Path, log: Callable[[str], None]) -> int:
     """Return the tokens per batch for `lm`, as rank 0 finds them or reads them from `folder`."""
-    tokens = 0
-    if lm.ranks.rank == 0:
-        weight = lm.model.tok_embeddings.weight
-        if weight.device.type == "cpu":
-            tokens = _cpu_batch_tokens(lm.model.args, weight.element_size())
-        else:
-            properties = torch.cuda.get_device_properties(weight.device)
-            # all that the largest batch depends on
-            key = [
-                f"{properties.name}, {properties.total_memory} bytes",
-                asdict(lm.model.args) | {"max_seq_len": 0, "init_seed": 0},
-                str(weight.dtype),
-                lm.max_length,
-                torch.__version__,
-            ]
-            tokens = load_or_find(
-                folder / FILE, json.dumps(key), lambda: find_largest(make_trial(lm)), log
-            )
-    return int(lm.ranks.broadcast(tokens))
+    weight = lm.model.tok_embeddings.weight
+    if weight.device.type == "cpu":
+        return lm.ranks.on_rank_zero(
+            lambda: _cpu_batch_tokens(lm.model.args, weight.element_size())
+        )
+
+    properties = torch.cuda.get_device_properties(weight.device)
+    # all that the largest batch depends on
+    key = [
+        f"{properties.name}, {properties.total_memory} bytes",
+        asdict(lm.model.args) | {"max_seq_len": 0, "init_seed": 0},
+        str(weight.dtype),
+        lm.max_length,
+        torch.__version__,
+    ]
+    return lm.ranks.on_rank_zero(
+        lambda: load_or_find(
+            folder / FILE, json.dumps(key), lambda: find_largest(make_trial(lm)), log
+        )
+    )
 
 
 def _cpu_batch_tokens(args: ModelArgs, itemsize: int) -> int:
@@ -125,7 +126,7 @@ def make_trial(lm: CanonLM) -> Callable[[int], float | None]:
         pairs = [Pair(row, length) for row in rows_BT.tolist()]
         planner = Planner(tokens, tokens)
         start = now()
-        for batch in planner.plan(pairs):
+        for batch in planner.plan(pairs, range(len(pairs))):
             score_batch(model, planner, pairs, batch)
         scoring_s = now() - start
 

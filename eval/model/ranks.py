@@ -156,6 +156,10 @@ class Ranks:
             self._raise_failures(fault)
         return result
 
+    def on_rank_zero(self, work: Callable[[], Result]) -> Result:
+        """Return rank 0's `work()` on every rank; the others do not call it."""
+        return self.broadcast(self.rank_zero_first(lambda: work() if self.rank == 0 else None))
+
     def barrier(self) -> None:
         """Wait for all ranks; raises RankFailed if one died."""
         self._exchange(None)

@@ -93,9 +93,9 @@ class Planner:
     read_tokens: int
     pass_tokens: int = 32
 
-    def plan(self, pairs: Sequence[Pair], chosen: Sequence[int] | None = None) -> list[Batch]:
-        """Return the cheapest batches that answer the `chosen` pairs (None: all), longest first."""
-        rows = _distinct_rows(pairs, range(len(pairs)) if chosen is None else chosen)
+    def plan(self, pairs: Sequence[Pair], chosen: Sequence[int]) -> list[Batch]:
+        """Return the cheapest batches that answer the `chosen` pairs, longest first."""
+        rows = _distinct_rows(pairs, chosen)
         best = self._single_row_batches(rows)
 
         groups, single_rows = _split(rows)
