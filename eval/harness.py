@@ -70,11 +70,14 @@ def open_tasks(
     with quiet_harness():
         try:
             manager, spec = _load_manager(name, path, metadata)
-            is_harness_file = path.is_relative_to(harness_tasks())
+            tasks = manager.load([spec] if only is None else only)["tasks"]
             plans: dict[str, TaskPlan] = {}
-            for key, task in manager.load([spec] if only is None else only)["tasks"].items():
-                entry = manager.task_index.get(key) if is_harness_file else None
-                plans[key] = _make_plan(key, task, entry.yaml_path if entry else path, limit)
+            for key, task in tasks.items():
+                task_path = path
+                # a group of lm_eval may have its tasks in other files
+                if path.is_relative_to(harness_tasks()) and key in manager.task_index:
+                    task_path = manager.task_index[key].yaml_path or path
+                plans[key] = _make_plan(key, task, task_path, limit)
             if not plans:
                 raise UserError("eval.task_file", f"{path}: holds no task", path=path)
             return plans

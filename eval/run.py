@@ -345,10 +345,10 @@ class Evaluation:
 
 
 def merge_tasks(
-    asked: Mapping[str, Any], task_results: Mapping[str, TaskResult]
+    settings: Mapping[str, Any], task_results: Mapping[str, TaskResult]
 ) -> tuple[Results, dict[str, list[dict[str, Any]]]]:
     """Return results and samples by reported task, of which lm_eval's tasks may be parts."""
-    results = Results(dict(asked), {}, {}, {})
+    results = Results(dict(settings), {}, {}, {})
     records: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
     for name, part in task_results.items():
         reported = results.tasks.get(name, {}).get("part_of", name)

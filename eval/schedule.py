@@ -67,8 +67,10 @@ def _parse_options(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(argv))
 
 
-def matches_options(asked: dict[str, Any], suite: str, argv: Sequence[str], seq_len: int) -> bool:
-    """Return whether results with the settings `asked` are those of `eval run` with `argv`."""
+def matches_options(
+    recorded: dict[str, Any], suite: str, argv: Sequence[str], seq_len: int
+) -> bool:
+    """Return whether results with `recorded` settings are those of `eval run` with `argv`."""
     options = _parse_options(argv)
     settings = suite_settings(suite_name(suite), options, seq_len)
     expected = {"options": None, "junk": None, **settings}
@@ -76,7 +78,7 @@ def matches_options(asked: dict[str, Any], suite: str, argv: Sequence[str], seq_
         expected["held_out_fingerprint"] = open_validation(options.held_out).fingerprint
     if options.dtype != "auto":
         expected["dtype"] = options.dtype
-    return all(asked.get(name) == value for name, value in expected.items())
+    return all(recorded.get(name) == value for name, value in expected.items())
 
 
 def to_argv(options: dict[str, Any]) -> list[str]:
@@ -243,12 +245,7 @@ class Schedule:
         needed: set[int] = set()
         if not self.is_finished(entries):
             needed = {entry.step for entry in entries if entry.state not in ("done", "failed")}
-        holds = self.run.path / EVALS / "holds"
-        held = {
-            step
-            for step in retention.held_steps(self.run.path)
-            if (holds / f"step-{step}.{HOLD_NAME}").exists()
-        }
+        held = retention.held_steps(self.run.path, HOLD_NAME)
         for step in sorted(needed - held):
             retention.hold_step(self.run.path, step, HOLD_NAME)
         for step in sorted(held - needed):

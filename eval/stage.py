@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Stage the chosen data sets, or verify them."""
     folder = staged.staged_folder(arguments.to)
     chosen = select_data_sets(arguments.suite, arguments.only)
+
     if arguments.check:
         _process_each(
             folder,
@@ -77,6 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
         )
         return
 
+    # One process at a time stages into a folder: the others wait.
     downloads = folder / DOWNLOADS
     waiting = f"waiting: another process is staging into {folder}"
     try:

@@ -76,11 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="steps that are multiples of N, and the last (default: every saved step)",
     )
+
+    # Watch by default, or do one thing and exit.
     add("--local", action="store_true", help="run the evaluations here, one after the other")
     add("--once", action="store_true", help="submit what is due, and exit")
     add("--status", action="store_true", help="print a table of the evaluations' states")
     add("--json", action="store_true", help="print the states as JSON")
     add("--is-finished", action="store_true", help="exit with code 0 if nothing is left, else 1")
+
     add(
         "--max-in-flight",
         type=int,
@@ -232,13 +235,6 @@ class JobSpec:
         return self.arguments
 
 
-class ClaimedJob(NamedTuple):
-    """A job that this watcher has claimed, and the claim."""
-
-    job: JobSpec
-    lease: Lease
-
-
 @dataclass
 class Watcher:
     """Submits the evaluations of several runs; never finished while some runs are `absent`."""
@@ -338,10 +334,10 @@ class Watcher:
             schedule.is_finished(entries) for schedule, entries in overview
         )
 
-    def _start_due(self, overview: Overview) -> ClaimedJob | None:
+    def _start_due(self, overview: Overview) -> tuple[JobSpec, Lease] | None:
         """Submit jobs up to the limit, oldest steps first, and the report after the last one.
 
-        With `local`, submit nothing: claim the first and return it.
+        With `local`, submit nothing: claim the first, and return it with its claim.
         """
         states = [entry.state for entry in all_entries(overview)]
         num_in_flight = sum(state in ACTIVE_STATES for state in states)
@@ -370,7 +366,7 @@ class Watcher:
             )
             job.leases.claim(lease)
             if self.local:
-                return ClaimedJob(job, lease)
+                return job, lease
             self._submit(job, lease)
         return None
 
@@ -433,6 +429,7 @@ class Watcher:
                 except subprocess.TimeoutExpired:
                     job.leases.beat(lease)
         except BaseException:
+            # the job may store what it has done; its claim no longer counts as an attempt
             process.terminate()
             try:
                 process.wait()
@@ -466,7 +463,7 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
             return run(arguments)  # a run has started: add its schedule
         try:
             overview = watcher.poll()
-        except UserError as error:
+        except UserError as error:  # as if Slurm does not answer
             if arguments.once:
                 raise
             watcher.log(f"{error}; retrying in {arguments.interval_s:.0f} s")
@@ -485,6 +482,7 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
                 return
             if arguments.once:
                 return
+
         # avoid polling in step with other watchers
         time.sleep(arguments.interval_s * random.uniform(0.8, 1.2))
 
@@ -501,6 +499,7 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
     is_finished = watcher.is_finished(overview)
     if arguments.is_finished:
         raise SystemExit(0 if is_finished else 1)
+
     console = watcher.console
     report = watcher.report_state()
     if arguments.json:
@@ -521,6 +520,7 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
             if entry.why and entry.state in ("failed", "missing", "damaged", "waiting"):
                 line = f"step {entry.step} {suite_name(entry.suite)}: {entry.state}: {entry.why}"
                 console.print(Text(line), soft_wrap=True)
+
     progress = "finished" if is_finished else "in progress"
     line = f"{progress}: {summary(overview)}; report: {' '.join(filter(None, report))}"
     console.print(Text(line), soft_wrap=True)

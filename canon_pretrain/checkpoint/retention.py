@@ -98,6 +98,8 @@ class Retention:
             path = self.folder.step_path(step)
             if path.is_symlink():
                 continue
+
+            # Newest first: of the full steps that are not damaged, the first `keep` are kept.
             try:
                 manifest = Manifest.read(path)
                 if manifest.run_id not in (None, self.run_id()):
@@ -211,10 +213,15 @@ def _signature(folder: Path) -> _Signature:
     return signature
 
 
-def held_steps(run: Path) -> set[int]:
-    """Return the steps that an evaluation of `run` still needs."""
-    holds = (path.name.partition(".") for path in entries(run / EVALS / HOLDS))
-    return {step for name, dot, _ in holds if dot and (step := step_number(name)) is not None}
+def held_steps(run: Path, name: str | None = None) -> set[int]:
+    """Return the steps that an evaluation of `run` still needs; with `name`, its own holds."""
+    steps: set[int] = set()
+    for path in entries(run / EVALS / HOLDS):
+        step_name, dot, hold_name = path.name.partition(".")
+        step = step_number(step_name)
+        if step is not None and dot and name in (None, hold_name):
+            steps.add(step)
+    return steps
 
 
 def hold_step(run: Path, step: int, name: str) -> None:

@@ -142,6 +142,7 @@ class EvalTarget:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """The fields that identify this model and its data (PROVENANCE_KEYS in run/results.py)."""
+        # the data, as far as it is known
         train_fingerprint = None
         tokenizer_sha256 = None
         if self.train is not None:
@@ -150,10 +151,11 @@ class EvalTarget:
         elif self.task is not None:
             train_fingerprint = self.trained_on["data_fingerprint"]
 
+        # the model: an export has a record only if it is ours
         if self.folder is not None:
-            facts = read_run(self.folder)
+            run_record = read_run(self.folder)
             manifest = Manifest.read(self.checkpoint)
-            run_id = facts.run_id if facts else manifest.run_id
+            run_id = run_record.run_id if run_record else manifest.run_id
             content = manifest.content
             if self.task is not None:
                 tokenizer_sha256 = self.tokenizer.sha256
@@ -305,6 +307,7 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
     if data is not None:
         train = TokenShards.open(data / "train")
         held_out_shards = open_held_out(data) if held_out is None else open_validation(held_out)
+
     target = EvalTarget(
         checkpoint=export.resolve(),
         folder=None,
@@ -315,6 +318,8 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
         held_out=held_out_shards,
         trained_on=record.get("identity") or {},
     )
+
+    # else the model would read ids of another vocabulary
     if train is not None:
         _check_hash(
             "tokenizer",

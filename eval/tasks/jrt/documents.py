@@ -43,13 +43,6 @@ class Options(NamedTuple):
     answers: tuple[str, ...]
 
 
-class FinishedRow(NamedTuple):
-    """A row with its finished context, and its passage."""
-
-    row: Row
-    passage: str
-
-
 class MadeItem(NamedTuple):
     """The fields of an item, and whether its text was not cut."""
 
@@ -82,9 +75,9 @@ class Style:
     finish: Callable[[str], str] = str
     documents: tuple[str, ...] = ()
 
-    def finish_row(self, row: Row) -> FinishedRow:
-        row = {**row, self.context: self.finish(row[self.context])}
-        return FinishedRow(row, self.passage(row))
+    def finish_row(self, row: Row) -> Row:
+        """Return a row with its finished context."""
+        return {**row, self.context: self.finish(row[self.context])}
 
 
 def without_trailing(text: str, copy: str) -> str:
@@ -322,11 +315,11 @@ def _item(
     # rows share a source by their document or, without one, by their whole passage
     source = next((str(row[name]) for name in style.documents if row.get(name)), None)
     if source is None:
-        source = style.finish_row(row).passage
+        source = style.passage(style.finish_row(row))
     finished = style.finish_row({**row, options.context: part.text})
     labels = _texts(row[style.labels])
     fields = {
-        "prompt": style.prompt(finished.row, finished.passage, twice),
+        "prompt": style.prompt(finished, style.passage(finished), twice),
         "labels": labels,
         "target": labels[0] if labels else "",
         "centre": part.centre,
@@ -356,6 +349,7 @@ def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:
             f"{tokens_key} {num_tokens!r}: expected a number of tokens, at least 2",
             option=tokens_key,
         )
+
     answers = metadata.get(f"{dataset}_answers", style.answers)
     names = answers.split(",") if isinstance(answers, str) else answers
     return Options(
