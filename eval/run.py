@@ -21,7 +21,6 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, Progress
 from canon_pretrain.hf.loading import dtype_for, locate
 from canon_pretrain.machine.device import check_cuda
-from canon_pretrain.run import results as stored
 from canon_pretrain.run.results import (
     BITS,
     NATS,
@@ -32,7 +31,13 @@ from canon_pretrain.run.results import (
     Score,
     TaskAnswers,
     TaskResult,
+    format_bound,
+    question_of,
+    read_results,
+    read_samples,
+    results_folder,
     source_of_record,
+    write_results,
 )
 from eval.harness import TaskPlan, open_tasks
 from eval.model.budget import batch_tokens_for
@@ -184,7 +189,7 @@ class Evaluation:
         if arguments.out is not None:
             folder = arguments.out / name if num_suites > 1 else arguments.out
         elif target.folder is not None and target.evals is not None:
-            folder = stored.results_folder(target.folder, settings)
+            folder = results_folder(target.folder, settings)
         else:
             raise UserError(
                 "eval.no_out",
@@ -240,11 +245,11 @@ class Evaluation:
     def _read_stored(self, plan: SuitePlan) -> Results | None:
         """Return the results in the plan's folder if they answer the same question."""
         try:
-            results = stored.read_results(plan.folder / RESULTS)
-            before = stored.question_of(results.asked)
-            now = stored.question_of(plan.settings)
+            results = read_results(plan.folder / RESULTS)
+            before = question_of(results.asked)
+            now = question_of(plan.settings)
             if before == now:
-                stored.read_samples(plan.folder)
+                read_samples(plan.folder)
                 return results
         except UserError:
             return None  # missing, damaged or of an older version: evaluated again
@@ -275,7 +280,7 @@ class Evaluation:
             results, samples = merge_tasks(plan.settings, task_results)
             if self.ranks.rank == 0:
                 with report_disk_errors(plan.folder):
-                    stored.write_results(plan.folder, results, samples)
+                    write_results(plan.folder, results, samples)
                     unfinished.remove()
             self.ranks.barrier()
         self._report(plan, results, "written to")
@@ -348,7 +353,7 @@ def merge_tasks(
     settings: Mapping[str, Any], task_results: Mapping[str, TaskResult]
 ) -> tuple[Results, dict[str, list[dict[str, Any]]]]:
     """Return results and samples by reported task, of which lm_eval's tasks may be parts."""
-    results = Results(dict(settings), {}, {}, {})
+    results = Results(asked=dict(settings), scores={}, num_samples={})
     records: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
     for name, part in task_results.items():
         reported = results.tasks.get(name, {}).get("part_of", name)
@@ -452,5 +457,5 @@ def _score_table(target: str, results: Results) -> Table:
 def _format_noise(score: Score) -> str:
     """Return the standard error or, of a value of 0 or 1, the bound of its interval."""
     if score.bound is not None:
-        return stored.format_bound(score.number, score.bound)
+        return format_bound(score.number, score.bound)
     return "" if score.stderr is None else f"{score.stderr:.4f}"

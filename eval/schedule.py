@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from canon_pretrain.checkpoint import retention
 from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, verify
+from canon_pretrain.checkpoint.retention import held_steps, hold_step, release_step
 from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, Lease, Leases, Slurm
 from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import UserError
@@ -232,6 +232,7 @@ class Schedule:
                 results = read_results(path)
             except UserError:
                 continue
+            # not a trial (--limit), not with other options, not of a checkpoint replaced since
             if (
                 (results.suite, results.step, results.limit) == (name, step, None)
                 and matches_options(results.asked, suite, self.request.how, self._seq_len)
@@ -245,13 +246,14 @@ class Schedule:
         needed: set[int] = set()
         if not self.is_finished(entries):
             needed = {entry.step for entry in entries if entry.state not in ("done", "failed")}
-        held = retention.held_steps(self.run.path, HOLD_NAME)
+        held = held_steps(self.run.path, HOLD_NAME)
         for step in sorted(needed - held):
-            retention.hold_step(self.run.path, step, HOLD_NAME)
+            hold_step(self.run.path, step, HOLD_NAME)
         for step in sorted(held - needed):
-            retention.release_step(self.run.path, step, HOLD_NAME)
+            release_step(self.run.path, step, HOLD_NAME)
 
     def _checkpoint_state(self, step: int, newest: int) -> CheckpointState:
+        """Return the state of the step's checkpoint; `newest`: the newest step that is saved."""
         path = self.checkpoints.step_path(step)
         if not path.is_dir():
             is_replaced = path.with_name(f".replaced-{path.name}") in self.checkpoints.leftovers()
@@ -266,6 +268,7 @@ class Schedule:
         return CheckpointState("waiting")
 
     def _entry(self, step: int, suite: str, checkpoint: CheckpointState, queue: Slurm) -> Entry:
+        """Return the state of an evaluation: done, else that of its job, else its checkpoint's."""
         leases = leases_of(self.run.path, step, suite)
         lease = leases.current()
         if self.has_results(step, suite):

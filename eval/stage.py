@@ -18,8 +18,18 @@ from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.terminal import size
 from canon_pretrain.data import hub
-from eval import staged
-from eval.staged import CATALOGUE, SUITES, DataSet, Manifest
+from eval.staged import (
+    CATALOGUE,
+    DEFAULT_FOLDER,
+    FOLDER_VARIABLE,
+    SUITES,
+    DataSet,
+    Manifest,
+    data_set,
+    staged_folder,
+    verify,
+    write_staged,
+)
 
 if TYPE_CHECKING:
     import datasets
@@ -46,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="to",
         type=Path,
         metavar="DIR",
-        help=f"the folder (default: ${staged.FOLDER_VARIABLE}, else {staged.DEFAULT_FOLDER})",
+        help=f"the folder (default: ${FOLDER_VARIABLE}, else {DEFAULT_FOLDER})",
     )
     add("--only", nargs="+", metavar="KEY", help="only these data sets of the suite")
     add(
@@ -66,14 +76,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Stage the chosen data sets, or verify them."""
-    folder = staged.staged_folder(arguments.to)
+    folder = staged_folder(arguments.to)
     chosen = select_data_sets(arguments.suite, arguments.only)
 
     if arguments.check:
         _process_each(
             folder,
             chosen,
-            lambda data: _summary(staged.verify(data.key, folder).manifest, data),
+            lambda data: _summary(verify(data.key, folder).manifest, data),
             "whole",
         )
         return
@@ -114,7 +124,7 @@ def select_data_sets(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     check_choice("--suite", suite, (*SUITES, ALL))
     of_suite = [data for data in CATALOGUE.values() if suite in (ALL, data.suite)]
     for key in only or ():
-        if staged.data_set(key) not in of_suite:
+        if data_set(key) not in of_suite:
             raise UserError("stage.only", f"--only {key}: not of --suite {suite}", key=key)
     return [data for data in of_suite if only is None or data.key in only]
 
@@ -148,7 +158,7 @@ def parse_pins(pins: Sequence[str]) -> dict[str, str]:
                 f"--pin {pin}: expected KEY=COMMIT with the commit's 40 hex digits",
                 given=pin,
             )
-        repository = staged.data_set(key).path
+        repository = data_set(key).path
         if commits.setdefault(repository, commit) != commit:
             raise UserError("stage.pin", f"--pin {pin}: two commits for {repository}", given=pin)
     return commits
@@ -182,7 +192,7 @@ def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
     """Download a data set unless it is staged at its pinned commit; return a summary."""
     pinned = read_pins(folder).get(data.path) or data.revision
     with suppress(UserError):  # not staged or damaged
-        manifest = staged.verify(data.key, folder).manifest
+        manifest = verify(data.key, folder).manifest
         if pinned in (None, manifest.revision):
             # the folder was copied without its pins.json: keep its commit
             if pinned is None:
@@ -210,7 +220,7 @@ def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
             f"{source}: {len(rows):,} documents, expected {data.documents:,}; {remedy}, or pass "
             "--allow-count",
         )
-    return _summary(staged.write_staged(folder, data.key, rows, revision=commit), data)
+    return _summary(write_staged(folder, data.key, rows, revision=commit), data)
 
 
 def download(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":

@@ -23,15 +23,35 @@ from typing import NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from canon_pretrain.cluster import leases as cluster
-from canon_pretrain.cluster.leases import LOCAL, SCRIPTS, Lease, Leases, Slurm
+from canon_pretrain.cluster.leases import (
+    BEAT_S,
+    LOCAL,
+    SCRIPTS,
+    Lease,
+    Leases,
+    NoQueue,
+    Slurm,
+    SlurmTimeout,
+    new_lease,
+)
 from canon_pretrain.core.children import kill_tree, start_child
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.run.folder import RunFolder, named_runs
-from eval import schedule as schedules
 from eval.run_command import add_evaluation_options, check_minimum
-from eval.schedule import ACTIVE_STATES, FINAL_STATES, Entry, Schedule, leases_of, num_attempts
+from eval.schedule import (
+    ACTIVE_STATES,
+    DEFAULT_RETRIES,
+    FINAL_STATES,
+    Entry,
+    Schedule,
+    leases_of,
+    lock_schedule,
+    num_attempts,
+    read_request,
+    to_argv,
+    update_request,
+)
 from eval.suite_names import ALL, TASKS, is_task_file, split_suites, suite_name
 
 MAX_IN_FLIGHT = 8
@@ -94,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--retries",
         type=int,
         metavar="R",
-        help=f"how often a failed job is submitted again (default: {schedules.DEFAULT_RETRIES})",
+        help=f"how often a failed job is submitted again (default: {DEFAULT_RETRIES})",
     )
     add("--interval-s", type=float, default=60.0, help="seconds between two polls (default: 60)")
     add(
@@ -144,14 +164,14 @@ def run(arguments: argparse.Namespace) -> None:
         split_suites(arguments.suites)  # unknown suites are reported before missing runs
 
     # The options of this call, checked; all others are those of the stored requests.
-    requests = [schedules.read_request(run, change=arguments.change) for run in runs]
+    requests = [read_request(run, change=arguments.change) for run in runs]
     stored_suites = [suite for request in requests if request for suite in request.suites]
     options = {
         "every": arguments.every,
         "retries": arguments.retries,
         "sbatch": arguments.sbatch,
         "suites": arguments.suites and split_suites(arguments.suites, stored_suites),
-        "how": schedules.to_argv(vars(arguments)) or None,
+        "how": to_argv(vars(arguments)) or None,
     }
     options = {name: value for name, value in options.items() if value is not None}
     if not read_only:
@@ -159,7 +179,7 @@ def run(arguments: argparse.Namespace) -> None:
     watched = [
         Schedule(
             run,
-            schedules.update_request(run, options, change=arguments.change, keep=not read_only),
+            update_request(run, options, change=arguments.change, keep=not read_only),
         )
         for run in runs
     ]
@@ -213,7 +233,7 @@ def _queue(*, needed: bool) -> Slurm:
     except UserError:
         if needed:
             raise
-        return cluster.NoQueue()
+        return NoQueue()
     return slurm
 
 
@@ -276,7 +296,7 @@ class Watcher:
         with contextlib.ExitStack() as locks:
             # in order: two watchers of several runs do not wait for each other
             for run in sorted({schedule.run.path.resolve() for schedule in self.schedules}):
-                locks.enter_context(schedules.lock_schedule(run))
+                locks.enter_context(lock_schedule(run))
             yield
 
     def _hold_checkpoints(self, overview: Overview) -> None:
@@ -358,7 +378,7 @@ class Watcher:
         # The claim comes first: if this watcher dies, the next one finds the job by its name.
         for job in due:
             last = job.leases.current()
-            lease = cluster.new_lease(
+            lease = new_lease(
                 1 if last is None else last.number + 1,
                 job.name,
                 cluster=self.queue.name,
@@ -408,7 +428,7 @@ class Watcher:
         flags = [f"--job-name={lease.name}", f"--output={log}", *job.flags]
         try:
             job_id = self.queue.submit(job.script, job.argv(lease), flags)
-        except cluster.SlurmTimeout:
+        except SlurmTimeout:
             raise  # it may have the job: keep the claim, and find the job by its name
         except UserError as error:
             job.leases.record(lease, ended=f"given back: {error}")
@@ -425,7 +445,7 @@ class Watcher:
         try:
             while process.poll() is None:
                 try:
-                    process.wait(cluster.BEAT_S)
+                    process.wait(BEAT_S)
                 except subprocess.TimeoutExpired:
                     job.leases.beat(lease)
         except BaseException:

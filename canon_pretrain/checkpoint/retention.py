@@ -11,8 +11,13 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from canon_pretrain.checkpoint import folder as folders
-from canon_pretrain.checkpoint.folder import HOLDS, CheckpointFolder, entries, step_number
+from canon_pretrain.checkpoint.folder import (
+    HOLDS,
+    CheckpointFolder,
+    entries,
+    remove_tree,
+    step_number,
+)
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults, verify
 from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.run.folder import EVALS
@@ -174,7 +179,7 @@ class Retention:
         final = self.folder.step_path(step)
         temporary = self.folder.saving_path(step)
         try:
-            folders.remove_tree(temporary)
+            remove_tree(temporary)
             self.strip(final, temporary)
 
             # the weights must be whole before they replace the full checkpoint
@@ -190,7 +195,7 @@ class Retention:
             outcome.bytes_freed += self.folder.replace_step(step)
         finally:
             with contextlib.suppress(OSError):
-                folders.remove_tree(temporary)
+                remove_tree(temporary)
             # read the folder: the replacement may succeed and its last deletion fail
             with contextlib.suppress(DamagedCheckpoint, OSError):
                 if Manifest.read(final).kind == "weights":

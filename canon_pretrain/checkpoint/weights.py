@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from canon_pretrain.checkpoint import safe_load
 from canon_pretrain.checkpoint.architecture import run_of_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, Manifest, verify
-from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, read_metadata
+from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, describe, read_metadata
 from canon_pretrain.checkpoint.writer import ignore_no_dist_warning, save_no_dist
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS, runs_below
@@ -153,7 +152,7 @@ def load_no_dist(state: dict[str, Any], checkpoint: Path) -> None:
     except CheckpointException as error:
         raise DamagedCheckpoint(
             "checkpoint.damaged",
-            f"{checkpoint} is damaged: {safe_load.describe(error)}",
+            f"{checkpoint} is damaged: {describe(error)}",
             path=checkpoint,
         ) from error
 

@@ -29,9 +29,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from canon_pretrain.checkpoint import manifest as manifests
 from canon_pretrain.checkpoint.folder import remove_tree
-from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, FileEntry, Kind, Manifest
+from canon_pretrain.checkpoint.manifest import (
+    DamagedCheckpoint,
+    FileEntry,
+    Kind,
+    Manifest,
+    find_faults,
+)
 from canon_pretrain.core.files import fsync_folder, rename
 from canon_pretrain.core.holder import utc_now
 
@@ -158,7 +163,15 @@ class VerifiedWriter(dcp.FileSystemWriter):
         results = super().write_data(plan, planner).value()
         # tell the coordinator the hashes of this rank's files
         for name, entry in self._hashing_files.written.items():
-            results.append(_WrittenFile(MetadataIndex(name), entry.bytes, None, name, entry))
+            results.append(
+                _WrittenFile(
+                    index=MetadataIndex(name),
+                    size_in_bytes=entry.bytes,
+                    storage_data=None,
+                    name=name,
+                    entry=entry,
+                )
+            )
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -180,7 +193,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
             files=dict(sorted(files.items())),
             **self._description,
         )
-        if faults := manifests.find_faults(self.temporary, manifest, hashes=False):
+        if faults := find_faults(self.temporary, manifest, hashes=False):
             raise DamagedCheckpoint(
                 "checkpoint.not_shared",
                 f"{self.temporary} must be shared by all nodes: {'; '.join(faults)}",

@@ -64,7 +64,8 @@ def _cpu_batch_tokens(args: ModelArgs, itemsize: int) -> int:
     """Return the tokens whose keys, values, states and logits fit in a share of the memory."""
     logits_bytes = 2 * args.vocab_size * itemsize  # and what is computed from them
     recurrent_bytes = 4 * args.num_layers * state_size(args) // SHORT_ROW  # float32, per row
-    bytes_per_token = state_bytes(args, itemsize)[0] + logits_bytes + recurrent_bytes
+    cache_bytes, _ = state_bytes(args, itemsize)
+    bytes_per_token = cache_bytes + logits_bytes + recurrent_bytes
     fitting = int(SHARE_OF_MEMORY * physical_memory() / bytes_per_token)
     return max(MIN_TOKENS, min(MAX_CPU_TOKENS, fitting))
 

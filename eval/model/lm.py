@@ -25,7 +25,6 @@ BATCH_TOKENS = 8192
 NEW_TOKEN_COST = 32
 # tokens that take about as long as the fixed cost of a pass, by type of device
 PASS_TOKENS = {"cpu": 32, "cuda": 1024}
-DEFAULT_PASS_TOKENS = 1024
 # tokens per pass: beyond a CPU's caches it takes 1.9 times as long
 READ_TOKENS = {"cpu": 512}
 DEFAULT_GEN_TOKENS = 256
@@ -108,7 +107,7 @@ class CanonLM(TemplateLM):
 
         device_type = model.tok_embeddings.weight.device.type
         self.read_tokens: int | None = READ_TOKENS.get(device_type)
-        self._pass_tokens = PASS_TOKENS.get(device_type, DEFAULT_PASS_TOKENS)
+        self._pass_tokens = PASS_TOKENS.get(device_type, PASS_TOKENS["cuda"])
         self._bos = [self.eot_token_id] if add_bos else []
 
     @property
@@ -212,7 +211,12 @@ class CanonLM(TemplateLM):
         for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
             cost = request_cost(request)
-            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+            windows = get_rolling_token_windows(
+                tokens,
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
             for context, scored in map(make_disjoint_window, windows):
                 pairs.append(self._pair(context + scored, len(scored)))
                 costs.append(cost)
@@ -397,7 +401,7 @@ class CanonLM(TemplateLM):
         )
         for prompt, tokens in zip(prompts, answers, strict=True):
             text = self._decode_answer(prompt, tokens)
-            yield postprocess_generated_text(text, list(prompt.until), None)
+            yield postprocess_generated_text(text, stop=list(prompt.until), think_end_token=None)
 
     def _decode_answer(self, prompt: GenerationRequest, tokens: list[int]) -> str:
         # Decode after the last token of the prompt: SentencePiece drops the space before the first

@@ -110,7 +110,13 @@ class Playground(lm_eval.api.task.Task):
                 context = _text(text.ids[: span.start])
                 requests.append(("loglikelihood", (context, " " + _text(span.tokens))))
         return [
-            Instance(request_type, doc, arguments, index, kwargs["metadata"])
+            Instance(
+                request_type=request_type,
+                doc=doc,
+                arguments=arguments,
+                idx=index,
+                metadata=kwargs["metadata"],
+            )
             for index, (request_type, arguments) in enumerate(requests)
         ]
 
