@@ -201,6 +201,7 @@ class Evaluation:
         return SuitePlan(name, settings, folder, tasks)
 
     def _open_tasks(self, name: str, path: Path, max_length: int) -> dict[str, TaskPlan]:
+        """Load the tasks of a suite's file, and pass them what their documents depend on."""
         arguments = self.arguments
         staged = staged_folder(arguments.staged)
         metadata: dict[str, Any] = {

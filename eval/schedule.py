@@ -381,6 +381,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _begin(argv: Sequence[str]) -> None:
+    """Record the start of a job; exit with its code if it must not work."""
     parser = Parser(prog="python -m eval.schedule")
     parser.add_argument("command", choices=("begin", "check"))
     parser.add_argument("checkpoint", type=Path)

@@ -88,6 +88,7 @@ _BABILONG_ROWS = {
 
 
 def _catalogue() -> Iterator[DataSet]:
+    """Yield the data sets of the table, and one per task and length of BABILong."""
     for line in _TABLE.strip().splitlines():
         key, path, config, split, documents, *columns = line.split()
         yield DataSet(

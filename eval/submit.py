@@ -422,6 +422,7 @@ class Watcher:
         )
 
     def _submit(self, job: JobSpec, lease: Lease) -> None:
+        """Submit a claimed job and record its id; end the claim if sbatch refuses it."""
         log = f"{str(job.log_folder).replace('%', '%%')}/slurm-%j.log"
         if "\\" in log:  # sbatch treats it as an escape
             log = "/dev/null"

@@ -51,6 +51,7 @@ def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _of_data(folder: Path) -> TaskTokenizer:
+    """Load the tokenizer of a data folder, or a tokenizer's file."""
     eos = None
     try:
         if (folder / HF_FILE).is_file() and (folder / "train").is_dir():
@@ -69,6 +70,7 @@ def _of_data(folder: Path) -> TaskTokenizer:
 
 @functools.lru_cache(maxsize=4)
 def _of_export(name: str, revision: str | None) -> TaskTokenizer:
+    """Load the tokenizer of an exported folder, or of a model on the hub, with transformers."""
     import transformers  # takes seconds, and `eval run` does not need it
 
     from canon_pretrain.hf.export import RECORD  # imports torch

@@ -111,6 +111,7 @@ def _find(path: Path) -> Location:
 
 
 def _find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
+    """Return the run folder and the checkpoint folder; `path` is one of them."""
     run = RunFolder(path)
     if run.has_config():
         return path, CheckpointFolder.of_run(run)
@@ -283,6 +284,7 @@ def _prune(retention: Retention, extra: list[Path]) -> Pruned:
 
 
 def _print_pruned(pruned: Pruned, arguments: Namespace) -> None:
+    """Print what was deleted, or would be with --dry-run; errors on standard error."""
     outcome = pruned.outcome
     would = "would be " if arguments.dry_run else ""
     for path in pruned.deleted:

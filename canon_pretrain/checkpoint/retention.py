@@ -176,6 +176,7 @@ class Retention:
                     outcome.over_bound.append(step)
 
     def _strip(self, step: int, plan: Outcome, outcome: Outcome) -> None:
+        """Replace a full checkpoint by its weights, unless they are not whole."""
         final = self.folder.step_path(step)
         temporary = self.folder.saving_path(step)
         try:

@@ -139,6 +139,7 @@ class SafePlanner(DefaultLoadPlanner):
     """torch's load planner, which loads only plain values from entries that are not tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load an entry that is not a tensor, as torch's planner does except for weights_only."""
         name = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, map_location="cpu", weights_only=True)

@@ -158,10 +158,10 @@ class VerifiedWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On every rank: write its file; return its items, and its files with their hashes."""
         # it exists; on NFS this refreshes another node's view of the parent folder
         self.temporary.mkdir(exist_ok=True)
         results = super().write_data(plan, planner).value()
-        # tell the coordinator the hashes of this rank's files
         for name, entry in self._hashing_files.written.items():
             results.append(
                 _WrittenFile(
@@ -177,6 +177,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, after all ranks: write .metadata and the manifest, and publish."""
         # torch's part: write .metadata, from the items of all ranks
         files: dict[str, FileEntry] = {}
         items: list[list[WriteResult]] = []

@@ -115,6 +115,7 @@ def make_trial(lm: CanonLM) -> Callable[[int], float | None]:
 
     @torch.inference_mode()
     def measure(tokens: int) -> float:
+        """Return the seconds to score `tokens` tokens and to generate as many answers as rows."""
         # Rows of random ids that fill the budget. One token more is only predicted.
         length = min(ROW_TOKENS, max(1, lm.max_length - TRIAL_STEPS), tokens)
         rows_BT = torch.randint(

@@ -289,6 +289,7 @@ class CanonLM(TemplateLM):
         fitting_budget = planned_budget  # lowered each time the memory of this rank runs out
 
         def run_batch(batch: Work, budget: int) -> dict[int, Result]:
+            """Return the results of a batch, of smaller ones if it does not fit in memory."""
             nonlocal fitting_budget
             items = members(batch)
             if fitting_budget < budget:  # out of memory since it was planned

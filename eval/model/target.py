@@ -266,6 +266,7 @@ class RecordedData:
 def _open_checkpoint(
     checkpoint: Path, run: RunFolder, data: Path | None, held_out: Path | None
 ) -> EvalTarget:
+    """Open a run's checkpoint; `data` and `held_out` (--data, --held-out) replace its folders."""
     check_checkpoint(checkpoint)
     record = run.read_config()
     if "imported_from" in (record.get("config") or ()):
@@ -301,6 +302,7 @@ def _open_checkpoint(
 
 
 def _open_export(export: Path, data: Path | None, held_out: Path | None) -> EvalTarget:
+    """Open an exported folder, which needs no data for suites other than `validation`."""
     record = _record(export)
     train = None
     held_out_shards = None

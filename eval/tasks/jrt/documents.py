@@ -335,6 +335,7 @@ def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 
 def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:
+    """Read the options of a data set; raises UserError for unknown or invalid ones."""
     style = STYLES[dataset]
     tokens_key = f"{OPTION}tokens"
     field_keys = [f"{key}_{name}" for key in STYLES for name in ("context", "answers")]

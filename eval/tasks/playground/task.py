@@ -121,6 +121,7 @@ class Playground(lm_eval.api.task.Task):
         ]
 
     def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
+        """Return the scores and verdicts of a window, pooled over its questions."""
         # the results are in the order of `construct_requests`
         num_questions = len(doc["answers"])
         answers = [
