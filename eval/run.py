@@ -232,8 +232,7 @@ class Evaluation:
         if fitting.left_out:
             self.log(f"probes left out: {'; '.join(fitting.left_out)}")
         # two tasks per set: the greedy answer, and the rank of its years
-        names = [probe_set.name for probe_set in fitting.sets]
-        return [task for name in names for task in (name, f"{name}_rank")]
+        return [task for x in fitting.sets for task in (x.name, f"{x.name}_rank")]
 
     def _report_stored(self, plan: SuitePlan) -> bool:
         """Report stored results of the same settings and return whether there are any."""

@@ -90,24 +90,16 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
 
 
-class Location(NamedTuple):
-    """A run folder, its checkpoint folder, and the id of the run, None if unknown."""
-
-    run: Path
-    folder: CheckpointFolder
-    run_id: str | None
-
-
-def _find(path: Path) -> Location:
-    """Return the location of a run; `path` is its folder, or that of its checkpoints."""
+def _find(path: Path) -> tuple[Path, CheckpointFolder, str | None]:
+    """Return the run folder, its checkpoint folder and the id of the run, None if unknown."""
     run, folder = _find_folder(path)
     record = known_run(RunFolder(run))
     if record is not None:
-        return Location(run, folder, record.run_id)
+        return run, folder, record.run_id
 
     # without a run folder: the only run that the checkpoints name
     run_ids = {*folder.steps_of_other_runs(None).values()}
-    return Location(run, folder, run_ids.pop() if len(run_ids) == 1 else None)
+    return run, folder, run_ids.pop() if len(run_ids) == 1 else None
 
 
 def _find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
@@ -130,15 +122,10 @@ def _find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
 def run_list(arguments: Namespace) -> None:
     """Print the checkpoints, and what else the folder holds."""
     run, folder, run_id = _find(arguments.run)
-    held = held_steps(run)
-    checkpoints: list[Checkpoint] = []
-    rows: list[dict[str, Any]] = []
-    for step in folder.steps():
-        checkpoint = _read(folder.step_path(step), run_id, hashes=False)
-        if checkpoint.path.exists():  # else a launch has deleted it during this call
-            checkpoints.append(checkpoint)
-            rows.append(checkpoint.to_json() | {"held": step in held})
-
+    held = {folder.step_path(step) for step in held_steps(run)}
+    read = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
+    # a launch may delete steps during this call
+    checkpoints = [checkpoint for checkpoint in read if checkpoint.path.exists()]
     others: dict[str, list[dict[str, Any]]] = {
         "unfinished": _sized(folder.unfinished() + folder.leftovers()),
         "quarantined": [
@@ -147,13 +134,14 @@ def run_list(arguments: Namespace) -> None:
         "archives": _sized(folder.archives(run)),
     }
     if arguments.json:
+        rows = [saved.to_json() | {"held": saved.path in held} for saved in checkpoints]
         content = {"folder": str(folder.path), "checkpoints": rows, **others}
         print(json.dumps(content, indent=2, ensure_ascii=False))
         return
 
     print(f"{len(checkpoints)} checkpoint(s) in {folder.path}")
-    for checkpoint, row in zip(checkpoints, rows, strict=True):
-        print(checkpoint.line(", held" if row["held"] else ""))
+    for checkpoint in checkpoints:
+        print(checkpoint.line(", held" if checkpoint.path in held else ""))
     for kind, entries in others.items():
         for entry in entries:
             line = f"{kind}  {entry['path']}  {size(entry['bytes'])}  {entry.get('reason', '')}"
