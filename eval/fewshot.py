@@ -26,15 +26,18 @@ def leave_out_asked_item(task: ConfigurableTask) -> None:
     shares_split = _fewshot_split(task) == _asked_split(task)
     if shares_split:
         _check_examples_are_asked(task)
-    build_context, draw = task.fewshot_context, task.sampler.sample
+    build_context = task.fewshot_context
+    draw = task.sampler.sample
 
-    def fewshot_context(document: Document, *given: Any, **options: Any) -> str | list[str]:
-        def sample(n: int, eval_doc: Document | None = None, **more: Any) -> Sequence[Document]:
-            asked = document if shares_split else eval_doc
-            return [each for each in draw(n, eval_doc=asked, **more) if each != document]
+    def fewshot_context(item: Document, *args: Any, **kwargs: Any) -> str | list[str]:
+        def sample(n: int, eval_doc: Document | None = None, **options: Any) -> Sequence[Document]:
+            # the sampler draws one example more if the item is among them, and drops the item
+            left_out = item if shares_split else eval_doc
+            examples = draw(n, eval_doc=left_out, **options)
+            return [example for example in examples if example != item]
 
         task.sampler.sample = sample
-        return build_context(document, *given, **options)
+        return build_context(item, *args, **kwargs)
 
     task.fewshot_context = fewshot_context
 
@@ -57,8 +60,8 @@ def _check_examples_are_asked(task: ConfigurableTask) -> None:
     Otherwise, as where a function processes them differently, an item's own example is not
     recognized.
     """
-    asked = set(map(_content, task.eval_docs))
-    if any(_content(example) not in asked for example in task.sampler.df):
+    items = set(map(_content, task.eval_docs))
+    if any(_content(example) not in items for example in task.sampler.df):
         split = _asked_split(task)
         raise UserError(
             "eval.fewshot",

@@ -29,13 +29,15 @@ from eval.model.lm import CanonLM, request_cost
 from eval.scoring import ask, is_multiple_choice, score_task, to_json
 from eval.suite_names import TASKS, harness_names, harness_tasks
 
-# the seeds of lm_eval's simple_evaluate
-PYTHON_SEED, OTHER_SEED = 0, 1234
+# the seeds of lm_eval's simple_evaluate: of `random`, and of NumPy, torch and few-shot examples
+PYTHON_SEED = 0
+OTHER_SEED = 1234
 # lm_eval's own tasks in our groups: reading all of its 14,683 takes 12 seconds
 HARNESS_FOLDERS = "arc hellaswag lambada piqa siqa super_glue wikitext winogrande".split()
 # files in a task file's folder that count as part of it
 TASK_FILE_SUFFIXES = (".yaml", ".yml", ".py", ".json", ".toml", ".txt")
-
+# keys of a task's metadata that are stored with its results
+REPORTED_METADATA = ("part_of", "part", "chance", "source")
 
 Remember = Callable[[Callable[[], TaskAnswers]], TaskAnswers]
 """Returns stored answers of a task, or calls its argument and stores what it returns."""
@@ -67,12 +69,15 @@ def open_tasks(
     """Return the tasks of a YAML file by name, in a group's order; `only`: these."""
     with quiet_harness():
         try:
-            manager, spec = _loader(name, path, metadata)
-            is_theirs = path.is_relative_to(harness_tasks())
-            plans = {}
-            for key, task in manager.load([spec] if only is None else only)["tasks"].items():
-                entry = manager.task_index.get(key) if is_theirs else None
-                plans[key] = _make_plan(key, task, entry.yaml_path if entry else path, limit)
+            manager, spec = _load_manager(name, path, metadata)
+            tasks = manager.load([spec] if only is None else only)["tasks"]
+            plans: dict[str, TaskPlan] = {}
+            for key, task in tasks.items():
+                task_path = path
+                # a group of lm_eval may have its tasks in other files
+                if path.is_relative_to(harness_tasks()) and key in manager.task_index:
+                    task_path = manager.task_index[key].yaml_path or path
+                plans[key] = _make_plan(key, task, task_path, limit)
             if not plans:
                 raise UserError("eval.task_file", f"{path}: holds no task", path=path)
             return plans
@@ -93,19 +98,20 @@ def open_tasks(
             ) from error
 
 
-def _loader(
+def _load_manager(
     name: str, path: Path, metadata: Mapping[str, Any]
 ) -> tuple[TaskManager, str | dict[str, Any]]:
-    """Return lm_eval's task manager, and the spec by which it loads a task file."""
-    group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
+    """Return lm_eval's task manager, and the spec by which it loads the task `name` of a file."""
     spec: str | dict[str, Any] = name
     if path.is_relative_to(harness_tasks()):
-        # the members of a group may be in any folder
+        # a task needs only its folder; the members of a group may be in any folder
         folders = [path.parent] if harness_names()[name].kind == "task" else []
     else:
         folders = [harness_tasks() / folder for folder in HARNESS_FOLDERS] + [TASKS]
         if not path.resolve().is_relative_to(TASKS):
             folders.append(path.resolve().parent)  # a user's group names tasks in its folder
+
+        group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
         if not group:
             spec = str(path)
         elif name != group[1]:  # one member, with the group's settings
@@ -113,6 +119,7 @@ def _loader(
             members = [t for t in content["task"] if isinstance(t, dict) and t["task"] == name]
             # lm_eval finds a group by its name only
             spec = {**content, "task": members} if members else group[1]
+
     manager = TaskManager(
         include_path=[str(folder) for folder in folders],
         include_defaults=not folders,
@@ -122,9 +129,11 @@ def _loader(
 
 
 def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
-    config, metadata = task.config.to_dict(), task.config.metadata or {}
-    for key in ("metadata", "custom_dataset", "dataset_kwargs"):  # places on this machine
-        config.pop(key, None)
+    """Return the plan of a task that lm_eval has loaded from `path`."""
+    # The task as its file configures it, before this function sets anything.
+    config = task.config.to_dict()
+    for machine_path in ("metadata", "custom_dataset", "dataset_kwargs"):
+        config.pop(machine_path, None)
     for unsupported in ("UNSAFE_CODE", "MULTIMODAL"):
         if getattr(task, unsupported, False):
             raise UserError("eval.task_file", f"{name}: {unsupported} tasks are not supported")
@@ -132,32 +141,30 @@ def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan
         task.set_config(key="num_fewshot", value=0)
     if isinstance(task, ConfigurableTask) and task.get_config("num_fewshot") > 0:
         leave_out_asked_item(task)
+
+    # The requests are built for their hash and cost, and again in `run`: they take memory.
     build_requests(task, limit)
-    requests = [[each.request_type, each.arguments, each.doc_id] for each in task.instances]
+    requests = [
+        [request.request_type, request.arguments, request.doc_id] for request in task.instances
+    ]
     cost = sum(map(request_cost, task.instances))
     task._instances = None
-    files = {path, *(file for file in path.parent.iterdir() if file.suffix in TASK_FILE_SUFFIXES)}
-    content = b"".join(file.read_bytes() for file in sorted(files))
-    source = lambda x: inspect.getsource(x) if inspect.isfunction(x) else repr(type(x))  # noqa: E731
-    own = json.dumps(config, default=source, sort_keys=True)
-    better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
-    given = metadata.get("primary") or list(better)[:1]
-    primary = [given] if isinstance(given, str) else list(given)
+
+    higher_is_better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
+    metadata = task.config.metadata or {}
+    primary = metadata.get("primary") or list(higher_is_better)[:1]
+    primary = [primary] if isinstance(primary, str) else list(primary)
     if is_multiple_choice(task):
-        better[GOLD_BITS] = False
+        higher_is_better[GOLD_BITS] = False
         primary.append(GOLD_BITS)
-    kept = ("part_of", "part", "chance", "source")
-    # our tasks count the rows they keep and drop
-    notes = [str(s.info.description) for s in task.dataset.values() if hasattr(s, "info")]
-    counts = [json.loads(text) for text in notes if text.startswith('{"rows"')]
     description = {
         "version": task.VERSION,
         "primary": primary,
-        "higher_is_better": better,
-        **{key: metadata[key] for key in kept if key in metadata},
-        "files_sha256": hashlib.sha256(content).hexdigest(),
-        "config_sha256": hashlib.sha256(own.encode()).hexdigest(),
-        **({"counts": counts[0]} if counts else {}),
+        "higher_is_better": higher_is_better,
+        **{key: metadata[key] for key in REPORTED_METADATA if key in metadata},
+        "files_sha256": _files_sha256(path),
+        "config_sha256": _config_sha256(config),
+        **_dataset_counts(task),
         "documents_sha256": _sha256(map(to_json, task.eval_docs)),
         "requests_sha256": _sha256(json.dumps(values, default=str) for values in requests),
     }
@@ -166,6 +173,31 @@ def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan
         return {name: evaluate_task(lm, task, limit, remember)}
 
     return TaskPlan(description, max(1, cost), run)
+
+
+def _files_sha256(path: Path) -> str:
+    """Return the hash of a task file and of the files in its folder that count as part of it."""
+    files = {path, *(file for file in path.parent.iterdir() if file.suffix in TASK_FILE_SUFFIXES)}
+    content = b"".join(file.read_bytes() for file in sorted(files))
+    return hashlib.sha256(content).hexdigest()
+
+
+def _config_sha256(config: Mapping[str, Any]) -> str:
+    """Return the hash of a task's settings; a function counts by its source."""
+
+    def describe(value: object) -> str:
+        return inspect.getsource(value) if inspect.isfunction(value) else repr(type(value))
+
+    text = json.dumps(config, default=describe, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _dataset_counts(task: Task) -> dict[str, Any]:
+    """Return the rows kept and dropped, which our tasks write to their data set's description."""
+    for split in task.dataset.values():
+        if hasattr(split, "info") and str(split.info.description).startswith('{"rows"'):
+            return {"counts": json.loads(split.info.description)}
+    return {}
 
 
 def build_requests(task: Task, limit: int | None) -> None:
@@ -197,24 +229,29 @@ def _sha256(lines: Iterable[str]) -> str:
 def quiet_harness() -> Iterator[None]:
     """Within the block, fix lm_eval's seeds, cache its templates, silence its log and bars."""
     log = logging.getLogger("lm_eval")
-    level, bar, bars = log.level, lm_eval.api.task.tqdm, datasets.are_progress_bars_disabled()
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    log_level = log.level
+    tqdm = lm_eval.api.task.tqdm
+    are_bars_disabled = datasets.are_progress_bars_disabled()
+    compile_template = TEMPLATES.from_string
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+
     random.seed(PYTHON_SEED)
     np.random.seed(OTHER_SEED)
     torch.manual_seed(OTHER_SEED)
     log.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     lm_eval.api.task.tqdm = lambda items, **_: items
-    compiling = TEMPLATES.from_string
-    TEMPLATES.from_string = functools.lru_cache(maxsize=256)(compiling)
+    TEMPLATES.from_string = functools.lru_cache(maxsize=256)(compile_template)
     try:
         yield
     finally:
-        TEMPLATES.from_string = compiling
-        lm_eval.api.task.tqdm = bar
-        if not bars:
+        TEMPLATES.from_string = compile_template
+        lm_eval.api.task.tqdm = tqdm
+        if not are_bars_disabled:
             datasets.enable_progress_bars()
-        log.setLevel(level)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        log.setLevel(log_level)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)

@@ -21,15 +21,23 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Console, Progress
 from canon_pretrain.hf.loading import dtype_for, locate
 from canon_pretrain.machine.device import check_cuda
-from canon_pretrain.run import results as stored
 from canon_pretrain.run.results import (
+    BITS,
+    NATS,
     RESULTS,
     Failures,
     PartialResults,
     Results,
+    Score,
     TaskAnswers,
     TaskResult,
+    format_bound,
+    question_of,
+    read_results,
+    read_samples,
+    results_folder,
     source_of_record,
+    write_results,
 )
 from eval.harness import TaskPlan, open_tasks
 from eval.model.budget import batch_tokens_for
@@ -44,7 +52,7 @@ from eval.validation import validation_task
 
 @dataclass(frozen=True)
 class SuitePlan:
-    """One suite of the command: the settings recorded as `asked`, its folder and tasks."""
+    """One suite of the command: the settings (`asked` of its results), folder and tasks."""
 
     name: str
     settings: dict[str, Any]
@@ -73,6 +81,10 @@ class TotalProgress:
         share = min(1.0, self.done / self.total)
         self.progress.update(share, f"{name}: {share:.0%} of all")
 
+    def skip(self, cost: int) -> None:
+        """Take work out of the total that an earlier call or another process has done."""
+        self.total -= cost
+
 
 def evaluate(arguments: argparse.Namespace, suites: Mapping[str, Path | None]) -> None:
     """Evaluate each of `arguments.checkpoint`; print tables and write results.json."""
@@ -83,8 +95,7 @@ def evaluate(arguments: argparse.Namespace, suites: Mapping[str, Path | None]) -
     # on an error, exit without waiting for busy ranks
     with Ranks.from_environment() as ranks:
         for checkpoint in arguments.checkpoint:
-            one = argparse.Namespace(**{**vars(arguments), "checkpoint": checkpoint})
-            problems += Evaluation(one, ranks).run(suites)
+            problems += Evaluation(checkpoint, arguments, ranks).run(suites)
     if problems and ranks.rank == 0:
         raise UserError(
             "eval.incomplete",
@@ -97,18 +108,18 @@ def evaluate(arguments: argparse.Namespace, suites: Mapping[str, Path | None]) -
 class Evaluation:
     """One checkpoint opened with the options of `eval run`, on one rank."""
 
-    def __init__(self, arguments: argparse.Namespace, ranks: Ranks) -> None:
-        self.arguments, self.ranks = arguments, ranks
+    def __init__(self, checkpoint: Path, arguments: argparse.Namespace, ranks: Ranks) -> None:
+        self.arguments = arguments
+        self.ranks = ranks
         self.console = Console(quiet=ranks.rank > 0)
         self.device = ranks.device
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # Triton launches on the current one
         self.dtype = dtype_for(arguments.dtype, self.device)
+
         # finding a run's newest checkpoint reads all of it: only on rank 0
-        given = arguments.checkpoint
-        found = ranks.rank_zero_first(lambda: locate(given) if ranks.rank == 0 else None)
-        checkpoint, run = ranks.broadcast(found)
-        self.target = EvalTarget.open(checkpoint, arguments.data, run, arguments.held_out)
+        folder, run = ranks.on_rank_zero(lambda: locate(checkpoint))
+        self.target = EvalTarget.open(folder, arguments.data, run, arguments.held_out)
         self._problems: list[str] = []
 
     def log(self, line: str) -> None:
@@ -122,15 +133,18 @@ class Evaluation:
         """
         # rank 0 reads and writes the run folder before the others
         plans = self.ranks.rank_zero_first(
-            lambda: [self._plan(*suite, len(suites)) for suite in suites.items()]
+            lambda: [self._plan(name, path, len(suites)) for name, path in suites.items()]
         )
         missing = [plan for plan in plans if not self._report_stored(plan)]
         if not missing:
             return self._problems
+
+        # One model for all suites: it is loaded for the longest sequences.
         longest = max(plan.max_length for plan in missing)
+        needs_tokenizer = any(plan.name != VALIDATION for plan in missing)
         lm = CanonLM(
             self.target.load(self.device, self.dtype, longest),
-            None if {plan.name for plan in missing} == {VALIDATION} else self.target.tokenizer,
+            self.target.tokenizer if needs_tokenizer else None,
             max_length=longest,
             add_bos=self.arguments.add_bos,
             ranks=self.ranks,
@@ -140,195 +154,229 @@ class Evaluation:
             lm, self.target.evals or self.arguments.out, self.log
         )
         with Progress(self.console) as progress:
-            work = TotalProgress(progress, sum(plan.cost for plan in missing))
+            total = TotalProgress(progress, sum(plan.cost for plan in missing))
             for plan in missing:
                 lm.max_length = plan.max_length
-                self._run_suite(plan, lm, work)
+                self._run_suite(plan, lm, total)
         return self._problems
 
     def _plan(self, name: str, path: Path | None, num_suites: int) -> SuitePlan:
-        target, arguments = self.target, self.arguments
-        how = suite_settings(name, arguments, target.seq_len)
-        length = how["max_length"]
+        """Open the tasks of a suite, and create the folder of its results."""
+        target = self.target
+        arguments = self.arguments
+        suite_options = suite_settings(name, arguments, target.seq_len)
+        max_length = suite_options["max_length"]
         if path is None:
             target.check_held_out(arguments.held_out)
             task = validation_task(
-                target.train_shards, target.held_out_shards, length, arguments.limit, self.log
+                target.train_shards, target.held_out_shards, max_length, arguments.limit, self.log
             )
             tasks = {name: task}
         else:
-            tasks = self._open_tasks(name, path, length)
-        asked = {
+            tasks = self._open_tasks(name, path, max_length)
+
+        # All that the scores depend on: stored results with equal settings are reused.
+        settings = {
             **target.identity,
             "suite": name,
             "limit": arguments.limit,
             "dtype": str(self.dtype).removeprefix("torch."),
-            **how,
+            **suite_options,
             "lm_eval": version("lm_eval"),
             "tasks": {task: plan.description for task, plan in tasks.items()},
         }
+
         if arguments.out is not None:
             folder = arguments.out / name if num_suites > 1 else arguments.out
         elif target.folder is not None and target.evals is not None:
-            folder = stored.results_folder(target.folder, asked)
+            folder = results_folder(target.folder, settings)
         else:
             raise UserError(
                 "eval.no_out",
-                f"{target.checkpoint} belongs to no run or an abandoned branch: give --out",
+                f"{target.checkpoint} belongs to no run or an abandoned branch: pass --out",
             )
         # before the evaluation, which may take hours
         with report_disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        return SuitePlan(name, asked, folder, tasks)
+        return SuitePlan(name, settings, folder, tasks)
 
     def _open_tasks(self, name: str, path: Path, max_length: int) -> dict[str, TaskPlan]:
-        arguments, only, staged = self.arguments, None, staged_folder(self.arguments.staged)
+        """Load the tasks of a suite's file, and pass them what their documents depend on."""
+        arguments = self.arguments
+        staged = staged_folder(arguments.staged)
         metadata: dict[str, Any] = {
             "tokenizer": str(self.target.tokenizer_path),
             "staged": str(staged),
             "max_length": max_length,
             **dict(arguments.option),
         }
+        only = None
         if task_folder(path) == "playground":
             metadata["identity"] = self.target.trained_on
         if task_folder(path) == "birth_year":
-            folder = (arguments.out or self.target.evals or staged) / "probes"
-            corpus = lambda: find_corpus(arguments.junk, staged)  # noqa: E731
-            advance = lambda probe: self.log(f"freezing the probes {probe} in {folder}")  # noqa: E731
-            frozen = FrozenSets(folder, self.target.tokenizer, corpus)
-            with report_disk_errors(folder):
-                sets, left_out = frozen.sets(max_length, advance)
-            metadata |= {"probes": str(folder), "junk": str(arguments.junk or "")}
-            # two tasks per set: the greedy answer, and the rank of its years
-            tasks = [task for one in sets for task in (one.name, f"{one.name}_rank")]
-            only = tasks if name == "birth-year" else [name]
-            if left_out:
-                self.log(f"probes left out: {'; '.join(left_out)}")
+            probes = (arguments.out or self.target.evals or staged) / "probes"
+            metadata |= {"probes": str(probes), "junk": str(arguments.junk or "")}
+            fitting_tasks = self._freeze_probes(probes, max_length, staged)
+            only = fitting_tasks if name == "birth-year" else [name]
         return open_tasks(name, path, metadata, arguments.limit, only)
+
+    def _freeze_probes(self, folder: Path, max_length: int, staged: Path) -> list[str]:
+        """Write the birth-year sets that `folder` lacks; return the tasks that fit `max_length`."""
+        frozen = FrozenSets(
+            folder, self.target.tokenizer, lambda: find_corpus(self.arguments.junk, staged)
+        )
+        with report_disk_errors(folder):
+            fitting = frozen.sets(
+                max_length, lambda probe: self.log(f"freezing the probes {probe} in {folder}")
+            )
+        if fitting.left_out:
+            self.log(f"probes left out: {'; '.join(fitting.left_out)}")
+        # two tasks per set: the greedy answer, and the rank of its years
+        return [task for x in fitting.sets for task in (x.name, f"{x.name}_rank")]
 
     def _report_stored(self, plan: SuitePlan) -> bool:
         """Report stored results of the same settings and return whether there are any."""
-        known: Results | None = self.ranks.broadcast(self._read_stored(plan))
-        if known:
-            self._report(plan, known, "read from")
-        return known is not None
+        results: Results | None = self.ranks.broadcast(self._read_stored(plan))
+        if results is None:
+            return False
+        self._report(plan, results, "read from")
+        return True
 
     def _read_stored(self, plan: SuitePlan) -> Results | None:
+        """Return the results in the plan's folder if they answer the same question."""
         try:
-            results = stored.read_results(plan.folder / RESULTS)
-            before, now = stored.question_of(results.asked), stored.question_of(plan.settings)
+            results = read_results(plan.folder / RESULTS)
+            before = question_of(results.asked)
+            now = question_of(plan.settings)
             if before == now:
-                stored.read_samples(plan.folder)
+                read_samples(plan.folder)
                 return results
         except UserError:
             return None  # missing, damaged or of an older version: evaluated again
         if self.arguments.out is None:
             return None
+
+        # a folder chosen by the user: do not overwrite other results
         name = next(n for n in sorted({*before, *now}) if before.get(n) != now.get(n))
-        what = f"{name} {before.get(name)!r}, not {now.get(name)!r}"
         raise UserError(
             "eval.other_results",
-            f"--out {plan.folder} holds other results ({what}): choose another folder",
+            f"--out {plan.folder} holds other results ({name} {before.get(name)!r}, not "
+            f"{now.get(name)!r}): choose another folder",
             field=name,
         )
 
-    def _run_suite(self, plan: SuitePlan, lm: CanonLM, work: TotalProgress) -> None:
+    def _run_suite(self, plan: SuitePlan, lm: CanonLM, total: TotalProgress) -> None:
+        """Evaluate a suite, store and report its results, unless another process just did."""
         unfinished = PartialResults(plan.folder, plan.settings)
-        with ExitStack() as held:
+        with ExitStack() as locks:
             if self.ranks.rank == 0:
                 with report_disk_errors(plan.folder):
-                    held.enter_context(unfinished.hold(self.log))
-            if self._report_stored(plan):  # another process has evaluated it meanwhile
-                work.total -= plan.cost
+                    locks.enter_context(unfinished.hold(self.log))
+            if self._report_stored(plan):  # evaluated by another process, which held the lock
+                total.skip(plan.cost)
                 return
-            tasks = self._run_tasks(plan, unfinished, lm, work)
-            results, samples = merge_tasks(plan.settings, tasks)
+
+            task_results = self._run_tasks(plan, unfinished, lm, total)
+            results, samples = merge_tasks(plan.settings, task_results)
             if self.ranks.rank == 0:
                 with report_disk_errors(plan.folder):
-                    stored.write_results(plan.folder, results, samples)
+                    write_results(plan.folder, results, samples)
                     unfinished.remove()
             self.ranks.barrier()
         self._report(plan, results, "written to")
 
     def _run_tasks(
-        self, plan: SuitePlan, unfinished: PartialResults, lm: CanonLM, work: TotalProgress
+        self, plan: SuitePlan, unfinished: PartialResults, lm: CanonLM, total: TotalProgress
     ) -> dict[str, TaskResult]:
+        """Return the results of the suite's tasks; those of an earlier call are read."""
         # rank 0's file counts, and answers may take a gigabyte: the others do not read it
-        is_reader = self.ranks.rank == 0
-        done: dict[str, TaskResult] = self.ranks.broadcast(unfinished.read() if is_reader else None)
-        if done:
-            self.log(f"{plan.name}: resumed after {len(done)} tasks of an earlier call")
-        answers = {}
+        finished = self.ranks.on_rank_zero(unfinished.read)
+        if finished:
+            self.log(f"{plan.name}: resumed after {len(finished)} tasks of an earlier call")
+
+        results: dict[str, TaskResult] = {}
         for name, task in plan.tasks.items():
-            if name in done:
-                work.total -= task.cost
-                answers[name] = done[name]
+            if name in finished:
+                total.skip(task.cost)
+                results[name] = finished[name]
                 continue
-            lm.on_done = partial(work.advance, " ".join(dict.fromkeys([plan.name, name])))
-            answers |= task.run(lm, partial(self._remember, plan, unfinished, name, work))
+            label = name if name == plan.name else f"{plan.name} {name}"
+            lm.on_done = partial(total.advance, label)
+            results |= task.run(lm, partial(self._remember, plan, unfinished, name, total))
             if self.ranks.rank == 0 and len(plan.tasks) > 1:
                 with report_disk_errors(plan.folder):
-                    unfinished.add(name, answers[name])
-        return answers
+                    unfinished.add(name, results[name])
+        return results
 
     def _remember(
         self,
         plan: SuitePlan,
         unfinished: PartialResults,
         name: str,
-        work: TotalProgress,
+        total: TotalProgress,
         ask: Callable[[], TaskAnswers],
     ) -> TaskAnswers:
         """Return the answers to a task that an earlier call stored, or ask and store them."""
-        stored_answers = unfinished.read_answers(name) if self.ranks.rank == 0 else None
-        known: TaskAnswers | None = self.ranks.broadcast(stored_answers)
-        if known is not None:
+        stored_answers = self.ranks.on_rank_zero(lambda: unfinished.read_answers(name))
+        if stored_answers is not None:
             self.log(f"{name}: answered by an earlier call")
-            work.total -= plan.tasks[name].cost
-            return known
+            total.skip(plan.tasks[name].cost)
+            return stored_answers
+
         answers = ask()
         if self.ranks.rank == 0:
             with report_disk_errors(plan.folder):
                 unfinished.add_answers(name, answers)
         return answers
 
-    def _report(self, plan: SuitePlan, results: Results, how: str) -> None:
+    def _report(self, plan: SuitePlan, results: Results, origin: str) -> None:
+        """Print the scores and `origin`, then check --must-beat."""
         print_results(self.console, str(self.target.checkpoint), results)
-        self.log(f"{how} {plan.folder / RESULTS}")
+        self.log(f"{origin} {plan.folder / RESULTS}")
         self._problems += results.problems()
+
         rival = self.arguments.must_beat
         if rival is None or plan.name != VALIDATION:
             return
-        ours, theirs = (results.scores[t]["bits_per_byte"].number for t in (VALIDATION, rival))
-        if not ours < theirs:
+        our_bits = results.scores[VALIDATION][BITS].number
+        rival_bits = results.scores[rival][BITS].number
+        if not our_bits < rival_bits:  # also if NaN
             raise UserError(
                 "eval.not_beaten",
-                f"{ours:.4f} bits/byte do not beat the {rival} model's {theirs:.4f}",
-                ours=ours,
-                rival=theirs,
+                f"{our_bits:.4f} bits/byte do not beat the {rival} model's {rival_bits:.4f}",
+                ours=our_bits,
+                rival=rival_bits,
             )
 
 
 def merge_tasks(
-    asked: Mapping[str, Any], answers: Mapping[str, TaskResult]
+    settings: Mapping[str, Any], task_results: Mapping[str, TaskResult]
 ) -> tuple[Results, dict[str, list[dict[str, Any]]]]:
     """Return results and samples by reported task, of which lm_eval's tasks may be parts."""
-    results = Results(dict(asked), {}, {}, {})
+    results = Results(asked=dict(settings), scores={}, num_samples={})
     records: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
-    for name, given in answers.items():
+    for name, part in task_results.items():
         reported = results.tasks.get(name, {}).get("part_of", name)
-        results.scores.setdefault(reported, {}).update(given.scores)
-        results.num_samples.setdefault(reported, given.num_samples)
-        truncated = max(results.truncated.get(reported, 0), given.truncated)
-        results.truncated[reported] = truncated
-        failures = results.failures.get(reported, Failures()), given.failures
-        results.failures[reported] = max(failures, key=lambda each: each.count)
-        for item in given.samples:
-            kept = records.setdefault(reported, {}).setdefault((item["doc_id"], item["filter"]), {})
-            kept.update({**item, **kept})  # the first task's prompt hash counts
-    for name, items in records.items():
-        results.num_sources[name] = len({source_of_record(item) for item in items.values()})
-    return results, {name: [*items.values()] for name, items in records.items()}
+        results.scores.setdefault(reported, {}).update(part.scores)
+        results.num_samples.setdefault(reported, part.num_samples)
+
+        # the parts have the same items: not their sum, but the worst part
+        results.truncated[reported] = max(results.truncated.get(reported, 0), part.truncated)
+        results.failures[reported] = max(
+            results.failures.get(reported, Failures()),
+            part.failures,
+            key=lambda failures: failures.count,
+        )
+
+        by_item = records.setdefault(reported, {})
+        for record in part.samples:
+            merged = by_item.setdefault((record["doc_id"], record["filter"]), {})
+            merged.update({**record, **merged})  # the first task's prompt hash counts
+
+    samples = {name: [*by_item.values()] for name, by_item in records.items()}
+    for name, items in samples.items():
+        results.num_sources[name] = len({source_of_record(record) for record in items})
+    return results, samples
 
 
 @contextmanager
@@ -346,49 +394,68 @@ def report_disk_errors(folder: Path) -> Iterator[None]:
 
 
 def print_results(console: Console, target: str, results: Results) -> None:
-    """Print the scores of one suite for the checkpoint `target`; losses in ascending order."""
-    counts = results.num_samples
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]] = []
+    """Print the scores of one suite for the checkpoint `target`."""
     if results.suite == VALIDATION:
-        documents = results.num_sources.get(VALIDATION)
-        source = "" if documents is None else f" of {documents:,} document{'s' * (documents != 1)}"
-        title = f"held-out loss over {counts[VALIDATION]:,} tokens{source}: {target}"
-        columns, num_labels = ("model", "nats/token", "+-", "bits/byte"), 1
-        losses = [(scores["bits_per_byte"].number, name) for name, scores in results.scores.items()]
-        for bits, name in sorted(losses):
-            model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
-            nats = results.scores[name]["nats_per_token"]
-            noise = "" if nats.stderr is None else f"{nats.stderr:.4f}"
-            rows.append((model, f"{nats.number:.4f}", noise, f"{bits:.4f}"))
+        console.print(_loss_table(target, results))
     else:
-        limit = results.limit
-        cut = "" if limit is None else f"; only the first {limit:,} items"
-        title = f"{results.suite}: {target}{cut}"
-        columns, num_labels = ("task", "metric", "score", "+-", "items"), 2
-        for task, metrics in results.scores.items():
-            for metric, score in metrics.items():
-                noise = "" if score.stderr is None else f"{score.stderr:.4f}"
-                if score.bound is not None:
-                    noise = stored.format_bound(score.number, score.bound)
-                shown = "none" if score.value is None else f"{score.value:.4f}"
-                rows.append((task, metric, shown, noise, f"{counts[task]:,}"))
-    table = Table(title=Text(title), title_justify="left")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < num_labels else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
-    lines = [
-        f"{task}: {count:,} of {counts[task]:,} contexts were cut to "
+        console.print(_score_table(target, results))
+
+    notes = [
+        f"{task}: {count:,} of {results.num_samples[task]:,} contexts were cut to "
         f"{results.asked['max_length']} tokens"
         for task, count in results.truncated.items()
         if count
     ]
-    lines += results.problems()
-    for task, described in results.tasks.items():
-        if found := described.get("counts"):
-            words = ", ".join(f"{name} {count:,}" for name, count in found.items())
-            lines.append(f"documents of {task}: {words}")
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
+    notes += results.problems()
+    for task, description in results.tasks.items():
+        if counts := description.get("counts"):
+            text = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+            notes.append(f"documents of {task}: {text}")
+    for note in notes:
+        console.print(Text(note), soft_wrap=True)
+
+
+def _loss_table(target: str, results: Results) -> Table:
+    """Return the losses of the checkpoint and of the count models in ascending order."""
+    source = ""
+    num_documents = results.num_sources.get(VALIDATION)
+    if num_documents is not None:  # else of an older version
+        source = f" of {num_documents:,} document{'s' * (num_documents != 1)}"
+    num_tokens = results.num_samples[VALIDATION]
+    title = f"held-out loss over {num_tokens:,} tokens{source}: {target}"
+
+    table = Table(title=Text(title), title_justify="left")
+    table.add_column("model", no_wrap=True)
+    for column in ("nats/token", "+-", "bits/byte"):
+        table.add_column(column, justify="right", no_wrap=True)
+    bits_and_names = [(scores[BITS].number, name) for name, scores in results.scores.items()]
+    for bits, name in sorted(bits_and_names):
+        model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
+        nats = results.scores[name][NATS]
+        table.add_row(Text(model), f"{nats.number:.4f}", _format_noise(nats), f"{bits:.4f}")
+    return table
+
+
+def _score_table(target: str, results: Results) -> Table:
+    """Return the metrics of a suite's tasks."""
+    limit = results.limit
+    trial = "" if limit is None else f"; only the first {limit:,} items"
+
+    table = Table(title=Text(f"{results.suite}: {target}{trial}"), title_justify="left")
+    for column in ("task", "metric"):
+        table.add_column(column, no_wrap=True)
+    for column in ("score", "+-", "items"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for task, metrics in results.scores.items():
+        for metric, score in metrics.items():
+            value = "none" if score.value is None else f"{score.value:.4f}"
+            num_items = f"{results.num_samples[task]:,}"
+            table.add_row(Text(task), Text(metric), value, _format_noise(score), num_items)
+    return table
+
+
+def _format_noise(score: Score) -> str:
+    """Return the standard error or, of a value of 0 or 1, the bound of its interval."""
+    if score.bound is not None:
+        return format_bound(score.number, score.bound)
+    return "" if score.stderr is None else f"{score.stderr:.4f}"

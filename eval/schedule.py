@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from canon_pretrain.checkpoint import retention
 from canon_pretrain.checkpoint.architecture import find_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder
-from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults
+from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, verify
+from canon_pretrain.checkpoint.retention import held_steps, hold_step, release_step
 from canon_pretrain.cluster.leases import CLAIM_EXPIRY_S, Lease, Leases, Slurm
 from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import UserError
@@ -36,7 +36,8 @@ from eval.suite_names import SUITES, is_file, suite_name, suite_settings, task_f
 DEFAULT_RETRIES = 2
 LOCK_TIMEOUT_S = 600.0  # for a watcher that waits for Slurm
 HOLD_NAME = "submit"  # RUN/evals/holds/step-N.submit
-EXIT_NO_PROGRESS, EXIT_TAKEN_OVER = 1, 3
+EXIT_NO_PROGRESS = 1
+EXIT_TAKEN_OVER = 3
 
 ACTIVE_STATES = ("claimed", "queued", "running")
 FINAL_STATES = ("done", "failed", "missing", "damaged")
@@ -60,36 +61,39 @@ class Request:
     retries: int = DEFAULT_RETRIES
 
 
-def _parse_options(how: Sequence[str]) -> argparse.Namespace:
+def _parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser()
     add_evaluation_options(parser)
-    return parser.parse_args(list(how))
+    return parser.parse_args(list(argv))
 
 
-def matches_options(asked: dict[str, Any], suite: str, how: Sequence[str], seq_len: int) -> bool:
-    """Return whether results with the settings `asked` are those of `eval run` with `how`."""
-    options = _parse_options(how)
-    wanted = {"options": None, "junk": None, **suite_settings(suite_name(suite), options, seq_len)}
+def matches_options(
+    recorded: dict[str, Any], suite: str, argv: Sequence[str], seq_len: int
+) -> bool:
+    """Return whether results with `recorded` settings are those of `eval run` with `argv`."""
+    options = _parse_options(argv)
+    settings = suite_settings(suite_name(suite), options, seq_len)
+    expected = {"options": None, "junk": None, **settings}
     if options.held_out is not None and suite == "validation":
-        wanted["held_out_fingerprint"] = open_validation(options.held_out).fingerprint
+        expected["held_out_fingerprint"] = open_validation(options.held_out).fingerprint
     if options.dtype != "auto":
-        wanted["dtype"] = options.dtype
-    return all(asked.get(name) == value for name, value in wanted.items())
+        expected["dtype"] = options.dtype
+    return all(recorded.get(name) == value for name, value in expected.items())
 
 
-def to_argv(given: dict[str, Any]) -> list[str]:
+def to_argv(options: dict[str, Any]) -> list[str]:
     """Return evaluation options as a command line with absolute paths, without defaults."""
-    words: list[str] = []
+    argv: list[str] = []
     for name, default in vars(_parse_options([])).items():
-        value = given[name]
-        if isinstance(value, list):
+        value = options[name]
+        if isinstance(value, list):  # of --option NAME=VALUE
             for key, text in value:
-                words += [f"--{name}", f"{key}={os.path.abspath(text) if is_file(text) else text}"]
+                argv += [f"--{name}", f"{key}={os.path.abspath(text) if is_file(text) else text}"]
         elif value is True:
-            words.append(f"--{name}")
+            argv.append(f"--{name}")
         elif value != default:
-            words += [f"--{name}", os.path.abspath(value) if isinstance(value, Path) else value]
-    return list(map(str, words))
+            argv += [f"--{name}", os.path.abspath(value) if isinstance(value, Path) else str(value)]
+    return argv
 
 
 def lock_schedule(run: Path) -> AbstractContextManager[None]:
@@ -100,7 +104,7 @@ def lock_schedule(run: Path) -> AbstractContextManager[None]:
 
 def read_request(run: Path, *, change: bool = False) -> Request | None:
     """Return schedule.json, None if missing, or damaged with `change`."""
-    RunFolder(run).read_config()
+    RunFolder(run).read_config()  # raises UserError unless it is a run
     try:
         return read_record(run / EVALS / "schedule.json", Request)
     except UnreadableFile as error:
@@ -112,25 +116,23 @@ def read_request(run: Path, *, change: bool = False) -> Request | None:
 
 
 def update_request(
-    run: Path, given: dict[str, Any], *, change: bool = False, keep: bool = True
+    run: Path, options: dict[str, Any], *, change: bool = False, keep: bool = True
 ) -> Request:
-    """Update schedule.json (if `keep`) and return it; `given` fields that differ need `change`."""
-    RunFolder(run).read_config()
+    """Update schedule.json (if `keep`) and return it; fields that differ need `change`."""
     path = run / EVALS / "schedule.json"
     with lock_schedule(run) if keep else nullcontext():
-        known = read_request(run, change=change)
-        request = replace(known or Request(list(SUITES)), **given)
+        stored = read_request(run, change=change)
+        request = replace(stored or Request(list(SUITES)), **options)
         # two watchers with different requests would hold and release the same checkpoints
-        if known is not None and request != known and not change:
-            before = {name: getattr(known, name) for name in given}
-            name = next(name for name in given if before[name] != given[name])
+        if stored is not None and request != stored and not change:
+            name = next(name for name in options if getattr(stored, name) != options[name])
             raise UserError(
                 "schedule.changed",
-                f"{path} has {name} = {before[name]!r}, given {given[name]!r}: omit the "
+                f"{path} has {name} = {getattr(stored, name)!r}, not {options[name]!r}: omit the "
                 "options to keep it, or replace it with --change",
                 field=name,
             )
-        if keep and request != known:
+        if keep and request != stored:
             write_json(path, asdict(request))
     return request
 
@@ -147,17 +149,35 @@ class Entry:
     why: str = ""
 
 
+class CheckpointState(NamedTuple):
+    """The state of the evaluations of a checkpoint without jobs, and the reason."""
+
+    state: str  # "waiting", "to come", "missing" or "damaged"
+    reason: str = ""
+
+
 class Schedule:
-    """The evaluations of one run."""
+    """The evaluations of one run.
+
+    `max_waiting`: the number of unpruned checkpoints that the trainer keeps; 0: all.
+    """
 
     def __init__(self, path: Path, request: Request, *, expiry_s: float = CLAIM_EXPIRY_S) -> None:
-        self.run, self.request, self._expiry_s = RunFolder(path), request, expiry_s
-        config = self.run.read_config().get("config", {})
-        checkpoint, training = config.get("checkpoint", {}), config.get("training", {})
+        self.run = RunFolder(path)
+        self.request = request
+        self._expiry_s = expiry_s
+        self._is_settled = False
         self.checkpoints = CheckpointFolder.of_run(self.run)
+
+        config = self.run.read_config().get("config", {})
+        training = config.get("training", {})
         self._seq_len = int(training.get("seq_len", 0))
-        self.kept, self.max_held = checkpoint.get("keep_latest_k", 0), checkpoint.get("max_held", 4)
-        last, interval = int(training.get("steps", 0)), int(checkpoint.get("interval", 1))
+        last_step = int(training.get("steps", 0))
+        checkpoint = config.get("checkpoint", {})
+        interval = int(checkpoint.get("interval", 1))
+        num_kept = checkpoint.get("keep_latest_k", 0)
+        self.max_waiting = num_kept and num_kept + checkpoint.get("max_held", 4)
+
         every = request.every or interval
         if every < 1 or every % interval:
             raise UserError(
@@ -166,8 +186,10 @@ class Schedule:
                 given=request.every,
                 expected=interval,
             )
-        self.steps = sorted({*range(every, last + 1, every), *([last] if last else [])})
-        self._is_settled = False
+        steps = set(range(every, last_step + 1, every))
+        if last_step:
+            steps.add(last_step)
+        self.steps = sorted(steps)
 
     def is_training(self) -> bool:
         """Return whether a launch trains the run now."""
@@ -182,83 +204,95 @@ class Schedule:
     def entries(self, queue: Slurm) -> list[Entry]:
         """Return every suite of every step; poll `queue` before, or new results may be missed."""
         newest = max(self.checkpoints.steps(), default=0)
-        saved = {step: self._checkpoint(step, newest) for step in self.steps}
-        pairs = ((step, suite) for step in saved for suite in self.request.suites)
-        return [self._entry(step, suite, saved[step], queue) for step, suite in pairs]
+        entries: list[Entry] = []
+        for step in self.steps:
+            checkpoint = self._checkpoint_state(step, newest)
+            entries += [
+                self._entry(step, suite, checkpoint, queue) for suite in self.request.suites
+            ]
+        return entries
 
     def options_for(self, suite: str) -> list[str]:
         """Return the options for one suite: --junk only for the birth-year probes."""
-        how, given = self.request.how, vars(_parse_options(self.request.how))
-        is_probe = task_folder(task_files().get(suite_name(suite))) == "birth_year"
-        return how if is_probe else to_argv(given | {"junk": None})
+        if task_folder(task_files().get(suite_name(suite))) == "birth_year":
+            return self.request.how
+        return to_argv(vars(_parse_options(self.request.how)) | {"junk": None})
 
-    def is_finished(self, overview: Sequence[Entry]) -> bool:
+    def is_finished(self, entries: Sequence[Entry]) -> bool:
         """Return whether training is complete, or settled, and nothing is left to evaluate."""
-        is_done = self.run.done_file.exists() and not self.checkpoints.leftovers()
-        is_last = is_done or self._is_settled
-        return is_last and all(entry.state in FINAL_STATES for entry in overview)
+        is_complete = self.run.done_file.exists() and not self.checkpoints.leftovers()
+        has_all_steps = is_complete or self._is_settled
+        return has_all_steps and all(entry.state in FINAL_STATES for entry in entries)
 
     def has_results(self, step: int, suite: str) -> bool:
         """Return whether this checkpoint has a complete results.json with the request's options."""
-        folder = self.run.path / EVALS / f"step-{step}" / suite_name(suite)
-        for path in folder.glob(f"*/{RESULTS}"):
+        name = suite_name(suite)
+        for path in (self.run.path / EVALS / f"step-{step}" / name).glob(f"*/{RESULTS}"):
             try:
                 results = read_results(path)
             except UserError:
                 continue
+            # not a trial (--limit), not with other options, not of a checkpoint replaced since
             if (
-                (results.suite, results.step, results.limit) == (suite_name(suite), step, None)
+                (results.suite, results.step, results.limit) == (name, step, None)
                 and matches_options(results.asked, suite, self.request.how, self._seq_len)
                 and not is_outdated(self.run, results)
             ):
                 return True
         return False
 
-    def update_holds(self, overview: Sequence[Entry]) -> None:
+    def update_holds(self, entries: Sequence[Entry]) -> None:
         """Hold the checkpoints of steps to be evaluated, saved or not, and release all others."""
-        is_over = self.is_finished(overview)
-        wanted = {e.step for e in overview if not is_over and e.state not in ("done", "failed")}
-        holds = self.run.path / EVALS / "holds"
-        held = retention.held_steps(self.run.path)
-        ours = {step for step in held if (holds / f"step-{step}.{HOLD_NAME}").exists()}
-        for step in sorted(wanted ^ ours):
-            change = retention.hold_step if step in wanted else retention.release_step
-            change(self.run.path, step, HOLD_NAME)
+        needed: set[int] = set()
+        if not self.is_finished(entries):
+            needed = {entry.step for entry in entries if entry.state not in ("done", "failed")}
+        held = held_steps(self.run.path, HOLD_NAME)
+        for step in sorted(needed - held):
+            hold_step(self.run.path, step, HOLD_NAME)
+        for step in sorted(held - needed):
+            release_step(self.run.path, step, HOLD_NAME)
 
-    def _checkpoint(self, step: int, newest: int) -> tuple[str, str]:
-        """Return the state of the step's checkpoint (`waiting` if it is whole), and the reason."""
+    def _checkpoint_state(self, step: int, newest: int) -> CheckpointState:
+        """Return the state of the step's checkpoint; `newest`: the newest step that is saved."""
         path = self.checkpoints.step_path(step)
         if not path.is_dir():
-            moving = f".replaced-step-{step}" in {p.name for p in self.checkpoints.leftovers()}
-            if moving or (step > newest and not self.run.done_file.exists()):
-                return "to come", ""
-            return "missing", "its checkpoint was removed"
+            is_replaced = path.with_name(f".replaced-{path.name}") in self.checkpoints.leftovers()
+            if is_replaced or (step > newest and not self.run.done_file.exists()):
+                return CheckpointState("to come")
+            return CheckpointState("missing", "its checkpoint was removed")
         try:
-            faults = find_faults(path, Manifest.read(path), hashes=False)
+            verify(path, hashes=False)  # the job verifies the hashes
         except DamagedCheckpoint as error:
-            faults = [str(error)]
-        return ("damaged", faults[0]) if faults else ("waiting", "")
+            faults: Any = error.fields["faults"]
+            return CheckpointState("damaged", faults[0])
+        return CheckpointState("waiting")
 
-    def _entry(self, step: int, suite: str, saved: tuple[str, str], queue: Slurm) -> Entry:
+    def _entry(self, step: int, suite: str, checkpoint: CheckpointState, queue: Slurm) -> Entry:
+        """Return the state of an evaluation: done, else that of its job, else its checkpoint's."""
         leases = leases_of(self.run.path, step, suite)
-        last = leases.current()
-        state: str | None = "done"
-        lease, why = last, ""
-        if not self.has_results(step, suite):
-            state, lease, why = leases.judge(last, queue, self._expiry_s)
+        lease = leases.current()
+        if self.has_results(step, suite):
+            return Entry(step, suite, "done", lease, num_attempts(leases))
+
+        job_state, lease, reason = leases.judge(lease, queue, self._expiry_s)
         # after `judge`, which records a job that it found by its name
-        attempts = sum(each.job is not None for each in leases.all())
-        if state is None and attempts > self.request.retries:
-            state = "failed"
-        elif state is None:
-            state, why = saved[0], saved[1] or why
-        return Entry(step, suite, state, lease, attempts, why)
+        attempts = num_attempts(leases)
+        if job_state is not None:
+            return Entry(step, suite, job_state, lease, attempts, reason)
+        if attempts > self.request.retries:
+            return Entry(step, suite, "failed", lease, attempts, reason)
+        return Entry(step, suite, checkpoint.state, lease, attempts, checkpoint.reason or reason)
 
 
 def leases_of(run: Path, step: int | str, suite: str) -> Leases:
     """Return the leases of one suite (or suites `a,b`) of one checkpoint."""
     name = step if isinstance(step, str) else f"step-{step}"
     return Leases(run / EVALS / name / suite_name(suite) / "leases")
+
+
+def num_attempts(leases: Leases) -> int:
+    """Return the number of claims with a job; claims that sbatch refused have none."""
+    return sum(lease.job is not None for lease in leases.all())
 
 
 @dataclass(frozen=True)
@@ -270,51 +304,66 @@ class Restarts:
     fruitless: int = 0
 
 
-def start_job(leases: Leases, job: str, lease_id: str | None, restarts: int) -> tuple[int, str]:
-    """Record a job's start; return its exit code (0: continue) and the reason."""
+class JobStart(NamedTuple):
+    """Whether a job may work: an exit code (0: it may), and the reason."""
+
+    exit_code: int
+    reason: str = ""
+
+
+def start_job(leases: Leases, job: str, lease_id: str | None, max_restarts: int) -> JobStart:
+    """Record a job's start; refuse it without its lease, or after restarts without progress."""
     if lease_id is not None:
         current = leases.current()
         if current is None or current.id != lease_id:
-            return EXIT_TAKEN_OVER, f"another job has this work, or it is archived: {leases.folder}"
+            return JobStart(
+                EXIT_TAKEN_OVER, f"another job has this work, or it is archived: {leases.folder}"
+            )
         if current.job is None:
             leases.record(current, job=job)  # its watcher was killed before recording it
-    path, suites, before = leases.folder / "restarts.json", leases.folder.parent, Restarts()
+
+    path = leases.folder / "restarts.json"
+    before = Restarts()
     with suppress(UnreadableFile):
         before = read_record(path, Restarts)
-    folders = [suites.parent / name for name in suites.name.split(",")]
-    gained = sum(len([*folder.glob(files)]) for folder in folders for files in PROGRESS_FILES)
-    again = before.job == job and gained <= before.tasks
-    fruitless = before.fruitless + 1 if again else 0
-    if fruitless > restarts:
-        return EXIT_NO_PROGRESS, f"{fruitless} restarts without progress"
+    # a job may have several suites: the folder is then named `a,b`
+    folder = leases.folder.parent
+    suite_folders = [folder.with_name(suite) for suite in folder.name.split(",")]
+    num_files = sum(
+        len(list(suite_folder.glob(pattern)))
+        for suite_folder in suite_folders
+        for pattern in PROGRESS_FILES
+    )
+    is_fruitless = before.job == job and num_files <= before.tasks
+    fruitless = before.fruitless + 1 if is_fruitless else 0
+    if fruitless > max_restarts:
+        return JobStart(EXIT_NO_PROGRESS, f"{fruitless} restarts without progress")
     leases.folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, asdict(Restarts(job, gained, fruitless)))
-    return 0, ""
+    write_json(path, asdict(Restarts(job, num_files, fruitless)))
+    return JobStart(0)
 
 
-def check_work(words: Sequence[str]) -> None:
+def check_work(argv: Sequence[str]) -> None:
     """Raise UserError if `eval run` would refuse these arguments of slurm/eval.sh in a job."""
-    if len(words) < 2 or words[0].startswith("-") or words[1].startswith("-"):
+    if len(argv) < 2 or argv[0].startswith("-") or argv[1].startswith("-"):
         raise UserError(
             "slurm.usage", "expected RUN/checkpoint/step-N and SUITE; see bash slurm/eval.sh --help"
         )
+    path, suite, *options = argv
     parser = Parser(prog="slurm/eval.sh")
     add_arguments(parser)
-    given, suite, *options = words
-    arguments = parser.parse_args(["--checkpoint", given, "--suite", suite, *options])
+    arguments = parser.parse_args(["--checkpoint", path, "--suite", suite, *options])
     suites = check_options(arguments)
     check_staged(suites, staged_folder(arguments.staged))
 
     # without the hashes, which the job verifies
-    checkpoint = Path(os.path.abspath(given))
+    checkpoint = Path(os.path.abspath(path))
     if checkpoint.name.startswith("step-"):
-        faults = find_faults(checkpoint, Manifest.read(checkpoint), hashes=False)
-        if faults:
-            raise DamagedCheckpoint("checkpoint.damaged", f"{checkpoint}: {faults[0]}")
+        verify(checkpoint, hashes=False)
     elif not checkpoint.is_dir():
         raise UserError(
             "checkpoint.none",
-            f"{given} does not exist: expected RUN/checkpoint/step-N",
+            f"{path} does not exist: expected RUN/checkpoint/step-N",
             path=checkpoint,
         )
 
@@ -322,15 +371,17 @@ def check_work(words: Sequence[str]) -> None:
 def main(argv: list[str] | None = None) -> None:
     """For slurm/eval.sh: `begin CHECKPOINT SUITE --job ID [--lease ID] [--restarts K]` in a job,
     and before it is queued `check CHECKPOINT SUITE [options of eval run]`."""
-    words = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        argv = sys.argv[1:]
     with command():
-        if words[:1] == ["check"]:
-            check_work(words[1:])
+        if argv[:1] == ["check"]:
+            check_work(argv[1:])
         else:
-            _begin(words)
+            _begin(argv)
 
 
-def _begin(words: Sequence[str]) -> None:
+def _begin(argv: Sequence[str]) -> None:
+    """Record the start of a job; exit with its code if it must not work."""
     parser = Parser(prog="python -m eval.schedule")
     parser.add_argument("command", choices=("begin", "check"))
     parser.add_argument("checkpoint", type=Path)
@@ -338,14 +389,15 @@ def _begin(words: Sequence[str]) -> None:
     parser.add_argument("--job", required=True)
     parser.add_argument("--lease")
     parser.add_argument("--restarts", type=int, default=3)
-    given = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
+
     # not resolved: RUN/checkpoint may be a link to a larger disk
-    run, checkpoint = find_checkpoint(Path(os.path.abspath(given.checkpoint)))
-    leases = leases_of(run.path, checkpoint.name, given.suite)
-    code, why = start_job(leases, given.job, given.lease, given.restarts)
-    if code:
-        print(why, file=sys.stderr)
-        raise SystemExit(code)
+    run, checkpoint = find_checkpoint(Path(os.path.abspath(arguments.checkpoint)))
+    leases = leases_of(run.path, checkpoint.name, arguments.suite)
+    start = start_job(leases, arguments.job, arguments.lease, arguments.restarts)
+    if start.exit_code:
+        print(start.reason, file=sys.stderr)
+        raise SystemExit(start.exit_code)
 
 
 if __name__ == "__main__":

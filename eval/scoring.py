@@ -39,7 +39,7 @@ Aggregation = Callable[[Sequence[Any]], Any]
 
 @dataclass
 class Item:
-    """One document under one filter, and either its metrics or the error that it has none."""
+    """One document under one filter, with its metrics, or with the error that left it without."""
 
     doc_id: int
     document: dict[str, Any]
@@ -60,9 +60,10 @@ def ask(lm: CanonLM, task: Task) -> TaskAnswers:
         by_type.setdefault(request.request_type, []).append(request)
 
     responses: dict[int, list[Any]] = defaultdict(list)
-    for kind, requests in by_type.items():
-        copies = [request for request in requests for _ in range(request.repeats)]
-        for request, answer in zip(copies, getattr(lm, kind)(copies), strict=True):
+    for request_type, requests in by_type.items():
+        repeated = [request for request in requests for _ in range(request.repeats)]
+        answers = getattr(lm, request_type)(repeated)
+        for request, answer in zip(repeated, answers, strict=True):
             responses[id(request)].append(answer)
 
     in_order = [responses[id(request)] for request in task.instances]
@@ -73,9 +74,9 @@ def ask(lm: CanonLM, task: Task) -> TaskAnswers:
 def score_task(task: Task, answers: TaskAnswers, limit: int | None) -> TaskResult:
     """Return the scores and item records of `answers` to the first `limit` items of a task."""
     for request, responses in zip(task.instances, answers.responses, strict=True):
-        # JSON has no tuples
+        # answers that were stored are lists, as JSON has no tuples
         request.resps = [tuple(x) if isinstance(x, list) else x for x in responses]
-    by_filter = _judge(task, answers.failures, limit)
+    by_filter = _evaluate_items(task, answers.failures, limit)
     aggregations: dict[str, Aggregation] = dict(task.aggregation())
     if is_multiple_choice(task) and _add_gold_bits(task, by_filter):
         aggregations[GOLD_BITS] = np.mean
@@ -83,17 +84,19 @@ def score_task(task: Task, answers: TaskAnswers, limit: int | None) -> TaskResul
     records = _records(task, by_filter)
     scores: dict[str, Score] = {}
     num_samples = 0
-    for filtered, items in by_filter.items():
+    for filter_name, items in by_filter.items():
         # without any scored item, the declared metrics have no value
         metrics = dict.fromkeys(metric for item in items for metric in item.metrics)
         for metric in metrics or aggregations:
-            here = [item for item in items if metric in item.metrics]
-            sources = [source_of_record(records[item.doc_id, filtered]) for item in here]
-            label = metric if len(by_filter) == 1 else f"{metric}, {filtered}"
-            # lm_eval takes the mean of a metric without an aggregation
-            aggregation = aggregations.get(metric, mean)
-            scores[label] = _score(aggregation, [item.metrics[metric] for item in here], sources)
-            num_samples = max(num_samples, len(here))
+            scored = [item for item in items if metric in item.metrics]
+            label = metric if len(by_filter) == 1 else f"{metric}, {filter_name}"
+            scores[label] = _score(
+                # lm_eval takes the mean of a metric without an aggregation
+                aggregations.get(metric, mean),
+                [item.metrics[metric] for item in scored],
+                [source_of_record(records[item.doc_id, filter_name]) for item in scored],
+            )
+            num_samples = max(num_samples, len(scored))
 
     failed = [item for items in by_filter.values() for item in items if item.error]
     return TaskResult(
@@ -105,7 +108,9 @@ def score_task(task: Task, answers: TaskAnswers, limit: int | None) -> TaskResul
     )
 
 
-def _judge(task: Task, failures: Mapping[int, str], limit: int | None) -> dict[str, list[Item]]:
+def _evaluate_items(
+    task: Task, failures: Mapping[int, str], limit: int | None
+) -> dict[str, list[Item]]:
     """Return the items by filter, in the order of the documents; `failures`: without an answer."""
     requests_of: dict[int, list[Instance]] = {}
     for request in task.instances:
@@ -116,16 +121,16 @@ def _judge(task: Task, failures: Mapping[int, str], limit: int | None) -> dict[s
     documents = list(task.doc_iterator(rank=0, limit=limit, world_size=1))
     by_filter: dict[str, list[Item]] = {}
     for ensemble in task._filters:
-        answered = [x for doc_id, x in requests_of.items() if doc_id not in failures]
-        errors = _apply_filter(ensemble, answered)
-        by_filter[ensemble.name] = [
-            _judge_item(
-                task,
-                Item(doc_id, document, ensemble.name, requests_of[doc_id]),
-                failures.get(doc_id) or errors.get(doc_id, ""),
-            )
+        answered = [requests for doc_id, requests in requests_of.items() if doc_id not in failures]
+        errors = {**_apply_filter(ensemble, answered), **failures}
+        items = [
+            Item(doc_id, document, ensemble.name, requests_of[doc_id], error=errors.get(doc_id, ""))
             for doc_id, document in documents
         ]
+        for item in items:
+            if not item.error:
+                _add_metrics(task, item)
+        by_filter[ensemble.name] = items
     return by_filter
 
 
@@ -138,7 +143,7 @@ def _apply_filter(
         if answered:
             ensemble.apply([request for requests in answered for request in requests])
     except Exception:
-        # find the documents that it fails on
+        # apply it to one document at a time, to find those that it fails on
         for requests in answered:
             try:
                 ensemble.apply(list(requests))
@@ -147,30 +152,29 @@ def _apply_filter(
     return errors
 
 
-def _judge_item(task: Task, item: Item, error: str) -> Item:
-    """Fill in the metrics of one item, or its error."""
-    item.error = error
-    if error:
-        return item
+def _add_metrics(task: Task, item: Item) -> None:
+    """Fill in the answers and metrics of one item, or its error."""
     try:
         item.answers = [request.filtered_resps[item.filter] for request in item.requests]
         item.target = task.doc_to_target(item.document)
         metrics = dict(task.process_results(item.document, item.answers))
-        to_json([metrics, item.target])  # it can be stored
+        to_json([metrics, item.target])  # raises unless it can be stored
         item.metrics = metrics
-    except Exception as problem:
-        item.error = f"metrics: {_describe(problem)}"
-    return item
+    except Exception as error:
+        item.error = f"metrics: {_describe(error)}"
 
 
 def _records(task: Task, by_filter: Mapping[str, Sequence[Item]]) -> dict[tuple[int, str], Any]:
-    """Return what is stored of each item."""
+    """Return what is stored of each item, by document and filter."""
     metadata = task.config.metadata or {}
     part = metadata.get("part")
+    answers_key = f"answers_{part}" if part else "answers"
     # items with equal values of these fields are one sample of the standard error
-    fields = metadata.get("source") or []
-    fields = [fields] if isinstance(fields, str) else fields
-    records = {}
+    source_fields = metadata.get("source") or []
+    if isinstance(source_fields, str):
+        source_fields = [source_fields]
+
+    records: dict[tuple[int, str], Any] = {}
     for item in (item for items in by_filter.values() for item in items):
         document = json.dumps(
             item.requests[0].doc, indent=2, default=handle_non_serializable, ensure_ascii=False
@@ -182,10 +186,10 @@ def _records(task: Task, by_filter: Mapping[str, Sequence[Item]]) -> dict[tuple[
             "prompt_hash": hash_string(item.requests[0].arguments[0]),
             "target": item.target,
         }
-        if fields:
-            text = to_json([item.document[field] for field in fields])
-            record["source"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-        record[f"answers_{part}" if part else "answers"] = item.answers
+        if source_fields:
+            source = to_json([item.document[name] for name in source_fields])
+            record["source"] = hashlib.sha256(source.encode()).hexdigest()[:16]
+        record[answers_key] = item.answers
         record |= item.metrics
         if item.error:
             record["error"] = item.error
@@ -203,7 +207,7 @@ def _describe(error: Exception) -> str:
 
 
 def is_multiple_choice(task: Task) -> TypeGuard[ConfigurableTask]:
-    """Return whether the log-likelihoods of given answers decide the task."""
+    """Return whether the log-likelihoods of fixed answers decide the task."""
     return isinstance(task, ConfigurableTask) and task.OUTPUT_TYPE == "multiple_choice"
 
 
@@ -211,7 +215,7 @@ def _add_gold_bits(task: ConfigurableTask, by_filter: Mapping[str, Sequence[Item
     """Add the metric GOLD_BITS to the scored items; return False if one has no gold answer."""
     scored = [item for items in by_filter.values() for item in items if not item.error]
     bits = [gold_bits_per_byte(task, item) for item in scored]
-    if any(value is None for value in bits):
+    if None in bits:
         return False
     for item, value in zip(scored, bits, strict=True):
         item.metrics[GOLD_BITS] = value
@@ -225,15 +229,19 @@ def gold_bits_per_byte(task: ConfigurableTask, item: Item) -> float | None:
     several gold answers; None if there is none.
     """
     choices: list[str] = task.doc_to_choice(item.document)
-    # such a task has the choices in its contexts, and one continuation
+    # a task with multiple_input has the choices in its contexts, and one continuation
     gold = task.doc_to_text(item.document) if task.multiple_input else item.target
-    bits = []
-    for given in gold if isinstance(gold, list) else [gold]:
-        place = choices.index(given) if given in choices else given
-        if isinstance(place, int) and 0 <= place < len(choices):
-            scored = len(item.requests[place].args[1].encode())
-            likelihood = item.answers[place][0]
-            bits += [-likelihood / math.log(2) / scored] if scored else []
+    bits: list[float] = []
+    for answer in gold if isinstance(gold, list) else [gold]:
+        # the gold answer is a text, or its index
+        index = choices.index(answer) if answer in choices else answer
+        if not isinstance(index, int) or not 0 <= index < len(choices):
+            continue
+        continuation = item.requests[index].args[1]
+        num_bytes = len(continuation.encode())
+        log_likelihood = item.answers[index][0]
+        if num_bytes:
+            bits.append(-log_likelihood / math.log(2) / num_bytes)
     return min(bits, default=None)
 
 
@@ -248,10 +256,11 @@ def _score(aggregation: Aggregation, by_item: Sequence[Any], sources: Sequence[s
     if not math.isfinite(value):
         return Score(None, why=f"it is {value}")
 
-    # items may be pairs: a sum and a weight, or of perplexities the log-likelihood and a weight
+    # Items are numbers, or pairs of a sum and a weight (of a perplexity the log-likelihood and a
+    # weight). There is no standard error of a count, and none of what is not their weighted mean.
     pairs = [(x, 1.0) if isinstance(x, NUMBERS) else x for x in by_item]
     are_pairs = all(isinstance(x, tuple | list) and len(x) == 2 for x in pairs)
-    if aggregation is sum or not are_pairs:  # a count has no standard error
+    if aggregation is sum or not are_pairs:
         return Score(value)
     try:
         sums_N, weights_N = np.array(pairs, dtype=np.float64).T
@@ -262,8 +271,10 @@ def _score(aggregation: Aggregation, by_item: Sequence[Any], sources: Sequence[s
     if not math.isclose(sums_N.sum() / weights_N.sum(), value, abs_tol=1e-12):
         return Score(value)
 
-    codes_N = np.unique(sources, return_inverse=True)[1]
+    # All right or all wrong has no variance: a bound instead, over the number of sources.
+    sources_N = np.unique(sources, return_inverse=True)[1]
     if value in (0, 1) and (sums_N == value * weights_N).all():
-        return Score(value, bound=wilson_bound(value, int(codes_N.max()) + 1))
-    variance = mean_variance(Clusters.of(sums_N / weights_N, weights_N, codes_N))
+        num_sources = int(sources_N.max()) + 1
+        return Score(value, bound=wilson_bound(value, num_sources))
+    variance = mean_variance(Clusters.of(sums_N / weights_N, weights_N, sources_N))
     return Score(value, math.sqrt(variance) if math.isfinite(variance) else None)

@@ -18,15 +18,27 @@ from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import locked
 from canon_pretrain.core.terminal import size
 from canon_pretrain.data import hub
-from eval import staged
-from eval.staged import CATALOGUE, SUITES, DataSet, Manifest
+from eval.staged import (
+    CATALOGUE,
+    DEFAULT_FOLDER,
+    FOLDER_VARIABLE,
+    SUITES,
+    DataSet,
+    Manifest,
+    data_set,
+    staged_folder,
+    verify,
+    write_staged,
+)
 
 if TYPE_CHECKING:
     import datasets
 
 Commit = Annotated[str, Field(pattern=f"^{hub.COMMIT.pattern}$")]
 
-LOCK, DOWNLOADS, PINS = ".stage.lock", ".stage.tmp", "pins.json"
+LOCK = ".stage.lock"
+DOWNLOADS = ".stage.tmp"
+PINS = "pins.json"
 ALL = "all"
 HUB_HINTS = hub.HubHints(
     revision="choose another commit with --pin KEY=COMMIT",
@@ -38,35 +50,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval stage`."""
     add = parser.add_argument
     add("--suite", default=ALL, help=f"{', '.join(SUITES)} or {ALL} (%(default)s)")
-    about = f"the folder (default: ${staged.FOLDER_VARIABLE}, else {staged.DEFAULT_FOLDER})"
-    add("--out", "--to", dest="to", type=Path, metavar="DIR", help=about)
+    add(
+        "--out",
+        "--to",
+        dest="to",
+        type=Path,
+        metavar="DIR",
+        help=f"the folder (default: ${FOLDER_VARIABLE}, else {DEFAULT_FOLDER})",
+    )
     add("--only", nargs="+", metavar="KEY", help="only these data sets of the suite")
-    about = f"use this commit of KEY's repository from now on; stored in DIR/{PINS}"
-    add("--pin", nargs="+", default=[], metavar="KEY=COMMIT", help=about)
-    about = "accept a different number of documents than the catalogue's"
-    add("--allow-count", action="store_true", help=about)
+    add(
+        "--pin",
+        nargs="+",
+        default=[],
+        metavar="KEY=COMMIT",
+        help=f"use this commit of KEY's repository from now on; stored in DIR/{PINS}",
+    )
+    add(
+        "--allow-count",
+        action="store_true",
+        help="accept a different number of documents than the catalogue's",
+    )
     add("--check", action="store_true", help="only verify the staged files' hashes; no network")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Stage the chosen data sets, or verify them."""
-    folder = staged.staged_folder(arguments.to)
+    folder = staged_folder(arguments.to)
     chosen = select_data_sets(arguments.suite, arguments.only)
+
     if arguments.check:
-        check = lambda data: _summary(staged.verify(data.key, folder)[0], data)  # noqa: E731
-        return _process_each(folder, chosen, check, "whole")
-    waits = f"waiting: another process is staging into {folder}"
-    wait = lambda: print(waits, flush=True)  # noqa: E731
+        _process_each(
+            folder,
+            chosen,
+            lambda data: _summary(verify(data.key, folder).manifest, data),
+            "whole",
+        )
+        return
+
+    # One process at a time stages into a folder: the others wait.
+    downloads = folder / DOWNLOADS
+    waiting = f"waiting: another process is staging into {folder}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / LOCK, str(folder), patience_s=math.inf, on_wait=wait):
+        with locked(
+            folder / LOCK,
+            str(folder),
+            patience_s=math.inf,
+            on_wait=lambda: print(waiting, flush=True),
+        ):
             add_pins(folder, parse_pins(arguments.pin))
-            shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)  # of a killed process
+            shutil.rmtree(downloads, ignore_errors=True)  # of a killed process
             try:
-                allows = arguments.allow_count
-                _process_each(folder, chosen, lambda data: _stage(folder, data, allows), "staged")
+                _process_each(
+                    folder,
+                    chosen,
+                    lambda data: _stage(folder, data, arguments.allow_count),
+                    "staged",
+                )
             finally:
-                shutil.rmtree(folder / DOWNLOADS, ignore_errors=True)
+                shutil.rmtree(downloads, ignore_errors=True)
     except OSError as error:
         raise UserError(
             "eval.cannot_write",
@@ -79,11 +122,11 @@ def run(arguments: argparse.Namespace) -> None:
 def select_data_sets(suite: str, only: Sequence[str] | None) -> list[DataSet]:
     """Return the data sets of a suite or of all, restricted to `only`."""
     check_choice("--suite", suite, (*SUITES, ALL))
-    found = [data for data in CATALOGUE.values() if suite in (ALL, data.suite)]
+    of_suite = [data for data in CATALOGUE.values() if suite in (ALL, data.suite)]
     for key in only or ():
-        if staged.data_set(key) not in found:
+        if data_set(key) not in of_suite:
             raise UserError("stage.only", f"--only {key}: not of --suite {suite}", key=key)
-    return [data for data in found if only is None or data.key in only]
+    return [data for data in of_suite if only is None or data.key in only]
 
 
 def read_pins(folder: Path) -> dict[str, str]:
@@ -98,15 +141,16 @@ def read_pins(folder: Path) -> dict[str, str]:
 
 def add_pins(folder: Path, commits: dict[str, str]) -> None:
     """Add commits by repository to `folder`/pins.json."""
-    known = read_pins(folder)
-    if known | commits != known:
-        write_json(folder / PINS, dict(sorted((known | commits).items())))
+    before = read_pins(folder)
+    after = before | commits
+    if after != before:
+        write_json(folder / PINS, dict(sorted(after.items())))
 
 
-def parse_pins(given: Sequence[str]) -> dict[str, str]:
+def parse_pins(pins: Sequence[str]) -> dict[str, str]:
     """Return the commit by repository for arguments KEY=COMMIT."""
-    chosen: dict[str, str] = {}
-    for pin in given:
+    commits: dict[str, str] = {}
+    for pin in pins:
         key, _, commit = pin.partition("=")
         if not hub.COMMIT.fullmatch(commit):
             raise UserError(
@@ -114,60 +158,69 @@ def parse_pins(given: Sequence[str]) -> dict[str, str]:
                 f"--pin {pin}: expected KEY=COMMIT with the commit's 40 hex digits",
                 given=pin,
             )
-        path = staged.data_set(key).path
-        if chosen.setdefault(path, commit) != commit:
-            raise UserError("stage.pin", f"--pin {pin}: two commits for {path}", given=pin)
-    return chosen
+        repository = data_set(key).path
+        if commits.setdefault(repository, commit) != commit:
+            raise UserError("stage.pin", f"--pin {pin}: two commits for {repository}", given=pin)
+    return commits
 
 
 def _process_each(
     folder: Path, chosen: list[DataSet], act: Callable[[DataSet], str], state: str
 ) -> None:
+    """Print the line that `act` returns of each data set, or its error, and continue."""
     failed: list[str] = []
     for number, data in enumerate(chosen, 1):
         try:
             line = act(data)
-        except hub.HubUnavailable:
+        except hub.HubUnavailable:  # the others would fail too
             raise
         except UserError as error:
             line = f"error[{error.code}]: {error}"
             failed.append(data.key)
         print(f"[{number}/{len(chosen)}] {data.key}: {line}", flush=True)
     if failed:
-        count = f"{len(failed)} of {len(chosen)} data sets"
         raise UserError(
             "stage.incomplete",
-            f"{count} are not {state} in {folder}: {', '.join(failed)}; see above",
+            f"{len(failed)} of {len(chosen)} data sets are not {state} in {folder}: "
+            f"{', '.join(failed)}; see above",
             failed=failed,
         )
     print(f"{state} in {folder}: {len(chosen)} of {len(chosen)} data sets", flush=True)
 
 
 def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
+    """Download a data set unless it is staged at its pinned commit; return a summary."""
     pinned = read_pins(folder).get(data.path) or data.revision
     with suppress(UserError):  # not staged or damaged
-        manifest, _ = staged.verify(data.key, folder)
+        manifest = verify(data.key, folder).manifest
         if pinned in (None, manifest.revision):
             # the folder was copied without its pins.json: keep its commit
             if pinned is None:
                 add_pins(folder, {data.path: manifest.revision})
             return f"is staged, {_summary(manifest, data)}"
+
     commit = hub.find_commit(data.path, pinned, HUB_HINTS)
     if pinned is None:
         add_pins(folder, {data.path: commit})
-    what, pin = f"{data.path}@{commit[:12]} {data.split}", f"--pin {data.key}=COMMIT"
-    print(f"    {what} ...", flush=True)
+    source = f"{data.path}@{commit[:12]} {data.split}"
+    print(f"    {source} ...", flush=True)
     rows = download(data, commit, folder / DOWNLOADS)
+
+    # The repository may have changed since the catalogue was written.
+    remedy = f"choose another commit with --pin {data.key}=COMMIT"
     if missing := [name for name in data.columns if name not in rows.column_names]:
-        found = f"no column {', '.join(missing)} (but {', '.join(rows.column_names)})"
-        raise UserError("stage.columns", f"{what}: {found}; choose another commit with {pin}")
+        raise UserError(
+            "stage.columns",
+            f"{source}: no column {', '.join(missing)} (but {', '.join(rows.column_names)}); "
+            f"{remedy}",
+        )
     if not len(rows) or (not allow_count and len(rows) != data.documents):
-        found = f"{len(rows):,} documents, expected {data.documents:,}"
         raise UserError(
             "stage.documents",
-            f"{what}: {found}; choose another commit with {pin}, or give --allow-count",
+            f"{source}: {len(rows):,} documents, expected {data.documents:,}; {remedy}, or pass "
+            "--allow-count",
         )
-    return _summary(staged.write_staged(folder, data.key, rows, revision=commit), data)
+    return _summary(write_staged(folder, data.key, rows, revision=commit), data)
 
 
 def download(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
@@ -188,6 +241,7 @@ def download(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
 
 
 def _summary(manifest: Manifest, data: DataSet) -> str:
-    known = manifest.splits[data.split]
-    odd = f" (expected {data.documents:,})" if known.rows != data.documents else ""
-    return f"{known.rows:,} documents{odd}, {size(known.bytes)}, commit {manifest.revision[:12]}"
+    split = manifest.splits[data.split]
+    expected = "" if split.rows == data.documents else f" (expected {data.documents:,})"
+    commit = manifest.revision[:12]
+    return f"{split.rows:,} documents{expected}, {size(split.bytes)}, commit {commit}"

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError, check_choice
@@ -22,7 +22,9 @@ from canon_pretrain.core.errors import UserError, check_choice
 if TYPE_CHECKING:
     import datasets
 
-DISCRIMINATIVE, JRT, BABILONG = "discriminative", "jrt", "babilong"
+DISCRIMINATIVE = "discriminative"
+JRT = "jrt"
+BABILONG = "babilong"
 SUITES = (DISCRIMINATIVE, JRT, BABILONG)  # birth-year uses the data set wikitext
 
 BABILONG_TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")
@@ -86,15 +88,28 @@ _BABILONG_ROWS = {
 
 
 def _catalogue() -> Iterator[DataSet]:
+    """Yield the data sets of the table, and one per task and length of BABILong."""
     for line in _TABLE.strip().splitlines():
         key, path, config, split, documents, *columns = line.split()
-        suite = JRT if key.startswith(JRT) else DISCRIMINATIVE
-        name = None if config == "-" else config
-        yield DataSet(key, suite, path, name, split, tuple(columns), int(documents))
-    path, fields = "RMT-team/babilong-1k-samples", ("input", "question", "target")
+        yield DataSet(
+            key=key,
+            suite=JRT if key.startswith(JRT) else DISCRIMINATIVE,
+            path=path,
+            config=None if config == "-" else config,
+            split=split,
+            columns=tuple(columns),
+            documents=int(documents),
+        )
     for task, length in product(BABILONG_TASKS, BABILONG_LENGTHS):
-        rows = _BABILONG_ROWS.get((task, length), 999)
-        yield DataSet(f"babilong_{task}_{length}", BABILONG, path, length, task, fields, rows)
+        yield DataSet(
+            key=f"babilong_{task}_{length}",
+            suite=BABILONG,
+            path="RMT-team/babilong-1k-samples",
+            config=length,
+            split=task,
+            columns=("input", "question", "target"),
+            documents=_BABILONG_ROWS.get((task, length), 999),
+        )
 
 
 CATALOGUE: Mapping[str, DataSet] = {data.key: data for data in _catalogue()}
@@ -127,9 +142,16 @@ class Manifest:
     splits: dict[str, Split]
 
 
-def staged_folder(given: str | Path | None = None) -> Path:
-    """Return the folder of staged data: `given`, else $CANON_EVAL_DATA, else outputs/eval_data."""
-    return Path(given or os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
+class StagedFile(NamedTuple):
+    """The manifest of a data set, and the content of its file."""
+
+    manifest: Manifest
+    content: bytes
+
+
+def staged_folder(folder: str | Path | None = None) -> Path:
+    """Return the folder of staged data: `folder`, else $CANON_EVAL_DATA, else outputs/eval_data."""
+    return Path(folder or os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER).expanduser()
 
 
 def check_staged(suites: Collection[str], folder: Path) -> None:
@@ -159,44 +181,46 @@ def load_staged(key: str, folder: str | Path | None = None) -> "datasets.Dataset
     import datasets
     import pyarrow.parquet
 
-    _, content = verify(key, staged_folder(folder))
+    content = verify(key, staged_folder(folder)).content
     # not Dataset.from_parquet, which copies to a cache that may be read-only
     return datasets.Dataset(pyarrow.parquet.read_table(io.BytesIO(content)))
 
 
-def verify(key: str, folder: Path) -> tuple[Manifest, bytes]:
+def verify(key: str, folder: Path) -> StagedFile:
     """Return the manifest and the file's content of `key`; raises UserError if damaged."""
-    data, path = data_set(key), folder / key / MANIFEST
+    data = data_set(key)
+    path = folder / key / MANIFEST
+    remedy = stage_command(key, folder)
     try:
         manifest = files.read_record(path, Manifest)
     except files.UnreadableFile as error:
-        command = stage_command(key, folder)
         if error.is_missing:
             raise UserError(
-                "stage.missing", f"{path.parent}: not staged; {command}", path=path
+                "stage.missing", f"{path.parent}: not staged; {remedy}", path=path
             ) from None
-        raise UserError("stage.damaged", f"{error}; {command}", path=path) from None
+        raise UserError("stage.damaged", f"{error}; {remedy}", path=path) from None
+
+    # it may be of another version, or copied from another data set's folder
     expected = {"version": MANIFEST_VERSION, "key": key, "path": data.path, "config": data.config}
-    found = {name: getattr(manifest, name) for name in expected}
-    if found != expected or set(manifest.splits) != {data.split}:
+    recorded = {name: getattr(manifest, name) for name in expected}
+    if recorded != expected or set(manifest.splits) != {data.split}:
         raise UserError(
-            "stage.damaged",
-            f"{path}: {found}, expected {expected}; {stage_command(key, folder)}",
-            path=path,
+            "stage.damaged", f"{path}: {recorded}, expected {expected}; {remedy}", path=path
         )
-    known = manifest.splits[data.split]
-    path = folder / key / known.file
+
+    split = manifest.splits[data.split]
+    path = folder / key / split.file
     try:
         content = path.read_bytes()
-        sha256 = hashlib.sha256(content).hexdigest()
-        fault = "" if sha256 == known.sha256 else "changed after it was staged"
     except OSError as error:
-        fault = f"can't be read: {error.strerror}"
-    if fault:
         raise UserError(
-            "stage.damaged", f"{path}: {fault}; {stage_command(key, folder)}", path=path
+            "stage.damaged", f"{path}: can't be read: {error.strerror}; {remedy}", path=path
+        ) from None
+    if hashlib.sha256(content).hexdigest() != split.sha256:
+        raise UserError(
+            "stage.damaged", f"{path}: changed after it was staged; {remedy}", path=path
         )
-    return manifest, content
+    return StagedFile(manifest, content)
 
 
 def stage_command(key: str, folder: Path) -> str:
@@ -218,7 +242,6 @@ def write_staged(
     import datasets
     import pyarrow.parquet
 
-    data, target = data_set(key), Path(folder) / key
     if not isinstance(rows, datasets.Dataset):
         rows = datasets.Dataset.from_list([*rows])
     # the column types are stored in the schema, where Dataset reads them
@@ -226,14 +249,30 @@ def write_staged(
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer)
     content = buffer.getvalue()
-    file, sha256 = f"{data.split}.parquet", hashlib.sha256(content).hexdigest()
-    splits = {data.split: Split(file, len(rows), len(content), sha256)}
-    manifest = Manifest(MANIFEST_VERSION, key, data.path, data.config, revision, splits)
+
+    data = data_set(key)
+    split = Split(
+        file=f"{data.split}.parquet",
+        rows=len(rows),
+        bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+    manifest = Manifest(
+        version=MANIFEST_VERSION,
+        key=key,
+        path=data.path,
+        config=data.config,
+        revision=revision,
+        splits={data.split: split},
+    )
+
+    target = Path(folder) / key
+    temporary = target / f"{split.file}.next"
     target.mkdir(parents=True, exist_ok=True)
     files.remove_leftovers(target)
-    files.write_atomic(target / f"{file}.next", content)  # a full disk keeps the old files
+    files.write_atomic(temporary, content)  # a full disk keeps the old files
     (target / MANIFEST).unlink(missing_ok=True)
     files.fsync_folder(target)  # or a crash could leave the old manifest with a new file
-    files.publish(target / f"{file}.next", target / file)
+    files.publish(temporary, target / split.file)
     files.write_json(target / MANIFEST, asdict(manifest))
     return manifest

@@ -27,10 +27,11 @@ TASKS = Path(__file__).resolve().parent / "tasks"
 _NAME = re.compile(r"^[ {]*\"?(task|group)\"?:[ \t]+[\"']?([^\s\"',]+)", re.MULTILINE)
 _CLASS = re.compile("^class:", re.MULTILINE)
 _TAGS = re.compile(r"^\"?tag\"?:[ \t]*([^\n]*(?:\n[ \t]*-[^\n]*)*)", re.MULTILINE)
+_TAG = re.compile(r"[^\s\"',\[\]-][^\s\"',\[\]]*")
 
 
 class HarnessName(NamedTuple):
-    """A task, group or tag of the installed lm_eval, and the file that defines it."""
+    """A task, group or tag, and the file that defines it."""
 
     kind: str
     path: Path
@@ -39,14 +40,14 @@ class HarnessName(NamedTuple):
 @functools.cache
 def task_files() -> dict[str, Path]:
     """Return the file by task and group of eval/tasks; a group's members have the group's file."""
-    found: dict[str, Path] = {}
+    top_level: dict[str, Path] = {}
     members: dict[str, Path] = {}
     for path in sorted(TASKS.rglob("*.yaml")):
         content = path.read_text()
         names = re.findall(r"^(?:task|group):[ \t]+(\S+)", content, re.MULTILINE)
-        found |= dict.fromkeys(names[:1], path)
+        top_level |= dict.fromkeys(names[:1], path)
         members |= dict.fromkeys(re.findall(r"^ +- task:[ \t]+(\S+)", content, re.MULTILINE), path)
-    return members | found
+    return members | top_level
 
 
 def harness_tasks() -> Path:
@@ -60,75 +61,84 @@ def harness_tasks() -> Path:
 @functools.cache
 def harness_names() -> dict[str, HarnessName]:
     """Return all names of the installed lm_eval by a text scan, faster than its own index."""
-    named: dict[str, HarnessName] = {}
+    names: dict[str, HarnessName] = {}
     tags: dict[str, HarnessName] = {}
     # templates, which have no suffix, may define tags of the files that include them
     files = (path for path in harness_tasks().rglob("*") if path.suffix in ("", ".yaml"))
     for path in sorted(path for path in files if path.is_file()):
         text = path.read_text(errors="replace")
         if path.suffix:
-            found = dict(reversed(_NAME.findall(text)))
-            kind = "group" if "group" in found and not _CLASS.search(text) else "task"
-            if kind in found:
-                named.setdefault(found[kind], HarnessName(kind, path))
-        for listed in _TAGS.findall(text):
-            for word in re.findall(r"[^\s\"',\[\]-][^\s\"',\[\]]*", re.sub("#.*", "", listed)):
-                tags.setdefault(word, HarnessName("tag", path))
-    return tags | named
+            # by key, `task` or `group`, the first name of the file
+            name_by_key = dict(reversed(_NAME.findall(text)))
+            is_group = "group" in name_by_key and not _CLASS.search(text)
+            kind = "group" if is_group else "task"
+            if kind in name_by_key:
+                names.setdefault(name_by_key[kind], HarnessName(kind, path))
+        for tag_value in _TAGS.findall(text):
+            without_comments = re.sub("#.*", "", tag_value)
+            for tag in _TAG.findall(without_comments):
+                tags.setdefault(tag, HarnessName("tag", path))
+    return tags | names
 
 
-def is_task_file(given: str) -> bool:
-    """Return whether a suite is given as the path of a YAML file."""
-    return given.endswith((".yaml", ".yml"))
+def is_task_file(suite: str) -> bool:
+    """Return whether a suite is specified as the path of a YAML file."""
+    return suite.endswith((".yaml", ".yml"))
 
 
-def split_suites(given: str, known: Collection[str] = ()) -> list[str]:
-    """Return the suites of `a,b` or `all` with absolute paths; checks those not in `known`."""
+def split_suites(text: str, stored: Collection[str] = ()) -> list[str]:
+    """Return the suites of `a,b` or `all` with absolute paths; checks those not in `stored`."""
     suites: list[str] = []
-    for name in filter(None, given.split(",")):
+    for name in filter(None, text.split(",")):
+        if name == ALL:
+            suites += SUITES
+            continue
         suite = os.path.abspath(name) if is_task_file(name) else name
-        if name != ALL and suite not in known:
+        if suite not in stored:
             find_suite(name)
-        suites += SUITES if name == ALL else [suite]
+        suites.append(suite)
     if not suites:
         raise UserError(
             "eval.unknown_suite",
-            f"no suite in {given!r}: expected {ALL}, or names such as jrt,{VALIDATION}",
-            given=given,
+            f"no suite in {text!r}: expected {ALL}, or names such as jrt,{VALIDATION}",
+            given=text,
         )
     return list(dict.fromkeys(suites))
 
 
-def suite_name(given: str) -> str:
+def suite_name(suite: str) -> str:
     """Return the name of a suite and of its folder of results."""
-    return Path(given).stem if is_task_file(given) else given
+    return Path(suite).stem if is_task_file(suite) else suite
 
 
-def find_suite(given: str) -> tuple[str, Path | None]:
+def find_suite(suite: str) -> tuple[str, Path | None]:
     """Return the suite's name and its file, None for `validation`."""
     files = task_files()
-    if given == VALIDATION:
-        return given, None
-    if given in files:
-        return given, files[given]
-    if is_task_file(given):
-        path = Path(given)
+    if suite == VALIDATION:
+        return suite, None
+    if suite in files:
+        return suite, files[suite]
+
+    if is_task_file(suite):
+        path = Path(suite)
         if not path.is_file():
-            raise UserError("eval.unknown_suite", f"--suite {given}: no such file", given=given)
-        if path.stem == VALIDATION or path.resolve() != files.get(path.stem, path).resolve():
+            raise UserError("eval.unknown_suite", f"--suite {suite}: no such file", given=suite)
+        is_other_suite = path.stem in files and not path.samefile(files[path.stem])
+        if path.stem == VALIDATION or is_other_suite:
             raise UserError(
                 "eval.ambiguous_suite",
-                f"{given}: '{path.stem}' is the name of another suite; rename the file",
+                f"{suite}: '{path.stem}' is the name of another suite; rename the file",
             )
         return path.stem, path
-    if given in harness_names():
-        return given, harness_names()[given].path
-    near = suggestion(given, [*SUITES, ALL, *files]) or suggestion(given, harness_names())
+
+    if suite in harness_names():
+        return suite, harness_names()[suite].path
+    similar = suggestion(suite, [*SUITES, ALL, *files]) or suggestion(suite, harness_names())
     raise UserError(
         "eval.unknown_suite",
-        f"unknown suite '{given}'; expected {', '.join(SUITES)}, {ALL}, a name listed by "
-        f"`canon eval tasks`, or a task's YAML.{near}",
-        given=given,
+        f"unknown suite '{suite}'; expected {', '.join(SUITES)}, {ALL}, a name listed by "
+        f"`canon eval tasks`, or a task's YAML.{similar}",
+        given=suite,
     )
 
 
@@ -137,22 +147,28 @@ def task_folder(path: Path | None) -> str:
     return path.parent.name if path and path.resolve().is_relative_to(TASKS) else ""
 
 
-def suite_settings(name: str, how: argparse.Namespace, seq_len: int) -> dict[str, Any]:
+def suite_settings(name: str, options: argparse.Namespace, seq_len: int) -> dict[str, Any]:
     """Return the settings of a suite that the options determine; files count by content."""
 
     def content(value: Path | str) -> str:
         return f"file {sha256_file(Path(value))}" if is_file(value) else str(value)
 
-    own = task_folder(task_files().get(name))
-    length = how.max_length or max(seq_len, MIN_MAX_LENGTHS.get(own, 0))
-    found: dict[str, Any] = {"max_length": length, "add_bos": how.add_bos}
+    folder = task_folder(task_files().get(name))
+    max_length = options.max_length or max(seq_len, MIN_MAX_LENGTHS.get(folder, 0))
+    settings: dict[str, Any] = {"max_length": max_length, "add_bos": options.add_bos}
     if name == VALIDATION:
-        return found
-    if own == "birth_year" and how.junk:
-        found["junk"] = content(how.junk)
-    others = tuple(f"{folder}_" for folder in FOLDERS if own and folder != own)
-    options = {key: content(value) for key, value in how.option if not key.startswith(others)}
-    return found | ({"options": options} if options else {})
+        return settings
+    if folder == "birth_year" and options.junk:
+        settings["junk"] = content(options.junk)
+
+    # a suite of ours ignores the options of the others; a user's task may use any
+    others = tuple(f"{other}_" for other in FOLDERS if folder and other != folder)
+    task_options = {
+        key: content(value) for key, value in options.option if not key.startswith(others)
+    }
+    if task_options:
+        settings["options"] = task_options
+    return settings
 
 
 def is_file(value: Path | str) -> bool:
@@ -173,16 +189,19 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             "eval.grep", f"--grep {arguments.grep!r}: no regular expression: {error}"
         ) from None
-    ours = {VALIDATION: TASKS.with_name("validation.py")} | task_files()
-    known = {name: HarnessName("suite", ours[name]) for name in SUITES}
-    for name in sorted(ours):
-        known.setdefault(name, HarnessName("ours", ours[name]))
-    for name, theirs in sorted(harness_names().items()):
-        known.setdefault(name, theirs)
-    found = [name for name in known if pattern.search(name)]
-    if not found:
+
+    # the suites, then our other names, then those of lm_eval
+    our_files = {VALIDATION: TASKS.with_name("validation.py")} | task_files()
+    names = {name: HarnessName("suite", our_files[name]) for name in SUITES}
+    for name in sorted(our_files):
+        names.setdefault(name, HarnessName("ours", our_files[name]))
+    for name, harness_name in sorted(harness_names().items()):
+        names.setdefault(name, harness_name)
+
+    matching = [name for name in names if pattern.search(name)]
+    if not matching:
         raise UserError(
-            "eval.grep", f"none of {len(known):,} names matches --grep {arguments.grep!r}"
+            "eval.grep", f"none of {len(names):,} names matches --grep {arguments.grep!r}"
         )
-    for name in found:
-        print(f"{name:40} {known[name].kind:5} {known[name].path}")
+    for name in matching:
+        print(f"{name:40} {names[name].kind:5} {names[name].path}")

@@ -19,7 +19,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import HF_FILE, load_tokenizer
 
 HF_CONFIG = "tokenizer_config.json"
-TOKENIZER_HINT = """give --metadata '{"tokenizer": "PATH"}' with a data folder, an exported \
+TOKENIZER_HINT = """pass --metadata '{"tokenizer": "PATH"}' with a data folder, an exported \
 folder or a tokenizer's file"""
 # the config keys of a model's length, in lm_eval's order
 POSITIONS = ("n_positions", "max_position_embeddings", "n_ctx")
@@ -36,70 +36,86 @@ class TaskTokenizer:
 
 def task_tokenizer(metadata: Mapping[str, Any]) -> TaskTokenizer:
     """Return the tokenizer that a task's metadata names, a data folder's or an export's."""
-    given = metadata.get("tokenizer") or metadata.get("pretrained")
-    if not given:
+    name = metadata.get("tokenizer") or metadata.get("pretrained")
+    if not name:
         raise UserError(
             "eval.task_tokenizer",
             f"this task needs the evaluated model's tokenizer: {TOKENIZER_HINT}",
         )
-    path = Path(str(given)).expanduser()
+    path = Path(str(name)).expanduser()
     if path.exists() and not (path / HF_CONFIG).is_file():
         return _of_data(path)
-    return _of_export(str(path if path.exists() else given), metadata.get("revision"))
+    # an exported folder, or a model on the hub
+    return _of_export(str(path if path.exists() else name), metadata.get("revision"))
 
 
 @functools.lru_cache(maxsize=4)
 def _of_data(folder: Path) -> TaskTokenizer:
+    """Load the tokenizer of a data folder, or a tokenizer's file."""
     eos = None
     try:
         if (folder / HF_FILE).is_file() and (folder / "train").is_dir():
             # this file may not define EOS; the shards do
             with TokenShards.open(folder / "train") as shards:
                 eos = shards.eos_id
-        found = load_tokenizer(folder, eos=eos)
+        tokenizer = load_tokenizer(folder, eos=eos)
     except UserError as error:
         raise UserError("eval.task_tokenizer", f"{error}; {TOKENIZER_HINT}") from None
-    encode = lambda text: found.encode(text).tolist()  # noqa: E731
-    return TaskTokenizer(found.sha256, encode, lambda ids: found.decode(list(ids)))
+    return TaskTokenizer(
+        sha256=tokenizer.sha256,
+        encode=lambda text: tokenizer.encode(text).tolist(),
+        decode=lambda ids: tokenizer.decode(list(ids)),
+    )
 
 
 @functools.lru_cache(maxsize=4)
 def _of_export(name: str, revision: str | None) -> TaskTokenizer:
+    """Load the tokenizer of an exported folder, or of a model on the hub, with transformers."""
     import transformers  # takes seconds, and `eval run` does not need it
 
     from canon_pretrain.hf.export import RECORD  # imports torch
 
     folder = Path(name)
     # no trust_remote_code prompt for the model's code, which is not needed
-    kind: Any = transformers.PreTrainedTokenizerFast
+    tokenizer_class: Any = transformers.PreTrainedTokenizerFast
     options: dict[str, Any] = {}
     if not (folder / HF_FILE).is_file():
-        kind = transformers.AutoTokenizer
-        options = {"trust_remote_code": False, "revision": revision or "main"}
-        options["sp_model_kwargs"] = {}  # SentencePiece's sampling, if the config asks for it
+        tokenizer_class = transformers.AutoTokenizer
+        options = {
+            "trust_remote_code": False,
+            "revision": revision or "main",
+            "sp_model_kwargs": {},  # no SentencePiece sampling, even if the config asks for it
+        }
     try:
-        found = kind.from_pretrained(name, **options)
+        tokenizer = tokenizer_class.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(f"no tokenizer can be loaded ({error})".split())
         raise UserError("eval.task_tokenizer", f"{name}: {reason}; {TOKENIZER_HINT}") from None
-    if found.is_fast:
-        model = found.backend_tokenizer.model
-        for option in (option for option in RANDOM_OPTIONS if hasattr(model, option)):
-            setattr(model, option, None)
+
+    # The same text always has the same ids.
+    if tokenizer.is_fast:
+        model = tokenizer.backend_tokenizer.model
+        for option in RANDOM_OPTIONS:
+            if hasattr(model, option):
+                setattr(model, option, None)
+
     try:
         sha256 = str(read_json(folder / RECORD)["tokenizer"]["sha256"])
     except (UnreadableFile, KeyError, TypeError):
         # not our export, or its tokenizer was added later
-        vocabulary = json.dumps(sorted(found.get_vocab().items())).encode()
+        vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
         sha256 = hashlib.sha256(vocabulary).hexdigest()
 
     def encode(text: str) -> list[int]:
         # not verbose: documents may exceed the model's length before they are cut
-        return list(found.encode(text, add_special_tokens=False, verbose=False))
+        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(ids: Sequence[int]) -> str:
-        text = found.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+        return str(
+            tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
 
     return TaskTokenizer(sha256, encode, decode)
 
@@ -107,8 +123,8 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
 def known_max_length(metadata: Mapping[str, Any]) -> int | None:
     """Return the model's maximum length in tokens from metadata or config.json, if known."""
     for name in ("max_length", *POSITIONS):
-        if (given := metadata.get(name)) is not None:
-            return int(given)
+        if metadata.get(name) is not None:
+            return int(metadata[name])
     try:
         config = read_json(Path(str(metadata.get("pretrained"))) / "config.json", finite=False)
         return next((int(config[name]) for name in POSITIONS if config.get(name) is not None), None)
@@ -127,15 +143,15 @@ def lengths_over(prompts: Iterable[str], room: int, metadata: Mapping[str, Any])
 def check_fit(name: str, longest: int, *, answer_tokens: int, metadata: Mapping[str, Any]) -> None:
     """Raise UserError if the longest prompt and its answer exceed the model's length, if known.
 
-    lm_eval would cut the beginning, and with it facts that the answer needs.
+    lm_eval would cut the beginning, and with it statements that the answer needs.
     """
     max_length = known_max_length(metadata)
-    if max_length is not None and longest + answer_tokens > max_length:
-        needed = longest + answer_tokens
+    needed = longest + answer_tokens
+    if max_length is not None and needed > max_length:
         raise UserError(
             "eval.prompt_too_long",
             f"{name}: prompts and answers of up to {needed} tokens exceed max_length "
-            f"{max_length}: give --max-length {needed}; for lm_eval, --model_args "
+            f"{max_length}: pass --max-length {needed}; for lm_eval, --model_args "
             f"max_length={needed},max_position_embeddings={needed}",
             expected=needed,
         )

@@ -35,62 +35,85 @@ def validation_task(
 
     def evaluate(lm: CanonLM, remember: Remember = no_memory) -> dict[str, TaskResult]:
         loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
+        results = {VALIDATION: _task_result(loss, documents)}
         log("counting the training shards' unigrams and bigrams")
         baselines = baseline_losses(train, held_out, seq_len=seq_len, limit=limit)
-        answers = {}
-        for name, found in {VALIDATION: loss, **baselines}.items():
-            samples = documents if name == VALIDATION else []
-            relative = relative_error(samples)
-            values = {metric: getattr(found, metric) for metric in METRICS}
-            scores = {x: Score(value, relative and relative * value) for x, value in values.items()}
-            answers[name] = TaskResult(scores, found.num_tokens, samples)
-        return answers
+        for name, baseline in baselines.items():
+            results[name] = _task_result(baseline, [])
+        return results
 
-    better = dict.fromkeys(METRICS, False)
-    description = {"version": 3, "primary": [NATS], "higher_is_better": better}
-    cost = sum(size for _, size in windows(held_out.num_tokens, seq_len, limit))
-    return TaskPlan(description, cost, evaluate)
+    description = {
+        "version": 3,
+        "primary": [NATS],
+        "higher_is_better": dict.fromkeys(METRICS, False),
+    }
+    num_tokens = sum(size for _, size in windows(held_out.num_tokens, seq_len, limit))
+    return TaskPlan(description, num_tokens, evaluate)
+
+
+def _task_result(loss: HeldOutLoss, documents: list[dict[str, Any]]) -> TaskResult:
+    relative = relative_error(documents)
+    scores: dict[str, Score] = {}
+    for metric in METRICS:
+        value: float = getattr(loss, metric)
+        scores[metric] = Score(value, None if relative is None else relative * value)
+    return TaskResult(scores, loss.num_tokens, documents)
 
 
 def model_loss(
     lm: CanonLM, shards: TokenShards, *, seq_len: int, limit: int | None = None
 ) -> tuple[HeldOutLoss, list[dict[str, Any]]]:
     """Return the model's held-out loss, and records of documents whose sums yield it."""
-    places = list(windows(shards.num_tokens, seq_len, limit))
+    # A window is (offset, number of tokens). A window that spans several documents has one score
+    # for each of them.
+    all_windows = list(windows(shards.num_tokens, seq_len, limit))
     ends_D = shards.document_ends()
+    tokens_by_document = [_tokens_by_document(ends_D, *window) for window in all_windows]
 
     def plan(budget: int, chosen: Sequence[int]) -> list[Sequence[int]]:
-        count = max(1, min(budget, lm.read_tokens or budget) // seq_len)
-        return [chosen[start : start + count] for start in range(0, len(chosen), count)]
-
-    sizes = [_by_document(ends_D, *place) for place in places]
+        windows_per_batch = max(1, min(budget, lm.read_tokens or budget) // seq_len)
+        return [
+            chosen[start : start + windows_per_batch]
+            for start in range(0, len(chosen), windows_per_batch)
+        ]
 
     def work(budget: int, batch: Sequence[int]) -> dict[int, list[float]]:
-        rows = [shards.read(*places[number]).tolist() for number in batch]
-        scores = lm.score_parts(rows, [list(sizes[number].values()) for number in batch])
-        return dict(zip(batch, scores, strict=True))
+        rows = [shards.read(*all_windows[number]).tolist() for number in batch]
+        parts = [list(tokens_by_document[number].values()) for number in batch]
+        return dict(zip(batch, lm.score_parts(rows, parts), strict=True))
 
-    scores = lm.map_batches(plan, lambda batch: batch, work, [size for _, size in places])
-    nats, tokens = defaultdict[int, list[float]](list), Counter[int]()
-    for known, parts in zip(sizes, scores, strict=True):
-        tokens.update(known)
-        for document, score in zip(known, parts, strict=True):
+    scores = lm.map_batches(
+        plan=plan,
+        members=lambda batch: batch,
+        work=work,
+        costs=[size for _, size in all_windows],
+    )
+
+    # From windows to documents: the negative log-likelihoods and the number of tokens of each.
+    nats = defaultdict[int, list[float]](list)
+    num_tokens = Counter[int]()
+    for tokens_of_window, window_scores in zip(tokens_by_document, scores, strict=True):
+        num_tokens.update(tokens_of_window)
+        for document, score in zip(tokens_of_window, window_scores, strict=True):
             nats[document].append(-score)
+
     total_nats = math.fsum(chain.from_iterable(nats.values()))
     bytes_per_token = shards.num_bytes / shards.num_tokens
-    loss = held_out_loss([total_nats], [tokens.total()], [bytes_per_token])
+    loss = held_out_loss([total_nats], [num_tokens.total()], [bytes_per_token])
+
     # a token's loss depends on all tokens before it in its window
     question = hashlib.sha256(f"{shards.fingerprint} {seq_len}".encode()).hexdigest()[:16]
     records: list[dict[str, Any]] = []
-    for document, parts in sorted(nats.items()):
+    for document, document_nats in sorted(nats.items()):
         start = int(ends_D[document - 1]) if document else 0
-        content = shards.read(start, int(ends_D[document]) - start).astype("<u4").tobytes()
-        total, count = math.fsum(parts), tokens[document]
+        ids = shards.read(start, int(ends_D[document]) - start)
+        total = math.fsum(document_nats)
+        count = num_tokens[document]
         records.append(
             {
                 "doc_id": document,
                 "filter": "none",
-                "doc_hash": hashlib.sha256(content).hexdigest()[:16],
+                "doc_hash": hashlib.sha256(ids.astype("<u4").tobytes()).hexdigest()[:16],
                 "prompt_hash": question,
                 # sums and their weights
                 "nats_per_token": [total, count],
@@ -105,26 +128,31 @@ def relative_error(documents: Sequence[Mapping[str, Any]]) -> float | None:
 
     Tokens of a document are not independent, so it is over the records of documents.
     """
-    sums = np.array([record["nats_per_token"] for record in documents], float).reshape(-1, 2)
-    if len(sums) < MIN_CLUSTERS or not np.isfinite(sums).all() or not sums[:, 0].any():
+    # columns: nats, and the number of tokens
+    sums_D2 = np.array([record["nats_per_token"] for record in documents], float).reshape(-1, 2)
+    if len(sums_D2) < MIN_CLUSTERS or not np.isfinite(sums_D2).all() or not sums_D2[:, 0].any():
         return None
-    clusters = Clusters(*sums.T)
+    clusters = Clusters(*sums_D2.T)
     return abs(math.sqrt(mean_variance(clusters)) / clusters.mean)
 
 
-def _by_document(ends_D: np.ndarray, offset: int, size: int) -> dict[int, int]:
-    first, stop = offset + 1, offset + size
-    low, high = np.searchsorted(ends_D, [first, stop - 1], side="right").tolist()
-    sizes = np.diff([first, *ends_D[low:high], stop]).tolist()
-    return dict(zip(range(low, high + 1), sizes, strict=True))
+def _tokens_by_document(ends_D: np.ndarray, offset: int, size: int) -> dict[int, int]:
+    """Return the number of scored tokens of a window by document; its first token is not scored."""
+    start = offset + 1
+    stop = offset + size
+    first, last = np.searchsorted(ends_D, [start, stop - 1], side="right").tolist()
+    borders = [start, *ends_D[first:last], stop]
+    return dict(zip(range(first, last + 1), np.diff(borders).tolist(), strict=True))
 
 
 def baseline_losses(
     train: TokenShards, held_out: TokenShards, *, seq_len: int, limit: int | None = None
 ) -> dict[str, HeldOutLoss]:
     """Return unigram and bigram losses on the tokens of `model_loss`."""
-    models = CountModels(train.read(0, min(train.num_tokens, BASELINE_TOKENS)), train.vocab_size)
-    totals, count = models.score(held_out, seq_len, limit)
+    counted = train.read(0, min(train.num_tokens, BASELINE_TOKENS))
+    total_nats, num_tokens = CountModels(counted, train.vocab_size).score(held_out, seq_len, limit)
     bytes_per_token = held_out.num_bytes / held_out.num_tokens
-    losses = [held_out_loss([total], [count], [bytes_per_token]) for total in totals.tolist()]
-    return dict(zip(COUNT_MODELS, losses, strict=True))
+    return {
+        name: held_out_loss([nats], [num_tokens], [bytes_per_token])
+        for name, nats in zip(COUNT_MODELS, total_nats.tolist(), strict=True)
+    }

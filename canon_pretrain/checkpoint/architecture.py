@@ -18,35 +18,39 @@ _MAX_DEPTH = 4  # RUN/archive/K-LABEL/checkpoint/step-N
 logger = logging.getLogger(__name__)
 
 
-def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
-    """Return the run and the step-N folder that a command's `given` path names.
+def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
+    """Return the run and the step-N folder that a command's `path` names.
 
     RUN and RUN/checkpoint/latest name the newest undamaged checkpoint, the folder of an import its
     only step; any other path is returned unchecked. Raises UserError if there is no checkpoint.
     """
-    if RunFolder(given).has_config():
-        run = RunFolder(given)
+    run = RunFolder(path)
+    if run.has_config():
         folder = CheckpointFolder.of_run(run)
-        if imported := CheckpointFolder(run.path).steps():
-            return run, CheckpointFolder(run.path).step_path(imported[-1])
-    elif given.name == LATEST:
-        run, folder = run_of_checkpoint(given), CheckpointFolder(given.parent)
+        import_folder = CheckpointFolder(path)  # which contains its step, without checkpoint/
+        if imported := import_folder.steps():
+            return run, import_folder.step_path(imported[-1])
+    elif path.name == LATEST:
+        run = run_of_checkpoint(path)
+        folder = CheckpointFolder(path.parent)
     else:
-        return run_of_checkpoint(given), given
+        return run_of_checkpoint(path), path
+
     steps = folder.steps()
     for step in reversed(steps):
+        checkpoint = folder.step_path(step)
         try:
-            verify(folder.step_path(step), workers=HASH_WORKERS)
+            verify(checkpoint, workers=HASH_WORKERS)
         except DamagedCheckpoint as error:
             logger.warning(f"{error}; using the checkpoint before it")
         except OSError as error:
-            raise UserError("checkpoint.unreadable", f"{folder.step_path(step)}: {error}") from None
+            raise UserError("checkpoint.unreadable", f"{checkpoint}: {error}") from None
         else:
-            return run, folder.step_path(step)
-    which = "undamaged checkpoint" if steps else "checkpoint yet"
+            return run, checkpoint
+    missing = "undamaged checkpoint" if steps else "checkpoint yet"
     raise UserError(
         "checkpoint.none",
-        f"{run.path} has no {which}: expected {folder.path}/step-N",
+        f"{run.path} has no {missing}: expected {folder.path}/step-N",
         path=run.path,
         damaged=steps,
     )
@@ -55,10 +59,11 @@ def find_checkpoint(given: Path) -> tuple[RunFolder, Path]:
 def run_of_checkpoint(checkpoint: Path) -> RunFolder:
     """Return the nearest run folder above RUN/checkpoint/step-N, or a step in its archives."""
     # RUN/checkpoint may be a link to another disk
-    paths = checkpoint.absolute(), checkpoint.resolve()
-    above = [parent for path in paths for parent in path.parents[:_MAX_DEPTH]]
-    runs = (RunFolder(folder) for folder in above if RunFolder(folder).has_config())
-    return next(runs, RunFolder(checkpoint.resolve().parent.parent))
+    for path in (checkpoint.absolute(), checkpoint.resolve()):
+        for parent in path.parents[:_MAX_DEPTH]:
+            if RunFolder(parent).has_config():
+                return RunFolder(parent)
+    return RunFolder(checkpoint.resolve().parent.parent)
 
 
 def model_args_of(folder: RunFolder) -> ModelArgs:
@@ -68,16 +73,18 @@ def model_args_of(folder: RunFolder) -> ModelArgs:
 
 def model_args(identity: Mapping[str, Any], file: Path) -> ModelArgs:
     """Return the model of a run's identity, which is in `file`."""
-    given = {}
+    values: dict[str, Any] = {}
     for f in fields(ModelArgs):
         # fields that an earlier version did not have are the default
-        found = given[f.name] = identity.get(f"model.{f.name}", f.default)
-        known = (int, float) if isinstance(f.default, float) else (type(f.default),)
-        if type(found) not in known:
+        value = identity.get(f"model.{f.name}", f.default)
+        # JSON may hold 1 for 1.0
+        types = (int, float) if isinstance(f.default, float) else (type(f.default),)
+        if type(value) not in types:
             raise UserError(
                 "run.other_version",
-                f"{file} of another version: model.{f.name} = {found!r}",
+                f"{file} of another version: model.{f.name} = {value!r}",
                 name=f"model.{f.name}",
-                given=found,
+                given=value,
             )
-    return ModelArgs(**given)
+        values[f.name] = value
+    return ModelArgs(**values)

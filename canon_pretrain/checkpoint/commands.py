@@ -14,11 +14,11 @@ import sys
 from argparse import Namespace
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number, tree_bytes
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
-from canon_pretrain.checkpoint.retention import Retention, held_steps
+from canon_pretrain.checkpoint.retention import Outcome, Retention, held_steps
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.lock import live_holder
@@ -42,24 +42,26 @@ class Checkpoint:
 
     def to_json(self) -> dict[str, Any]:
         """Return the checkpoint's object in `list --json`, without `held`."""
-        facts: dict[str, Any] = {"step": step_number(self.path.name), "path": str(self.path)}
+        row: dict[str, Any] = {}
         if self.manifest is not None:
-            facts = asdict(self.manifest) | facts
-            files = facts.pop("files")
-            facts |= {"bytes": self.num_bytes, "state": self.state, "num_files": len(files)}
-        if self.state.startswith(DAMAGED):
-            facts = {"bytes": self.num_bytes} | facts | {"state": self.state}
-        return facts
+            row = asdict(self.manifest)
+            row["num_files"] = len(row.pop("files"))
+        return row | {
+            "step": step_number(self.path.name),
+            "path": str(self.path),
+            "bytes": self.num_bytes,
+            "state": self.state,
+        }
 
     def line(self, end: str = "") -> str:
         """Return the checkpoint's line of text."""
-        shown = size(self.num_bytes)
-        if (saved := self.manifest) is not None:
-            shown = (
-                f"{saved.kind}, {shown}, {len(saved.files)} file(s), {saved.world_size} rank(s), "
-                f"saved {saved.saved}"
+        content = size(self.num_bytes)
+        if (manifest := self.manifest) is not None:
+            content = (
+                f"{manifest.kind}, {content}, {len(manifest.files)} file(s), "
+                f"{manifest.world_size} rank(s), saved {manifest.saved}"
             )
-        return f"{self.path.name}  {self.state}  {shown}{end}"
+        return f"{self.path.name}  {self.state}  {content}{end}"
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +70,12 @@ def add_list_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "a run folder, or one of its checkpoints: RUN/checkpoint/step-N"
-    parser.add_argument("run", type=Path, metavar="RUN", help=about)
+    parser.add_argument(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="a run folder, or one of its checkpoints: RUN/checkpoint/step-N",
+    )
 
 
 def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,23 +92,24 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _find(path: Path) -> tuple[Path, CheckpointFolder, str | None]:
     """Return the run folder, its checkpoint folder and the id of the run, None if unknown."""
-    run, folder = find_folder(path)
-    facts = known_run(RunFolder(run))
-    if facts is not None:
-        return run, folder, facts.run_id
+    run, folder = _find_folder(path)
+    record = known_run(RunFolder(run))
+    if record is not None:
+        return run, folder, record.run_id
 
     # without a run folder: the only run that the checkpoints name
     run_ids = {*folder.steps_of_other_runs(None).values()}
     return run, folder, run_ids.pop() if len(run_ids) == 1 else None
 
 
-def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
+def _find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
     """Return the run folder and the checkpoint folder; `path` is one of them."""
-    run, folder = RunFolder(path), CheckpointFolder(path)
+    run = RunFolder(path)
     if run.has_config():
         return path, CheckpointFolder.of_run(run)
     if (path / CHECKPOINTS).is_dir():
         return path, CheckpointFolder(path / CHECKPOINTS)
+    folder = CheckpointFolder(path)
     if folder.steps() or folder.unfinished() or folder.leftovers() or folder.quarantined():
         return path.absolute().parent, folder
     raise UserError(
@@ -115,35 +122,40 @@ def find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
 def run_list(arguments: Namespace) -> None:
     """Print the checkpoints, and what else the folder holds."""
     run, folder, run_id = _find(arguments.run)
-
-    def sized(paths: list[Path]) -> list[dict[str, Any]]:
-        return [{"path": str(path), "bytes": tree_bytes(path)} for path in paths]
-
     held = {folder.step_path(step) for step in held_steps(run)}
     read = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
-    # a launch may delete steps meanwhile
-    present = [checkpoint for checkpoint in read if checkpoint.path.exists()]
-    found: dict[str, Any] = {
-        "folder": str(folder.path),
-        "checkpoints": [one.to_json() | {"held": one.path in held} for one in present],
-        "unfinished": sized(folder.unfinished() + folder.leftovers()),
-        "quarantined": [{**q._asdict(), "path": str(q.path)} for q in folder.quarantined()],
-        "archives": sized(folder.archives(run)),
+    # a launch may delete steps during this call
+    checkpoints = [checkpoint for checkpoint in read if checkpoint.path.exists()]
+    others: dict[str, list[dict[str, Any]]] = {
+        "unfinished": _sized(folder.unfinished() + folder.leftovers()),
+        "quarantined": [
+            {**entry._asdict(), "path": str(entry.path)} for entry in folder.quarantined()
+        ],
+        "archives": _sized(folder.archives(run)),
     }
     if arguments.json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        rows = [saved.to_json() | {"held": saved.path in held} for saved in checkpoints]
+        content = {"folder": str(folder.path), "checkpoints": rows, **others}
+        print(json.dumps(content, indent=2, ensure_ascii=False))
         return
-    print(f"{len(present)} checkpoint(s) in {folder.path}")
-    for checkpoint in present:
-        print(checkpoint.line(", held" * (checkpoint.path in held)))
-    for name in ("unfinished", "quarantined", "archives"):
-        for x in found[name]:
-            print(f"{name}  {x['path']}  {size(x['bytes'])}  {x.get('reason', '')}".rstrip())
+
+    print(f"{len(checkpoints)} checkpoint(s) in {folder.path}")
+    for checkpoint in checkpoints:
+        print(checkpoint.line(", held" if checkpoint.path in held else ""))
+    for kind, entries in others.items():
+        for entry in entries:
+            line = f"{kind}  {entry['path']}  {size(entry['bytes'])}  {entry.get('reason', '')}"
+            print(line.rstrip())
+
+
+def _sized(paths: list[Path]) -> list[dict[str, Any]]:
+    return [{"path": str(path), "bytes": tree_bytes(path)} for path in paths]
 
 
 def _read(path: Path, run_id: str | None, *, hashes: bool) -> Checkpoint:
     """Return a checkpoint, with its state by sizes or, with `hashes`, by hashes."""
-    manifest, state = None, WHOLE
+    manifest = None
+    state = WHOLE
     try:
         manifest = Manifest.read(path)
         verify(path, hashes=hashes, workers=_WORKERS)
@@ -154,8 +166,8 @@ def _read(path: Path, run_id: str | None, *, hashes: bool) -> Checkpoint:
         if manifest.run_id not in (None, run_id):
             state = f"of another run, {manifest.run_id}"
     except DamagedCheckpoint as error:
-        text = str(error).removeprefix(f"{path} is damaged: ").removeprefix(f"{path} ")
-        state = f"{DAMAGED}{text}"
+        fault = str(error).removeprefix(f"{path} is damaged: ").removeprefix(f"{path} ")
+        state = f"{DAMAGED}{fault}"
     num_bytes = tree_bytes(path) if manifest is None else manifest.total_bytes
     return Checkpoint(path, num_bytes, state, manifest)
 
@@ -169,12 +181,12 @@ def run_verify(arguments: Namespace) -> int:
     if not steps:
         print(f"no checkpoint in {folder.path}")
 
-    is_damaged = False
+    has_fault = False
     for number in steps:
         checkpoint = _read(folder.step_path(number), run_id, hashes=True)
         print(checkpoint.line())
-        is_damaged |= checkpoint.state != WHOLE
-    return EXIT_DAMAGED if is_damaged else 0
+        has_fault |= checkpoint.state != WHOLE
+    return EXIT_DAMAGED if has_fault else 0
 
 
 def run_prune(arguments: Namespace) -> int:
@@ -182,62 +194,100 @@ def run_prune(arguments: Namespace) -> int:
     from canon_pretrain.checkpoint.weights import strip_to_weights  # imports torch
 
     run, folder, run_id = _find(arguments.run)
-    keep = arguments.keep
-    if others := folder.steps_of_other_runs(run_id):
-        names = ", ".join(f"step-{step} of run {other}" for step, other in others.items())
+    if steps_of_other_runs := folder.steps_of_other_runs(run_id):
+        names = ", ".join(f"step-{step} of run {x}" for step, x in steps_of_other_runs.items())
         if run_id is None:
             raise UserError(
                 "checkpoint.other_run",
                 f"{folder.path} has {names}: expected checkpoints of one run",
-                steps=[*others],
+                steps=[*steps_of_other_runs],
             )
         print(f"skipped, not of run {run_id}: {names}")
     retention = Retention(
         folder,
-        keep,
+        arguments.keep,
         strip=strip_to_weights,
         workers=_WORKERS,
         holds=lambda: held_steps(run),
         run_id=lambda: run_id,
     )
-    doomed = [found.path for found in folder.quarantined()] if arguments.quarantine else []
-    doomed += folder.archives(run) if arguments.archive else []
-    freed, gone, errors = 0, list[Path](), list[str]()
+    extra: list[Path] = []
+    if arguments.quarantine:
+        extra += [entry.path for entry in folder.quarantined()]
+    if arguments.archive:
+        extra += folder.archives(run)
+
     if arguments.dry_run:
         outcome = retention.plan()
-        gone = doomed + [folder.step_path(step) for step in outcome.deleted]
-        freed = sum(map(tree_bytes, gone))
+        deleted = extra + [folder.step_path(step) for step in outcome.deleted]
+        pruned = Pruned(outcome, deleted, sum(map(tree_bytes, deleted)), errors=[])
     else:
-        locks = (RunFolder(path).lock_file for path in (run, folder.path))
-        if holder := next(filter(None, map(live_holder, locks)), None):
+        _check_no_launch(run, folder)
+        pruned = _prune(retention, extra)
+    _print_pruned(pruned, arguments)
+    return EXIT_DAMAGED if pruned.errors else 0
+
+
+class Pruned(NamedTuple):
+    """The outcome of retention, and all paths that were or would be deleted."""
+
+    outcome: Outcome
+    deleted: list[Path]
+    bytes_freed: int
+    errors: list[str]
+
+
+def _check_no_launch(run: Path, folder: CheckpointFolder) -> None:
+    """Raise UserError if a launch holds the lock of the run, or of a folder outside of it."""
+    for path in (run, folder.path):
+        if holder := live_holder(RunFolder(path).lock_file):
             raise UserError(
                 "lock.held",
                 f"a launch uses and prunes {folder.path} ({holder}): stop it, or use --dry-run",
                 path=folder.path,
                 holder=holder,
             )
-        # before retention: what it quarantines now is kept
-        for path in doomed:
-            try:
-                freed += folder.discard(path)
-                gone.append(path)
-            except OSError as error:
-                errors.append(f"{path} can't be deleted: {error}")
-        outcome = retention.apply()
-        freed += outcome.bytes_freed
-        errors += outcome.errors
-        gone += [folder.step_path(step) for step in outcome.deleted]
-    would = "would be " * arguments.dry_run
-    for path in gone:
+
+
+def _prune(retention: Retention, extra: list[Path]) -> Pruned:
+    """Delete the `extra` paths, then what retention does not keep."""
+    folder = retention.folder
+    deleted: list[Path] = []
+    errors: list[str] = []
+    bytes_freed = 0
+    # before retention: what it quarantines now is kept
+    for path in extra:
+        try:
+            bytes_freed += folder.discard(path)
+            deleted.append(path)
+        except OSError as error:
+            errors.append(f"{path} can't be deleted: {error}")
+    outcome = retention.apply()
+    return Pruned(
+        outcome,
+        deleted + [folder.step_path(step) for step in outcome.deleted],
+        bytes_freed + outcome.bytes_freed,
+        errors + outcome.errors,
+    )
+
+
+def _print_pruned(pruned: Pruned, arguments: Namespace) -> None:
+    """Print what was deleted, or would be with --dry-run; errors on standard error."""
+    outcome = pruned.outcome
+    would = "would be " if arguments.dry_run else ""
+    for path in pruned.deleted:
         print(f"{path} {would}deleted")
     for step in outcome.stripped:
         print(f"step-{step} {would}replaced by its weights, which an evaluation needs")
     for step, fault in sorted(outcome.bad.items()):
         print(f"step-{step} {would}moved to quarantine: {fault}")
-    few = f", fewer than --keep {keep}: no checkpoint is deleted" * (len(outcome.kept) < keep)
+
     kept = ", ".join(f"step-{step}" for step in outcome.kept) or "none"
-    print(f"verified and kept: {kept}{few}")
-    print(f"{size(freed)} {would}freed{'; nothing changed' * arguments.dry_run}")
-    for text in errors:
-        print(f"error: {text}", file=sys.stderr)
-    return EXIT_DAMAGED if errors else 0
+    too_few = ""
+    if len(outcome.kept) < arguments.keep:
+        too_few = f", fewer than --keep {arguments.keep}: no checkpoint is deleted"
+    print(f"verified and kept: {kept}{too_few}")
+    unchanged = "; nothing changed" if arguments.dry_run else ""
+    print(f"{size(pruned.bytes_freed)} {would}freed{unchanged}")
+    for error in pruned.errors:
+        print(f"error: {error}", file=sys.stderr)

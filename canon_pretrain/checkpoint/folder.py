@@ -27,10 +27,14 @@ from canon_pretrain.core.files import free_bytes, fsync_folder, parsing, rename,
 from canon_pretrain.core.holder import utc_now
 from canon_pretrain.run.folder import CHECKPOINTS, EVALS, RunFolder
 
-QUARANTINE, ARCHIVE, HOLDS = "quarantine", "archive", "holds"
+QUARANTINE = "quarantine"
+ARCHIVE = "archive"
+HOLDS = "holds"
 INTERRUPTED = "a save that was interrupted"
 
-_SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
+_SAVING = ".saving-"
+_REPLACED = ".replaced-"
+_DELETING = ".deleting-"
 _REASON = ".reason.txt"
 _IS_REASON = re.compile(rf"{re.escape(_REASON)}(\.[0-9a-f]*\.?tmp)?$")
 _ARCHIVE_NOTE = "Moved in this order. To undo, move everything back while no launch is running."
@@ -39,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 class Quarantined(NamedTuple):
+    """An entry of quarantine."""
+
     path: Path
     reason: str
     bytes: int
@@ -48,9 +54,10 @@ class CheckpointFolder:
     """RUN/checkpoint, which may not exist. Changes raise PermissionError unless `may_change()`."""
 
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
-        self.path, self.may_change = path, may_change
+        self.path = path
+        self.may_change = may_change
+        # a folder for a trial save, under a name that `recover` deletes
         self.trial_path = path / f"{_DELETING}step-0"
-        """A folder for a trial save; `recover` deletes it."""
 
     def _check_may_change(self) -> None:
         if not self.may_change():
@@ -69,9 +76,10 @@ class CheckpointFolder:
         """Return N of each folder (or link to one) named exactly step-N, ascending."""
         return [step for step, path in self._named() if path.is_dir()]
 
-    def _named(self, mark: str = "") -> list[tuple[int, Path]]:
-        found = ((step_number(path.name, mark), path) for path in entries(self.path))
-        return sorted((step, path) for step, path in found if step is not None)
+    def _named(self, prefix: str = "") -> list[tuple[int, Path]]:
+        """Return (N, path) of each entry named exactly `prefix`step-N, ascending."""
+        numbered = ((step_number(path.name, prefix), path) for path in entries(self.path))
+        return sorted((step, path) for step, path in numbered if step is not None)
 
     def step_path(self, step: int) -> Path:
         return self.path / f"step-{step}"
@@ -82,13 +90,13 @@ class CheckpointFolder:
 
     def steps_of_other_runs(self, run_id: str | None) -> dict[int, str]:
         """Return the run_id by step of each checkpoint of another run than `run_id`."""
-        found: dict[int, str] = {}
+        others: dict[int, str] = {}
         for step in self.steps():
             with contextlib.suppress(DamagedCheckpoint):
-                other = Manifest.read(self.step_path(step)).run_id
-                if other not in (None, run_id):
-                    found[step] = str(other)
-        return found
+                step_run_id = Manifest.read(self.step_path(step)).run_id
+                if step_run_id not in (None, run_id):
+                    others[step] = str(step_run_id)
+        return others
 
     def make_trial(self) -> None:
         """Create `trial_path`, empty. Raises OSError if a save would."""
@@ -107,10 +115,10 @@ class CheckpointFolder:
 
     def strays(self) -> list[str]:
         """Return the names of unknown files, which are never read, moved or deleted."""
-        known = [*self.unfinished(), *self.leftovers(), *map(self.step_path, self.steps())]
+        expected = [*self.unfinished(), *self.leftovers(), *map(self.step_path, self.steps())]
         # the lock of a folder outside the run folder
-        known += self.path.glob(f"{RunFolder(self.path).lock_file.name}*")
-        names = {path.name for path in known} | {QUARANTINE, ARCHIVE}
+        expected += self.path.glob(f"{RunFolder(self.path).lock_file.name}*")
+        names = {path.name for path in expected} | {QUARANTINE, ARCHIVE}
         return [path.name for path in entries(self.path) if path.name not in names]
 
     # -- quarantine
@@ -119,21 +127,24 @@ class CheckpointFolder:
         """Move `path` to quarantine/NAME.K and write the reason. Raises OSError if not moved."""
         self._check_may_change()
         _make_folder(self.path / QUARANTINE)
-        names = (self.path / QUARANTINE / f"{path.name}.{k}" for k in itertools.count(1))
-        target = next(p for p in names if not any(map(os.path.lexists, (p, _reason_file(p)))))
+        # the first K without an entry, and without the reason of a deleted one
+        for k in itertools.count(1):
+            target = self.path / QUARANTINE / f"{path.name}.{k}"
+            if not os.path.lexists(target) and not os.path.lexists(_reason_file(target)):
+                break
         _move(path, target)
         _write_note(_reason_file(target), f"{utc_now()}\n{reason}\n")
         return target
 
     def quarantined(self) -> list[Quarantined]:
         """Return the entries of quarantine, by name."""
-        found = []
+        quarantined: list[Quarantined] = []
         for path in self._quarantine_entries():
             reason = "no reason was recorded"
             with contextlib.suppress(OSError):  # the first line is the time
                 reason = _reason_file(path).read_text(errors="replace").partition("\n")[2].strip()
-            found.append(Quarantined(path, reason, tree_bytes(path)))
-        return found
+            quarantined.append(Quarantined(path, reason, tree_bytes(path)))
+        return quarantined
 
     def make_room(self, num_bytes: int) -> str | None:
         """Delete interrupted saves if needed; return why `num_bytes` still don't fit, or None."""
@@ -141,7 +152,8 @@ class CheckpointFolder:
             freed = sum(self.discard(path) for path in self._quarantined_saves())
             if freed:
                 logger.warning(f"deleted {freed:,} bytes of interrupted saves to make room")
-        if (free := free_bytes(self.path)) >= num_bytes:
+        free = free_bytes(self.path)
+        if free >= num_bytes:
             return None
         return f"no room in {self.path}: a checkpoint takes {num_bytes:,} bytes, {free:,} are free"
 
@@ -157,24 +169,28 @@ class CheckpointFolder:
 
     def _quarantined_saves(self) -> list[Path]:
         """Return interrupted saves in quarantine, the oldest first, by mtime of their files."""
-        found = [path for path in self._quarantine_entries() if path.name.startswith(_SAVING)]
-        times = [max((f.lstat().st_mtime_ns for f in _files(path)), default=0) for path in found]
-        return [path for _, path in sorted(zip(times, found, strict=True))]
+
+        def age_key(path: Path) -> tuple[int, Path]:
+            return max((f.lstat().st_mtime_ns for f in _files(path)), default=0), path
+
+        saves = [path for path in self._quarantine_entries() if path.name.startswith(_SAVING)]
+        return sorted(saves, key=age_key)
 
     # -- delete and replace
 
     def delete_step(self, step: int) -> int:
         """Delete step N; return the bytes freed. A kill leaves a complete step-N, or none."""
         self._check_may_change()
-        doomed = self.path / f"{_DELETING}step-{step}"
-        remove_tree(doomed)  # of an earlier step N, whose deletion failed
-        _move(self.step_path(step), doomed)
-        return remove_tree(doomed)
+        deleting = self.path / f"{_DELETING}step-{step}"
+        remove_tree(deleting)  # of an earlier step N, whose deletion failed
+        _move(self.step_path(step), deleting)
+        return remove_tree(deleting)
 
     def replace_step(self, step: int) -> int:
         """Replace step N by `saving_path`; return the bytes freed. A kill leaves either of them."""
         self._check_may_change()
-        final, replaced = self.step_path(step), self.path / f"{_REPLACED}step-{step}"
+        final = self.step_path(step)
+        replaced = self.path / f"{_REPLACED}step-{step}"
         _move(final, replaced)
         try:
             _move(self.saving_path(step), final)
@@ -188,50 +204,56 @@ class CheckpointFolder:
 
         Quarantine keeps the newest interrupted save only. A failed deletion is only reported.
         """
-        done = [self._try_delete(path, "half deleted") for _, path in self._named(_DELETING)]
+        lines = [self._try_delete(path, "half deleted") for _, path in self._named(_DELETING)]
         for step, replaced in self._named(_REPLACED):
-            final = self.step_path(step)
-            try:
-                if os.path.lexists(final):
-                    verify(final)
-                    done.append(self._try_delete(replaced, f"now the weights in {final.name}"))
-                    continue
-            except DamagedCheckpoint as error:
-                done.append(f"{error}; it was moved to {self.quarantine(final, str(error))}")
-            _move(replaced, final)
-            done.append(f"{final.name} was being replaced by its weights; the full one is restored")
+            lines += self._finish_replacement(self.step_path(step), replaced)
         for saving in self.unfinished():
             try:
                 target = self.quarantine(saving, INTERRUPTED)
-                done.append(f"{saving.name} is {INTERRUPTED}; it was moved to {target}")
+                lines.append(f"{saving.name} is {INTERRUPTED}; it was moved to {target}")
             except OSError as error:
                 # on a full disk the next save needs its bytes
-                done.append(f"{saving.name}: quarantine can't take it ({error.strerror})")
-                done.append(self._try_delete(saving, INTERRUPTED))
-        older = self._quarantined_saves()[:-1]
-        return done + [self._try_delete(old, "an older interrupted save") for old in older]
+                lines.append(f"{saving.name}: quarantine can't take it ({error.strerror})")
+                lines.append(self._try_delete(saving, INTERRUPTED))
+        for path in self._quarantined_saves()[:-1]:
+            lines.append(self._try_delete(path, "an older interrupted save"))
+        return lines
 
-    def _try_delete(self, path: Path, what: str) -> str:
+    def _finish_replacement(self, final: Path, replaced: Path) -> list[str]:
+        """Delete the full checkpoint `replaced` if its weights are complete, else restore it."""
+        lines: list[str] = []
+        if os.path.lexists(final):
+            try:
+                verify(final)
+                return [self._try_delete(replaced, f"now the weights in {final.name}")]
+            except DamagedCheckpoint as error:
+                lines.append(f"{error}; it was moved to {self.quarantine(final, str(error))}")
+        _move(replaced, final)
+        lines.append(f"{final.name} was being replaced by its weights; the full one is restored")
+        return lines
+
+    def _try_delete(self, path: Path, description: str) -> str:
         try:
-            return f"{path.name}, {what}, was deleted ({self.discard(path):,} bytes)"
+            return f"{path.name}, {description}, was deleted ({self.discard(path):,} bytes)"
         except OSError as error:
-            return f"{path}, {what}, can't be deleted: {error.strerror or error}"
+            return f"{path}, {description}, can't be deleted: {error.strerror or error}"
 
     # -- abandoned branches
 
-    def archive_after(self, step: int, run: Path, why: str) -> Path | None:
+    def archive_after(self, step: int, run: Path, reason: str) -> Path | None:
         """Move what the run did after `step` to RUN/archive/K-back-to-step-N; None if nothing.
 
         Under the run lock, after `recover`. Checkpoints are moved last, the newest first: a kill
         leaves the first steps of the old branch, and the same call moves the rest.
         """
+        # step-N of results, and step-N.NAME of holds
         results = [*entries(run / EVALS), *entries(run / EVALS / HOLDS)]
         later = [p for p in results if (step_number(p.name.split(".")[0]) or 0) > step]
-        later += [self.step_path(number) for number in reversed(self.steps()) if number > step]
+        later += [self.step_path(n) for n in reversed(self.steps()) if n > step]
         moves = [RunFolder(run).done_file, *later]
-        return self._archive(run, f"back-to-step-{step}", why, moves, later)
+        return self._archive(run, f"back-to-step-{step}", reason, moves, later)
 
-    def archive_all(self, run: Path, why: str) -> Path | None:
+    def archive_all(self, run: Path, reason: str) -> Path | None:
         """Move the run's files to RUN/archive/K-before-a-fresh-start; None if there is nothing.
 
         Under the run lock, after `recover`. A kill leaves a run that can resume, or one without
@@ -242,15 +264,15 @@ class CheckpointFolder:
         moves += [self.path / QUARANTINE, run / EVALS, *files.fresh_start]
         if files.log_file.is_file() and not files.log_file.stat().st_size:
             moves.remove(files.log_file)  # of a launch that did not start
-        return self._archive(run, "before-a-fresh-start", why, moves, moves)
+        return self._archive(run, "before-a-fresh-start", reason, moves, moves)
 
     def archives(self, run: Path) -> list[Path]:
         """Return the archives of `archive_after` and `archive_all`, the oldest first."""
-        found = [*entries(run / ARCHIVE), *entries(self.path / ARCHIVE)]
-        return sorted((p for p in found if _archive_number(p)), key=_archive_number)
+        paths = [*entries(run / ARCHIVE), *entries(self.path / ARCHIVE)]
+        return sorted((path for path in paths if _archive_number(path)), key=_archive_number)
 
     def _archive(
-        self, run: Path, label: str, why: str, moves: list[Path], needed: list[Path]
+        self, run: Path, label: str, reason: str, moves: list[Path], needed: list[Path]
     ) -> Path | None:
         """Move the paths that exist, in this order; return None if none of `needed` exists."""
         if not any(map(os.path.lexists, needed)):
@@ -259,19 +281,26 @@ class CheckpointFolder:
         number = 1 + max(map(_archive_number, self.archives(run)), default=0)
         archive = run / ARCHIVE / f"{number}-{label}"
         _make_folder(archive)
-        # rename works within a file system, and RUN/checkpoint may be a link to another one
-        is_elsewhere = self.path.is_dir() and self.path.stat().st_dev != archive.stat().st_dev
-        steps = self.path / ARCHIVE / archive.name if is_elsewhere else archive / self.path.name
-        pairs = [
-            (p, steps / p.name if p.parent == self.path else archive / p.relative_to(run))
-            for p in filter(os.path.lexists, moves)
-        ]
-        moved = "\n".join(f"{source} -> {target}" for source, target in pairs)
+
+        # Checkpoints stay on their file system, within which rename works: RUN/checkpoint may be a
+        # link to another one.
+        checkpoints = archive / self.path.name
+        if self.path.is_dir() and self.path.stat().st_dev != archive.stat().st_dev:
+            checkpoints = self.path / ARCHIVE / archive.name
+        targets: dict[Path, Path] = {}
+        for path in filter(os.path.lexists, moves):
+            is_checkpoint = path.parent == self.path
+            targets[path] = (
+                checkpoints / path.name if is_checkpoint else archive / path.relative_to(run)
+            )
+
+        # The note comes first, so that a user can undo moves that a kill interrupted.
+        listing = "\n".join(f"{source} -> {target}" for source, target in targets.items())
         _write_note(
             archive / "README.txt",
-            f"{archive.name}, {utc_now()}\n\nWhy: {why}\n\n{_ARCHIVE_NOTE}\n\n{moved}\n",
+            f"{archive.name}, {utc_now()}\n\nWhy: {reason}\n\n{_ARCHIVE_NOTE}\n\n{listing}\n",
         )
-        for source, target in pairs:
+        for source, target in targets.items():
             _make_folder(target.parent)
             _move(source, target)
         return archive

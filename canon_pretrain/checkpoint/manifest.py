@@ -19,6 +19,7 @@ from canon_pretrain.core.files import UnreadableFile, read_record, sha256_file, 
 
 MANIFEST = "manifest.json"
 HASH_WORKERS = 4
+PATH_MAX = 4096  # bytes of a path on Linux
 
 Kind = Literal["full", "weights"]
 
@@ -40,7 +41,7 @@ class DamagedCheckpoint(UserError):
 
 def _check_inside(name: str) -> str:
     path = PurePosixPath(name)
-    is_path = name and "\0" not in name and len(os.fsencode(name)) < 4096  # PATH_MAX
+    is_path = name and "\0" not in name and len(os.fsencode(name)) < PATH_MAX
     if not is_path or path.is_absolute() or ".." in path.parts:
         raise ValueError(f"{name[:80]!r} is not a file of this folder")
     return name
@@ -59,8 +60,7 @@ class Manifest:
     """The content of manifest.json."""
 
     step: int
-    kind: Kind
-    """`full` can be resumed; `weights` holds only the model, for an evaluation."""
+    kind: Kind  # `full` can be resumed; `weights` holds only the model, for an evaluation
     world_size: int
     torch: str  # version that wrote it
     files: dict[Annotated[str, AfterValidator(_check_inside)], FileEntry]  # all but the manifest
@@ -77,10 +77,11 @@ class Manifest:
     @property
     def content(self) -> str:
         """A SHA-256 of what was saved: the same for copies and for weights taken from it."""
+        if self.weights_of:
+            return self.weights_of
         # torch's metadata contains a random id per save
-        files = {name: e.sha256 for name, e in self.files.items() if name != ".metadata"}
-        text = json.dumps(files, sort_keys=True)
-        return self.weights_of or hashlib.sha256(text.encode()).hexdigest()
+        hashes = {name: entry.sha256 for name, entry in self.files.items() if name != ".metadata"}
+        return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
         write_json(folder / MANIFEST, asdict(self))
@@ -94,15 +95,16 @@ class Manifest:
         except UnreadableFile as error:
             if error.errno is not None and error.errno not in (errno.ENOENT, *DAMAGE):
                 raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
-            text = f"{folder} has no {MANIFEST}: it was never finished"
-            faults = [text if error.is_missing else str(error)]
-        raise DamagedCheckpoint("checkpoint.damaged", faults[0], path=folder, faults=faults)
+            fault = str(error)
+            if error.is_missing:
+                fault = f"{folder} has no {MANIFEST}: it was never finished"
+        raise DamagedCheckpoint("checkpoint.damaged", fault, path=folder, faults=[fault])
 
 
 def files_of(folder: Path) -> list[str]:
     """Return the relative paths of all files in `folder` that its manifest must name."""
-    found = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
-    return sorted({path.relative_to(folder).as_posix() for path in found} - {MANIFEST})
+    files = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    return sorted({path.relative_to(folder).as_posix() for path in files} - {MANIFEST})
 
 
 def find_faults(
@@ -114,39 +116,46 @@ def find_faults(
     workers: int = 1,
 ) -> list[str]:
     """Return how the files differ from the manifest, including unknown ones. Raises OSError."""
-    chosen = sorted(manifest.files if names is None else names)
+    checked = sorted(manifest.files if names is None else names)
     check = partial(_fault, folder, manifest, sha256=sha256_file if hashes else None)
     with ThreadPoolExecutor(workers) as pool:
-        faults = [fault for fault in pool.map(check, chosen) if fault]
-    unknown = sorted({*files_of(folder)} - {*manifest.files}) if names is None else []
-    return faults + [f"{name} is not in the manifest" for name in unknown]
+        faults = [fault for fault in pool.map(check, checked) if fault]
+    if names is None:
+        unknown = sorted({*files_of(folder)} - {*manifest.files})
+        faults += [f"{name} is not in the manifest" for name in unknown]
+    return faults
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
     """Return the verified content of a file. Raises DamagedCheckpoint or OSError."""
-    read: list[bytes] = []
+    content = b""
 
     def sha256(path: Path) -> str:
-        read.append(path.read_bytes())
-        return hashlib.sha256(read[0]).hexdigest()
+        nonlocal content
+        content = path.read_bytes()
+        return hashlib.sha256(content).hexdigest()
 
     if fault := _fault(folder, manifest, name, sha256=sha256):
         raise DamagedCheckpoint("checkpoint.damaged", fault, path=folder, faults=[fault])
-    return read[0]
+    return content
 
 
 def _fault(
     folder: Path, manifest: Manifest, name: str, *, sha256: Callable[[Path], str] | None
 ) -> str | None:
-    entry, path = manifest.files[name], folder / name
+    """Return how a file differs from its entry, by size and, with `sha256`, by content."""
+    path = folder / name
+    entry = manifest.files[name]
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a regular file"
         if status.st_size != entry.bytes:
             return f"{name} has {status.st_size:,} bytes, expected {entry.bytes:,}"
-        if sha256 is not None and (found := sha256(path)) != entry.sha256:
-            return f"{name} has SHA-256 {found[:12]}..., expected {entry.sha256[:12]}..."
+        if sha256 is not None:
+            digest = sha256(path)
+            if digest != entry.sha256:
+                return f"{name} has SHA-256 {digest[:12]}..., expected {entry.sha256[:12]}..."
     except OSError as error:
         if error.errno == errno.ENOENT:
             return f"{name} is missing"

@@ -11,8 +11,13 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
-from canon_pretrain.checkpoint import folder as folders
-from canon_pretrain.checkpoint.folder import HOLDS, CheckpointFolder, entries, step_number
+from canon_pretrain.checkpoint.folder import (
+    HOLDS,
+    CheckpointFolder,
+    entries,
+    remove_tree,
+    step_number,
+)
 from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, Manifest, find_faults, verify
 from canon_pretrain.core.files import fsync_folder
 from canon_pretrain.run.folder import EVALS
@@ -22,17 +27,21 @@ _Signature = dict[str, tuple[int, ...]]
 
 @dataclass
 class Outcome:
-    """What retention did or would do; all lists are ascending."""
+    """What retention did or would do; all lists are ascending.
 
-    kept: list[int] = field(
-        default_factory=list
-    )  # verified full steps; if too few, none is deleted
+    `kept`: verified full steps; if too few, none is deleted. `stripped`: reduced to weights, for an
+    evaluation. `weights_only`: in a plan, those that are so already. `over_bound`: deleted though
+    an evaluation needs them. `bad`: damaged steps, quarantined, with the fault. `errors`: of steps
+    that do not count and stay.
+    """
+
+    kept: list[int] = field(default_factory=list)
     deleted: list[int] = field(default_factory=list)
-    stripped: list[int] = field(default_factory=list)  # reduced to weights, for an evaluation
-    weights_only: list[int] = field(default_factory=list)  # in a plan: those that are so already
-    over_bound: list[int] = field(default_factory=list)  # deleted though an evaluation needs them
-    bad: dict[int, str] = field(default_factory=dict)  # damaged steps, quarantined, with the fault
-    errors: list[str] = field(default_factory=list)  # of steps that do not count and stay
+    stripped: list[int] = field(default_factory=list)
+    weights_only: list[int] = field(default_factory=list)
+    over_bound: list[int] = field(default_factory=list)
+    bad: dict[int, str] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
     bytes_freed: int = 0
 
 
@@ -65,30 +74,37 @@ class Retention:
     def plan(self) -> Outcome:
         """Return what `apply` would do; hashes unverified steps, and changes nothing."""
         plan = Outcome()
-        older, weights = self._sort(plan) if self.keep else ([], [])
-        if not self.keep or len(plan.kept) < self.keep:
+        if not self.keep:
+            return plan
+        older, weights = self._sort(plan)
+        if len(plan.kept) < self.keep:
             plan.weights_only = weights
             return plan
-        chosen: list[int] = []
+
+        # Of the older steps, the newest `max_held` that evaluations need stay, as weights.
+        retained: list[int] = []
         for step in sorted(self.holds().intersection(older + weights), reverse=True):
-            if len(chosen) == self.max_held:
+            if len(retained) == self.max_held:
                 plan.over_bound.insert(0, step)
             elif step in older and (fault := self._fault(step)):
                 plan.bad[step] = fault
             else:
-                chosen.append(step)
-        plan.stripped = [step for step in older if step in chosen]
-        plan.weights_only = [step for step in weights if step in chosen]
-        plan.deleted = sorted({*older, *weights} - {*chosen} - plan.bad.keys())
+                retained.append(step)
+        plan.stripped = [step for step in older if step in retained]
+        plan.weights_only = [step for step in weights if step in retained]
+        plan.deleted = sorted({*older, *weights} - {*retained} - plan.bad.keys())
         return plan
 
     def _sort(self, plan: Outcome) -> tuple[list[int], list[int]]:
         """Fill `kept` and `bad`; return older full steps and weights-only steps, ascending."""
-        older, weights = list[int](), list[int]()
+        older: list[int] = []
+        weights: list[int] = []
         for step in reversed(self.folder.steps()):
             path = self.folder.step_path(step)
             if path.is_symlink():
                 continue
+
+            # Newest first: of the full steps that are not damaged, the first `keep` are kept.
             try:
                 manifest = Manifest.read(path)
                 if manifest.run_id not in (None, self.run_id()):
@@ -96,7 +112,7 @@ class Retention:
                 if manifest.kind == "weights":
                     weights.insert(0, step)
                 elif len(plan.kept) == self.keep:
-                    older.insert(0, step)
+                    older.insert(0, step)  # not verified: hashing takes minutes
                 elif fault := self._fault(step):
                     plan.bad[step] = fault
                 else:
@@ -110,7 +126,7 @@ class Retention:
     def _fault(self, step: int) -> str | None:
         """Return how a step is damaged; None if it is verified."""
         path = self.folder.step_path(step)
-        # before reading: a file that changes meanwhile has another signature next time
+        # before reading: a file that changes while it is read has another signature next time
         signature = _signature(path)
         if self._verified.get(step) == signature:
             return None
@@ -137,8 +153,8 @@ class Retention:
             try:
                 action(step, plan, outcome)
             except Exception as error:  # torch raises RuntimeError and more on a full disk
-                what = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
-                outcome.errors.append(f"step {step}, {what}, stays: {error}")
+                fault = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
+                outcome.errors.append(f"step {step}, {fault}, stays: {error}")
                 self._verified.pop(step, None)
         outcome.weights_only.sort()
         return outcome
@@ -148,7 +164,7 @@ class Retention:
         outcome.bad[step] = plan.bad[step]
 
     def _delete(self, step: int, plan: Outcome, outcome: Outcome) -> None:
-        # hashing takes minutes: an evaluation may have requested it meanwhile
+        # an evaluation may have requested it during the plan, whose hashing takes minutes
         if step not in plan.over_bound and step in self.holds():
             return
         try:
@@ -160,10 +176,14 @@ class Retention:
                     outcome.over_bound.append(step)
 
     def _strip(self, step: int, plan: Outcome, outcome: Outcome) -> None:
-        final, temporary = self.folder.step_path(step), self.folder.saving_path(step)
+        """Replace a full checkpoint by its weights, unless they are not whole."""
+        final = self.folder.step_path(step)
+        temporary = self.folder.saving_path(step)
         try:
-            folders.remove_tree(temporary)
+            remove_tree(temporary)
             self.strip(final, temporary)
+
+            # the weights must be whole before they replace the full checkpoint
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
             if faults or (manifest.kind, manifest.step) != ("weights", step):
@@ -176,7 +196,7 @@ class Retention:
             outcome.bytes_freed += self.folder.replace_step(step)
         finally:
             with contextlib.suppress(OSError):
-                folders.remove_tree(temporary)
+                remove_tree(temporary)
             # read the folder: the replacement may succeed and its last deletion fail
             with contextlib.suppress(DamagedCheckpoint, OSError):
                 if Manifest.read(final).kind == "weights":
@@ -186,14 +206,28 @@ class Retention:
 
 def _signature(folder: Path) -> _Signature:
     """Return sizes, inodes and times of the files: mtime can be set back, ctime cannot."""
-    stats = ((str(path), path.lstat()) for path in folder.rglob("*") if not path.is_dir())
-    return {name: (s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats}
+    signature: _Signature = {}
+    for path in folder.rglob("*"):
+        if not path.is_dir():
+            status = path.lstat()
+            signature[str(path)] = (
+                status.st_size,
+                status.st_ino,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+            )
+    return signature
 
 
-def held_steps(run: Path) -> set[int]:
-    """Return the steps that an evaluation of `run` still needs."""
-    holds = (path.name.partition(".") for path in entries(run / EVALS / HOLDS))
-    return {step for name, dot, _ in holds if dot and (step := step_number(name)) is not None}
+def held_steps(run: Path, name: str | None = None) -> set[int]:
+    """Return the steps that an evaluation of `run` still needs; with `name`, its own holds."""
+    steps: set[int] = set()
+    for path in entries(run / EVALS / HOLDS):
+        step_name, dot, hold_name = path.name.partition(".")
+        step = step_number(step_name)
+        if step is not None and dot and name in (None, hold_name):
+            steps.add(step)
+    return steps
 
 
 def hold_step(run: Path, step: int, name: str) -> None:

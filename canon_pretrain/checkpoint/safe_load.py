@@ -88,20 +88,22 @@ def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
     """Return a checkpoint's metadata, from the file or `content`. Raises DamagedCheckpoint."""
     path = checkpoint / METADATA
     try:
-        content = path.read_bytes() if content is None else content
+        if content is None:
+            content = path.read_bytes()
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         _check_metadata(metadata)
     except FileNotFoundError:
         raise DamagedCheckpoint("checkpoint.damaged", f"{path} is missing", path=path) from None
     except Exception as error:  # from damaged bytes an unpickler may raise anything
-        text = str(error) if isinstance(error, pickle.UnpicklingError) else describe(error)
+        reason = str(error) if isinstance(error, pickle.UnpicklingError) else describe(error)
         raise DamagedCheckpoint(
-            "checkpoint.damaged", f"{path} is damaged: {text}", path=path
+            "checkpoint.damaged", f"{path} is damaged: {reason}", path=path
         ) from error
     return metadata
 
 
 def _check_metadata(metadata: object) -> None:
+    """Raise UnpicklingError unless all entries are stored in files of the checkpoint."""
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, expected Metadata")
     for info in metadata.storage_data.values():
@@ -109,6 +111,7 @@ def _check_metadata(metadata: object) -> None:
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise pickle.UnpicklingError(f"it names the file {info.relative_path!r}")
     for name, entry in metadata.state_dict_metadata.items():
+        # a tensor has a location per chunk, any other entry one
         chunks = getattr(entry, "chunks", None)
         offsets = [None] if chunks is None else [chunk.offsets for chunk in chunks]
         if not all(MetadataIndex(name, offset) in metadata.storage_data for offset in offsets):
@@ -116,7 +119,7 @@ def _check_metadata(metadata: object) -> None:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """torch's reader with metadata from `read_metadata`, or as given."""
+    """torch's reader with `metadata`, or with that of `read_metadata`."""
 
     def __init__(self, path: Path, metadata: Metadata | None = None) -> None:
         super().__init__(path)
@@ -136,16 +139,17 @@ class SafePlanner(DefaultLoadPlanner):
     """torch's load planner, which loads only plain values from entries that are not tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Load an entry that is not a tensor, as torch's planner does except for weights_only."""
         name = read_item.dest_index.fqn
         try:
             loaded = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:  # from damaged bytes torch.load may raise anything
-            text = f"cannot be loaded: {describe(error)}"
-            if found := re.search(r"GLOBAL (\S+)", str(error)):
-                text = f"names {found.group(1)}, which is not a plain value; it was not run"
+            fault = f"cannot be loaded: {describe(error)}"
+            if match := re.search(r"GLOBAL (\S+)", str(error)):
+                fault = f"names {match[1]}, which is not a plain value; it was not run"
             raise DamagedCheckpoint(
                 "checkpoint.damaged",
-                f"the checkpoint is damaged: its entry {name} {text}",
+                f"the checkpoint is damaged: its entry {name} {fault}",
                 entry=name,
             ) from error
         if self.flatten_state_dict:
@@ -157,15 +161,26 @@ class SafePlanner(DefaultLoadPlanner):
 def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
     """Return the metadata of a checkpoint, after loading all that is pickled. DamagedCheckpoint."""
     metadata = read_metadata(checkpoint, content)
-    nothing = torch.Size(())
-    items = [
-        ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, records.BytesStorageMetadata)
-        for index in [MetadataIndex(name)]
-    ]
-    reader, planner = SafeReader(checkpoint), SafePlanner(flatten_state_dict=False)
+
+    # A load plan of all entries that are not tensors.
+    items: list[ReadItem] = []
+    no_size = torch.Size(())
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, records.BytesStorageMetadata):
+            index = MetadataIndex(name)
+            items.append(
+                ReadItem(
+                    type=LoadItemType.BYTE_IO,
+                    dest_index=index,
+                    dest_offsets=no_size,
+                    storage_index=index,
+                    storage_offsets=no_size,
+                    lengths=no_size,
+                )
+            )
+    reader = SafeReader(checkpoint)
     reader.set_up_storage_reader(metadata, True)
+    planner = SafePlanner(flatten_state_dict=False)
     planner.set_up_planner({}, metadata)
     try:
         reader.read_data(LoadPlan(items), planner)

@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from canon_pretrain.checkpoint import safe_load
 from canon_pretrain.checkpoint.architecture import run_of_checkpoint
 from canon_pretrain.checkpoint.folder import CheckpointFolder, step_number
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, Manifest, verify
-from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, read_metadata
+from canon_pretrain.checkpoint.safe_load import SafePlanner, SafeReader, describe, read_metadata
 from canon_pretrain.checkpoint.writer import ignore_no_dist_warning, save_no_dist
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.folder import CHECKPOINTS, runs_below
@@ -30,14 +29,14 @@ def checkpoint_step(checkpoint: Path) -> int:
     if (step := step_number(checkpoint.name)) is None:
         raise UserError(
             "checkpoint.not_a_step",
-            f"{_what_is_at(checkpoint)}: expected RUN or RUN/{CHECKPOINTS}/step-N",
+            f"{_describe_path(checkpoint)}: expected RUN or RUN/{CHECKPOINTS}/step-N",
             path=checkpoint,
         )
     return step
 
 
-def _what_is_at(path: Path) -> str:
-    """Say what is at a path that is not a checkpoint."""
+def _describe_path(path: Path) -> str:
+    """Return what is at a path that is not a checkpoint."""
     if not path.exists():
         return f"{path} does not exist"
     if not path.is_dir():
@@ -82,13 +81,15 @@ def stream_weights(
     checkpoint: Path, like: Mapping[str, Tensor], dtype: torch.dtype, group_bytes: int = 1 << 26
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight of a checked checkpoint in the order of `like`, on the CPU, as `dtype`."""
+    # a load has a fixed cost: weights are loaded in groups of at least `group_bytes`
     group: dict[str, Tensor] = {}
-    for k, (name, tensor) in enumerate(like.items(), 1):
+    for number, (name, tensor) in enumerate(like.items(), 1):
         group[name] = torch.empty(tensor.shape, dtype=dtype)
-        if k == len(like) or sum(t.nbytes for t in group.values()) >= group_bytes:
+        num_bytes = sum(weight.nbytes for weight in group.values())
+        if num_bytes >= group_bytes or number == len(like):
             load_no_dist(group, checkpoint)
-            for key in list(group):
-                yield key, group.pop(key)
+            for loaded_name in list(group):
+                yield loaded_name, group.pop(loaded_name)
 
 
 def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
@@ -98,26 +99,35 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
         manifest = verify(checkpoint, workers=HASH_WORKERS)
     except OSError as error:
         raise UserError("checkpoint.unreadable", f"{checkpoint} cannot be read: {error}") from None
+
+    # None: a weight that only the other one has
     stored = {name: entry.size for name, entry in stored_tensors(checkpoint).items()}
-    config = run_of_checkpoint(checkpoint).config_file
-    for name in [*like, *(name for name in stored if not name.startswith(TRAINING_STATE))]:
-        sizes = stored.get(name), like[name].shape if name in like else None
-        if sizes[0] != sizes[1]:
-            found, expected = ("absent" if s is None else f"of shape {tuple(s)}" for s in sizes)
+    stored_weights = [name for name in stored if not name.startswith(TRAINING_STATE)]
+    for name in [*like, *stored_weights]:
+        shape = stored.get(name)
+        expected = like[name].shape if name in like else None
+        if shape != expected:
+            config = run_of_checkpoint(checkpoint).config_file
             raise UserError(
                 "checkpoint.other_model",
-                f"{checkpoint} is of another model than {config}: {name}: {found}, not {expected}",
+                f"{checkpoint} is of another model than {config}: "
+                f"{name}: {_describe_shape(shape)}, not {_describe_shape(expected)}",
                 path=checkpoint,
                 name=name,
             )
     return manifest
 
 
+def _describe_shape(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else f"of shape {tuple(shape)}"
+
+
 def read_plain_values(checkpoint: Path, prefixes: tuple[str, ...]) -> dict[str, Any]:
     """Return the values, except tensors, whose names start with one of `prefixes`."""
-    found = read_metadata(checkpoint).state_dict_metadata.items()
-    plain = (name for name, entry in found if not isinstance(entry, TensorStorageMetadata))
-    state: dict[str, Any] = dict.fromkeys(name for name in plain if name.startswith(prefixes))
+    state: dict[str, Any] = {}
+    for name, entry in read_metadata(checkpoint).state_dict_metadata.items():
+        if name.startswith(prefixes) and not isinstance(entry, TensorStorageMetadata):
+            state[name] = None
     if state:
         load_no_dist(state, checkpoint)
     return state
@@ -133,12 +143,16 @@ def load_no_dist(state: dict[str, Any], checkpoint: Path) -> None:
     """Load into `state` in place, without a process group. Raises DamagedCheckpoint."""
     try:
         with ignore_no_dist_warning():
-            reader, planner = SafeReader(checkpoint), SafePlanner()
-            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+            dcp.load(
+                state,
+                storage_reader=SafeReader(checkpoint),
+                planner=SafePlanner(),
+                no_dist=True,
+            )
     except CheckpointException as error:
         raise DamagedCheckpoint(
             "checkpoint.damaged",
-            f"{checkpoint} is damaged: {safe_load.describe(error)}",
+            f"{checkpoint} is damaged: {describe(error)}",
             path=checkpoint,
         ) from error
 
@@ -149,9 +163,11 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     Verifies every file first: damage must not get a valid manifest. Raises DamagedCheckpoint.
     """
     manifest = verify(checkpoint, workers=HASH_WORKERS)
-    stored = stored_tensors(checkpoint).items()
-    kept = {name: entry for name, entry in stored if not name.startswith(TRAINING_STATE)}
-    weights = {n: torch.empty(x.size, dtype=x.properties.dtype) for n, x in kept.items()}
+    weights = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored_tensors(checkpoint).items()
+        if not name.startswith(TRAINING_STATE)
+    }
     load_no_dist(weights, checkpoint)
     save_no_dist(
         weights,

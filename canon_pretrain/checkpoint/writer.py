@@ -29,9 +29,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from canon_pretrain.checkpoint import manifest as manifests
 from canon_pretrain.checkpoint.folder import remove_tree
-from canon_pretrain.checkpoint.manifest import DamagedCheckpoint, FileEntry, Kind, Manifest
+from canon_pretrain.checkpoint.manifest import (
+    DamagedCheckpoint,
+    FileEntry,
+    Kind,
+    Manifest,
+    find_faults,
+)
 from canon_pretrain.core.files import fsync_folder, rename
 from canon_pretrain.core.holder import utc_now
 
@@ -40,9 +45,12 @@ class _HashedFile:
     """A new file that hashes (SHA-256) what is written to it, and syncs on close."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self.digest, self.bytes = file, hashlib.sha256(), 0
-        self.flush, self.fileno = file.flush, file.fileno
-        self.failure: OSError | None = None
+        self._file = file
+        self.flush = file.flush
+        self.fileno = file.fileno
+        self.digest = hashlib.sha256()
+        self.bytes = 0
+        self.failure: OSError | None = None  # of a write, which torch may hide
 
     def write(self, data: Any) -> int:
         try:
@@ -124,11 +132,14 @@ class VerifiedWriter(dcp.FileSystemWriter):
         super().__init__(
             temporary, sync_files=False, thread_count=1, per_thread_copy_ahead=0, overwrite=False
         )
-        self.final, self.temporary, self.step = final, temporary, step
+        self.final = final
+        self.temporary = temporary
+        self.step = step
         self._may_commit = may_commit
-        self._facts = {"step": step, "kind": kind, "world_size": world_size, **origin}
+        self._description = {"step": step, "kind": kind, "world_size": world_size, **origin}
         self.manifest: Manifest | None = None  # on the coordinator, after the rename
-        self.fs = self._files = _HashingFileSystem()
+        self._hashing_files = _HashingFileSystem()
+        self.fs = self._hashing_files
 
     def storage_meta(self) -> StorageMeta:
         # a plain string, so that no path is pickled
@@ -147,31 +158,51 @@ class VerifiedWriter(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On every rank: write its file; return its items, and its files with their hashes."""
         # it exists; on NFS this refreshes another node's view of the parent folder
         self.temporary.mkdir(exist_ok=True)
         results = super().write_data(plan, planner).value()
-        written = self._files.written.items()
-        files = [
-            _WrittenFile(MetadataIndex(n), entry.bytes, None, n, entry) for n, entry in written
-        ]
+        for name, entry in self._hashing_files.written.items():
+            results.append(
+                _WrittenFile(
+                    index=MetadataIndex(name),
+                    size_in_bytes=entry.bytes,
+                    storage_data=None,
+                    name=name,
+                    entry=entry,
+                )
+            )
         done: Future[list[WriteResult]] = Future()
-        done.set_result([*results, *files])
+        done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        items = [[r for r in rank if not isinstance(r, _WrittenFile)] for rank in results]
+        """On the coordinator, after all ranks: write .metadata and the manifest, and publish."""
+        # torch's part: write .metadata, from the items of all ranks
+        files: dict[str, FileEntry] = {}
+        items: list[list[WriteResult]] = []
+        for rank_results in results:
+            items.append([r for r in rank_results if not isinstance(r, _WrittenFile)])
+            files |= {r.name: r.entry for r in rank_results if isinstance(r, _WrittenFile)}
         super().finish(metadata, items)
-        files = {r.name: r.entry for rank in results for r in rank if isinstance(r, _WrittenFile)}
-        files = dict(sorted((files | self._files.written).items()))
-        version = str(torch.__version__)
-        manifest = Manifest(torch=version, saved=utc_now(), files=files, **self._facts)
-        if faults := manifests.find_faults(self.temporary, manifest, hashes=False):
+
+        # The manifest of all files, which must be here if all ranks write to one file system.
+        files |= self._hashing_files.written  # .metadata
+        manifest = Manifest(
+            torch=str(torch.__version__),
+            saved=utc_now(),
+            files=dict(sorted(files.items())),
+            **self._description,
+        )
+        if faults := find_faults(self.temporary, manifest, hashes=False):
             raise DamagedCheckpoint(
                 "checkpoint.not_shared",
                 f"{self.temporary} must be shared by all nodes: {'; '.join(faults)}",
                 faults=faults,
             )
         manifest.write(self.temporary)  # syncs the names in the folder too
+
+        # Publish.
         if self.final != self.temporary:
             self._refuse_existing()
             if self._may_commit is not None and not self._may_commit():
@@ -196,11 +227,11 @@ def ignore_no_dist_warning() -> Iterator[None]:
 
 
 def save_no_dist(
-    state: dict[str, Any], checkpoint: Path, *, step: int, in_place: bool = False, **facts: Any
+    state: dict[str, Any], checkpoint: Path, *, step: int, in_place: bool = False, **origin: Any
 ) -> None:
-    """Save `state` as a checkpoint without a process group; `facts`: `kind` and `origin`."""
+    """Save `state` as a checkpoint without a process group; `origin`: also `kind`."""
     temporary = checkpoint if in_place else checkpoint.with_name(f".saving-{checkpoint.name}")
-    writer = VerifiedWriter(checkpoint, temporary, step=step, world_size=1, **facts)
+    writer = VerifiedWriter(checkpoint, temporary, step=step, world_size=1, **origin)
     try:
         with ignore_no_dist_warning():
             dcp.save(state, storage_writer=writer, no_dist=True)

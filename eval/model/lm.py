@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,13 +17,13 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from canon_pretrain.model.decode import batches, generate, sample_generator
 from canon_pretrain.model.transformer import Transformer
 from eval.model.ranks import Ranks
-from eval.model.score import Answer, Batch, Pair, Planner, Row, score_batch
+from eval.model.score import Answer, Batch, Member, Pair, Planner, Row, score_batch
 
 # 1 GB of float32 logits with a vocabulary of 32,000; 3 GB of keys and values for the 1.3B model
 BATCH_TOKENS = 8192
 # characters of a prompt that are read in about the time of one generated token
 NEW_TOKEN_COST = 32
-# tokens that take about as long as the fixed cost of a pass
+# tokens that take about as long as the fixed cost of a pass, by type of device
 PASS_TOKENS = {"cpu": 32, "cuda": 1024}
 # tokens per pass: beyond a CPU's caches it takes 1.9 times as long
 READ_TOKENS = {"cpu": 512}
@@ -37,23 +36,26 @@ Result = TypeVar("Result")
 
 
 class GenerationRequest(NamedTuple):
+    """A prompt that fits in the model's length, and how to answer it."""
+
     context: tuple[int, ...]
     until: tuple[str, ...]
     max_tokens: int
     temperature: float = 0.0
+    # of a sampled answer: document and number, so that equal prompts have several answers
     sample: tuple[int, int] = (0, 0)
-    """Of a sampled answer: document and number, so that equal prompts have several answers."""
 
 
 def request_cost(request: Instance) -> int:
-    """Estimate the cost of a request in characters read; choices share a context."""
-    context = len(request.args[0])
+    """Estimate the cost of a request in characters read, at least 1; choices share a context."""
+    context_cost = len(request.args[0])
     if request.request_type == "generate_until":
         options = normalize_gen_kwargs(request.args[1], DEFAULT_GEN_TOKENS)
-        return context + NEW_TOKEN_COST * options["max_gen_toks"] + 1
+        return context_cost + NEW_TOKEN_COST * options["max_gen_toks"] + 1
     if request.request_type == "loglikelihood":
-        return (0 if request.idx else context) + len(request.args[1]) + 1
-    return context + 1
+        is_first_choice = request.idx == 0
+        return (context_cost if is_first_choice else 0) + len(request.args[1]) + 1
+    return context_cost + 1
 
 
 class CanonLM(TemplateLM):
@@ -79,9 +81,10 @@ class CanonLM(TemplateLM):
     ) -> None:
         super().__init__()
         if tokenizer is not None and tokenizer.vocab_size > model.args.vocab_size:
-            sizes = f"{tokenizer.vocab_size} tokens, the model {model.args.vocab_size}"
             raise UserError(
-                "eval.vocab_size", f"the tokenizer has {sizes}: use the tokenizer of training"
+                "eval.vocab_size",
+                f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
+                f"{model.args.vocab_size}: use the tokenizer of training",
             )
         longest = model.args.max_seq_len
         if not 1 <= max_length <= longest:
@@ -91,13 +94,20 @@ class CanonLM(TemplateLM):
                 given=max_length,
                 expected=longest,
             )
-        self.model, self._tokenizer = model, tokenizer
-        self.max_length, self.batch_tokens = max_length, batch_tokens
-        self.ranks, self.on_done, self.log = ranks or Ranks(), on_done, log
+        self.model = model
+        self._tokenizer = tokenizer
+        self.max_length = max_length
+        self.batch_tokens = batch_tokens
+        self.ranks = ranks or Ranks()
+        self.on_done = on_done
+        self.log = log
+
         self.truncated: set[int | None] = set()
         self.failures: dict[int, str] = {}
-        self._device_type = model.tok_embeddings.weight.device.type
-        self.read_tokens: int | None = READ_TOKENS.get(self._device_type)
+
+        device_type = model.tok_embeddings.weight.device.type
+        self.read_tokens: int | None = READ_TOKENS.get(device_type)
+        self._pass_tokens = PASS_TOKENS.get(device_type, PASS_TOKENS["cuda"])
         self._bos = [self.eot_token_id] if add_bos else []
 
     @property
@@ -116,14 +126,14 @@ class CanonLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
         """Return the ids of `string`, after EOS with `add_bos` unless add_special_tokens=False."""
-        found = [int(token) for token in self.text_tokenizer.encode(string)]
-        return found if add_special_tokens is False else self._bos + found
+        ids = [int(token) for token in self.text_tokenizer.encode(string)]
+        return ids if add_special_tokens is False else self._bos + ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
         """Return (log-likelihood, whether greedy) per (context, continuation); see `failures`."""
         pairs: list[Pair] = []
         costs: list[int] = []
-        asked: list[int] = []  # indices of requests
+        request_indices: list[int] = []
         for index, request in enumerate(requests):
             cost = request_cost(request)
             try:
@@ -133,14 +143,18 @@ class CanonLM(TemplateLM):
                 self.on_done(cost)
                 continue
             costs.append(cost)
-            asked.append(index)
+            request_indices.append(index)
+
         blank = {request.doc_id for request in requests if request.args[0].isspace()}
         if blank:
-            first = f"{requests[0].task_name}, such as document {min(blank)}"
-            self.log(f"{first}: {len(blank)} contexts of white space only, scored after EOS")
+            self.log(
+                f"{requests[0].task_name}, such as document {min(blank)}: "
+                f"{len(blank)} contexts of white space only, scored after EOS"
+            )
 
+        # requests that cannot be scored keep NaN
         answers: list[Answer] = [(math.nan, False)] * len(requests)
-        for index, answer in zip(asked, self.score_pairs(pairs, costs), strict=True):
+        for index, answer in zip(request_indices, self.score_pairs(pairs, costs), strict=True):
             answers[index] = answer
         return answers
 
@@ -150,8 +164,11 @@ class CanonLM(TemplateLM):
         if context:
             before, after = self._encode_pair(context, continuation)
         else:
-            before, after = [], self.tok_encode(continuation, add_special_tokens=False)
-        if not before:  # also of white space, which lm_eval moves to the continuation
+            before = []
+            after = self.tok_encode(continuation, add_special_tokens=False)
+
+        # A context of white space has no tokens either: lm_eval moves it to the continuation.
+        if not before:
             before = [self.prefix_token_id]
             if after[:1] == before:  # the text begins with EOS already
                 after = after[1:]
@@ -166,11 +183,15 @@ class CanonLM(TemplateLM):
         return self._pair(before + after, len(after), request)
 
     def _pair(self, tokens: list[int], count: int, request: Instance | None = None) -> Pair:
+        """Return the pair of the last `count` tokens; a context that is too long loses its start.
+
+        The item of `request` is then recorded in `truncated`.
+        """
         if not 0 < count <= self.max_length or count == len(tokens):
-            given = f"{count} tokens after {len(tokens) - count}"
             raise UserError(
                 "eval.continuation",
-                f"a continuation of {given}: expected 1 to {self.max_length}",
+                f"a continuation of {count} tokens after {len(tokens) - count}: "
+                f"expected 1 to {self.max_length}",
                 given=count,
                 expected=self.max_length,
             )
@@ -184,55 +205,76 @@ class CanonLM(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
         """Return the log-likelihood of each whole text, in lm_eval's windows of max_length."""
-        found: list[tuple[int, int, Pair]] = []
+        pairs: list[Pair] = []
+        costs: list[int] = []
+        request_indices: list[int] = []
         for index, request in enumerate(requests):
-            tokens, cost = self.tok_encode(request.args[0]), request_cost(request)
-            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
+            tokens = self.tok_encode(request.args[0])
+            cost = request_cost(request)
+            windows = get_rolling_token_windows(
+                tokens,
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
             for context, scored in map(make_disjoint_window, windows):
-                found.append((index, cost, self._pair(context + scored, len(scored))))
+                pairs.append(self._pair(context + scored, len(scored)))
+                costs.append(cost)
+                request_indices.append(index)
                 cost = 0  # the first window has the cost of all
             self.on_done(cost)  # nonzero for a text without windows
+
         totals = [0.0] * len(requests)
-        scores = self.score_pairs([pair for *_, pair in found], [cost for _, cost, _ in found])
-        for (owner, *_), (score, _) in zip(found, scores, strict=True):
-            totals[owner] += score
+        scores = self.score_pairs(pairs, costs)
+        for index, (log_likelihood, _) in zip(request_indices, scores, strict=True):
+            totals[index] += log_likelihood
         return totals
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[Answer]:
-        pairs = [self._pair(context + cont, len(cont)) for _, context, cont in requests]
+        pairs = [
+            self._pair(context + continuation, len(continuation))
+            for _, context, continuation in requests
+        ]
         return self.score_pairs(pairs, [1] * len(pairs))
 
     def score_pairs(self, pairs: Sequence[Pair], costs: Sequence[int]) -> list[Answer]:
         """Return the answer to each pair, from batches distributed over the ranks; see score.py."""
         return self.map_batches(
-            lambda budget, chosen: self._planner(budget).plan(pairs, chosen),
-            lambda batch: batch.pairs,
-            lambda budget, batch: score_batch(self.model, self._planner(budget), pairs, batch),
-            costs,
+            plan=lambda budget, chosen: self._planner(budget).plan(pairs, chosen),
+            members=lambda batch: batch.pairs,
+            work=lambda budget, batch: score_batch(self.model, self._planner(budget), pairs, batch),
+            costs=costs,
         )
 
     def score_parts(
         self, rows: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[list[float]]:
         """Return log-likelihoods of consecutive parts of each row; the last one ends the row."""
-        pairs, groups = list[Pair](), []
-        for row, parts in zip(rows, sizes, strict=True):
-            ends = list(accumulate(parts, initial=len(row) - sum(parts)))[1:]
-            members = [(len(pairs) + k, end - 1) for k, end in enumerate(ends)]
+        # One pass, in which each part is a pair of its own that its row answers.
+        pairs: list[Pair] = []
+        groups: list[list[Row]] = []
+        for row, part_sizes in zip(rows, sizes, strict=True):
+            members: list[Member] = []
+            end = len(row) - sum(part_sizes)
+            for size in part_sizes:
+                end += size
+                # the last token of a pair is only predicted
+                members.append(Member(len(pairs), end - 1))
+                pairs.append(Pair(list(row[:end]), size))
             groups.append([Row(list(row[:-1]), members)])
-            pairs += [Pair(list(row[:end]), n) for end, n in zip(ends, parts, strict=True)]
-        planner = self._planner(self.batch_tokens)
-        found = score_batch(self.model, planner, pairs, Batch(0, groups))
-        scores = iter([found[index][0] for index in range(len(pairs))])
-        return [[next(scores) for _ in parts] for parts in sizes]
+        answers = score_batch(self.model, self._planner(self.batch_tokens), pairs, Batch(0, groups))
+
+        log_likelihoods = iter([answers[index][0] for index in range(len(pairs))])
+        return [[next(log_likelihoods) for _ in part_sizes] for part_sizes in sizes]
 
     def _planner(self, budget: int) -> Planner:
-        return Planner(budget, self.read_tokens or budget, PASS_TOKENS.get(self._device_type, 1024))
+        return Planner(budget, self.read_tokens or budget, self._pass_tokens)
 
     def map_batches(
         self,
+        *,
         plan: Callable[[int, Sequence[int]], list[Work]],
         members: Callable[[Work], Sequence[int]],
         work: Callable[[int, Work], Mapping[int, Result]],
@@ -243,37 +285,52 @@ class CanonLM(TemplateLM):
         `plan(batch_tokens, items)` returns batches, `members(batch)` the items of one,
         `work(batch_tokens, batch)` their results. Lowers `batch_tokens` to what fits on all ranks.
         """
-        most = fits = self.batch_tokens
+        planned_budget = self.batch_tokens
+        fitting_budget = planned_budget  # lowered each time the memory of this rank runs out
 
         def run_batch(batch: Work, budget: int) -> dict[int, Result]:
-            nonlocal fits
+            """Return the results of a batch, of smaller ones if it does not fit in memory."""
+            nonlocal fitting_budget
             items = members(batch)
-            if fits < budget:  # out of memory since it was planned
-                return run_batches(plan(fits, items), fits)
+            if fitting_budget < budget:  # out of memory since it was planned
+                return run_batches(plan(fitting_budget, items), fitting_budget)
             results = none_if_out_of_memory(partial(work, budget, batch))
             if results is not None:
                 return dict(results)
+
+            # Out of memory: halve the budget, and divide this batch accordingly.
             if len(items) == 1:
                 raise UserError("eval.out_of_memory", f"a single item: {OUT_OF_MEMORY_HINT}")
-            if fits == most:
-                self.log(f"out of memory with {fits} tokens per batch: continuing with fewer")
-            fits = budget = max(1, fits // 2)
-            smaller = plan(budget, items)
+            if fitting_budget == planned_budget:
+                self.log(
+                    f"out of memory with {fitting_budget} tokens per batch: continuing with fewer"
+                )
+            fitting_budget = max(1, fitting_budget // 2)
+            smaller = plan(fitting_budget, items)
             if len(smaller) == 1:  # a sequence exceeds the budget: halve the items
                 half = len(items) // 2
-                smaller = plan(budget, items[:half]) + plan(budget, items[half:])
-            return run_batches(smaller, budget)
+                smaller = plan(fitting_budget, items[:half]) + plan(fitting_budget, items[half:])
+            return run_batches(smaller, fitting_budget)
 
-        def run_batches(parts: Sequence[Work], budget: int) -> dict[int, Result]:
-            return {item: one for part in parts for item, one in run_batch(part, budget).items()}
+        def run_batches(batches: Sequence[Work], budget: int) -> dict[int, Result]:
+            results: dict[int, Result] = {}
+            for batch in batches:
+                results |= run_batch(batch, budget)
+            return results
 
-        planned = plan(most, range(len(costs)))
+        planned = plan(planned_budget, range(len(costs)))
         batch_costs = [sum(costs[item] for item in members(batch)) for batch in planned]
-        shares = self.ranks.map(
-            lambda batch: (run_batch(batch, most), fits), planned, batch_costs, self.on_done
+        batch_results = self.ranks.map(
+            lambda batch: (run_batch(batch, planned_budget), fitting_budget),
+            planned,
+            batch_costs,
+            self.on_done,
         )
-        self.batch_tokens = min((fitted for _, fitted in shares), default=most)
-        results = {item: result for share, _ in shares for item, result in share.items()}
+
+        self.batch_tokens = min((budget for _, budget in batch_results), default=planned_budget)
+        results: dict[int, Result] = {}
+        for batch_result, _ in batch_results:
+            results |= batch_result
         return [results[item] for item in range(len(costs))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
@@ -281,8 +338,9 @@ class CanonLM(TemplateLM):
 
         Samples depend on document and number of the request alone.
         """
-        costs: dict[GenerationRequest, int] = {}  # equal requests are answered once
-        order = []
+        # Equal prompts are answered once: the distinct ones, each with the cost of its requests.
+        costs: dict[GenerationRequest, int] = {}
+        request_prompts: list[GenerationRequest] = []
         for request in requests:
             context, options = request.args
             tokens = self.tok_encode(context) or [self.prefix_token_id]
@@ -292,35 +350,44 @@ class CanonLM(TemplateLM):
             if len(prompt.context) < len(tokens):
                 self.truncated.add(request.doc_id)
             costs[prompt] = costs.get(prompt, 0) + request_cost(request)
-            order.append(prompt)
+            request_prompts.append(prompt)
         prompts = list(costs)
 
         def plan(budget: int, chosen: Sequence[int]) -> list[list[int]]:
-            found: list[list[int]] = []
+            """Return batches of prompts, each of one temperature."""
+            planned: list[list[int]] = []
             for temperature in sorted({prompts[i].temperature for i in chosen}):
-                own = [i for i in chosen if prompts[i].temperature == temperature]
-                contexts = [prompts[i].context for i in own]
-                limits = [prompts[i].max_tokens for i in own]
-                planned = batches(contexts, limits, budget, self.model.args.max_seq_len)
-                found += [[own[k] for k in batch] for batch in planned]
-            return found
+                indices = [i for i in chosen if prompts[i].temperature == temperature]
+                same_temperature = batches(
+                    [prompts[i].context for i in indices],
+                    [prompts[i].max_tokens for i in indices],
+                    budget,
+                    self.model.args.max_seq_len,
+                )
+                planned += [[indices[k] for k in batch] for batch in same_temperature]
+            return planned
 
         def work(budget: int, batch: list[int]) -> dict[int, str]:
-            chosen = [prompts[i] for i in batch]
-            return dict(zip(batch, self._generate_texts(chosen, budget), strict=True))
+            texts = self._generate_texts([prompts[i] for i in batch], budget)
+            return dict(zip(batch, texts, strict=True))
 
-        answers = self.map_batches(plan, lambda batch: batch, work, list(costs.values()))
-        texts = dict(zip(prompts, answers, strict=True))
-        return [texts[one] for one in order]
+        answers = self.map_batches(
+            plan=plan, members=lambda batch: batch, work=work, costs=list(costs.values())
+        )
+        answer_of = dict(zip(prompts, answers, strict=True))
+        return [answer_of[prompt] for prompt in request_prompts]
 
     def _generate_texts(
         self, prompts: Sequence[GenerationRequest], batch_tokens: int
     ) -> Iterator[str]:
+        """Yield the answer to each of the prompts, which have one temperature."""
+
         def is_complete(index: int, tokens: list[int]) -> bool:
             text = self._decode_answer(prompts[index], tokens)
             return any(stop in text for stop in prompts[index].until)
 
         temperature = prompts[0].temperature
+        generators = [sample_generator(*prompt.sample) for prompt in prompts]
         answers = generate(
             self.model,
             [prompt.context for prompt in prompts],
@@ -328,21 +395,21 @@ class CanonLM(TemplateLM):
             eos_id=self.text_tokenizer.eos_id,
             stop=is_complete if any(prompt.until for prompt in prompts) else None,
             temperature=temperature,
-            generator=[sample_generator(*prompt.sample) for prompt in prompts]
-            if temperature
-            else None,
+            generator=generators if temperature else None,
             vocab_size=self.text_tokenizer.vocab_size,
             batch_tokens=batch_tokens,
             read_tokens=self.read_tokens,
         )
         for prompt, tokens in zip(prompts, answers, strict=True):
             text = self._decode_answer(prompt, tokens)
-            yield postprocess_generated_text(text, list(prompt.until), None)
+            yield postprocess_generated_text(text, stop=list(prompt.until), think_end_token=None)
 
     def _decode_answer(self, prompt: GenerationRequest, tokens: list[int]) -> str:
-        # SentencePiece drops the space before a text's first word
+        # Decode after the last token of the prompt: SentencePiece drops the space before the first
+        # word of a text.
         last = list(prompt.context[-1:])
-        return self.text_tokenizer.decode([*last, *tokens])[len(self.text_tokenizer.decode(last)) :]
+        decode = self.text_tokenizer.decode
+        return decode(last + tokens)[len(decode(last)) :]
 
 
 def generation_request(
@@ -351,18 +418,26 @@ def generation_request(
     """Return the request of a prompt, whose beginning is cut if it and its answer do not fit."""
     options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
     unknown = options.keys() - GENERATION_OPTIONS
-    temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
     if options.get("num_beams", 1) != 1 or unknown:
         raise UserError(
             "eval.generation_options",
             f"generation options {options}: expected until, max_gen_toks, temperature",
         )
-    room = max_length - options["max_gen_toks"]
+
+    max_tokens = options["max_gen_toks"]
+    room = max_length - max_tokens
     if room < 1:
-        message = f"max_gen_toks = {options['max_gen_toks']} leaves no room for a prompt"
-        raise UserError("eval.max_length", f"{message}: raise --max-length", given=max_length)
-    until = tuple(stop for stop in options["until"] if stop)
-    return GenerationRequest(tuple(tokens[-room:]), until, options["max_gen_toks"], temperature)
+        raise UserError(
+            "eval.max_length",
+            f"max_gen_toks = {max_tokens} leaves no room for a prompt: raise --max-length",
+            given=max_length,
+        )
+    return GenerationRequest(
+        context=tuple(tokens[-room:]),
+        until=tuple(stop for stop in options["until"] if stop),
+        max_tokens=max_tokens,
+        temperature=options.get("temperature", 1.0) if options.get("do_sample") else 0.0,
+    )
 
 
 def none_if_out_of_memory(work: Callable[[], Result]) -> Result | None:

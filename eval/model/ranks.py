@@ -36,8 +36,11 @@ class Ranks:
     def __init__(
         self, rank: int = 0, world_size: int = 1, local_rank: int = 0, store: Any = None
     ) -> None:
-        self.rank, self.world_size, self.local_rank = rank, world_size, local_rank
-        self._store, self._maps = store, 0
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self._store = store
+        self._num_maps = 0  # calls of `map`: each has its own counters in the store
 
     @classmethod
     def from_environment(cls) -> "Ranks":
@@ -46,7 +49,7 @@ class Ranks:
             return cls()
         end_with_torchrun()
         try:
-            # not by init_process_group: `map` counts items in the store
+            # not by init_process_group alone: `map` counts items in the store
             store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
             store.set_timeout(WORK_TIMEOUT)
             dist.init_process_group(
@@ -57,10 +60,10 @@ class Ranks:
                 timeout=WORK_TIMEOUT,
             )
         except (RuntimeError, ValueError) as error:
-            who = f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']}"
             raise UserError(
                 "ranks.connect",
-                f"{who} could not connect: {error}. Use torchrun, or unset WORLD_SIZE",
+                f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} could not connect: "
+                f"{error}. Use torchrun, or unset WORLD_SIZE",
             ) from None
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return cls(rank, world_size, local_rank, dist.PrefixStore("map", store))
@@ -98,33 +101,42 @@ class Ranks:
                 results[index] = work(item)
                 on_done(costs[index])
             return list(results.values())
-        self._maps += 1
-        known, fault = 0, None
+
+        # Take the next item until none is left, or another rank has failed.
+        self._num_maps += 1
+        reported_cost = 0
+        fault: Exception | None = None
         try:
             while (index := self._next_index()) < len(items):
                 results[index] = work(items[index])
-                total = self._count("done", costs[index])
-                on_done(total - known)
-                known = total
+                cost_of_all_ranks = self._count("done", costs[index])
+                on_done(cost_of_all_ranks - reported_cost)
+                reported_cost = cost_of_all_ranks
         except Exception as error:
             fault = error
             with suppress(RuntimeError):  # the store's rank died: the others notice
-                self._store.set(f"{self._maps}/fault", "1")
+                self._store.set(self._key("fault"), "1")
         self._raise_failures(fault)
-        for share in self._exchange(results):
-            results |= share
-        on_done(sum(costs) - known)
+
+        for rank_results in self._exchange(results):
+            results |= rank_results
+        on_done(sum(costs) - reported_cost)
         return [results[index] for index in range(len(items))]
 
+    def _key(self, name: str) -> str:
+        return f"{self._num_maps}/{name}"
+
     def _next_index(self) -> int:
+        """Return the index of the next item for this rank; beyond all items after a failure."""
         with suppress(RuntimeError):
-            if self._store.check([f"{self._maps}/fault"]):
+            if self._store.check([self._key("fault")]):
                 return sys.maxsize
         return self._count("next", 1) - 1
 
     def _count(self, name: str, amount: int) -> int:
+        """Add `amount` to a counter that all ranks share; return the sum."""
         try:
-            return int(self._store.add(f"{self._maps}/{name}", amount))
+            return int(self._store.add(self._key(name), amount))
         except RuntimeError as error:
             raise RankFailed("ranks.lost", f"the rank with the store is gone ({error})") from None
 
@@ -134,9 +146,9 @@ class Ranks:
 
     def rank_zero_first(self, work: Callable[[], Result]) -> Result:
         """Return this rank's `work()`; the others run it after rank 0 and find its files."""
-        for is_first in (True, False):
+        for is_turn_of_rank_zero in (True, False):
             fault: Exception | None = None
-            if (self.rank == 0) == is_first:
+            if (self.rank == 0) == is_turn_of_rank_zero:
                 try:
                     result = work()
                 except Exception as error:
@@ -144,31 +156,38 @@ class Ranks:
             self._raise_failures(fault)
         return result
 
+    def on_rank_zero(self, work: Callable[[], Result]) -> Result:
+        """Return rank 0's `work()` on every rank; the others do not call it."""
+        return self.broadcast(self.rank_zero_first(lambda: work() if self.rank == 0 else None))
+
     def barrier(self) -> None:
         """Wait for all ranks; raises RankFailed if one died."""
         self._exchange(None)
 
     def _raise_failures(self, fault: Exception | None) -> None:
+        """Raise this rank's `fault`, or RankFailed if another rank has one."""
         if fault is not None:
             kind = "" if isinstance(fault, UserError) else f"{type(fault).__name__}: "
             with suppress(RankFailed):
                 self._exchange(kind + " ".join(str(fault).split()))
             raise fault
-        for rank, error in enumerate(self._exchange(None)):
-            if error is not None:
+        for rank, message in enumerate(self._exchange(None)):
+            if message is not None:
                 raise RankFailed(
-                    "ranks.failed", f"rank {rank} of {self.world_size} failed: {error}", rank=rank
+                    "ranks.failed", f"rank {rank} of {self.world_size} failed: {message}", rank=rank
                 )
 
     def _exchange(self, value: Any) -> list[Any]:
-        shares = [value] * self.world_size
-        if self.world_size > 1:
-            try:
-                dist.all_gather_object(shares, value)
-            except (RuntimeError, ValueError) as error:
-                # gloo: a connection was closed, or WORK_TIMEOUT is over
-                reason = str(error).strip().splitlines()[0]
-                raise RankFailed(
-                    "ranks.lost", f"another rank died ({reason}): see its own output"
-                ) from None
-        return shares
+        """Return the values of all ranks; raises RankFailed if one died."""
+        if self.world_size == 1:
+            return [value]
+        values = [None] * self.world_size
+        try:
+            dist.all_gather_object(values, value)
+        except (RuntimeError, ValueError) as error:
+            # gloo: a connection was closed, or WORK_TIMEOUT is over
+            reason = str(error).strip().splitlines()[0]
+            raise RankFailed(
+                "ranks.lost", f"another rank died ({reason}): see its own output"
+            ) from None
+        return values

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from os.path import commonprefix
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ from canon_pretrain.model.transformer import Transformer
 # shared prefixes are cut to a multiple of one of these, so that many have equal lengths
 PREFIX_STEPS = (1, 2, 4, 8, 16, 32, 64)
 MIN_SAVED = 0.05  # share of a group's tokens that a second pass must save
-# relative cost of a token after a prefix, and of a prefix's token that is copied for a row
-CONTINUED_COST, COPIED_COST = 1.1, 0.03
-MAX_DEPTH, SOFTMAX_ROWS = 200, 128
+CONTINUED_COST = 1.1  # of a token read after a cached prefix, relative to one read without cache
+COPIED_COST = 0.03  # of a cached token that is copied for one more row, on the same scale
+MAX_DEPTH = 200  # of the recursion that partitions rows into groups
+SOFTMAX_ROWS = 128  # rows of logits that are converted to float32 at once
 
 T = TypeVar("T")
 Answer = tuple[float, bool]  # (log-likelihood, whether every token is the likeliest)
@@ -38,12 +39,33 @@ class Pair:
     count: int
 
 
+class Member(NamedTuple):
+    """A pair that a row answers: its index, and how many of the row's tokens it reads."""
+
+    pair: int
+    end: int
+
+
 @dataclass
 class Row:
-    """A sequence to read, and the pairs it answers: (pair, end of the pair's tokens)."""
+    """A sequence to read, and the pairs that it answers."""
 
     tokens: list[int]
-    members: list[tuple[int, int]] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
+
+
+class PrefixGroup(NamedTuple):
+    """Rows whose first `prefix` tokens are equal."""
+
+    prefix: int
+    rows: list[Row]
+
+
+class GroupRow(NamedTuple):
+    """A row of a batch, and the index of its group."""
+
+    group: int
+    row: Row
 
 
 @dataclass
@@ -57,6 +79,11 @@ class Batch:
     def pairs(self) -> list[int]:
         return [pair for group in self.groups for row in group for pair, _ in row.members]
 
+    @property
+    def width(self) -> int:
+        """The number of tokens of the longest row."""
+        return max(len(row.tokens) for group in self.groups for row in group)
+
 
 @dataclass(frozen=True)
 class Planner:
@@ -66,89 +93,90 @@ class Planner:
     read_tokens: int
     pass_tokens: int = 32
 
-    def plan(self, pairs: Sequence[Pair], chosen: Sequence[int] | None = None) -> list[Batch]:
-        """Return the cheapest batches that answer the `chosen` pairs (None: all), longest first."""
-        rows = _distinct_rows(pairs, range(len(pairs)) if chosen is None else chosen)
-        best = self._plain(rows)
-        groups, single = _split(rows)
+    def plan(self, pairs: Sequence[Pair], chosen: Sequence[int]) -> list[Batch]:
+        """Return the cheapest batches that answer the `chosen` pairs, longest first."""
+        rows = _distinct_rows(pairs, chosen)
+        best = self._single_row_batches(rows)
+
+        groups, single_rows = _split(rows)
         if groups:
-            rest = self._plain(single)
-            pieces = [(n, piece) for n, group in groups for piece in self._split_group(n, group)]
-            plans = [self._shared(pieces, step) + rest for step in PREFIX_STEPS]
+            rest = self._single_row_batches(single_rows)
+            pieces = [piece for group in groups for piece in self._split_group(group)]
+            plans = [self._shared_batches(pieces, step) + rest for step in PREFIX_STEPS]
             best = min([best, *plans], key=lambda plan: sum(map(self.cost, plan)))
+
         # longest first: a batch that does not fit in memory fails at once
-        return sorted(best, key=lambda batch: -widest(batch))
+        return sorted(best, key=lambda batch: -batch.width)
 
     def cost(self, batch: Batch) -> float:
         """Return the tokens that a batch reads, padding and the start of each pass included."""
         if not batch.prefix:
-            return self.pass_tokens + len(batch.groups) * widest(batch)
+            return self.pass_tokens + len(batch.groups) * batch.width
+
         total: float = self.pass_tokens + len(batch.groups) * batch.prefix
-        for part in self.parts(batch):
-            width = len(part[0][1].tokens) - batch.prefix
+        for part in self.continuations(batch):
+            width = len(part[0].row.tokens) - batch.prefix
             read = width + COPIED_COST * batch.prefix
             total += self.pass_tokens + CONTINUED_COST * len(part) * read
         return total
 
-    def parts(self, batch: Batch) -> list[list[tuple[int, Row]]]:
-        """Return the second passes of a shared batch: (group, row), longest first."""
-        rows = [(g, row) for g, group in enumerate(batch.groups) for row in group]
+    def continuations(self, batch: Batch) -> list[list[GroupRow]]:
+        """Return the rows of each pass after the prefixes of a batch, longest first."""
+        rows = [GroupRow(g, row) for g, group in enumerate(batch.groups) for row in group]
+        lengths = [len(row.tokens) - batch.prefix for _, row in rows]
         # the rest of the cache is for the rows that continue the prefixes
         room = self.batch_tokens - len(batch.groups) * batch.prefix
-        lengths = [len(row.tokens) - batch.prefix for _, row in rows]
-        return self._runs(rows, lengths, max(1, room // widest(batch)))
+        return self._runs(rows, lengths, max_rows=max(1, room // batch.width))
 
-    def _plain(self, rows: Sequence[Row]) -> list[Batch]:
-        runs = self._runs(rows, [len(row.tokens) for row in rows], len(rows))
+    def _single_row_batches(self, rows: Sequence[Row]) -> list[Batch]:
+        runs = self._runs(rows, [len(row.tokens) for row in rows], max_rows=len(rows))
         return [Batch(0, [[row] for row in run]) for run in runs]
 
-    def _runs(self, rows: Sequence[T], lengths: Sequence[int], most: int) -> list[list[T]]:
-        """Return rows to pad to one length and read at once, longest first; at most `most` rows."""
+    def _runs(self, rows: Sequence[T], lengths: Sequence[int], max_rows: int) -> list[list[T]]:
+        """Split rows into runs, each padded to one length and read at once; longest first."""
         runs: list[list[T]] = []
         longest = padding = 0
         room = min(self.batch_tokens, self.read_tokens)
         for i in sorted(range(len(rows)), key=lambda i: -lengths[i]):
             padding += longest - lengths[i]
-            count = len(runs[-1]) + 1 if runs else most + 1
-            # a run ends when its padding costs as much as another pass
-            if count <= most and count * longest <= room and padding <= self.pass_tokens:
-                runs[-1].append(rows[i])
-            else:
-                runs.append([rows[i]])
-                longest, padding = lengths[i], 0
+            is_full = not runs or len(runs[-1]) >= max_rows or (len(runs[-1]) + 1) * longest > room
+            # a run also ends when its padding costs as much as another pass
+            if is_full or padding > self.pass_tokens:
+                runs.append([])
+                longest = lengths[i]
+                padding = 0
+            runs[-1].append(rows[i])
         return runs
 
-    def _split_group(self, prefix: int, group: list[Row]) -> Iterator[list[Row]]:
+    def _split_group(self, group: PrefixGroup) -> Iterator[PrefixGroup]:
         """Yield parts of a group of at most `read_tokens` after the prefix, for several ranks."""
         piece: list[Row] = []
-        total = 0
-        for row in group:
-            more = len(row.tokens) - prefix
-            if piece and total + more > self.read_tokens:
-                yield piece
-                piece, total = [], 0
+        piece_tokens = 0
+        for row in group.rows:
+            row_tokens = len(row.tokens) - group.prefix
+            if piece and piece_tokens + row_tokens > self.read_tokens:
+                yield PrefixGroup(group.prefix, piece)
+                piece = []
+                piece_tokens = 0
             piece.append(row)
-            total += more
-        yield piece
+            piece_tokens += row_tokens
+        yield PrefixGroup(group.prefix, piece)
 
-    def _shared(self, groups: Sequence[tuple[int, list[Row]]], step: int) -> list[Batch]:
+    def _shared_batches(self, groups: Sequence[PrefixGroup], step: int) -> list[Batch]:
         """Return batches of equal prefix length; the rest of a prefix is read with each row."""
-        cut = [(max(1, shared // step * step), group) for shared, group in groups]
-        cut.sort(key=lambda entry: (-entry[0], -max(len(row.tokens) for row in entry[1])))
+        shortened = [PrefixGroup(max(1, n // step * step), rows) for n, rows in groups]
+        shortened.sort(key=lambda group: (-group.prefix, -max(len(r.tokens) for r in group.rows)))
+
         # the other half of the cache is for the rows that continue
         room = min(self.batch_tokens // 2, self.read_tokens)
         batches: list[Batch] = []
-        for prefix, group in cut:
+        for prefix, rows in shortened:
             last = batches[-1] if batches else Batch(0, [])
             if last.prefix == prefix and (len(last.groups) + 1) * prefix <= room:
-                last.groups.append(group)
+                last.groups.append(rows)
             else:
-                batches.append(Batch(prefix, [group]))
+                batches.append(Batch(prefix, [rows]))
         return batches
-
-
-def widest(batch: Batch) -> int:
-    return max(len(row.tokens) for group in batch.groups for row in group)
 
 
 def _distinct_rows(pairs: Sequence[Pair], chosen: Sequence[int]) -> list[Row]:
@@ -159,42 +187,70 @@ def _distinct_rows(pairs: Sequence[Pair], chosen: Sequence[int]) -> list[Row]:
     for tokens, pair in reads:
         if not rows or rows[-1].tokens[: len(tokens)] != tokens:
             rows.append(Row(tokens))
-        rows[-1].members.append((pair, len(tokens)))
+        rows[-1].members.append(Member(pair, len(tokens)))
     return rows[::-1]
 
 
-def _split(rows: list[Row]) -> tuple[list[tuple[int, list[Row]]], list[Row]]:
-    """Return (prefix length, rows) of the groups that save enough, and the other rows."""
-    shared = [len(commonprefix([a.tokens, b.tokens])) for a, b in pairwise(rows)]
-    groups, single = [], []
-    spans = _best_groups(shared, 0, len(rows))[1] if rows else []
-    for start, stop, prefix in spans:
+def _split(rows: list[Row]) -> tuple[list[PrefixGroup], list[Row]]:
+    """Return the groups of sorted rows whose shared prefix saves enough, and the other rows."""
+    if not rows:
+        return [], []
+    overlaps = [len(commonprefix([a.tokens, b.tokens])) for a, b in pairwise(rows)]
+    groups: list[PrefixGroup] = []
+    single_rows: list[Row] = []
+    for start, stop, prefix in _best_partition(overlaps, 0, len(rows)).spans:
         group = rows[start:stop]
         if (len(group) - 1) * prefix > MIN_SAVED * sum(len(row.tokens) for row in group):
-            groups.append((prefix, group))
+            groups.append(PrefixGroup(prefix, group))
         else:
-            single += group
-    return groups, single
+            single_rows += group
+    return groups, single_rows
 
 
-def _best_groups(
-    shared: Sequence[int], start: int, stop: int, depth: int = 0
-) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return (saved tokens, groups) of the best partition of rows start .. stop; see `_split`."""
+class Span(NamedTuple):
+    """Rows start .. stop, which share a prefix of `prefix` tokens."""
+
+    start: int
+    stop: int
+    prefix: int
+
+
+class Partition(NamedTuple):
+    """Spans of rows, and the number of tokens saved by reading each prefix once."""
+
+    saved: int
+    spans: list[Span]
+
+
+def _best_partition(overlaps: Sequence[int], start: int, stop: int, depth: int = 0) -> Partition:
+    """Return the partition of rows start .. stop that saves the most tokens.
+
+    `overlaps[i]`: the number of tokens that the sorted rows i and i + 1 have in common.
+    """
     if stop - start == 1:
-        return 0, [(start, stop, 0)]
-    least = min(shared[start : stop - 1])
-    whole = (stop - start - 1) * least
+        return Partition(0, [Span(start, stop, prefix=0)])
+    prefix = min(overlaps[start : stop - 1])
+    whole = Partition((stop - start - 1) * prefix, [Span(start, stop, prefix)])
     if depth == MAX_DEPTH:
-        return whole, [(start, stop, least)]
-    total, spans = 0, []
-    begin = start
-    for i in [*(i for i in range(start, stop - 1) if shared[i] == least), stop - 1]:
-        saved, inner = _best_groups(shared, begin, i + 1, depth + 1)
-        total += saved
-        spans += inner
-        begin = i + 1
-    return (whole, [(start, stop, least)]) if whole > total else (total, spans)
+        return whole
+
+    # Or divide the rows where they share no more than this prefix.
+    saved = 0
+    spans: list[Span] = []
+    cuts = [i + 1 for i in range(start, stop - 1) if overlaps[i] == prefix]
+    for part_start, part_stop in pairwise([start, *cuts, stop]):
+        part = _best_partition(overlaps, part_start, part_stop, depth + 1)
+        saved += part.saved
+        spans += part.spans
+    return whole if whole.saved > saved else Partition(saved, spans)
+
+
+class TokenScores(NamedTuple):
+    """Of N scored tokens: the pair of each, log p, and whether it is the likeliest."""
+
+    pairs: list[int]
+    logs_N: Tensor
+    hits_N: Tensor
 
 
 @torch.inference_mode()
@@ -202,69 +258,94 @@ def score_batch(
     model: Transformer, planner: Planner, pairs: Sequence[Pair], batch: Batch
 ) -> dict[int, Answer]:
     """Return the answers of a batch's pairs, by their indices; log-softmax in float32."""
-    device = model.tok_embeddings.weight.device
-    found = []
-    # tokens within a prefix are scored in the first row of its group
-    firsts = [
+    scores: list[TokenScores] = []
+
+    # The prefixes, or whole rows if there are none. Tokens within a prefix are scored in the first
+    # row of its group, which stands for all rows of the group.
+    first_rows = [
         Row(group[0].tokens, [member for row in group for member in row.members])
         for group in batch.groups
     ]
-    stop = batch.prefix or widest(batch)
-    step = max(1, planner.read_tokens // len(firsts))
+    stop = batch.prefix or batch.width
+    step = max(1, planner.read_tokens // len(first_rows))
     cache = None
     if batch.prefix or step < stop:
-        cache = Cache(model.args.num_layers, capacity=widest(batch))
+        cache = Cache(model.args.num_layers, capacity=batch.width)
     for start in range(0, stop, step):
-        found.append(_read(model, pairs, firsts, (start, min(start + step, stop)), cache))
+        scores.append(_read(model, pairs, first_rows, start, min(start + step, stop), cache))
+
+    # The rows after the prefixes: each continues a copy of the cache of its group.
     if cache is not None and batch.prefix:
-        for part in planner.parts(batch):
-            branch = cache.branch(torch.tensor([g for g, _ in part], device=device))
+        for part in planner.continuations(batch):
+            groups = torch.tensor([group for group, _ in part], device=_device(model))
             rows = [row for _, row in part]
-            found.append(_read(model, pairs, rows, (batch.prefix, len(rows[0].tokens)), branch))
-    logs_N = torch.cat([logs for _, logs, _ in found]).double().cpu().numpy()
-    hits_N = torch.cat([hits for _, _, hits in found]).cpu().numpy()
+            longest = len(rows[0].tokens)
+            branch = cache.branch(groups)
+            scores.append(_read(model, pairs, rows, batch.prefix, longest, branch))
+
+    logs_N = torch.cat([part.logs_N for part in scores]).double().cpu().numpy()
+    hits_N = torch.cat([part.hits_N for part in scores]).cpu().numpy()
     if not np.isfinite(logs_N).all():
         raise UserError(
             "eval.not_finite",
             "the model's logits are not finite: it diverged, or needs --dtype float32",
         )
-    owners = [pair for part, _, _ in found for pair in part]
-    known, owner_N = np.unique(owners, return_inverse=True)
-    sums, misses = (np.bincount(owner_N, weights).tolist() for weights in (logs_N, ~hits_N))
-    scored = zip(known.tolist(), sums, misses, strict=True)
-    return {pair: (total, missed == 0) for pair, total, missed in scored}
+
+    # Sum over the tokens of each pair.
+    token_pairs = [pair for part in scores for pair in part.pairs]
+    scored_pairs, inverse_N = np.unique(token_pairs, return_inverse=True)
+    log_likelihoods = np.bincount(inverse_N, logs_N).tolist()
+    misses = np.bincount(inverse_N, ~hits_N).tolist()
+    return {
+        pair: (log_likelihood, num_missed == 0)
+        for pair, log_likelihood, num_missed in zip(
+            scored_pairs.tolist(), log_likelihoods, misses, strict=True
+        )
+    }
 
 
 def _read(
     model: Transformer,
     pairs: Sequence[Pair],
     rows: Sequence[Row],
-    span: tuple[int, int],
+    start: int,
+    stop: int,
     cache: Cache | None,
-) -> tuple[list[int], Tensor, Tensor]:
-    """Read a span of each row and score the next tokens: pairs, log p, whether likeliest."""
-    (start, stop), device = span, model.tok_embeddings.weight.device
+) -> TokenScores:
+    """Read the tokens start .. stop of each row, and score the token after each of them."""
     width = stop - start
-    owners: list[int] = []
-    places: dict[int, int] = {}
-    at_N: list[int] = []
+    token_pairs: list[int] = []
     targets_N: list[int] = []
+    # Only some positions need logits. Pairs that share a row share them: a position b * width + t
+    # of the flattened batch has one index in M, however many pairs score the token after it.
+    index_in_M: dict[int, int] = {}
+    rows_N: list[int] = []
     for number, row in enumerate(rows):
         offset = number * width - start
         for pair, end in row.members:
-            # token t + 1 is scored by the logits of token t
-            scored = range(max(start, end - pairs[pair].count), min(stop, end))
-            at_N += [places.setdefault(offset + t, len(places)) for t in scored]
-            targets_N += [pairs[pair].tokens[t + 1] for t in scored]
-            owners += [pair] * len(scored)
+            for t in range(max(start, end - pairs[pair].count), min(stop, end)):
+                rows_N.append(index_in_M.setdefault(offset + t, len(index_in_M)))
+                targets_N.append(pairs[pair].tokens[t + 1])
+                token_pairs.append(pair)
+
     tokens_BT = [row.tokens[start:stop] for row in rows]
-    tokens_BT = [row + [0] * (width - len(row)) for row in tokens_BT]
+    padded_BT = [tokens + [0] * (width - len(tokens)) for tokens in tokens_BT]
     logits_MV = model(
-        torch.tensor(tokens_BT, dtype=torch.long).to(device),
+        torch.tensor(padded_BT, dtype=torch.long).to(_device(model)),
         cache=cache,
-        logits_at_M=torch.tensor(list(places), dtype=torch.long, device=device),
+        logits_at_M=_ids(model, [*index_in_M]),
     )
-    at, targets = (torch.tensor(ids, dtype=torch.long, device=device) for ids in (at_N, targets_N))
+
+    at_N = _ids(model, rows_N)
+    target_ids_N = _ids(model, targets_N)
     norms = [part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)]
-    logs_N = logits_MV[at, targets].float() - torch.cat(norms)[at]
-    return owners, logs_N, logits_MV.argmax(-1)[at] == targets
+    logs_N = logits_MV[at_N, target_ids_N].float() - torch.cat(norms)[at_N]
+    return TokenScores(token_pairs, logs_N, logits_MV.argmax(-1)[at_N] == target_ids_N)
+
+
+def _ids(model: Transformer, values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.long, device=_device(model))
+
+
+def _device(model: Transformer) -> torch.device:
+    return model.tok_embeddings.weight.device

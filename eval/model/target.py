@@ -5,7 +5,7 @@ An export has no run: results need --out, and what reads shards needs --data.
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,22 +42,24 @@ class EvalTarget:
     folder: RunFolder | None
     step: int | None
     seq_len: int  # of training; of an export its max_seq_len
-    data: Path | None
-    train: TokenShards | None
-    held_out: TokenShards | None
+    data: Path | None = None
+    train: TokenShards | None = None
+    held_out: TokenShards | None = None
     recorded_held_out: str | None = None
     trained_on: dict[str, Any] = field(default_factory=dict)  # the run's identity
 
     @classmethod
     def open(
         cls,
-        given: Path,
+        path: Path,
         data: Path | None = None,
         run: RunFolder | None = None,
         held_out: Path | None = None,
     ) -> "EvalTarget":
-        """Open a checkpoint of `run`, or `locate(given)`; `held_out` replaces the run's text."""
-        checkpoint, run = (given, run) if run else locate(given)
+        """Open a checkpoint of `run`, or `locate(path)`; `held_out` replaces the run's text."""
+        checkpoint = path
+        if run is None:
+            checkpoint, run = locate(path)
         if run is None:
             return _open_export(checkpoint, data, held_out)
         return _open_checkpoint(checkpoint, run, data, held_out)
@@ -67,8 +69,8 @@ class EvalTarget:
         """The folder of the run's results; None for an export or an abandoned branch."""
         if self.folder is None:
             return None
-        own = CheckpointFolder.of_run(self.folder).path.resolve() == self.checkpoint.parent
-        return self.folder.path / EVALS if own else None
+        checkpoints = CheckpointFolder.of_run(self.folder).path.resolve()
+        return self.folder.path / EVALS if self.checkpoint.parent == checkpoints else None
 
     @cached_property
     def task(self) -> Task | None:
@@ -79,11 +81,14 @@ class EvalTarget:
     def train_shards(self) -> TokenShards:
         """The training shards; raises UserError for an export without --data."""
         if self.task is not None:
-            message = f"{self.checkpoint} was trained on the task {self.task.name}, without shards:"
-            raise UserError("eval.no_data", f"{message} use --suite playground")
+            raise UserError(
+                "eval.no_data",
+                f"{self.checkpoint} was trained on the task {self.task.name}, without shards: "
+                "use --suite playground",
+            )
         if self.train is None:
             raise UserError(
-                "eval.no_data", f"{self.checkpoint} is an export, which names no data: give --data"
+                "eval.no_data", f"{self.checkpoint} is an export, which names no data: pass --data"
             )
         return self.train
 
@@ -91,24 +96,31 @@ class EvalTarget:
     def held_out_shards(self) -> TokenShards:
         """The held-out shards; raises UserError if there are none."""
         if self.held_out is None:
-            where = f"{self.checkpoint} in {self.train_shards.folder.parent}"
             raise UserError(
                 "eval.no_held_out",
-                f"no held-out text for {where}: give --held-out, or build with --holdout",
+                f"no held-out text for {self.checkpoint} in {self.train_shards.folder.parent}: "
+                "pass --held-out, or build with --holdout",
             )
         return self.held_out
 
-    def check_held_out(self, given: Path | None = None) -> None:
-        """Raise UserError unless the held-out text is the run's, or `given` on purpose."""
-        shards, train = self.held_out_shards, self.train_shards
-        wrong = f"{shards.folder} was written with another tokenizer than {train.folder}"
-        _check_hash("tokenizer", shards.tokenizer_sha256, [train.tokenizer_sha256], wrong)
-        if given is None and self.recorded_held_out:
-            wrong = (
+    def check_held_out(self, chosen: Path | None = None) -> None:
+        """Raise UserError unless the held-out text is the run's, or `chosen` on purpose."""
+        shards = self.held_out_shards
+        train = self.train_shards
+        _check_hash(
+            "tokenizer",
+            shards.tokenizer_sha256,
+            [train.tokenizer_sha256],
+            f"{shards.folder} was written with another tokenizer than {train.folder}",
+        )
+        if chosen is None and self.recorded_held_out:
+            _check_hash(
+                "held_out",
+                shards.fingerprint,
+                self.recorded_held_out.split("+"),
                 f"{shards.folder} is not the held-out text of {self.checkpoint}: restore it, "
-                f"or score this text with --held-out {shards.folder.parent}"
+                f"or score this text with --held-out {shards.folder.parent}",
             )
-            _check_hash("held_out", shards.fingerprint, self.recorded_held_out.split("+"), wrong)
 
     @property
     def tokenizer_path(self) -> Path:
@@ -130,32 +142,39 @@ class EvalTarget:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """The fields that identify this model and its data (PROVENANCE_KEYS in run/results.py)."""
-        sha256 = None if self.train is None else self.train.tokenizer_sha256
-        trained_on = self.trained_on["data_fingerprint"] if self.task else None
-        trained_on = self.train.fingerprint if self.train else trained_on
+        # the data, as far as it is known
+        train_fingerprint = None
+        tokenizer_sha256 = None
+        if self.train is not None:
+            train_fingerprint = self.train.fingerprint
+            tokenizer_sha256 = self.train.tokenizer_sha256
+        elif self.task is not None:
+            train_fingerprint = self.trained_on["data_fingerprint"]
+
+        # the model: an export has a record only if it is ours
         if self.folder is not None:
-            facts, manifest = read_run(self.folder), Manifest.read(self.checkpoint)
-            run_id, content = facts.run_id if facts else manifest.run_id, manifest.content
+            run_record = read_run(self.folder)
+            manifest = Manifest.read(self.checkpoint)
+            run_id = run_record.run_id if run_record else manifest.run_id
+            content = manifest.content
             if self.task is not None:
-                sha256 = self.tokenizer.sha256
+                tokenizer_sha256 = self.tokenizer.sha256
         else:
-            record, digest = _record(self.checkpoint), hashlib.sha256()
-            for path in sorted(self.checkpoint.iterdir()):
-                if path.suffix in WEIGHTS or path.name == CONFIG:
-                    digest.update(f"{path.name} {sha256_file(path)}\n".encode())
-            run_id, content = record.get("run_id"), digest.hexdigest()
-            sha256 = (record.get("tokenizer") or {}).get("sha256") or sha256
-            if sha256 is None:
+            record = _record(self.checkpoint)
+            run_id = record.get("run_id")
+            content = _export_content(self.checkpoint)
+            tokenizer_sha256 = _recorded_tokenizer(record) or tokenizer_sha256
+            if tokenizer_sha256 is None:
                 with contextlib.suppress(UserError):  # validation needs none
-                    sha256 = self.tokenizer.sha256
+                    tokenizer_sha256 = self.tokenizer.sha256
         return {
             "checkpoint": str(self.checkpoint),
             "run_id": run_id,
             "content": content,
             "step": self.step,
-            "train_fingerprint": trained_on,
+            "train_fingerprint": train_fingerprint,
             "held_out_fingerprint": self.held_out and self.held_out.fingerprint,
-            "tokenizer_sha256": sha256,
+            "tokenizer_sha256": tokenizer_sha256,
         }
 
     def load(
@@ -165,107 +184,168 @@ class EvalTarget:
         return load_model(self.checkpoint, device, max_length, dtype, self.folder)
 
 
-def _check_hash(what: str, found: str | None, expected: Sequence[str | None], wrong: str) -> None:
-    if found not in expected:
-        known = " or ".join((sha256 or "none")[:16] for sha256 in expected)
+def _check_hash(
+    kind: str, sha256: str | None, expected: Sequence[str | None], problem: str
+) -> None:
+    """Raise UserError with `problem` unless a hash is one of those expected."""
+    if sha256 not in expected:
+        shown = " or ".join((value or "none")[:16] for value in expected)
         raise UserError(
             "eval.mismatch",
-            f"{wrong}; its hash is {(found or 'none')[:16]}, expected {known}",
-            what=what,
+            f"{problem}; its hash is {(sha256 or 'none')[:16]}, expected {shown}",
+            what=kind,
         )
+
+
+@dataclass(frozen=True)
+class RecordedData:
+    """The data of training on shards, as a run's config.json records it."""
+
+    path: Path
+    mixture: list[Path]  # the folders of a mixture; empty if `path` is the only one
+    weights: Any
+    seq_len: int
+    fingerprint: str
+    validation: str | None  # a folder of the validation text, if not part of `path`
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], identity: Mapping[str, Any]) -> "RecordedData":
+        """Read the record. Raises KeyError and TypeError if it is damaged."""
+        data = config["data"]
+        return cls(
+            path=Path(data["path"]),
+            mixture=[Path(path) for path in data.get("paths") or []],
+            weights=data.get("weights"),
+            seq_len=int(config["training"]["seq_len"]),
+            fingerprint=identity["data_fingerprint"],
+            validation=config.get("validation", {}).get("path"),
+        )
+
+    def find(self, run: RunFolder) -> Path:
+        """Return the folder of the shards, without --data. Raises UserError."""
+        if self.mixture:
+            raise UserError(
+                "eval.mixture",
+                f"{run.path} was trained on a mixture: choose one of "
+                f"{', '.join(map(str, self.mixture))} with --data",
+            )
+        if not self.path.is_dir():
+            raise UserError(
+                "eval.data_moved",
+                f"{self.path} does not exist: name the folder it was moved to with --data",
+                path=self.path,
+            )
+        return self.path
+
+    def open_train(self, data: Path, run: RunFolder) -> TokenShards:
+        """Open the training shards in `data`. Raises UserError if the run had others."""
+        train = TokenShards.open(data / "train")
+        fingerprint = train.fingerprint
+        if self.mixture:
+            # the run records the fingerprint of the mixture, of which `data` may be one source
+            with contextlib.closing(Mixture.open(self.mixture, self.weights)) as mixture:
+                if fingerprint in {source.fingerprint for source in mixture.sources}:
+                    fingerprint = mixture.fingerprint
+        _check_hash(
+            "data",
+            fingerprint,
+            [self.fingerprint],
+            f"{data} is not what {run.path} was trained on: name the run's shards with --data",
+        )
+        return train
+
+    def open_held_out(self, data: Path, chosen: Path | None) -> TokenShards | None:
+        """Open the text that --held-out names, or the run's; None if there is none."""
+        if chosen:
+            return open_validation(chosen)
+        if self.validation:
+            return open_validation(self.validation) if Path(self.validation).is_dir() else None
+        return open_held_out(data)
 
 
 def _open_checkpoint(
-    checkpoint: Path, folder: RunFolder, data: Path | None, held_out: Path | None
+    checkpoint: Path, run: RunFolder, data: Path | None, held_out: Path | None
 ) -> EvalTarget:
+    """Open a run's checkpoint; `data` and `held_out` (--data, --held-out) replace its folders."""
     check_checkpoint(checkpoint)
-    record = folder.read_config()
+    record = run.read_config()
     if "imported_from" in (record.get("config") or ()):
-        message = f"{folder.path} is an import, which names no data: evaluate an export of it"
-        raise UserError("eval.no_data", f"{message} (canon hf export)")
+        raise UserError(
+            "eval.no_data",
+            f"{run.path} is an import, which names no data: evaluate an export of it "
+            "(canon hf export)",
+        )
     step = checkpoint_step(checkpoint)
     try:
-        config, identity = record["config"], record["identity"]
-        if (task := task_of_run(identity)) is not None:
-            return EvalTarget(
-                checkpoint=checkpoint.resolve(),
-                folder=folder,
-                step=step,
-                seq_len=task.seq_len,
-                data=None,
-                train=None,
-                held_out=None,
-                trained_on=identity,
-            )
-        shards = config["data"]
-        mixed = [Path(path) for path in shards.get("paths") or []]
-        recorded, seq_len = Path(shards["path"]), int(config["training"]["seq_len"])
-        trained_on = identity["data_fingerprint"]
-        apart = held_out or config.get("validation", {}).get("path")
+        config = record["config"]
+        identity = record["identity"]
+        task = task_of_run(identity)
+        if task is not None:
+            return EvalTarget(checkpoint.resolve(), run, step, task.seq_len, trained_on=identity)
+        recorded = RecordedData.of(config, identity)
     except (KeyError, TypeError) as error:
         raise UserError(
-            "eval.run_damaged", f"{folder.config_file} is damaged: it lacks {error}"
+            "eval.run_damaged", f"{run.config_file} is damaged: it lacks {error}"
         ) from None
-    if data is None and mixed:
-        names = ", ".join(map(str, mixed))
-        raise UserError(
-            "eval.mixture",
-            f"{folder.path} was trained on a mixture: choose one of {names} with --data",
-        )
-    if data is None and not recorded.is_dir():
-        raise UserError(
-            "eval.data_moved",
-            f"{recorded} does not exist: name the folder it was moved to with --data",
-            path=recorded,
-        )
-    data = data or recorded
-    train = TokenShards.open(data / "train")
-    found = train.fingerprint
-    if mixed:
-        with contextlib.closing(Mixture.open(mixed, shards["weights"])) as mixture:
-            if found in {source.fingerprint for source in mixture.sources}:
-                found = mixture.fingerprint
-    _check_hash(
-        "data",
-        found,
-        [trained_on],
-        f"{data} is not what {folder.path} was trained on: name the run's shards with --data",
+
+    data = data or recorded.find(run)
+    return EvalTarget(
+        checkpoint=checkpoint.resolve(),
+        folder=run,
+        step=step,
+        seq_len=recorded.seq_len,
+        data=data,
+        train=recorded.open_train(data, run),
+        held_out=recorded.open_held_out(data, held_out),
+        recorded_held_out=identity.get("held_out_fingerprint"),
     )
-    if apart:
-        part = open_validation(apart) if held_out or Path(apart).is_dir() else None
-    else:
-        part = open_held_out(data)
-    own = identity.get("held_out_fingerprint")
-    return EvalTarget(checkpoint.resolve(), folder, step, seq_len, data, train, part, own)
 
 
 def _open_export(export: Path, data: Path | None, held_out: Path | None) -> EvalTarget:
-    record, train, part = _record(export), None, None
+    """Open an exported folder, which needs no data for suites other than `validation`."""
+    record = _record(export)
+    train = None
+    held_out_shards = None
     if data is not None:
         train = TokenShards.open(data / "train")
-        part = open_held_out(data) if held_out is None else open_validation(held_out)
-    seq_len, step = folder_args(export).max_seq_len, record.get("step")
+        held_out_shards = open_held_out(data) if held_out is None else open_validation(held_out)
+
     target = EvalTarget(
-        export.resolve(),
-        None,
-        step,
-        seq_len,
-        data,
-        train,
-        part,
+        checkpoint=export.resolve(),
+        folder=None,
+        step=record.get("step"),
+        seq_len=folder_args(export).max_seq_len,
+        data=data,
+        train=train,
+        held_out=held_out_shards,
         trained_on=record.get("identity") or {},
     )
+
+    # else the model would read ids of another vocabulary
     if train is not None:
-        wanted = (record.get("tokenizer") or {}).get("sha256") or target.tokenizer.sha256
         _check_hash(
             "tokenizer",
             train.tokenizer_sha256,
-            [wanted],
+            [_recorded_tokenizer(record) or target.tokenizer.sha256],
             f"{data} was written with another tokenizer than {export} was trained with",
         )
     return target
 
 
 def _record(export: Path) -> dict[str, Any]:
+    """Return the record that our export writes; {} for a folder of another library."""
     path = export / RECORD
     return read_json(path, finite=False) if path.exists() else {}
+
+
+def _recorded_tokenizer(record: Mapping[str, Any]) -> str | None:
+    return (record.get("tokenizer") or {}).get("sha256")
+
+
+def _export_content(export: Path) -> str:
+    """Return the hash of an export's weights and config."""
+    digest = hashlib.sha256()
+    for path in sorted(export.iterdir()):
+        if path.suffix in WEIGHTS or path.name == CONFIG:
+            digest.update(f"{path.name} {sha256_file(path)}\n".encode())
+    return digest.hexdigest()

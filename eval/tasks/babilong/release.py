@@ -22,7 +22,7 @@ def read_release(source: str, task: str) -> tuple[dict[str, str], str | None]:
     Raises SyntaxError, KeyError and ValueError.
     """
     values = _assigned_values(ast.parse(source))
-    prompts_name, template_name = next((x for x in NAMES if x[0] in values), NAMES[0])
+    prompts_name, template_name = next((pair for pair in NAMES if pair[0] in values), NAMES[0])
     section = {"post_prompt": "", **values[prompts_name][task]}
     parts = {name: section[name] for name in PARTS}
     for name, text in parts.items():
@@ -51,7 +51,7 @@ def _assigned_values(module: ast.Module) -> dict[str, Any]:
             case ast.FunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom():
                 pass
             case _:
-                # it may change what it names
+                # it may change any variable that it names
                 for part in ast.walk(statement):
                     if isinstance(part, ast.Name):
                         values.pop(part.id, None)

@@ -29,7 +29,7 @@ LABELS = {
     "qa4": PLACE_LABELS,
     "qa5": QA5_LABELS,
 }
-# text at which an answer ends: its sentence's end, or an example that the model generates
+# text at which an answer ends: the end of its sentence, or an example that the model generates
 ENDS = (".", "<context>", "<example>")
 OWN_PROMPTS = Path(__file__).with_name("prompts.toml")
 LM_EVAL = "lm_eval"  # instead of a file: the prompts of the installed lm_eval package
@@ -59,38 +59,43 @@ def load(
 ) -> dict[str, datasets.Dataset]:
     """Return the split `test` of `qa` at length `context` ("4k"): lm_eval's `custom_dataset`."""
     prompts = read_prompts(qa, metadata.get("babilong_prompts") or None)
-    key, documents = f"babilong_{qa}_{context}", list[Document]()
-    for place, row in enumerate(load_staged(key, staged)):
+    key = f"babilong_{qa}_{context}"
+    labels = {label.lower() for label in LABELS[qa]}
+    documents: list[Document] = []
+    for number, row in enumerate(load_staged(key, staged)):
         # the question's trailing space is also in the paper's prompts
-        question, target = row["question"], row["target"].strip()
-        if target.lower() not in map(str.lower, LABELS[qa]):
+        question = row["question"]
+        target = row["target"].strip()
+        if target.lower() not in labels:
             raise UserError(
                 "babilong.target",
-                f"{key}, row {place}: target {target!r}, expected one of {LABELS[qa]}",
-                row=place,
+                f"{key}, row {number}: target {target!r}, expected one of {LABELS[qa]}",
+                row=number,
             )
         prompt = prompts.of(row["input"], question)
         documents.append(Document(qa, prompt, question, target, prompts.sha256))
+
     room = (known_max_length(metadata) or sys.maxsize) - ANSWER_TOKENS
-    long = lengths_over((document.prompt for document in documents), room, metadata)
-    check_fit(key, max(long, default=0), answer_tokens=ANSWER_TOKENS, metadata=metadata)
+    too_long = lengths_over((document.prompt for document in documents), room, metadata)
+    check_fit(key, max(too_long, default=0), answer_tokens=ANSWER_TOKENS, metadata=metadata)
     return {"test": datasets.Dataset.from_list([asdict(document) for document in documents])}
 
 
 def score(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
     """Return the metric `acc` of one document: lm_eval's `process_results`."""
-    asked = Document(**document)
-    return {"acc": float(is_right(asked.task, asked.question, asked.target, answers[0]))}
+    item = Document(**document)
+    return {"acc": float(is_right(item.task, item.question, item.target, answers[0]))}
 
 
 def is_right(task: str, question: str, target: str, answer: str) -> bool:
     """Return whether the target is the only label in the answer that the question lacks."""
-    answer, question = answer.lower(), question.lower()
+    answer = answer.lower()
     for end in ENDS:
         answer = answer.partition(end)[0]
     labels = {label.lower() for label in LABELS[task]}
-    named = {label for label in labels if label in answer and label not in question}
-    return named == {target.lower()}
+    question = question.lower()
+    new_labels = {label for label in labels if label in answer and label not in question}
+    return new_labels == {target.lower()}
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ class Prompts:
 
 def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
     """Return the prompts of `task`: our own (None), "lm_eval", a release's .py, or a .toml file."""
-    where = f"babilong_prompts {source or OWN_PROMPTS}"
+    label = f"babilong_prompts {source or OWN_PROMPTS}"
     try:
         if str(source) == LM_EVAL:
             return _of_sections({task: _lm_eval_section(task)}, task)
@@ -143,34 +148,44 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
             return _of_release(text, task)
         return _of_sections(tomllib.loads(text), task)
     except OSError as error:
-        raise UserError("babilong.prompts", f"{where}: {error.strerror}") from None
+        raise UserError("babilong.prompts", f"{label}: {error.strerror}") from None
     except (UserError, SyntaxError, ValueError, TypeError, LookupError, *PARSER_ERRORS) as error:
         lacks = "has no " if isinstance(error, KeyError) else ""
         raise UserError(
             "babilong.prompts",
-            f"{where} [{task}]: {lacks}{error}. See {OWN_PROMPTS} for the format",
+            f"{label} [{task}]: {lacks}{error}. See {OWN_PROMPTS} for the format",
         ) from None
 
 
 def _of_sections(content: Mapping[str, Any], task: str) -> Prompts:
-    found = parse_record(json.dumps(content, default=str), dict[TaskName, Section])[task]
-    instruction = f"{found.instruction} {found.answer_format}".rstrip()
-    examples = (EXAMPLE.format(one.context, one.question, one.answer) for one in found.examples)
-    return _fill_layout(LAYOUT, {"instruction": instruction, "examples": "\n\n".join(examples)})
+    """Return the prompts of a file like prompts.toml. Raises UserError and KeyError."""
+    section = parse_record(json.dumps(content, default=str), dict[TaskName, Section])[task]
+    examples = [EXAMPLE.format(x.context, x.question, x.answer) for x in section.examples]
+    return _fill_layout(
+        LAYOUT,
+        {
+            "instruction": f"{section.instruction} {section.answer_format}".rstrip(),
+            "examples": "\n\n".join(examples),
+        },
+    )
 
 
 def _lm_eval_section(task: str) -> dict[str, Any]:
+    """Return the task's prompts in the installed lm_eval, as a section of prompts.toml."""
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
     path = Path(lm_eval.tasks.__file__).with_name("babilong") / f"babilong_{task}.yaml"
-    found = load_yaml(path, resolve_func=False, recursive=False)
+    config = load_yaml(path, resolve_func=False, recursive=False)
     examples = [
-        # the layout adds the final "."
-        {"context": e["input"], "question": e["question"], "answer": e["target"].rstrip(".")}
-        for e in found["fewshot_config"]["samples"]
+        {
+            "context": sample["input"],
+            "question": sample["question"],
+            "answer": sample["target"].rstrip("."),  # the layout adds the final "."
+        }
+        for sample in config["fewshot_config"]["samples"]
     ]
-    return {"instruction": found["description"], "examples": examples}
+    return {"instruction": config["description"], "examples": examples}
 
 
 def _of_release(text: str, task: str) -> Prompts:
@@ -184,16 +199,18 @@ def _of_release(text: str, task: str) -> Prompts:
 
 
 def _fill_layout(layout: object, parts: Mapping[str, str]) -> Prompts:
-    pieces, places = [""], []
+    """Return the pieces of a layout before, between and after its fields context and question."""
+    pieces = [""]
+    fields: list[str] = []
     for literal, field, spec, conversion in string.Formatter().parse(str(layout)):
         pieces[-1] += literal
         if spec or conversion:
             raise ValueError(f"the layout {layout!r} formats {field}, expected names only")
         if field in ("context", "question"):
-            places.append(field)
+            fields.append(field)
             pieces.append("")
         elif field is not None:
             pieces[-1] += parts[field]
-    if places != ["context", "question"]:
+    if fields != ["context", "question"]:
         raise ValueError(f"the layout {layout!r} lacks a context, then a question")
     return Prompts(*pieces)

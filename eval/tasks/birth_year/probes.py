@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,16 @@ class Kind:
 
 
 KINDS = (Kind("1-hop", 5, 1), Kind("1-hop-random", 5, 1, asks_anyone=True), Kind("2-hop", 3, 2))
-SETS = {f"{kind.name}-{length}": (kind, length) for length in LENGTHS for kind in KINDS}
+
+
+class SetShape(NamedTuple):
+    """The kind of a set's probes, and the tokens of other text in each."""
+
+    kind: Kind
+    length: int
+
+
+SETS = {f"{kind.name}-{length}": SetShape(kind, length) for length in LENGTHS for kind in KINDS}
 
 
 class Draws:
@@ -65,9 +74,9 @@ class Draws:
     def sample(self, bound: int, count: int) -> list[int]:
         """Return `count` distinct integers in [0, bound) in random order (Fisher and Yates)."""
         values = list(range(bound))
-        for place in range(count):
-            other = place + self.below(bound - place)
-            values[place], values[other] = values[other], values[place]
+        for i in range(count):
+            j = i + self.below(bound - i)
+            values[i], values[j] = values[j], values[i]
         return values[:count]
 
 
@@ -75,19 +84,21 @@ class Junk:
     """Sentences in which statements are hidden, with their lengths in tokens."""
 
     def __init__(self, sentences: Iterable[str], tokenizer: Encoder) -> None:
-        known = ((sentence, len(tokenizer.encode(sentence))) for sentence in sentences)
-        self.sentences = [entry for entry in known if 0 < entry[1] <= MAX_SENTENCE_TOKENS]
-        self.num_tokens = sum(length for _, length in self.sentences)
+        measured = ((sentence, len(tokenizer.encode(sentence))) for sentence in sentences)
+        self.sentences = [entry for entry in measured if 0 < entry[1] <= MAX_SENTENCE_TOKENS]
+        self.num_tokens = sum(num_tokens for _, num_tokens in self.sentences)
 
     def take(self, draws: Draws, length: int) -> list[str]:
         """Return consecutive sentences below `length` tokens from a random start, cyclic."""
         if length == 0:
             return []
-        start, total = draws.below(len(self.sentences)), 0
+        start = draws.below(len(self.sentences))
+        # a sentence has at least one token, so `length` sentences are enough
+        cyclic = self.sentences[start : start + length] + self.sentences[: min(start, length)]
         taken: list[str] = []
-        around = self.sentences[start : start + length] + self.sentences[: min(start, length)]
-        for sentence, tokens in around:
-            total += tokens
+        total = 0
+        for sentence, num_tokens in cyclic:
+            total += num_tokens
             if total >= length:
                 break
             taken.append(sentence)
@@ -109,33 +120,43 @@ def ends_with_space(tokenizer: Encoder) -> bool:
 
 
 def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> dict[str, Any]:
-    """Return probe number `item` of the set (kind, length): prompt, choices, answer and target."""
+    """Return probe number `item` of the set (kind, length): prompt, choices, answer and target.
+
+    The order of the draws is part of the format: names, years, links between people, text,
+    positions of the statements, and the person in the question.
+    """
     # 1-hop-random has the same people and text as 1-hop, with another question
     draws = Draws(SEED, kind.people, kind.hops, length, item)
+
+    # N people with years, and for each further hop N people who are equated with them.
     names: list[str] = []
     while len(names) < kind.people * kind.hops:
-        groups = (FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES)
-        name = " ".join(group[draws.below(len(group))] for group in groups)
+        name_parts = (FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES)
+        name = " ".join(part[draws.below(len(part))] for part in name_parts)
         if name not in names:
             names.append(name)
-    years = [YEARS[place] for place in draws.sample(len(YEARS), kind.people)]
-    group = list(zip(names, years, strict=False))
-    facts = [f"{name} was born in the year of {year}." for name, year in group]
+    years = [YEARS[index] for index in draws.sample(len(YEARS), kind.people)]
+    group = list(zip(names[: kind.people], years, strict=True))
+    statements = [f"{name} was born in the year of {year}." for name, year in group]
     for hop in range(1, kind.hops):
-        order, before = draws.sample(kind.people, kind.people), group
-        named = zip(names[hop * kind.people :], (before[j] for j in order), strict=False)
+        order = draws.sample(kind.people, kind.people)
+        equated = [group[index] for index in order]
+        group_names = names[hop * kind.people : (hop + 1) * kind.people]
         group = []
-        for name, (other, year) in named:
+        for name, (equal_name, year) in zip(group_names, equated, strict=True):
             group.append((name, year))
-            facts.append(f"{name} was born in the same year as {other}.")
+            statements.append(f"{name} was born in the same year as {equal_name}.")
+
+    # Hide the statements, in this order, among the sentences.
     sentences = junk.take(draws, length)
-    places = sorted(draws.sample(len(sentences) + len(facts), len(facts)))
-    for place, fact in zip(places, facts, strict=True):
-        sentences.insert(place, fact)
-    name, year = group[draws.below(kind.people) if kind.asks_anyone else 0]
+    positions = draws.sample(len(sentences) + len(statements), len(statements))
+    for position, statement in zip(sorted(positions), statements, strict=True):
+        sentences.insert(position, statement)
     text = " ".join(sentences)
     # the trailing space is the paper's
     context = f"{text} " if kind.hops == 1 else f"{INSTRUCTION}<context>{text}</context>"
+
+    name, year = group[draws.below(kind.people) if kind.asks_anyone else 0]
     question = f"\n\nAnswer me: {name} was born in the year of" + " " * space
     choices = [str(choice) for choice in sorted(years)]
     return {

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -60,6 +60,13 @@ class ProbeSet:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
+class FittingSets(NamedTuple):
+    """The sets that fit a maximum length, and why others are left out."""
+
+    sets: list[ProbeSet]
+    left_out: list[str]
+
+
 @dataclass(frozen=True)
 class Corpus:
     """The text in which statements are hidden; `origin`: a label and a hash of the content."""
@@ -78,15 +85,17 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
                 "probes.junk", f"junk {junk}: can't be read as UTF-8 text: {error}", path=junk
             ) from None
         return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
+
     if not (staged / WIKITEXT / MANIFEST).exists():
         return (
             "the text around the statements, WikiText, is not staged; "
-            f"{stage_command(WIKITEXT, staged)}; or give --junk FILE.txt"
+            f"{stage_command(WIKITEXT, staged)}; or pass --junk FILE.txt"
         )
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     pages = load_staged(WIKITEXT, staged)
     lines = (line for page in pages for line in wikitext_detokenizer(page).split("\n"))
+    # without headings, which are "= Title ="
     text = "\n".join(line for line in lines if not line.lstrip().startswith("="))
     return Corpus(f"{WIKITEXT} {hashlib.sha256(text.encode()).hexdigest()}", text)
 
@@ -105,28 +114,28 @@ class FrozenSets:
         corpus: Callable[[], Corpus | str],
         num_items: int = NUM_ITEMS,
     ) -> None:
-        self.folder, self.tokenizer, self._find_corpus = folder, tokenizer, corpus
-        self._made_of: dict[str, Any] = {
-            "version": birth_year.VERSION,
-            "seed": birth_year.SEED,
-            "num_items": num_items,
-            "tokenizer_sha256": tokenizer.sha256,
-        }
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self._find_corpus = corpus
+        self._num_items = num_items
 
-    def sets(
-        self, max_length: int, advance: Callable[[str], None]
-    ) -> tuple[list[ProbeSet], list[str]]:
-        """Return the sets that fit `max_length`, and why others are skipped."""
+    def sets(self, max_length: int, advance: Callable[[str], None]) -> FittingSets:
+        """Return the sets that fit `max_length`; `advance` receives the names of new sets."""
         fitting: list[ProbeSet] = []
-        left_out: dict[str, list[str]] = {}
+        left_out: dict[str, list[str]] = {}  # names by reason
         for name, (_, length) in SETS.items():
-            found = self.get(name, advance) if length < max_length else f"max_length {max_length}"
-            if isinstance(found, ProbeSet):
-                if found.entry.max_tokens + ANSWER_TOKENS <= max_length:
-                    fitting.append(found)
-                    continue
-                found = f"prompts of up to {found.entry.max_tokens} tokens"
-            left_out.setdefault(found, []).append(name)
+            if length >= max_length:
+                left_out.setdefault(f"max_length {max_length}", []).append(name)
+                continue
+            probe_set = self.get(name, advance)
+            if isinstance(probe_set, str):
+                left_out.setdefault(probe_set, []).append(name)
+            elif probe_set.entry.max_tokens + ANSWER_TOKENS > max_length:
+                reason = f"prompts of up to {probe_set.entry.max_tokens} tokens"
+                left_out.setdefault(reason, []).append(name)
+            else:
+                fitting.append(probe_set)
+
         if not fitting:
             raise UserError(
                 "eval.max_length",
@@ -134,40 +143,61 @@ class FrozenSets:
                 "beyond the training length",
                 given=max_length,
             )
-        return fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
+        return FittingSets(
+            fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
+        )
 
     def get(self, name: str, advance: Callable[[str], None] = lambda name: None) -> ProbeSet | str:
         """Return one set, or the reason why it can't be made."""
-        length, known = SETS[name][1], self._known()
-        made_of = {"set": name, **self._made_of}
-        if length and isinstance(self._corpus, str):
-            for key, entry in reversed(known.items()):
-                earlier = dict(entry.made_of)
-                if str(earlier.pop("junk", "")).startswith(WIKITEXT) and earlier == made_of:
-                    return ProbeSet(name, self.folder / f"{key}.jsonl", entry)
-            return self._corpus
-        if length and isinstance(self._corpus, Corpus):
+        entries = self._entries()
+        made_of = {
+            "set": name,
+            "version": birth_year.VERSION,
+            "seed": birth_year.SEED,
+            "num_items": self._num_items,
+            "tokenizer_sha256": self.tokenizer.sha256,
+        }
+        length = SETS[name].length
+        if length:  # the set depends on the text too
+            if isinstance(self._corpus, str):
+                return self._find_of_wikitext(made_of, entries) or self._corpus
             made_of["junk"] = self._corpus.origin
+
         key = f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
-        if key not in known:
+        if key not in entries:
             junk = self._junk if length else Junk((), self.tokenizer)
             if junk.num_tokens < length:
                 return f"the junk text has only {junk.num_tokens:,} tokens"
             self.folder.mkdir(parents=True, exist_ok=True)
             # several processes may evaluate checkpoints of the run
             with locked(self.folder / ".lock", str(self.folder), patience_s=math.inf):
-                known = self._known()
-                if key not in known:
+                entries = self._entries()
+                if key not in entries:
                     advance(name)
-                    known[key] = self._freeze(f"{key}.jsonl", junk, made_of)
-                    sets = {each: asdict(entry) for each, entry in known.items()}
+                    entries[key] = self._freeze(f"{key}.jsonl", junk, made_of)
+                    sets = {set_key: asdict(entry) for set_key, entry in entries.items()}
                     files.write_json(self.folder / SETS_FILE, {"sets": sets})
-        return ProbeSet(name, self.folder / f"{key}.jsonl", known[key])
+        return ProbeSet(name, self.folder / f"{key}.jsonl", entries[key])
+
+    def _find_of_wikitext(
+        self, made_of: dict[str, Any], entries: dict[str, Entry]
+    ) -> ProbeSet | None:
+        """Return the newest set that was written with WikiText, and else with these inputs."""
+        for key, entry in reversed(entries.items()):
+            inputs = dict(entry.made_of)
+            junk = str(inputs.pop("junk", ""))
+            if junk.startswith(WIKITEXT) and inputs == made_of:
+                return ProbeSet(made_of["set"], self.folder / f"{key}.jsonl", entry)
+        return None
 
     def _freeze(self, file: str, junk: Junk, made_of: dict[str, Any]) -> Entry:
-        space, items = birth_year.ends_with_space(self.tokenizer), range(made_of["num_items"])
-        what = SETS[made_of["set"]]
-        probes = [birth_year.make_probe(*what, item, junk, space) for item in items]
+        """Write the probes of a set; return its entry in sets.json."""
+        kind, length = SETS[made_of["set"]]
+        space = birth_year.ends_with_space(self.tokenizer)
+        probes = [
+            birth_year.make_probe(kind, length, item, junk, space)
+            for item in range(self._num_items)
+        ]
         content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
         files.write_atomic(self.folder / file, content)
         max_tokens = max(len(self.tokenizer.encode(probe["prompt"])) for probe in probes)
@@ -182,7 +212,8 @@ class FrozenSets:
         assert isinstance(self._corpus, Corpus)
         return Junk(birth_year.split_sentences(self._corpus.text), self.tokenizer)
 
-    def _known(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, Entry]:
+        """Return the content of sets.json, by the sets' file names without suffix."""
         if not (self.folder / SETS_FILE).exists():
             return {}
         try:
@@ -202,16 +233,16 @@ def load(
     staged = staged_folder(metadata.get("staged"))
     folder = Path(probes) if probes else staged / "probes"
     junk = str(metadata.get("junk") or "")
-    found = _frozen_sets(folder, task_tokenizer(metadata), junk, staged).get(probe_set)
-    if isinstance(found, str):
+    frozen = _frozen_sets(folder, task_tokenizer(metadata), junk, staged).get(probe_set)
+    if isinstance(frozen, str):
         raise UserError(
             "probes.missing",
-            f"the probes {probe_set} are not in {folder}: {found}. With lm_eval, give "
+            f"the probes {probe_set} are not in {folder}: {frozen}. With lm_eval, pass "
             '--metadata \'{"probes": "RUN/evals/probes"}\' or \'{"junk": "FILE.txt"}\'',
             path=folder,
         )
-    check_fit(probe_set, found.entry.max_tokens, answer_tokens=ANSWER_TOKENS, metadata=metadata)
-    return {"test": datasets.Dataset.from_list(found.read())}
+    check_fit(probe_set, frozen.entry.max_tokens, answer_tokens=ANSWER_TOKENS, metadata=metadata)
+    return {"test": datasets.Dataset.from_list(frozen.read())}
 
 
 # the suite's 36 tasks load one after the other and share the tokenized text
@@ -231,6 +262,6 @@ def without_space(document: dict[str, Any]) -> str:
 
 
 def rank(document: dict[str, Any], answers: list[tuple[float, bool]]) -> dict[str, float]:
-    """Return the metric `rank`: whether the right year is the likeliest of those in the context."""
+    """Return the metric `rank`: whether the right year is the likeliest of the context's years."""
     best = int(np.argmax([score for score, _ in answers]))
     return {"rank": float(best == document["target"])}

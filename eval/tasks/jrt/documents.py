@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 
@@ -22,16 +22,39 @@ from eval.task_tokenizer import TaskTokenizer, known_max_length, lengths_over, t
 
 ANSWER_TOKENS = 48
 NUM_TOKENS = 950  # of 1,000, with 50 left for the answer
-# centres of a cut; these two are also fields: further answers, and the answer's position
-ALTERNATIVE, TOKEN_POSITION = "alt_answers", "tok_pos"
-# nothing: no answer occurs, the document's end is kept; beginning: no answers are searched
-ANSWER, NOTHING, BEGINNING = "answer", "nothing", "beginning"
+# what a cut is centred on; ALTERNATIVE and TOKEN_POSITION are also fields of some rows
+ANSWER = "answer"
+ALTERNATIVE = "alt_answers"  # further answers
+TOKEN_POSITION = "tok_pos"  # of the answer
+NOTHING = "nothing"  # no answer occurs: the end of the document is kept
+BEGINNING = "beginning"  # no answers are searched
 CENTRES = (ANSWER, ALTERNATIVE, TOKEN_POSITION, NOTHING, BEGINNING)
 OPTION = "jrt_"
 # lm_eval prints the records of loggers below its own name
 LOG = logging.getLogger(f"lm_eval.{__name__}")
 Row = Mapping[str, Any]
-Options = tuple[int, str, tuple[str, ...]]  # tokens, field to cut, fields to cut around
+
+
+class Options(NamedTuple):
+    """The options of a data set: its field to cut, to how many tokens, and around which fields."""
+
+    num_tokens: int
+    context: str
+    answers: tuple[str, ...]
+
+
+class MadeItem(NamedTuple):
+    """The fields of an item, and whether its text was not cut."""
+
+    fields: dict[str, Any]
+    whole: bool
+
+
+class Prefix(NamedTuple):
+    """The text before a token up to its last whole character, and whether that is all of it."""
+
+    text: str
+    is_whole: bool
 
 
 @dataclass(frozen=True)
@@ -52,15 +75,15 @@ class Style:
     finish: Callable[[str], str] = str
     documents: tuple[str, ...] = ()
 
-    def passage_of(self, row: Row) -> tuple[Row, str]:
-        """Return a row with its finished context, and its passage."""
-        row = {**row, self.context: self.finish(row[self.context])}
-        return row, self.passage(row)
+    def finish_row(self, row: Row) -> Row:
+        """Return a row with its finished context."""
+        return {**row, self.context: self.finish(row[self.context])}
 
 
 def without_trailing(text: str, copy: str) -> str:
     """Return `text` without copies of `copy` at its end, case ignored, and without spaces."""
-    text, copy = text.rstrip(), copy.strip()
+    text = text.rstrip()
+    copy = copy.strip()
     pattern = re.compile(re.escape(copy), re.IGNORECASE)
     while copy and pattern.fullmatch(text, max(0, len(text) - len(copy))):
         text = text[: -len(copy)].rstrip()
@@ -77,15 +100,16 @@ def _keyed_prompt(row: Row, text: str, twice: bool) -> str:
 
 
 def _asked_prompt(row: Row, text: str, twice: bool, end: str = "") -> str:
-    question, text = row["question"].strip(), text.strip(".")
+    question = row["question"].strip()
+    text = text.strip(".")
     if not twice:
         return f"{text}. {question}"
     return f"{row['orig_question'].strip(end)} {text.strip()}.\n{text.strip()}. {question}"
 
 
 def _squad_prompt(row: Row, text: str, twice: bool) -> str:
-    known = str(row["text"]).strip()
-    return f"{row['question']} {text}\n{known}" if twice else known
+    prompt = str(row["text"]).strip()
+    return f"{row['question']} {text}\n{prompt}" if twice else prompt
 
 
 _PAGE = Style(
@@ -137,8 +161,8 @@ class Cut:
 def first_hit(text: str, answer: str) -> int | None:
     """Return the first position of `answer` in `text`, ignoring case; None if there is none."""
     # not lower(), which may change the length of a text
-    found = re.search(re.escape(answer), text, re.IGNORECASE) if answer else None
-    return found.start() if found else None
+    match = re.search(re.escape(answer), text, re.IGNORECASE) if answer else None
+    return match.start() if match else None
 
 
 def window(num_tokens: int, position: int, limit: int) -> tuple[int, int]:
@@ -164,19 +188,28 @@ def cut(
     """
     text = text.strip()
     tokens = tokenizer.encode(text)
-    hits = [hit for answer in answers or () if (hit := first_hit(text, answer)) is not None]
-    others = (hit for one in alternatives if (hit := first_hit(text, one)) is not None)
-    other = None if hits else next(others, None)
+
+    def tokens_before(hit: int) -> int:
+        return len(tokenizer.encode(text[:hit]))  # as upstream
+
+    hits = [hit for hit in (first_hit(text, x) for x in answers or ()) if hit is not None]
+    alternative_hits = (first_hit(text, x) for x in alternatives)
     if answers is None:
-        centre, position = BEGINNING, 0
-    elif hits or other is not None:
-        # the position is the number of tokens of the text before it, as upstream
-        centre = ANSWER if hits else ALTERNATIVE
-        position = len(tokenizer.encode(text[: min(hits, default=other)]))
+        centre = BEGINNING
+        position = 0
+    elif hits:
+        centre = ANSWER
+        position = tokens_before(min(hits))
+    elif (hit := next((x for x in alternative_hits if x is not None), None)) is not None:
+        centre = ALTERNATIVE
+        position = tokens_before(hit)
     elif token_position is not None and token_position >= 0:
-        centre, position = TOKEN_POSITION, token_position
+        centre = TOKEN_POSITION
+        position = token_position
     else:
-        centre, position = NOTHING, len(tokens)
+        centre = NOTHING
+        position = len(tokens)
+
     # the text before a hit may have more tokens than the whole; `tok_pos` of another tokenizer too
     start, end = window(len(tokens), min(position, len(tokens)), limit)
     if start == 0 and end == len(tokens):
@@ -185,95 +218,114 @@ def cut(
 
 
 def _part(text: str, tokens: list[int], start: int, end: int, tokenizer: TaskTokenizer) -> str:
-    """Return the complete characters of `text` in the tokens [start, end), stripped."""
-    # tokenizers decode incomplete characters differently: cut the part out of the text, or decode
-    # it if the tokenizer does not reproduce texts
+    """Return the complete characters of `text` in the tokens [start, end), stripped.
 
-    def before(border: int) -> tuple[str, bool]:
-        """Return the text before a token up to its last whole character, and whether it is all."""
+    Tokenizers decode incomplete characters differently. So the part is taken out of the text, or
+    decoded if the tokenizer does not reproduce texts.
+    """
+
+    def decode_before(border: int) -> Prefix:
         if border == len(tokens):
-            return text, True
+            return Prefix(text, is_whole=True)
         decoded = tokenizer.decode(tokens[:border])
-        known = decoded.rstrip("\ufffd")
-        return known, known == decoded or not text.startswith(known)
+        complete = decoded.rstrip("\ufffd")
+        return Prefix(complete, complete == decoded or not text.startswith(complete))
 
-    while not (first := before(start))[1] and start < end:
+    # shrink to borders between characters
+    before_start = decode_before(start)
+    while not before_start.is_whole and start < end:
         start += 1
-    while not (last := before(end))[1] and start < end:
+        before_start = decode_before(start)
+    before_end = decode_before(end)
+    while not before_end.is_whole and start < end:
         end -= 1
-    if not all(is_whole and text.startswith(known) for known, is_whole in (first, last)):
-        return tokenizer.decode(tokens[start:end]).strip()
-    return text[len(first[0]) : len(last[0])].strip()
+        before_end = decode_before(end)
+
+    for prefix in (before_start, before_end):
+        if not prefix.is_whole or not text.startswith(prefix.text):
+            return tokenizer.decode(tokens[start:end]).strip()
+    return text[len(before_start.text) : len(before_end.text)].strip()
 
 
 def load(
     *, dataset: str, twice: bool = False, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
     """Return the items of one task: row, prompt, labels, target, centre of the cut and source."""
-    tokenizer, options = task_tokenizer(metadata), _options(dataset, metadata)
-    rows, items, num_cut = load_staged(dataset, staged).to_list(), [], 0
-    for number, raw in enumerate(rows):
+    tokenizer = task_tokenizer(metadata)
+    options = _options(dataset, metadata)
+    rows = load_staged(dataset, staged).to_list()
+    items: list[dict[str, Any]] = []
+    num_cut = 0
+    for number, row in enumerate(rows):
         try:
-            found = _item(STYLES[dataset], raw, tokenizer, options, twice)
+            made = _item(STYLES[dataset], row, tokenizer, options, twice)
         except KeyError as error:
             raise UserError(
                 "jrt.field",
-                f"{dataset}: the staged rows have no field {error}, only {', '.join(raw)}; "
+                f"{dataset}: the staged rows have no field {error}, only {', '.join(row)}; "
                 f"see the options {dataset}_context and {dataset}_answers",
                 field=error.args[0],
             ) from None
-        if found is not None:
-            items.append({"row": number, **found[0]})
-            num_cut += not found[1]
+        if made is not None:
+            items.append({"row": number, **made.fields})
+            num_cut += not made.whole
     if not items:
         raise UserError(
-            "jrt.no_rows", f"{dataset}: no row has an answer of two characters in {options[2]}"
+            "jrt.no_rows", f"{dataset}: no row has an answer of two characters in {options.answers}"
         )
-    dropped = len(rows) - len(items)
-    counts = {"rows": len(rows), "dropped": dropped, "kept": len(items), "cut": num_cut}
+
+    # harness.py adds these counts to the results
     centres = [item["centre"] for item in items]
-    counts |= {centre: centres.count(centre) for centre in CENTRES}
+    counts = {
+        "rows": len(rows),
+        "dropped": len(rows) - len(items),
+        "kept": len(items),
+        "cut": num_cut,
+        **{centre: centres.count(centre) for centre in CENTRES},
+    }
     max_length = known_max_length(metadata)
     if max_length is not None:
         prompts = [str(item["prompt"]) for item in items]
-        counts["too_long"] = len(lengths_over(prompts, max_length - ANSWER_TOKENS, metadata))
-        if counts["too_long"]:
-            LOG.warning("%s: %d prompts are cut at the beginning", dataset, counts["too_long"])
+        num_too_long = len(lengths_over(prompts, max_length - ANSWER_TOKENS, metadata))
+        counts["too_long"] = num_too_long
+        if num_too_long:
+            LOG.warning("%s: %d prompts are cut at the beginning", dataset, num_too_long)
     documents = datasets.Dataset.from_list(items)
-    # harness.py adds them to the results; too_long: prompts that are cut at the beginning
     documents.info.description = json.dumps(counts)
     return {"validation": documents}
 
 
 def _item(
     style: Style, raw: Row, tokenizer: TaskTokenizer, options: Options, twice: bool
-) -> tuple[dict[str, Any], bool] | None:
-    """Return an item and whether it is whole; None if an answer has less than two characters."""
-    limit, field, around = options
+) -> MadeItem | None:
+    """Return the item of a row; None if an answer has less than two characters."""
     row = {**raw, style.context: style.clean(raw[style.context] or "")}
-    answers = [next(iter(_texts(row[name])), "") for name in around]
+    answers = [next(iter(_texts(row[name])), "") for name in options.answers]
     if any(len(answer) <= 1 for answer in answers):
         return None
-    found = cut(
-        row[field] or "",
-        answers if around else None,
+    part = cut(
+        row[options.context] or "",
+        answers if options.answers else None,
         tokenizer,
-        limit=limit,
+        limit=options.num_tokens,
         alternatives=_texts(row.get(ALTERNATIVE)),
         token_position=row.get(TOKEN_POSITION),
     )
-    document = next((str(row[name]) for name in style.documents if row.get(name)), None)
-    source = document if document is not None else style.passage_of(row)[1]
-    shown, passage = style.passage_of({**row, field: found.text})
+
+    # rows share a source by their document or, without one, by their whole passage
+    source = next((str(row[name]) for name in style.documents if row.get(name)), None)
+    if source is None:
+        source = style.passage(style.finish_row(row))
+    finished = style.finish_row({**row, options.context: part.text})
     labels = _texts(row[style.labels])
-    item = {
-        "prompt": style.prompt(shown, passage, twice),
+    fields = {
+        "prompt": style.prompt(finished, style.passage(finished), twice),
         "labels": labels,
-        "target": [*labels, ""][0],
-        "centre": found.centre,
+        "target": labels[0] if labels else "",
+        "centre": part.centre,
         "source": hashlib.sha256(source.encode()).hexdigest()[:16],
     }
-    return item, found.whole
+    return MadeItem(fields, part.whole)
 
 
 def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -283,22 +335,29 @@ def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 
 def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:
-    style, tokens = STYLES[dataset], f"{OPTION}tokens"
-    known = {tokens, *(f"{key}_{name}" for key in STYLES for name in ("context", "answers"))}
+    """Read the options of a data set; raises UserError for unknown or invalid ones."""
+    style = STYLES[dataset]
+    tokens_key = f"{OPTION}tokens"
+    field_keys = [f"{key}_{name}" for key in STYLES for name in ("context", "answers")]
     for name in metadata:
         if name.startswith(OPTION):
-            check_choice("option", name, sorted(known))
-    given = str(metadata.get(tokens, NUM_TOKENS))
-    if not given.isdecimal() or int(given) < 2:
+            check_choice("option", name, sorted([tokens_key, *field_keys]))
+
+    num_tokens = str(metadata.get(tokens_key, NUM_TOKENS))
+    if not num_tokens.isdecimal() or int(num_tokens) < 2:
         raise UserError(
             "eval.option_range",
-            f"{tokens} {given!r}: expected a number of tokens, at least 2",
-            option=tokens,
+            f"{tokens_key} {num_tokens!r}: expected a number of tokens, at least 2",
+            option=tokens_key,
         )
+
     answers = metadata.get(f"{dataset}_answers", style.answers)
     names = answers.split(",") if isinstance(answers, str) else answers
-    fields = tuple(stripped for name in names if (stripped := str(name).strip()))
-    return int(given), str(metadata.get(f"{dataset}_context", style.context)).strip(), fields
+    return Options(
+        num_tokens=int(num_tokens),
+        context=str(metadata.get(f"{dataset}_context", style.context)).strip(),
+        answers=tuple(stripped for name in names if (stripped := str(name).strip())),
+    )
 
 
 def _texts(value: Any) -> list[str]:

@@ -7,7 +7,7 @@ and standard errors are over windows: of each the sum and the number of question
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lm_eval.api.task
 from lm_eval.api.instance import Instance
@@ -31,10 +31,8 @@ from canon_pretrain.synthetic.evaluation import (
 )
 from canon_pretrain.synthetic.task import Task
 
-WINDOWS = 200
-"""Evaluation windows of each setting, unless `--option playground_windows=N`."""
-POSITIONS = 32
-"""Of a window, at which Lano's distribution is compared."""
+WINDOWS = 200  # of each setting, unless `--option playground_windows=N`
+POSITIONS = 32  # of a window, at which Lano's distribution is compared
 
 
 class Playground(lm_eval.api.task.Task):
@@ -66,24 +64,22 @@ class Playground(lm_eval.api.task.Task):
 
     @cached_property
     def _windows(self) -> list[list[Asked]]:
-        given = str(self._metadata.get("playground_windows", WINDOWS))
-        if not given.isdecimal() or int(given) < 1:
+        num_windows = str(self._metadata.get("playground_windows", WINDOWS))
+        if not num_windows.isdecimal() or int(num_windows) < 1:
             raise UserError(
                 "playground.windows",
-                f"playground_windows = {given!r}: expected a number of windows",
-                given=given,
+                f"playground_windows = {num_windows!r}: expected a number of windows",
+                given=num_windows,
             )
-        return evaluation_windows(self.task, int(given), POSITIONS)
+        return evaluation_windows(self.task, int(num_windows), POSITIONS)
 
     def test_docs(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "window": number,
-                "settings": [{"name": one.task.name, **one.task.settings} for one in window],
-                "answers": [_text(each.answer) for one in window for each in one.questions],
-            }
-            for number, window in enumerate(self._windows)
-        ]
+        documents = []
+        for number, window in enumerate(self._windows):
+            settings = [{"name": text.task.name, **text.task.settings} for text in window]
+            answers = [_text(question.answer) for text in window for question in text.questions]
+            documents.append({"window": number, "settings": settings, "answers": answers})
+        return documents
 
     def has_training_docs(self) -> bool:
         return False
@@ -101,25 +97,41 @@ class Playground(lm_eval.api.task.Task):
     def doc_to_target(self, doc: Mapping[str, Any]) -> list[str]:
         return doc["answers"]
 
-    def construct_requests(self, doc: dict[str, Any], ctx: str, **given: Any) -> list[Instance]:
-        requests: list[tuple[Any, Any, tuple[str, Any]]] = []
-        for one in (window := self._windows[doc["window"]]):
-            for question in one.questions:
-                options = {**self.config.generation_kwargs, "max_gen_toks": one.limit(question)}
-                requests.append(("generate_until", doc, (_text(question.prompt), options)))
-        for one in window:
-            for span in one.spans:
-                texts = _text(one.ids[: span.start]), " " + _text(span.tokens)
-                requests.append(("loglikelihood", doc, texts))
-        return [Instance(*each, index, given["metadata"]) for index, each in enumerate(requests)]
+    def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
+        """Return the requests of a window: all questions, then the spans to be scored."""
+        window = self._windows[doc["window"]]
+        requests: list[tuple[Literal["generate_until", "loglikelihood"], tuple[str, Any]]] = []
+        for text in window:
+            for question in text.questions:
+                options = {**self.config.generation_kwargs, "max_gen_toks": text.limit(question)}
+                requests.append(("generate_until", (_text(question.prompt), options)))
+        for text in window:
+            for span in text.spans:
+                context = _text(text.ids[: span.start])
+                requests.append(("loglikelihood", (context, " " + _text(span.tokens))))
+        return [
+            Instance(
+                request_type=request_type,
+                doc=doc,
+                arguments=arguments,
+                idx=index,
+                metadata=kwargs["metadata"],
+            )
+            for index, (request_type, arguments) in enumerate(requests)
+        ]
 
     def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
-        count, window = len(doc["answers"]), self._windows[doc["window"]]
-        # a model of another library may have a tokenizer with words
-        parse = lambda word: int(word) if word.isdecimal() else END  # noqa: E731
-        answers = [list(map(parse, text.split())) for text in results[:count]]
-        logs = [log for log, _ in results[count:]]
-        scores, verdicts = score_window(window, answers, logs, self._num_parameters)
+        """Return the scores and verdicts of a window, pooled over its questions."""
+        # the results are in the order of `construct_requests`
+        num_questions = len(doc["answers"])
+        answers = [
+            # a model of another library may have a tokenizer with words
+            [int(word) if word.isdecimal() else END for word in text.split()]
+            for text in results[:num_questions]
+        ]
+        log_likelihoods = [log_likelihood for log_likelihood, _ in results[num_questions:]]
+        window = self._windows[doc["window"]]
+        scores, verdicts = score_window(window, answers, log_likelihoods, self._num_parameters)
         return scores | {kind: verdicts[kind] for kind in VERDICTS}
 
     def aggregation(self) -> dict[str, Callable[[Sequence[Any]], float]]:
@@ -131,16 +143,18 @@ class Playground(lm_eval.api.task.Task):
 
 def _find_task(metadata: Mapping[str, Any]) -> tuple[Task, ModelArgs]:
     """Return task and model of a run's identity, from `eval run`, or of an export's record."""
-    identity, folder = metadata.get("identity"), metadata.get("pretrained")
-    if identity is None and folder and (path := Path(str(folder)) / RECORD).exists():
-        identity = read_json(path, finite=False).get("identity")
+    identity = metadata.get("identity")
+    if identity is None and metadata.get("pretrained"):
+        record = Path(str(metadata["pretrained"])) / RECORD
+        if record.exists():
+            identity = read_json(record, finite=False).get("identity")
     identity = identity or {}
     task = task_of_run(identity)
     if task is None:
         raise UserError(
             "playground.no_task",
             "the suite playground asks a model that was trained on a synthetic task "
-            "(data.task.name): give such a run, or an export of one",
+            "(data.task.name): pass such a run, or an export of one",
         )
     return task, model_args(identity, Path("the model"))
 
