@@ -175,7 +175,7 @@ def choose(architecture: Architecture) -> Choice:
     if best is None:
         reason = (
             f"{len(recipes)} learning rates without a finite held-out loss at a common step and "
-            "text: evaluate them on the suite `validation`, or give the runs of one only"
+            "text: evaluate them on the suite `validation`, or pass the runs of one only"
         )
         return Choice(None, reason, losses, step)
     reason = f"lowest loss at step {step} in {chosen_source}"
