@@ -90,8 +90,10 @@ def score_curve(run: RunRecord, name: str) -> dict[int, float]:
     """Return a score by step; NaN if the model had diverged, which has no scores."""
     curve = {}
     for event in run.own_validations:
-        scores = event if name == LOSS else event.get("scores") or {}
-        score = scores.get(name)
+        if name == LOSS:
+            score = event.get(LOSS)
+        else:
+            score = (event.get("scores") or {}).get(name)
         curve[event.step] = math.nan if score is None else score
     return curve
 
@@ -144,6 +146,7 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
     if not is_run_folder(path):
         return result
 
+    # A run that cannot be read is damaged, whatever else is known of it.
     record = RunRecord(path, run.name)
     try:
         record.check()
@@ -158,6 +161,7 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         result.reason = ""
         return result
 
+    # A run that failed before may have been started again.
     summary = summarize_run(path, now)
     if not run.problem or summary.state in ACTIVE_STATES:
         result.state = summary.state
@@ -225,14 +229,16 @@ def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
         mean = statistics.fmean(finite) if len(finite) == len(runs) else None
         rates.append(RateScores(rate, scores, mean, any(run.state == RACED for run in runs)))
 
-    complete = all(result.is_over for result in results)
-    scored = {
-        one.rate: [math.nan if one.mean is None or x is None else x for x in one.scores]
-        for one in rates
-    }
-    if any(one.mean is not None for one in rates):
-        optimum = rate_optimum(scored, lower_is_better=lower_is_better)
-    else:  # of no rate all runs have a score: the one with most, or that trained for longest
+    # The best mean among the rates of which all runs have a score; NaN makes the others lose.
+    if any(rate_scores.mean is not None for rate_scores in rates):
+        candidates = {}
+        for rate_scores in rates:
+            is_scored = rate_scores.mean is not None
+            candidates[rate_scores.rate] = [
+                x if is_scored and x is not None else math.nan for x in rate_scores.scores
+            ]
+        optimum = rate_optimum(candidates, lower_is_better=lower_is_better)
+    else:  # there is none: the rate with most scores, or that trained for longest
         best = max(
             by_rate,
             key=lambda rate: (
@@ -241,10 +247,14 @@ def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
             ),
         )
         optimum = RateOptimum(best, "only" if len(by_rate) == 1 else None)
+
+    # An optimum at the edge of the grid says nothing while runs are missing.
+    complete = all(result.is_over for result in results)
     if not complete and len(by_rate) > 1:
         optimum = optimum._replace(edge=None)
     return ShownRate(optimum, by_rate[optimum.rate], complete, rates)
 
 
 def size_of(arm: str) -> str:
+    """Return the size of ARCHITECTURE/SIZE; "" of an architecture without sizes."""
     return arm.partition("/")[2]

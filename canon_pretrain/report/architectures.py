@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from canon_pretrain.core.terminal import printable
@@ -164,7 +165,7 @@ def choose(architecture: Architecture) -> Choice:
         last = max(common, key=lambda at: (at.step, at.text in own_texts, at.text), default=None)
 
         if last is not None and (step is None or last.step > step):  # the suite wins at equal steps
-            means = [math.fsum(x[last] for x in runs) / len(runs) for runs in losses_by_recipe]
+            means = [fmean(x[last] for x in runs) for runs in losses_by_recipe]
             losses = [mean if math.isfinite(mean) else None for mean in means]
             step = last.step
             chosen_source = source

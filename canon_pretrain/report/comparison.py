@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich import box
@@ -205,11 +206,10 @@ def _scores(
         evaluated: dict[str, list[Evaluation]] = {}
         for architecture in grouped:
             step = step_by_label.get(architecture.label, -1)
-            results = [
-                full_results(run, suite, comparator.options.step) for run in architecture.runs
-            ]
             evaluated[architecture.label] = [
-                by_step[step] for by_step in results if step in by_step
+                evaluation
+                for run in architecture.runs
+                for evaluation in full_results(run, suite, step).values()
             ]
         all_evaluated = [evaluation for side in evaluated.values() for evaluation in side]
 
@@ -257,7 +257,7 @@ def _cell(
     labels = [run.label for run in recipe.runs] if recipe else []
     chosen = [(score, evaluation) for score, evaluation in scores if evaluation.run in labels]
     if chosen:
-        mean_score = scale.score(math.fsum(scale.mean(x) for x, _ in chosen) / len(chosen))
+        mean_score = scale.score(fmean(scale.mean(score) for score, _ in chosen))
         stderr = None
         if seeds:
             stderr = comparator.stderr(key, [evaluation for _, evaluation in chosen], seeds)
@@ -355,11 +355,15 @@ def run(arguments: argparse.Namespace) -> None:
     content = compare_sides(sides, options, errors)
     _print(content)
     if arguments.json:
-        stored = json_value(finite(content))
-        text = json.dumps(stored, indent=1, ensure_ascii=False, allow_nan=False)
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(arguments.json, text.encode())
+        store_json(arguments.json, finite(content))
     exit_if_left_out(errors)
+
+
+def store_json(path: Path, content: Any) -> None:
+    """Write the rows of a comparison or a page, in a folder that is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(json_value(content), indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomic(path, text.encode())
 
 
 def compare_sides(

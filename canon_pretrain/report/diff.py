@@ -75,14 +75,14 @@ class Losses:
 
     common: int
     rtol: float
-    there: tuple[float, float] | None
+    there: tuple[float, float] | None = None
     """The losses at `first_beyond`."""
-    largest: float | None
+    largest: float | None = None
     """The largest relative difference."""
-    first_unequal: int | None
-    first_beyond: int | None
-    largest_step: int | None
-    last_common: int | None
+    first_unequal: int | None = None
+    first_beyond: int | None = None
+    largest_step: int | None = None
+    last_common: int | None = None
 
 
 @dataclass(frozen=True)
@@ -231,16 +231,7 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Losses:
         a.steps, b.steps, assume_unique=True, return_indices=True
     )
     if not len(steps):
-        return Losses(
-            common=0,
-            rtol=rtol,
-            there=None,
-            largest=None,
-            first_unequal=None,
-            first_beyond=None,
-            largest_step=None,
-            last_common=None,
-        )
+        return Losses(common=0, rtol=rtol)
 
     # The relative difference at each common step: 0 for equal values, infinite if only one of
     # them is finite.

@@ -98,13 +98,13 @@ class _Span:
         return cls(event, purpose, [(event.begin, event.end)])
 
 
-def _union_us(spans: Iterable[_Span], begin: float, end: float) -> float:
-    """Return the time between `begin` and `end` in which at least one of the spans runs."""
+def _busy_share(spans: Iterable[_Span], begin: float, end: float) -> float:
+    """Return the part of the window in which at least one of the spans runs."""
     intervals = sorted(interval for span in spans for interval in span.self_intervals)
     begins, ends = np.clip(np.array(intervals).reshape(-1, 2), begin, end).T
     # Of each interval, only what is after the end of all earlier ones counts.
     covered_until = np.maximum.accumulate(np.append(begin, ends))[:-1]
-    return float(np.maximum(ends - np.maximum(begins, covered_until), 0).sum())
+    return float(np.maximum(ends - np.maximum(begins, covered_until), 0).sum()) / (end - begin)
 
 
 def summarize(trace: Trace) -> Summary:
@@ -149,27 +149,25 @@ def summarize(trace: Trace) -> Summary:
         for span in host.spans
         if span.event.kind == SCOPE and span.event.name == DATA
     ]
-    purposes[DATA] = _union_us(waits, begin, end) / window_us
+    purposes[DATA] = _busy_share(waits, begin, end)
 
-    # Time in which both run counts in both shares, and once in `busy_share`.
+    # Time in which both run counts in both shares, and once in that of all spans.
     communication_spans = [span for span in spans if span.purpose == COMMUNICATION]
     computation_spans = [span for span in spans if span.purpose != COMMUNICATION]
-    busy_share = _union_us(spans, begin, end) / window_us
-    communication = _union_us(communication_spans, begin, end) / window_us
-    computation = _union_us(computation_spans, begin, end) / window_us
-    overlapped = communication + computation - busy_share
+    communication = _busy_share(communication_spans, begin, end)
+    computation = _busy_share(computation_spans, begin, end)
+    busy = _busy_share(spans, begin, end)
+    overlapped = communication + computation - busy
 
     # A host is idle while it waits for data, a device may not be.
-    idle_share = 1 - busy_share
-    if not trace.work:
-        idle_share = 1 - _union_us([*spans, *waits], begin, end) / window_us
+    idle = 1 - (busy if trace.work else _busy_share([*spans, *waits], begin, end))
     return Summary(
         is_device=bool(trace.work),
         # The profiler counts completed steps.
         steps=sorted({int(event.name.removeprefix(STEP)) + 1 for event in steps}),
         window_us=window_us,
-        busy_share=busy_share,
-        idle_share=idle_share,
+        busy_share=busy,
+        idle_share=idle,
         purposes=purposes,
         communication_exposed=communication - overlapped,
         communication_overlapped=overlapped,

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ from canon_pretrain.stats.noise import (
 )
 
 BABILONG = re.compile(r"babilong_(qa[1-5])_(\d+)k")
+NO_EVALUATIONS = EvaluationPair([], [])
 NO_NOISE = SeedNoise(0.0, math.inf, "none", "none known")
 TOLERANCE = 1e-6  # relative, between a score and the mean over its items
 
@@ -101,14 +103,18 @@ class PlannedTest(NamedTuple):
     tasks: Sequence[TaskPair]
     weight: float = 1.0  # relative share of the family's error rate
 
+    @property
+    def bounded(self) -> bool:
+        """Return whether the metric is between 0 and 1, which is equal for all tasks of a mean."""
+        return self.tasks[0].bounded
+
 
 class Test(NamedTuple):
     """One row before the correction for its family."""
 
     row: Verdict
     paired: Difference | None  # None if there is no test
-    bounded: bool
-    weight: float  # as planned
+    planned: PlannedTest
 
 
 class Correction(NamedTuple):
@@ -137,19 +143,15 @@ class Comparator:
     items: ItemCache = field(default_factory=ItemCache)
 
     def noise(
-        self, keys: Sequence[ScoreKey], *, bounded: bool, compared: EvaluationPair | None = None
+        self, keys: Sequence[ScoreKey], *, bounded: bool, compared: EvaluationPair = NO_EVALUATIONS
     ) -> SeedNoise | None:
         """Return the seed noise of one task, or of the mean of several as if perfectly correlated.
 
         Recipes whose seeds all score 0, or all 1, are excluded, unless they are one of the
         `compared` sides and both sides have several seeds.
         """
-        compared_runs = set()
-        both_have_seeds = False
-        if compared is not None:
-            compared_runs = {evaluation.run for evaluation in compared.both}
-            both_have_seeds = all(len(evaluated) > 1 for evaluated in compared)
-
+        compared_runs = {evaluation.run for evaluation in compared.both}
+        both_have_seeds = all(len(evaluated) > 1 for evaluated in compared)
         recipe_means = []
         is_compared = []
         for recipe in self.recipes:
@@ -167,7 +169,7 @@ class Comparator:
             spread=_mean_if_all(spreads) if use_paper else None,
             user_sigma=_mean_if_all([self.options.sigma_of(key) for key in keys]),
             own_only=self.options.own_noise_only,
-            compared=None if compared is None else is_compared,
+            compared=is_compared,
         )
 
     def _seed_means(self, recipe: Recipe, keys: Sequence[ScoreKey]) -> list[float]:
@@ -229,8 +231,7 @@ class Comparator:
         keys = [task.key for task in tasks]
         suite = keys[0].suite
         metric = ", ".join(dict.fromkeys(key.metric for key in keys))
-        bounded = tasks[0].bounded  # equal for all tasks of a mean, as are scale and direction
-        seeds = self.noise(keys, bounded=bounded, compared=evaluated)
+        seeds = self.noise(keys, bounded=planned.bounded, compared=evaluated)
 
         # The test is paired by item. A source that tasks share is one cluster.
         tasks_of_clusters, num_clusters = _with_common_clusters(tasks)
@@ -244,8 +245,8 @@ class Comparator:
             )
 
         # The value of a mean is the plain mean of its tasks.
-        value = math.fsum(task.value for task in tasks) / len(tasks)
-        baseline_value = math.fsum(task.baseline_value for task in tasks) / len(tasks)
+        value = fmean(task.value for task in tasks)
+        baseline_value = fmean(task.baseline_value for task in tasks)
         extremes = {task.extreme for task in tasks}
         bits_per_nat = None
         if (suite, metric) == (VALIDATION, NATS):
@@ -276,7 +277,7 @@ class Comparator:
             architecture=pair.side.label,
             baseline=pair.baseline.label,
         )
-        return Test(row, paired, bounded, planned.weight)
+        return Test(row, paired, planned)
 
     def stderr(
         self, key: ScoreKey, evaluated: Sequence[Evaluation], seeds: SeedNoise
@@ -378,7 +379,7 @@ def _mcnemar(task: TaskPair) -> noise.McNemar | None:
 def _mean_if_all(values: Sequence[float | None]) -> float | None:
     """Return the mean; None if any value is None."""
     present = [x for x in values if x is not None]
-    return math.fsum(present) / len(present) if len(present) == len(values) else None
+    return fmean(present) if len(present) == len(values) else None
 
 
 def _extreme(sides: Sequence[ItemScores], chance: float | None) -> str | None:
@@ -485,7 +486,7 @@ def _planned_tests(
 def _family(tests: Sequence[Test]) -> Iterator[Verdict]:
     """Yield the rows of one suite, a family, with p, Holm's p and verdicts."""
     paired = [test.paired for test in tests if test.paired]
-    weights = np.array([test.weight for test in tests if test.paired])
+    weights = np.array([test.planned.weight for test in tests if test.paired])
     corrections = iter(_corrections(paired, weights))
     for test in tests:
         if test.paired is None:
@@ -537,7 +538,7 @@ def _judged(test: Test, paired: Difference, corrected: Correction) -> Verdict:
     half_width = decide.critical_value(corrected.level, paired.noise)
     ends = [size - half_width, size + half_width]
     detectable = decide.detectable(corrected.first_level, paired.noise)
-    is_detectable = is_informative and not (test.bounded and detectable > 1)
+    is_detectable = is_informative and not (test.planned.bounded and detectable > 1)
     seeds_needed = None  # if significant already
     if verdict == WITHIN:
         seeds_needed = decide.seeds_needed(size, corrected.first_level, paired.noise_with)
@@ -581,8 +582,8 @@ def held_out_summary(rows: Sequence[Verdict], refused: Sequence[Refusal], pair: 
         return f"No verdict on held-out text, not scored at a common step: {way_out}"
 
     last = max(scored)
-    our_mean = math.fsum(losses[last] for losses in ours) / len(ours)
-    their_mean = math.fsum(losses[last] for losses in theirs) / len(theirs)
+    our_mean = fmean(losses[last] for losses in ours)
+    their_mean = fmean(losses[last] for losses in theirs)
     return (
         f"No verdict on held-out text; of {side} and {baseline}, training logged "
         f"{our_mean:.4f} and {their_mean:.4f} {LOSS_UNITS[metric]} at step {last.step}: {way_out}"
