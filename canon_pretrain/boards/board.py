@@ -48,15 +48,13 @@ from canon_pretrain.stats.claims import Claim
 
 BOARD = "board.json"
 NAME = re.compile(r"\w+", re.ASCII)  # no "-": it separates the parts of a run's name
-OTHER_MODEL_KEYS = (
+MODEL_KEYS = {field.name for field in dataclasses.fields(ModelArgs)} - {"max_seq_len"} | {
     "flavor",
     "tokenizer_path",
     "attention_backend",
     "mixer_backend",
     "canon_backend",
-)
-ARGS_KEYS = {field.name for field in dataclasses.fields(ModelArgs)} - {"max_seq_len"}
-MODEL_KEYS = {*ARGS_KEYS, *OTHER_MODEL_KEYS}
+}
 Settings = dict[str, Any]
 
 

@@ -206,13 +206,11 @@ def _rows(sweep: Sweep, raced: Mapping[str, str], folder: Path) -> list[Row]:
 
 
 def run_status(arguments: argparse.Namespace) -> None:
-    """Print the state of each run."""
     folder = _folder(arguments)
-    raced = {}
     sweep = read_sweep(folder)
+    raced = {}
     if (folder / RACE).exists():  # a damaged board.json does not matter without a race
-        board, sweep = read_plan(folder)
-        raced = _raced(board, sweep, folder)
+        raced = _raced(*read_plan(folder), folder)
     rows = _rows(sweep, raced, folder)
     if arguments.json:
         print_rows(rows)

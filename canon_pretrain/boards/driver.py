@@ -438,7 +438,6 @@ def read_failures(folder: Path) -> dict[str, str]:
 
 
 def write_failures(folder: Path, reasons: Mapping[str, str]) -> None:
-    """Write why runs failed, by name."""
     with suppress(OSError):  # a full disk, which is why runs fail
         write_json(folder / FAILURES, reasons)
 

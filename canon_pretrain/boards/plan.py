@@ -149,22 +149,19 @@ def _path(folder: Path, stem: str) -> Path:
 
 def _configs(board: Board, folder: Path) -> list[Config]:
     """Return the configs; without WINDOWS if an earlier version, which had none, wrote them."""
-    configs = []
-    older = []
-    for stem, (setting, arm) in board.places.items():
-        path = _path(folder, stem)
-        configs.append(_config(board, setting, arm, path, WINDOWS))
-        older.append(_config(board, setting, arm, path, None))
+    configs = [_config(board, folder, stem, WINDOWS) for stem in board.places]
+    older = [_config(board, folder, stem, None) for stem in board.places]
     pairs = zip(configs, older, strict=True)
     is_older = any(old.is_written and not config.is_written for config, old in pairs)
     return older if is_older else configs
 
 
-def _config(board: Board, setting: str, arm: str, path: Path, windows: int | None) -> Config:
-    """Return the config of an arm at a task/difficulty.
+def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Config:
+    """Return the config of the arm and the task/difficulty that `stem`, a file's name, is of.
 
     `windows`: of a synthetic task, unless the board or the config sets them.
     """
+    setting, arm = board.places[stem]
     base = board.task_of(setting).config
     base_values = planned_values(Path(base))
     dotted = board.settings[setting] | {f"model.{key}": x for key, x in board.arms[arm].items()}
@@ -174,7 +171,7 @@ def _config(board: Board, setting: str, arm: str, path: Path, windows: int | Non
     own: Settings = {}
     for key, value in dotted.items():
         own = merge(own, nested(key, value))
-    return Config(path, base, own)
+    return Config(_path(folder, stem), base, own)
 
 
 # -- checks

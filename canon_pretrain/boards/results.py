@@ -223,22 +223,18 @@ def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
         by_rate.setdefault(result.run.learning_rate, []).append(result)
 
     rates = []
+    candidates = {}
     for rate, runs in by_rate.items():
         scores = [run.score if run.is_over else None for run in runs]
         finite = [score for score in scores if score is not None and math.isfinite(score)]
-        mean = statistics.fmean(finite) if len(finite) == len(runs) else None
+        is_scored = len(finite) == len(runs)
+        mean = statistics.fmean(finite) if is_scored else None
+        candidates[rate] = finite if is_scored else [math.nan]  # which loses
         rates.append(RateScores(rate, scores, mean, any(run.state == RACED for run in runs)))
 
-    # The best mean among the rates of which all runs have a score; NaN makes the others lose.
     if any(rate_scores.mean is not None for rate_scores in rates):
-        candidates = {}
-        for rate_scores in rates:
-            is_scored = rate_scores.mean is not None
-            candidates[rate_scores.rate] = [
-                x if is_scored and x is not None else math.nan for x in rate_scores.scores
-            ]
         optimum = rate_optimum(candidates, lower_is_better=lower_is_better)
-    else:  # there is none: the rate with most scores, or that trained for longest
+    else:  # no rate is scored: show that with most scores, or that trained for longest
         best = max(
             by_rate,
             key=lambda rate: (

@@ -503,10 +503,9 @@ def _suite_table(content: PairComparison, rows: Sequence[Verdict], *, is_wide: b
     columns = {"task, metric": [f"{row.task} {row.metric}" for row in rows]}
     for name in [*COLUMNS][: None if is_wide else NARROW_COLUMNS]:
         cell_of = PAIR_COLUMNS[COLUMNS[name]]
-        columns[name] = [cell_text(cell_of(row, content)) for row in rows]
-    columns = {
-        name: texts for name, texts in columns.items() if any(text != MISSING for text in texts)
-    }
+        texts = [cell_text(cell_of(row, content)) for row in rows]
+        if any(text != MISSING for text in texts):
+            columns[name] = texts
 
     table = Table(
         title=f"{rows[0].suite}, A at step {rows[0].baseline_step}, B at step {rows[0].step}",

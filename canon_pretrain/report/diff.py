@@ -180,7 +180,6 @@ def _read_if_there(path: Path) -> Values | None:
 
 
 def _section(name: str, a: Values | None, b: Values | None) -> Section:
-    """Compare the records of a section."""
     if a is None or b is None:
         return Section(unknown=[run for run, values in (("A", a), ("B", b)) if values is None])
 

@@ -175,17 +175,13 @@ class ItemCache:
     """Reads the items of evaluation folders, each once."""
 
     def __init__(self) -> None:
-        self._folders: dict[Path, dict[tuple[str, str], Items | list[Record]]] = {}
+        self._folders: dict[Path, dict[str, dict[str, Items | list[Record]]]] = {}
 
     def get(self, folder: Path, task: str, metric: str) -> Items | None:
         """Return the items that `metric` averages; None if the evaluation has no item records."""
         if folder not in self._folders:
             self._folders[folder] = self._read(folder)
-        by_filter = {
-            filter_name: items
-            for (name, filter_name), items in self._folders[folder].items()
-            if name == task
-        }
+        by_filter = self._folders[folder].get(task, {})
 
         # A metric names lm_eval's filter if its task has several: "acc, strict-match".
         metric_name, _, filter_name = metric.partition(", ")
@@ -207,20 +203,21 @@ class ItemCache:
             return items.chance if items else None
         return chance
 
-    def _read(self, folder: Path) -> dict[tuple[str, str], Items | list[Record]]:
+    def _read(self, folder: Path) -> dict[str, dict[str, Items | list[Record]]]:
         """Return items by task and filter; records if some have no score, thus are in no mean."""
-        by_filter: dict[tuple[str, str], list[Record]] = {}
-        for task, records in read_samples(folder).items():
-            for record in records:
-                by_filter.setdefault((task, str(record.get("filter"))), []).append(record)
+        by_task: dict[str, dict[str, Items | list[Record]]] = {}
+        for task, task_records in read_samples(folder).items():
+            by_filter: dict[str, list[Record]] = {}
+            for record in task_records:
+                by_filter.setdefault(str(record.get("filter")), []).append(record)
 
-        folder_items: dict[tuple[str, str], Items | list[Record]] = {}
-        for name, records in by_filter.items():
-            if not all("doc_hash" in record and "prompt_hash" in record for record in records):
-                continue  # of an older version
-            has_errors = any("error" in record for record in records)
-            folder_items[name] = records if has_errors else _items(records)
-        return folder_items
+            by_task[task] = {}
+            for filter_name, records in by_filter.items():
+                if not all("doc_hash" in record and "prompt_hash" in record for record in records):
+                    continue  # of an older version
+                has_errors = any("error" in record for record in records)
+                by_task[task][filter_name] = records if has_errors else _items(records)
+        return by_task
 
 
 def _items(records: Sequence[Record]) -> Items:

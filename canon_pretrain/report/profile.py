@@ -184,15 +184,8 @@ class _Host:
         self._purpose_of_launch: dict[int, str | None] = {}
 
         # Sequence numbers are per thread: read the forward thread first, the one that marks steps.
-        forward: list[list[Event]] = []
-        others: list[list[Event]] = []
-        for events in threads:
-            has_steps = any(event.name.startswith(STEP) for event in events)
-            (forward if has_steps else others).append(events)
-        for events in forward:
-            self._add(events, has_forward=True)
-        for events in others:
-            self._add(events, has_forward=False)
+        for events in sorted(threads, key=_has_steps, reverse=True):
+            self._add(events, has_forward=_has_steps(events))
 
     def purpose_of_work(self, work: Event) -> str:
         """Return a kernel's purpose: its launch's, except for communication, known by name."""
@@ -245,6 +238,10 @@ class _Host:
             if forward_purpose in (CANON, ATTENTION, MATMUL):
                 return forward_purpose
         return purpose
+
+
+def _has_steps(events: Iterable[Event]) -> bool:
+    return any(event.name.startswith(STEP) for event in events)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -334,17 +334,15 @@ def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
 
 def _with_common_clusters(tasks: Sequence[TaskPair]) -> tuple[list[TaskPair], int]:
     """Number the clusters over the sources of all tasks; return the tasks and the count."""
-    joined_sources = np.concatenate([task.sources for task in tasks])
-    sources, indices = np.unique(joined_sources, return_inverse=True)
-    ends = np.cumsum([task.sources.size for task in tasks])
-
+    all_sources = np.unique(np.concatenate([task.sources for task in tasks]))
     renumbered = []
-    for task, indices_G in zip(tasks, np.split(indices, ends[:-1]), strict=True):
+    for task in tasks:
+        indices_G = np.searchsorted(all_sources, task.sources)
         clusters_N = indices_G[task.side.clusters_N]  # equal for the baseline
         side = task.side._replace(clusters_N=clusters_N)
         baseline = task.baseline._replace(clusters_N=clusters_N)
         renumbered.append(task._replace(side=side, baseline=baseline))
-    return renumbered, int(sources.size)
+    return renumbered, int(all_sources.size)
 
 
 def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:

@@ -284,15 +284,19 @@ def _shrink(
     if not has_noise.any():
         return variances, np.zeros(len(variances))
 
-    # The log density of log s^2 for each d0 and s0^2, with z = log(d s^2 / (d0 s0^2)):
-    # (d / 2) z - ((d + d0) / 2) log(1 + e^z) - log B(d / 2, d0 / 2)
+    # The grid of log s0^2 extends beyond the observed log s^2.
     log_s2_C = np.log(variances[has_noise])
-    d_C = dfs[has_noise]
-    d0_P11 = PRIOR_DF[:, None, None]
     log_s02_V = np.linspace(log_s2_C.min() - 4, log_s2_C.max() + 4, 96)
-    z_PVC = np.log(d_C / d0_P11) + log_s2_C - log_s02_V[:, None]
-    log_f_P1C = gammaln((d_C + d0_P11) / 2) - gammaln(d_C / 2) - gammaln(d0_P11 / 2)
-    log_f_PVC = log_f_P1C + d_C / 2 * z_PVC - (d_C + d0_P11) / 2 * np.logaddexp(0, z_PVC)
+
+    # The log density of log s^2 for each d0 and s0^2, with a = d / 2, b = d0 / 2 and
+    # z = log(d s^2 / (d0 s0^2)), is a z - (a + b) log(1 + e^z) - log B(a, b).
+    a_C = dfs[has_noise] / 2
+    b_P11 = PRIOR_DF[:, None, None] / 2
+    z_PVC = np.log(a_C / b_P11) + log_s2_C - log_s02_V[:, None]
+    minus_log_beta_P1C = gammaln(a_C + b_P11) - gammaln(a_C) - gammaln(b_P11)
+    log_f_PVC = minus_log_beta_P1C + a_C * z_PVC - (a_C + b_P11) * np.logaddexp(0, z_PVC)
+
+    # The cells of a task are independent, given its s0^2.
     is_in_task_CT = tasks[has_noise][:, None] == np.arange(tasks.max() + 1)
     log_f_PVT = log_f_PVC @ is_in_task_CT
 
@@ -304,13 +308,14 @@ def _shrink(
     weights_VT /= weights_VT.sum(axis=0)
     center_T = log_s02_V @ weights_VT
 
-    # s0^2 is uncertain too: its variance is added to that of the prior (trigamma), which leaves
-    # fewer prior degrees of freedom.
-    grid_variance_T = polygamma(1, PRIOR_DF[best] / 2) + log_s02_V**2 @ weights_VT - center_T**2
+    # s0^2 is uncertain too: the posterior variance of log s0^2 is added to that of the prior
+    # (trigamma), which leaves fewer prior degrees of freedom.
+    log_variance_T = polygamma(1, PRIOR_DF[best] / 2) + log_s02_V**2 @ weights_VT - center_T**2
     s02 = np.exp(center_T)[tasks]
-    d0 = _df_of_log_variance(grid_variance_T)[tasks]
+    d0 = _df_of_log_variance(log_variance_T)[tasks]
     shrunk = (d0 * s02 + dfs * variances) / (d0 + dfs)
-    return shrunk, np.minimum(d0 + dfs, (d_C @ is_in_task_CT)[tasks])
+    task_dfs = (dfs[has_noise] @ is_in_task_CT)[tasks]
+    return shrunk, np.minimum(d0 + dfs, task_dfs)
 
 
 def _df_of_log_variance(log_variance: np.ndarray) -> np.ndarray:
