@@ -49,15 +49,15 @@ WINDOWS = 128  # of a synthetic task that score a run; a trainer's 16 have few q
 
 @dataclass(frozen=True)
 class Config:
-    """The config of an arm at a task/difficulty: what it adds to the config that it extends."""
+    """The config of an arm at a task/difficulty: what it changes in the config that it extends."""
 
     path: Path
     base: str
-    own: Settings
+    changes: Settings
 
     @property
     def values(self) -> Settings:
-        return merge(planned_values(Path(self.base)), self.own)
+        return merge(planned_values(Path(self.base)), self.changes)
 
     @property
     def is_written(self) -> bool:
@@ -67,7 +67,7 @@ class Config:
         return False
 
     def write(self) -> None:
-        text = MARK + to_toml({"extends": self.base} | self.own)
+        text = MARK + to_toml({"extends": self.base} | self.changes)
         write_atomic(self.path, text.encode())
 
 
@@ -168,10 +168,10 @@ def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Confi
     is_synthetic = "task" in base_values.get("data", {})
     if windows and is_synthetic and "windows" not in base_values.get("validation", {}):
         dotted.setdefault("validation.windows", windows)
-    own: Settings = {}
+    changes: Settings = {}
     for key, value in dotted.items():
-        own = merge(own, nested(key, value))
-    return Config(_path(folder, stem), base, own)
+        changes = merge(changes, nested(key, value))
+    return Config(_path(folder, stem), base, changes)
 
 
 # -- checks

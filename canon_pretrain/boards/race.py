@@ -314,6 +314,8 @@ class BoardRace:
     def _look(self, entry: Entry, stage: Stage, failed: Mapping[str, str]) -> list[Stop]:
         """Let the race look at the scores of a stage, if the runs have them."""
         metric: Metric | None = None  # of the task: equal for all runs
+
+        # By arm and seed: None if it is unknown, NaN if the run has diverged.
         scores = dict[Arm, list[float | None]]()
         for arm, names in entry.left.items():
             scores[arm] = [None] * len(names)

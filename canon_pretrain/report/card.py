@@ -327,11 +327,14 @@ def _eval_results(shown: Sequence[Evaluation]) -> Iterator[EvalResult]:
     for evaluation in shown:
         if evaluation.limit is not None:
             continue
+
         suite = evaluation.suite
         for task, scores in evaluation.results.scores.items():
+            # Baselines such as count models are no tasks; of held-out losses one unit is enough.
             metrics = evaluation.primary_metrics(task) if evaluation.is_task(task) else []
             if suite == VALIDATION and metrics and BITS in scores:
                 metrics = [BITS]
+
             for metric in metrics:
                 value = scores[metric].number
                 if not math.isfinite(value):

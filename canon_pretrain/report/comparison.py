@@ -71,6 +71,7 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
 
     Raises UserError if --seed-sigma names an unknown task or is not above 0.
     """
+    # Names that an option may have: of tasks, and of a task's metrics.
     names: set[str] = set()
     for run in runs:
         for evaluation in run.evaluations:

@@ -104,6 +104,7 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Comparison:
     records_a = _recorded(a, common_identity)
     records_b = _recorded(b, common_identity)
     sections = {name: _section(name, records_a[name], records_b[name]) for name in records_a}
+
     digests = compare_digests(a.events, b.events)
     losses = compare_losses(a.curve("loss"), b.curve("loss"), rtol)
     scores = {

@@ -151,10 +151,12 @@ def _print(content: ReportContent, path: Path) -> None:
     for suite in content.suites:
         table.add_row(Text(suite.suite, style="bold"))
         for row in suite.rows:
+            # One line if all runs have the same score, such as a count model of their common text.
             cells = suite.by_run(row)
             cell, *others = cells.values()
             if others and all(other == cell for other in others):
-                cells = {"every run": cell}  # such as a count model of their common text
+                cells = {"every run": cell}
+
             for label, cell in cells.items():
                 value, error, items = sections.score_parts(cell)
                 task = Text(f"{row.task} {row.metric}")

@@ -152,6 +152,8 @@ class Comparator:
         """
         compared_runs = {evaluation.run for evaluation in compared.both}
         both_have_seeds = all(len(evaluated) > 1 for evaluated in compared)
+
+        # Seeds that all fail, or all succeed, do not show how much others vary.
         recipe_means = []
         is_compared = []
         for recipe in self.recipes:
@@ -162,6 +164,7 @@ class Comparator:
                 recipe_means.append(means)
                 is_compared.append(is_side)
 
+        # The paper's ranges are of accuracies.
         use_paper = bounded and not self.options.own_noise_only
         spreads = [noise.published_spread(key.task, key.suite) for key in keys]
         return noise.seed_noise(
