@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from scipy import stats
 
-from canon_pretrain.stats.decide import ALPHA, detectable, holm, two_sided_p
+from canon_pretrain.stats.decide import ALPHA, Noise, detectable, holm, two_sided_p
 from canon_pretrain.stats.noise import (
     MIN_CLUSTERS,
     OTHER_GENERATIVE,
@@ -182,7 +182,7 @@ def compare_all(scenario: Scenario, shift: float, generator: np.random.Generator
                 noise = seed_noise(
                     of_runs.tolist(),
                     spread=float(np.mean([published[n] for n in members])),
-                    given=true if scenario.noise == "given" else None,
+                    user_sigma=true if scenario.noise == "given" else None,
                     own_only=scenario.noise == "own",
                     compared=[recipe in (0, k) for recipe in range(scenario.recipes)],
                 )
@@ -220,9 +220,9 @@ def simulate(
         found[shift] = float(right[:, ~is_mean].mean())
         found_means[shift] = float(right[:, is_mean].mean())
     typical = [test for one in null[:20] for test in one if test.spread == OTHER_GENERATIVE]
-    mean = np.mean([test.pair.noise for test in typical], axis=0)
+    mean = Noise(*np.mean([test.pair.noise for test in typical], axis=0))
     level = ALPHA / sum(test.weight for test in tests if test.suite == typical[0].suite)
-    at_smallest = [compare_all(scenario, detectable(level, *mean), generator) for _ in range(few)]
+    at_smallest = [compare_all(scenario, detectable(level, mean), generator) for _ in range(few)]
     here = np.array([test.spread == OTHER_GENERATIVE for test in tests])
     shown = (p_values(at_smallest) <= level) & _better(at_smallest)
     return Outcome(
@@ -240,7 +240,7 @@ def simulate(
 def p_values(experiments: Sequence[Sequence[Test]]) -> np.ndarray:
     """Return (experiment, test)."""
     pairs = [[test.pair for test in one] for one in experiments]
-    return np.array([[two_sided_p(x.difference, *x.noise) for x in one] for one in pairs])
+    return np.array([[two_sided_p(x.difference, x.noise) for x in one] for one in pairs])
 
 
 def _better(experiments: Sequence[Sequence[Test]]) -> np.ndarray:

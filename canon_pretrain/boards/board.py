@@ -26,7 +26,7 @@ import dataclasses
 import itertools
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +48,7 @@ from canon_pretrain.stats.claims import Claim
 
 BOARD = "board.json"
 NAME = re.compile(r"\w+", re.ASCII)  # no "-": it separates the parts of a run's name
-MODEL_KEYS = {each.name for each in dataclasses.fields(ModelArgs)} - {"max_seq_len"} | {
+MODEL_KEYS = {field.name for field in dataclasses.fields(ModelArgs)} - {"max_seq_len"} | {
     "flavor",
     "tokenizer_path",
     "attention_backend",
@@ -146,16 +146,19 @@ def read_board(path: Path) -> Board:
 
 def _build(values: Settings, source: str) -> Board:
     """Build a board; a value of another type than a table or list is left to the last check."""
-    if isinstance(tasks := values.get("tasks"), dict):
-        values["tasks"] = {
-            name: build(BoardTask, task, source, f"tasks.{name}.")
-            if isinstance(task, dict)
-            else task
-            for name, task in tasks.items()
-        }
-    if isinstance(claims := values.get("claims"), list):
+    tasks = values.get("tasks")
+    if isinstance(tasks, dict):
+        values["tasks"] = dict(tasks)
+        for name, task in tasks.items():
+            if isinstance(task, dict):
+                values["tasks"][name] = build(BoardTask, task, source, f"tasks.{name}.")
+
+    claims = values.get("claims")
+    if isinstance(claims, list):
         values["claims"] = [build(Claim, dict(claim), source, "claims.") for claim in claims]
-    if isinstance(reference := values.get("reference"), dict):
+
+    reference = values.get("reference")
+    if isinstance(reference, dict):
         values["reference"] = build(Reference, reference, source, "reference.")
     return build(Board, values, source)
 
@@ -165,8 +168,10 @@ def _build(values: Settings, source: str) -> Board:
 
 def _check(board: Board, path: Path) -> None:
     """Raise UserError for names, keys, seeds and claims that do not fit together."""
+    # Names become parts of names of files.
     names = [*board.architectures, *board.sizes, *board.tasks]
-    names += [name for task in board.tasks.values() for name in task.difficulties]
+    for task in board.tasks.values():
+        names += task.difficulties
     for name in names:
         if not NAME.fullmatch(name):
             raise UserError(
@@ -179,6 +184,7 @@ def _check(board: Board, path: Path) -> None:
     for name, task in board.tasks.items():
         _check_once(f"tasks.{name}.learning_rates", task.learning_rates, path)
 
+    # Keys of [model] exist, and none is set that the board sets for each run.
     own_keys = {*SEED_KEYS["both"], FOLDER_KEY}
     for table, model in _model_tables(board).items():
         for key in model:
@@ -192,6 +198,7 @@ def _check(board: Board, path: Path) -> None:
             _check_free(f"model.{key}", own_keys, path)
     _check_sizes(board, path)
 
+    # Keys of tasks have their section's name.
     for setting, values in board.settings.items():
         rate_keys = {RATE_KEY} if board.task_of(setting).learning_rates else set()
         for key in values:
@@ -204,23 +211,27 @@ def _check(board: Board, path: Path) -> None:
                 )
             _check_free(key, own_keys | rate_keys, path)
 
+    # Claims and the reference are about tasks and arms of the board.
     for claim in board.claims:
-        _check_known(claim.task, board.settings, path)
-        _check_known(claim.better, board.arms, path)
-        _check_known(claim.worse, [arm for arm in board.arms if arm != claim.better], path)
-    for task_name, scores in (board.reference.values if board.reference else {}).items():
-        _check_known(task_name, board.settings, path)
-        for arm in scores:
-            _check_known(arm, board.arms, path)
+        _check_name(claim.task, board.settings, path)
+        _check_name(claim.better, board.arms, path)
+        _check_name(claim.worse, [arm for arm in board.arms if arm != claim.better], path)
+    if board.reference:
+        for setting, scores in board.reference.values.items():
+            _check_name(setting, board.settings, path)
+            for arm in scores:
+                _check_name(arm, board.arms, path)
 
 
 def _check_once(key: str, numbers: Collection[float], path: Path) -> None:
+    """Raise UserError if a list has a number twice."""
     if len({*numbers}) < len(numbers):
-        raise UserError("board.repeated", f"{path}: {key} = {numbers}: give each once", key=key)
+        raise UserError("board.repeated", f"{path}: {key} = {numbers}: list each once", key=key)
 
 
-def _check_free(key: str, owned: set[str], path: Path) -> None:
-    if key in owned:
+def _check_free(key: str, own_keys: set[str], path: Path) -> None:
+    """Raise UserError for a key that the board sets itself."""
+    if key in own_keys:
         raise UserError(
             "board.own_key",
             f"{path} sets {key}: the board sets it for each run (seeds, learning_rates, --out)",
@@ -228,12 +239,13 @@ def _check_free(key: str, owned: set[str], path: Path) -> None:
         )
 
 
-def _check_known(name: str, known: Collection[str], path: Path) -> None:
-    if name not in known:
+def _check_name(name: str, valid_names: Collection[str], path: Path) -> None:
+    """Raise UserError if a claim or the reference names what the board does not have."""
+    if name not in valid_names:
         raise UserError(
             "board.claim",
             f"{path}: a claim or [reference] names {name!r}, expected one of "
-            f"{', '.join(known)}.{suggestion(name, known)}",
+            f"{', '.join(valid_names)}.{suggestion(name, valid_names)}",
             given=name,
         )
 
@@ -252,34 +264,31 @@ def _check_sizes(board: Board, path: Path) -> None:
             key.removeprefix("model."): x for key, x in values.items() if key.startswith("model.")
         }
 
-    for (table, model), (other, values) in itertools.combinations(tables.items(), 2):
-        if table.partition(".")[0] != other.partition(".")[0]:
-            if both := model.keys() & values.keys():
-                key = min(both)
-                raise UserError(
-                    "board.repeated",
-                    f"{path}: {table} and {other} set {key} of [model]: set it in one of them",
-                    key=key,
-                )
+    # A run takes keys of one architecture, one size and one task: tables of different kinds.
+    for (table_a, model_a), (table_b, model_b) in itertools.combinations(tables.items(), 2):
+        is_same_kind = table_a.partition(".")[0] == table_b.partition(".")[0]
+        common = model_a.keys() & model_b.keys()
+        if common and not is_same_kind:
+            key = min(common)
+            raise UserError(
+                "board.repeated",
+                f"{path}: {table_a} and {table_b} set {key} of [model]: set it in one of them",
+                key=key,
+            )
 
-    # a flavor is completed for each mixer; sizes of attention would replace what another needs
-    for name, model in board.architectures.items():
+    # A flavor is completed for each mixer; sizes of attention would replace what another needs.
+    for architecture, model in board.architectures.items():
         filled = fill_sizes(ModelArgs(), model)
         needed = {key: filled[key] for key in filled.keys() - model.keys()}
         for table, values in tables.items():
-            if not table.startswith("architectures."):
-                _check_size(values, needed, table, name, path)
-
-
-def _check_size(
-    values: Settings, needed: Mapping[str, Any], table: str, architecture: str, path: Path
-) -> None:
-    wrong = sorted(key for key in values.keys() & needed.keys() if values[key] != needed[key])
-    if wrong:
-        key = wrong[0]
-        raise UserError(
-            "board.size",
-            f"{path}: {table} sets {key}, but architectures.{architecture} has another {key} than "
-            f"attention at the same size: set flavor instead, or set {key} in each architecture",
-            key=key,
-        )
+            if table.startswith("architectures."):
+                continue
+            for key in sorted(values.keys() & needed.keys()):
+                if values[key] != needed[key]:
+                    raise UserError(
+                        "board.size",
+                        f"{path}: {table} sets {key}, but architectures.{architecture} has another "
+                        f"{key} than attention at the same size: set flavor instead, or set {key} "
+                        "in each architecture",
+                        key=key,
+                    )

@@ -18,6 +18,7 @@ DIR/report.html, .json and .md. No torch.
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,17 +57,25 @@ PAGE = "report.html"
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     _add_board(parser)
     parser.add_argument("--extend", action="store_true", help="add runs to an existing plan")
-    about = "print the GPU-hours on this GPU, one per run: a100, h100 or h200"
-    parser.add_argument("--gpu", metavar="GPU", help=about)
+    parser.add_argument(
+        "--gpu",
+        metavar="GPU",
+        help="print the GPU-hours on this GPU, one per run: a100, h100 or h200",
+    )
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     _add_board(parser)
     parser.add_argument("--extend", action="store_true", help="add runs to an existing plan")
-    about = "runs at once, one thread each (default: one per GPU, else per available core)"
-    parser.add_argument("--parallel", type=positive, metavar="N", help=about)
-    about = "stop arms that are worse than others at equal steps"
-    parser.add_argument("--race", action="store_true", help=about)
+    parser.add_argument(
+        "--parallel",
+        type=positive,
+        metavar="N",
+        help="runs at once, one thread each (default: one per GPU, else per available core)",
+    )
+    parser.add_argument(
+        "--race", action="store_true", help="stop arms that are worse than others at equal steps"
+    )
 
 
 def add_status_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,51 +88,62 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_board(parser: argparse.ArgumentParser) -> None:
-    about = "format: canon_pretrain/boards/board.py"
-    parser.add_argument("board", type=Path, metavar="BOARD.toml", help=about)
-    about = "folder of the runs (default: outputs/boards/BOARD)"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=about)
+    parser.add_argument(
+        "board",
+        type=Path,
+        metavar="BOARD.toml",
+        help="format: canon_pretrain/boards/board.py",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the runs (default: outputs/boards/BOARD)",
+    )
 
 
-def _folder(given: argparse.Namespace) -> Path:
+def _folder(arguments: argparse.Namespace) -> Path:
     """Return the folder of the runs."""
-    return given.out or Path("outputs", "boards", given.board.stem)
+    return arguments.out or Path("outputs", "boards", arguments.board.stem)
 
 
-def run_plan(given: argparse.Namespace) -> None:
+def run_plan(arguments: argparse.Namespace) -> None:
     """Write or extend the plan, and print its size."""
-    sweep = _plan(given)
-    if given.gpu:
-        show_prices(sweep, given.gpu)
+    sweep = _plan(arguments)
+    if arguments.gpu:
+        show_prices(sweep, arguments.gpu)
 
 
-def _plan(given: argparse.Namespace) -> Sweep:
+def _plan(arguments: argparse.Namespace) -> Sweep:
     """Write or extend the plan, and print how many runs it has."""
-    folder = _folder(given)
-    sweep, num_new = plan_board(read_board(given.board), folder, extend=given.extend)
+    folder = _folder(arguments)
+    sweep, num_new = plan_board(read_board(arguments.board), folder, extend=arguments.extend)
     print(f"{folder}: {len(sweep.runs)} runs, {num_new} of them new")
     return sweep
 
 
-def run_run(given: argparse.Namespace) -> None:
+def run_run(arguments: argparse.Namespace) -> None:
     """Plan, train all runs that are not DONE, and print the table; exit with 1 if one failed."""
-    _plan(given)
-    folder = _folder(given)
+    _plan(arguments)
+    folder = _folder(arguments)
     with locked(folder / LOCK, f"the board {folder}"):
+        # Runs of arms that a race has stopped are not started again.
         board, sweep = read_plan(folder)
-        stopped = _stopped(folder)
-        left = dataclasses.replace(sweep, runs=[x for x in sweep.runs if x.name not in stopped])
+        raced = _raced(board, sweep, folder)
+        runs = [run for run in sweep.runs if run.name not in raced]
+
         race = None
-        if given.race:
+        if arguments.race:
             from canon_pretrain.boards.race import BoardRace  # scipy takes a while to import
 
             race = BoardRace(folder, race_entries(board, sweep))
         gpus = visible_gpus()
-        parallel = given.parallel or len(gpus) or available_cores()
-        driver = Driver(left, folder, parallel, race, gpus=gpus)
+        parallel = arguments.parallel or len(gpus) or available_cores()
+        driver = Driver(dataclasses.replace(sweep, runs=runs), folder, parallel, race, gpus=gpus)
         driver.train()
-    show_table(_rows(folder))
-    run_report(given)
+
+    show_table(_rows(sweep, _raced(board, sweep, folder), folder))
+    run_report(arguments)
     if driver.stops:
         print("stopped: the same command continues")
         raise SystemExit(EXIT_INTERRUPTED)
@@ -137,42 +157,47 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
     from canon_pretrain.boards.race import Entry, Race, race_stages
     from canon_pretrain.boards.results import size_of
 
-    arms: dict[tuple[str, str], dict[Arm, list[str]]] = {}
+    races: dict[tuple[str, str], dict[Arm, list[str]]] = {}
     configs = {}
     for run in sweep.runs:
         setting, arm = board.place_of(run.config)
         configs[setting] = run.config
-        runs = arms.setdefault((setting, size_of(arm)), {})
-        runs.setdefault((arm, run.learning_rate), []).append(run.name)
+        runs_by_arm = races.setdefault((setting, size_of(arm)), {})
+        runs_by_arm.setdefault((arm, run.learning_rate), []).append(run.name)
 
     entries = []
-    for (setting, size), runs in arms.items():
+    for (setting, size), runs_by_arm in races.items():
+        num_seeds = max(len(runs) for runs in runs_by_arm.values())
         steps = num_steps(planned_values(Path(configs[setting])))
-        stages = race_stages(max(map(len, runs.values())), steps)
-        claims = [claim for claim in board.claims if claim.task == setting]
-        race = Race(setting, stages, len(arms), claims)
-        entries.append(Entry(race, runs, size, board.task_of(setting).score))
+        race = Race(
+            task=setting,
+            stages=race_stages(num_seeds, steps),
+            num_races=len(races),
+            claims=[claim for claim in board.claims if claim.task == setting],
+        )
+        entries.append(Entry(race, runs_by_arm, size, board.task_of(setting).score))
     return entries
 
 
-def _stopped(folder: Path) -> dict[str, str]:
-    """Return why runs were stopped by a race."""
-    if not (folder / RACE).exists():
-        return {}
-    board, sweep = read_plan(folder)
+def _raced(board: Board, sweep: Sweep, folder: Path) -> dict[str, str]:
+    """Return why runs were stopped by a race, by name."""
     stops = {stop.place: str(stop) for stop in read_race(folder).stops}
-    places = {run.name: (*board.place_of(run.config), run.learning_rate) for run in sweep.runs}
-    return {name: stops[place] for name, place in places.items() if place in stops}
+    reasons = {}
+    for run in sweep.runs:
+        setting, arm = board.place_of(run.config)
+        place = (setting, arm, run.learning_rate)
+        if place in stops:
+            reasons[run.name] = stops[place]
+    return reasons
 
 
-def _rows(folder: Path) -> list[Row]:
-    sweep = read_sweep(folder)
-    stopped = _stopped(folder)
+def _rows(sweep: Sweep, raced: Mapping[str, str], folder: Path) -> list[Row]:
+    """Return a row per run: its own state, unless a race has stopped it or the driver gave up."""
     failures = read_failures(folder)
     rows = []
     for row in sweep_rows(sweep, folder, datetime.now(UTC)):
-        if row.name in stopped and row.state != "done":
-            row = dataclasses.replace(row, state="raced", reason=stopped[row.name])
+        if row.name in raced and row.state != "done":
+            row = dataclasses.replace(row, state="raced", reason=raced[row.name])
         elif failures.get(row.name) and row.state not in ("done", *ACTIVE_STATES):
             reason = row.reason or failures[row.name]
             row = dataclasses.replace(row, state="failed", reason=reason)
@@ -180,23 +205,29 @@ def _rows(folder: Path) -> list[Row]:
     return rows
 
 
-def run_status(given: argparse.Namespace) -> None:
-    rows = _rows(_folder(given))
-    if given.json:
+def run_status(arguments: argparse.Namespace) -> None:
+    folder = _folder(arguments)
+    sweep = read_sweep(folder)
+    raced = {}
+    if (folder / RACE).exists():  # a damaged board.json does not matter without a race
+        raced = _raced(*read_plan(folder), folder)
+    rows = _rows(sweep, raced, folder)
+    if arguments.json:
         print_rows(rows)
     else:
         show_table(rows)
 
 
-def run_report(given: argparse.Namespace) -> None:
+def run_report(arguments: argparse.Namespace) -> None:
     """Write the page of the planned board, and print what is decided and the page's path."""
     # scipy and plotly take a while to import
     from canon_pretrain.boards import tables
     from canon_pretrain.boards.content import board_content
     from canon_pretrain.report import eval_report
 
-    folder = _folder(given)
-    content = board_content(_board_plan(folder, given.board.stem), datetime.now(UTC))
+    folder = _folder(arguments)
+    plan = _board_plan(folder, arguments.board.stem)
+    content = board_content(plan, datetime.now(UTC))
     labels = {"entry": tables.architectures(content)}
     eval_report.write_report(folder, PAGE, content, labels, "board", board=tables)
     for line in (*tables.errors(content), *tables.headline(content)):
@@ -217,10 +248,18 @@ def _board_plan(folder: Path, title: str) -> "BoardPlan":
     others = {}
     for run in sweep.runs:
         setting, arm = board.place_of(run.config)
-        problem = failures.get(run.name, "")
-        runs.append(BoardRun(run.name, setting, arm, run.learning_rate, run.seed or 0, problem))
-        if other := sweep.other_plan(run, folder):
-            others[run.name] = other
+        runs.append(
+            BoardRun(
+                name=run.name,
+                task=setting,
+                arm=arm,
+                learning_rate=run.learning_rate,
+                seed=run.seed or 0,
+                problem=failures.get(run.name, ""),
+            )
+        )
+        if problem := sweep.other_plan(run, folder):
+            others[run.name] = problem
     return BoardPlan(
         folder,
         title,

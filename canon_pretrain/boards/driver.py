@@ -51,7 +51,9 @@ if TYPE_CHECKING:  # scipy takes a while to import
 
 OUTPUT = "output.log"
 FAILURES = "failures.json"
-POLL_S, SHOW_S, REPORT_S = 0.2, 1.0, 30.0
+POLL_S = 0.2  # between looks at the children
+SHOW_S = 1.0  # between updates of the progress on a terminal
+REPORT_S = 30.0  # between lines of progress in a log; a sixth of it at the start
 MISSING = "without output"
 KILL_S = 5.0  # most that a killed process needs to end, a large one on a busy machine
 PATIENCE_S = 120.0  # a run whose driver was killed saves its last step before it ends
@@ -101,74 +103,84 @@ class Driver:
         self._children: list[_Child] = []
         self._server = server
         self._is_own_server = server is None
-        self._began = time.monotonic()
+        self._began_s = time.monotonic()
         self._shown_s = 0.0  # when the progress was last shown
-        self._shown = [""]
-        self._trained = 0  # steps of this driver's runs that have ended
+        self._shown_lines = [""]
 
-        lengths = {x: num_steps(planned_values(Path(x))) for x in sweep.configs}
-        self._steps = {run.name: lengths[run.config] for run in sweep.runs}
-        self._others: dict[str, str] = {}
-        """Why the run in a folder is not the planned one."""
+        # By name of a run: why the one in its folder is not the planned one, its length, and its
+        # last known step.
+        self._other_plans: dict[str, str] = {}
         for run in sweep.runs:
             if problem := sweep.other_plan(run, folder):
-                self._others[run.name] = problem
-        self._at = {run.name: self._step(run) for run in sweep.runs}
+                self._other_plans[run.name] = problem
+        lengths = {config: num_steps(planned_values(Path(config))) for config in sweep.configs}
+        self._total_steps = {run.name: lengths[run.config] for run in sweep.runs}
+        self._last_steps = {run.name: self._read_step(run) for run in sweep.runs}
 
-    def _step(self, run: PlannedRun) -> int:
-        """Return the run's last known step."""
+    def _read_step(self, run: PlannedRun) -> int:
+        """Return the last step in the run's folder."""
         if self._is_done(run):
-            return self._steps[run.name]
+            return self._total_steps[run.name]
         summary = self._summary(run)
         return summary.step or 0 if summary else 0
 
     def _is_done(self, run: PlannedRun) -> bool:
-        is_own = run.name not in self._others
-        return is_own and RunFolder(self.folder / run.name).done_file.exists()
+        is_planned = run.name not in self._other_plans
+        return is_planned and RunFolder(self.folder / run.name).done_file.exists()
 
     def _summary(self, run: PlannedRun) -> RunSummary | None:
         """Return the state of a run; None if it has not started, or is not the planned one."""
         path = self.folder / run.name
-        is_own = run.name not in self._others and is_run_folder(path)
-        return summarize_run(path, datetime.now(UTC)) if is_own else None
+        if run.name in self._other_plans or not is_run_folder(path):
+            return None
+        return summarize_run(path, datetime.now(UTC))
 
     def train(self) -> None:
         """Train until each run is DONE or has failed, or until a second request to stop."""
         waiting = []
         for planned in self.sweep.runs:
-            if planned.name in self._others:
-                self._fail(planned, self._others[planned.name])
+            if planned.name in self._other_plans:
+                self._fail(planned, self._other_plans[planned.name])
             elif not self._is_done(planned):
                 waiting.append(planned)
 
         screen = Live(console=self.console, auto_refresh=False, transient=True)
         with self._signals(), screen as live:
             while self._children or (waiting and not self.stops):
+                # Who has ended, and what the race makes of it.
                 waiting += self._reap()
                 if self.race:
                     waiting = self._advance(self.race, waiting)
+
+                # Fill the free places.
                 while len(self._children) < self.parallel and not self.stops:
                     if (run := self._next(waiting)) is None:
                         break
                     waiting.remove(run)
                     self._start(run)
+
                 self._show(live)
                 time.sleep(POLL_S)
 
     def _show(self, live: Live) -> None:
         """Show the progress: every second on a terminal, else less often and if it is new."""
-        now = time.monotonic()
-        is_terminal = self.console.is_terminal
-        pause = REPORT_S / 6 if now - self._began < 2 * REPORT_S else REPORT_S
-        if now - self._shown_s < (SHOW_S if is_terminal else pause):
+        now_s = time.monotonic()
+        if self.console.is_terminal:
+            pause_s = SHOW_S
+        elif now_s - self._began_s < 2 * REPORT_S:
+            pause_s = REPORT_S / 6
+        else:
+            pause_s = REPORT_S
+        if now_s - self._shown_s < pause_s:
             return
+
         lines = self._progress()
-        if is_terminal:
+        if self.console.is_terminal:
             live.update(Text("\n".join(lines)), refresh=True)
-        elif lines != self._shown:
+        elif lines != self._shown_lines:
             self._say(*lines)
-        self._shown_s = now
-        self._shown = lines
+        self._shown_s = now_s
+        self._shown_lines = lines
 
     def _say(self, *lines: str) -> None:
         for line in lines:
@@ -176,34 +188,38 @@ class Driver:
 
     def _next(self, waiting: Sequence[PlannedRun]) -> PlannedRun | None:
         """Return the first run that no other process trains; after PATIENCE_S any."""
-        waiting = [run for run in waiting if self._is_due(run)]
-        for run in waiting:
+        due = [run for run in waiting if self._is_due(run)]
+        for run in due:
             try:
                 if live_holder(RunFolder(self.folder / run.name).lock_file) is None:
                     return run
             except OSError:
                 return run  # starting it reports the error
-        is_patient = self._children or time.monotonic() - self._began < PATIENCE_S
-        return None if is_patient or not waiting else waiting[0]
+
+        # All are trained by other processes: wait, then start one, which reports who holds it.
+        is_patient = self._children or time.monotonic() - self._began_s < PATIENCE_S
+        return None if is_patient or not due else due[0]
 
     def _is_due(self, run: PlannedRun) -> bool:
+        """Return whether a run may train further; one that only lacks DONE is due as well."""
         target = self._target(run)
-        return self._at[run.name] < target or target == self._steps[run.name]
+        return self._last_steps[run.name] < target or target == self._total_steps[run.name]
 
     def _target(self, run: PlannedRun) -> int:
         """Return the step to which a run may train now."""
-        return self.race.target(run.name) if self.race else self._steps[run.name]
+        return self.race.target(run.name) if self.race else self._total_steps[run.name]
 
     def _start(self, run: PlannedRun) -> None:
         """Train a run in a child process that is stopped if this one is killed."""
         self._forget_failure(run)
         path = self.folder / run.name
-        busy = [child.gpu for child in self._children]
-        gpu = min(self.gpus, key=busy.count, default=None)
+        gpus_in_use = [child.gpu for child in self._children]
+        gpu = min(self.gpus, key=gpus_in_use.count, default=None)
+
         try:
             arguments = self.sweep.launch(run, self.folder)
             target = self._target(run)
-            if target < self._steps[run.name]:
+            if target < self._total_steps[run.name]:
                 arguments += ["--run.stop_at", str(target)]
             path.mkdir(parents=True, exist_ok=True)
             with open_file(path / OUTPUT, "ab") as output:
@@ -212,11 +228,11 @@ class Driver:
             return self._fail(run, str(error))
         except OSError as error:
             return self._fail(run, f"{error.filename or path}: {error.strerror or error}")
-        if process is None:
-            return
-        self._children.append(_Child(run, process, self._at[run.name], gpu))
-        if self.stops:  # since the child was started
-            process.terminate()
+
+        if process is not None:
+            self._children.append(_Child(run, process, self._last_steps[run.name], gpu))
+            if self.stops:  # since the child was started
+                process.terminate()
 
     def _launch(
         self, arguments: Sequence[str], output: BinaryIO, gpu: str | None
@@ -227,7 +243,9 @@ class Driver:
         busy machine.
         """
         environ = trainer_environment(self.threads)
-        if gpu is None:
+        if gpu is not None:
+            environ["CUDA_VISIBLE_DEVICES"] = gpu
+        else:
             try:
                 if self._server is None:
                     self._server = ForkServer(SERVER, environ)
@@ -240,8 +258,7 @@ class Driver:
                 return process
             except OSError:  # the trainer that is started next says why
                 self._close_server()
-        else:
-            environ["CUDA_VISIBLE_DEVICES"] = gpu
+
         return start_child(
             train_command(arguments),
             stdin=subprocess.DEVNULL,
@@ -271,32 +288,40 @@ class Driver:
         for child in [child for child in self._children if child.process.poll() is not None]:
             self._children.remove(child)
             run = child.run
-            step = self._step(run)
-            self._at[run.name] = step
-            self._trained += max(0, step - child.first_step)
+            step = self._read_step(run)
+            self._last_steps[run.name] = step
 
-            code = child.process.returncode
             if self._is_done(run):
                 self._say(f"{run.name}: DONE")
-            elif code and not self.stops:
+                continue
+            exit_code = child.process.returncode
+            if exit_code and not self.stops:
                 output = self.folder / run.name / OUTPUT
-                self._fail(run, f"{ending(code)}, {_last_line(output)} ({output})")
-            else:
-                self._say(f"{run.name}: stopped at step {step:,}")
-                if self._target(run) <= step < self._steps[run.name]:
-                    paused.append(run)
-                elif not self.stops:
-                    self.failures[run.name] = "stopped"
+                self._fail(run, f"{ending(exit_code)}, {_last_line(output)} ({output})")
+                continue
+
+            # It stopped by itself: at the end of a stage of the race, or because it was asked to.
+            self._say(f"{run.name}: stopped at step {step:,}")
+            if self._target(run) <= step < self._total_steps[run.name]:
+                paused.append(run)
+            elif not self.stops:
+                self.failures[run.name] = "stopped"
         return paused
 
     def _advance(self, race: "BoardRace", waiting: Sequence[PlannedRun]) -> list[PlannedRun]:
         """Drop waiting runs whose arm the race has just stopped."""
-        ended = self._at | {x.run.name: x.first_step for x in self._children}
-        for stop in race.advance(ended, self.failures):
+        # A running child counts with its first step: the scores of later ones may not be written.
+        steps = self._last_steps | {x.run.name: x.first_step for x in self._children}
+        for stop in race.advance(steps, self.failures):
             self._say(f"{stop.task}, {stop}")
-        stopped = [run for run in waiting if race.is_stopped(run.name)]
-        self._steps |= {run.name: self._at[run.name] for run in stopped}
-        return [run for run in waiting if run not in stopped]
+
+        remaining = []
+        for run in waiting:
+            if race.is_stopped(run.name):
+                self._total_steps[run.name] = self._last_steps[run.name]
+            else:
+                remaining.append(run)
+        return remaining
 
     def _progress(self) -> list[str]:
         """Return a line per running run, and the total."""
@@ -306,25 +331,28 @@ class Driver:
             name = child.run.name
             summary = self._summary(child.run)
             if summary is not None:
-                self._at[name] = max(self._at[name], summary.step or 0)
-            trained += self._at[name] - child.first_step
-            left = ""
+                self._last_steps[name] = max(self._last_steps[name], summary.step or 0)
+            step = self._last_steps[name]
+            trained += step - child.first_step
+            remaining = ""
             if summary is not None and summary.eta_s is not None:
-                left = f", about {duration(summary.eta_s)} left"
-            lines.append(f"{name}: step {self._at[name]:,} of {self._steps[name]:,}{left}")
+                remaining = f", about {duration(summary.eta_s)} left"
+            lines.append(f"{name}: step {step:,} of {self._total_steps[name]:,}{remaining}")
 
-        total = sum(self._steps.values())
-        done = sum(self._at.values())
-        left = ""
+        # The time that remains, at the steps per second so far.
+        total = sum(self._total_steps.values())
+        done = sum(self._last_steps.values())
+        remaining = ""
         if trained and done < total:
-            seconds = (time.monotonic() - self._began) / trained * (total - done)
-            left = f", about {duration(seconds)} left"
-        ended = self._at.keys() - {child.run.name for child in self._children}
-        num_ended = sum(self._at[name] >= self._steps[name] for name in ended)
+            remaining_s = (time.monotonic() - self._began_s) / trained * (total - done)
+            remaining = f", about {duration(remaining_s)} left"
+
+        not_running = self._last_steps.keys() - {child.run.name for child in self._children}
+        num_ended = sum(self._last_steps[name] >= self._total_steps[name] for name in not_running)
         stopping = ", stopping" if self.stops else ""
         lines.append(
             f"{num_ended} of {len(self.sweep.runs)} runs, step {done:,} of {total:,}"
-            f"{left}{stopping}"
+            f"{remaining}{stopping}"
         )
         return lines
 
@@ -418,8 +446,8 @@ def _last_line(path: Path) -> str:
     """Return the last error[...] in the end of a log, else its last line."""
     with suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
-        lines = file.read().decode(errors="replace").split("\n")
-        lines = [line.strip() for line in lines if line.strip()]
+        text = file.read().decode(errors="replace")
+        lines = [line.strip() for line in text.split("\n") if line.strip()]
         errors = [line for line in lines if line.startswith("error[")]
         return [MISSING, *lines, *errors][-1]
     return MISSING

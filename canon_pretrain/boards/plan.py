@@ -4,11 +4,10 @@ Until a run has started, a board may change in any way; after that it may only b
 that holds a run of another plan, or an earlier one, has failed: it is neither trained nor counted.
 """
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from canon_pretrain.boards.board import BOARD, Board, Settings
@@ -48,17 +47,17 @@ MARK = "# Written by `playground plan`: change BOARD.toml instead.\n"
 WINDOWS = 128  # of a synthetic task that score a run; a trainer's 16 have few questions
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Config:
-    """The config of an arm at a task/difficulty: what it adds to the config that it extends."""
+    """The config of an arm at a task/difficulty: what it changes in the config that it extends."""
 
     path: Path
     base: str
-    own: Settings
+    changes: Settings
 
     @property
     def values(self) -> Settings:
-        return merge(planned_values(Path(self.base)), self.own)
+        return merge(planned_values(Path(self.base)), self.changes)
 
     @property
     def is_written(self) -> bool:
@@ -68,7 +67,7 @@ class Config:
         return False
 
     def write(self) -> None:
-        text = MARK + to_toml({"extends": self.base} | self.own)
+        text = MARK + to_toml({"extends": self.base} | self.changes)
         write_atomic(self.path, text.encode())
 
 
@@ -77,6 +76,7 @@ def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Swe
 
     If the board is refused, nothing is written but the paths of a folder that was moved.
     """
+    # Check each config, and what the board promises about its scores.
     configs = _configs(board, folder)
     hashes = {}
     promises = {}
@@ -88,6 +88,7 @@ def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Swe
         hashes[str(config.path)] = values_hash(values)
         promises[str(config.path)] = promised_by(board, setting)
 
+    # Check the plan against what the folder has.
     _check_files(folder, [config.path for config in configs])
     if (folder / PLAN).exists():
         _relocate(folder)
@@ -96,6 +97,7 @@ def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Swe
     _check_configs(new, folder)
     sweep, old = merge_plan(folder, new, extend=extend)  # which may refuse it
 
+    # Write what has changed.
     (folder / CONFIGS).mkdir(parents=True, exist_ok=True)
     for config in configs:
         if not config.is_written:
@@ -115,8 +117,11 @@ def read_plan(folder: Path) -> tuple[Board, Sweep]:
         board = read_record(folder / BOARD, Board)
     except UnreadableFile as error:
         raise UserError("board.damaged", f"{error}: plan the board again") from None
-    planned = {(run.name, Path(run.config).stem) for run in _planned_runs(board, folder)}
-    if planned != {(run.name, Path(run.config).stem) for run in sweep.runs}:
+
+    # Compare names: the paths of a folder that was moved differ.
+    board_runs = {(run.name, Path(run.config).stem) for run in _planned_runs(board, folder)}
+    sweep_runs = {(run.name, Path(run.config).stem) for run in sweep.runs}
+    if board_runs != sweep_runs:
         raise UserError(
             "board.other_plan",
             f"{folder / BOARD} and {PLAN} are of different boards, as after a full disk or a "
@@ -144,30 +149,29 @@ def _path(folder: Path, stem: str) -> Path:
 
 def _configs(board: Board, folder: Path) -> list[Config]:
     """Return the configs; without WINDOWS if an earlier version, which had none, wrote them."""
-    places = board.places.items()
-    configs = [_config(board, *place, _path(folder, stem), WINDOWS) for stem, place in places]
-    older = [_config(board, *place, _path(folder, stem), None) for stem, place in places]
+    configs = [_config(board, folder, stem, WINDOWS) for stem in board.places]
+    older = [_config(board, folder, stem, None) for stem in board.places]
     pairs = zip(configs, older, strict=True)
-    if any(old.is_written and not config.is_written for config, old in pairs):
-        return older
-    return configs
+    is_older = any(old.is_written and not config.is_written for config, old in pairs)
+    return older if is_older else configs
 
 
-def _config(board: Board, setting: str, arm: str, path: Path, windows: int | None) -> Config:
-    """Return the config of an arm at a task/difficulty.
+def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Config:
+    """Return the config of the arm and the task/difficulty that `stem`, a file's name, is of.
 
     `windows`: of a synthetic task, unless the board or the config sets them.
     """
+    setting, arm = board.places[stem]
     base = board.task_of(setting).config
-    values = planned_values(Path(base))
+    base_values = planned_values(Path(base))
     dotted = board.settings[setting] | {f"model.{key}": x for key, x in board.arms[arm].items()}
-    is_synthetic = "task" in values.get("data", {})
-    if windows and is_synthetic and "windows" not in values.get("validation", {}):
+    is_synthetic = "task" in base_values.get("data", {})
+    if windows and is_synthetic and "windows" not in base_values.get("validation", {}):
         dotted.setdefault("validation.windows", windows)
-    own: Settings = {}
+    changes: Settings = {}
     for key, value in dotted.items():
-        own = merge(own, nested(key, value))
-    return Config(path, base, own)
+        changes = merge(changes, nested(key, value))
+    return Config(_path(folder, stem), base, changes)
 
 
 # -- checks
@@ -181,7 +185,7 @@ def _check_score(score: str, config: Path, values: Settings) -> None:
         settings = dict(task.given)
         training = values.get("training", {})
         if "seq_len" in training:
-            settings |= {"seq_len": training["seq_len"]}
+            settings["seq_len"] = training["seq_len"]
         scores = [*metrics(build_task(task.name, settings)), "loss"]
     if score and score not in scores:
         raise UserError(
@@ -202,29 +206,33 @@ def _relocate(folder: Path) -> None:
 
 def _check_files(folder: Path, paths: Iterable[Path]) -> None:
     """Raise UserError if the plan would overwrite a file that no board wrote."""
-    is_board = (folder / PLAN).exists()
-    ours = set[Path]()
-    if is_board:
+    # A sweep.json is a board's if it has promises; an older one, if a file next to it is a board's.
+    has_plan = (folder / PLAN).exists()
+    planned_paths = set[Path]()
+    if has_plan:
         old = read_sweep(folder)
-        ours = {_path(folder, Path(config).stem) for config in old.configs}
-        is_own = old.promises or (folder / BOARD).exists() or all(path.exists() for path in ours)
-        if not is_own:
+        planned_paths = {_path(folder, Path(config).stem) for config in old.configs}
+        has_configs = all(path.exists() for path in planned_paths)
+        if not (old.promises or (folder / BOARD).exists() or has_configs):
             raise UserError(
                 "board.other_file",
                 f"{folder / PLAN} is a sweep, not a board: choose another --out",
                 path=folder / PLAN,
             )
+
     for path in paths:
-        if path not in ours and os.path.lexists(path) and not _is_ours(path):
+        if path not in planned_paths and os.path.lexists(path) and not _is_ours(path):
             raise UserError(
                 "board.other_file",
                 f"{path} is not a board's: remove it, or choose another --out",
                 path=path,
             )
+
+    # A damaged board.json is the board's if there is a plan.
     try:
         read_record(folder / BOARD, Board)
     except UnreadableFile as error:
-        if not is_board and not error.is_missing:
+        if not has_plan and not error.is_missing:
             raise UserError(
                 "board.other_file",
                 f"{error}: remove it, or choose another --out",
@@ -243,8 +251,11 @@ def _check_configs(new: Sweep, folder: Path) -> None:
     if not (folder / PLAN).exists():
         return
     old = read_sweep(folder)
-    for path in {run.config: None for run in old.runs if has_started(folder / run.name)}:
-        if new.configs.get(path, old.configs[path]) != old.configs[path]:
+    started_configs = dict.fromkeys(
+        run.config for run in old.runs if has_started(folder / run.name)
+    )
+    for path in started_configs:
+        if path in new.configs and new.configs[path] != old.configs[path]:
             raise UserError(
                 "board.changed",
                 f"{folder}: runs of {Path(path).name} have started with other values: undo the "
@@ -279,17 +290,20 @@ def _old_promises(folder: Path) -> dict[str, Promises]:
 def check_promises(new: Sweep, folder: Path, old: Mapping[str, Promises]) -> None:
     """Raise UserError if a claim on runs that have started, or their score, has changed.
 
-    A run's planned.json says under which claims it started, also if the plan is lost. Of a run
-    without one the `old` plan is asked; a claim that none of them knows was added later.
+    A run's planned.json says under which claims it started, also if the plan is lost. A run without
+    one started under the `old` plan; a claim that none of them has was added later.
     """
     for run in new.runs:
         path = folder / run.name
         if not has_started(path):
             continue
         promised = new.promises[run.config]
-        launch = read_planned(path)
-        before = launch.promises if launch else old.get(run.config, Promises(promised.score))
-        if not before.same(promised):
+        planned = read_planned(path)
+        if planned:
+            promised_before = planned.promises
+        else:
+            promised_before = old.get(run.config, Promises(promised.score))
+        if not promised_before.same(promised):
             raise UserError(
                 "board.claims_changed",
                 f"{path} has started, and the score or a claim of its task has changed since: "

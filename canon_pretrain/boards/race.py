@@ -28,7 +28,6 @@ from canon_pretrain.stats.cells import (
     difference_p,
     measure_task,
     num_choices,
-    pooled_p,
     with_all_or_nothing,
 )
 from canon_pretrain.stats.claims import Claim
@@ -50,10 +49,18 @@ class Stage(NamedTuple):
 
 def race_stages(num_seeds: int, steps: int) -> list[Stage]:
     """Return the stages of a task; after each but the last, arms may be stopped."""
-    first = min(num_seeds, FIRST_SEEDS)
-    rungs = [Stage(first, math.ceil(steps * share)) for share in RUNGS]
-    more = (Stage(count, steps) for count in range(first + 1, num_seeds + 1))
-    return [*dict.fromkeys(rungs), *more]
+    num_first = min(num_seeds, FIRST_SEEDS)
+    rungs = [Stage(num_first, math.ceil(steps * share)) for share in RUNGS]
+    further_seeds = [Stage(count, steps) for count in range(num_first + 1, num_seeds + 1)]
+    return [*dict.fromkeys(rungs), *further_seeds]
+
+
+class _Test(NamedTuple):
+    """The p of an arm, or of all arms of its architecture, being as good as `better`."""
+
+    p: float
+    worse: Arm
+    better: Arm
 
 
 @dataclass
@@ -95,58 +102,81 @@ class Race:
         An arm with an unknown score (None) decides nothing; one that has diverged (NaN) cannot be
         shown, and is stopped if there is another.
         """
-        known = {
-            arm: [x for x in group if x is not None]
-            for arm, group in scores.items()
-            if arm not in self.stopped and None not in group
+        racing = {
+            arm: [x for x in arm_scores if x is not None]
+            for arm, arm_scores in scores.items()
+            if arm not in self.stopped and None not in arm_scores
         }
-        finite = {arm: group for arm, group in known.items() if np.isfinite(group).all()}
+        finite = {
+            arm: arm_scores for arm, arm_scores in racing.items() if np.isfinite(arm_scores).all()
+        }
         if not finite:
             return []
 
-        # The rates of each architecture, the best first.
+        # The arms of each architecture, which differ in their rates, the best first.
         cells = self._cells(finite, items, -1 if lower_is_better else 1)
-        rates: dict[str, list[Arm]] = {}
+        arms_of: dict[str, list[Arm]] = {}
         for arm in sorted(cells, key=lambda arm: -cells[arm].mean):
-            rates.setdefault(arm[0], []).append(arm)
+            architecture, _ = arm
+            arms_of.setdefault(architecture, []).append(arm)
 
-        # Arms that have diverged.
+        # Arms that have diverged are worse than their architecture's best rate, or any arm.
         time = datetime.now(UTC).isoformat(timespec="seconds")
         new: dict[Arm, Stop] = {}
-        for arm in known:
+        for arm in racing:
             if arm not in finite:
-                better = rates.get(arm[0], [*finite])[0]
-                new[arm] = Stop(self.task, *arm, *better, *stage, None, time)
+                architecture, _ = arm
+                better = arms_of.get(architecture, [*finite])[0]
+                new[arm] = self._stop(arm, better, stage, None, time)
 
-        # Rates that are worse than another of their architecture.
+        # Rates that are worse than another of their architecture. ALPHA is shared by the looks.
         share = 1 / max(len(self.stages) - 1, 1)
-        for arms in rates.values():
+        for arms in arms_of.values():
             tests = [
-                (_worse_p(cells, [worse], better, share * ALPHA), worse, better)
+                _Test(_worse_p(cells, [worse], better, share * ALPHA), worse, better)
                 for better, worse in itertools.combinations(arms, 2)
             ]
             for p, worse, better in _rejected(tests, share):
-                new.setdefault(worse, Stop(self.task, *worse, *better, *stage, p, time))
+                new.setdefault(worse, self._stop(worse, better, stage, p, time))
 
-        # Architectures of which all rates are worse than the best one of another.
+        # Architectures of which all rates are worse than the best one of another. The best rate
+        # was chosen, so that p counts as often as there are equal choices.
         share *= RACE_SHARE / self.num_races
         tests = []
-        for better_arms, worse_arms in itertools.combinations(rates.values(), 2):
-            better, worse = better_arms[0], worse_arms[0]
-            if self.decided.keys() & {(better[0], worse[0]), (worse[0], better[0])}:
+        for better_arms, worse_arms in itertools.combinations(arms_of.values(), 2):
+            better = better_arms[0]
+            worse = worse_arms[0]
+            pair = (worse[0], better[0])
+            if pair in self.decided or pair[::-1] in self.decided:
                 continue
             choices = num_choices(cells[better], [cells[arm] for arm in better_arms])
             p = _worse_p(cells, worse_arms, better, share * ALPHA / choices) * choices
-            tests.append((p, worse, better))
+            tests.append(_Test(p, worse, better))
         for p, worse, better in _rejected(tests, share):
-            self.decided[worse[0], better[0]] = Stop(self.task, *worse, *better, *stage, p, time)
+            self.decided[worse[0], better[0]] = self._stop(worse, better, stage, p, time)
 
-        for (name, _), stop in self.decided.items():
-            if not self._needs(name):
-                for arm in rates.get(name, ()):
-                    new.setdefault(arm, replace(stop, learning_rate=arm[1]))
+        # Both sides of an open claim continue, although their order is decided.
+        for (architecture, _), order in self.decided.items():
+            if not self._needs(architecture):
+                for arm in arms_of.get(architecture, ()):
+                    new.setdefault(arm, replace(order, learning_rate=arm[1]))
         self.stopped |= new
         return [*new.values()]
+
+    def _stop(self, worse: Arm, better: Arm, stage: Stage, p: float | None, time: str) -> Stop:
+        arm, learning_rate = worse
+        better_arm, better_rate = better
+        return Stop(
+            task=self.task,
+            arm=arm,
+            learning_rate=learning_rate,
+            better=better_arm,
+            better_rate=better_rate,
+            num_seeds=stage.num_seeds,
+            step=stage.step,
+            p=p,
+            time=time,
+        )
 
     def _cells(
         self, scores: Mapping[Arm, Sequence[float]], items: int, sign: int
@@ -156,41 +186,43 @@ class Race:
             self.seen[(self.task, *arm)] = cell._replace(mean=sign * cell.mean)
         return {arm: with_all_or_nothing(self.seen, (self.task, *arm)) for arm in scores}
 
-    def _needs(self, name: str) -> bool:
-        """Return whether a claim on this architecture is open."""
+    def _needs(self, architecture: str) -> bool:
+        """Return whether a claim on this architecture is open: neither confirmed nor refuted."""
         for claim in self.claims:
-            ahead, behind = ((claim.worse, claim.better), (claim.better, claim.worse))
-            is_refuted = not claim.margin and behind in self.decided
-            if name in ahead and ahead not in self.decided and not is_refuted:
+            is_confirmed = (claim.worse, claim.better) in self.decided
+            # A claim with a margin may hold although `better` is worse.
+            is_refuted = not claim.margin and (claim.better, claim.worse) in self.decided
+            is_open = not is_confirmed and not is_refuted
+            if is_open and architecture in (claim.worse, claim.better):
                 return True
         return False
 
 
 def _worse_p(cells: Mapping[Arm, Cell], arms: Sequence[Arm], best: Arm, level: float) -> float:
     """Return the largest p of the arms being as good as `best`; 1 if it is above `level`."""
-    y, largest = cells[best], 0.0
+    best_cell = cells[best]
+    largest_p = 0.0
     for arm in arms:
-        x = cells[arm]
-        size = y.mean - x.mean
-        if size <= 0 or x.df <= 0 or y.df <= 0 or pooled_p(size, x, y) > level:
+        cell = cells[arm]
+        size = best_cell.mean - cell.mean
+        # The exact p is slow, and at least that of a normal distribution.
+        lower_bound = 2 * ndtr(-size / math.sqrt(cell.variance + best_cell.variance))
+        if size <= 0 or lower_bound > level:
             return 1.0
-        # the normal bound: the exact p is larger, and slow
-        bound = 2 * ndtr(-size / math.sqrt(x.variance + y.variance))
-        if bound > level or (p := difference_p(size, x, y)) is None or p > level:
+        p = difference_p(size, cell, best_cell)
+        if p is None or p > level:
             return 1.0
-        largest = max(largest, p)
-    return largest
+        largest_p = max(largest_p, p)
+    return largest_p
 
 
-def _rejected(
-    tests: Sequence[tuple[float, Arm, Arm]], share: float
-) -> Iterator[tuple[float, Arm, Arm]]:
+def _rejected(tests: Sequence[_Test], share: float) -> Iterator[_Test]:
     """Yield the tests that Holm rejects at this share of ALPHA, with their p corrected."""
-    for place, (p, worse, better) in enumerate(sorted(tests, key=lambda test: test[0])):
-        adjusted = p * (len(tests) - place) / share
-        if adjusted > ALPHA:
+    for num_rejected, test in enumerate(sorted(tests, key=lambda test: test.p)):
+        adjusted_p = test.p * (len(tests) - num_rejected) / share
+        if adjusted_p > ALPHA:
             return
-        yield adjusted, worse, better
+        yield test._replace(p=adjusted_p)
 
 
 @dataclass
@@ -210,8 +242,10 @@ class Entry:
     @property
     def left(self) -> dict[Arm, Sequence[str]]:
         """The runs of the current stage by arm, of those that are not stopped."""
-        count = self.race.stages[self.stage].num_seeds
-        return {arm: own[:count] for arm, own in self.runs.items() if arm not in self.race.stopped}
+        num_seeds = self.race.stages[self.stage].num_seeds
+        return {
+            arm: runs[:num_seeds] for arm, runs in self.runs.items() if arm not in self.race.stopped
+        }
 
 
 class BoardRace:
@@ -227,6 +261,7 @@ class BoardRace:
             for run in runs
         }
 
+        # Continue from race.json. The races of a board see each other's cells.
         record = read_race(folder)
         seen: dict[tuple[str, str, float | None], Cell] = {}
         for entry in entries:
@@ -248,27 +283,29 @@ class BoardRace:
     def target(self, run: str) -> int:
         """Return the step to which a run may train; 0 if none, or if its arm is stopped."""
         entry, arm = self._places[run]
-        return entry.race.stages[entry.stage].step if run in entry.left.get(arm, ()) else 0
+        if run not in entry.left.get(arm, ()):
+            return 0
+        return entry.race.stages[entry.stage].step
 
-    def advance(self, at: Mapping[str, int], failed: Mapping[str, str]) -> list[Stop]:
+    def advance(self, steps: Mapping[str, int], failed: Mapping[str, str]) -> list[Stop]:
         """Look at each race whose runs have reached their stage; return the new stops.
 
-        Failed runs, by reason, are not waited for; unless they have diverged, their arms decide
-        nothing.
+        `steps`: the step of each run. Failed runs, by reason, are not waited for; unless they have
+        diverged, their arms decide nothing.
         """
         new = list[Stop]()
         has_moved = False
         for entry in self.entries:
-            last = len(entry.race.stages) - 1
-            while entry.stage < last:
+            last_stage = len(entry.race.stages) - 1
+            while entry.stage < last_stage:
                 stage = entry.race.stages[entry.stage]
                 runs = itertools.chain.from_iterable(entry.left.values())
-                if any(at[run] < stage.step and run not in failed for run in runs):
+                if any(steps[run] < stage.step and run not in failed for run in runs):
                     break
 
                 new += self._look(entry, stage, failed)
-                # the last arm has nothing to race with: the rest of its seeds
-                entry.stage = entry.stage + 1 if len(entry.left) > 1 else last
+                # The last arm has nothing to race with: it trains the rest of its seeds.
+                entry.stage = entry.stage + 1 if len(entry.left) > 1 else last_stage
                 has_moved = True
         if has_moved:
             self._write()
@@ -277,18 +314,20 @@ class BoardRace:
     def _look(self, entry: Entry, stage: Stage, failed: Mapping[str, str]) -> list[Stop]:
         """Let the race look at the scores of a stage, if the runs have them."""
         metric: Metric | None = None  # of the task: equal for all runs
+
+        # By arm and seed: None if it is unknown, NaN if the run has diverged.
         scores = dict[Arm, list[float | None]]()
         for arm, names in entry.left.items():
             scores[arm] = [None] * len(names)
-            for place, name in enumerate(names):
-                if name in failed:  # it may be a run of another plan
+            for k, name in enumerate(names):
+                if name in failed:  # not read: it may be a run of another plan
                     if DIVERGED in failed[name]:
-                        scores[arm][place] = math.nan
+                        scores[arm][k] = math.nan
                     continue
                 with suppress(UserError, OSError, KeyError, TypeError, ValueError):  # no score
                     record = RunRecord(self.folder / name)
                     metric = metric or Metric.of(record, entry.score)
-                    scores[arm][place] = score_curve(record, metric.name)[stage.step]
+                    scores[arm][k] = score_curve(record, metric.name)[stage.step]
 
         metric = metric or HELD_OUT_LOSS
         return entry.race.look(

@@ -90,8 +90,10 @@ def score_curve(run: RunRecord, name: str) -> dict[int, float]:
     """Return a score by step; NaN if the model had diverged, which has no scores."""
     curve = {}
     for event in run.own_validations:
-        scores = event if name == LOSS else event.get("scores") or {}
-        score = scores.get(name)
+        if name == LOSS:
+            score = event.get(LOSS)
+        else:
+            score = (event.get("scores") or {}).get(name)
         curve[event.step] = math.nan if score is None else score
     return curve
 
@@ -144,6 +146,7 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
     if not is_run_folder(path):
         return result
 
+    # A run that cannot be read is damaged, whatever else is known of it.
     record = RunRecord(path, run.name)
     try:
         record.check()
@@ -158,6 +161,7 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         result.reason = ""
         return result
 
+    # A run that failed before may have been started again.
     summary = summarize_run(path, now)
     if not run.problem or summary.state in ACTIVE_STATES:
         result.state = summary.state
@@ -219,20 +223,18 @@ def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
         by_rate.setdefault(result.run.learning_rate, []).append(result)
 
     rates = []
+    candidates = {}
     for rate, runs in by_rate.items():
         scores = [run.score if run.is_over else None for run in runs]
         finite = [score for score in scores if score is not None and math.isfinite(score)]
-        mean = statistics.fmean(finite) if len(finite) == len(runs) else None
+        is_scored = len(finite) == len(runs)
+        mean = statistics.fmean(finite) if is_scored else None
+        candidates[rate] = finite if is_scored else [math.nan]  # which loses
         rates.append(RateScores(rate, scores, mean, any(run.state == RACED for run in runs)))
 
-    complete = all(result.is_over for result in results)
-    scored = {
-        one.rate: [math.nan if one.mean is None or x is None else x for x in one.scores]
-        for one in rates
-    }
-    if any(one.mean is not None for one in rates):
-        optimum = rate_optimum(scored, lower_is_better=lower_is_better)
-    else:  # of no rate all runs have a score: the one with most, or that trained for longest
+    if any(rate_scores.mean is not None for rate_scores in rates):
+        optimum = rate_optimum(candidates, lower_is_better=lower_is_better)
+    else:  # no rate is scored: show that with most scores, or that trained for longest
         best = max(
             by_rate,
             key=lambda rate: (
@@ -241,10 +243,14 @@ def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
             ),
         )
         optimum = RateOptimum(best, "only" if len(by_rate) == 1 else None)
+
+    # An optimum at the edge of the grid says nothing while runs are missing.
+    complete = all(result.is_over for result in results)
     if not complete and len(by_rate) > 1:
         optimum = optimum._replace(edge=None)
     return ShownRate(optimum, by_rate[optimum.rate], complete, rates)
 
 
 def size_of(arm: str) -> str:
+    """Return the size of ARCHITECTURE/SIZE; "" of an architecture without sizes."""
     return arm.partition("/")[2]

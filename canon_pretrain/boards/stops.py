@@ -7,7 +7,7 @@ from typing import Literal
 from canon_pretrain.core.files import UnreadableFile, read_record
 
 RACE = "race.json"
-RACE_SHARE = 0.4  # of ALPHA, for the looks; the rest is for the final scores
+RACE_SHARE = 0.4  # share of ALPHA for the looks; the rest is for the final scores
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from canon_pretrain.core.terminal import printable
@@ -70,7 +71,7 @@ def _setting(run: RunRecord, name: str) -> Any:
 
 
 def _grouped(runs: Sequence[RunRecord], names: Sequence[str]) -> list[list[RunRecord]]:
-    """Group runs with equal settings `names`."""
+    """Group runs with equal values of the settings `names`."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         key = json.dumps([_setting(run, name) for name in names], sort_keys=True)
@@ -83,15 +84,18 @@ def architectures(runs: Sequence[RunRecord]) -> list[Architecture]:
     recorded = {name for run in runs for name in run.identity}
     names = sorted(recorded - {LEARNING_RATE, *SEEDS, HELD_OUT})
     groups = _grouped(runs, names)
-    firsts = [group[0] for group in groups]
-    differing = [name for name in names if len(_grouped(firsts, [name])) > 1]
+
+    # All runs of an architecture have its settings, so one of them represents it.
+    representatives = [group[0] for group in groups]
+    differing = [name for name in names if len(_grouped(representatives, [name])) > 1]
+    labels = _labels(representatives, differing)
     return [
         Architecture(
             label,
-            {name: _setting(group[0], name) for name in differing},
-            [recipe_of(alike) for alike in _grouped(group, [LEARNING_RATE])],
+            settings={name: _setting(group[0], name) for name in differing},
+            recipes=[recipe_of(recipe_runs) for recipe_runs in _grouped(group, [LEARNING_RATE])],
         )
-        for label, group in zip(_labels(firsts, differing), groups, strict=True)
+        for label, group in zip(labels, groups, strict=True)
     ]
 
 
@@ -108,23 +112,23 @@ def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
 
 
 def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
-    """Return a short unique label per architecture, each given by one of its runs."""
+    """Return a short unique label per architecture; `runs`: one run of each."""
     if len(runs) == 1:
         label = str(runs[0].config.get("model", {}).get("flavor") or runs[0].label)
         mixer = _setting(runs[0], "model.mixer")
         return [printable(label if mixer in (None, "attention") else f"{label}, {mixer}")]
 
-    # Add fields until they tell the runs apart.
-    chosen: list[str] = []
+    # Add a field if labels with it distinguish more runs.
+    label_fields: list[str] = []
     labels = [""] * len(runs)
     for name in sorted(differing, key=lambda x: (*LABEL_FIELDS, x).index(x)):
-        names = [*chosen, name]
-        longer = [
-            printable(", ".join(_label_part(x, _setting(run, x)) for x in names)) for run in runs
-        ]
-        if len(set(longer)) > len(set(labels)) or not chosen:
-            chosen = names
-            labels = longer
+        longer_labels = []
+        for run in runs:
+            parts = [_label_part(x, _setting(run, x)) for x in (*label_fields, name)]
+            longer_labels.append(printable(", ".join(parts)))
+        if len(set(longer_labels)) > len(set(labels)) or not label_fields:
+            label_fields.append(name)
+            labels = longer_labels
 
     # Values may be equal in the characters that a label shows.
     return [
@@ -151,25 +155,29 @@ def choose(architecture: Architecture) -> Choice:
     recipes = architecture.recipes
     own_texts = [str(run.identity.get(HELD_OUT)) for run in architecture.runs]
     losses: list[float | None] = [None] * len(recipes)
-    step, chosen_source = None, ""
+    step = None
+    chosen_source = ""
     sources = {"the suite `validation`": suite_losses, "the training log": logged_losses}
     for source, losses_of in sources.items():
-        by_recipe = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
-        scored = set.intersection(*(set(of_run) for group in by_recipe for of_run in group))
-        last = max(scored, key=lambda at: (at[0], at[1] in own_texts, at[1]), default=None)
-        if last is not None and (step is None or last[0] > step):  # the suite wins at equal steps
-            means = [math.fsum(x[last] for x in group) / len(group) for group in by_recipe]
-            losses = [x if math.isfinite(x) else None for x in means]
-            step, chosen_source = last[0], source
+        # The last step at which all runs have a loss of one text; of several, of their own text.
+        losses_by_recipe = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
+        common = set.intersection(*(set(x) for runs in losses_by_recipe for x in runs))
+        last = max(common, key=lambda at: (at.step, at.text in own_texts, at.text), default=None)
+
+        if last is not None and (step is None or last.step > step):  # the suite wins at equal steps
+            means = [fmean(x[last] for x in runs) for runs in losses_by_recipe]
+            losses = [mean if math.isfinite(mean) else None for mean in means]
+            step = last.step
+            chosen_source = source
 
     if len(recipes) == 1:
         return Choice(recipes[0], "its only learning rate", losses, step)
     best = min((x for x in losses if x is not None), default=None)
-    if best is not None:
-        reason = f"lowest loss at step {step} in {chosen_source}"
-        return Choice(recipes[losses.index(best)], reason, losses, step)
-    reason = (
-        f"{len(recipes)} learning rates without a finite held-out loss at a common step and text: "
-        "evaluate them on the suite `validation`, or give the runs of one only"
-    )
-    return Choice(None, reason, losses, step)
+    if best is None:
+        reason = (
+            f"{len(recipes)} learning rates without a finite held-out loss at a common step and "
+            "text: evaluate them on the suite `validation`, or pass the runs of one only"
+        )
+        return Choice(None, reason, losses, step)
+    reason = f"lowest loss at step {step} in {chosen_source}"
+    return Choice(recipes[losses.index(best)], reason, losses, step)

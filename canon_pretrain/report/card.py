@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from huggingface_hub import EvalResult, ModelCardData
@@ -29,10 +29,12 @@ from canon_pretrain.report.record import Curve, RunRecord, collapse_repeats, is_
 from canon_pretrain.run.results import BITS, VALIDATION
 from canon_pretrain.stats.noise import MIN_CLUSTERS, student_half_width
 
-CARD, PICTURE = "README.md", "training_curves.png"
+CARD = "README.md"
+PICTURE = "training_curves.png"
 MAX_POINTS = 400  # segments of a line in the picture
-MAX_SAMPLES, MAX_SCORES = 8, 4
-_CACHED = re.compile(r"/datasets--([\w.-]+?)--([\w.-]+)/snapshots/")
+MAX_SAMPLES = 8  # prompts
+MAX_SCORES = 4  # lines in the picture
+_HUB_CACHE = re.compile(r"/datasets--([\w.-]+?)--([\w.-]+)/snapshots/")
 _SETTINGS = ("optimizer.", "lr_scheduler.", "training.", "data.", "loss.", "guards.")
 _POSITIONS = {
     "rope": "rotary (RoPE)",
@@ -75,12 +77,13 @@ def model_card(
 
     # What it is and how it was trained.
     args = run.model_args
-    data, datasets = _data(run)
+    data = _data(run)
     description = printable(str(run.config.get("job", {}).get("description") or ""))
     summary = [description, lead] if description else [lead]
-    total = run.identity.get("training.steps") or step
-    if step < total:
-        summary.append(f"The run was configured for {total:,} steps of training.")
+    total_steps = run.identity.get("training.steps") or step
+    if step < total_steps:
+        summary.append(f"The run was configured for {total_steps:,} steps of training.")
+    training = [*_training(run, step, has_log), *data.rows]
     settings = [
         Setting(name, [value])
         for name, value in run.identity.items()
@@ -93,144 +96,179 @@ def model_card(
         for evaluation in run.evaluations
         if evaluation.step == step and not is_outdated(run.folder, evaluation.results)
     }
-    in_order = [by_suite[name] for name in sorted(by_suite, key=evaluations.suite_order)]
-    results = [*_eval_results(in_order)]
+    evaluated = [by_suite[name] for name in sorted(by_suite, key=evaluations.suite_order)]
+    results = [*_eval_results(evaluated)]
 
     content = {
         "title": title,
         "summary": summary,
         "loading": loading,
         "model": args and sections.make_table(["", ""], [*_architecture(args)], text=2),
-        "training": sections.make_table(["", ""], [*_training(run, step, has_log), *data], text=2),
+        "training": sections.make_table(["", ""], training, text=2),
         "settings": sections.settings(["value"], settings),
         "picture": picture and PICTURE,
-        "suites": [eval_report.suite_content(x.suite, {run: x}, step) for x in in_order],
-        "at_chance": [*_at_chance(in_order)],
+        "suites": [eval_report.suite_content(x.suite, {run: x}, step) for x in evaluated],
+        "at_chance": [*_at_chance(evaluated)],
         "samples": [*_samples(run, step)] if has_log else [],
         "limits": [*_limits(run, license_id)],
     }
+    tags = ["canon_pretrain"]
+    if args:
+        tags += [args.mixer, args.position]
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         license=license_id,
-        datasets=sorted(datasets) or None,
-        tags=["canon_pretrain", *([args.mixer, args.position] if args else [])],
+        datasets=sorted(data.datasets) or None,
+        tags=tags,
         model_name=title if results else None,
         eval_results=results or None,
     )
     page = eval_report.markdown_page({"content": content, "kind": "card", "tables": sections})
     files = {CARD: f"---\n{metadata.to_yaml()}\n---\n\n{page}".encode()}
-    return files | ({PICTURE: picture} if picture else {})
+    if picture:
+        files[PICTURE] = picture
+    return files
 
 
 def _architecture(args: ModelArgs) -> Iterator[Row]:
-    sizes = {name: getattr(args, name) for name in ("num_heads", "head_dim", "rope_dim")}
-    used = active_parameters(args)
-    per_token = "" if used == num_parameters(args) else f", {used:,} used per token"
-    yield "parameters", f"{num_parameters(args):,}{per_token}"
+    """Yield the rows on the model's sizes and modules."""
+    num_total = num_parameters(args)
+    num_active = active_parameters(args)
+    active = f", {num_active:,} used per token" if num_active != num_total else ""
+    yield "parameters", f"{num_total:,}{active}"
     yield "layers", f"{args.num_layers} of width {args.dim:,}"
-    shared = f", {args.kv_heads} of keys and values" if args.num_kv_heads else ""
+
+    # The mixer and its positions.
+    head_sizes = {name: getattr(args, name) for name in ("num_heads", "head_dim", "rope_dim")}
+    mixer = _MIXERS[args.mixer].format(**head_sizes)
+    kv_heads = f", {args.kv_heads} of keys and values" if args.num_kv_heads else ""
     conv = ", with its convolution" if args.mixer_conv else ""
-    yield "mixer", _MIXERS[args.mixer].format(**sizes) + shared + conv
-    yield "positions", _POSITIONS[args.position].format(**sizes)
+    yield "mixer", f"{mixer}{kv_heads}{conv}"
+    yield "positions", _POSITIONS[args.position].format(**head_sizes)
     yield "Canon layers", _canon(args)
+
+    # The feed-forward network and the rest of a block.
     feed_forward = "none"
     if args.ffn != "none":
         feed_forward = f"{args.ffn}, {args.ffn_activation}, width {args.ffn_dim:,}"
     experts = ""
     if args.ffn == "moe":
         experts = f", {args.experts_per_token} of {args.num_experts} experts per token"
-    yield "feed-forward", feed_forward + experts
+    yield "feed-forward", f"{feed_forward}{experts}"
     qk_norm = f", QK-norm {args.qk_norm}" if args.qk_norm != "none" else ""
-    yield "norm", args.norm + qk_norm
+    yield "norm", f"{args.norm}{qk_norm}"
+
+    # Tokens in and out.
     tied = ", input and output embeddings tied" if args.tie_embeddings else ""
     yield "vocabulary", f"{args.vocab_size:,} tokens{tied}"
-    masked = ", documents in it are separated" if args.document_mask else ""
-    yield "longest context", f"{args.max_seq_len:,} tokens{masked}"
+    document_mask = ", documents in it are separated" if args.document_mask else ""
+    yield "longest context", f"{args.max_seq_len:,} tokens{document_mask}"
 
 
 def _canon(args: ModelArgs) -> str:
     """Return the Canon set in words (Physics of Language Models, part 4.1)."""
     if not args.canon_set:
         return "no Canon"
-    properties = {
+    has_property = {
         f"over {args.canon_kernel} tokens": True,
         "plus their input": args.canon_residual,
         "with SiLU": args.canon_activation,
         "fixed at their initial values": not args.canon_trainable,
         "with filters that depend on the token": args.canon_filter == "dynamic",
     }
-    convolutions = " ".join(text for text, holds in properties.items() if holds)
+    properties = " ".join(text for text, holds in has_property.items() if holds)
     sites = ", ".join(f"{site} {_SITES[site]}" for site in args.canon_set)
-    return f"Canon-{args.canon_set}: causal convolutions per channel {convolutions}; {sites}"
+    return f"Canon-{args.canon_set}: causal convolutions per channel {properties}; {sites}"
 
 
 def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
-    total = run.identity.get("training.steps")
-    if total or has_log or step:
-        yield "step", f"{step:,} of {total:,}" if total else f"{step:,}"
+    """Yield the rows on the training up to `step`."""
+    total_steps = run.identity.get("training.steps")
+    if total_steps:
+        yield "step", f"{step:,} of {total_steps:,}"
+    elif has_log or step:
+        yield "step", f"{step:,}"
     if not has_log:
         yield "log", "none: steps, tokens and curves of the training are not known"
         return
-    if started := run.initial_load:
-        yield "started from", f"{started}, not from random weights; its training is not shown here"
-    tokens = evaluations.tokens_at(run, step)
-    yield "tokens seen", sections.number(tokens, 0)
+
+    if checkpoint := run.initial_load:
+        origin = f"{checkpoint}, not from random weights; its training is not shown here"
+        yield "started from", origin
+    yield "tokens seen", sections.number(evaluations.tokens_at(run, step), 0)
+
+    # The validation at this step, which training logged.
     for event in run.own_validations:
-        if event.step == step:
-            bits = event.get("bits_per_byte")
-            loss = f"{sections.number(event.get('loss'))} nats per token"
-            per_byte = "" if bits is None else f", {sections.number(bits)} bits per byte"
-            yield "held-out loss in training", loss + per_byte
-            scores = (event.get("scores") or {}).items()
-            texts = [f"{name} {sections.number(value)}" for name, value in scores]
-            if texts:
-                yield "scores in training", printable(", ".join(texts))
+        if event.step != step:
+            continue
+        loss = f"{sections.number(event.get('loss'))} nats per token"
+        bits = event.get("bits_per_byte")
+        if bits is not None:
+            loss = f"{loss}, {sections.number(bits)} bits per byte"
+        yield "held-out loss in training", loss
+        scores = event.get("scores") or {}
+        if scores:
+            texts = [f"{name} {sections.number(value)}" for name, value in scores.items()]
+            yield "scores in training", printable(", ".join(texts))
+
     launches = [event for event in run.launch_events if event.from_step < step]
     for name in eval_report.LAUNCH_FIELDS:
         values = collapse_repeats(event.get(name) for event in launches)
         yield name.replace("_", " "), ", ".join(map(str, values))
 
 
-def _data(run: RunRecord) -> tuple[list[Row], set[str]]:
-    """Return rows on the run's data, and the ids of the datasets of the hub in it."""
+class DataRows(NamedTuple):
+    """Rows on a run's data, and the ids of the datasets of the hub in it."""
+
+    rows: list[Row]
+    datasets: set[str]
+
+
+def _data(run: RunRecord) -> DataRows:
+    """Describe the run's data; by its fingerprint alone if the data has moved or changed."""
     if task := run.identity.get("data.task.name"):
-        return [("data", f"the synthetic task {task}, generated while training")], set()
+        row = "data", f"the synthetic task {task}, generated while training"
+        return DataRows([row], set())
 
     fingerprint = str(run.identity.get("data_fingerprint") or "")
-    rows: list[Row] = [("data fingerprint", fingerprint or "not recorded")]
-    datasets: set[str] = set()
+    described = DataRows([("data fingerprint", fingerprint or "not recorded")], set())
     data = run.config.get("data", {})
     folders = data.get("paths") or [x for x in [data.get("path")] if x]
-    with contextlib.suppress(UserError, OSError):  # moved or changed since: only the fingerprint
+    with contextlib.suppress(UserError, OSError):  # the data has moved
         mixture = Mixture.open(folders, data.get("weights") or [1.0] * len(folders))
         if mixture.fingerprint != fingerprint:
-            return rows, datasets
+            return described
+
         for folder, name, source, share in zip(
             folders, mixture.names, mixture.sources, mixture.shares, strict=True
         ):
             plan: dict[str, Any] = {}
             with contextlib.suppress(UserError):  # written by others than data_prep
                 plan = read_json(Path(folder) / "plan.json")
-            origin = " ".join(str(plan[x]) for x in ("source", "source_version") if plan.get(x))
-            if match := _CACHED.search(str(plan.get("root"))):
-                datasets.add("/".join(match.groups()))
+            if match := _HUB_CACHE.search(str(plan.get("root"))):
+                described.datasets.add("/".join(match.groups()))
 
-            label, windows = "data", ""
+            label = "data"
+            windows = ""
             if len(folders) > 1:
                 label = f"data {Path(name).name}"
                 windows = f"{float(share):.1%} of the windows; "
+            origin = " ".join(str(plan[x]) for x in ("source", "source_version") if plan.get(x))
             tokens = f"{source.num_tokens:,} tokens from {origin or 'a source not recorded'}"
-            rows.append((printable(label), printable(windows + tokens)))
-    return rows, datasets
+            described.rows.append((printable(label), printable(windows + tokens)))
+    return described
 
 
 def _picture(run: RunRecord, step: int) -> bytes:
     """Return training and held-out loss, and scores of a synthetic task or the gradient norm."""
 
     def line(label: str, curve: Curve | None) -> Line:
-        steps, values = curve or (np.zeros(0, np.int64), np.zeros(0))
-        steps, values = steps[steps <= step], values[steps <= step]
+        if curve is None:
+            curve = Curve(np.zeros(0, np.int64), np.zeros(0))
+        is_before = curve.steps <= step
+        steps = curve.steps[is_before]
+        values = curve.values[is_before]
         kept = downsample(values, segments(len(values), MAX_POINTS))
         tokens = np.array([evaluations.tokens_at(run, at) for at in steps[kept]], float)
         return Line(label, tokens, values[kept])
@@ -239,27 +277,32 @@ def _picture(run: RunRecord, step: int) -> bytes:
         (event.step, event["loss"]) for event in run.own_validations if "loss" in event
     )
     losses = [line("training", run.curve("loss")), line("held out", held_out)]
+    left = Panel("Loss, nats per token", [loss for loss in losses if len(loss.x)])
+
     scores = [line(name, curve) for name, curve in run.scores.items() if name != "loss"]
-    norms = Panel("Gradient norm, before clipping", [line("", run.curve("grad_norm"))])
-    right = Panel("Scores on the task", scores[:MAX_SCORES]) if scores else norms
-    left = Panel("Loss, nats per token", [x for x in losses if len(x.x)])
+    if scores:
+        right = Panel("Scores on the task", scores[:MAX_SCORES])
+    else:
+        right = Panel("Gradient norm, before clipping", [line("", run.curve("grad_norm"))])
     return draw([left, right], "png")
 
 
 def _samples(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
     """Yield captions and the last texts, as indented blocks, which nothing in them can end."""
     for prompt, by_step in [*run.samples.items()][:MAX_SAMPLES]:
-        at = max((x for x in by_step if x <= step), default=0)
-        if at:
-            text = by_step[at]
-            lines = ["(not finite)"] if text is None else text.splitlines() or [""]
-            caption = f"Step {at:,}, after “{prompt}”:" if prompt else f"Step {at:,}, no prompt:"
-            yield caption, "\n".join(f"    {line}" for line in lines)
+        last_step = max((x for x in by_step if x <= step), default=0)
+        if not last_step:
+            continue
+        text = by_step[last_step]
+        lines = ["(not finite)"] if text is None else text.splitlines() or [""]
+        after = f"after “{prompt}”" if prompt else "no prompt"
+        yield f"Step {last_step:,}, {after}:", "\n".join(f"    {line}" for line in lines)
 
 
 def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
     """Yield a sentence with the primary scores whose 95 % interval has the task's chance level."""
-    at_chance, cache = [], ItemCache()
+    at_chance = []
+    cache = ItemCache()
     for evaluation in shown:
         results = evaluation.results
         for task, metrics in results.scores.items():
@@ -267,40 +310,49 @@ def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
                 chance = None
                 with contextlib.suppress(UserError):  # damaged answers
                     chance = cache.chance(evaluation, task, metric)
-                count = results.num_sources.get(task, results.num_samples.get(task, 0))
-                if chance is None or score.stderr is None or count < MIN_CLUSTERS:
+                num_clusters = results.num_sources.get(task, results.num_samples.get(task, 0))
+                if chance is None or score.stderr is None or num_clusters < MIN_CLUSTERS:
                     continue
 
-                if abs(score.number - chance) <= student_half_width(score.stderr, count - 1):
+                half_width = student_half_width(score.stderr, num_clusters - 1)
+                if abs(score.number - chance) <= half_width:
                     at_chance.append(f"{task} {metric} (chance {sections.number(chance, 3)})")
     if at_chance:
-        listed = printable(", ".join(dict.fromkeys(at_chance)))
-        yield f"Not distinguishable from guessing: {listed}."
+        scores = printable(", ".join(dict.fromkeys(at_chance)))
+        yield f"Not distinguishable from guessing: {scores}."
 
 
 def _eval_results(shown: Sequence[Evaluation]) -> Iterator[EvalResult]:
     """Yield the primary scores for the hub's index; trials of the first items are not results."""
     for evaluation in shown:
+        if evaluation.limit is not None:
+            continue
+
         suite = evaluation.suite
-        for task, metrics in evaluation.results.scores.items() if evaluation.limit is None else ():
-            names = evaluation.primary_metrics(task) if evaluation.is_task(task) else []
-            if suite == VALIDATION and names and BITS in metrics:
-                names = [BITS]
-            for metric in names:
-                value = metrics[metric].number
-                if math.isfinite(value):
-                    title = task if task == suite else f"{suite}: {task}"
-                    yield EvalResult(
-                        task_type="text-generation",
-                        dataset_type=printable(task),
-                        dataset_name=printable(title),
-                        metric_type=printable(metric),
-                        metric_value=value,
-                    )
+        for task, scores in evaluation.results.scores.items():
+            # Baselines such as count models are no tasks; of held-out losses one unit is enough.
+            metrics = evaluation.primary_metrics(task) if evaluation.is_task(task) else []
+            if suite == VALIDATION and metrics and BITS in scores:
+                metrics = [BITS]
+
+            for metric in metrics:
+                value = scores[metric].number
+                if not math.isfinite(value):
+                    continue
+                title = task if task == suite else f"{suite}: {task}"
+                yield EvalResult(
+                    task_type="text-generation",
+                    dataset_type=printable(task),
+                    dataset_name=printable(title),
+                    metric_type=printable(metric),
+                    metric_value=value,
+                )
 
 
 def _limits(run: RunRecord, license_id: str | None) -> Iterator[str]:
-    task, length = run.identity.get("data.task.name"), run.identity.get("training.seq_len")
+    """Yield sentences on what the model is not made for, and what was not verified."""
+    task = run.identity.get("data.task.name")
+    length = run.identity.get("training.seq_len")
     if task:
         yield f"It was trained on token ids of the synthetic task {task}: it knows no language."
     else:

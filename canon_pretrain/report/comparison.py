@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich import box
@@ -39,7 +40,7 @@ from canon_pretrain.report.items import Evaluation, Scale, ScoreKey, is_loss
 from canon_pretrain.report.record import RunRecord, exit_if_left_out, read_runs
 from canon_pretrain.report.sections import MISSING, PAIR_COLUMNS, cell_text
 from canon_pretrain.report.speed import speed_ratio, speed_sentence
-from canon_pretrain.report.verdicts import Comparator, Options, Side
+from canon_pretrain.report.verdicts import Comparator, Options, Pair, Side
 from canon_pretrain.run.folder import named_runs
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import BITS, VALIDATION
@@ -51,11 +52,18 @@ Steps = Mapping[str, Mapping[str, int]]  # suite -> architecture's label -> step
 
 def add_noise_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options on seed noise of `eval compare` and `eval report`."""
-    add = parser.add_argument
-    about = "known standard deviation over seeds; TASK:METRIC=SIGMA for the log of a perplexity"
-    add("--seed-sigma", action="append", default=[], metavar="TASK=SIGMA", help=about)
-    about = "estimate seed noise from these runs only, not from the paper"
-    add("--own-noise-only", action="store_true", help=about)
+    parser.add_argument(
+        "--seed-sigma",
+        action="append",
+        default=[],
+        metavar="TASK=SIGMA",
+        help="known standard deviation over seeds; TASK:METRIC=SIGMA for the log of a perplexity",
+    )
+    parser.add_argument(
+        "--own-noise-only",
+        action="store_true",
+        help="estimate seed noise from these runs only, not from the paper",
+    )
 
 
 def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **more: Any) -> Options:
@@ -63,6 +71,7 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
 
     Raises UserError if --seed-sigma names an unknown task or is not above 0.
     """
+    # Names that an option may have: of tasks, and of a task's metrics.
     names: set[str] = set()
     for run in runs:
         for evaluation in run.evaluations:
@@ -72,18 +81,19 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
 
     sigmas = {}
     for option in arguments.seed_sigma:
-        name, _, value = option.rpartition("=")
+        name, _, text = option.rpartition("=")
         try:
-            sigmas[name] = float(value)
-            if name not in names or not 0 < sigmas[name] < math.inf:
-                raise ValueError
+            sigma = float(text)
         except ValueError:
+            sigma = math.nan
+        if name not in names or not 0 < sigma < math.inf:
             raise UserError(
                 "compare.seed_sigma",
                 f"--seed-sigma {option}: expected TASK=SIGMA or TASK:METRIC=SIGMA of a task here "
                 f"and a number above 0.{suggestion(name, names)}",
                 given=option,
-            ) from None
+            )
+        sigmas[name] = sigma
     return Options(sigmas, arguments.own_noise_only, **more)
 
 
@@ -101,20 +111,26 @@ def comparison_content(
     label = _baseline_label(grouped, baseline)
 
     # Judge the chosen recipe of each architecture against the baseline's.
-    sides = {x: Side(x, choice.recipe.runs) for x, choice in choices.items() if choice.recipe}
-    others = [side for side in sides.values() if side.label != label and label in sides]
-    pairs = [(side, sides[label]) for side in others]
+    sides = {
+        architecture: Side(architecture, choice.recipe.runs)
+        for architecture, choice in choices.items()
+        if choice.recipe
+    }
+    pairs = []
+    if label in sides:
+        pairs = [Pair(side, sides[label]) for side in sides.values() if side.label != label]
     comparator = Comparator([recipe for x in grouped for recipe in x.recipes], options)
     rows, refused, notes = verdicts.verdicts(comparator, pairs)
 
-    # Of a suite that only some seeds of each architecture have, there is no step to show.
-    shown: dict[str, Sequence[RunRecord]] = {x.label: x.runs for x in grouped}
-    shown |= {side.label: side.runs for side in sides.values()}
-    steps = {
-        suite: step_by_label
-        for suite in evaluations.suites_of(runs, options.suites)
-        if (step_by_label := evaluations.table_steps(shown, label, suite, options.step))
-    }
+    # Tables show an architecture by the chosen recipe's runs, or by all if none is chosen. A suite
+    # that only some seeds of each architecture have has no step to show.
+    shown_runs: dict[str, Sequence[RunRecord]] = {x.label: x.runs for x in grouped}
+    shown_runs |= {side.label: side.runs for side in sides.values()}
+    steps = {}
+    for suite in evaluations.suites_of(runs, options.suites):
+        step_by_label = evaluations.table_steps(shown_runs, label, suite, options.step)
+        if step_by_label:
+            steps[suite] = step_by_label
     scores = _scores(grouped, choices, comparator, steps)
     summaries = [verdicts.held_out_summary(rows, refused, pair) for pair in pairs]
     return finite(
@@ -159,18 +175,19 @@ def family(rows: Sequence[Verdict]) -> dict[str, int]:
 
 
 def _architecture(architecture: Architecture, choice: Choice) -> ArchitectureContent:
-    recipes = [
-        RecipeContent(
-            recipe.learning_rate,
-            [run.label for run in recipe.runs],
-            loss,
-            recipe is choice.recipe,
+    recipes = []
+    for recipe, loss in zip(architecture.recipes, choice.losses, strict=True):
+        labels = [run.label for run in recipe.runs]
+        recipes.append(
+            RecipeContent(recipe.learning_rate, labels, loss, chosen=recipe is choice.recipe)
         )
-        for recipe, loss in zip(architecture.recipes, choice.losses, strict=True)
-    ]
-    runs = [run.label for run in architecture.runs]
     return ArchitectureContent(
-        architecture.label, architecture.settings, recipes, runs, choice.reason, choice.step
+        label=architecture.label,
+        settings=architecture.settings,
+        recipes=recipes,
+        runs=[run.label for run in architecture.runs],
+        choice=choice.reason,
+        step=choice.step,
     )
 
 
@@ -180,32 +197,34 @@ def _scores(
     comparator: Comparator,
     steps: Steps,
 ) -> list[TaskScores]:
+    """Return the scores of all architectures on every task but held-out text."""
     rows = []
-    for suite, shown in steps.items():
+    for suite, step_by_label in steps.items():
         if suite == VALIDATION:
             continue
 
+        # The runs of each architecture that have results at the step that tables show.
         evaluated: dict[str, list[Evaluation]] = {}
         for architecture in grouped:
-            by_step = [
-                full_results(run, suite, comparator.options.step) for run in architecture.runs
-            ]
-            step = shown.get(architecture.label, -1)
+            step = step_by_label.get(architecture.label, -1)
             evaluated[architecture.label] = [
-                results[step] for results in by_step if step in results
+                evaluation
+                for run in architecture.runs
+                for evaluation in full_results(run, suite, step).values()
             ]
-        columns = [evaluation for side in evaluated.values() for evaluation in side]
+        all_evaluated = [evaluation for side in evaluated.values() for evaluation in side]
 
-        for key in evaluations.score_keys(columns, suite):
-            values = [x for evaluation in columns if (x := evaluation.score(key)) is not None]
-            bounded = not is_loss(key.metric) and all(0 <= x <= 1 for x in values)
+        for key in evaluations.score_keys(all_evaluated, suite):
+            scores = [x for evaluation in all_evaluated if (x := evaluation.score(key)) is not None]
+            bounded = not is_loss(key.metric) and all(0 <= x <= 1 for x in scores)
             seeds = comparator.noise([key], bounded=bounded)
-            cells = [
-                _cell(key, label, side, choices[label].recipe, comparator, seeds)
-                for label, side in evaluated.items()
-            ]
-            suite_step = next(iter(shown.values()))
-            rows.append(TaskScores(*key, suite_step, [cell for cell in cells if cell]))
+            cells = []
+            for label, side in evaluated.items():
+                cell = _cell(key, label, side, choices[label].recipe, comparator, seeds)
+                if cell:
+                    cells.append(cell)
+            suite_step = next(iter(step_by_label.values()))
+            rows.append(TaskScores(*key, suite_step, cells))
     return rows
 
 
@@ -226,54 +245,67 @@ def _cell(
     if not scores:
         return None
 
+    # The best of several runs is better than a typical one by the noise of seeds alone. The
+    # noise of a perplexity is in nats, so relative to the score.
     scale = Scale.of(key.metric)
     pick = max if scores[0][1].higher_is_better(key) else min
-    value, best = pick(scores, key=lambda pair: pair[0])
-    unit = value if scale.is_log else 1
-    bias = seeds and expected_maximum(len(scores)) * seeds.sigma * unit
+    best_score, best = pick(scores, key=lambda pair: pair[0])
+    bias = None
+    if seeds:
+        bias = expected_maximum(len(scores)) * seeds.sigma * (best_score if scale.is_log else 1)
 
+    mean = None
     labels = [run.label for run in recipe.runs] if recipe else []
     chosen = [(score, evaluation) for score, evaluation in scores if evaluation.run in labels]
-    mean = None
     if chosen:
-        score = scale.score(math.fsum(scale.mean(x) for x, _ in chosen) / len(chosen))
-        stderr = comparator.stderr(key, [x for _, x in chosen], seeds) if seeds else None
+        mean_score = scale.score(fmean(scale.mean(score) for score, _ in chosen))
+        stderr = None
+        if seeds:
+            stderr = comparator.stderr(key, [evaluation for _, evaluation in chosen], seeds)
         if stderr is not None and scale.is_log:
-            stderr *= score
-        mean = MeanScore(score, len(chosen), stderr)
-    return ArchitectureScore(label, best.step, BestScore(value, best.run, len(scores), bias), mean)
+            stderr *= mean_score
+        mean = MeanScore(mean_score, len(chosen), stderr)
+    return ArchitectureScore(
+        label, best.step, BestScore(best_score, best.run, len(scores), bias), mean
+    )
 
 
 def _notes(
     grouped: Sequence[Architecture], choice: Choice, baseline: str, steps: Steps
 ) -> list[str]:
+    """Return notes on what is not compared, or not fairly; `choice`: the baseline's."""
     notes = []
     if len(grouped) == 1:
         notes.append("There is only one architecture, so nothing to compare.")
     if len(grouped) > 1 and choice.recipe is None:
         notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
-    rates = {len(architecture.recipes) for architecture in grouped}
-    if len(rates) > 1:
+
+    num_rates = {len(architecture.recipes) for architecture in grouped}
+    if len(num_rates) > 1:
         notes.append(
-            f"Not all architectures have {max(rates)} learning rates: a best of more is biased "
+            f"Not all architectures have {max(num_rates)} learning rates: a best of more is biased "
             "upwards if seeds with high scores also have low losses."
         )
-    repeats = [
-        run for architecture in grouped for recipe in architecture.recipes for run in recipe.repeats
-    ]
-    notes += [f"{run.label} is not used: it has the seeds of another run." for run in repeats]
+    for architecture in grouped:
+        for recipe in architecture.recipes:
+            notes += [
+                f"{run.label} is not used: it has the seeds of another run."
+                for run in recipe.repeats
+            ]
 
-    shown_runs = [
-        (architecture.label, run) for architecture in grouped for run in architecture.runs
-    ]
-    for suite, shown in steps.items():
-        for label, run in shown_runs if suite != VALIDATION else ():
-            results = full_results(run, suite)
-            if results and shown.get(label) not in results:
-                notes.append(
-                    f"{suite}: {run.label}, evaluated at step {max(results):,}, is left out of the "
-                    "scores by architecture."
-                )
+    # Runs that were evaluated, but not at the step that tables show.
+    for suite, step_by_label in steps.items():
+        if suite == VALIDATION:
+            continue
+        for architecture in grouped:
+            shown_step = step_by_label.get(architecture.label)
+            for run in architecture.runs:
+                results = full_results(run, suite)
+                if results and shown_step not in results:
+                    notes.append(
+                        f"{suite}: {run.label}, evaluated at step {max(results):,}, is left out of "
+                        "the scores by architecture."
+                    )
     return notes
 
 
@@ -289,15 +321,21 @@ COLUMNS = {
     "detectable": "detectable",
 }
 """Column in a terminal, after task and metric -> the report's column."""
-NARROW_COLUMNS = 6  # of these shown in a terminal narrower than 120
+WIDE = 120  # columns of a terminal that fits the whole table
+NARROW_COLUMNS = 6  # number of the columns above that a narrower terminal shows
 STYLES = {BETTER: "green", WORSE: "red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval compare`."""
     add = parser.add_argument
-    about = "two runs or sweeps, A the baseline; or one sweep of two architectures"
-    add("pair", type=Path, nargs="*", metavar="A B", help=about)
+    add(
+        "pair",
+        type=Path,
+        nargs="*",
+        metavar="A B",
+        help="two runs or sweeps, A the baseline; or one sweep of two architectures",
+    )
     add("--a", type=Path, nargs="+", default=[], metavar="RUN", help="seeds of A, the baseline")
     add("--b", type=Path, nargs="+", default=[], metavar="RUN", help="seeds of B")
     add("--step", type=int, help="compare at this step (default: the last common one)")
@@ -318,11 +356,15 @@ def run(arguments: argparse.Namespace) -> None:
     content = compare_sides(sides, options, errors)
     _print(content)
     if arguments.json:
-        stored = json_value(finite(content))
-        text = json.dumps(stored, indent=1, ensure_ascii=False, allow_nan=False)
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(arguments.json, text.encode())
+        store_json(arguments.json, finite(content))
     exit_if_left_out(errors)
+
+
+def store_json(path: Path, content: Any) -> None:
+    """Write the rows of a comparison or a page, in a folder that is made if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(json_value(content), indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomic(path, text.encode())
 
 
 def compare_sides(
@@ -333,35 +375,36 @@ def compare_sides(
     Raises UserError, with also the `errors` of runs that were not read, if nothing can be compared.
     """
     runs = [run for group in groups for run in group]
-    sides, recipes = [], []
+    sides = []
+    recipes = []
     notes = [line for run in runs for line in run.left_out]
     for name, group in zip("AB", groups, strict=True):
-        recipe = architectures.recipe_of(group)  # even if its runs differ, see the note below
-        grouped = architectures.architectures(recipe.runs)
-        of_side = [recipe for x in grouped for recipe in x.recipes]
-        sides.append(Side(name, recipe.runs))
-        recipes += of_side
-        notes += [f"{name}: {x.label} repeats the seeds of another run" for x in recipe.repeats]
-        if len(of_side) > 1:
+        # One recipe even if its runs differ in more than their seeds, which a note says.
+        side = architectures.recipe_of(group)
+        side_recipes = [x for y in architectures.architectures(side.runs) for x in y.recipes]
+        sides.append(Side(name, side.runs))
+        recipes += side_recipes
+        notes += [f"{name}: {run.label} repeats the seeds of another run" for run in side.repeats]
+        if len(side_recipes) > 1:
             notes.append(f"{name}: runs differ in more than their seeds")
 
     a, b = sides
-    rows, refused, left = verdicts.verdicts(Comparator(recipes, options), [(b, a)])
+    rows, refused, verdict_notes = verdicts.verdicts(Comparator(recipes, options), [Pair(b, a)])
     if not rows:
-        results = {run.label: _available(run) for run in runs}
+        available = {run.label: _available(run) for run in runs}
         reasons = [f"{x.suite} {x.task or ''}: {x.why}" for x in refused]
-        reasons += [f"{label} has {', '.join(x) or 'no results'}" for label, x in results.items()]
+        reasons += [f"{label} has {', '.join(x) or 'no results'}" for label, x in available.items()]
         reasons += map(str, errors)
         raise UserError(
             "compare.nothing",
             f"nothing to compare: {'; '.join(reasons)}. `canon eval run` evaluates checkpoints",
             refused=[vars(x) for x in refused],
-            found=results,
+            found=available,
         )
 
     summary = None
     if options.suites is None or VALIDATION in options.suites:
-        summary = verdicts.held_out_summary(rows, refused, (b, a))
+        summary = verdicts.held_out_summary(rows, refused, Pair(b, a))
     return PairComparison(
         a=[run.label for run in a.runs],
         b=[run.label for run in b.runs],
@@ -371,7 +414,7 @@ def compare_sides(
         pairs=rows,
         refused=refused,
         decision=published.decision(a.runs[0], rows),
-        notes=[*notes, *left],
+        notes=[*notes, *verdict_notes],
     )
 
 
@@ -379,11 +422,18 @@ def _read_sides(
     arguments: argparse.Namespace,
 ) -> tuple[Sequence[Sequence[RunRecord]], list[UserError]]:
     """Return the runs of A and of B, and the errors of those that cannot be read."""
-    pair, a, b = arguments.pair, arguments.a, arguments.b
-    paths = [named_runs(side) for side in (a or pair[:1], b or pair[1:])]
-    runs, errors = read_runs([*paths[0], *paths[1]])
-    sides = [[run for run in runs if run.folder.path in folders] for folders in paths]
-    if errors and any(folders and not side for folders, side in zip(paths, sides, strict=True)):
+    pair = arguments.pair
+    a = arguments.a
+    b = arguments.b
+    folders_a = named_runs(a or pair[:1])
+    folders_b = named_runs(b or pair[1:])
+    runs, errors = read_runs([*folders_a, *folders_b])
+    sides = [
+        [run for run in runs if run.folder.path in folders] for folders in (folders_a, folders_b)
+    ]
+    is_a_unreadable = folders_a and not sides[0]
+    is_b_unreadable = folders_b and not sides[1]
+    if errors and (is_a_unreadable or is_b_unreadable):
         raise errors[0]
 
     # One sweep: its two architectures, with the repeats of their seeds, which a note names.
@@ -407,12 +457,16 @@ def _read_sides(
 
 
 def _available(run: RunRecord) -> list[str]:
-    trial = " with --limit (not a result)"
-    results = [f"{x.suite} at step {x.step}{trial if x.limit else ''}" for x in run.evaluations]
-    return [*dict.fromkeys(results)]
+    """Return which evaluations a run has, once each."""
+    texts = []
+    for evaluation in run.evaluations:
+        trial = " with --limit (not a result)" if evaluation.limit else ""
+        texts.append(f"{evaluation.suite} at step {evaluation.step}{trial}")
+    return [*dict.fromkeys(texts)]
 
 
 def _print(content: PairComparison) -> None:
+    """Print the summary, a table per suite, and why some rows have no verdict."""
     console = Console()
 
     def show(*lines: str, style: str = "") -> None:
@@ -426,18 +480,19 @@ def _print(content: PairComparison) -> None:
 
     for suite in dict.fromkeys(row.suite for row in content.pairs):
         rows = [row.in_bits() for row in content.pairs if row.suite == suite]
-        console.print(_suite_table(content, rows, is_wide=console.width >= 120))
+        console.print(_suite_table(content, rows, is_wide=console.width >= WIDE))
     if tests := ", ".join(f"{suite} {count}" for suite, count in content.family.items()):
         show(f"tests: {tests}; any false verdict in a suite has a probability of 5 % (Holm)")
     else:
         show("tests: none")
 
-    # Why there is no verdict, or what is known on seeds.
-    reasons: dict[str, list[str]] = {}
+    # Why there is no verdict, or what is known on seeds; rows with one reason share a line.
+    scores_by_reason: dict[str, list[str]] = {}
     for row in content.pairs:
-        seeds = row.seed_noise.words if row.seed_noise else "unknown"
-        reasons.setdefault(row.why or f"seed noise {seeds}", []).append(f"{row.task} {row.metric}")
-    lines = [f"{', '.join(tasks)}: {reason}" for reason, tasks in reasons.items()]
+        sigma = row.seed_noise.words if row.seed_noise else "unknown"
+        reason = row.why or f"seed noise {sigma}"
+        scores_by_reason.setdefault(reason, []).append(f"{row.task} {row.metric}")
+    lines = [f"{', '.join(scores)}: {reason}" for reason, scores in scores_by_reason.items()]
     lines += [f"not compared: {x.suite} {x.task or ''}: {x.why}" for x in content.refused]
     if content.decision:
         lines.append(f"{DECIDES}: {content.decision.source}")
@@ -445,11 +500,13 @@ def _print(content: PairComparison) -> None:
 
 
 def _suite_table(content: PairComparison, rows: Sequence[Verdict], *, is_wide: bool) -> Table:
-    """Return the rows of one suite; columns that say nothing are left out."""
-    cells = {"task, metric": [f"{row.task} {row.metric}" for row in rows]}
+    """Return the rows of one suite; columns that are empty in all rows are left out."""
+    columns = {"task, metric": [f"{row.task} {row.metric}" for row in rows]}
     for name in [*COLUMNS][: None if is_wide else NARROW_COLUMNS]:
-        cells[name] = [cell_text(PAIR_COLUMNS[COLUMNS[name]](row, content)) for row in rows]
-    shown = [name for name, texts in cells.items() if any(text != MISSING for text in texts)]
+        cell_of = PAIR_COLUMNS[COLUMNS[name]]
+        texts = [cell_text(cell_of(row, content)) for row in rows]
+        if any(text != MISSING for text in texts):
+            columns[name] = texts
 
     table = Table(
         title=f"{rows[0].suite}, A at step {rows[0].baseline_step}, B at step {rows[0].step}",
@@ -458,8 +515,8 @@ def _suite_table(content: PairComparison, rows: Sequence[Verdict], *, is_wide: b
         pad_edge=False,
         padding=(0, 1, 0, 0),
     )
-    for name in shown:
-        table.add_column(name, no_wrap=name != shown[0])
-    for k, row in enumerate(rows):
-        table.add_row(*(Text(cells[name][k]) for name in shown), style=STYLES.get(row.verdict))
+    for k, name in enumerate(columns):
+        table.add_column(name, no_wrap=k > 0)  # task names may wrap
+    for row, *texts in zip(rows, *columns.values(), strict=True):
+        table.add_row(*map(Text, texts), style=STYLES.get(row.verdict))
     return table

@@ -45,7 +45,10 @@ Values = dict[str, Any]
 
 @dataclass
 class Section:
-    """The records of two runs: `own` differences are of a run or job, and ignored."""
+    """The records of two runs: `own` differences are of a run or job, and ignored.
+
+    Its fields are keys of `diff --json`.
+    """
 
     differences: dict[str, list[Any]] = field(default_factory=dict)
     """Name -> the values of A and B."""
@@ -72,14 +75,14 @@ class Losses:
 
     common: int
     rtol: float
-    there: tuple[float, float] | None
+    there: tuple[float, float] | None = None
     """The losses at `first_beyond`."""
-    largest: float | None
+    largest: float | None = None
     """The largest relative difference."""
-    first_unequal: int | None
-    first_beyond: int | None
-    largest_step: int | None
-    last_common: int | None
+    first_unequal: int | None = None
+    first_beyond: int | None = None
+    largest_step: int | None = None
+    last_common: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,11 @@ class Comparison:
 
 def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Comparison:
     """Return all differences of two runs; the newest launch of each is compared."""
-    shared = a.identity.keys() & b.identity.keys()
-    ours = _recorded(a, shared)
-    theirs = _recorded(b, shared)
-    sections = {name: _section(name, ours[name], theirs[name]) for name in ours}
+    common_identity = a.identity.keys() & b.identity.keys()
+    records_a = _recorded(a, common_identity)
+    records_b = _recorded(b, common_identity)
+    sections = {name: _section(name, records_a[name], records_b[name]) for name in records_a}
+
     digests = compare_digests(a.events, b.events)
     losses = compare_losses(a.curve("loss"), b.curve("loss"), rtol)
     scores = {
@@ -112,12 +116,22 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Comparison:
         and losses.first_beyond is None
         and not any(section.differences for section in sections.values())
     )
-    path_a, path_b = str(a.folder.path), str(b.folder.path)
-    return Comparison(path_a, path_b, is_same, sections, digests, losses, scores)
+    return Comparison(
+        a=str(a.folder.path),
+        b=str(b.folder.path),
+        same=is_same,
+        sections=sections,
+        data_digests=digests,
+        losses=losses,
+        scores=scores,
+    )
 
 
-def _recorded(run: RunRecord, shared: Collection[str]) -> dict[str, Values | None]:
-    """Return the records of a run by section; `shared`: the names in both identities."""
+def _recorded(run: RunRecord, common_identity: Collection[str]) -> dict[str, Values | None]:
+    """Return the records of a run by section; None for one that the run has not recorded.
+
+    `common_identity`: the names in both identities, which are compared there and not in `config`.
+    """
     folder = run.folder.launch_path(max(launch_numbers(run.folder), default=0))
     launch = _read_if_there(folder / "launch.json") or {}
     environment = _read_if_there(folder / "environment.json")
@@ -125,8 +139,8 @@ def _recorded(run: RunRecord, shared: Collection[str]) -> dict[str, Values | Non
         machine = {name: launch.get(name) for name in ("platform", "devices")}
         environment = flatten(machine) | environment
 
-    git = launch.get("git") or {"problem": "unknown"}
     code: Values | None = None
+    git = launch.get("git") or {"problem": "unknown"}
     if not git.get("problem"):
         code = {name: git.get(name) for name in ("commit", "untracked")}
         if (folder / "source.patch").exists():
@@ -134,20 +148,27 @@ def _recorded(run: RunRecord, shared: Collection[str]) -> dict[str, Values | Non
 
     packages: Values | None = None
     if (folder / "packages.txt").exists():
-        words = read_bytes(folder / "packages.txt").decode(errors="replace").split()
-        versions = dict(word.split("==", 1) for word in words if "==" in word)
-        packages = {"python": launch.get("python"), **versions}
+        packages = {"python": launch.get("python")}
+        for line in read_bytes(folder / "packages.txt").decode(errors="replace").split():
+            name, separator, version = line.partition("==")
+            if separator:
+                packages[name] = version
 
+    launch_events = run.launch_events
     return {
         "identity": {name: value for name, value in run.identity.items() if name not in DATA},
-        "data": {name: run.identity[name] for name in DATA if name in shared},
-        "config": {k: value for k, value in flatten(run.config).items() if k not in shared},
+        "data": {name: run.identity[name] for name in DATA if name in common_identity},
+        "config": {
+            name: value
+            for name, value in flatten(run.config).items()
+            if name not in common_identity
+        },
         "code": code,
         "packages": packages,
         "environment": environment,
         "launch": {
-            "launches": len(run.launch_events),
-            "world_sizes": collapse_repeats(head.get("world_size") for head in run.launch_events),
+            "launches": len(launch_events),
+            "world_sizes": collapse_repeats(event.get("world_size") for event in launch_events),
             "hosts": launch.get("hosts"),
             "canon_backend": launch.get("canon_backend"),
             "last_step": int(run.clock.steps[-1]),
@@ -162,12 +183,14 @@ def _read_if_there(path: Path) -> Values | None:
 def _section(name: str, a: Values | None, b: Values | None) -> Section:
     if a is None or b is None:
         return Section(unknown=[run for run, values in (("A", a), ("B", b)) if values is None])
-    section = Section(compared=len(a.keys() | b.keys()))
-    for key in sorted(a.keys() | b.keys()):
+
+    keys = sorted(a.keys() | b.keys())
+    section = Section(compared=len(keys))
+    for key in keys:
         if a.get(key) != b.get(key):
             is_own = key.startswith(PER_RUN_NAMES.get(name, ()))
-            found = section.own if is_own else section.differences
-            found[key] = [a.get(key), b.get(key)]
+            differences = section.own if is_own else section.differences
+            differences[key] = [a.get(key), b.get(key)]
     return section
 
 
@@ -175,20 +198,20 @@ def digests_by_step(events: Iterable[Event]) -> dict[int, str]:
     """Return the digest of each step's token ids; an event lists those since the previous one."""
     digests: dict[int, str] = {}
     for event in events:
-        listed = event.get("data_digests") if event.kind == "step" else None
-        for back, digest in enumerate(reversed(listed or [])):
-            digests[event.step - back] = digest
+        if event.kind == "step":
+            for steps_ago, digest in enumerate(reversed(event.get("data_digests") or [])):
+                digests[event.step - steps_ago] = digest
     return digests
 
 
 def compare_digests(a: Iterable[Event], b: Iterable[Event]) -> Digests:
     """Find the first step with different data, among those that both runs logged."""
-    ours = digests_by_step(a)
-    theirs = digests_by_step(b)
-    common = sorted(ours.keys() & theirs.keys())
-    different = [step for step in common if ours[step] != theirs[step]]
+    digests_a = digests_by_step(a)
+    digests_b = digests_by_step(b)
+    common = sorted(digests_a.keys() & digests_b.keys())
+    different = [step for step in common if digests_a[step] != digests_b[step]]
     return Digests(
-        logged=(len(ours), len(theirs)),
+        logged=(len(digests_a), len(digests_b)),
         common=len(common),
         different=len(different),
         first_different=min(different, default=None),
@@ -202,53 +225,66 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Losses:
     NaN equals NaN; a value that is finite in one run only is beyond any tolerance.
     """
     empty = Curve(np.empty(0, np.int64), np.empty(0))
-    ours, theirs = a or empty, b or empty
-    steps, i, j = np.intersect1d(ours.steps, theirs.steps, assume_unique=True, return_indices=True)
-    one, other = ours.values[i], theirs.values[j]
-    with np.errstate(all="ignore"):
-        apart = np.abs(one - other) / np.maximum(np.abs(one), np.abs(other))
-    apart[~np.isfinite(apart)] = math.inf
-    apart[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
+    a = a or empty
+    b = b or empty
+    steps, indices_a, indices_b = np.intersect1d(
+        a.steps, b.steps, assume_unique=True, return_indices=True
+    )
+    if not len(steps):
+        return Losses(common=0, rtol=rtol)
 
-    unequal = np.flatnonzero(apart > 0).tolist()
-    beyond = np.flatnonzero(apart > rtol).tolist()
-    largest = int(apart.argmax()) if len(steps) else None
+    # The relative difference at each common step: 0 for equal values, infinite if only one of
+    # them is finite.
+    losses_a = a.values[indices_a]
+    losses_b = b.values[indices_b]
+    with np.errstate(all="ignore"):
+        relative = np.abs(losses_a - losses_b) / np.maximum(np.abs(losses_a), np.abs(losses_b))
+    relative[~np.isfinite(relative)] = math.inf
+    relative[(losses_a == losses_b) | (np.isnan(losses_a) & np.isnan(losses_b))] = 0.0
+
+    unequal = np.flatnonzero(relative > 0).tolist()
+    beyond = np.flatnonzero(relative > rtol).tolist()
+    largest = int(relative.argmax())
     return Losses(
         common=len(steps),
         rtol=rtol,
-        there=(float(one[beyond[0]]), float(other[beyond[0]])) if beyond else None,
-        largest=None if largest is None else float(apart[largest]),
+        there=(float(losses_a[beyond[0]]), float(losses_b[beyond[0]])) if beyond else None,
+        largest=float(relative[largest]),
         first_unequal=int(steps[unequal[0]]) if unequal else None,
         first_beyond=int(steps[beyond[0]]) if beyond else None,
-        largest_step=None if largest is None else int(steps[largest]),
-        last_common=int(steps[-1]) if len(steps) else None,
+        largest_step=int(steps[largest]),
+        last_common=int(steps[-1]),
     )
 
 
-def describe(found: Comparison, *, with_own: bool) -> Iterator[str]:
+def describe(comparison: Comparison, *, with_own: bool) -> Iterator[str]:
     """Yield the lines that describe a comparison; `with_own`: also ignored differences."""
-    yield f"A  {found.a}"
-    yield f"B  {found.b}"
-    for name, section in found.sections.items():
+    yield f"A  {comparison.a}"
+    yield f"B  {comparison.b}"
+
+    for name, section in comparison.sections.items():
         if section.unknown:
             yield f"{name}: not compared: not recorded in {' and '.join(section.unknown)}"
             continue
-        count = "same"
+
+        result = "same"
         if section.differences:
-            count = f"{len(section.differences)} of {section.compared} differ"
+            result = f"{len(section.differences)} of {section.compared} differ"
         ignored = ""
         if section.own and not with_own:
             ignored = f", {len(section.own)} ignored (--all)"
-        yield f"{name}: {count}{ignored}"
+        yield f"{name}: {result}{ignored}"
         for key, values in section.differences.items():
             yield f"  {key}: {' -> '.join(map(_format, values))}"
-        for key, values in section.own.items() if with_own else ():
-            yield f"  {key} (ignored): {' -> '.join(map(_format, values))}"
-    yield f"data digests: {_describe_digests(found.data_digests)}"
-    yield f"losses: {_describe_losses(found.losses)}"
-    for name, losses in found.scores.items():
+        if with_own:
+            for key, values in section.own.items():
+                yield f"  {key} (ignored): {' -> '.join(map(_format, values))}"
+
+    yield f"data digests: {_describe_digests(comparison.data_digests)}"
+    yield f"losses: {_describe_losses(comparison.losses)}"
+    for name, losses in comparison.scores.items():
         yield f"validation {name}: {_describe_losses(losses)}"
-    yield "same" if found.same else "different"
+    yield "same" if comparison.same else "different"
 
 
 def _format(value: Any) -> str:
@@ -290,10 +326,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and the first steps at which their data and losses differ. Values of one run or job (its "
         "folder, job ids, world size) are ignored. Exit code 0: same; 1: different; 2: error."
     )
-    for name in ("a", "b"):
-        parser.add_argument(name, type=Path, metavar=name.upper(), help="a run folder")
-    about = "relative tolerance of losses (default: %(default)s)"
-    parser.add_argument("--rtol", type=float, default=RTOL, help=about)
+    parser.add_argument("a", type=Path, metavar="A", help="a run folder")
+    parser.add_argument("b", type=Path, metavar="B", help="a run folder")
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        default=RTOL,
+        help="relative tolerance of losses (default: %(default)s)",
+    )
     parser.add_argument("--all", action="store_true", help="also show ignored differences")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -306,9 +346,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"--rtol {arguments.rtol}: expected at least 0 and less than 1",
             given=arguments.rtol,
         )
-    found = compare(RunRecord(arguments.a), RunRecord(arguments.b), rtol=arguments.rtol)
+    comparison = compare(RunRecord(arguments.a), RunRecord(arguments.b), rtol=arguments.rtol)
     if arguments.json:
-        print(json.dumps(json_value(found), indent=2, ensure_ascii=False))
+        print(json.dumps(json_value(comparison), indent=2, ensure_ascii=False))
     else:
-        print(printable("\n".join(describe(found, with_own=arguments.all)), keep="\n"))
-    return 0 if found.same else 1
+        print(printable("\n".join(describe(comparison, with_own=arguments.all)), keep="\n"))
+    return 0 if comparison.same else 1

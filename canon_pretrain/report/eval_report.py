@@ -5,7 +5,8 @@ which show the tables of sections.py, and the figure of held-out loss for papers
 """
 
 import argparse
-import json
+import html
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,14 +50,14 @@ from canon_pretrain.report.record import (
     read_runs,
 )
 from canon_pretrain.run.folder import named_runs
-from canon_pretrain.run.log import json_value
 
 VERSION = 7
 TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE_MODULES: dict[str, Any] = {"tables": sections, "figures": figures}
 LAUNCH_FIELDS = ("world_size", "torch", "torchtitan")
 FIGURE_KINDS: tuple[picture.Format, ...] = ("svg", "pdf")
-SHOWN_SAMPLES, ALL_SAMPLES = 20, 250  # steps per prompt, and texts of all prompts and runs
+SHOWN_SAMPLES = 20  # steps per prompt, at most
+ALL_SAMPLES = 250  # texts of all prompts and runs together, at most
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,10 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the architecture, or one of its runs, to compare with (default: the first run's)",
     )
     comparisons.add_noise_arguments(parser)
-    about = "a clone of facebookresearch/PhysicsLM4: show the curves in its HTML beside the runs'"
-    parser.add_argument("--published", type=Path, metavar="CLONE", help=about)
-    about = "folder of the page (default: RUN/report, or ./report for several RUN)"
-    parser.add_argument("--out", type=Path, metavar="DIR", help=about)
+    parser.add_argument(
+        "--published",
+        type=Path,
+        metavar="CLONE",
+        help="a clone of facebookresearch/PhysicsLM4: show the curves in its HTML beside the runs'",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder of the page (default: RUN/report, or ./report for several RUN)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -85,8 +94,11 @@ def run(arguments: argparse.Namespace) -> None:
     compared = comparisons.comparison_content(runs, arguments.baseline, options)
     content = report_content(runs, compared, arguments.published)
     content.warnings.extend(f"{error}; it is left out." for error in errors)
-    first, *more = arguments.runs
-    folder = arguments.out or Path("report" if more else first / "report")
+
+    folder = arguments.out
+    if folder is None:
+        parent = arguments.runs[0] if len(arguments.runs) == 1 else Path()
+        folder = parent / "report"
     write_report(folder, "index.html", content, figures.labels_of(content))
     if content.held_out:
         panel = figures.held_out_panel(content.held_out)
@@ -108,12 +120,10 @@ def write_report(
 
     `labels` are the names of what the figures draw, as in figures.labels_of().
     """
-    values = {"content": content, "kind": kind, **TEMPLATE_MODULES, **modules}
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = json.dumps(json_value(content), indent=1, ensure_ascii=False, allow_nan=False)
-    write_atomic(folder / "report.json", stored.encode())
-    write_atomic(folder / "report.md", markdown_page(values).encode())
-    page.write_page(folder / name, TEMPLATES, "report", {"labels": labels}, **values)
+    template_values = {"content": content, "kind": kind, **TEMPLATE_MODULES, **modules}
+    comparisons.store_json(folder / "report.json", content)
+    write_atomic(folder / "report.md", markdown_page(template_values).encode())
+    page.write_page(folder / name, TEMPLATES, "report", {"labels": labels}, **template_values)
 
 
 def markdown_page(values: Mapping[str, Any]) -> str:
@@ -125,12 +135,12 @@ def markdown_page(values: Mapping[str, Any]) -> str:
 
 def escape_markdown(text: object) -> str:
     """Return `text` on one line, with characters escaped that have a meaning in Markdown."""
-    line = " ".join(str(text).split())
-    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    line = html.escape(" ".join(str(text).split()), quote=False)
     return re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
 
 
 def _print(content: ReportContent, path: Path) -> None:
+    """Print failures and verdicts, a table of all scores, and the path of the page."""
     console = Console(highlight=False)
     for sentence in (*sections.failures(content), *content.comparison.held_out):
         console.print(Text(sentence, style="bold"), soft_wrap=True)
@@ -141,10 +151,12 @@ def _print(content: ReportContent, path: Path) -> None:
     for suite in content.suites:
         table.add_row(Text(suite.suite, style="bold"))
         for row in suite.rows:
+            # One line if all runs have the same score, such as a count model of their common text.
             cells = suite.by_run(row)
-            first, *others = cells.values()
-            if others and all(cell == first for cell in others):
-                cells = {"every run": first}  # such as a count model of their common text
+            cell, *others = cells.values()
+            if others and all(other == cell for other in others):
+                cells = {"every run": cell}
+
             for label, cell in cells.items():
                 value, error, items = sections.score_parts(cell)
                 task = Text(f"{row.task} {row.metric}")
@@ -161,40 +173,45 @@ def report_content(
 
     `clone`: of PhysicsLM4, whose curves to show beside the runs'.
     """
-    names = {x.suite for run in runs for x in run.evaluations}
+    # The newest scores of each suite.
+    names = {evaluation.suite for run in runs for evaluation in run.evaluations}
     suites = []
     for name in sorted(names, key=evaluations.suite_order):
-        latest = {run: x for run in runs for x in run.evaluations if x.suite == name}
-        suites.append(suite_content(name, latest, comparison.suite_step(name)))
+        newest = {run: x for run in runs for x in run.evaluations if x.suite == name}
+        suites.append(suite_content(name, newest, comparison.suite_step(name)))
     keys = [(row.task, row.metric) for suite in suites for row in suite.rows]
 
     # An architecture is drawn by the runs of its chosen learning rate.
-    lines = {x.label: x.drawn_runs for x in comparison.architectures}
-    baseline = lines[comparison.baseline] if len(lines) > 1 else ()
+    drawn_runs = {x.label: x.drawn_runs for x in comparison.architectures}
+    baseline_runs = drawn_runs[comparison.baseline] if len(drawn_runs) > 1 else ()
 
+    # A warning, and a run with each fingerprint, if the data differs.
     warnings = [line for run in runs for line in run.left_out]
-    data = {str(run.identity.get("data_fingerprint"))[:12]: run.label for run in runs}
-    if len(data) > 1:
-        listed = "; ".join(f"{label}: {fingerprint}" for fingerprint, label in data.items())
-        warnings.insert(0, f"The runs were trained on different data ({listed}).")
+    label_by_data = {str(run.identity.get("data_fingerprint"))[:12]: run.label for run in runs}
+    if len(label_by_data) > 1:
+        pairs = "; ".join(f"{label}: {data}" for data, label in label_by_data.items())
+        warnings.insert(0, f"The runs were trained on different data ({pairs}).")
 
-    settings = [Setting(name, [value]) for name, value in runs[0].identity.items()]
-    if len(runs) > 1:
+    if len(runs) == 1:
+        title = runs[0].label
+        settings = [Setting(name, [value]) for name, value in runs[0].identity.items()]
+    else:
+        title = f"{len(runs)} runs"
         settings = [Setting(**row) for row in differing_settings(runs)]
     return ReportContent(
         version=VERSION,
-        title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
+        title=title,
         warnings=warnings,
         comparison=comparison,
         anchors=published.published_scores(keys),
         published=published.beside_published(clone, runs, keys) if clone else None,
-        held_out=figures.held_out_curves(runs, lines),
+        held_out=figures.held_out_curves(runs, drawn_runs),
         score_curves=figures.score_curves(runs),
-        lengths=figures.length_figures(runs, lines, comparison.steps),
+        lengths=figures.length_figures(runs, drawn_runs, comparison.steps),
         runs=[_run_content(run) for run in runs],
         differing_settings=settings,
         curves=[figures.training_curve(runs, chart) for chart in figures.REPORT_CHARTS],
-        late_loss=figures.late_loss(runs, baseline, comparison.baseline),
+        late_loss=figures.late_loss(runs, baseline_runs, comparison.baseline),
         samples=_samples_content(runs),
         suites=suites,
         without_evaluations=[run.label for run in runs if not run.evaluations],
@@ -202,6 +219,7 @@ def report_content(
 
 
 def _decoding_bytes(args: ModelArgs) -> int:
+    """Return the bytes of the state that decodes one text of max_seq_len tokens, in bfloat16."""
     per_token, per_row = state_bytes(args, itemsize=2)
     return per_row + args.max_seq_len * per_token
 
@@ -215,36 +233,39 @@ COUNTS: dict[str, Callable[[ModelArgs], int]] = {
 
 
 def _run_content(run: RunRecord) -> RunContent:
-    state, step = "unfinished", _last_step(run)
+    """Return the state of a run, and what is known of its model, training and launches."""
+    failure = None
+    step = _last_step(run)
     if run.failure:
-        state, step = "failed", run.failure[0]
+        state = "failed"
+        step, failure = run.failure
     elif run.is_done:
         state = "done"
     elif run.events and run.events[-1].kind == "stop":
         state = "stopped"
+    else:
+        state = "unfinished"
 
-    args, launches = run.model_args, run.launch_events
-    facts: dict[str, Any] = {
-        "tokens": run.steps[-1].tokens if run.steps else 0,
-        "started from": run.initial_load,
-        "resumed at": [event["from_step"] for event in launches if event.kind == "resume"],
-        "description": printable(str(run.config.get("job", {}).get("description") or "")),
-        "flavor": run.config.get("model", {}).get("flavor"),
-    }
-    facts |= {name: args and count(args) for name, count in COUNTS.items()}
-    facts |= {name: collapse_repeats(x.get(name) for x in launches) for name in LAUNCH_FIELDS}
-    facts |= {
-        "first event": run.events[0].get("time") if run.events else None,
-        "last event": run.events[-1].get("time") if run.events else None,
-        "folder": printable(str(run.folder.path)),
-    }
+    args = run.model_args
+    launches = run.launch_events
     return RunContent(
         label=run.label,
         state=state,
-        failure=run.failure[1] if run.failure else None,
+        failure=failure,
         step=step,
         total_steps=run.identity.get("training.steps"),
-        facts=facts,
+        facts={
+            "tokens": run.steps[-1].tokens if run.steps else 0,
+            "started from": run.initial_load,
+            "resumed at": [event["from_step"] for event in launches if event.kind == "resume"],
+            "description": printable(str(run.config.get("job", {}).get("description") or "")),
+            "flavor": run.config.get("model", {}).get("flavor"),
+            **{name: args and count(args) for name, count in COUNTS.items()},
+            **{name: collapse_repeats(x.get(name) for x in launches) for name in LAUNCH_FIELDS},
+            "first event": run.events[0].get("time") if run.events else None,
+            "last event": run.events[-1].get("time") if run.events else None,
+            "folder": printable(str(run.folder.path)),
+        },
     )
 
 
@@ -259,51 +280,52 @@ def _last_step(run: RunRecord) -> int:
 def _samples_content(runs: Sequence[RunRecord]) -> list[Samples]:
     """Return by prompt the steps at which runs were sampled, the last one always, and texts."""
     prompts = dict.fromkeys(prompt for run in runs for prompt in run.samples)
-    most = min(SHOWN_SAMPLES, max(2, ALL_SAMPLES // max(1, len(runs) * len(prompts))))
-    shown = []
+    num_columns = max(1, len(runs) * len(prompts))
+    max_rows = min(SHOWN_SAMPLES, max(2, ALL_SAMPLES // num_columns))
+    samples = []
     for prompt in prompts:
-        texts = [run.samples.get(prompt, {}) for run in runs]
-        steps = sorted({step for by_step in texts for step in by_step}, reverse=True)
-        stride = -(-len(steps) // most)
+        texts_by_run = [run.samples.get(prompt, {}) for run in runs]
+        steps = sorted({step for texts in texts_by_run for step in texts}, reverse=True)
+        stride = math.ceil(len(steps) / max_rows)
         rows = []
         for step in reversed(steps[::stride]):
-            cells = [SampleText(x[step]) if step in x else None for x in texts]
+            cells = [SampleText(texts[step]) if step in texts else None for texts in texts_by_run]
             rows.append(SampleRow(step, cells))
-        shown.append(Samples(prompt, len(steps), rows))
-    return shown
+        samples.append(Samples(prompt, len(steps), rows))
+    return samples
 
 
 def suite_content(
     suite: str, shown: Mapping[RunRecord, Evaluation], step: int | None
 ) -> SuiteContent:
     """Return the scores of one evaluation per run; `step`: the one that most are of, if known."""
-    columns = list(shown.values())
-    keys: dict[str, dict[str, None]] = {}
-    for evaluation in columns:
-        for task, metrics in evaluation.results.scores.items():
-            keys.setdefault(task, {}).update(dict.fromkeys(metrics))
-    rows = [
-        SuiteRow(
-            printable(task),
-            printable(metric),
-            any(metric in x.primary_metrics(task) for x in columns),
-            [figures.score_cell(x.results, task, metric) for x in columns],
-        )
-        for task, metrics in keys.items()
-        for metric in metrics
-    ]
+    evaluated = list(shown.values())
+    if step is None:
+        step = max(evaluation.step for evaluation in evaluated)
+
+    # A row per score that any of them has, in order by task.
+    metrics_by_task: dict[str, dict[str, None]] = {}
+    for evaluation in evaluated:
+        for task, scores in evaluation.results.scores.items():
+            metrics_by_task.setdefault(task, {}).update(dict.fromkeys(scores))
+    rows = []
+    for task, metrics in metrics_by_task.items():
+        for metric in metrics:
+            is_primary = any(metric in x.primary_metrics(task) for x in evaluated)
+            cells = [figures.score_cell(x.results, task, metric) for x in evaluated]
+            rows.append(SuiteRow(printable(task), printable(metric), is_primary, cells))
 
     warnings = [
-        f"{x.run}: its checkpoint has changed since; evaluate it again."
-        for run, x in shown.items()
-        if is_outdated(run.folder, x.results)
+        f"{evaluation.run}: its checkpoint has changed since; evaluate it again."
+        for run, evaluation in shown.items()
+        if is_outdated(run.folder, evaluation.results)
     ]
-    problems = [f"{x.run}: {problem}." for x in columns for problem in x.results.problems()]
-    problems += [f"Different options: {x}." for x in evaluations.differing_options(columns)]
+    problems = [f"{x.run}: {problem}." for x in evaluated for problem in x.results.problems()]
+    problems += [f"Different options: {x}." for x in evaluations.differing_options(evaluated)]
     return SuiteContent(
-        suite,
-        max(x.step for x in columns) if step is None else step,
-        [*warnings, *map(printable, problems)],
-        [SuiteColumn(x.run, x.step, x.limit) for x in columns],
-        rows,
+        suite=suite,
+        suite_step=step,
+        warnings=[*warnings, *map(printable, problems)],
+        columns=[SuiteColumn(x.run, x.step, x.limit) for x in evaluated],
+        rows=rows,
     )

@@ -4,7 +4,7 @@ import bisect
 import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from canon_pretrain.report.items import HELD_OUT, Evaluation, ScoreKey
 from canon_pretrain.report.record import RunRecord, flatten
@@ -17,11 +17,28 @@ from canon_pretrain.run.results import (
     VALIDATION,
 )
 
-# keys of `asked` that may differ between comparable runs, and more for a single task
 PER_RUN_KEYS = (*PER_CHECKPOINT_KEYS, "suite", "limit")
+"""Keys of `asked` that may differ between comparable runs."""
 PER_SUITE_KEYS = ("tasks", HELD_OUT, "lm_eval")
+"""Further keys of `asked` that do not matter to a single task."""
 
-Scored = tuple[int, str]  # a step and the fingerprint of the held-out text, "None" if unknown
+
+class Scored(NamedTuple):
+    """What a held-out loss is of: a step, and the text's fingerprint, "None" if unknown."""
+
+    step: int
+    text: str
+
+
+class EvaluationPair(NamedTuple):
+    """The full results of both sides at their last common step; both are empty if none."""
+
+    side: list[Evaluation]
+    baseline: list[Evaluation]
+
+    @property
+    def both(self) -> list[Evaluation]:
+        return [*self.side, *self.baseline]
 
 
 def full_evaluations(run: RunRecord, suite: str) -> list[Evaluation]:
@@ -49,7 +66,7 @@ def suite_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
     for evaluation in full_evaluations(run, VALIDATION):
         loss = evaluation.score(ScoreKey(VALIDATION, VALIDATION, metric))
         if loss is not None:
-            losses[evaluation.step, evaluation.text] = loss
+            losses[Scored(evaluation.step, evaluation.text)] = loss
     return losses
 
 
@@ -59,13 +76,13 @@ def counted_losses(runs: Sequence[RunRecord], text: str, metric: str = NATS) -> 
     The suite `validation` scores them. A model is left out if runs differ in what it has: they were
     trained on different tokens.
     """
-    losses: dict[str, set[float]] = {}
     evaluated = [x for run in runs for x in full_evaluations(run, VALIDATION) if x.text == text]
-    for evaluation, name in itertools.product(evaluated, COUNT_MODELS):
-        loss = evaluation.score(ScoreKey(VALIDATION, name, metric))
+    losses_by_model: dict[str, set[float]] = {}
+    for evaluation, model in itertools.product(evaluated, COUNT_MODELS):
+        loss = evaluation.score(ScoreKey(VALIDATION, model, metric))
         if loss is not None:
-            losses.setdefault(name, set()).add(round(loss, 6))
-    return {name: values.pop() for name, values in losses.items() if len(values) == 1}
+            losses_by_model.setdefault(model, set()).add(round(loss, 6))
+    return {model: losses.pop() for model, losses in losses_by_model.items() if len(losses) == 1}
 
 
 def bits_per_nat(evaluation: Evaluation) -> float | None:
@@ -73,7 +90,8 @@ def bits_per_nat(evaluation: Evaluation) -> float | None:
 
     It is the text's tokens per byte, over ln 2.
     """
-    nats, bits = (evaluation.score(ScoreKey(VALIDATION, VALIDATION, x)) for x in (NATS, BITS))
+    nats = evaluation.score(ScoreKey(VALIDATION, VALIDATION, NATS))
+    bits = evaluation.score(ScoreKey(VALIDATION, VALIDATION, BITS))
     return bits / nats if nats and bits else None
 
 
@@ -81,19 +99,23 @@ def logged_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
     """Return the held-out losses that training logged, by step and text."""
     losses = {}
     for event in run.events:
-        step, loss = event.get("step"), event.get(LOGGED_FIELDS[metric])
+        step = event.get("step")
+        loss = event.get(LOGGED_FIELDS[metric])
         if event.kind == "validation" and step is not None and loss is not None:
             text = event.get(HELD_OUT, run.identity.get(HELD_OUT))
-            losses[step, str(text)] = loss
+            losses[Scored(step, str(text))] = loss
     return losses
 
 
 def tokens_at(run: RunRecord, step: int) -> int | None:
-    """Return the tokens seen by `step`, logged or not; None if no step is logged."""
+    """Return the tokens seen by `step`, logged or not; None if no step is logged.
+
+    The tokens per step are those of the nearest logged step.
+    """
     after = bisect.bisect_left(run.steps, step, key=lambda event: event.step)
-    around = run.steps[max(after - 1, 0) : after + 1]
-    near = min(around, key=lambda event: abs(event.step - step), default=None)
-    return round(step * near.tokens / near.step) if near and near.step else None
+    neighbors = run.steps[max(after - 1, 0) : after + 1]
+    nearest = min(neighbors, key=lambda event: abs(event.step - step), default=None)
+    return round(step * nearest.tokens / nearest.step) if nearest and nearest.step else None
 
 
 def suite_order(name: str) -> tuple[int, str]:
@@ -103,23 +125,34 @@ def suite_order(name: str) -> tuple[int, str]:
 
 def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
     """Return the suites with results without --limit, in the order of a report."""
-    full = {each.suite for run in runs for each in run.evaluations if each.limit is None}
-    return sorted((x for x in full if wanted is None or x in wanted), key=suite_order)
+    suites = {
+        evaluation.suite
+        for run in runs
+        for evaluation in run.evaluations
+        if evaluation.limit is None and (wanted is None or evaluation.suite in wanted)
+    }
+    return sorted(suites, key=suite_order)
 
 
 def _common_step(suite: str, step: int | None, *sides: Iterable[RunRecord]) -> int | None:
     """Return the last step at which every side has a run with full results."""
-    steps = [{at for run in side for at in full_results(run, suite, step)} for side in sides]
-    return max(set.intersection(*steps), default=None)
+    steps_by_side = []
+    for runs in sides:
+        steps_by_side.append({at for run in runs for at in full_results(run, suite, step)})
+    return max(set.intersection(*steps_by_side), default=None)
 
 
 def pair_evaluations(
     a: Sequence[RunRecord], b: Sequence[RunRecord], suite: str, step: int | None
-) -> list[list[Evaluation]]:
-    """Return full results of both sides at their last common step; two empty lists if none."""
+) -> EvaluationPair:
+    """Return full results of both sides at their last common step, or at `step`."""
     common = _common_step(suite, step, a, b)
-    results = [[full_results(run, suite) for run in side] for side in (a, b)]
-    return [[by_step[common] for by_step in side if common in by_step] for side in results]
+
+    def evaluated(runs: Sequence[RunRecord]) -> list[Evaluation]:
+        by_run = [full_results(run, suite) for run in runs]
+        return [by_step[common] for by_step in by_run if common in by_step]
+
+    return EvaluationPair(evaluated(a), evaluated(b))
 
 
 def table_steps(
@@ -129,18 +162,21 @@ def table_steps(
 
     The baseline is shown at the highest of them, a side without a common step at its own last.
     """
-    common = {x: _common_step(suite, step, runs, sides[baseline]) for x, runs in sides.items()}
-    del common[baseline]
-    judged = [at for at in common.values() if at is not None]
-    common[baseline] = max(judged, default=None)
+    judged_steps = {
+        label: _common_step(suite, step, runs, sides[baseline])
+        for label, runs in sides.items()
+        if label != baseline
+    }
+    common_steps = [at for at in judged_steps.values() if at is not None]
+    judged_steps[baseline] = max(common_steps, default=None)
 
     steps = {}
     for label in (baseline, *sides):
-        shown = common[label]
-        if shown is None:
-            shown = _common_step(suite, step, sides[label])
-        if shown is not None:
-            steps[label] = shown
+        shown_step = judged_steps[label]
+        if shown_step is None:
+            shown_step = _common_step(suite, step, sides[label])
+        if shown_step is not None:
+            steps[label] = shown_step
     return steps
 
 
@@ -159,12 +195,12 @@ def differing_options(
     evaluations: Sequence[Evaluation], ignored: Collection[str] = PER_RUN_KEYS
 ) -> list[str]:
     """Return the evaluation options that differ, as `dotted.name: value / value`."""
-    questions = [flatten(evaluation.results.asked) for evaluation in evaluations]
+    all_options = [flatten(evaluation.results.asked) for evaluation in evaluations]
     differing = []
-    for name in dict.fromkeys(name for options in questions for name in options):
-        values = dict.fromkeys(_option_text(options.get(name, {})) for options in questions)
-        if len(values) > 1 and name.partition(".")[0] not in ignored:
-            differing.append(f"{name}: {' / '.join(value[:20] for value in values)}")
+    for name in dict.fromkeys(name for options in all_options for name in options):
+        texts = dict.fromkeys(_option_text(options.get(name, {})) for options in all_options)
+        if len(texts) > 1 and name.partition(".")[0] not in ignored:
+            differing.append(f"{name}: {' / '.join(text[:20] for text in texts)}")
     return differing
 
 

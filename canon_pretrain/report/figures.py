@@ -235,7 +235,7 @@ def _held_out_line(
     if not rows:
         return None
 
-    last = max(rows), text
+    last = evaluations.Scored(max(rows), text)
     last_whole = [whole[run][last] for run in whole if run.label in labels and last in whole[run]]
     is_complete = len(last_whole) == len(of_text)
     return HeldOutLine(

@@ -97,8 +97,9 @@ class Evaluation:
     def higher_is_better(self, key: ScoreKey) -> bool:
         """Return the direction that the task declares, else the one the metric's name implies."""
         metric = key.metric.partition(", ")[0]
-        for declared in self._declarations(key.task):
-            if metric in (directions := declared.get("higher_is_better") or {}):
+        for properties in self._declarations(key.task):
+            directions = properties.get("higher_is_better") or {}
+            if metric in directions:
                 return bool(directions[metric])
         return not is_loss(key.metric)
 
@@ -110,21 +111,28 @@ class Evaluation:
     def why_missing(self, key: ScoreKey) -> str:
         """Return why `score` is None."""
         score = self.results.scores.get(key.task, {}).get(key.metric)
-        return f"{self.run} has no {key.metric}" + (f" ({score.why})" if score else "")
+        reason = f" ({score.why})" if score else ""
+        return f"{self.run} has no {key.metric}{reason}"
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The scale on which items are averaged: nats for a perplexity (`is_log`), else the metric."""
+    """The scale on which items are averaged: nats for a perplexity (`is_log`), else the metric.
+
+    `factor`: from an item's recorded value, for losses its log-likelihood in nats, to this scale.
+    """
 
     is_log: bool
     factor: float = 1.0
 
     @classmethod
     def of(cls, metric: str) -> "Scale":
+        """Return the scale of a metric, by its name."""
         if "perplexity" in metric:
-            return cls(True, -1.0)
-        return cls(False, -1 / math.log(2)) if metric.startswith("bits_per") else cls(False)
+            return cls(is_log=True, factor=-1.0)
+        if metric.startswith("bits_per"):
+            return cls(is_log=False, factor=-1 / math.log(2))
+        return cls(is_log=False)
 
     def score(self, mean: float) -> float:
         """Return the metric's value for a mean over items."""
@@ -157,28 +165,34 @@ class Items:
 
     def metric_values(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the values to average and their weights; None if the metric is not recorded."""
-        pairs = self.values.get(metric.partition(", ")[0])
-        return None if pairs is None else (pairs[:, 0] * Scale.of(metric).factor, pairs[:, 1])
+        pairs_N2 = self.values.get(metric.partition(", ")[0])
+        if pairs_N2 is None:
+            return None
+        return pairs_N2[:, 0] * Scale.of(metric).factor, pairs_N2[:, 1]
 
 
 class ItemCache:
     """Reads the items of evaluation folders, each once."""
 
     def __init__(self) -> None:
-        self._folders: dict[Path, dict[tuple[str, str], Items | list[Record]]] = {}
+        self._folders: dict[Path, dict[str, dict[str, Items | list[Record]]]] = {}
 
     def get(self, folder: Path, task: str, metric: str) -> Items | None:
         """Return the items that `metric` averages; None if the evaluation has no item records."""
         if folder not in self._folders:
             self._folders[folder] = self._read(folder)
-        name, _, filtered = metric.partition(", ")  # lm_eval's filter, if the task has several
-        by_filter = {f: items for (t, f), items in self._folders[folder].items() if t == task}
-        if not filtered and len(by_filter) == 1:
-            filtered = next(iter(by_filter))
-        items = by_filter.get(filtered)
+        by_filter = self._folders[folder].get(task, {})
+
+        # A metric names lm_eval's filter if its task has several: "acc, strict-match".
+        metric_name, _, filter_name = metric.partition(", ")
+        if not filter_name and len(by_filter) == 1:
+            filter_name = next(iter(by_filter))
+        items = by_filter.get(filter_name)
         if not isinstance(items, list):
             return items
-        scored = [record for record in items if name in record or "error" not in record]
+
+        # Items with an error are in no mean, unless the metric has been scored nevertheless.
+        scored = [record for record in items if metric_name in record or "error" not in record]
         return _items(scored) if scored else None
 
     def chance(self, evaluation: Evaluation, task: str, metric: str) -> float | None:
@@ -189,42 +203,50 @@ class ItemCache:
             return items.chance if items else None
         return chance
 
-    def _read(self, folder: Path) -> dict[tuple[str, str], Items | list[Record]]:
+    def _read(self, folder: Path) -> dict[str, dict[str, Items | list[Record]]]:
         """Return items by task and filter; records if some have no score, thus are in no mean."""
-        kept: dict[tuple[str, str], list[Record]] = {}
-        for task, records in read_samples(folder).items():
-            for record in records:
-                kept.setdefault((task, str(record.get("filter"))), []).append(record)
-        return {
-            name: records if any("error" in r for r in records) else _items(records)
-            for name, records in kept.items()
-            if all("doc_hash" in r and "prompt_hash" in r for r in records)
-        }
+        by_task: dict[str, dict[str, Items | list[Record]]] = {}
+        for task, task_records in read_samples(folder).items():
+            by_filter: dict[str, list[Record]] = {}
+            for record in task_records:
+                by_filter.setdefault(str(record.get("filter")), []).append(record)
+
+            by_task[task] = {}
+            for filter_name, records in by_filter.items():
+                if not all("doc_hash" in record and "prompt_hash" in record for record in records):
+                    continue  # of an older version
+                has_errors = any("error" in record for record in records)
+                by_task[task][filter_name] = records if has_errors else _items(records)
+        return by_task
 
 
 def _items(records: Sequence[Record]) -> Items:
-    times: Counter[str] = Counter()
-    keyed: dict[str, Record] = {}
+    """Return the items of records, sorted by key: hashes and a count, as a dataset may repeat."""
+    num_repeats: Counter[str] = Counter()
+    record_by_key: dict[str, Record] = {}
     for record in records:
-        name = f"{record['doc_hash']} {record['prompt_hash']}"
-        keyed[f"{name} {times[name]:06}"] = record  # a dataset may repeat an item
-        times[name] += 1
-    keys = tuple(sorted(keyed))
-    ordered = [keyed[key] for key in keys]
-    sources, codes = np.unique([source_of_record(r) for r in ordered], return_inverse=True)
-    return Items(keys, sources, codes, _values(ordered), _chance(ordered))
+        hashes = f"{record['doc_hash']} {record['prompt_hash']}"
+        record_by_key[f"{hashes} {num_repeats[hashes]:06}"] = record
+        num_repeats[hashes] += 1
+
+    keys = tuple(sorted(record_by_key))
+    ordered = [record_by_key[key] for key in keys]
+    sources, clusters_N = np.unique(
+        [source_of_record(record) for record in ordered], return_inverse=True
+    )
+    return Items(keys, sources, clusters_N, _values(ordered), _chance(ordered))
 
 
 def _chance(records: Sequence[Record]) -> float | None:
     """Return the chance level if all items are multiple choice: one pair of answers per choice."""
-    shares = []
+    chances = []
     for record in records:
         answers: Any = record.get("answers")
         is_list = isinstance(answers, list) and len(answers) > 1
         if not is_list or not all(isinstance(pair, list) for pair in answers):
             return None
-        shares.append(1 / len(answers))
-    return sum(shares) / len(shares)
+        chances.append(1 / len(answers))
+    return sum(chances) / len(chances)
 
 
 def _values(records: Sequence[Record]) -> dict[str, np.ndarray]:

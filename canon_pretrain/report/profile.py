@@ -24,8 +24,10 @@ from canon_pretrain.run.trace import LAUNCH, OPERATOR, SCOPE, STEP, Event, Trace
 
 TRACES = "profile_traces"
 
-COMMUNICATION, OTHER = "communication", "other"
-ATTENTION, MATMUL = "attention", "matmul"
+COMMUNICATION = "communication"
+OTHER = "other"
+ATTENTION = "attention"
+MATMUL = "matmul"
 PURPOSES = {
     MATMUL: (
         "matrix products outside attention",
@@ -50,8 +52,10 @@ _BACKWARD = re.compile(r"^autograd::engine::evaluate_function: \w+Backward\d+$")
 @cache
 def purpose_of(name: str) -> str | None:
     """Return the purpose of a kernel, operator or scope by its name; None if unknown."""
-    found = (x for x, (_, names) in reversed(PURPOSES.items()) if re.search(names, name))
-    return next(found, None)
+    for purpose, (_, pattern) in reversed(PURPOSES.items()):
+        if re.search(pattern, name):
+            return purpose
+    return None
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,21 @@ class _Span:
 
     event: Event
     purpose: str | None
-    own: list[tuple[float, float]] = field(default_factory=list)
+    self_intervals: list[tuple[float, float]] = field(default_factory=list)
+
+    @classmethod
+    def whole(cls, event: Event, purpose: str | None) -> "_Span":
+        """Return an event whose whole duration is self time."""
+        return cls(event, purpose, [(event.begin, event.end)])
+
+
+def _busy_share(spans: Iterable[_Span], begin: float, end: float) -> float:
+    """Return the part of the window in which at least one of the spans runs."""
+    intervals = sorted(interval for span in spans for interval in span.self_intervals)
+    begins, ends = np.clip(np.array(intervals).reshape(-1, 2), begin, end).T
+    # Of each interval, only what is after the end of all earlier ones counts.
+    covered_until = np.maximum.accumulate(np.append(begin, ends))[:-1]
+    return float(np.maximum(ends - np.maximum(begins, covered_until), 0).sum()) / (end - begin)
 
 
 def summarize(trace: Trace) -> Summary:
@@ -98,57 +116,58 @@ def summarize(trace: Trace) -> Summary:
     host = _Host(trace.threads.values())
     steps = [span.event for span in host.spans if span.event.name.startswith(STEP)]
     if trace.work:
-        spans = [_Span(x, host.purpose_of_work(x), [(x.begin, x.end)]) for x in trace.work]
+        spans = [_Span.whole(work, host.purpose_of_work(work)) for work in trace.work]
     else:  # and the scopes of gloo's collectives
         spans = [x for x in host.spans if x.event.kind == OPERATOR or x.purpose == COMMUNICATION]
     if not spans or not steps:
         raise ValueError(f"no operators and kernels, or no {STEP}")
 
+    # The window is that of the steps, and of device work that ends after them.
     window = [*steps, *trace.work]
-    begin, end = min(event.begin for event in window), max(event.end for event in window)
-    if end <= begin:
+    begin = min(event.begin for event in window)
+    end = max(event.end for event in window)
+    window_us = end - begin
+    if window_us <= 0:
         raise ValueError("events without duration")
 
-    def share(spans: Iterable[_Span]) -> float:
-        """Return the part of the window in which one of these spans runs."""
-        intervals = sorted(interval for span in spans for interval in span.own)
-        begins, ends = np.clip(np.array(intervals).reshape(-1, 2), begin, end).T
-        done = np.maximum.accumulate(np.append(begin, ends))[:-1]
-        return float(np.maximum(ends - np.maximum(begins, done), 0).sum()) / (end - begin)
-
-    # kernels or operators, and their purposes
-    times: dict[tuple[str, str], list[float]] = defaultdict(list)
+    # Kernels or operators, and their purposes.
+    calls: dict[tuple[str, str], list[float]] = defaultdict(list)
     for span in spans:
-        self_us = sum(until - since for since, until in span.own)
-        times[span.event.name, span.purpose or OTHER].append(self_us)
-    rows = [
-        Row(name, purpose, len(calls_us), sum(calls_us), sum(calls_us) / (end - begin))
-        for (name, purpose), calls_us in times.items()
-    ]
+        self_us = sum(until - since for since, until in span.self_intervals)
+        calls[span.event.name, span.purpose or OTHER].append(self_us)
+    rows = []
     purposes = dict.fromkeys(PURPOSES, 0.0)
-    for row in rows:
-        purposes[row.purpose] += row.share
+    for (name, purpose), calls_us in calls.items():
+        total_us = sum(calls_us)
+        row = Row(name, purpose, len(calls_us), total_us, share=total_us / window_us)
+        purposes[purpose] += row.share
+        rows.append(row)
 
-    # waiting for data, including overlap with device work
+    # Waiting for data, including overlap with device work.
     waits = [
-        _Span(span.event, DATA, [(span.event.begin, span.event.end)])
+        _Span.whole(span.event, DATA)
         for span in host.spans
         if span.event.kind == SCOPE and span.event.name == DATA
     ]
-    purposes[DATA] = share(waits)
+    purposes[DATA] = _busy_share(waits, begin, end)
 
-    busy = share(spans)
-    communication = share(span for span in spans if span.purpose == COMMUNICATION)
-    computation = share(span for span in spans if span.purpose != COMMUNICATION)
+    # Time in which both run counts in both shares, and once in that of all spans.
+    communication_spans = [span for span in spans if span.purpose == COMMUNICATION]
+    computation_spans = [span for span in spans if span.purpose != COMMUNICATION]
+    communication = _busy_share(communication_spans, begin, end)
+    computation = _busy_share(computation_spans, begin, end)
+    busy = _busy_share(spans, begin, end)
     overlapped = communication + computation - busy
+
+    # A host is idle while it waits for data, a device may not be.
+    idle = 1 - (busy if trace.work else _busy_share([*spans, *waits], begin, end))
     return Summary(
         is_device=bool(trace.work),
-        # the profiler counts completed steps
+        # The profiler counts completed steps.
         steps=sorted({int(event.name.removeprefix(STEP)) + 1 for event in steps}),
-        window_us=end - begin,
+        window_us=window_us,
         busy_share=busy,
-        # a host is idle while it waits for data, a device may not be
-        idle_share=1 - (busy if trace.work else share([*spans, *waits])),
+        idle_share=idle,
         purposes=purposes,
         communication_exposed=communication - overlapped,
         communication_overlapped=overlapped,
@@ -161,52 +180,68 @@ class _Host:
 
     def __init__(self, threads: Iterable[list[Event]]) -> None:
         self.spans: list[_Span] = []
-        self._of_sequence: dict[int, str | None] = {}
-        self._of_launch: dict[int, str | None] = {}
-        # sequence numbers are per thread: read the forward thread first, the one that marks steps
-        marked = [(any(e.name.startswith(STEP) for e in events), events) for events in threads]
-        for has_forward, events in sorted(marked, key=lambda x: not x[0]):
-            self._add(events, has_forward=has_forward)
+        self._purpose_of_sequence: dict[int, str | None] = {}
+        self._purpose_of_launch: dict[int, str | None] = {}
+
+        # Sequence numbers are per thread: read the forward thread first, the one that marks steps.
+        for events in sorted(threads, key=_has_steps, reverse=True):
+            self._add(events, has_forward=_has_steps(events))
 
     def purpose_of_work(self, work: Event) -> str:
         """Return a kernel's purpose: its launch's, except for communication, known by name."""
         if purpose_of(work.name) == COMMUNICATION:
             return COMMUNICATION
-        return self._of_launch.get(work.link) or purpose_of(work.name) or OTHER
+        return self._purpose_of_launch.get(work.link) or purpose_of(work.name) or OTHER
 
     def _add(self, events: list[Event], *, has_forward: bool) -> None:
-        stack: list[_Span] = []
+        """Add the nested events of a thread; an event's self time is that outside its children."""
+        # Outer events first if two start together; a sentinel closes all others.
+        ordered = sorted(events, key=lambda event: (event.begin, -event.end))
+        sentinel = Event(math.inf, math.inf, "", LAUNCH, -1)
+        open_spans: list[_Span] = []  # outermost first
         now = -math.inf
-        # outer events first if two start together; a last event closes all others
-        last = Event(math.inf, math.inf, "", LAUNCH, -1)
-        for event in [*sorted(events, key=lambda event: (event.begin, -event.end)), last]:
-            while stack:
-                until = min(stack[-1].event.end, event.begin)
+        for event in [*ordered, sentinel]:
+            # The innermost open event has the time until its end, or until this event begins.
+            while open_spans:
+                innermost = open_spans[-1]
+                until = min(innermost.event.end, event.begin)
                 if until > now:
-                    stack[-1].own.append((now, until))
+                    innermost.self_intervals.append((now, until))
                     now = until
-                if stack[-1].event.end > event.begin:
+                if innermost.event.end > event.begin:
                     break
-                stack.pop()
-            purpose = self._purpose(event, stack[-1].purpose if stack else None)
+                open_spans.pop()
+
+            purpose = self._purpose(event, open_spans[-1].purpose if open_spans else None)
             if event.kind == LAUNCH:
-                self._of_launch[event.link] = purpose
+                self._purpose_of_launch[event.link] = purpose
                 continue
             if has_forward and event.link >= 0 and not event.name.startswith("autograd::"):
-                # of operators with the same number, the last one has the backward
-                self._of_sequence[event.link] = purpose
+                # Of operators with the same number, the last one has the backward.
+                self._purpose_of_sequence[event.link] = purpose
             now = max(now, event.begin)
-            stack.append(_Span(event, purpose))
-            self.spans.append(stack[-1])
+            span = _Span(event, purpose)
+            open_spans.append(span)
+            self.spans.append(span)
 
     def _purpose(self, event: Event, outer: str | None) -> str | None:
-        """Return an event's purpose; a backward has that of its forward, by sequence number."""
-        own = purpose_of(event.name)
-        if own == COMMUNICATION or outer is None:
-            of_forward = self._of_sequence.get(event.link)
-            is_known = own is None and of_forward in (CANON, ATTENTION, MATMUL)
-            return of_forward if is_known and _BACKWARD.search(event.name) else own
-        return outer
+        """Return the purpose of an event inside one with the purpose `outer`.
+
+        That of the outer event counts, except for communication. A backward has that of its
+        forward, by sequence number.
+        """
+        purpose = purpose_of(event.name)
+        if outer is not None and purpose != COMMUNICATION:
+            return outer
+        if purpose is None and _BACKWARD.search(event.name):
+            forward_purpose = self._purpose_of_sequence.get(event.link)
+            if forward_purpose in (CANON, ATTENTION, MATMUL):
+                return forward_purpose
+        return purpose
+
+
+def _has_steps(events: Iterable[Event]) -> bool:
+    return any(event.name.startswith(STEP) for event in events)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -248,14 +283,14 @@ def find_trace(run: Path, rank: int) -> Path:
         return run
     traces = run.glob(f"{TRACES}/iteration_*/rank*_trace.json*")
     by_time = sorted(traces, key=lambda path: path.stat().st_mtime_ns)
-    newest = {path.name.partition("_")[0]: path for path in by_time}
+    newest = {path.name.partition("_")[0]: path for path in by_time}  # by "rankN"
     if not newest and not is_run_folder(run):
         raise not_a_run(run)
     if f"rank{rank}" not in newest:
-        there = f", only of {', '.join(sorted(newest))}" if newest else ""
+        others = f", only of {', '.join(sorted(newest))}" if newest else ""
         raise UserError(
             "profile.no_trace",
-            f"{run} has no trace of rank {rank}{there}. A run writes traces to {TRACES}/ with "
+            f"{run} has no trace of rank {rank}{others}. A run writes traces to {TRACES}/ with "
             "--profiling.enable_profiling, every profiling.profile_freq steps",
             found=sorted(newest),
         )
@@ -264,7 +299,8 @@ def find_trace(run: Path, rank: int) -> Path:
 
 def print_summary(console: Console, summary: Summary) -> None:
     """Print the tables of purposes and of kernels or operators."""
-    processor, work = ("GPU", "kernel") if summary.is_device else ("CPU", "operator")
+    processor = "GPU" if summary.is_device else "CPU"
+    work = "kernel" if summary.is_device else "operator"
     console.print(
         f"step {', '.join(map(str, summary.steps))}: {summary.window_us / 1000:,.1f} ms, "
         f"{processor} busy {summary.busy_share:.1%}, idle {summary.idle_share:.1%}"
@@ -281,6 +317,7 @@ def print_summary(console: Console, summary: Summary) -> None:
     table.add_row("idle", f"{summary.idle_share:.1%}", f"no {work} runs")
     console.print(table, "")
 
+    # The other columns need 47 characters.
     table = Table(box=None, pad_edge=False)
     table.add_column(work, no_wrap=True, max_width=max(20, console.width - 47))
     table.add_column("purpose", no_wrap=True)

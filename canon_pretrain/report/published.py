@@ -35,6 +35,9 @@ from canon_pretrain.report.content import (
 from canon_pretrain.report.figures import logged_values
 from canon_pretrain.report.record import RunRecord
 
+Key = tuple[str, str]
+"""A task and a metric, or LOSS."""
+
 SOURCE = (
     "Published: Gated DeltaNet paper, models of 1.3B parameters trained on 100B tokens of "
     "FineWeb-Edu. Other tokenizer and data order: not used in any verdict."
@@ -63,13 +66,14 @@ DECISION_NOTE = (
 )
 
 
-def published_scores(shown: Iterable[tuple[str, str]]) -> Anchors | None:
+def published_scores(shown: Iterable[Key]) -> Anchors | None:
     """Return the published scores of the (task, metric) pairs, as fractions; None if none."""
     rows = []
     for task, metric in dict.fromkeys(shown):
-        scale = 100 if metric.startswith("acc") else 1
-        if values := [round(x / scale, 6) for x in PUBLISHED.get((task, metric), ())]:
-            rows.append(Anchor(task, metric, values))
+        if (task, metric) in PUBLISHED:
+            scale = 100 if metric.startswith("acc") else 1
+            scores = [round(x / scale, 6) for x in PUBLISHED[task, metric]]
+            rows.append(Anchor(task, metric, scores))
     return Anchors(SOURCE, MODELS, rows) if rows else None
 
 
@@ -79,8 +83,8 @@ def decision(run: RunRecord, rows: Iterable[Verdict | TaskScores]) -> Decision |
     None if it is not known for any of the rows.
     """
     args = run.model_args
-    own_size = math.log(num_parameters(args) if args else min(DECISION_SIZES.values()))
-    size = min(DECISION_SIZES, key=lambda x: abs(math.log(DECISION_SIZES[x]) - own_size))
+    log_size = math.log(num_parameters(args) if args else min(DECISION_SIZES.values()))
+    size = min(DECISION_SIZES, key=lambda name: abs(math.log(DECISION_SIZES[name]) - log_size))
     nearest = Decision(size, DECISION_NOTE.format(size))
     return nearest if any(nearest.accuracy(row.task, row.metric) for row in rows) else None
 
@@ -96,9 +100,11 @@ LOSS = ("training loss", "")
 POINTS = 60  # drawn of a line
 LOSS_WINDOW = 50  # logged steps of their moving average
 
+# In a page: Plotly.newPlot("id", [traces], {layout}), whose layout has the title of the plot.
 _PLOT = re.compile(r"Plotly\.newPlot\(")
-_BETWEEN = re.compile(r"\s*,?\s*")
+_SEPARATOR = re.compile(r"\s*,?\s*")
 _TASK = re.compile(r"Task: (\S+) \((\S+)\)")
+# In the name of a model: its size in billions of parameters, and its learning rate.
 _SIZE = re.compile(r"(?:^|-)(\d+(?:\.\d+)?)B(?=-|$)")
 _RATE = re.compile(r"-lr[\d.]+$")
 
@@ -110,7 +116,8 @@ class Curve(NamedTuple):
     values: np.ndarray
 
 
-Curves = dict[tuple[str, str], dict[str, Curve]]  # (task, metric) or LOSS -> model -> curve
+Curves = dict[Key, dict[str, Curve]]
+"""curves[key][model]"""
 
 
 def read_clone(clone: Path) -> tuple[Curves, dict[str, str]]:
@@ -123,8 +130,8 @@ def read_clone(clone: Path) -> tuple[Curves, dict[str, str]]:
     for path in sorted(clone.rglob("*.html")):
         content = read_bytes(path)
         with parsing(path):
-            for key, of_plot in _plots(content.decode(errors="replace")):
-                curves.setdefault(key, {}).update(of_plot)
+            for key, plot_curves in _plots(content.decode(errors="replace")):
+                curves.setdefault(key, {}).update(plot_curves)
                 pages[str(path.relative_to(clone))] = hashlib.sha256(content).hexdigest()
     if not curves:
         raise UserError(
@@ -136,18 +143,13 @@ def read_clone(clone: Path) -> tuple[Curves, dict[str, str]]:
     return curves, pages
 
 
-def _plots(text: str) -> Iterator[tuple[tuple[str, str], dict[str, Curve]]]:
+def _plots(text: str) -> Iterator[tuple[Key, dict[str, Curve]]]:
     """Yield the curves of each plot with a known title; raises ValueError and the like."""
     for match in _PLOT.finditer(text):
-        at, arguments = match.end(), []
-        for _ in range(3):  # the element's id, the traces, the layout
-            start = _BETWEEN.match(text, at)
-            try:
-                value, at = json.JSONDecoder().raw_decode(text, start.end() if start else at)
-            except RecursionError:
-                raise ValueError("a plot is nested too deeply") from None
-            arguments.append(value)
-        _, traces, layout = arguments
+        _, position = _argument(text, match.end())  # the element's id
+        traces, position = _argument(text, position)
+        layout, _ = _argument(text, position)
+
         task = _TASK.fullmatch(str(layout.get("title", {}).get("text")))
         is_loss = layout.get("yaxis", {}).get("title", {}).get("text") == "Training loss"
         if task or is_loss:
@@ -156,13 +158,27 @@ def _plots(text: str) -> Iterator[tuple[tuple[str, str], dict[str, Curve]]]:
             yield key, {name: curve for name, curve in curves.items() if curve.tokens.size}
 
 
+def _argument(text: str, position: int) -> tuple[Any, int]:
+    """Return the JSON argument that begins at `position`, and the position of its end."""
+    separator = _SEPARATOR.match(text, position)
+    start = separator.end() if separator else position
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except RecursionError:
+        raise ValueError("a plot is nested too deeply") from None
+
+
 def _curve(trace: Mapping[str, Any]) -> Curve:
-    tokens, values = (np.array(trace[name], np.float64) for name in "xy")
+    """Return the finite points of a line, sorted by tokens."""
+    tokens = np.array(trace["x"], np.float64)
+    values = np.array(trace["y"], np.float64)
     if not tokens.shape == values.shape == (tokens.size,) or not tokens.size:
         raise ValueError(f"the line {trace['name']!r:.60} has no list of numbers in x and y")
-    kept = np.isfinite(values) & np.isfinite(tokens) & (tokens > 0)
-    order = np.argsort(tokens[kept], kind="stable")
-    return Curve(tokens[kept][order], values[kept][order])
+
+    is_shown = np.isfinite(values) & np.isfinite(tokens) & (tokens > 0)
+    tokens = tokens[is_shown]
+    order = np.argsort(tokens, kind="stable")
+    return Curve(tokens[order], values[is_shown][order])
 
 
 def commit_of(clone: Path) -> str | None:
@@ -170,19 +186,19 @@ def commit_of(clone: Path) -> str | None:
     folder = clone / ".git"
     try:
         head = (folder / "HEAD").read_text().strip()
-        name = head.removeprefix("ref: ")
-        if name == head:
+        ref = head.removeprefix("ref: ")
+        if ref == head:  # detached
             return head
-        if (folder / name).is_file():
-            return (folder / name).read_text().strip()
-        packed = (folder / "packed-refs").read_text().splitlines()
+        if (folder / ref).is_file():
+            return (folder / ref).read_text().strip()
+        packed_refs = (folder / "packed-refs").read_text().splitlines()
     except (OSError, ValueError):
         return None
-    return next((line.split()[0] for line in packed if line.endswith(f" {name}")), None)
+    return next((line.split()[0] for line in packed_refs if line.endswith(f" {ref}")), None)
 
 
 def beside_published(
-    clone: Path, runs: Sequence[RunRecord], shown: Iterable[tuple[str, str]]
+    clone: Path, runs: Sequence[RunRecord], shown: Iterable[Key]
 ) -> PublishedCurves:
     """Return the published curves of the (task, metric) pairs `shown` and of the training loss.
 
@@ -192,11 +208,15 @@ def beside_published(
     curves, pages = read_clone(clone)
     keys = [key for key in (*dict.fromkeys(shown), LOSS) if key in curves]
     models = [*dict.fromkeys(name for key in keys for name in curves[key])]
-    sizes = {name: match[1] if (match := _SIZE.search(name)) else "" for name in models}
-    near = _nearest_size(sizes.values(), runs[0])
-    families = {name: _RATE.sub("", name) for name in models if sizes[name] == near}
+    sizes = {}
+    for name in models:
+        match = _SIZE.search(name)
+        sizes[name] = match[1] if match else ""
+    nearest_size = _nearest_size(sizes.values(), runs[0])
 
-    own = {run.label: {key: _own_curve(run, key) for key in keys} for run in runs}
+    # Plots show the models of the nearest size; those of several learning rates are a family.
+    families = {name: _RATE.sub("", name) for name in models if sizes[name] == nearest_size}
+    run_curves = {run.label: {key: _own_curve(run, key) for key in keys} for run in runs}
     plots = []
     for key in keys:
         lines = [
@@ -204,24 +224,28 @@ def beside_published(
             for name, family in families.items()
             if name in curves[key]
         ]
-        own_lines = [
-            RunLine(label, *_points(of_run[key]))
-            for label, of_run in own.items()
-            if of_run[key].tokens.size
+        run_lines = [
+            RunLine(label, *_points(curve_by_key[key]))
+            for label, curve_by_key in run_curves.items()
+            if curve_by_key[key].tokens.size
         ]
-        plots.append(PublishedPlot(*key, own_lines, lines))
+        plots.append(PublishedPlot(*key, run_lines, lines))
 
-    rows = [_model(label, "yours", of_run, math.inf) for label, of_run in own.items()]
+    # The table shows own runs at their end, and all models.
+    rows = [
+        _model(label, "yours", curve_by_key, math.inf) for label, curve_by_key in run_curves.items()
+    ]
     longest = max((float(run.clock.tokens[-1]) for run in runs), default=0.0)
     for name in models:
-        of_model = {key: curves[key].get(name) for key in keys}
-        rows.append(_model(name, f"{sizes[name] or '?'}B", of_model, longest))
+        model_curves = {key: curves[key].get(name) for key in keys}
+        rows.append(_model(name, f"{sizes[name] or '?'}B", model_curves, longest))
+
     note = CLONE_NOTE.format(
         models=len(models),
         clone=printable(str(clone)),
         commit=printable(commit_of(clone) or "unknown")[:12],
         files=printable(", ".join(pages)),
-        size=f"{near}B parameters" if near else "unknown size",
+        size=f"{nearest_size}B parameters" if nearest_size else "unknown size",
     )
     return PublishedCurves(
         source=note,
@@ -236,27 +260,33 @@ def beside_published(
 def _nearest_size(sizes: Iterable[str], run: RunRecord) -> str:
     """Return the size in billions of parameters that is nearest to the run's."""
     args = run.model_args
-    own_size = math.log(num_parameters(args) / 1e9) if args else 0.0
+    log_size = math.log(num_parameters(args) / 1e9) if args else 0.0
 
     def distance(size: str) -> float:
-        return abs(math.log(float(size)) - own_size) if size else math.inf
+        return abs(math.log(float(size)) - log_size) if size else math.inf
 
     return min(sizes, key=distance, default="")
 
 
-def _own_curve(run: RunRecord, key: tuple[str, str]) -> Curve:
+def _own_curve(run: RunRecord, key: Key) -> Curve:
     """Return a run's scores, or its training loss as a moving average, over tokens."""
     if key == LOSS:
-        _, tokens, values = logged_values(run, "loss")
-        kept = np.isfinite(values) & (tokens > 0)
-        sums, ends = np.append(0, np.cumsum(values[kept])), np.arange(1, kept.sum() + 1)
+        _, tokens, losses = logged_values(run, "loss")
+        is_shown = np.isfinite(losses) & (tokens > 0)
+        cumulative = np.append(0, np.cumsum(losses[is_shown]))
+        ends = np.arange(1, is_shown.sum() + 1)
         starts = np.maximum(ends - LOSS_WINDOW, 0)
-        return Curve(tokens[kept].astype(float), (sums[ends] - sums[starts]) / (ends - starts))
+        means = (cumulative[ends] - cumulative[starts]) / (ends - starts)
+        return Curve(tokens[is_shown].astype(float), means)
+
+    task, metric = key
     points: dict[int, float] = {}
-    for each in run.evaluations:
-        score = each.results.scores.get(key[0], {}).get(key[1])
-        tokens_seen = evaluations.tokens_at(run, each.step)
-        if score is not None and each.limit is None and tokens_seen and math.isfinite(score.number):
+    for evaluation in run.evaluations:
+        score = evaluation.results.scores.get(task, {}).get(metric)
+        if score is None or evaluation.limit is not None or not math.isfinite(score.number):
+            continue
+        tokens_seen = evaluations.tokens_at(run, evaluation.step)
+        if tokens_seen:
             points[tokens_seen] = score.number
     return Curve(*np.array(sorted(points.items()), np.float64).reshape(-1, 2).T)
 
@@ -264,24 +294,25 @@ def _own_curve(run: RunRecord, key: tuple[str, str]) -> Curve:
 def _points(curve: Curve) -> tuple[list[float], list[float]]:
     """Return tokens and values of at most POINTS, evenly spaced on a logarithmic axis."""
     last = curve.tokens.size - 1
-    places = np.geomspace(float(curve.tokens[0]), float(curve.tokens[last]), POINTS)
-    kept = np.unique(np.append(np.searchsorted(curve.tokens, places), last).clip(0, last))
-    return curve.tokens[kept].tolist(), curve.values[kept].tolist()
+    spaced = np.geomspace(float(curve.tokens[0]), float(curve.tokens[last]), POINTS)
+    indices = np.unique(np.append(np.searchsorted(curve.tokens, spaced), last).clip(0, last))
+    return curve.tokens[indices].tolist(), curve.values[indices].tolist()
 
 
 def _model(
-    name: str, size: str, curves: Mapping[tuple[str, str], Curve | None], tokens: float
+    name: str, size: str, curves: Mapping[Key, Curve | None], max_tokens: float
 ) -> PublishedModel:
-    """Return a model's values by task at its last scores up to `tokens`, and at its end."""
+    """Return a model's values by task at its last scores up to `max_tokens`, and at its end."""
     values: list[list[float] | None] = []
-    seen = 0.0
+    tokens_of_scores = 0.0
     for key, curve in curves.items():
         if curve is None or not curve.tokens.size:
             values.append(None)
             continue
+
         # Losses, which are last, are at the tokens of the scores.
-        until = seen if key == LOSS and seen else tokens
-        at = max(int(np.searchsorted(curve.tokens, until, side="right")) - 1, 0)
-        seen = max(seen, float(curve.tokens[at]))
-        values.append([float(curve.values[at]), float(curve.values[-1])])
-    return PublishedModel(name, size, seen, values)
+        until = tokens_of_scores if key == LOSS and tokens_of_scores else max_tokens
+        index = max(int(np.searchsorted(curve.tokens, until, side="right")) - 1, 0)
+        tokens_of_scores = max(tokens_of_scores, float(curve.tokens[index]))
+        values.append([float(curve.values[index]), float(curve.values[-1])])
+    return PublishedModel(name, size, tokens_of_scores, values)

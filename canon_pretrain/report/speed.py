@@ -24,12 +24,12 @@ def speed_ratio(baseline: Sequence[RunRecord], others: Sequence[RunRecord]) -> f
 
     medians = []
     for side in (baseline, others):
-        speeds = [_median_speed(run) for run in side]
-        logged = [speed for speed in speeds if speed is not None]
-        if not logged or len(logged) < len(speeds) or max(logged) > MAX_SPREAD * min(logged):
+        speeds = [speed for run in side if (speed := _median_speed(run)) is not None]
+        if not speeds or len(speeds) < len(side) or max(speeds) > MAX_SPREAD * min(speeds):
             return None
-        medians.append(statistics.median(logged))
-    return medians[1] / medians[0]
+        medians.append(statistics.median(speeds))
+    baseline_speed, speed = medians
+    return speed / baseline_speed
 
 
 def speed_sentence(ratio: float | None, baseline: str) -> str | None:
@@ -44,16 +44,18 @@ def _machine(folder: RunFolder) -> tuple[Any, ...] | None:
     machines = []
     for number in launch_numbers(folder):
         launch = read_launch(folder, number) or {}
-        hosts, devices = launch.get("hosts"), launch.get("devices")
+        hosts = launch.get("hosts")
+        devices = launch.get("devices")
         if not hosts or not devices:
             return None
         machines.append((hosts, launch["world_size"], devices.get("type"), devices.get("names")))
-    is_one = len(machines) > 0 and all(machine == machines[0] for machine in machines)
-    return machines[0] if is_one else None
+    is_same = bool(machines) and all(machine == machines[0] for machine in machines)
+    return machines[0] if is_same else None
 
 
 def _median_speed(run: RunRecord) -> float | None:
+    """Return the median of the logged tokens per second; None if there are none."""
     curve = run.curve("tokens_per_second")
-    values = [] if curve is None else curve.values.tolist()
-    speeds = [x for x in values if math.isfinite(x) and x > 0]
+    logged = [] if curve is None else curve.values.tolist()
+    speeds = [x for x in logged if math.isfinite(x) and x > 0]
     return statistics.median(speeds) if speeds else None

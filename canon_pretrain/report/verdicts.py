@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ from canon_pretrain.report.content import (
     SeedSigma,
     Verdict,
 )
-from canon_pretrain.report.evaluations import LOSS_UNITS, differing_task_options
+from canon_pretrain.report.evaluations import LOSS_UNITS, EvaluationPair, differing_task_options
 from canon_pretrain.report.items import Evaluation, ItemCache, Items, Scale, ScoreKey, is_loss
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.results import BITS, GOLD_BITS, NATS, VALIDATION
@@ -41,6 +42,7 @@ from canon_pretrain.stats.noise import (
 )
 
 BABILONG = re.compile(r"babilong_(qa[1-5])_(\d+)k")
+NO_EVALUATIONS = EvaluationPair([], [])
 NO_NOISE = SeedNoise(0.0, math.inf, "none", "none known")
 TOLERANCE = 1e-6  # relative, between a score and the mean over its items
 
@@ -52,7 +54,11 @@ class Side(NamedTuple):
     runs: Sequence[RunRecord]
 
 
-EvaluationPair = Sequence[Sequence[Evaluation]]  # of a side and of the baseline
+class Pair(NamedTuple):
+    """An architecture, and the baseline that it is compared with."""
+
+    side: Side
+    baseline: Side
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,28 @@ class TaskPair(NamedTuple):
     """The item scores of both sides on one task; `clusters_N` are indices into `sources`."""
 
     key: ScoreKey
-    sides: tuple[ItemScores, ItemScores]
+    side: ItemScores
+    baseline: ItemScores
     sources: np.ndarray
-    values: list[float]
+    value: float
+    baseline_value: float
     bounded: bool  # the metric is between 0 and 1
     chance: float | None
     extreme: str | None  # see `_extreme`
     differing: list[str]
+
+
+class PlannedTest(NamedTuple):
+    """A test on one task, or on the mean of several with metrics of one kind."""
+
+    name: str
+    tasks: Sequence[TaskPair]
+    weight: float = 1.0  # relative share of the family's error rate
+
+    @property
+    def bounded(self) -> bool:
+        """Return whether the metric is between 0 and 1, which is equal for all tasks of a mean."""
+        return self.tasks[0].bounded
 
 
 class Test(NamedTuple):
@@ -93,8 +114,7 @@ class Test(NamedTuple):
 
     row: Verdict
     paired: Difference | None  # None if there is no test
-    bounded: bool
-    weight: float  # relative share of the family's error rate
+    planned: PlannedTest
 
 
 class Correction(NamedTuple):
@@ -106,6 +126,14 @@ class Correction(NamedTuple):
     first_level: float  # without other rejections
 
 
+class RunItems(NamedTuple):
+    """The items of one run on one task, their values and their weights."""
+
+    items: Items
+    values_N: np.ndarray
+    weights_N: np.ndarray
+
+
 @dataclass
 class Comparator:
     """Compares pairs of sides; estimates seed noise from `recipes`."""
@@ -115,16 +143,19 @@ class Comparator:
     items: ItemCache = field(default_factory=ItemCache)
 
     def noise(
-        self, keys: Sequence[ScoreKey], *, bounded: bool, sides: EvaluationPair = ()
+        self, keys: Sequence[ScoreKey], *, bounded: bool, compared: EvaluationPair = NO_EVALUATIONS
     ) -> SeedNoise | None:
         """Return the seed noise of one task, or of the mean of several as if perfectly correlated.
 
-        Recipes whose seeds all score 0, or all 1, are excluded, unless they are one of `sides` and
-        both sides have several seeds.
+        Recipes whose seeds all score 0, or all 1, are excluded, unless they are one of the
+        `compared` sides and both sides have several seeds.
         """
-        compared_runs = {evaluation.run for side in sides for evaluation in side}
-        both_have_seeds = bool(sides) and all(len(side) > 1 for side in sides)
-        recipe_means, is_compared = [], []
+        compared_runs = {evaluation.run for evaluation in compared.both}
+        both_have_seeds = all(len(evaluated) > 1 for evaluated in compared)
+
+        # Seeds that all fail, or all succeed, do not show how much others vary.
+        recipe_means = []
+        is_compared = []
         for recipe in self.recipes:
             means = self._seed_means(recipe, keys)
             is_side = any(run.label in compared_runs for run in recipe.runs)
@@ -133,142 +164,149 @@ class Comparator:
                 recipe_means.append(means)
                 is_compared.append(is_side)
 
+        # The paper's ranges are of accuracies.
         use_paper = bounded and not self.options.own_noise_only
         spreads = [noise.published_spread(key.task, key.suite) for key in keys]
         return noise.seed_noise(
             recipe_means,
             spread=_mean_if_all(spreads) if use_paper else None,
-            given=_mean_if_all([self.options.sigma_of(key) for key in keys]),
+            user_sigma=_mean_if_all([self.options.sigma_of(key) for key in keys]),
             own_only=self.options.own_noise_only,
-            compared=is_compared if sides else None,
+            compared=is_compared,
         )
 
     def _seed_means(self, recipe: Recipe, keys: Sequence[ScoreKey]) -> list[float]:
         """Return the mean score over `keys` per run, at the last step that two runs have."""
-        by_step = [
+        results_by_run = [
             evaluations.full_results(run, keys[0].suite, self.options.step) for run in recipe.runs
         ]
-        steps = [step for results in by_step for step in results]
+        steps = [step for results in results_by_run for step in results]
         last = max((step for step in steps if steps.count(step) > 1), default=None)
 
         scale = Scale.of(keys[0].metric)
         means = []
-        for results in by_step:
-            if last in results:
-                scores = [x for key in keys if (x := results[last].score(key)) is not None]
-                if len(scores) == len(keys):
-                    means.append(sum(map(scale.mean, scores)) / len(keys))
+        for results in results_by_run:
+            if last not in results:
+                continue
+            scores = [x for key in keys if (x := results[last].score(key)) is not None]
+            if len(scores) == len(keys):
+                means.append(sum(map(scale.mean, scores)) / len(keys))
         return means
 
-    def task(self, key: ScoreKey, sides: EvaluationPair) -> TaskPair:
+    def task(self, key: ScoreKey, evaluated: EvaluationPair) -> TaskPair:
         """Return the item scores of both sides. Raises NotComparable."""
-        (a, items), (b, base_items) = (self._item_scores(key, side) for side in sides)
-        evaluated = [*sides[0], *sides[1]]
-        differing = differing_task_options(evaluated, key.task)
-        _check_items(items, base_items, differing)
+        side, items = self._item_scores(key, evaluated.side)
+        baseline, baseline_items = self._item_scores(key, evaluated.baseline)
+        differing = differing_task_options(evaluated.both, key.task)
+        _check_items(items, baseline_items, differing)
         if differing and is_loss(key.metric):
             raise NotComparable(f"a loss with different options ({'; '.join(differing)})")
 
-        # Records of an older version may have no sources: the coarser ones are of both sides.
-        coarse = min(items, base_items, key=lambda side: side.sources.size)
-        a = a._replace(clusters_N=coarse.clusters_N)
-        b = ItemScores(b.values_RN, a.weights_N, a.clusters_N)
+        # Records of an older version may have no sources: use the coarser ones for both sides.
+        coarse = min(items, baseline_items, key=lambda side_items: side_items.sources.size)
+        side = side._replace(clusters_N=coarse.clusters_N)
+        baseline = side._replace(values_RN=baseline.values_RN)
 
-        is_share = all(((x.values_RN >= 0) & (x.values_RN <= 1)).all() for x in (a, b))
+        is_share = all(
+            ((values >= 0) & (values <= 1)).all() for values in (side.values_RN, baseline.values_RN)
+        )
         bounded = is_share and not is_loss(key.metric)
-        chance = self.items.chance(evaluated[0], key.task, key.metric)
+        chance = self.items.chance(evaluated.side[0], key.task, key.metric)
+        extreme = None
+        if bounded and coarse.sources.size > 1:
+            extreme = _extreme((side, baseline), chance)
         return TaskPair(
-            key,
-            (a, b),
-            coarse.sources,
-            [_score(key.metric, x.values_RN.mean(axis=0), a.weights_N) for x in (a, b)],
-            bounded,
-            chance,
-            _extreme((a, b), chance) if bounded and coarse.sources.size > 1 else None,
-            differing,
+            key=key,
+            side=side,
+            baseline=baseline,
+            sources=coarse.sources,
+            value=_score(key.metric, side.values_RN.mean(axis=0), side.weights_N),
+            baseline_value=_score(key.metric, baseline.values_RN.mean(axis=0), side.weights_N),
+            bounded=bounded,
+            chance=chance,
+            extreme=extreme,
+            differing=differing,
         )
 
-    def row(
-        self, name: str, tasks: Sequence[TaskPair], sides: EvaluationPair, pair: tuple[Side, Side]
-    ) -> tuple[Verdict, Difference | None]:
-        """Return the row of a task, or of the mean of several, still without a verdict."""
-        first, keys = tasks[0], [task.key for task in tasks]
-        suite = first.key.suite
-        seeds = self.noise(keys, bounded=first.bounded, sides=sides)
+    def test(self, planned: PlannedTest, evaluated: EvaluationPair, pair: Pair) -> Test:
+        """Estimate the noise of a planned test; its row has no verdict yet."""
+        tasks = planned.tasks
+        keys = [task.key for task in tasks]
+        suite = keys[0].suite
+        metric = ", ".join(dict.fromkeys(key.metric for key in keys))
+        seeds = self.noise(keys, bounded=planned.bounded, compared=evaluated)
 
-        # A source that tasks share is one cluster.
-        joined = np.concatenate([task.sources for task in tasks])
-        sources, codes = np.unique(joined, return_inverse=True)
-        places = np.split(codes, np.cumsum([task.sources.size for task in tasks])[:-1])
+        # The test is paired by item. A source that tasks share is one cluster.
+        tasks_of_clusters, num_clusters = _with_common_clusters(tasks)
         paired = None
         if seeds is not None and all(task.sources.size >= MIN_CLUSTERS for task in tasks):
-            a, b = (
-                [
-                    task.sides[k]._replace(clusters_N=place_G[task.sides[k].clusters_N])
-                    for task, place_G in zip(tasks, places, strict=True)
-                ]
-                for k in (0, 1)
+            paired = noise.paired_difference(
+                [task.side for task in tasks_of_clusters],
+                [task.baseline for task in tasks_of_clusters],
+                seeds,
+                is_loss=is_loss(keys[0].metric),
             )
-            paired = noise.paired_difference(a, b, seeds, is_loss=is_loss(first.key.metric))
 
-        value, base = (math.fsum(task.values[k] for task in tasks) / len(tasks) for k in (0, 1))
+        # The value of a mean is the plain mean of its tasks.
+        value = fmean(task.value for task in tasks)
+        baseline_value = fmean(task.baseline_value for task in tasks)
         extremes = {task.extreme for task in tasks}
-        metric = ", ".join(dict.fromkeys(key.metric for key in keys))
+        bits_per_nat = None
+        if (suite, metric) == (VALIDATION, NATS):
+            bits_per_nat = evaluations.bits_per_nat(evaluated.baseline[0])
+
         is_single = len(tasks) == 1
         row = Verdict(
             suite=suite,
-            task=name,
+            task=planned.name,
             metric=metric,
-            higher_is_better=sides[0][0].higher_is_better(first.key),
-            step=sides[0][0].step,
-            baseline_step=sides[1][0].step,
+            higher_is_better=evaluated.side[0].higher_is_better(keys[0]),
+            step=evaluated.side[0].step,
+            baseline_step=evaluated.baseline[0].step,
             value=value,
-            baseline_value=base,
-            difference=value - base,
-            num_items=sum(task.sides[0].weights_N.size for task in tasks),
-            num_clusters=int(sources.size),
-            num_runs=[len(side) for side in sides],
+            baseline_value=baseline_value,
+            difference=value - baseline_value,
+            num_items=sum(task.side.weights_N.size for task in tasks),
+            num_clusters=num_clusters,
+            num_runs=[len(evaluated.side), len(evaluated.baseline)],
             asked_differently=[*dict.fromkeys(x for task in tasks for x in task.differing)],
             mean_of=None if is_single else [key.task for key in keys],
-            items_ci=_items_interval(first, base) if is_single else None,
-            mcnemar=_mcnemar(first) if is_single else None,
+            items_ci=_items_interval(tasks[0]) if is_single else None,
+            mcnemar=_mcnemar(tasks[0]) if is_single else None,
             chance=_mean_if_all([task.chance for task in tasks]),
             uninformative=extremes.pop() if len(extremes) == 1 else None,
             seed_noise=seeds and SeedSigma.of(seeds, Scale.of(metric).is_log),
-            bits_per_nat=(
-                evaluations.bits_per_nat(sides[1][0])
-                if (suite, metric) == (VALIDATION, NATS)
-                else None
-            ),
-            architecture=pair[0].label,
-            baseline=pair[1].label,
+            bits_per_nat=bits_per_nat,
+            architecture=pair.side.label,
+            baseline=pair.baseline.label,
         )
-        return row, paired
+        return Test(row, paired, planned)
 
     def stderr(
         self, key: ScoreKey, evaluated: Sequence[Evaluation], seeds: SeedNoise
     ) -> float | None:
         """Return the standard error of one side on the averaged scale; None if unknown."""
         try:
-            return noise.mean_score(self._item_scores(key, evaluated)[0], seeds)[1].stderr
+            scores, _ = self._item_scores(key, evaluated)
         except NotComparable:
             return None
+        return noise.mean_score(scores, seeds).noise.stderr
 
     def _item_scores(
         self, key: ScoreKey, evaluated: Sequence[Evaluation]
     ) -> tuple[ItemScores, Items]:
         """Read the item scores of a side's runs. Raises NotComparable."""
-        read: list[tuple[Items, np.ndarray, np.ndarray]] = []
+        by_run: list[RunItems] = []
         for evaluation in evaluated:
-            read.append(self._run_scores(key, evaluation))
-            _check_items(read[0][0], read[-1][0], differing_task_options(evaluated, key.task))
-        items, _, weights_N = read[0]
-        values_RN = np.stack([values_N for _, values_N, _ in read])
-        return ItemScores(values_RN, weights_N, items.clusters_N), items
+            by_run.append(self._run_items(key, evaluation))
+            differing = differing_task_options(evaluated, key.task)
+            _check_items(by_run[0].items, by_run[-1].items, differing)
 
-    def _run_scores(
-        self, key: ScoreKey, evaluation: Evaluation
-    ) -> tuple[Items, np.ndarray, np.ndarray]:
+        values_RN = np.stack([run.values_N for run in by_run])
+        items = by_run[0].items
+        return ItemScores(values_RN, by_run[0].weights_N, items.clusters_N), items
+
+    def _run_items(self, key: ScoreKey, evaluation: Evaluation) -> RunItems:
         """Read the items of one run with their values and weights. Raises NotComparable."""
         score = evaluation.score(key)
         if score is None:
@@ -281,18 +319,33 @@ class Comparator:
         weighted = items.metric_values(key.metric) if items else None
         if items is None or weighted is None:
             raise NotComparable(f"{evaluation.run} has no item records: evaluate it again")
-        if not np.isfinite(weighted[0]).all():
+
+        values_N, weights_N = weighted
+        if not np.isfinite(values_N).all():
             raise NotComparable(f"{evaluation.run} has an item without a finite value")
-        mean = _score(key.metric, *weighted)
+        mean = _score(key.metric, values_N, weights_N)
         if not math.isclose(score, mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
             raise NotComparable(
                 f"{evaluation.run} scores {score:.6g}, but the mean over its items is {mean:.6g}"
             )
-        return items, *weighted
+        return RunItems(items, values_N, weights_N)
 
 
 def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
     return Scale.of(metric).score(float(np.average(values_N, weights=weights_N)))
+
+
+def _with_common_clusters(tasks: Sequence[TaskPair]) -> tuple[list[TaskPair], int]:
+    """Number the clusters over the sources of all tasks; return the tasks and the count."""
+    all_sources = np.unique(np.concatenate([task.sources for task in tasks]))
+    renumbered = []
+    for task in tasks:
+        indices_G = np.searchsorted(all_sources, task.sources)
+        clusters_N = indices_G[task.side.clusters_N]  # equal for the baseline
+        side = task.side._replace(clusters_N=clusters_N)
+        baseline = task.baseline._replace(clusters_N=clusters_N)
+        renumbered.append(task._replace(side=side, baseline=baseline))
+    return renumbered, int(all_sources.size)
 
 
 def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:
@@ -306,124 +359,156 @@ def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:
         )
 
 
-def _items_interval(task: TaskPair, base: float) -> list[float] | None:
+def _items_interval(task: TaskPair) -> list[float] | None:
     """Return the interval over the items of these runs, without seed noise."""
-    a, b = task.sides
-    clusters = Clusters.of_difference(a, b)
-    bounded = noise.are_shares(a, b, is_loss=is_loss(task.key.metric))
+    clusters = Clusters.of_difference(task.side, task.baseline)
+    bounded = noise.are_shares(task.side, task.baseline, is_loss=is_loss(task.key.metric))
     ends = noise.items_interval(clusters, bounded=bounded)
-    return ends and [Scale.of(task.key.metric).change(end, base) for end in ends]
+    scale = Scale.of(task.key.metric)
+    return ends and [scale.change(end, task.baseline_value) for end in ends]
 
 
 def _mcnemar(task: TaskPair) -> noise.McNemar | None:
     """Test two single runs on items that are right or wrong; None for others."""
-    a, b = (side.values_RN for side in task.sides)
-    is_single = len(a) == len(b) == 1 and np.isin([a, b], (0.0, 1.0)).all()
-    return noise.mcnemar_test(a[0], b[0]) if is_single else None
+    a_RN = task.side.values_RN
+    b_RN = task.baseline.values_RN
+    if len(a_RN) == len(b_RN) == 1 and np.isin([a_RN, b_RN], (0.0, 1.0)).all():
+        return noise.mcnemar_test(a_RN[0], b_RN[0])
+    return None
 
 
 def _mean_if_all(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None if any value is None."""
     present = [x for x in values if x is not None]
-    return math.fsum(present) / len(present) if len(present) == len(values) else None
+    return fmean(present) if len(present) == len(values) else None
 
 
 def _extreme(sides: Sequence[ItemScores], chance: float | None) -> str | None:
     """Return "floor" (0), "ceiling" (1) or "chance" if both sides are within item noise of it."""
-    means = [noise.mean_score(side, NO_NOISE) for side in sides]
-    ends = [(mean, decide.critical_value(ALPHA, *of_items)) for mean, of_items in means]
+    means = []
+    for side in sides:
+        mean, item_noise = noise.mean_score(side, NO_NOISE)
+        means.append((mean, decide.critical_value(ALPHA, item_noise)))
+
     for name, level in (("floor", 0.0), ("ceiling", 1.0), ("chance", chance)):
-        if level is not None and all(abs(mean - level) <= half for mean, half in ends):
+        if level is not None and all(abs(mean - level) <= half for mean, half in means):
             return name
     return None
 
 
-def verdicts(
-    comparator: Comparator, pairs: Sequence[tuple[Side, Side]]
-) -> tuple[list[Verdict], list[Refusal], list[str]]:
-    """Return rows and refusals per (side, baseline), and notes on runs that were left out."""
+class Verdicts(NamedTuple):
+    """Rows and refusals of (side, baseline) pairs, and notes on runs that were left out."""
+
+    rows: list[Verdict]
+    refused: list[Refusal]
+    notes: list[str]
+
+
+def verdicts(comparator: Comparator, pairs: Sequence[Pair]) -> Verdicts:
+    """Judge each pair on every suite that its runs have; all pairs share a suite's family."""
     options = comparator.options
     tests: dict[str, list[Test]] = {}
     refused: list[Refusal] = []
     notes: dict[str, None] = {}
     for pair in pairs:
-        runs = [*pair[0].runs, *pair[1].runs]
+        runs = [*pair.side.runs, *pair.baseline.runs]
         for suite in evaluations.suites_of(runs, options.suites):
-            refuse = partial(Refusal, suite, architecture=pair[0].label, baseline=pair[1].label)
-            sides = evaluations.pair_evaluations(pair[0].runs, pair[1].runs, suite, options.step)
-            if not sides[0]:
+            refuse = partial(
+                Refusal, suite, architecture=pair.side.label, baseline=pair.baseline.label
+            )
+            evaluated = evaluations.pair_evaluations(
+                pair.side.runs, pair.baseline.runs, suite, options.step
+            )
+            if not evaluated.side:
                 refused.append(refuse(None, None, why="no full results at a common step"))
                 continue
 
-            evaluated = [*sides[0], *sides[1]]
-            labels = {evaluation.run for evaluation in evaluated}
-            if left := [run.label for run in runs if run.label not in labels]:
-                note = f"{suite} at step {evaluated[0].step}: no full results of {', '.join(left)}"
-                notes[note] = None
+            # Runs without results at the common step do not count.
+            labels = {evaluation.run for evaluation in evaluated.both}
+            if left_out := [run.label for run in runs if run.label not in labels]:
+                step = evaluated.side[0].step
+                notes[f"{suite} at step {step}: no full results of {', '.join(left_out)}"] = None
 
             tasks = []
-            for key in evaluations.score_keys(evaluated, suite):
+            for key in evaluations.score_keys(evaluated.both, suite):
                 if suite == VALIDATION and key.task != VALIDATION:
                     continue  # the count models
                 try:
-                    tasks.append(comparator.task(key, sides))
+                    tasks.append(comparator.task(key, evaluated))
                 except NotComparable as reason:
                     refused.append(refuse(key.task, key.metric, why=str(reason)))
 
-            for name, members, weight in _tests(suite, tasks, sides):
-                row, paired = comparator.row(name, members, sides, pair)
-                test = Test(row, paired, members[0].bounded, weight)
-                tests.setdefault(suite, []).append(test)
-    ordered = sorted(tests, key=evaluations.suite_order)
-    return [row for suite in ordered for row in _family(tests[suite])], refused, list(notes)
+            for planned in _planned_tests(suite, tasks, evaluated):
+                tests.setdefault(suite, []).append(comparator.test(planned, evaluated, pair))
+
+    # Holm's correction is over the tests of all pairs on a suite.
+    suites = sorted(tests, key=evaluations.suite_order)
+    rows = [row for suite in suites for row in _family(tests[suite])]
+    return Verdicts(rows, refused, list(notes))
 
 
-def _tests(
-    suite: str, tasks: Sequence[TaskPair], sides: EvaluationPair
-) -> Iterator[tuple[str, Sequence[TaskPair], float]]:
-    """Yield name, tasks and weight per test: first the mean of all tasks; Babilong by length.
+def _planned_tests(
+    suite: str, tasks: Sequence[TaskPair], evaluated: EvaluationPair
+) -> Iterator[PlannedTest]:
+    """Yield the tests of a suite: first the mean of all tasks; Babilong by length.
 
     A task enters a mean with its first metric between 0 and 1, and another with GOLD_BITS; the
     means have half of the weight.
     """
     scored: dict[str, TaskPair] = {}
     for task in tasks:
-        if task.bounded and sides[0][0].higher_is_better(task.key):
+        if task.bounded and evaluated.side[0].higher_is_better(task.key):
             scored.setdefault(task.key.task, task)
     gold = [task for task in tasks if task.key.metric == GOLD_BITS]
 
     # Babilong's tasks of one length are one test.
-    rows = [(x.key.task, [x]) for x in tasks if not BABILONG.fullmatch(x.key.task)]
-    lengths: dict[int, list[TaskPair]] = {}
+    rows = [
+        PlannedTest(task.key.task, [task])
+        for task in tasks
+        if not BABILONG.fullmatch(task.key.task)
+    ]
+    by_length: dict[int, list[TaskPair]] = {}
     for name, task in scored.items():
         if match := BABILONG.fullmatch(name):
-            lengths.setdefault(int(match[2]), []).append(task)
-    for length, members in sorted(lengths.items()):
-        mean = f"babilong_{length}k, mean of {len(members)} tasks"
-        rows.append((mean if len(members) > 1 else members[0].key.task, members))
+            by_length.setdefault(int(match[2]), []).append(task)
+    for length, members in sorted(by_length.items()):
+        name = members[0].key.task
+        if len(members) > 1:
+            name = f"babilong_{length}k, mean of {len(members)} tasks"
+        rows.append(PlannedTest(name, members))
 
     means = [members for members in ([*scored.values()], gold) if len(members) > 1]
     for members in means:
-        yield f"{suite}, mean of {len(members)} tasks", members, len(rows) / len(means)
-    yield from ((name, members, 1.0) for name, members in rows)
+        name = f"{suite}, mean of {len(members)} tasks"
+        yield PlannedTest(name, members, weight=len(rows) / len(means))
+    yield from rows
 
 
 def _family(tests: Sequence[Test]) -> Iterator[Verdict]:
     """Yield the rows of one suite, a family, with p, Holm's p and verdicts."""
     paired = [test.paired for test in tests if test.paired]
-    weights = np.array([test.weight for test in tests if test.paired])
-    p = np.array([decide.two_sided_p(x.difference, *x.noise) for x in paired])
-    corrections = zip(
+    weights = np.array([test.planned.weight for test in tests if test.paired])
+    corrections = iter(_corrections(paired, weights))
+    for test in tests:
+        if test.paired is None:
+            yield _not_judged(test.row)
+        else:
+            yield _judged(test, test.paired, next(corrections))
+
+
+def _corrections(paired: Sequence[Difference], weights: np.ndarray) -> list[Correction]:
+    """Test the differences of a family, and correct for their number (Holm)."""
+    if not paired:
+        return []
+
+    p = np.array([decide.two_sided_p(x.difference, x.noise) for x in paired])
+    columns = (
         p,
         decide.holm(p, weights),
         decide.holm_levels(p, weights),
-        ALPHA * weights / weights.sum() if paired else weights,
-        strict=True,
+        ALPHA * weights / weights.sum(),
     )
-    for test in tests:
-        if test.paired is not None:
-            yield _judged(test, test.paired, Correction(*map(float, next(corrections))))
-        else:
-            yield _not_judged(test.row)
+    return [Correction(*row) for row in np.stack(columns, axis=1).tolist()]
 
 
 def _not_judged(row: Verdict) -> Verdict:
@@ -437,20 +522,24 @@ def _not_judged(row: Verdict) -> Verdict:
 
 
 def _judged(test: Test, paired: Difference, corrected: Correction) -> Verdict:
-    row, scale = test.row, Scale.of(test.row.metric)
-    size, of_both = paired.difference, paired.noise
+    """Return the row of a test with its verdict, interval and power."""
+    row = test.row
+    scale = Scale.of(row.metric)
+    size = paired.difference
 
-    is_real = corrected.p_holm <= ALPHA
-    says_nothing = row.uninformative is not None and not is_real
-    verdict = UNINFORMATIVE if says_nothing else WITHIN
-    if is_real:
+    if corrected.p_holm <= ALPHA:
         verdict = BETTER if (size > 0) == row.higher_is_better else WORSE
+    elif row.uninformative is not None:
+        verdict = UNINFORMATIVE
+    else:
+        verdict = WITHIN
+    is_informative = verdict != UNINFORMATIVE
 
     # The interval is at Holm's level for this test, power at the level without other rejections.
-    half = decide.critical_value(corrected.level, *of_both)
-    ends = [size - half, size + half]
-    detectable = decide.detectable(corrected.first_level, *of_both)
-    is_shown = not (says_nothing or (test.bounded and detectable > 1))
+    half_width = decide.critical_value(corrected.level, paired.noise)
+    ends = [size - half_width, size + half_width]
+    detectable = decide.detectable(corrected.first_level, paired.noise)
+    is_detectable = is_informative and not (test.planned.bounded and detectable > 1)
     seeds_needed = None  # if significant already
     if verdict == WITHIN:
         seeds_needed = decide.seeds_needed(size, corrected.first_level, paired.noise_with)
@@ -459,23 +548,22 @@ def _judged(test: Test, paired: Difference, corrected: Correction) -> Verdict:
         ci=[scale.change(end, row.baseline_value) for end in ends],
         log_difference=size if scale.is_log else None,
         log_ci=ends if scale.is_log else None,
-        stderr=of_both.stderr,
-        stderr_items=math.sqrt(of_both.item_variance),
-        stderr_seeds=math.sqrt(of_both.seed_variance),
+        stderr=paired.noise.stderr,
+        stderr_items=math.sqrt(paired.noise.item_variance),
+        stderr_seeds=math.sqrt(paired.noise.seed_variance),
         p=corrected.p,
         p_holm=corrected.p_holm,
-        detectable=scale.change(detectable, row.baseline_value) if is_shown else None,
+        detectable=scale.change(detectable, row.baseline_value) if is_detectable else None,
         seeds_needed=seeds_needed,
         verdict=verdict,
-        uninformative=row.uninformative if says_nothing else None,
+        uninformative=None if is_informative else row.uninformative,
     )
 
 
-def held_out_summary(
-    rows: Sequence[Verdict], refused: Sequence[Refusal], pair: tuple[Side, Side]
-) -> str:
+def held_out_summary(rows: Sequence[Verdict], refused: Sequence[Refusal], pair: Pair) -> str:
     """Return a sentence on held-out loss: the verdict, or the logged losses if not evaluated."""
-    side, baseline = pair[0].label, pair[1].label
+    side = pair.side.label
+    baseline = pair.baseline.label
     outcomes: list[Refusal | Verdict] = [*refused, *rows]
     for row in outcomes:
         if (row.suite, row.architecture, row.baseline) == (VALIDATION, side, baseline):
@@ -484,18 +572,22 @@ def held_out_summary(
             summary = SUMMARIES[row.verdict].format(side=side, baseline=baseline, why=row.why)
             return f"{summary}: {held_out_difference(row)}"
 
-    how = "`canon eval run --suite validation` scores it"
-    has_bytes = any(evaluations.logged_losses(run, BITS) for run in pair[0].runs)
+    # Training may have logged losses, at the last step that all runs have in common.
+    way_out = "`canon eval run --suite validation` scores it"
+    has_bytes = any(evaluations.logged_losses(run, BITS) for run in pair.side.runs)
     metric = BITS if has_bytes else NATS
-    logged = [[evaluations.logged_losses(run, metric) for run in group.runs] for group in pair]
-    scored = set.intersection(*(set(losses) for of_side in logged for losses in of_side))
+    ours = [evaluations.logged_losses(run, metric) for run in pair.side.runs]
+    theirs = [evaluations.logged_losses(run, metric) for run in pair.baseline.runs]
+    scored = set.intersection(*(set(losses) for losses in (*ours, *theirs)))
     if not scored:
-        return f"No verdict on held-out text, not scored at a common step: {how}"
+        return f"No verdict on held-out text, not scored at a common step: {way_out}"
+
     last = max(scored)
-    ours, theirs = (math.fsum(losses[last] for losses in x) / len(x) for x in logged)
+    our_mean = fmean(losses[last] for losses in ours)
+    their_mean = fmean(losses[last] for losses in theirs)
     return (
         f"No verdict on held-out text; of {side} and {baseline}, training logged "
-        f"{ours:.4f} and {theirs:.4f} {LOSS_UNITS[metric]} at step {last[0]}: {how}"
+        f"{our_mean:.4f} and {their_mean:.4f} {LOSS_UNITS[metric]} at step {last.step}: {way_out}"
     )
 
 

@@ -26,7 +26,7 @@ from scipy.special import gammaln, logsumexp, polygamma, stdtr, stdtrit
 from canon_pretrain.stats.claims import Claim
 from canon_pretrain.stats.decide import ALPHA, Noise, critical_value, holm, two_sided_p
 
-ITEMS = 256  # items behind a score between 0 and 1, if not given
+ITEMS = 256  # default number of items behind a score between 0 and 1
 UNBOUNDED = 1 << 40  # items behind a score that is not a share of right answers
 APART = 0.3  # a gap between the scores of one cell that splits it
 PRIOR_DF = np.array([0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 20, 40, 100])
@@ -85,7 +85,7 @@ class Difference(NamedTuple):
         if self.p is None:
             return None
         below, above = (
-            max(critical_value(ALPHA / choices, *noise) for noise in self.noises)
+            max(critical_value(ALPHA / choices, noise) for noise in self.noises)
             for choices in self.choices
         )
         return self.difference - below, self.difference + above
@@ -105,7 +105,10 @@ class Tested(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Architectures of a task, best first; `holds`: the probability of the whole order."""
+    """Architectures of a task, best first.
+
+    `holds`: the probability of the whole order; `best`: by architecture, that of being the best.
+    """
 
     order: list[str]
     holds: float
@@ -128,60 +131,72 @@ def measure(
     choices: Mapping[tuple[str, str], float] | None = None,
     lower_is_better: Collection[str] = (),
 ) -> Cells:
-    """Return the cells; `items`: number of items behind each score between 0 and 1, by task.
+    """Estimate each cell's mean, its variance over seeds and its 95 % interval.
 
-    `choices`: of the learning rate, by architecture and task; `lower_is_better` is for these.
+    `items`: number of items behind each score between 0 and 1, by task; `choices`: of the learning
+    rate, by architecture and task; `lower_is_better`: the tasks with such scores.
 
     A score between 0 and 1 varies at least as its items do, with two more right and two more wrong
     ones (Agresti and Coull 1998): three seeds that all score 1 have a variance.
     """
     tasks = list(dict.fromkeys(task for by_task in scores.values() for task in by_task))
-    places = [(task, name) for task in tasks for name in scores if len(scores[name].get(task, ()))]
-    groups = [np.asarray(scores[name][task], np.float64) for task, name in places]
-    if not all(np.isfinite(group).all() for group in groups):
+    groups = {
+        (task, name): np.asarray(scores[name][task], np.float64)
+        for task in tasks
+        for name in scores
+        if len(scores[name].get(task, ()))
+    }
+    if not all(np.isfinite(group).all() for group in groups.values()):
         raise ValueError("a board's scores must be finite")
 
     num_items = dict.fromkeys(tasks, ITEMS) | dict(items or {})
-    bounded = dict.fromkeys(tasks, True)
-    for (task, _), group in zip(places, groups, strict=True):
-        bounded[task] &= bool(((group >= 0) & (group <= 1)).all())
+    unbounded_tasks = {
+        task for (task, _), group in groups.items() if ((group < 0) | (group > 1)).any()
+    }
 
-    # The variance over seeds, at least that of the items behind a score.
+    # The variance over seeds, at least that of the items behind a score. Other scores get a
+    # floor as small as their rounding: a variance of 0 has no logarithm.
     floors = [
-        _item_variance(group, num_items[task])
-        if bounded[task]
-        else (1e-6 * float(abs(group).max())) ** 2 + 1e-300
-        for (task, _), group in zip(places, groups, strict=True)
+        (1e-6 * float(abs(group).max())) ** 2 + 1e-300
+        if task in unbounded_tasks
+        else _item_variance(group, num_items[task])
+        for (task, _), group in groups.items()
     ]
-    dfs = np.array([group.size - 1 for group in groups])
-    own = [float(group.var(ddof=1)) if group.size > 1 else 0.0 for group in groups]
-    raised = np.maximum(own, floors)
+    dfs = np.array([group.size - 1 for group in groups.values()])
+    seed_variances = [
+        float(group.var(ddof=1)) if group.size > 1 else 0.0 for group in groups.values()
+    ]
+    variances = np.maximum(seed_variances, floors)
 
-    # Shrunk towards the task's typical variance, and pooled over the task.
-    codes = np.array([tasks.index(task) for task, _ in places])
-    variances, df = _shrink(raised, dfs, codes)
-    pooled_df = np.bincount(codes, weights=dfs)
-    pooled = np.bincount(codes, weights=dfs * raised) / np.maximum(pooled_df, 1)
+    # Shrink them towards the task's typical variance, and pool them over the task.
+    task_indices = np.array([tasks.index(task) for task, _ in groups])
+    shrunk, shrunk_dfs = _shrink(variances, dfs, task_indices)
+    pooled_dfs = np.bincount(task_indices, weights=dfs)
+    pooled = np.bincount(task_indices, weights=dfs * variances) / np.maximum(pooled_dfs, 1)
 
     cells: dict[tuple[str, str], Cell] = {}
-    for k, ((task, name), group) in enumerate(zip(places, groups, strict=True)):
+    for k, ((task, name), group) in enumerate(groups.items()):
         cell = Cell(
             mean=float(group.mean()),
-            variance=float(max(variances[k], floors[k]) / group.size),
-            df=float(df[k]),
-            pooled=float(pooled[codes[k]]) / group.size,
-            pooled_df=int(pooled_df[codes[k]]),
+            variance=float(max(shrunk[k], floors[k]) / group.size),
+            df=float(shrunk_dfs[k]),
+            pooled=float(pooled[task_indices[k]]) / group.size,
+            pooled_df=int(pooled_dfs[task_indices[k]]),
             num_seeds=group.size,
             choices=(choices or {}).get((name, task), 1.0),
         )
+
+        is_bounded = task not in unbounded_tasks
         interval = _interval(cell, lower_is_better=task in lower_is_better)
-        if interval is not None and bounded[task]:
+        if interval is not None and is_bounded:
             interval = max(interval[0], 0.0), min(interval[1], 1.0)
+
         is_split = None
-        if bounded[task] and num_items[task] < UNBOUNDED:
+        if is_bounded and num_items[task] < UNBOUNDED:
             is_split = bool(np.diff(np.sort(group)).max(initial=0.0) > APART)
         cells[task, name] = cell._replace(interval=interval, is_split=is_split)
 
+    # Whether a cell may be all-or-nothing depends on the other cells.
     by_task: Cells = {task: {} for task in tasks}
     for task, name in cells:
         by_task[task][name] = with_all_or_nothing(cells, (task, name))
@@ -190,8 +205,8 @@ def measure(
 
 def measure_task(scores: Mapping[K, Sequence[float]], *, items: int = ITEMS) -> dict[K, Cell]:
     """Return the cells of one task, by any key."""
-    named = {str(k): {"": group} for k, group in enumerate(scores.values())}
-    cells = measure(named, items={"": items})[""]
+    by_name = {str(k): {"": group} for k, group in enumerate(scores.values())}
+    cells = measure(by_name, items={"": items})[""]
     return dict(zip(scores, cells.values(), strict=True))
 
 
@@ -199,9 +214,15 @@ def _interval(cell: Cell, *, lower_is_better: bool) -> tuple[float, float] | Non
     """Return the 95 % interval; wider towards worse scores if the learning rate was chosen."""
     if cell.df <= 0:
         return None
-    sides = (1.0, cell.choices) if lower_is_better else (cell.choices, 1.0)
-    low, high = (stdtrit(cell.df, ALPHA / 2 / x) * math.sqrt(cell.variance) for x in sides)
-    return cell.mean + float(low), cell.mean - float(high)
+
+    choices_below, choices_above = cell.choices, 1.0
+    if lower_is_better:
+        choices_below, choices_above = choices_above, choices_below
+    stderr = math.sqrt(cell.variance)
+    # Quantiles of the lower tail, so both are below 0.
+    below = stdtrit(cell.df, ALPHA / 2 / choices_below) * stderr
+    above = stdtrit(cell.df, ALPHA / 2 / choices_above) * stderr
+    return cell.mean + float(below), cell.mean - float(above)
 
 
 def with_all_or_nothing(cells: Mapping[P, Cell], place: P) -> Cell:
@@ -216,18 +237,19 @@ def with_all_or_nothing(cells: Mapping[P, Cell], place: P) -> Cell:
         return cell
 
     task, architecture, *_ = place
-    others = [
-        x
-        for other, x in cells.items()
-        if x.is_split is not None
-        and (other[0] == task or other[1] == architecture)
-        and other != place
+    neighbors = [
+        other
+        for other_place, other in cells.items()
+        if other.is_split is not None
+        and (other_place[0] == task or other_place[1] == architecture)
+        and other_place != place
     ]
-    num_split = sum(bool(x.is_split) for x in others)
+    num_split = sum(bool(other.is_split) for other in neighbors)
     if not num_split:
         return cell
 
-    share = min(1.0, num_split / math.fsum(map(_splits_expected, others)))
+    # Bayes: `share` is the prior, and the seeds agree always if the cell is not all-or-nothing.
+    share = min(1.0, num_split / math.fsum(map(_splits_expected, neighbors)))
     agrees = share * (1 - _splits_expected(cell))
     return cell._replace(all_or_nothing=agrees / (agrees + 1 - share))
 
@@ -241,6 +263,7 @@ def _splits_expected(cell: Cell) -> float:
 
 
 def _item_variance(group: np.ndarray, items: int) -> float:
+    """Return the variance of a share of `items`, with two more right and two more wrong ones."""
     share = (float(group.sum()) * items + 2) / (group.size * items + 4)
     return share * (1 - share) / items
 
@@ -250,45 +273,65 @@ def _shrink(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return variances shrunk towards a typical one per task, and their degrees of freedom.
 
-    Given the task's typical variance, variance / typical is F(df, prior df). The prior df is the
-    most probable one for the whole board, with the typical variances integrated out.
+    The model of Smyth 2004: in a task with the typical variance s0^2, a variance s^2 of d degrees
+    of freedom is s0^2 F(d, d0). It is shrunk to (d0 s0^2 + d s^2) / (d0 + d), which has d0 + d
+    degrees of freedom. The prior d0 is the most probable one for the whole board, with the typical
+    variances integrated out. All arguments are [cell]; `tasks`: the index of each cell's task.
+
+    Shapes: P prior df, V typical variances of a grid, C cells with noise, T tasks.
     """
     has_noise = dfs > 0
     if not has_noise.any():
         return variances, np.zeros(len(variances))
 
-    # The density of each variance: [prior df, typical variance, cell], and summed by task.
-    logs, df = np.log(variances[has_noise]), dfs[has_noise]
-    grid = np.linspace(logs.min() - 4, logs.max() + 4, 96)
-    d0 = PRIOR_DF[:, None, None]
-    z = np.log(df / d0) + logs - grid[:, None]
-    log_f = gammaln((df + d0) / 2) - gammaln(df / 2) - gammaln(d0 / 2)
-    log_f = log_f + df / 2 * z - (df + d0) / 2 * np.logaddexp(0, z)
-    members = tasks[has_noise][:, None] == np.arange(tasks.max() + 1)
-    by_task = log_f @ members
+    # The grid of log s0^2 extends beyond the observed log s^2.
+    log_s2_C = np.log(variances[has_noise])
+    log_s02_V = np.linspace(log_s2_C.min() - 4, log_s2_C.max() + 4, 96)
 
-    # The most probable prior df, and the typical variance of each task.
-    log_prior = np.log(PRIOR_DF) - np.log(PRIOR_DF**2 + USUAL_DF**2)  # over log(prior df)
-    best = int(np.argmax(logsumexp(by_task, axis=1).sum(axis=1) + log_prior))
-    weights = np.exp(by_task[best] - by_task[best].max(axis=0))
-    weights /= weights.sum(axis=0)
-    center = grid @ weights
+    # The log density of log s^2 for each d0 and s0^2, with a = d / 2, b = d0 / 2 and
+    # z = log(d s^2 / (d0 s0^2)), is a z - (a + b) log(1 + e^z) - log B(a, b).
+    a_C = dfs[has_noise] / 2
+    b_P11 = PRIOR_DF[:, None, None] / 2
+    z_PVC = np.log(a_C / b_P11) + log_s2_C - log_s02_V[:, None]
+    minus_log_beta_P1C = gammaln(a_C + b_P11) - gammaln(a_C) - gammaln(b_P11)
+    log_f_PVC = minus_log_beta_P1C + a_C * z_PVC - (a_C + b_P11) * np.logaddexp(0, z_PVC)
 
-    # The typical variance is uncertain too: fewer prior degrees of freedom.
-    spread = polygamma(1, PRIOR_DF[best] / 2) + grid**2 @ weights - center**2
-    typical, prior = np.exp(center)[tasks], _df_of_spread(spread)[tasks]
-    shrunk = (prior * typical + dfs * variances) / (prior + dfs)
-    return shrunk, np.minimum(prior + dfs, (df @ members)[tasks])
+    # The cells of a task are independent, given its s0^2.
+    is_in_task_CT = tasks[has_noise][:, None] == np.arange(tasks.max() + 1)
+    log_f_PVT = log_f_PVC @ is_in_task_CT
+
+    # The most probable d0, by a half-Cauchy prior with the median USUAL_DF (as a density of
+    # log d0); then the posterior mean of log s0^2 in each task.
+    log_prior_P = np.log(PRIOR_DF) - np.log(PRIOR_DF**2 + USUAL_DF**2)
+    best = int(np.argmax(logsumexp(log_f_PVT, axis=1).sum(axis=1) + log_prior_P))
+    weights_VT = np.exp(log_f_PVT[best] - log_f_PVT[best].max(axis=0))
+    weights_VT /= weights_VT.sum(axis=0)
+    center_T = log_s02_V @ weights_VT
+
+    # s0^2 is uncertain too: the posterior variance of log s0^2 is added to that of the prior
+    # (trigamma), which leaves fewer prior degrees of freedom.
+    log_variance_T = polygamma(1, PRIOR_DF[best] / 2) + log_s02_V**2 @ weights_VT - center_T**2
+    s02 = np.exp(center_T)[tasks]
+    d0 = _df_of_log_variance(log_variance_T)[tasks]
+    shrunk = (d0 * s02 + dfs * variances) / (d0 + dfs)
+    task_dfs = (dfs[has_noise] @ is_in_task_CT)[tasks]
+    return shrunk, np.minimum(d0 + dfs, task_dfs)
 
 
-def _df_of_spread(spread: np.ndarray) -> np.ndarray:
-    """Return the df at which the log of chi-squared has variance `spread`."""
+def _df_of_log_variance(log_variance: np.ndarray) -> np.ndarray:
+    """Return the df at which the log of chi-squared has this variance."""
     df = np.geomspace(0.1, 200, 400)
-    return np.interp(-spread, -polygamma(1, df / 2), df)
+    return np.interp(-log_variance, -polygamma(1, df / 2), df)
+
+
+def _cell_noise(x: Cell, y: Cell) -> Noise:
+    """Return the noise of a difference by the variances of the two cells."""
+    return Noise(x.variance, x.df, y.variance, y.df)
 
 
 def _noises(x: Cell, y: Cell) -> list[Noise]:
-    noises = [Noise(x.variance, x.df, y.variance, y.df)]
+    """Return the noise by the cells' variances, and by the task's pooled one if there is one."""
+    noises = [_cell_noise(x, y)]
     if x.pooled_df:
         noises.append(Noise(x.pooled + y.pooled, x.pooled_df, 0.0, 1.0))
     return noises
@@ -298,7 +341,7 @@ def difference_p(size: float, x: Cell, y: Cell) -> float | None:
     """Return the two-sided p of a difference; None without noise."""
     if min(x.df, y.df) <= 0:
         return None
-    p = max(pooled_p(size, x, y), two_sided_p(size, *_noises(x, y)[0]))
+    p = max(pooled_p(size, x, y), two_sided_p(size, _cell_noise(x, y)))
     return min(p + chance_p(x, y), 1.0)
 
 
@@ -309,14 +352,19 @@ def chance_p(x: Cell, y: Cell) -> float:
     lower one, and its others would score 1; or both learn equally often.
     """
     low, high = sorted((x, y), key=lambda cell: abs(cell.mean))
-    a, b = abs(low.mean), abs(high.mean)
-    n, m, total = low.num_seeds, high.num_seeds, low.num_seeds + high.num_seeds
-    if not (low.all_or_nothing or high.all_or_nothing) or a == b:
+    low_mean = abs(low.mean)
+    high_mean = abs(high.mean)
+    if not (low.all_or_nothing or high.all_or_nothing) or low_mean == high_mean:
         return 0.0
 
-    all_learn = (a / b) ** m
-    none_learns = ((1 - b) / (1 - a)) ** n
-    both = (m / total) ** m * (n / total) ** n
+    # The higher cell learns in a share low / high of seeds, yet all of its seeds did.
+    all_learn = (low_mean / high_mean) ** high.num_seeds
+    # The lower cell fails in a share (1 - high) / (1 - low) of seeds, yet all of its seeds did.
+    none_learns = ((1 - high_mean) / (1 - low_mean)) ** low.num_seeds
+    # Of n + m seeds with one chance to learn, exactly the m of the higher cell did: at most
+    # (m / (n + m))^m (n / (n + m))^n.
+    total = low.num_seeds + high.num_seeds
+    both = (high.num_seeds / total) ** high.num_seeds * (low.num_seeds / total) ** low.num_seeds
     return 2 * (
         high.all_or_nothing * all_learn
         + low.all_or_nothing * none_learns
@@ -325,8 +373,10 @@ def chance_p(x: Cell, y: Cell) -> float:
 
 
 def pooled_p(size: float, x: Cell, y: Cell) -> float:
-    """Return Student's two-sided p by the task's pooled variance."""
-    return student_p(size, math.sqrt(x.pooled + y.pooled), x.pooled_df) if x.pooled_df else 0.0
+    """Return Student's two-sided p by the task's pooled variance; 0 if there is none."""
+    if not x.pooled_df:
+        return 0.0
+    return student_p(size, math.sqrt(x.pooled + y.pooled), x.pooled_df)
 
 
 def student_p(size: float, stderr: float, df: float) -> float:
@@ -340,23 +390,26 @@ def differences(cells: Cells, *, lower_is_better: Collection[str] = ()) -> list[
     for task, by_name in cells.items():
         for (a, x), (b, y) in itertools.combinations(by_name.items(), 2):
             size = x.mean - y.mean
+            # Of the cell that is better if the difference is above 0, and if it is below 0.
             choices = (y.choices, x.choices) if task in lower_is_better else (x.choices, y.choices)
             p = difference_p(size, x, y)
             if p is not None:
-                p = min(p * choices[size < 0], 1.0)
+                above, below = choices
+                p = min(p * (below if size < 0 else above), 1.0)
             pairs.append(Difference(task, a, b, size, _noises(x, y), p, choices=choices))
 
     corrected = []
-    for pair, p in zip(pairs, _holm([pair.p for pair in pairs]), strict=True):
+    for pair, p_holm in zip(pairs, _holm([pair.p for pair in pairs]), strict=True):
         better = None
-        if p is not None and p <= ALPHA:
+        if p_holm is not None and p_holm <= ALPHA:
             a_is_better = (pair.difference > 0) != (pair.task in lower_is_better)
             better = pair.a if a_is_better else pair.b
-        corrected.append(pair._replace(p_holm=p, better=better))
+        corrected.append(pair._replace(p_holm=p_holm, better=better))
     return corrected
 
 
 def _holm(p: Sequence[float | None]) -> list[float | None]:
+    """Return Holm's adjusted p values; None, which is no test, stays None."""
     tested = np.array([x for x in p if x is not None])
     adjusted = iter(holm(tested, np.ones(tested.size)).tolist())
     return [None if x is None else next(adjusted) for x in p]
@@ -366,17 +419,18 @@ def check_claims(
     cells: Cells, claims: Sequence[Claim], *, lower_is_better: Collection[str] = ()
 ) -> list[Tested]:
     """Test the planned claims one-sided; they are a family of their own."""
-    tested = []
+    tests = []
     for claim in claims:
-        x, y = (cells[claim.task][name] for name in (claim.better, claim.worse))
+        x = cells[claim.task][claim.better]
+        y = cells[claim.task][claim.worse]
         ahead = (x.mean - y.mean) * (-1 if claim.task in lower_is_better else 1)
         p = difference_p(ahead + claim.margin, x, y)
         if p is not None:
             p = min(p / 2 * x.choices, 1.0) if ahead + claim.margin > 0 else 1 - p / 2
-        tested.append(Tested(claim, ahead, p))
+        tests.append(Tested(claim, ahead, p))
 
-    adjusted = _holm([one.p for one in tested])
-    return [one._replace(p_holm=p) for one, p in zip(tested, adjusted, strict=True)]
+    adjusted = _holm([test.p for test in tests])
+    return [test._replace(p_holm=p) for test, p in zip(tests, adjusted, strict=True)]
 
 
 def ranking(by_name: Mapping[str, Cell], *, lower_is_better: bool = False) -> Ranking | None:
@@ -386,21 +440,27 @@ def ranking(by_name: Mapping[str, Cell], *, lower_is_better: bool = False) -> Ra
     """
     if not all(cell.df > 0 for cell in by_name.values()):
         return None
+
     sign = -1 if lower_is_better else 1
     order = sorted(by_name, key=lambda name: -sign * by_name[name].mean)
+
+    # True means by architecture, best first, and draw; negated if lower is better.
     rng = np.random.default_rng(0)
     cells = [by_name[name] for name in order]
-    drawn = np.stack([x.mean + math.sqrt(x.variance) * rng.standard_t(x.df, DRAWS) for x in cells])
-    holds = (np.diff(sign * drawn, axis=0) <= 0).all(axis=0).mean()
-    first = np.argmax(sign * drawn, axis=0)
-    best = {name: float((first == k).mean()) for k, name in enumerate(order)}
-    return Ranking(order, float(holds), best)
+    true_means = sign * np.stack(
+        [cell.mean + math.sqrt(cell.variance) * rng.standard_t(cell.df, DRAWS) for cell in cells]
+    )
+    keeps_order = (np.diff(true_means, axis=0) <= 0).all(axis=0)
+    winners = np.argmax(true_means, axis=0)
+    best = {name: float((winners == k).mean()) for k, name in enumerate(order)}
+    return Ranking(order, float(keeps_order.mean()), best)
 
 
 def rank_correlation(by_name: Mapping[str, Cell], reference: Mapping[str, float]) -> float | None:
     """Return Spearman's correlation of a task's means with other scores; None if undefined."""
     pairs = [(by_name[name].mean, x) for name, x in reference.items() if name in by_name]
-    if min((len({*side}) for side in zip(*pairs, strict=True)), default=0) < 2:
+    num_distinct = [len(set(values)) for values in zip(*pairs, strict=True)]
+    if min(num_distinct, default=0) < 2:
         return None
     return float(stats.spearmanr(pairs).statistic)
 
@@ -420,8 +480,10 @@ def rate_optimum(
     cells = measure_task(finite)
     sign = -1 if lower_is_better else 1
     best = max(cells, key=lambda rate: sign * cells[rate].mean)
-    names = {str(rate): cell for rate, cell in cells.items()}
-    pairs = differences({"": names}, lower_is_better=[""] if lower_is_better else ())
+
+    # The rates that are not significantly worse than the best one.
+    by_name = {str(rate): cell for rate, cell in cells.items()}
+    pairs = differences({"": by_name}, lower_is_better=[""] if lower_is_better else ())
     worse = {name for pair in pairs if pair.better == str(best) for name in (pair.a, pair.b)}
     level = [rate for rate in cells if str(rate) not in worse | {str(best)}]
 

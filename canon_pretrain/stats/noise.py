@@ -32,7 +32,8 @@ PUBLISHED_SPREADS = {
     "jrt_swde_twice": 0.08,
 }
 """The paper's range of eight seeds of one architecture, as a fraction."""
-OTHER_DISCRIMINATIVE, OTHER_GENERATIVE = 0.03, 0.05  # the paper: 1-3 % and 3-5 %
+OTHER_DISCRIMINATIVE = 0.03  # the paper: 1-3 %
+OTHER_GENERATIVE = 0.05  # the paper: 3-5 %
 F_TEST_LEVEL = 0.1  # of the test whether the two sides vary more over seeds than other recipes
 
 
@@ -56,7 +57,8 @@ class Clusters(NamedTuple):
     ) -> "Clusters":
         """Sum by cluster index; `count`: the number of clusters if tasks share them."""
         sums_G = np.bincount(clusters_N, weights=values_N * weights_N, minlength=count)
-        return cls(sums_G, np.bincount(clusters_N, weights=weights_N, minlength=count))
+        weights_G = np.bincount(clusters_N, weights=weights_N, minlength=count)
+        return cls(sums_G, weights_G)
 
     @classmethod
     def of_difference(cls, a: ItemScores, b: ItemScores, count: int = 0) -> "Clusters":
@@ -75,14 +77,14 @@ def mean_variance(*tasks: Clusters) -> float:
     (G - 1) / G sum (mean without g - mean)^2; CR1 is nearly 0 if one cluster has most weight. For
     several tasks, of the plain mean of their means: each cluster is left out of all tasks at once.
     """
-    count = tasks[0].sums_G.size
-    moved_G = np.zeros(count)
+    num_clusters = tasks[0].sums_G.size
+    changes_G = np.zeros(num_clusters)  # mean - mean without g, summed over tasks
     for task in tasks:
-        others_G = float(task.weights_G.sum()) - task.weights_G
-        if (others_G <= 0).any():
+        other_weights_G = float(task.weights_G.sum()) - task.weights_G
+        if (other_weights_G <= 0).any():
             return float("inf")
-        moved_G += (task.sums_G - task.mean * task.weights_G) / others_G
-    return float((count - 1) / count * ((moved_G / len(tasks)) ** 2).sum())
+        changes_G += (task.sums_G - task.mean * task.weights_G) / other_weights_G
+    return float((num_clusters - 1) / num_clusters * ((changes_G / len(tasks)) ** 2).sum())
 
 
 def degrees_of_freedom(clusters: Clusters) -> float:
@@ -92,11 +94,16 @@ def degrees_of_freedom(clusters: Clusters) -> float:
 
 
 def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
-    """Return `mean_variance` of paired differences; `bounded`: between -1 and 1."""
-    # with two more items, +1 and -1, few equal items have a variance (Bonett and Price 2012)
-    sums_G, weights_G = clusters
-    if bounded and sums_G.size > 1:
-        clusters = Clusters(np.append(sums_G, [1.0, -1.0]), np.append(weights_G, np.ones(2)))
+    """Return `mean_variance` of paired differences; `bounded`: between -1 and 1.
+
+    Adds two items to bounded ones, +1 and -1, so that a few equal items have a variance (Bonett
+    and Price 2012).
+    """
+    if bounded and clusters.sums_G.size > 1:
+        clusters = Clusters(
+            np.append(clusters.sums_G, [1.0, -1.0]),
+            np.append(clusters.weights_G, [1.0, 1.0]),
+        )
     return mean_variance(clusters)
 
 
@@ -108,17 +115,17 @@ def are_shares(a: ItemScores, b: ItemScores, *, is_loss: bool) -> bool:
 
 def interaction_variance(*tasks: ItemScores) -> float:
     """Return the run-by-item interaction in the variance of a run's mean (of tasks); R >= 2."""
-    count = 1 + max(int(task.clusters_N.max()) for task in tasks)
-    residuals = [task.values_RN - task.values_RN.mean(axis=0) for task in tasks]
+    num_clusters = 1 + max(int(task.clusters_N.max()) for task in tasks)
+    residuals_RN = [task.values_RN - task.values_RN.mean(axis=0) for task in tasks]
+    num_runs = len(residuals_RN[0])
     total = 0.0
-    for run_residuals in zip(*residuals, strict=True):
-        total += mean_variance(
-            *(
-                Clusters.of(residuals_N, task.weights_N, task.clusters_N, count)
-                for residuals_N, task in zip(run_residuals, tasks, strict=True)
-            )
-        )
-    return total / (len(residuals[0]) - 1)
+    for run in range(num_runs):
+        clusters = [
+            Clusters.of(residuals[run], task.weights_N, task.clusters_N, num_clusters)
+            for residuals, task in zip(residuals_RN, tasks, strict=True)
+        ]
+        total += mean_variance(*clusters)
+    return total / (num_runs - 1)
 
 
 def student_half_width(stderr: float, df: float, alpha: float = ALPHA) -> float:
@@ -154,18 +161,19 @@ def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> McNemar:
     """Run McNemar's test on scores 0 or 1. The p value depends on the discordant items only."""
     from statsmodels.stats.contingency_tables import mcnemar  # slow import, unused by eval run
 
-    only_a, only_b = int((a_N > b_N).sum()), int((b_N > a_N).sum())
+    only_a = int((a_N > b_N).sum())
+    only_b = int((b_N > a_N).sum())
     exact = only_a + only_b < EXACT_BELOW
     test = mcnemar([[0, only_a], [only_b, 0]], exact=exact, correction=True)
     return McNemar(only_a, only_b, float(test.pvalue), exact)
 
 
 class SeedNoise(NamedTuple):
-    """The variance of one run's score over seeds; `df` is infinite if it is given."""
+    """The variance of one run's score over seeds; `df` is infinite if the user sets it."""
 
     variance: float
     df: float
-    source: str  # own, own and paper, paper, or given
+    source: str  # own, own and paper, paper, or given (by the user)
     description: str
 
     @property
@@ -176,8 +184,10 @@ class SeedNoise(NamedTuple):
         """Return `df` if the recipes had `more_runs` more runs."""
         if not math.isfinite(self.df) or self.source == "own":
             return max(self.df + more_runs, 1.0)
-        own = max(self.df - RANGE_DF + more_runs, 0.0)
-        return own if own >= RANGE_DF else RANGE_DF + own
+
+        # The paper's range counts until own seeds have as many degrees of freedom.
+        own_df = max(self.df - RANGE_DF + more_runs, 0.0)
+        return own_df if own_df >= RANGE_DF else RANGE_DF + own_df
 
 
 def published_spread(task: str, suite: str) -> float | None:
@@ -190,9 +200,13 @@ def published_spread(task: str, suite: str) -> float | None:
 
 def pooled_variance(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Return the variance within groups of runs of one recipe, and its degrees of freedom."""
-    several = [np.asarray(group, dtype=np.float64) for group in groups if len(group) > 1]
-    squares = sum(float(((values - values.mean()) ** 2).sum()) for values in several)
-    df = sum(values.size - 1 for values in several)
+    squares: float = 0
+    df = 0
+    for group in groups:
+        if len(group) > 1:
+            scores = np.asarray(group, dtype=np.float64)
+            squares += float(((scores - scores.mean()) ** 2).sum())
+            df += scores.size - 1
     return (squares / df, df) if df else (0.0, 0)
 
 
@@ -200,19 +214,20 @@ def seed_noise(
     groups: Sequence[Sequence[float]],
     *,
     spread: float | None = None,
-    given: float | None = None,
+    user_sigma: float | None = None,
     own_only: bool = False,
     compared: Sequence[bool] | None = None,
 ) -> SeedNoise | None:
     """Return the seed noise of one task; None if unknown.
 
-    `groups`: scores of the runs, by recipe. `spread`: the paper's range of eight seeds. `given`:
-    a known standard deviation. Own seeds are used alone from RANGE_DF degrees of freedom on; fewer
-    are pooled with the paper's (Smyth 2004), never below their own. `compared`: which groups belong
-    to the two sides; if an F test finds that they vary more, the others are excluded.
+    `groups`: scores of the runs, by recipe. `spread`: the paper's range of eight seeds.
+    `user_sigma`: a known standard deviation. Own seeds are used alone from RANGE_DF degrees of
+    freedom on; fewer are pooled with the paper's (Smyth 2004), never below their own. `compared`:
+    which groups belong to the two sides; if an F test finds that they vary more, the others are
+    excluded.
     """
-    if given is not None:
-        return SeedNoise(given**2, math.inf, "given", f"given: {given:g}")
+    if user_sigma is not None:
+        return SeedNoise(user_sigma**2, math.inf, "given", f"given: {user_sigma:g}")
 
     # Other recipes do not count if the two sides vary more.
     excluded = ""
@@ -223,42 +238,53 @@ def seed_noise(
             groups = sides
             excluded = "; other recipes vary less and are excluded"
 
-    own, df = pooled_variance(groups)
-    runs = [len(group) for group in groups if len(group) > 1]
-    ours = f"own: {sum(runs)} runs, {len(runs)} recipes, {df} degrees of freedom"
-    if df and (spread is None or own_only or df >= RANGE_DF):
-        return SeedNoise(own, float(df), "own", ours + excluded)
+    own_variance, own_df = pooled_variance(groups)
+    num_seeds = [len(group) for group in groups if len(group) > 1]
+    own_text = f"own: {sum(num_seeds)} runs, {len(num_seeds)} recipes, {own_df} degrees of freedom"
+    if own_df and (spread is None or own_only or own_df >= RANGE_DF):
+        return SeedNoise(own_variance, float(own_df), "own", own_text + excluded)
     if spread is None:
         return None
 
-    # Few own seeds are pooled with the paper's.
-    paper = (spread / RANGE_OF_8) ** 2
-    published = f"the paper's: 8 seeds within {100 * spread:.3g} %"
-    if not df:
-        return SeedNoise(paper, RANGE_DF, "paper", published)
-    both = max(own, (RANGE_DF * paper + df * own) / (RANGE_DF + df))
-    return SeedNoise(both, RANGE_DF + df, "own and paper", f"{ours}; {published}{excluded}")
+    paper_variance = (spread / RANGE_OF_8) ** 2
+    paper_text = f"the paper's: 8 seeds within {100 * spread:.3g} %"
+    if not own_df:
+        return SeedNoise(paper_variance, RANGE_DF, "paper", paper_text)
+
+    # Pool few own seeds with the paper's, weighted by their degrees of freedom.
+    total_df = RANGE_DF + own_df
+    weighted_mean = (RANGE_DF * paper_variance + own_df * own_variance) / total_df
+    return SeedNoise(
+        variance=max(own_variance, weighted_mean),
+        df=total_df,
+        source="own and paper",
+        description=f"{own_text}; {paper_text}{excluded}",
+    )
 
 
 def _vary_more(sides: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> bool:
     """Return whether an F test finds more variance within groups of `sides` than of `others`."""
-    high, high_df = pooled_variance(sides)
-    low, low_df = pooled_variance(others)
-    if not high_df or not low_df or high <= low:
+    sides_variance, sides_df = pooled_variance(sides)
+    others_variance, others_df = pooled_variance(others)
+    if not sides_df or not others_df or sides_variance <= others_variance:
         return False
-    return low == 0 or float(fdtrc(high_df, low_df, high / low)) < F_TEST_LEVEL
+    if others_variance == 0:
+        return True
+    return float(fdtrc(sides_df, others_df, sides_variance / others_variance)) < F_TEST_LEVEL
 
 
 @lru_cache
 def expected_maximum(count: int) -> float:
     """Return the expected maximum of `count` independent standard normals: 0.564 for 2."""
+    if count <= 1:
+        return 0.0
 
-    def density(x: float) -> float:
-        return (
-            x * count * math.exp((count - 1) * scipy.stats.norm.logcdf(x)) * scipy.stats.norm.pdf(x)
-        )
+    def integrand(x: float) -> float:
+        """Return x times the density of the maximum, count Phi(x)^(count - 1) phi(x)."""
+        others_below = math.exp((count - 1) * scipy.stats.norm.logcdf(x))
+        return x * count * others_below * scipy.stats.norm.pdf(x)
 
-    return float(scipy.integrate.quad(density, -12, 12, limit=200)[0]) if count > 1 else 0.0
+    return float(scipy.integrate.quad(integrand, -12, 12, limit=200)[0])
 
 
 class Difference(NamedTuple):
@@ -277,10 +303,14 @@ class Difference(NamedTuple):
     def noise_with(self, runs: int) -> Noise:
         """Return `noise` if both sides had `runs` seeds."""
         a, b = self.num_runs
+        # Variances over runs are in proportion to 1 / a + 1 / b.
         share = 2 / runs / (1 / a + 1 / b)
-        items = self.residual + (self.noise.item_variance - self.residual) * share
-        seeds = self.noise.seed_variance * share
-        return Noise(items, self.noise.item_df, seeds, self.seeds.df_with(2 * runs - a - b))
+        return Noise(
+            item_variance=self.residual + (self.noise.item_variance - self.residual) * share,
+            item_df=self.noise.item_df,
+            seed_variance=self.noise.seed_variance * share,
+            seed_df=self.seeds.df_with(2 * runs - a - b),
+        )
 
 
 def paired_difference(
@@ -293,49 +323,72 @@ def paired_difference(
     `interaction_variance` in both (single runs keep it twice). Runs that share a seed count as
     independent. Both err towards "within noise".
     """
-    count = 1 + max(int(task.clusters_N.max()) for task in a)
-    differences = [Clusters.of_difference(x, y, count) for x, y in zip(a, b, strict=True)]
+    num_clusters = 1 + max(int(task.clusters_N.max()) for task in a)
+    differences = [Clusters.of_difference(x, y, num_clusters) for x, y in zip(a, b, strict=True)]
     if len(a) == 1:
-        [clusters] = differences
-        over_items = difference_variance(clusters, bounded=are_shares(a[0], b[0], is_loss=is_loss))
+        clusters = differences[0]
+        bounded = are_shares(a[0], b[0], is_loss=is_loss)
+        over_items = difference_variance(clusters, bounded=bounded)
     else:
-        shares = [1 / (len(a) * x.weights_G.sum()) for x in differences]
-        scaled = [k * np.stack(x) for k, x in zip(shares, differences, strict=True)]
+        # Scale each task to a total weight of 1 / tasks, so that the sum has the plain mean.
+        scaled = []
+        for task in differences:
+            scale = 1 / (len(a) * task.weights_G.sum())
+            scaled.append(scale * np.stack(task))
         clusters = Clusters(*np.sum(scaled, axis=0))
         over_items = mean_variance(*differences)
 
     # A run's score varies over seeds at least by the interaction.
     interaction = _interaction(a, b)
-    counts = len(a[0].values_RN), len(b[0].values_RN)
-    runs = 1 / counts[0] + 1 / counts[1]
-    item_variance, item_df = _item_noise(over_items, runs * interaction, clusters)
-    seed_variance = runs * max(seeds.variance, interaction)
-    noise = Noise(item_variance, item_df, seed_variance, seeds.df)
-    residual = item_variance if max(counts) > 1 else 0.0
-    return Difference(clusters.mean, noise, residual, clusters, counts, seeds)
+    num_runs = len(a[0].values_RN), len(b[0].values_RN)
+    per_run = 1 / num_runs[0] + 1 / num_runs[1]
+    item_variance = _item_variance(over_items, per_run * interaction, clusters)
+    noise = Noise(
+        item_variance=item_variance,
+        item_df=degrees_of_freedom(clusters),
+        seed_variance=per_run * max(seeds.variance, interaction),
+        seed_df=seeds.df,
+    )
+    residual = item_variance if max(num_runs) > 1 else 0.0
+    return Difference(clusters.mean, noise, residual, clusters, num_runs, seeds)
 
 
-def mean_score(scores: ItemScores, seeds: SeedNoise) -> tuple[float, Noise]:
+class MeanScore(NamedTuple):
+    """The mean score of the runs of one side, and its noise."""
+
+    mean: float
+    noise: Noise
+
+
+def mean_score(scores: ItemScores, seeds: SeedNoise) -> MeanScore:
     """Return the mean score of the runs of one architecture, and its noise."""
     num_runs = len(scores.values_RN)
     means_N = scores.values_RN.mean(axis=0)
     clusters = Clusters.of(means_N, scores.weights_N, scores.clusters_N)
     interaction = _interaction([scores])
-    of_items = _item_noise(mean_variance(clusters), interaction / num_runs, clusters)
-    seed_variance = max(seeds.variance, interaction) / num_runs
-    return clusters.mean, Noise(*of_items, seed_variance, seeds.df)
+    noise = Noise(
+        item_variance=_item_variance(mean_variance(clusters), interaction / num_runs, clusters),
+        item_df=degrees_of_freedom(clusters),
+        seed_variance=max(seeds.variance, interaction) / num_runs,
+        seed_df=seeds.df,
+    )
+    return MeanScore(clusters.mean, noise)
 
 
-def _item_noise(over_items: float, interaction: float, clusters: Clusters) -> tuple[float, float]:
-    """Return the item variance without the interaction, unless clusters are few, and its df."""
-    df = degrees_of_freedom(clusters)
-    return over_items if df < FEW_CLUSTERS else max(over_items - interaction, 0.0), df
+def _item_variance(over_items: float, interaction: float, clusters: Clusters) -> float:
+    """Return the item variance without the interaction; if clusters are few, with it."""
+    if degrees_of_freedom(clusters) < FEW_CLUSTERS:
+        return over_items
+    return max(over_items - interaction, 0.0)
 
 
 def _interaction(*sides: Sequence[ItemScores]) -> float:
     """Return `interaction_variance` pooled over the sides with several runs; 0 if none has."""
-    dfs = [len(tasks[0].values_RN) - 1 for tasks in sides]
-    squares = sum(
-        df * interaction_variance(*tasks) for df, tasks in zip(dfs, sides, strict=True) if df
-    )
-    return squares / sum(dfs) if any(dfs) else 0.0
+    squares: float = 0
+    total_df = 0
+    for tasks in sides:
+        df = len(tasks[0].values_RN) - 1
+        if df:
+            squares += df * interaction_variance(*tasks)
+            total_df += df
+    return squares / total_df if total_df else 0.0

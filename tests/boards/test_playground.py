@@ -311,7 +311,7 @@ def test_a_config_may_leave_all_but_the_batch_to_defaults(tmp_path):
                         '"compile.enable" = false }', "")  # fmt: skip
     sweep, out = plan(tmp_path, text), tmp_path / "out"
     assert race_entries(*read_plan(out))[0].race.stages[-1].step == 10_000
-    assert {*Driver(sweep, out, parallel=1)._steps.values()} == {10_000}
+    assert {*Driver(sweep, out, parallel=1)._total_steps.values()} == {10_000}
 
 
 # -- runs that are not those of the plan

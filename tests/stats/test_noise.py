@@ -13,6 +13,7 @@ from statsmodels.regression.linear_model import WLS
 from statsmodels.stats.multitest import multipletests
 
 from canon_pretrain.stats import decide, noise
+from canon_pretrain.stats.decide import Noise
 from canon_pretrain.stats.noise import Clusters, ItemScores, SeedNoise, seed_noise
 from tests import simulate_statistics as simulate
 
@@ -51,7 +52,7 @@ def test_a_dominant_source_keeps_the_error_rate(rng):
         values = rng.normal(size=1000) + 0.3 * rng.normal(size=301)[clusters]
         grouped = Clusters.of(values, np.ones(1000), clusters)
         variance, df = noise.mean_variance(grouped), noise.degrees_of_freedom(grouped)
-        wrong += decide.two_sided_p(grouped.mean, variance, df, 0.0, 1) < 0.05
+        wrong += decide.two_sided_p(grouped.mean, Noise(variance, df, 0.0, 1)) < 0.05
     assert wrong <= stats.binom.ppf(0.999, 400, 0.05)
 
 
@@ -132,7 +133,7 @@ def test_sources_of_seed_noise():
         ([[0.5, 0.6]], {"spread": 0.03}, ("own and paper", 7.0, 0.1**2 / 2)),
         (many, {"spread": 0.03}, ("own", 6.0, 0.01**2)),
         (two, {"spread": 0.03, "own_only": True}, ("own", 1.0, 0.01**2 / 2)),
-        (many, {"spread": 0.03, "given": 0.02}, ("given", math.inf, 0.02**2)),
+        (many, {"spread": 0.03, "user_sigma": 0.02}, ("given", math.inf, 0.02**2)),
     ]
     for groups, options, (source, df, variance) in known:
         found = seed_noise(groups, **options)
@@ -159,8 +160,8 @@ def test_recipes_that_vary_less_are_excluded():
 @pytest.mark.parametrize("size", [0.1, 2.0, 5.0])
 def test_with_one_noise_p_is_students(df, size):
     known = 2 * stats.t.sf(size, df)
-    assert decide.two_sided_p(size, 0.0, math.inf, 1.0, df) == pytest.approx(known, rel=1e-6)
-    assert decide.two_sided_p(-size, 1.0, df, 0.0, 5) == pytest.approx(known, rel=1e-6)
+    assert decide.two_sided_p(size, Noise(0.0, math.inf, 1.0, df)) == pytest.approx(known, rel=1e-6)
+    assert decide.two_sided_p(-size, Noise(1.0, df, 0.0, 5)) == pytest.approx(known, rel=1e-6)
 
 
 @pytest.mark.parametrize(("item_df", "seed_df"), [(20, 1), (61, 6), (1000, 3)])
@@ -168,23 +169,25 @@ def test_with_two_noises_p_is_of_a_sum_of_students(rng, item_df, seed_df):
     draws = 1_000_000
     total = 0.5 * rng.standard_t(item_df, draws) + 1.5 * rng.standard_t(seed_df, draws)
     for size in (1.0, 4.0, 9.0):
-        found = decide.two_sided_p(size, 0.25, item_df, 2.25, seed_df)
+        found = decide.two_sided_p(size, Noise(0.25, item_df, 2.25, seed_df))
         share = (np.abs(total) >= size).mean()
         assert share == pytest.approx(found, abs=5 * math.sqrt(found / draws))
 
 
 def test_detectable_difference_and_seeds_needed():
     quantiles = 1.959964 + 0.841621
-    found = decide.detectable(0.05, 0.3, math.inf, 0.7, math.inf)
+    found = decide.detectable(0.05, Noise(0.3, math.inf, 0.7, math.inf))
     assert found == pytest.approx(quantiles, rel=1e-5)
     for df, alpha in itertools.product([1, 2, 6, 30], [0.05, 0.05 / 60]):
-        found = decide.detectable(alpha, 0.0, math.inf, 1.0, df)
+        found = decide.detectable(alpha, Noise(0.0, math.inf, 1.0, df))
         power = stats.nct.sf(stats.t.isf(alpha / 2, df), df, found)
         assert power == pytest.approx(0.8, abs=1e-3), (df, alpha)
     # 2 sigma^2 / R must fall to (D / quantiles)^2
     most = math.ceil(2 * (quantiles / 0.5) ** 2)
     for size, lasting, seeds in ((0.5, 0, most), (0.5, 1.0, None), (0, 0, None), (9.0, 0.1, 1)):
-        found = decide.seeds_needed(size, 0.05, lambda n, x=lasting: (x, math.inf, 2 / n, math.inf))
+        found = decide.seeds_needed(
+            size, 0.05, lambda n, x=lasting: Noise(x, math.inf, 2 / n, math.inf)
+        )
         assert found == seeds
 
 
@@ -223,7 +226,7 @@ def test_order_of_sides_items_and_clusters_does_not_matter(seed):
     one, swapped = (compared(*x, weights, clusters, NOISE) for x in ((a, b), (b, a)))
     assert one.difference == pytest.approx(-swapped.difference)
     assert one.noise == pytest.approx(swapped.noise, rel=1e-9, abs=1e-15)
-    p = [decide.two_sided_p(x.difference, *x.noise) for x in (one, swapped)]
+    p = [decide.two_sided_p(x.difference, x.noise) for x in (one, swapped)]
     assert p[0] == pytest.approx(p[1], rel=1e-6)
     order = generator.permutation(weights.size)
     renamed = generator.permutation(clusters.max() + 1)[clusters]
