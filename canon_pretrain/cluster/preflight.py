@@ -168,13 +168,6 @@ class Report:
 
 def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
     """Check this node's GPUs, software versions and access to `run`."""
-    disk = disk_faults(run)
-    free = free_bytes(run)
-    if free < checkpoint_bytes:
-        disk.append(
-            f"{free:,} bytes are free in {run}, a checkpoint has about {checkpoint_bytes:,}"
-        )
-
     faults = []
     if gpus:
         import torch
@@ -191,19 +184,25 @@ def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
     versions["python"] = platform.python_version()
     code = hashlib.sha256(json.dumps(code_hashes()).encode()).hexdigest()
     versions["canon_pretrain (its source's SHA-256)"] = code[:12]
-    return Report(faults, disk, versions)
+    return Report(faults, disk_faults(run, checkpoint_bytes), versions)
 
 
-def disk_faults(folder: Path) -> list[str]:
-    """Write 1 MiB to the disk of `folder`; return the reason if it fails."""
+def disk_faults(run: Path, checkpoint_bytes: int) -> list[str]:
+    """Check that the disk of `run` has space for a checkpoint, and can be written."""
+    faults = []
     try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=f".preflight-{host_name()}-") as file:
+        free = free_bytes(run)
+        if free < checkpoint_bytes:
+            faults.append(
+                f"{free:,} bytes are free in {run}, a checkpoint has about {checkpoint_bytes:,}"
+            )
+        with tempfile.NamedTemporaryFile(dir=run, prefix=f".preflight-{host_name()}-") as file:
             file.write(os.urandom(1 << 20))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return [f"{folder} cannot be written: {error.strerror}"]
-    return []
+        faults.append(f"{run} cannot be written: {error.strerror}")
+    return faults
 
 
 def report_ranks(gpus: int) -> Report:
@@ -383,27 +382,22 @@ class Verdict(NamedTuple):
 def judge(reports: Mapping[str, Report | None]) -> Verdict:
     """Judge the reports of `report_node`, or of `report_ranks` merged by node; None: missing."""
     present = {node: report for node, report in reports.items() if report is not None}
+    # if no node can write to the run folder, the disk is at fault and not the nodes
+    is_disk_broken = all(report.disk for report in present.values())
+    common: list[str] = []
     nodes: dict[str, list[str]] = {}
-    for node, report in reports.items():
-        faults = ["no report"] if report is None else report.faults
+    for node in reports:
+        faults = ["no report"]
+        if report := present.get(node):
+            faults = report.faults if is_disk_broken else report.faults + report.disk
+            if is_disk_broken:
+                common += [text for text in report.disk if text not in common]
         if faults:
             nodes[node] = [*faults]
 
-    # If no node can write to the run folder, the disk is at fault.
-    common: list[str] = []
-    if all(report.disk for report in present.values()):
-        for report in present.values():
-            common += [text for text in report.disk if text not in common]
-    else:
-        for node, report in present.items():
-            if report.disk:
-                nodes.setdefault(node, []).extend(report.disk)
-
-    # A fault of a node explains why collectives failed on the others.
+    # a fault of one node explains why collectives failed on the others
     if not nodes:
-        for node, report in present.items():
-            if report.left_alone:
-                common.append(f"{node}: {report.left_alone}")
+        common += [f"{node}: {r.left_alone}" for node, r in present.items() if r.left_alone]
 
     warnings = []
     for probe in (_other_versions, _wrong_clocks, _slow_devices):
