@@ -314,12 +314,12 @@ def print_compared(
 
     `parts`: the segments of the prompt, of A's answer and of B's.
     """
-    prompt, *texts = parts
+    prompt, *answer_parts = parts
     if as_json:
-        for sampler, answer, text in zip(pair, answers, texts, strict=True):
+        for sampler, answer, part in zip(pair, answers, answer_parts, strict=True):
             sample = record(sampler, answer, settings, sampler.losses(answer.prompt))
             sample["prompt_segments"] = prompt  # [text, [nats of A, of B]]
-            sample["segments"] = text
+            sample["segments"] = part
             print(json.dumps(sample))
         return
 
@@ -334,7 +334,7 @@ def print_compared(
 
     # The answers side by side; each in the colors of the model that wrote it.
     table = Table("A", "B", box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
-    table.add_row(*(_colored(answers[k].text, texts[k], k) for k in (0, 1)))
+    table.add_row(*(_colored(answers[k].text, answer_parts[k], k) for k in (0, 1)))
     console.print(table)
 
     # Each token of the prompt, then of the answers.
@@ -347,7 +347,7 @@ def print_compared(
         console.print(table)
 
     table = _table("A's text", "A", "B", "B's text", "A", "B")
-    for segments in zip_longest(*texts):
+    for segments in zip_longest(*answer_parts):
         cells: list[Text | str] = []
         for segment in segments:
             cells += [_visible(segment.text), *map(_nats, segment.nats)] if segment else [""] * 3
