@@ -865,33 +865,30 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world or arguments.config:
         raise UserError("option.conflict", "--world and CONFIG: only with --fake")
 
-    # A table is printed as soon as its group has ended.
     console = Console(highlight=False)
-    findings_by_group: dict[str, list[Finding]] = {}
-
-    def add_group(name: str, findings: list[Finding]) -> None:
-        findings_by_group[name] = findings
-        if not arguments.json:
-            show(console, name, findings)
-
-    num_gpus = 0
-    for name, findings in run_groups(arguments.dir):
-        add_group(name, findings)
-        num_gpus += sum(finding.facts.get("gpus", 0) for finding in findings)
-    if not arguments.no_train:
-        errors = Console(stderr=True, highlight=False, soft_wrap=True)
-        add_group("training", list(check_training(arguments.dir, num_gpus, errors)))
-
-    rows = []
-    broken = []
-    for name, findings in findings_by_group.items():
-        rows += [{"group": name, **asdict(finding)} for finding in findings]
+    rows: list[dict[str, Any]] = []
+    broken: list[str] = []
+    for group, findings in _run_checks(arguments.dir, trains=not arguments.no_train):
+        if not arguments.json:  # as soon as the group has ended
+            show(console, group, findings)
+        rows += [{"group": group, **asdict(finding)} for finding in findings]
         broken += [finding.what for finding in findings if finding.state == "broken"]
     if arguments.json:
         print(json.dumps({"works": not broken, "findings": rows}, indent=2))
     else:
         console.print(f"broken: {', '.join(broken)}" if broken else "nothing is broken")
     return 1 if broken else 0
+
+
+def _run_checks(folder: Path, *, trains: bool) -> Iterator[tuple[str, list[Finding]]]:
+    """Run the groups, then the training check on the GPUs that they found."""
+    num_gpus = 0
+    for group, findings in run_groups(folder):
+        yield group, findings
+        num_gpus += sum(finding.facts.get("gpus", 0) for finding in findings)
+    if trains:
+        errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        yield "training", list(check_training(folder, num_gpus, errors))
 
 
 def _run_fake(arguments: argparse.Namespace) -> int:

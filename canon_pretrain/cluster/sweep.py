@@ -53,7 +53,7 @@ from canon_pretrain.core.terminal import Console, printable
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import format_number, summarize_run
-from canon_pretrain.run.config import read_experiment
+from canon_pretrain.run.config import option_key, read_experiment
 from canon_pretrain.run.folder import PLAN, RunFolder, is_run_folder
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.sections import Data
@@ -192,7 +192,7 @@ def make_sweep(
     if seeds:
         set_by |= dict.fromkeys(SEED_KEYS[seed_of], "--seeds")
     for argument in arguments:
-        option = set_by.get(_key(argument)) if argument.startswith("--") else None
+        option = set_by.get(option_key(argument)) if argument.startswith("--") else None
         if option is not None:
             raise UserError("sweep.own_option", f"{argument}: the sweep sets this by {option}")
 
@@ -234,10 +234,6 @@ def _value(option: str, text: str, kind: Any) -> Any:
         raise UserError("sweep.value", f"{option} {text}: {error.errors()[0]['msg']}") from None
 
 
-def _key(argument: str) -> str:
-    return argument.partition("=")[0].removeprefix("--").replace("-", "_")
-
-
 def run_name(config: Path, rate: float | None, seed: int | None) -> str:
     """Return CONFIG-lr3e-3-seed1, which does not depend on the other runs of a sweep."""
     parts = [config.stem]
@@ -266,7 +262,7 @@ def data_differences(sweep: Sweep) -> list[str]:
     experiments = [read_experiment(Path(path)) for path in sweep.configs]
 
     # an option, or a seed of the sweep, is the same in all configs
-    keys = defaults.keys() - {_key(argument) for argument in sweep.arguments}
+    keys = defaults.keys() - {option_key(argument) for argument in sweep.arguments}
     if sweep.runs[0].seed is not None:
         keys -= {*SEED_KEYS[sweep.seed_of]}
 

@@ -62,8 +62,10 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
-        is_table = isinstance(value, dict) and isinstance(old, dict)
-        merged[key] = merge(old, value) if is_table else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
     return merged
 
 
@@ -97,19 +99,34 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
 
         # A section is built by this function, any other value checked by pydantic.
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise _type_error(source, dotted, value, f"expected a section, [{dotted}]")
+            check_section(value, source, dotted)
             arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
-            continue
-        try:
-            TypeAdapter(hint).validate_python(value, strict=True)
-        except ValidationError as error:
-            raise _type_error(source, dotted, value, error.errors()[0]["msg"]) from None
+        else:
+            check_type(value, hint, source, dotted)
     return cls(**arguments)
 
 
-def _type_error(source: str, dotted: str, value: Any, fault: str) -> UserError:
+def check_section(value: Any, source: str, dotted: str) -> None:
+    """Raise UserError unless a TOML value is a section."""
+    if not isinstance(value, dict):
+        raise _type_error(value, source, dotted, f"expected a section, [{dotted}]")
+
+
+def check_type(value: Any, hint: Any, source: str, dotted: str) -> None:
+    """Raise UserError unless a TOML value has the type `hint`."""
+    try:
+        TypeAdapter(hint).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise _type_error(value, source, dotted, error.errors()[0]["msg"]) from None
+
+
+def _type_error(value: Any, source: str, dotted: str, fault: str) -> UserError:
     return UserError("config.type", f"{source}: '{dotted}' = {value!r}: {fault}", key=dotted)
+
+
+def option_key(option: str) -> str:
+    """Return the dotted key of an option, --section.key or --section.key=VALUE."""
+    return option.removeprefix("--").partition("=")[0].replace("-", "_")
 
 
 def check_keys(
