@@ -27,7 +27,7 @@ from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.lock import live_holder
-from canon_pretrain.run.config import read_experiment, to_toml
+from canon_pretrain.run.config import read_experiment, split_arguments, to_toml
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.source import (
     check_private,
@@ -118,8 +118,8 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
 class LaunchCode(NamedTuple):
     """The snapshot and the config that a job uses; None for the current ones."""
 
-    snapshot: Path | None
-    config: Path | None
+    snapshot: Path | None = None
+    config: Path | None = None
 
 
 def launch_code(job: str, arguments: Sequence[str]) -> LaunchCode:
@@ -132,7 +132,7 @@ def launch_code(job: str, arguments: Sequence[str]) -> LaunchCode:
     try:
         launch = parse_launch(arguments)
     except UserError:
-        return LaunchCode(None, None)  # the check of the job comes next, with a better message
+        return LaunchCode()  # the check of the job comes next, with a better message
 
     run = RunFolder(Path(launch.folder).absolute())
     check_private(run)
@@ -141,7 +141,7 @@ def launch_code(job: str, arguments: Sequence[str]) -> LaunchCode:
     is_restart = start is not None and start.job == job
     uses_current = "code" in launch.allowed or launch.fresh or not newest_checkpoint(run)
     if snapshot is None or (uses_current and not is_restart):
-        return LaunchCode(None, None)
+        return LaunchCode()
     check_snapshot(snapshot)
     config = restarts_file(run, ".toml")
     return LaunchCode(snapshot, config if is_restart and config.is_file() else None)
@@ -335,27 +335,27 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--asked", choices=get_args(StopCause), default="none")
     parser.add_argument("--take-code", action="store_true")
 
-    argv = sys.argv[1:] if argv is None else argv
-    end_of_options = argv.index("--") if "--" in argv else len(argv)
-    launch_arguments = argv[end_of_options + 1 :]  # of canon_pretrain.train
-    options = parser.parse_args(argv[:end_of_options])
+    arguments, trainer_arguments = split_arguments(argv)
+    options = parser.parse_args(arguments)
     run = RunFolder(options.run)
     with command(prints=True):
         if options.command == "code":
-            snapshot, config = launch_code(options.job, launch_arguments)
+            snapshot, config = launch_code(options.job, trainer_arguments)
             if snapshot is not None:
                 different = ", ".join(differences(snapshot)[:10])
                 note = different and f"not this repository's: {different}"
                 print(snapshot, note, config or "", sep="\n")
+
         elif options.command == "end":
             print(*end(run, options.job, options.asked, restarts=options.restarts), sep="\n")
-        else:
+
+        else:  # begin
             decision = begin(
                 run,
                 options.job,
                 restarts=options.restarts,
                 take_code=options.take_code,
-                config=parse_launch(launch_arguments).config,
+                config=parse_launch(trainer_arguments).config,
             )
             if decision is not None:
                 print(*decision, sep="\n")

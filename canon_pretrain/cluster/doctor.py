@@ -39,16 +39,21 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "train_configs" / "playground" / "tiny" / "copy.toml"
 STYLES = {"ok": "green", "note": "cyan", "missing": "yellow", "broken": "bold red"}
-GROUP_TIMEOUT_S, HUB_TIMEOUT_S = 90.0, 5.0
-START_TIMEOUT_S, STEP_TIMEOUT_S = 120.0, 60.0  # until the first step, and between two
+GROUP_TIMEOUT_S = 90.0
+HUB_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 120.0  # until the first step
+STEP_TIMEOUT_S = 60.0  # between two steps
 STEPS = 40
 CHECKPOINT_BYTES = 16_200_000_000  # 1.3B parameters and AdamW's two moments, float32
-WRITE_BYTES, WRITE_S = 64 << 20, 3.0
+# the test of a disk's speed ends at either
+WRITE_BYTES = 64 << 20
+WRITE_S = 3.0
 SLOW_DISK = 50e6  # bytes per second
 MOUNTS = Path("/proc/mounts")
 NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "fuse")
 CHILD = "import sys; from canon_pretrain.cluster.doctor import print_group as f; f(*sys.argv[1:])"
-SCRATCH, OWNER = ".canon-doctor-", "owner.json"  # a folder for the checks, and whose it is
+SCRATCH = ".canon-doctor-"  # prefix of a folder for the checks
+OWNER = "owner.json"  # the process that has created it
 INSTALL_CU126 = (  # as in README.md
     "TORCH=torch==2.13.0+cu126 "
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 make install"

@@ -34,7 +34,7 @@ from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, w
 from canon_pretrain.core.holder import host_name
 from canon_pretrain.machine.device import check_cuda
 from canon_pretrain.machine.timing import copy_bandwidth, matmul_flops
-from canon_pretrain.run.config import valid_world_sizes
+from canon_pretrain.run.config import split_arguments, valid_world_sizes
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.log import read_tail
 from canon_pretrain.run.source import code_hashes
@@ -49,12 +49,22 @@ SECONDS = {"cuda": 1.0, "cpu": 0.1}
 CPU_BYTES = 1 << 25
 ELEMENTS = {"cuda": 1 << 26, "cpu": 1 << 20}
 ALL_REDUCES = 5
-MATMUL, MEMORY = "matmul", "memory"
-IN_NODE, TWO_NODES, ALL_NODES = "all-reduce in the node", "all-reduce of two nodes", "all-reduce"
 PACKAGES = ("torch", "torchtitan", "numpy")
-CLOCK_WARNING_S, CLOCK_FAULT_S = 2.0, 30.0  # a silent run counts as dead after a minute
-SLOW_WARNING, SLOW_FAULT = 0.8, 0.5  # of the median speed; CPUs, perhaps shared, only give warnings
-EXIT_COMMON, EXIT_BROKEN_NODES = 1, 3  # of `verdict`; 3: the job may run without the printed nodes
+# names of the measured speeds
+MATMUL = "matmul"
+MEMORY = "memory"
+IN_NODE = "all-reduce in the node"
+TWO_NODES = "all-reduce of two nodes"
+ALL_NODES = "all-reduce"
+# differences from the median clock; a silent run counts as dead after a minute
+CLOCK_WARNING_S = 2.0
+CLOCK_FAULT_S = 30.0
+# fractions of the median speed; a slow CPU, which others may use, is never a fault
+SLOW_WARNING = 0.8
+SLOW_FAULT = 0.5
+# exit codes of `verdict`
+EXIT_COMMON = 1
+EXIT_BROKEN_NODES = 3  # the job may run without the printed nodes
 
 
 # -- the job
@@ -85,7 +95,7 @@ class Plan(NamedTuple):
 
 
 def plan_job(
-    arguments: list[str], nodes: int, ranks_per_node: int, data: bool = False, gpus: int = 0
+    arguments: Sequence[str], nodes: int, ranks_per_node: int, data: bool = False, gpus: int = 0
 ) -> Plan:
     """Check a job as its trainer will, and plan what it writes; with `data` open its data too.
 
@@ -504,14 +514,12 @@ def print_verdict(folder: Path, nodes: Sequence[str], *, ranks: bool) -> int:
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command; `job` prints the run folder and a checkpoint's bytes, NUL-terminated."""
-    argv = sys.argv[1:] if argv is None else argv
-    end = argv.index("--") if "--" in argv else len(argv)
-    job_arguments = argv[end + 1 :]  # of canon_pretrain.train
-    with command(prints=argv[:1] in (["job"], ["verdict"])):
-        options = _parse(argv[:end])
+    arguments, trainer_arguments = split_arguments(argv)
+    with command(prints=arguments[:1] in (["job"], ["verdict"])):
+        options = _parse(arguments)
         if options.command == "job":
             plan = plan_job(
-                job_arguments,
+                trainer_arguments,
                 options.nodes,
                 options.ranks_per_node,
                 data=options.data,
@@ -520,18 +528,21 @@ def main(argv: list[str] | None = None) -> None:
             if text := slow_save_warning(RunFolder(plan.run), scontrol):
                 print(f"WARNING: {text}", file=sys.stderr)
             sys.stdout.write(f"{plan.run}\0{plan.checkpoint_bytes}\0")
+
         elif options.command == "node":
             report = report_node(options.run, options.bytes, options.gpus)
             write_json(options.report / f"{host_name()}.json", asdict(report))
+
         elif options.command == "ranks":
             name = f"{host_name()}.rank{os.environ['LOCAL_RANK']}.json"
             write_json(options.report / name, asdict(report_ranks(options.gpus)))
-        else:
+
+        else:  # verdict
             nodes = [node for node in options.nodes.split(",") if node]
             raise SystemExit(print_verdict(options.report, nodes, ranks=options.ranks))
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="python -m canon_pretrain.cluster.preflight",
         description="Used by slurm/lib.sh.",

@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import sys
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -122,6 +123,13 @@ def check_type(value: Any, hint: Any, source: str, dotted: str) -> None:
 
 def _type_error(value: Any, source: str, dotted: str, fault: str) -> UserError:
     return UserError("config.type", f"{source}: '{dotted}' = {value!r}: {fault}", key=dotted)
+
+
+def split_arguments(argv: Sequence[str] | None) -> tuple[Sequence[str], Sequence[str]]:
+    """Split a command line, sys.argv if None, at `--`: a program's arguments, and the trainer's."""
+    argv = sys.argv[1:] if argv is None else argv
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
 
 
 def option_key(option: str) -> str:

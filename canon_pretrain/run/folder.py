@@ -46,7 +46,9 @@ PLAN = "sweep.json"  # of a sweep, in its folder
 IMPORTED_FROM = "imported_from"  # in the config of an imported model: no section, but a path
 DEPTH = 4  # levels of folders to search for runs
 # scopes that the trainer records in profiler traces (run/trace.py)
-CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
+CANON = "canon"
+DATA = "data_wait"
+VALIDATION = "validation"
 
 
 @dataclass(unsafe_hash=True)
@@ -129,11 +131,9 @@ def named_runs(paths: Iterable[Path], *, planned: bool = False) -> list[Path]:
     runs = []
     for path in paths:
         runs_at_path = list(runs_below(path, planned=planned))
-        if not runs_at_path and planned:
-            runs_at_path = [path]
-        if not runs_at_path:
+        if not runs_at_path and not planned:
             raise not_a_run(path)
-        runs += runs_at_path
+        runs += runs_at_path or [path]
     return runs
 
 

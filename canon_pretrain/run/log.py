@@ -82,7 +82,8 @@ NUMBERS = (
     "bigram",
 )
 TEXTS = ("time", "run_id", "reason")
-TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24
+TAIL_BYTES = 1 << 16
+MAX_TAIL_BYTES = 1 << 24
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -285,10 +286,9 @@ def read_log(path: Path) -> list[Event]:
     return drop_superseded(events)
 
 
-def read_tail(
-    path: Path, num_bytes: int = TAIL_BYTES, *, until: str | None = "step"
-) -> list[Event]:
-    """Return the events of the last `num_bytes` (more, up to MAX_TAIL_BYTES, to find `until`)."""
+def read_tail(path: Path, *, until: str | None = "step") -> list[Event]:
+    """Return the events of the last TAIL_BYTES (more, up to MAX_TAIL_BYTES, to find `until`)."""
+    num_bytes = TAIL_BYTES
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         while True:

@@ -40,7 +40,8 @@ VALIDATION = "validation"
 # the held-out loss and the paper's suites (Figures 17 and 25), in report order
 SUITES = (VALIDATION, "discriminative", "jrt", "babilong", "birth-year")
 
-NATS, BITS = "nats_per_token", "bits_per_byte"
+NATS = "nats_per_token"
+BITS = "bits_per_byte"
 """Metrics of held-out loss; token ids of a synthetic task have no bytes."""
 
 COUNT_MODELS = ("unigram", "bigram")

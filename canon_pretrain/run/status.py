@@ -19,7 +19,9 @@ States = Literal["running", "stopped", "done", "failed"]
 Phases = Literal["starting", "loading", "training", "validating", "sampling", "saving", "ended"]
 
 DEAD_AFTER_S = 60.0  # six heartbeats
-HUNG_AFTER_S, HUNG_AFTER_STEPS, SLOW_AFTER_STEPS = 60.0, 10, 3
+HUNG_AFTER_S = 60.0
+HUNG_AFTER_STEPS = 10  # of which `seconds_per_step` is the time
+SLOW_AFTER_STEPS = 3
 PHASE_TIMEOUT_S = 1800.0  # of a phase without steps: data, a checkpoint, compilation
 
 

@@ -10,13 +10,20 @@ from canon_pretrain.core.errors import UserError
 
 STEP = "ProfilerStep#"
 
-OPERATOR, SCOPE, LAUNCH, WORK = "operator", "scope", "launch", "work"
+OPERATOR = "operator"
+SCOPE = "scope"
+LAUNCH = "launch"
+WORK = "work"
 KINDS = {
     "cpu_op": OPERATOR,
     "user_annotation": SCOPE,
-    **dict.fromkeys(("cuda_runtime", "cuda_driver"), LAUNCH),
-    **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), WORK),
+    "cuda_runtime": LAUNCH,
+    "cuda_driver": LAUNCH,
+    "kernel": WORK,
+    "gpu_memcpy": WORK,
+    "gpu_memset": WORK,
 }
+"""Category of the profiler -> kind of an Event"""
 
 
 class Event(NamedTuple):
@@ -58,6 +65,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _keep(event: dict[str, Any], trace: Trace) -> None:
+    """Add an event of the file to the trace, if it is complete ("X") and of one of KINDS."""
     kind = KINDS.get(event.get("cat", ""))
     if event.get("ph") != "X" or kind is None:
         return
