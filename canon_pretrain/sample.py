@@ -271,8 +271,9 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
             # a text is encoded again where it was typed, or ends within a character
             if line or not text or text.endswith("\ufffd"):
                 separator = "\n" if text and line else ""
-                ids = sampler.encode(text + separator + line)
-                text += separator + line  # now that it could be encoded
+                longer = text + separator + line
+                ids = sampler.encode(longer)
+                text = longer  # now that it could be encoded
             if len(ids) > max_prompt:
                 _note(
                     f"[the text has {len(ids):,} tokens: the model reads the last "

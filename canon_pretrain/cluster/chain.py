@@ -198,15 +198,16 @@ def end(run: RunFolder, job: str, stop_cause: StopCause, *, restarts: int = REST
     status = _read_status(run)
     if start is None or start.job != job:
         # two jobs started at once: this one may have got the lock, restarts.json is the other's
-        if start is not None and _is_of_job(status, job):
+        if start is not None and status is not None and _is_of_this_start(status, job):
             decision = _requested(status, stop_cause)
             if decision is not None:
                 return decision
         raise UserError("chain.not_begun", f"no start of job {job}: call `begin` first")
 
-    # A status of an earlier launch says nothing of this one.
-    if not _is_written_since(start, status):
-        status = None
+    # A status of an earlier launch says nothing of this one; without Slurm it has no job id.
+    if status is not None:
+        is_new = status.launches > start.launches and status.job_id in (None, job)
+        status = status if is_new else None
     # Without one, and without a request to stop, another launch may have the lock.
     if status is None and stop_cause == "none":
         other = live_holder(run.lock_file)
@@ -236,17 +237,8 @@ def end(run: RunFolder, job: str, stop_cause: StopCause, *, restarts: int = REST
     return decision
 
 
-def _is_written_since(start: JobStart, status: Status | None) -> bool:
-    """Return whether the launch after `start` wrote the status; without Slurm it has no job."""
-    if status is None:
-        return False
-    return status.launches > start.launches and status.job_id in (None, start.job)
-
-
-def _is_of_job(status: Status | None, job: str) -> bool:
+def _is_of_this_start(status: Status, job: str) -> bool:
     """Return whether this start of the job wrote the status."""
-    if status is None:
-        return False
     restart_count = read_count(os.environ, "SLURM_RESTART_COUNT")
     return status.job_id == job and status.restart_count == restart_count
 

@@ -240,9 +240,9 @@ def check_kernels(device_type: str) -> Findings:
         "canon": "triton, checked at startup" if has_triton else "compiled",
         "mixer": "fla, checked at startup" if has_fla else "chunked",
     }
+    limit = "" if on_gpu else "; faster ones need a GPU"
     for key, text in selected.items():
-        limit = "" if on_gpu else "; faster ones need a GPU"
-        yield Finding("ok", f"{key} auto", f"{text}{limit}", f'model.{key}_backend = "auto"')
+        yield Finding("ok", f"{key} auto", text + limit, f'model.{key}_backend = "auto"')
 
     if not on_gpu:
         return
@@ -603,7 +603,7 @@ def check_training(folder: Path, num_gpus: int, console: Console) -> Findings:
 
 def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, num_gpus: int) -> Finding:
     """Add up tensors over the ranks that `launch` starts; reports and output go to `scratch`."""
-    from canon_pretrain.cluster.preflight import IN_NODE, MATMUL, read_reports
+    from canon_pretrain.cluster.preflight import IN_NODE, MATMUL, Report, read_reports
     from canon_pretrain.core.holder import host_name
 
     module = ["canon_pretrain.cluster.preflight", "ranks"]
@@ -615,19 +615,17 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, num_gpus
         "name the network interface (ip -br addr): "
         "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
     )
-    speeds: dict[str, float] = {}
-    report = read_reports(scratch, [host_name()], ranks=True)[host_name()]
-    if report is not None:
-        speeds = next(iter(report.speeds.values()), {})
-        faults = [*report.faults, *filter(None, [report.left_alone])]
-        if faults:
-            problem = "; ".join(faults)
-        if report.faults:  # of a device, not of the network
-            remedy = ""
-        if faults and all(fault.endswith("GiB are in use") for fault in faults):
-            severity = "note"
-            remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
+    report = read_reports(scratch, [host_name()], ranks=True)[host_name()] or Report()
+    faults = [*report.faults, *filter(None, [report.left_alone])]
+    if faults:
+        problem = "; ".join(faults)
+    if report.faults:  # of a device, not of the network
+        remedy = ""
+    if faults and all(fault.endswith("GiB are in use") for fault in faults):
+        severity = "note"
+        remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
 
+    speeds = next(iter(report.speeds.values()), {})
     # one rank sends nothing
     rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
     matmul = f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
@@ -667,15 +665,17 @@ def _check_trainer(
         except (OSError, UserError) as error:
             problem = str(error)
 
+    # What the log says, if it has two steps at least.
     text = where
     steps_per_s = None
     if len(watch.steps) > 1:
         first, last = watch.steps[0], watch.steps[-1]
         start_time, end_time = (datetime.fromisoformat(event["time"]) for event in (first, last))
         steps_per_s = (last.step - first.step) / (end_time - start_time).total_seconds()
-        losses = [first["loss"], last["loss"]]
-        change = f"{losses[0]:.2f} to {losses[1]:.2f}"
-        if problem is None and not all(map(math.isfinite, losses)):
+        first_loss = first["loss"]
+        last_loss = last["loss"]
+        change = f"{first_loss:.2f} to {last_loss:.2f}"
+        if problem is None and not all(map(math.isfinite, (first_loss, last_loss))):
             problem = f"the loss goes from {change}"
         text = (
             f"{where}: {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the "

@@ -186,8 +186,8 @@ def new_lease(number: int, name: str = "", **fields: Any) -> Lease:
 class Judgement(NamedTuple):
     """The state of a work item (None: not in flight), its lease, updated, and details."""
 
-    state: InFlight | None
-    lease: Lease | None
+    state: InFlight | None = None
+    lease: Lease | None = None
     details: str = ""
 
 
@@ -226,7 +226,7 @@ class Leases:
     ) -> Judgement:
         """Return whether the claimed work is in flight; record the end of its job."""
         if lease is None:
-            return Judgement(None, None)
+            return Judgement()
         if lease.ended is not None:
             return Judgement(None, lease, lease.ended)
 
@@ -245,7 +245,7 @@ class Leases:
             # the watcher may have died after sbatch, before it recorded the job
             job = queue.find(lease.name) if lease.name else None
             if job is None:
-                return Judgement(None, lease)
+                return Judgement(lease=lease)
             lease = self.record(lease, job=job)
 
         # Another cluster cannot be asked: in doubt the job is alive.

@@ -100,10 +100,9 @@ def _literal(text: str, *, is_text: bool) -> Any:
 
 def check_values(values: Values) -> None:
     """Raise UserError for values that the trainer would refuse, as far as torch is not needed."""
-    dotted = {}
+    dotted: dict[str, Any] = {}
     for section, keys in values.items():
-        for key, value in keys.items():
-            dotted[f"{section}.{key}"] = value
+        dotted |= {f"{section}.{key}": value for key, value in keys.items()}
     # its default, -1, does not train: a config must set it
     dotted.setdefault("training.global_batch_size", Training.global_batch_size)
     check_limits(dotted)
@@ -246,9 +245,8 @@ def other_plan(
         if started.config != launch.config:
             faults.append("its config had other values")
         if started.options != launch.options:
-            old_options = " ".join(started.options) or "none"
-            new_options = " ".join(launch.options) or "none"
-            faults.append(f"its options were {old_options}, planned {new_options}")
+            old_options = joined(started.options)
+            faults.append(f"its options were {old_options}, planned {joined(launch.options)}")
     if not faults:
         return None
 
@@ -256,6 +254,11 @@ def other_plan(
         faults = [*faults[:SHOWN], f"and {len(faults) - SHOWN} more"]
     text = "; ".join(faults)
     return f"{folder} holds a run of another plan: {text}. Move it away, or choose another folder"
+
+
+def joined(options: Sequence[str]) -> str:
+    """Return options as a command line has them, for a message."""
+    return " ".join(options) or "none"
 
 
 def _identity_faults(run: RunFolder, identity: Mapping[str, Any]) -> list[str]:

@@ -370,8 +370,6 @@ def all_reduce_bandwidth(group: Any, num_ranks: int, device: "torch.device") -> 
 
 # -- the verdict
 
-Reports = Mapping[str, Report]  # by node
-
 
 class Finding(NamedTuple):
     """What sets a node apart from the others: a fault, else a warning."""
@@ -419,7 +417,7 @@ def judge(reports: Mapping[str, Report | None]) -> Verdict:
     return Verdict(nodes, common, warnings)
 
 
-def _other_versions(reports: Reports) -> Iterator[Finding]:
+def _other_versions(reports: Mapping[str, Report]) -> Iterator[Finding]:
     """Find nodes whose software is not that of most nodes."""
     for name in sorted({name for report in reports.values() for name in report.versions}):
         versions = [report.versions.get(name, "unknown") for report in reports.values()]
@@ -429,7 +427,7 @@ def _other_versions(reports: Reports) -> Iterator[Finding]:
                 yield Finding(node, f"{name} is {version}, on other nodes {usual}", True)
 
 
-def _wrong_clocks(reports: Reports) -> Iterator[Finding]:
+def _wrong_clocks(reports: Mapping[str, Report]) -> Iterator[Finding]:
     """Find nodes whose clocks differ from the median."""
     clocks = {
         node: report.clock_s for node, report in reports.items() if report.clock_s is not None
@@ -441,7 +439,7 @@ def _wrong_clocks(reports: Reports) -> Iterator[Finding]:
             yield Finding(node, f"clock differs by {difference_s:.1f} s", is_fault)
 
 
-def _slow_devices(reports: Reports) -> Iterator[Finding]:
+def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
     """Find nodes whose slowest device is slower than the median of the nodes' medians."""
     node_speeds: dict[str, dict[str, dict[str, float]]] = {}  # measure -> node -> device
     for node, report in reports.items():
@@ -455,7 +453,8 @@ def _slow_devices(reports: Reports) -> Iterator[Finding]:
         medians = [statistics.median_high(by_device.values()) for by_device in by_node.values()]
         usual = statistics.median_high(medians)
         for node, by_device in by_node.items():
-            device, speed = min(by_device.items(), key=lambda device_speed: device_speed[1])
+            device = min(by_device, key=by_device.__getitem__)
+            speed = by_device[device]
             share = speed / usual
             if share < SLOW_WARNING:
                 text = (

@@ -55,13 +55,17 @@ def compute_prices(
         raise UserError("plan.price", f"no price: {reason}")
 
     rows = json.loads(done.stdout.splitlines()[-1])  # libraries may print before
-    prices = []
-    for (config, num_runs), row in zip(configs, rows, strict=True):
-        step_seconds = Range(*row["seconds"])
-        prices.append(
-            Price(config, num_runs, row["steps"], world_size, step_seconds, row["with_fla"])
+    return [
+        Price(
+            config,
+            num_runs,
+            steps=row["steps"],
+            world_size=world_size,
+            step_seconds=Range(*row["seconds"]),
+            with_fla=row["with_fla"],
         )
-    return prices
+        for (config, num_runs), row in zip(configs, rows, strict=True)
+    ]
 
 
 def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
@@ -70,6 +74,7 @@ def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
     table.add_column("config")
     for title in ("runs", "steps", "ms per step", "GPU-hours"):
         table.add_column(title, justify="right")
+
     for price in prices:
         table.add_row(
             Path(price.config).stem,

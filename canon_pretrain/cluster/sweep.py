@@ -39,6 +39,7 @@ from canon_pretrain.cluster.planned import (
     check_values,
     data_fingerprint,
     has_started,
+    joined,
     other_plan,
     planned_identity,
     planned_values,
@@ -155,8 +156,8 @@ class Sweep:
 
     def is_done(self, run: PlannedRun, folder: Path) -> bool:
         """Return whether the planned run, and no other, is DONE."""
-        done_file = RunFolder(folder / run.name).done_file
-        return done_file.exists() and self.other_plan(run, folder) is None
+        is_done = RunFolder(folder / run.name).done_file.exists()
+        return is_done and self.other_plan(run, folder) is None
 
     def _planned(self, run: PlannedRun) -> PlannedLaunch:
         promises = self.promises.get(run.config, Promises())
@@ -367,9 +368,7 @@ def _plan_faults(old: Sweep, new: Sweep, started: Sequence[PlannedRun]) -> list[
     if old.seed_of != new.seed_of and old.runs[0].seed is not None:
         faults.append(f"its --seed-of is {old.seed_of}, not {new.seed_of}")
     if old.arguments != new.arguments:
-        old_options = " ".join(old.arguments) or "none"
-        new_options = " ".join(new.arguments) or "none"
-        faults.append(f"its options are {old_options}, not {new_options}")
+        faults.append(f"its options are {joined(old.arguments)}, not {joined(new.arguments)}")
 
     new_configs = {run.name: run.config for run in new.runs}
     for run in old.runs:
@@ -616,11 +615,11 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     from canon_pretrain.stats.noise import pooled_variance, student_half_width
 
     losses: dict[str, dict[float | None, list[float]]] = {}  # config -> learning rate -> by seed
-    subject = ""
     for run, row in zip(sweep.runs, rows, strict=True):
         if row.held_out_loss is not None:
             rate_losses = losses.setdefault(run.config, {})
             rate_losses.setdefault(run.learning_rate, []).append(row.held_out_loss)
+            # the same for all rows
             subject = f"held-out loss ({row.held_out_source}, step {row.held_out_step:,}):"
     if not losses:
         return ["held-out loss: unknown; evaluate with `canon eval run --suite validation`"]
@@ -647,21 +646,19 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
         # of a difference between two means: s^2 (1 / n + 1 / m)
         stderr = math.sqrt(variance * (1 / len(config_losses) + 1 / len(base_losses)))
         if not stderr:
-            verdicts.append(
-                f"{subject} {name} {direction} {margin}; no verdict without several seeds"
-            )
+            verdicts.append(f"{name} {direction} {margin}; no verdict without several seeds")
             continue
 
+        # Bonferroni: each of the comparisons is made at the level ALPHA / number of them
         p = min(1.0, student_p(size, stderr, df) * len(others))
         half_width = student_half_width(stderr, df, ALPHA / len(others))
         if p > ALPHA:
             verdict = f"within noise, {direction}"
         verdicts.append(
-            f"{subject} {name} {verdict} {margin} "
-            f"(95 % {size - half_width:.3g} to {size + half_width:.3g}, "
+            f"{name} {verdict} {margin} (95 % {size - half_width:.3g} to {size + half_width:.3g}, "
             f"p {p:.2g}, over {len(config_losses)} and {len(base_losses)} seeds)"
         )
-    return verdicts
+    return [f"{subject} {verdict}" for verdict in verdicts]
 
 
 def print_rows(rows: Sequence[Row]) -> None:

@@ -23,7 +23,7 @@ def available_memory(root: Path = Path("/")) -> int:
     # The limits of the process's cgroup and of those above it.
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
+        if not controllers:  # version 2
             top = root / "sys/fs/cgroup"
             file = "memory.max"
         elif "memory" in controllers.split(","):  # version 1

@@ -356,9 +356,8 @@ def _checked(event: Event) -> Event:
     for num_tokens in (event.get("source_tokens") or {}).values():
         _check_integer(num_tokens)
 
-    # An optional number may be null, except a loss.
-    if "loss" in event:
-        number(event["loss"])
+    # An optional number may be null, except a loss, which `number` refuses.
+    number(event.get("loss", 0.0))
     _convert_numbers(event, NUMBERS)
     if scores := event.get("scores"):
         _convert_numbers(scores, scores.keys())

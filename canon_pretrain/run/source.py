@@ -155,6 +155,7 @@ class _Git:
 
     def run(self, *arguments: str, is_needed: bool = True) -> str:
         """Return the output of a git command; empty if it fails, which is a problem if needed."""
+        # whatever the user's configuration says
         settings = ["-c", "core.fsmonitor=false", "-c", "core.quotepath=off"]
         left_s = max(self._deadline - time.monotonic(), 0.1)
         try:
@@ -174,6 +175,7 @@ class _Git:
                 return done.stdout.decode(errors="surrogateescape")
             message = done.stderr.decode(errors="replace").strip().partition("\n")[0]
             problem = message or f"git exited with code {done.returncode}"
+
         if is_needed:
             self.problems.append(problem)
         return ""
