@@ -105,13 +105,15 @@ def read_prompt(file: Path | None) -> str | None:
             f"{file or STDIN} is not UTF-8: {error.reason} at byte {error.start}",
             path=file,
         ) from None
-    if len(text) > MAX_PROMPT:
+
+    if len(text) > MAX_PROMPT:  # /dev/zero, for example, has no end
         raise UserError(
             "sample.prompt_too_long",
             f"{file or STDIN} has more than {MAX_PROMPT:,} characters: no model reads so many",
             path=file,
             expected=MAX_PROMPT,
         )
+
     text = text.removesuffix("\n")
     return text if file else text or None
 
@@ -227,6 +229,8 @@ class Stream:
             return
         if len(self._answers) > 1:
             _note(f"-- {self._index + 1} of {len(self._answers)}")
+
+        # In a terminal the user knows the prompt: show its end only.
         if not sys.stdout.isatty():
             sys.stdout.write(printable(self._prompt, "\n\t"))
             return

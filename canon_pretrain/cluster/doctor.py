@@ -104,13 +104,23 @@ def check_machine(folder: Path) -> Findings:
     yield from _check_packages()
 
     cores = available_cores()
-    text = f"{cores} of {os.cpu_count()} cores, {cpu_info('model name') or platform.machine()}"
-    used_for = "data, evaluation, training without a GPU"
-    yield Finding("ok", "CPU", text, used_for, facts={"cores": cores})
+    model = cpu_info("model name") or platform.machine()
+    yield Finding(
+        "ok",
+        "CPU",
+        f"{cores} of {os.cpu_count()} cores, {model}",
+        used_for="data, evaluation, training without a GPU",
+        facts={"cores": cores},
+    )
 
     memory = available_memory()
-    text = f"{size(memory)} available"
-    yield Finding("ok", "memory", text, "models on the CPU", facts={"bytes": memory})
+    yield Finding(
+        "ok",
+        "memory",
+        f"{size(memory)} available",
+        used_for="models on the CPU",
+        facts={"bytes": memory},
+    )
 
     # with an encoding other than UTF-8, `canon` has ended before this check
     yield Finding("ok", "locale", locale.getpreferredencoding(False), "text files")
@@ -170,8 +180,13 @@ def check_gpu(folder: Path) -> Findings:
 
     absent = "not in this build of torch"
     text = f"in torch {torch.__version__}"
-    problem = None if dist.is_backend_available("gloo") else absent
-    yield judge("gloo", text, problem, "collectives on the CPU", "make install, in a new .venv")
+    yield judge(
+        "gloo",
+        text,
+        problem=None if dist.is_backend_available("gloo") else absent,
+        used_for="collectives on the CPU",
+        remedy="make install, in a new .venv",
+    )
     if num_gpus:
         used_for = "collectives on the GPU"
         if dist.is_backend_available("nccl"):
@@ -254,8 +269,14 @@ def check_kernels(device_type: str) -> Findings:
         if command.startswith("pip install"):
             problem = reason
             remedy = command
-        used_for = f'model.{key}_backend = "{name}"'
-        yield judge(backend, "works here", problem, used_for, remedy, "missing")
+        yield judge(
+            backend,
+            "works here",
+            problem,
+            used_for=f'model.{key}_backend = "{name}"',
+            remedy=remedy,
+            severity="missing",
+        )
 
 
 def _check_compiler() -> Finding:
@@ -283,9 +304,9 @@ def _check_compiler() -> Finding:
         "C++ compiler",
         str(shutil.which(compiler)),
         problem,
-        "compile.enable (torch.compile)",
-        "apt install g++ python3-dev, or conda install cxx-compiler; CXX names another",
-        "missing",
+        used_for="compile.enable (torch.compile)",
+        remedy="apt install g++ python3-dev, or conda install cxx-compiler; CXX names another",
+        severity="missing",
     )
 
 
@@ -336,9 +357,9 @@ def _check_space(folder: Path, file_system: str) -> Finding:
         "disk space",
         text,
         problem,
-        "run folders",
-        OTHER_DISK,
-        "note",
+        used_for="run folders",
+        remedy=OTHER_DISK,
+        severity="note",
         free=free,
         kind=file_system,
     )
@@ -364,11 +385,25 @@ def _check_writes(folder: Path) -> Findings:
     if rate < SLOW_DISK:
         checkpoint = f"a checkpoint of 1.3B parameters ({size(CHECKPOINT_BYTES)})"
         problem = f"{text}: {checkpoint} takes {duration(CHECKPOINT_BYTES / rate)}"
-    yield judge("disk speed", text, problem, "checkpoints", OTHER_DISK, "note", bytes_per_s=rate)
+    yield judge(
+        "disk speed",
+        text,
+        problem,
+        used_for="checkpoints",
+        remedy=OTHER_DISK,
+        severity="note",
+        bytes_per_s=rate,
+    )
 
     text = f"this machine's and the disk's are {abs(ahead_s):.2f} s apart"
-    problem = text if abs(ahead_s) > CLOCK_FAULT_S else None
-    yield judge("clock", text, problem, "heartbeats", "synchronize clocks (NTP)", s=ahead_s)
+    yield judge(
+        "clock",
+        text,
+        problem=text if abs(ahead_s) > CLOCK_FAULT_S else None,
+        used_for="heartbeats",
+        remedy="synchronize clocks (NTP)",
+        s=ahead_s,
+    )
 
 
 def _check_locks(folder: Path, file_system: str) -> Finding:
@@ -409,9 +444,14 @@ def check_network(folder: Path) -> Findings:
 
     yield _check_hub(constants.ENDPOINT, is_offline=constants.HF_HUB_OFFLINE)
 
-    problem = None if get_token() else "none"
-    remedy = "hf auth login, or set HF_TOKEN"
-    yield judge("hub token", "found", problem, "gated data, hf push", remedy, "missing")
+    yield judge(
+        "hub token",
+        "found",
+        problem=None if get_token() else "none",
+        used_for="gated data, hf push",
+        remedy="hf auth login, or set HF_TOKEN",
+        severity="missing",
+    )
 
     cache = Path(constants.HF_HOME).expanduser()
     problem = None
@@ -420,7 +460,13 @@ def check_network(folder: Path) -> Findings:
         tempfile.TemporaryFile(dir=cache).close()
     except OSError as error:
         problem = f"{cache} cannot be written: {error.strerror}"
-    yield judge("hub cache", str(cache), problem, "downloads", "set HF_HOME to another folder")
+    yield judge(
+        "hub cache",
+        str(cache),
+        problem,
+        used_for="downloads",
+        remedy="set HF_HOME to another folder",
+    )
 
     yield _check_wandb()
 
@@ -442,7 +488,15 @@ def _check_hub(url: str, *, is_offline: bool) -> Finding:
             pass
         except (OSError, ValueError, HTTPException) as error:
             problem = f"{url} cannot be reached: {getattr(error, 'reason', error)}"
-    return judge("hub", f"{url} answers", problem, "data, tokenizers", remedy, "note", url=url)
+    return judge(
+        "hub",
+        f"{url} answers",
+        problem,
+        used_for="data, tokenizers",
+        remedy=remedy,
+        severity="note",
+        url=url,
+    )
 
 
 def _check_wandb() -> Finding:
@@ -455,8 +509,14 @@ def _check_wandb() -> Finding:
     with suppress(OSError, netrc.NetrcParseError):
         logins = netrc.netrc(os.environ.get("NETRC")).hosts
     has_login = "WANDB_API_KEY" in os.environ or urlsplit(url).hostname in logins
-    problem = None if has_login else f"no login for {url}"
-    return judge("wandb", url, problem, "metrics.enable_wandb, online", "wandb login", "missing")
+    return judge(
+        "wandb",
+        url,
+        problem=None if has_login else f"no login for {url}",
+        used_for="metrics.enable_wandb, online",
+        remedy="wandb login",
+        severity="missing",
+    )
 
 
 def check_slurm(folder: Path) -> Findings:
@@ -476,9 +536,14 @@ def check_slurm(folder: Path) -> Findings:
     problem = None
     if "ClusterName" not in config:
         problem = ": ".join(["its controller does not answer", *lines[-1:]])
-    text = f"{config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}"
-    remedy = "set SLURM_CONF, or use a login node"
-    yield judge("Slurm", text, problem, "jobs", remedy, "missing")
+    yield judge(
+        "Slurm",
+        f"{config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}",
+        problem,
+        used_for="jobs",
+        remedy="set SLURM_CONF, or use a login node",
+        severity="missing",
+    )
 
     file = Path(os.environ.get("CANON_CLUSTER_ENV") or ROOT / "slurm" / "cluster.env")
     lines = file.read_text().splitlines() if file.is_file() else []
@@ -486,8 +551,14 @@ def check_slurm(folder: Path) -> Findings:
     problem = None
     if not count:
         problem = f"{file} {'sets nothing' if lines else 'does not exist'}"
-    remedy = "copy slurm/cluster.env.example to it and fill it in"
-    yield judge("cluster.env", f"{count} lines in {file}", problem, "jobs", remedy, "missing")
+    yield judge(
+        "cluster.env",
+        f"{count} lines in {file}",
+        problem,
+        used_for="jobs",
+        remedy="copy slurm/cluster.env.example to it and fill it in",
+        severity="missing",
+    )
 
 
 GROUPS: dict[str, Callable[[Path], Findings]] = {
@@ -526,6 +597,7 @@ def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
             stderr=subprocess.STDOUT,
         )
         processes.append((name, output, child))
+
     try:
         for name, output, child in processes:
             yield name, _findings_of(name, output, child, deadline)
@@ -633,9 +705,9 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, num_gpus
         "all-reduce",
         f"{where}: right sums{rate}; {matmul}",
         problem,
-        "training on several ranks",
-        remedy,
-        severity,
+        used_for="training on several ranks",
+        remedy=remedy,
+        severity=severity,
         **speeds,
     )
 
@@ -685,8 +757,8 @@ def _check_trainer(
         "training",
         text,
         problem,
-        "training",
-        f"train it yourself: canon train --config {CONFIG}",
+        used_for="training",
+        remedy=f"train it yourself: canon train --config {CONFIG}",
         steps_per_s=steps_per_s,
         seconds=seconds,
         ranks=num_ranks,

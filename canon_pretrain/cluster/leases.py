@@ -117,11 +117,11 @@ class Slurm:
             CANON_REPO=str(SCRIPTS.parent),
             CANON_JOB_CHECKED="1",
         )
+        # the last word of --parsable: ID, or ID;CLUSTER
         output = done.stdout.split()
         if done.returncode or not output:
             reason = (done.stderr or done.stdout).strip()
             raise UserError("slurm.refused", f"sbatch refused {script}: {reason}")
-        # the last word of --parsable: ID, or ID;CLUSTER
         return output[-1].partition(";")[0]
 
     def _run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:

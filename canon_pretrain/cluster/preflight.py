@@ -206,6 +206,7 @@ def disk_faults(run: Path, checkpoint_bytes: int) -> list[str]:
             faults.append(
                 f"{free:,} bytes are free in {run}, a checkpoint has about {checkpoint_bytes:,}"
             )
+        # fsync: a disk that is full or gone may fail only here
         with tempfile.NamedTemporaryFile(dir=run, prefix=f".preflight-{host_name()}-") as file:
             file.write(os.urandom(1 << 20))
             file.flush()
@@ -474,6 +475,7 @@ def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str
                 report = read_record(path, Report)
             except UnreadableFile:
                 continue  # truncated by a full disk or a crash
+
             merged = reports[node]
             if merged is not None:
                 report = replace(

@@ -140,6 +140,7 @@ class Sweep:
             )
         if problem := self.other_plan(run, folder):
             raise UserError("sweep.other_run", problem)
+
         record_launch(folder / run.name, self._planned(run))
         return [run.config, *self.options(run, folder)]
 
@@ -280,7 +281,7 @@ def read_sweep(folder: Path) -> Sweep:
     """Read SWEEP/sweep.json. Raises UserError if it is missing or damaged."""
     try:
         sweep = read_record(folder / PLAN, Sweep)
-        with parsing(folder / PLAN):
+        with parsing(folder / PLAN):  # a KeyError is damage: each run's config must be listed
             _ = [sweep.configs[run.config] for run in sweep.runs]
         return _with_moved_configs(sweep, folder)
     except UnreadableFile as error:
@@ -516,6 +517,7 @@ def run_todo(options: argparse.Namespace) -> None:
         elif number not in skipped and not RunFolder(folder / planned.name).done_file.exists():
             numbers.append(number)
             config_numbers.setdefault(planned.config, number)
+
     print(",".join(numbers), " ".join(config_numbers.values()), sep="\n")
 
 

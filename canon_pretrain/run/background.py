@@ -119,6 +119,7 @@ class LiveExports:
         _close_pipe(process)
         output = self._output(target)
         try:
+            # its last line of output is the reason
             if process.wait(wait_s):
                 text = output.read_text(errors="replace").strip() or "it produced no output"
                 self._report(target, f"{failure}: {text.splitlines()[-1].rstrip('.')}")

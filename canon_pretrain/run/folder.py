@@ -58,18 +58,23 @@ class RunFolder:
     path: Path
 
     def __post_init__(self) -> None:
+        # what the run is
         self.config_file = self.path / "config.json"
         self.run_file = self.path / "run.json"
         self.planned_file = self.path / "planned.json"
         self.readme_file = self.path / "README.md"
+
+        # its launches
         self.launches = self.path / "launches"
         self.code = self.path / "code"
+        self.applied_file = self.path / "obeyed.json"
+
+        # its state
         self.log_file = self.path / "log.jsonl"
         self.status_file = self.path / "status.json"
         self.lock_file = self.path / "lock.json"
         self.stop_file = self.path / "STOP"
         self.done_file = self.path / "DONE"
-        self.applied_file = self.path / "obeyed.json"
 
     @property
     def fresh_start(self) -> list[Path]:

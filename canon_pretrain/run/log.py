@@ -163,6 +163,7 @@ class RunLog:
                 self._dropped = 0
             else:
                 self._dropped += 1
+
         if self._dropped == 1:
             logger.warning(
                 f"{self.path}: {MAX_WAITING_BYTES:,} bytes are unwritten: dropping lines"
@@ -222,9 +223,12 @@ class RunLog:
             if self._is_closed:
                 return
             self._is_closed = True
+
+        # Write once more, and stop the thread.
         self._writing.request()
         has_ended = self._writing.wait(timeout_s)
         self._writing.close()
+
         if lines := self._unwritten.count(b"\n") + self._dropped:
             logger.warning(f"{self.path}: the last {lines} line(s) could not be written")
         if has_ended:  # else the thread still uses it
@@ -277,6 +281,7 @@ def read_log(path: Path) -> list[Event]:
         event = _parse(line)
         if event is not None:
             events.append(event)
+
         if not line.endswith(b"\n"):
             break  # still being written: its rest would be read as another line
         if event is None and line.strip():
@@ -297,6 +302,7 @@ def read_tail(path: Path, *, until: str | None = "step") -> list[Event]:
             lines = file.read(size - start).split(b"\n")
             # the first line may be incomplete
             events = drop_superseded(parse_events(lines[1:] if start else lines))
+
             is_enough = until is None or any(event.kind == until for event in events)
             if is_enough or not start or num_bytes >= MAX_TAIL_BYTES:
                 return events
@@ -415,6 +421,7 @@ class LogFollower:
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode = status.st_ino  # another file, or it was truncated: start again
                     self._offset = 0
+
                 file.seek(self._offset)
                 while line := file.readline(MAX_LINE_BYTES):
                     if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:

@@ -58,13 +58,16 @@ class StopRequests:
         self._stop_file = stop_file
         self._lost = lost
         self._on_stuck = on_stuck
-        self._has_stop_file = False
-        self._checking = Background(self._check_stop_file, "STOP file")
-        self._caught: set[str] = set()
-        self._old: dict[signal.Signals, signal._HANDLER] = {}
         self.is_connecting = True
         """Whether the other ranks may be missing: no step ends, and there is nothing to save."""
         self._ended = threading.Event()
+
+        # a thread looks for the file: the disk may block
+        self._has_stop_file = False
+        self._checking = Background(self._check_stop_file, "STOP file")
+
+        self._caught: set[str] = set()  # names of signals
+        self._old: dict[signal.Signals, signal._HANDLER] = {}
 
     def __enter__(self) -> "StopRequests":
         self.catch(SIGNALS)
@@ -83,6 +86,7 @@ class StopRequests:
             numbers = b""
             with contextlib.suppress(TimeoutError):
                 numbers = self._numbers.recv(64)
+
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1:
                 if not self._ended.wait(GRACE_S):
@@ -181,6 +185,7 @@ class Session:
             except BaseException:
                 self._release()
                 raise
+
         self.stop.__enter__()
         if self.rank != 0:
             # while it waits for the other ranks no Python handler runs, and nothing is to be saved:

@@ -53,6 +53,7 @@ def read_trace(path: Path) -> Trace:
     try:
         # names may contain invalid UTF-8 and control characters
         content = json.loads(path.read_text("utf-8", "replace"), strict=False)
+
         events = content["traceEvents"] if isinstance(content, dict) else content
         trace.num_events = len(events)
         for event in events:
