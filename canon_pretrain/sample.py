@@ -115,7 +115,9 @@ def read_prompt(file: Path | None) -> str | None:
         )
 
     text = text.removesuffix("\n")
-    return text if file else text or None
+    if file is None and not text:
+        return None
+    return text
 
 
 def print_records(sampler: "Sampler", answers: Sequence["Answer"], settings: "Settings") -> None:
@@ -230,7 +232,7 @@ class Stream:
         if len(self._answers) > 1:
             _note(f"-- {self._index + 1} of {len(self._answers)}")
 
-        # In a terminal the user knows the prompt: show its end only.
+        # A terminal shows the end of the prompt only.
         if not sys.stdout.isatty():
             sys.stdout.write(printable(self._prompt, "\n\t"))
             return
@@ -355,7 +357,10 @@ def print_compared(
     for segments in zip_longest(*answer_parts):
         cells: list[Text | str] = []
         for segment in segments:
-            cells += [_visible(segment.text), *map(_nats, segment.nats)] if segment else [""] * 3
+            if segment is None:  # the other text has more
+                cells += ["", "", ""]
+            else:
+                cells += [_visible(segment.text), *map(_nats, segment.nats)]
         table.add_row(*cells)
     if table.row_count:
         console.print(table)
@@ -384,7 +389,9 @@ def _table(*columns: str) -> Table:
 def _colored(text: str, part: Sequence["Segment"], k: int) -> Text:
     """Return `text`, of which `part` may lack the beginning and the end, by the nats of model k."""
     read_text = "".join(segment.text for segment in part)
-    before, _, after = text.partition(read_text) if read_text else ("", "", text)
+    if not read_text:
+        return Text(text)
+    before, _, after = text.partition(read_text)
     colored = [(segment.text, _color(segment.nats[k])) for segment in part]
     return Text.assemble(before, *colored, after)
 

@@ -67,7 +67,9 @@ class JobStart:
 
     def count_failure(self, newest: int) -> int:
         """Return `restarts_without_progress` for the next start if this one failed."""
-        return 0 if newest > self.checkpoint else self.restarts_without_progress + self.is_restart
+        if newest > self.checkpoint:
+            return 0
+        return self.restarts_without_progress + self.is_restart
 
 
 class Decision(NamedTuple):
@@ -103,7 +105,9 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
     # An option that is not set has the value of the config, else the default.
     def setting(section: str, key: str, default: Any) -> Any:
         keys = values.get(section)
-        return keys.get(key, default) if isinstance(keys, dict) else default
+        if isinstance(keys, dict):
+            return keys.get(key, default)
+        return default  # a wrong type is reported by the check of the job
 
     if launch.allowed is None:
         launch.allowed = setting("run", "allow_changes", [])
@@ -144,7 +148,9 @@ def launch_code(job: str, arguments: Sequence[str]) -> LaunchCode:
         return LaunchCode()
     check_snapshot(snapshot)
     config = restarts_file(run, ".toml")
-    return LaunchCode(snapshot, config if is_restart and config.is_file() else None)
+    if is_restart and config.is_file():
+        return LaunchCode(snapshot, config)
+    return LaunchCode(snapshot)
 
 
 def begin(
@@ -193,7 +199,7 @@ def begin(
 
 
 def end(run: RunFolder, job: str, stop_cause: StopCause, *, restarts: int = RESTARTS) -> Decision:
-    """Decide and record what follows the ended launch of `job`, for which `begin` was called."""
+    """Decide and record the action after a launch of `job`, for which `begin` was called."""
     start = _read_start(run)
     status = _read_status(run)
     if start is None or start.job != job:
@@ -207,7 +213,8 @@ def end(run: RunFolder, job: str, stop_cause: StopCause, *, restarts: int = REST
     # A status of an earlier launch says nothing of this one; without Slurm it has no job id.
     if status is not None:
         is_new = status.launches > start.launches and status.job_id in (None, job)
-        status = status if is_new else None
+        if not is_new:
+            status = None
     # Without one, and without a request to stop, another launch may have the lock.
     if status is None and stop_cause == "none":
         other = live_holder(run.lock_file)

@@ -416,7 +416,7 @@ def _check_locks(folder: Path, file_system: str) -> Finding:
 
 
 def _lock_problem(folder: Path) -> str | None:
-    """Take a run lock and a flock in `folder` twice each; return what went wrong."""
+    """Take a run lock and a flock in `folder` twice each; return the problem if both succeed."""
     from canon_pretrain.core.lock import LinkLock, locked
 
     def quiet(text: str) -> None:

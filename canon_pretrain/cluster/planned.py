@@ -70,7 +70,8 @@ def _parse(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
             continue
         is_text = str in _types(section, name)
         values = [_literal(text, is_text=is_text) for text in texts]
-        yield key, values if len(values) > 1 or key in LISTS else values[0]
+        is_list = len(values) > 1 or key in LISTS
+        yield key, values if is_list else values[0]
 
 
 LISTS = ("data.paths", "data.weights")
@@ -125,7 +126,7 @@ def _section(name: str, values: Values) -> dict[str, Any]:
 
 
 def planned_identity(values: Values) -> dict[str, Any]:
-    """Return the identity of a run that trains `values`, without what only its data tell.
+    """Return the identity of a run that trains `values`, without the fields that need its data.
 
     These are the fingerprints, and the size of the vocabulary if it is not set. Raises UserError.
     """
@@ -237,7 +238,9 @@ def other_plan(
         return None
 
     # What was trained counts; with the same identity, the plan under which it started.
-    faults = _identity_faults(run, identity) if identity is not None else []
+    faults = []
+    if identity is not None:
+        faults = _identity_faults(run, identity)
     started = read_planned(folder)
     if started is not None and not faults:
         if started.name != launch.name:

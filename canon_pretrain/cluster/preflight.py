@@ -97,7 +97,7 @@ class Plan(NamedTuple):
 def plan_job(
     arguments: Sequence[str], nodes: int, ranks_per_node: int, data: bool = False, gpus: int = 0
 ) -> Plan:
-    """Check a job as its trainer will, and plan what it writes; with `data` open its data too.
+    """Check a job as its trainer will, and plan its output; with `data`, open its data too.
 
     `gpus`: number of GPUs of each node, 0 to train on CPUs. Raises UserError.
     """
@@ -243,7 +243,9 @@ def _test_rank(gpus: int) -> Report:
     clock_s = time.time()
 
     local_rank = os.environ["LOCAL_RANK"]
-    device = torch.device("cuda", int(local_rank)) if gpus else torch.device("cpu")
+    device = torch.device("cpu")
+    if gpus:
+        device = torch.device("cuda", int(local_rank))
     faults, speeds = check_device(device)
     if gpus and not faults:
         torch.cuda.empty_cache()  # NCCL allocates memory outside of torch
@@ -398,11 +400,13 @@ def judge(reports: Mapping[str, Report | None]) -> Verdict:
     for node in reports:
         faults = ["no report"]
         if report := present.get(node):
-            faults = report.faults if is_disk_broken else report.faults + report.disk
+            faults = [*report.faults]
             if is_disk_broken:
                 common += [text for text in report.disk if text not in common]
+            else:
+                faults += report.disk
         if faults:
-            nodes[node] = [*faults]
+            nodes[node] = faults
 
     # a fault of one node explains why collectives failed on the others
     if not nodes:

@@ -194,8 +194,8 @@ def make_sweep(
     if seeds:
         set_by |= dict.fromkeys(SEED_KEYS[seed_of], "--seeds")
     for argument in arguments:
-        option = set_by.get(option_key(argument)) if argument.startswith("--") else None
-        if option is not None:
+        option = set_by.get(option_key(argument))
+        if argument.startswith("--") and option is not None:
             raise UserError("sweep.own_option", f"{argument}: the sweep sets this by {option}")
 
     # A run per combination.
@@ -325,7 +325,7 @@ def store_plan(folder: Path, sweep: Sweep, old: Sweep | None) -> tuple[Sweep, in
 
 
 def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, Sweep | None]:
-    """Return what sweep.json will be, and what it is. Raises UserError if they do not fit.
+    """Return the new content of sweep.json, and the old one. Raises UserError if they conflict.
 
     What has not started may change: all of a plan without --extend, or the values of a config.
     """
@@ -678,12 +678,15 @@ def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
 
     table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
     for row in rows:
+        step = ""
+        if row.step is not None:
+            step = f"{row.step:,}/{row.steps or '?'}"
         cells = (
             str(row.number),
             row.name,
             row.state,
-            "" if row.step is None else f"{row.step:,}/{row.steps or '?'}",
-            "" if row.held_out_loss is None else f"{row.held_out_loss:.4f}",
+            step,
+            format_number(row.held_out_loss, ".4f"),  # finite, or None
             format_number(row.loss, ".4f"),
             row.job_id or "",
             row.reason or "",

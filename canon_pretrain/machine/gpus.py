@@ -35,7 +35,7 @@ GPUS_PER_NODE = 8
 
 
 class Range(NamedTuple):
-    """A figure that is not known: what makes a step slow, what is likely, what makes it fast."""
+    """Bounds and estimate of an unknown figure, named by their effect on the time of a step."""
 
     slow: float
     likely: float

@@ -49,7 +49,7 @@ def _gpu_lines() -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES lists, or else the numbers of what nvidia-smi lists."""
+    """Return the devices in CUDA_VISIBLE_DEVICES; if it is unset, the indices of all GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.replace(" ", "").split(",") if name not in ("", "-1")]

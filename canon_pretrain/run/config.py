@@ -51,7 +51,7 @@ def read_experiment(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str,
             key="extends",
         )
 
-    # Later bases replace values of earlier ones, and the file replaces those of all.
+    # A base overrides earlier bases, and the file overrides all of them.
     merged: dict[str, Any] = {}
     for base in bases:
         merged = merge(merged, read_experiment(path.parent / base, (*extended_by, resolved)))
@@ -127,8 +127,11 @@ def _type_error(value: Any, source: str, dotted: str, fault: str) -> UserError:
 
 def split_arguments(argv: Sequence[str] | None) -> tuple[Sequence[str], Sequence[str]]:
     """Split a command line, sys.argv if None, at `--`: a program's arguments, and the trainer's."""
-    argv = sys.argv[1:] if argv is None else argv
-    end = argv.index("--") if "--" in argv else len(argv)
+    if argv is None:
+        argv = sys.argv[1:]
+    if "--" not in argv:
+        return argv, []
+    end = argv.index("--")
     return argv[:end], argv[end + 1 :]
 
 
@@ -151,7 +154,9 @@ def check_keys(
 def unknown_key(key: str, valid: Iterable[str], source: str, prefix: str) -> UserError:
     """Return the error for a key of a TOML section, with the nearest of the `valid` ones."""
     near = nearest(key, valid)
-    hint = f"did you mean '{near}'?" if near else f"expected one of {', '.join(sorted(valid))}"
+    hint = f"expected one of {', '.join(sorted(valid))}"
+    if near:
+        hint = f"did you mean '{near}'?"
     return UserError(
         "config.unknown_key",
         f"{source}: unknown {'key' if prefix else 'section'} '{prefix}{key}': {hint}",

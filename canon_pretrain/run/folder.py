@@ -58,7 +58,7 @@ class RunFolder:
     path: Path
 
     def __post_init__(self) -> None:
-        # what the run is
+        # configuration and identity
         self.config_file = self.path / "config.json"
         self.run_file = self.path / "run.json"
         self.planned_file = self.path / "planned.json"
@@ -143,7 +143,7 @@ def named_runs(paths: Iterable[Path], *, planned: bool = False) -> list[Path]:
 
 
 def not_a_run(path: Path) -> UserError:
-    """Return the error for a path at which there is no run, with what is there."""
+    """Return the error for a path without a run; its message describes the path."""
     problem = f"no run in {path}"
     if not path.exists():
         problem = f"{path} does not exist"

@@ -42,12 +42,16 @@ def schedule_faults(schedule: Any, steps: int) -> Iterator[str]:
     total = schedule.total_steps
     if schedule.decay_steps is not None:  # InfiniteLR
         if ratio is not None or total is not None:
-            yield "lr_scheduler.decay_steps: unset decay_ratio and total_steps beside it"
+            yield "lr_scheduler.decay_steps: unset decay_ratio and total_steps"
         return
 
     if total is not None and total < steps:
         yield f"lr_scheduler.total_steps = {total} < training.steps = {steps}: unset total_steps"
-    name, length = ("training.steps", steps) if total is None else ("total_steps", total)
+    name = "training.steps"
+    length = steps
+    if total is not None:
+        name = "total_steps"
+        length = total
     decay = 0 if ratio is None else round(length * ratio)
     if warmup + decay > length:
         yield (

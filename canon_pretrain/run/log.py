@@ -125,8 +125,11 @@ class RunLog:
         self.path = path
         self._may_write = may_write
         facts = _read_facts(path)
-        self.segment = facts.launches if facts else 1
-        self._head = {"run_id": facts.run_id, "segment": self.segment} if facts else {}
+        self.segment = 1
+        self._head: dict[str, Any] = {}  # fields of every line
+        if facts is not None:
+            self.segment = facts.launches
+            self._head = {"run_id": facts.run_id, "segment": facts.launches}
         self._unwritten = bytearray()
         self._dropped = 0  # lines since the last one that was kept
         self._is_full = False  # whether the last write failed, for one warning
@@ -237,7 +240,7 @@ class RunLog:
 
 
 def _read_facts(log: Path) -> RunFacts | None:
-    """Return the run.json beside `log`; None if it is missing or damaged."""
+    """Return the run.json in the folder of `log`; None if it is missing or damaged."""
     try:
         return files.read_record(log.with_name("run.json"), RunFacts)
     except UnreadableFile as error:
@@ -316,8 +319,9 @@ def drop_superseded(events: Iterable[Event]) -> list[Event]:
     launches: set[str] = set()
     newest = ""
     for event in events:
-        # events without a run_id count as the newest launch's
-        launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
+        launch = newest  # of events without a run_id
+        if event.get("run_id"):
+            launch = f"{event['run_id']} {event.get('segment')}"
         if launch in launches and launch != newest and event.kind not in SEGMENT_EVENTS:
             continue
         launches.add(launch)
@@ -345,10 +349,12 @@ def _parse(line: bytes) -> Event | None:
     """Return the event in a line; None if it is invalid or one of its fields has a wrong type."""
     try:
         event = Event(**files.parse_json(line, finite=False))
-        return _checked(event) if isinstance(event["event"], str) else None
+        if isinstance(event["event"], str):
+            return _checked(event)
     # truncated, zeros after a crash, not UTF-8, not an object
     except (ValueError, LookupError, TypeError, AttributeError):
-        return None
+        pass
+    return None
 
 
 def _checked(event: Event) -> Event:

@@ -45,7 +45,7 @@ BITS = "bits_per_byte"
 """Metrics of held-out loss; token ids of a synthetic task have no bytes."""
 
 COUNT_MODELS = ("unigram", "bigram")
-"""Models of the training tokens that the suite `validation` scores beside a checkpoint."""
+"""Models of the training tokens that the suite `validation` scores with each checkpoint."""
 
 GOLD_BITS = "gold_bits_per_byte"
 """Metric of multiple-choice tasks: mean over items of -log2 p(gold answer) / its bytes."""
@@ -324,7 +324,7 @@ def _task(path: Path, pattern: str) -> str:
 
 
 def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the samples beside a results.json, by task. Raises UserError if damaged."""
+    """Return the samples in the folder of a results.json, by task. Raises UserError if damaged."""
     samples = {}
     for path in sorted(folder.glob(SAMPLES.format("*"))):
         with _damage_is_reported(path), parsing(path):

@@ -36,7 +36,7 @@ PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = ("*.py", "*.toml")
 MAX_NAMES = 200
 GIT_TIMEOUT_S = 8.0  # less than GATHER_TIMEOUT_S in run/launches.py
-OWN_FOLDERS = ("data_prep", "eval")  # beside canon_pretrain/: their *.py files are in the patch
+OWN_FOLDERS = ("data_prep", "eval")  # next to canon_pretrain/: their *.py files are in the patch
 ORIGINAL = "source_tree.json"
 MANIFEST = "manifest.json"
 SCRIPT = "slurm/lib.sh"
@@ -240,7 +240,7 @@ def check_private(run: RunFolder) -> None:
 
 
 def _other_writers(path: Path) -> str:
-    """Return who may write a folder, besides this user and root; empty if nobody."""
+    """Return the other users, except root, with write access to a folder; empty if none."""
     info = os.stat(path)
     user_id = os.geteuid()
     if info.st_uid not in (user_id, 0):

@@ -76,5 +76,7 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
     end = begin + float(event.get("dur", 0))
     number = int((event.get("args") or {}).get(link, -1))
 
-    thread = trace.work if kind == WORK else trace.threads[event.get("pid"), event.get("tid")]
-    thread.append(Event(begin, end, event["name"], kind, number))
+    events = trace.work
+    if kind != WORK:
+        events = trace.threads[event.get("pid"), event.get("tid")]
+    events.append(Event(begin, end, event["name"], kind, number))
