@@ -54,10 +54,11 @@ from canon_pretrain.core.terminal import Console, printable
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import format_number, summarize_run
-from canon_pretrain.run.config import option_key, read_experiment
+from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import PLAN, RunFolder, is_run_folder
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.sections import Data
+from canon_pretrain.run.setting import option_key
 
 COLUMNS = ("#", "run", "state", "step", "held-out", "training loss", "job", "why")
 PLAN_OPTIONS = {"--configs", "--lr", "--seeds", "--seed-of", "--extend"}

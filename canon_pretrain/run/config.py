@@ -135,11 +135,6 @@ def split_arguments(argv: Sequence[str] | None) -> tuple[Sequence[str], Sequence
     return argv[:end], argv[end + 1 :]
 
 
-def option_key(option: str) -> str:
-    """Return the dotted key of an option, --section.key or --section.key=VALUE."""
-    return option.removeprefix("--").partition("=")[0].replace("-", "_")
-
-
 def check_keys(
     values: Mapping[str, Any], valid: Mapping[str, Any], source: str, prefix: str = ""
 ) -> None:

@@ -385,8 +385,8 @@ def _json(value: Any) -> bytes:
 def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return the shell command that resumes the run, without options for one launch only."""
     # readers of runs need no sections
-    from canon_pretrain.run.config import option_key
     from canon_pretrain.run.identity import ONE_SHOT_KEYS
+    from canon_pretrain.run.setting import option_key
 
     launcher = "python"
     world_size = environ.get("WORLD_SIZE", "1")
