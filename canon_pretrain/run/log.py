@@ -294,9 +294,10 @@ def read_log(path: Path) -> list[Event]:
     return drop_superseded(events)
 
 
-def read_tail(path: Path, *, until: str | None = "step") -> list[Event]:
-    """Return the events of the last TAIL_BYTES (more, up to MAX_TAIL_BYTES, to find `until`)."""
-    num_bytes = TAIL_BYTES
+def read_tail(
+    path: Path, num_bytes: int = TAIL_BYTES, *, until: str | None = "step"
+) -> list[Event]:
+    """Return the events of the last `num_bytes` (more, up to MAX_TAIL_BYTES, to find `until`)."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         while True:
