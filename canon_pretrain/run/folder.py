@@ -6,7 +6,7 @@
     log.jsonl       one line per event (run/log.py)
     launches/NNN/   the record of each launch (run/launches.py)
     code/NNN/       snapshots of the source, which job scripts use (run/source.py)
-    planned.json    the plan of a sweep or board under which the run started (report/planned.py)
+    planned.json    the plan of a sweep or board under which the run started (cluster/planned.py)
     README.md       this list, and the commands to resume, inspect and evaluate the run
     status.json     the run's state and last heartbeat (run/status.py)
     lock.json       the running launch, if any (run/session.py)
@@ -19,7 +19,7 @@
     profile_traces/, memory_snapshot/    with --profiling.*
     wandb/, tb/     exports to wandb and TensorBoard
     slurm.log       output of Slurm jobs (slurm/pretrain_1b3.sh)
-    restarts.json   restarts of the current job without a new checkpoint (chain.py)
+    restarts.json   restarts of the current job without a new checkpoint (cluster/chain.py)
     restarts.toml   the config that the job started with
     preflight/      reports of the nodes before each launch
     DONE            written last, when training.steps is reached
