@@ -14,7 +14,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,39 +42,48 @@ COLORS = ((1.0, "green"), (3.0, "default"), (6.0, "yellow"), (math.inf, "red"))
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Load the models that `arguments` name, and print what they ask for. Raises UserError."""
+    """Load the checkpoints in `arguments` and sample from them, or compare. Raises UserError."""
     _check(arguments)
-    prompt = read_prompt(arguments.file) if arguments.prompt is None else arguments.prompt
+    prompt = arguments.prompt
+    if prompt is None:
+        prompt = read_prompt(arguments.file)
     from canon_pretrain.hf.sampling import Sampler, Settings, compare  # imports torch
 
-    given = arguments.compare or [arguments.checkpoint]
-    samplers = [Sampler.load(path, arguments.dtype, arguments.tokenizer) for path in given]
-    first, temperature = samplers[0], arguments.temperature
+    paths = arguments.compare or [arguments.checkpoint]
+    samplers = [Sampler.load(path, arguments.dtype, arguments.tokenizer) for path in paths]
+    sampler = samplers[0]
+
+    # A synthetic task has one right answer: it is sampled greedily, unless an option is set.
+    temperature = arguments.temperature
     if temperature is None:
-        temperature = 0.0 if first.has_ids else TEMPERATURE
-        if first.has_ids and (arguments.top_k or arguments.top_p < 1):
+        temperature = 0.0 if sampler.has_ids else TEMPERATURE
+        if sampler.has_ids and (arguments.top_k or arguments.top_p < 1):
             raise UserError(
                 "sample.temperature",
-                "a synthetic task is sampled at temperature 0: give --temperature as well",
+                "a synthetic task is sampled at temperature 0: set --temperature as well",
             )
     settings = Settings(temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    limit, num = arguments.max_tokens, arguments.num or 1
-    is_plain = prompt is None and arguments.num is None and not arguments.json
-    for sampler in samplers if not arguments.json else ():
-        _note(describe(sampler, settings))
+    if not arguments.json:
+        for loaded in samplers:
+            _note(describe(loaded, settings))
+
+    max_tokens = arguments.max_tokens
     if arguments.compare:
         pair = samplers[0], samplers[1]
-        answers, parts = compare(pair, prompt or "", limit, settings, _note)
+        answers, parts = compare(pair, prompt or "", max_tokens, settings, _note)
         print_compared(pair, answers, parts, settings, as_json=arguments.json)
-    elif is_plain and not first.has_ids and sys.stdin.isatty() and sys.stdout.isatty():
-        converse(first, settings, limit)
+        return
+    is_plain = prompt is None and arguments.num is None and not arguments.json
+    if is_plain and not sampler.has_ids and sys.stdin.isatty() and sys.stdout.isatty():
+        converse(sampler, settings, max_tokens)
+        return
+
+    prompt_ids = sampler.encode(prompt or "")
+    answers = [sampler.answer(prompt_ids, max_tokens) for _ in range(arguments.num or 1)]
+    if arguments.json:
+        print_records(sampler, answers, settings)
     else:
-        ids = first.encode(prompt or "")
-        answers = [first.answer(ids, limit) for _ in range(num)]
-        if arguments.json:
-            print_records(first, answers, settings)
-        else:
-            Stream(first, answers, prompt or "", limit).run(settings)
+        Stream(sampler, answers, prompt or "", max_tokens).run(settings)
 
 
 def read_prompt(file: Path | None) -> str | None:
@@ -96,26 +105,33 @@ def read_prompt(file: Path | None) -> str | None:
             f"{file or STDIN} is not UTF-8: {error.reason} at byte {error.start}",
             path=file,
         ) from None
-    if len(text) > MAX_PROMPT:
+
+    if len(text) > MAX_PROMPT:  # /dev/zero, for example, has no end
         raise UserError(
             "sample.prompt_too_long",
             f"{file or STDIN} has more than {MAX_PROMPT:,} characters: no model reads so many",
             path=file,
             expected=MAX_PROMPT,
         )
+
     text = text.removesuffix("\n")
-    return text if file else text or None
+    if file is None and not text:
+        return None
+    return text
 
 
 def print_records(sampler: "Sampler", answers: Sequence["Answer"], settings: "Settings") -> None:
     """Sample, and print an object per answer once it and those before it are done."""
-    losses, waiting = sampler.losses(answers[0].prompt), list(enumerate(answers))
+    prompt_losses = sampler.losses(answers[0].prompt)
+    num_printed = 0
 
     def print_done() -> None:
-        while waiting and waiting[0][1].is_done:
-            number, answer = waiting.pop(0)
-            one = record(sampler, answer, settings, losses) | {"sample": number}
-            print(json.dumps(one), flush=True)
+        nonlocal num_printed
+        while num_printed < len(answers) and answers[num_printed].is_done:
+            sample = record(sampler, answers[num_printed], settings, prompt_losses)
+            sample["sample"] = num_printed
+            print(json.dumps(sample), flush=True)
+            num_printed += 1
             _stop_if_closed()
 
     sampler.extend(answers, settings, print_done)
@@ -129,17 +145,17 @@ def _stop_if_closed() -> None:
 
 
 def record(
-    sampler: "Sampler", answer: "Answer", settings: "Settings", losses: Sequence[float]
+    sampler: "Sampler", answer: "Answer", settings: "Settings", prompt_losses: Sequence[float]
 ) -> dict[str, Any]:
     """Return a sample with its ids and log-probabilities, as --json prints it.
 
-    `losses`: those of the prompt, of all tokens but the first.
+    `prompt_losses`: nats of all tokens of the prompt but the first.
     """
     return {
         "checkpoint": str(sampler.checkpoint),
         "prompt": sampler.decode(answer.prompt),
         "prompt_ids": answer.prompt,
-        "prompt_logps": [-nats for nats in losses],
+        "prompt_logps": [-nats for nats in prompt_losses],
         "text": answer.text,
         "ids": answer.ids,
         "logps": answer.logps,
@@ -148,16 +164,16 @@ def record(
     }
 
 
-def describe(sampler: "Sampler", drawn: "Settings") -> str:
+def describe(sampler: "Sampler", settings: "Settings") -> str:
     """Return a line: the model, its device and how tokens are drawn."""
-    weight, count = sampler.model.tok_embeddings.weight, sum(map(_size, sampler.model.parameters()))
-    how = f"temperature {drawn.temperature:g}, top_k {drawn.top_k or 'all'}, top_p {drawn.top_p:g}"
-    kind = f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}"
-    return f"{sampler.checkpoint}: {count:,} parameters, {kind}; {how}, seed {drawn.seed}"
-
-
-def _size(parameter: Any) -> int:
-    return int(parameter.numel())
+    weight = sampler.model.tok_embeddings.weight
+    num_parameters = sum(parameter.numel() for parameter in sampler.model.parameters())
+    return (
+        f"{sampler.checkpoint}: {num_parameters:,} parameters, "
+        f"{str(weight.dtype).removeprefix('torch.')} on {weight.device.type}; "
+        f"temperature {settings.temperature:g}, top_k {settings.top_k or 'all'}, "
+        f"top_p {settings.top_p:g}, seed {settings.seed}"
+    )
 
 
 def _note(text: str) -> None:
@@ -170,25 +186,33 @@ class Stream:
     def __init__(
         self, sampler: "Sampler", answers: Sequence["Answer"], prompt: str, max_tokens: int
     ) -> None:
-        self._sampler, self._answers, self._prompt = sampler, answers, prompt
-        self._max_tokens, self._number, self._shown = max_tokens, -1, (0, False)
+        self._sampler = sampler
+        self._answers = answers
+        self._prompt = prompt
+        self._max_tokens = max_tokens
+        self._index = -1  # of the answer that is being printed
+        self._num_shown = 0  # tokens of it
 
-    def run(self, settings: "Settings", first: int = 0) -> None:
-        """Sample, print, and say how fast; Ctrl-C ends all answers."""
+    def run(self, settings: "Settings", first_sample: int = 0) -> None:
+        """Sample, print, and say how fast; Ctrl-C ends all answers.
+
+        `first_sample`: number of the first answer, which sets its draws.
+        """
         start = time.perf_counter()
         self._begin_next()
         try:
-            self._sampler.extend(self._answers, settings, self._show, first)
+            self._sampler.extend(self._answers, settings, self._show, first_sample)
         finally:
             if not self._answers[-1].is_done:
                 print(flush=True)
+
         logps = [logp for answer in self._answers for logp in answer.logps]
         speed = len(logps) / (time.perf_counter() - start)
         loss = f", {-math.fsum(logps) / len(logps):.2f} nats per token" if logps else ""
-        _note(f"[{len(logps):,} tokens, {speed:,.0f} tokens/s{loss}{self._reason()}]")
+        _note(f"[{len(logps):,} tokens, {speed:,.0f} tokens/s{loss}{self._early_ends()}]")
 
-    def _reason(self) -> str:
-        """Return why there are fewer tokens than asked for."""
+    def _early_ends(self) -> str:
+        """Say why answers have fewer than the maximum of tokens; empty if none has."""
         reasons = [""]
         num_texts = len(self._answers)
         if num_ended := sum(answer.has_ended for answer in self._answers):
@@ -200,30 +224,33 @@ class Stream:
         return ", ".join(reasons)
 
     def _begin_next(self) -> None:
-        self._number += 1
-        if self._number < len(self._answers):
-            if len(self._answers) > 1:
-                _note(f"-- {self._number + 1} of {len(self._answers)}")
-            if not sys.stdout.isatty():
-                sys.stdout.write(printable(self._prompt, "\n\t"))
-                return
-            cut = "\u2026" if len(self._prompt) > SHOWN_PROMPT else ""
-            prompt = Text(cut + self._prompt[-SHOWN_PROMPT:], style="bold")
-            Console(highlight=False).print(prompt, end="", soft_wrap=True)
+        """Print the heading and the prompt of the next answer, if there is one."""
+        self._index += 1
+        self._num_shown = 0
+        if self._index == len(self._answers):
+            return
+        if len(self._answers) > 1:
+            _note(f"-- {self._index + 1} of {len(self._answers)}")
+
+        # A terminal shows the end of the prompt only.
+        if not sys.stdout.isatty():
+            sys.stdout.write(printable(self._prompt, "\n\t"))
+            return
+        cut = "\u2026" if len(self._prompt) > SHOWN_PROMPT else ""
+        prompt = Text(cut + self._prompt[-SHOWN_PROMPT:], style="bold")
+        Console(highlight=False).print(prompt, end="", soft_wrap=True)
 
     def _show(self) -> None:
-        while self._number < len(self._answers):
-            answer = self._answers[self._number]
-            state = len(answer.ids), answer.is_done
-            if state == self._shown:
-                break
-            self._shown = state
-            sys.stdout.write(printable(answer.new_text(), "\n\t"))
+        """Print the new tokens of the current answer; if it is done, go on with the next."""
+        while self._index < len(self._answers):
+            answer = self._answers[self._index]
+            if len(answer.ids) > self._num_shown or answer.is_done:
+                self._num_shown = len(answer.ids)
+                sys.stdout.write(printable(answer.new_text(), "\n\t"))
             if not answer.is_done:
                 break
             print(flush=True)  # before the next one's heading on stderr
             self._begin_next()
-            self._shown = 0, False
         sys.stdout.flush()
         _stop_if_closed()
 
@@ -232,24 +259,33 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
     """Read lines and continue the text so far, until Ctrl-D; Ctrl-C stops an answer."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (input() then edits lines)
-    longest = sampler.model.args.max_seq_len
-    limit = min(max_tokens, max(1, longest // 2))
-    room, text, turn = longest + 1 - limit, "", 0
-    ids: list[int] = []
+
+    # An answer takes up to half of the context. The last of its tokens is not read by the model:
+    # hence the + 1.
+    max_seq_len = sampler.model.args.max_seq_len
+    limit = min(max_tokens, max(1, max_seq_len // 2))
+    max_prompt = max_seq_len + 1 - limit
     _note(f"The model continues what you type, by at most {limit} tokens; Enter continues again.")
     _note("Ctrl-C stops it, Ctrl-D ends.")
+
+    text = ""
+    ids: list[int] = []  # of `text`, as typed and as sampled
+    turn = 0
     while True:
         try:
             line = input("> ")
             # a text is encoded again where it was typed, or ends within a character
             if line or not text or text.endswith("\ufffd"):
-                longer = text + ("\n" if text and line else "") + line
+                separator = "\n" if text and line else ""
+                longer = text + separator + line
                 ids = sampler.encode(longer)
-                text = longer
-            if len(ids) > room:
-                kept = f"reads the last {room:,} (max_seq_len {longest:,} less the answer)"
-                _note(f"[the text has {len(ids):,} tokens: the model {kept}]")
-            answer = sampler.answer(ids[-room:], limit)
+                text = longer  # now that it could be encoded
+            if len(ids) > max_prompt:
+                _note(
+                    f"[the text has {len(ids):,} tokens: the model reads the last "
+                    f"{max_prompt:,} (max_seq_len {max_seq_len:,} less the answer)]"
+                )
+            answer = sampler.answer(ids[-max_prompt:], limit)
         except EOFError:
             print()
             return
@@ -259,9 +295,12 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
         except KeyboardInterrupt:
             print()
             continue
+
         with contextlib.suppress(KeyboardInterrupt):
             Stream(sampler, [answer], "", limit).run(settings, turn)
-        ids, text, turn = [*ids, *answer.ids], text + answer.text, turn + 1
+        ids = ids + answer.ids
+        text += answer.text
+        turn += 1
         if answer.has_ended:
             _note("[the text has ended: what you type begins another]")
             text = ""
@@ -278,41 +317,65 @@ def print_compared(
     *,
     as_json: bool,
 ) -> None:
-    """Print losses of prompt and answers under both models, the answers, and each token's nats."""
+    """Print losses of prompt and answers under both models, the answers, and each token's nats.
+
+    `parts`: the segments of the prompt, of A's answer and of B's.
+    """
+    prompt, *answer_parts = parts
     if as_json:
-        for sampler, answer, part in zip(pair, answers, parts[1:], strict=True):
-            both = {"prompt_segments": parts[0], "segments": part}  # [text, [nats of A, of B]]
-            losses = sampler.losses(answer.prompt)
-            print(json.dumps(record(sampler, answer, settings, losses) | both))
+        for sampler, answer, part in zip(pair, answers, answer_parts, strict=True):
+            sample = record(sampler, answer, settings, sampler.losses(answer.prompt))
+            sample["prompt_segments"] = prompt  # [text, [nats of A, of B]]
+            sample["segments"] = part
+            print(json.dumps(sample))
         return
+
+    # Which model is which, and the loss of each text.
     console = Console(highlight=False)
-    console.print("\n".join(f"{k}  {one.checkpoint}" for k, one in zip("AB", pair, strict=True)))
+    for label, sampler in zip("AB", pair, strict=True):
+        console.print(f"{label}  {sampler.checkpoint}")
     table = _table("loss of", "pieces", "bytes", "A nats", "B nats", "A bits/byte", "B bits/byte")
     for name, part in zip(("the prompt", "A's text", "B's text"), parts, strict=True):
-        size = sum(len(segment.text.encode()) for segment in part)
-        nats = [math.fsum(segment.nats[k] for segment in part) for k in (0, 1)]
-        # bytes that are no character are shown as U+FFFD
-        is_known = size and not any("\ufffd" in segment.text for segment in part)
-        bits = [f"{n / math.log(2) / size:.3f}" if is_known else "-" for n in nats]
-        table.add_row(name, f"{len(part):,}", f"{size:,}", *(f"{n:.2f}" for n in nats), *bits)
+        table.add_row(name, *_loss_cells(part))
     console.print(table)
+
+    # The answers side by side; each in the colors of the model that wrote it.
     table = Table("A", "B", box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
-    table.add_row(*(_colored(answers[k].text, parts[1 + k], k) for k in (0, 1)))
+    table.add_row(*(_colored(answers[k].text, answer_parts[k], k) for k in (0, 1)))
     console.print(table)
+
+    # Each token of the prompt, then of the answers.
     table = _table("prompt", "A", "B", "B - A")
-    if len(parts[0]) > SHOWN_SEGMENTS:
-        table.title = f"the last {SHOWN_SEGMENTS} of {len(parts[0]):,}"
-    for text, (a, b) in parts[0][-SHOWN_SEGMENTS:]:
+    if len(prompt) > SHOWN_SEGMENTS:
+        table.title = f"the last {SHOWN_SEGMENTS} of {len(prompt):,}"
+    for text, (a, b) in prompt[-SHOWN_SEGMENTS:]:
         table.add_row(_visible(text), _nats(a), _nats(b), f"{b - a:+.2f}")
-    if parts[0]:
+    if prompt:
         console.print(table)
+
     table = _table("A's text", "A", "B", "B's text", "A", "B")
-    for row in zip_longest(*parts[1:]):
-        cells = [(_visible(s.text), *map(_nats, s.nats)) if s else ("", "", "") for s in row]
-        table.add_row(*cells[0], *cells[1])
+    for segments in zip_longest(*answer_parts):
+        cells: list[Text | str] = []
+        for segment in segments:
+            if segment is None:  # the other text has more
+                cells += ["", "", ""]
+            else:
+                cells += [_visible(segment.text), *map(_nats, segment.nats)]
+        table.add_row(*cells)
     if table.row_count:
         console.print(table)
     console.print("nats per token; where tokenizers differ, per shortest piece in common")
+
+
+def _loss_cells(part: Sequence["Segment"]) -> list[str]:
+    """Return the number of pieces and bytes of a text, and under both models its nats and bits."""
+    num_bytes = sum(len(segment.text.encode()) for segment in part)
+    nats = [math.fsum(segment.nats[k] for segment in part) for k in (0, 1)]
+    bits_per_byte = ["-", "-"]
+    # bytes that are no character are shown as U+FFFD, so their number is not known
+    if num_bytes and not any("\ufffd" in segment.text for segment in part):
+        bits_per_byte = [f"{x / math.log(2) / num_bytes:.3f}" for x in nats]
+    return [f"{len(part):,}", f"{num_bytes:,}", *(f"{x:.2f}" for x in nats), *bits_per_byte]
 
 
 def _table(*columns: str) -> Table:
@@ -325,9 +388,12 @@ def _table(*columns: str) -> Table:
 
 def _colored(text: str, part: Sequence["Segment"], k: int) -> Text:
     """Return `text`, of which `part` may lack the beginning and the end, by the nats of model k."""
-    read = "".join(segment.text for segment in part)
-    before, _, after = text.partition(read) if read else ("", "", text)
-    return Text.assemble(before, *((s.text, _color(s.nats[k])) for s in part), after)
+    read_text = "".join(segment.text for segment in part)
+    if not read_text:
+        return Text(text)
+    before, _, after = text.partition(read_text)
+    colored = [(segment.text, _color(segment.nats[k])) for segment in part]
+    return Text.assemble(before, *colored, after)
 
 
 def _visible(text: str) -> Text:
@@ -347,10 +413,10 @@ def _check(arguments: argparse.Namespace) -> None:
     if (arguments.checkpoint is None) == (arguments.compare is None):
         raise usage_error(PROGRAM, "expected a CHECKPOINT, or --compare A B")
     if arguments.compare and arguments.num:
-        raise usage_error(PROGRAM, "--compare shows one sample of each: leave out --num")
+        raise usage_error(PROGRAM, "--compare shows one sample of each: omit --num")
     if arguments.temperature == 0 and (arguments.top_k or arguments.top_p < 1):
         raise usage_error(
-            PROGRAM, "--temperature 0 takes the likeliest token: leave out --top-k and --top-p"
+            PROGRAM, "--temperature 0 takes the likeliest token: omit --top-k and --top-p"
         )
 
 
@@ -360,48 +426,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "terminal, it continues what you type."
     )
     add = parser.add_argument
-    about = "a run (its newest step), RUN/checkpoint/step-N, or an export"
-    add("checkpoint", nargs="?", type=Path, metavar="CHECKPOINT", help=about)
-    about = "continuations side by side, with the losses of all tokens under both"
-    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help=about)
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument("--prompt", metavar="TEXT", help="what to continue (default: a new text)")
-    given.add_argument(
+    add(
+        "checkpoint",
+        nargs="?",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a run (its newest step), RUN/checkpoint/step-N, or an export",
+    )
+    add(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("A", "B"),
+        help="continuations side by side, with the losses of all tokens under both",
+    )
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="what to continue (default: a new text)")
+    prompt.add_argument(
         "--file", type=Path, help="read the prompt from it (-: stdin), less one line end"
     )
-    about = "of an answer, at most (default: %(default)s)"
-    add("--max-tokens", type=positive, default=MAX_TOKENS, metavar="N", help=about)
-    about = f"0: the likeliest token (default: {TEMPERATURE}; 0 on a synthetic task)"
-    add("--temperature", type=_temperature, metavar="T", help=about)
+    add(
+        "--max-tokens",
+        type=positive,
+        default=MAX_TOKENS,
+        metavar="N",
+        help="of an answer, at most (default: %(default)s)",
+    )
+    add(
+        "--temperature",
+        type=_temperature,
+        metavar="T",
+        help=f"0: the likeliest token (default: {TEMPERATURE}; 0 on a synthetic task)",
+    )
     add("--top-k", type=_count, default=0, metavar="K", help="of the K likeliest tokens (0: all)")
-    about = "of the likeliest with joint probability P (default: 1)"
-    add("--top-p", type=_probability, default=1.0, metavar="P", help=about)
-    about = "of the draws; sample k is the same for any --num (default: 0)"
-    add("--seed", type=_count, default=0, metavar="N", help=about)
+    add(
+        "--top-p",
+        type=_probability,
+        default=1.0,
+        metavar="P",
+        help="of the likeliest with joint probability P (default: 1)",
+    )
+    add(
+        "--seed",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="of the draws; sample k is the same for any --num (default: 0)",
+    )
     add("--num", type=positive, metavar="N", help="samples of the prompt, in batches")
-    about = "an object per sample: ids, text, log-probabilities (nats, at temperature 1)"
-    add("--json", action="store_true", help=about)
+    add(
+        "--json",
+        action="store_true",
+        help="an object per sample: ids, text, log-probabilities (nats, at temperature 1)",
+    )
     add("--tokenizer", type=Path, metavar="PATH", help="the tokenizer, if the data were moved")
-    about = "(default: bfloat16 on a GPU, else float32)"
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help=about)
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="(default: bfloat16 on a GPU, else float32)",
+    )
 
 
 def _count(text: str) -> int:
-    return int(_checked(text, int, lambda number: number >= 0, "an integer of at least 0"))
+    with contextlib.suppress(ValueError):
+        if int(text) >= 0:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text}, expected an integer of at least 0")
 
 
 def _temperature(text: str) -> float:
-    return _checked(text, float, lambda number: 0 <= number < math.inf, "a number of at least 0")
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}, expected a number of at least 0")
 
 
 def _probability(text: str) -> float:
-    return _checked(text, float, lambda number: 0 < number <= 1, "a number above 0, up to 1")
-
-
-def _checked(
-    text: str, kind: Callable[[str], float], fits: Callable[[float], bool], expected: str
-) -> float:
     with contextlib.suppress(ValueError):
-        if fits(number := kind(text)):
-            return number
-    raise argparse.ArgumentTypeError(f"{text}, expected {expected}")
+        if 0 < float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text}, expected a number above 0, up to 1")

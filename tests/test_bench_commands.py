@@ -91,7 +91,7 @@ def test_too_little_gpu_memory_is_an_error(run, monkeypatch, capsys):
 
 def test_ratios_are_those_of_pairs(monkeypatch):
     pairs = [(base, 1.1 * base) for base in (1.0, 2.0, 4.0, 8.0, 16.0)]  # the machine slows down
-    monkeypatch.setattr(timing, "_time_pairs", lambda *steps: pairs)
+    monkeypatch.setattr(timing, "alternate", lambda *timers: pairs)
     step = lambda: None  # noqa: E731
     base, other = timing.compare(
         {"a": lambda: step, "b": lambda: step}, num_pairs=5, block_s=0

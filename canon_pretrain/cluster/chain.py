@@ -27,7 +27,7 @@ from canon_pretrain.core.errors import EPILOG, UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.lock import live_holder
-from canon_pretrain.run.config import read_experiment, to_toml
+from canon_pretrain.run.config import read_experiment, split_arguments, to_toml
 from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.source import (
     check_private,
@@ -67,12 +67,16 @@ class JobStart:
 
     def count_failure(self, newest: int) -> int:
         """Return `restarts_without_progress` for the next start if this one failed."""
-        return 0 if newest > self.checkpoint else self.restarts_without_progress + self.is_restart
+        if newest > self.checkpoint:
+            return 0
+        return self.restarts_without_progress + self.is_restart
 
 
 class Decision(NamedTuple):
+    """What the job script does next, and the reason, for its output."""
+
     next: Action
-    why: str
+    reason: str
 
 
 def restarts_file(run: RunFolder, suffix: str = ".json") -> Path:
@@ -98,41 +102,55 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
     launch = parser.parse_known_args(arguments)[0]
     values = read_experiment(launch.config) if launch.config is not None else {}
 
+    # An option that is not set has the value of the config, else the default.
     def setting(section: str, key: str, default: Any) -> Any:
         keys = values.get(section)
-        return keys.get(key, default) if isinstance(keys, dict) else default
+        if isinstance(keys, dict):
+            return keys.get(key, default)
+        return default  # a wrong type is reported by the check of the job
 
-    launch.folder = launch.folder or setting("job", "dump_folder", "./outputs")
     if launch.allowed is None:
         launch.allowed = setting("run", "allow_changes", [])
-    launch.allowed = ",".join(map(str, launch.allowed)).split(",")
     if launch.fresh is None:
         launch.fresh = setting("checkpoint", "fresh", None)
+    launch.folder = launch.folder or setting("job", "dump_folder", "./outputs")
+    launch.allowed = ",".join(map(str, launch.allowed)).split(",")
     launch.fresh = str(launch.fresh).lower() == "true"
     return launch
 
 
-def launch_code(job: str, arguments: Sequence[str]) -> tuple[Path | None, Path | None]:
-    """Return the snapshot and the config that `job` uses; None for the current ones.
+class LaunchCode(NamedTuple):
+    """The snapshot and the config that a job uses; None for the current ones."""
 
-    Restarts use both. Other jobs use the snapshot if the run has a checkpoint, except with
-    --checkpoint.fresh or `--run.allow_changes code`. Raises UserError if others may write the run.
+    snapshot: Path | None = None
+    config: Path | None = None
+
+
+def launch_code(job: str, arguments: Sequence[str]) -> LaunchCode:
+    """Return the code that `job` uses.
+
+    Restarts use the run's snapshot and config. Other jobs use the snapshot if the run has a
+    checkpoint, except with --checkpoint.fresh or `--run.allow_changes code`. Raises UserError if
+    others may write the run.
     """
     try:
         launch = parse_launch(arguments)
     except UserError:
-        return None, None  # the check of the job comes next, with a better message
+        return LaunchCode()  # the check of the job comes next, with a better message
+
     run = RunFolder(Path(launch.folder).absolute())
     check_private(run)
     snapshot = newest_snapshot(run)
     start = _read_start(run)
     is_restart = start is not None and start.job == job
-    takes_new = "code" in launch.allowed or launch.fresh or not newest_checkpoint(run)
-    if snapshot is None or (takes_new and not is_restart):
-        return None, None
+    uses_current = "code" in launch.allowed or launch.fresh or not newest_checkpoint(run)
+    if snapshot is None or (uses_current and not is_restart):
+        return LaunchCode()
     check_snapshot(snapshot)
     config = restarts_file(run, ".toml")
-    return snapshot, config if is_restart and config.is_file() else None
+    if is_restart and config.is_file():
+        return LaunchCode(snapshot, config)
+    return LaunchCode(snapshot)
 
 
 def begin(
@@ -149,27 +167,30 @@ def begin(
     Forbidden if a launch of another job is alive after `wait_s` (a cancelled one may still save),
     or if starts that were killed with their scripts have used up `restarts`.
     """
-    end_s = time.monotonic() + wait_s
+    deadline = time.monotonic() + wait_s
     # a silent launch on another node counts as dead after `wait_s`; the trainer waits longer
     while (other := live_holder(run.lock_file, wait_s)) is not None and other.job_id != job:
-        if time.monotonic() > end_s:
+        if time.monotonic() > deadline:
             return Decision("failed", RUN_IN_USE.format(other))
         time.sleep(min(1.0, wait_s / 10))
 
-    before = _read_start(run)
+    # A restart continues the count of the previous start, and adds it if that was killed together
+    # with its job script (a failed node, kill -9), so that `end` was not called.
+    previous = _read_start(run)
     status = _read_status(run)
     newest = newest_checkpoint(run)
     start = JobStart(job, status.launches if status else 0, newest)
-    if before is not None and before.job == job:
-        count = before.restarts_without_progress
-        if before.ended is None:  # killed with its script: a failed node, kill -9
-            count = before.count_failure(newest)
+    if previous is not None and previous.job == job:
+        count = previous.restarts_without_progress
+        if previous.ended is None:
+            count = previous.count_failure(newest)
             if count >= restarts:
-                _write(run, replace(before, restarts_without_progress=count, ended="failed"))
+                _write(run, replace(previous, restarts_without_progress=count, ended="failed"))
                 return _out_of_restarts(count, newest, "its job script was killed")
         start = replace(start, is_restart=True, restarts_without_progress=count)
 
-    if take_code:  # before the start is recorded: its restarts need the snapshot
+    # Before the start is recorded: its restarts need the snapshot and the config.
+    if take_code:
         take_snapshot(run)
     if config is not None and not start.is_restart:
         write_atomic(restarts_file(run, ".toml"), to_toml(read_experiment(config)).encode())
@@ -177,22 +198,25 @@ def begin(
     return None
 
 
-def end(run: RunFolder, job: str, asked: StopCause, *, restarts: int = RESTARTS) -> Decision:
-    """Decide and record what follows the ended launch of `job`, for which `begin` was called."""
+def end(run: RunFolder, job: str, stop_cause: StopCause, *, restarts: int = RESTARTS) -> Decision:
+    """Decide and record the action after a launch of `job`, for which `begin` was called."""
     start = _read_start(run)
     status = _read_status(run)
     if start is None or start.job != job:
         # two jobs started at once: this one may have got the lock, restarts.json is the other's
-        if start is not None and _is_of_job(status, job):
-            if (decision := _requested(status, asked)) is not None:
+        if start is not None and status is not None and _is_of_this_start(status, job):
+            decision = _requested(status, stop_cause)
+            if decision is not None:
                 return decision
         raise UserError("chain.not_begun", f"no start of job {job}: call `begin` first")
 
-    # The status that this launch wrote, if it wrote one.
-    own = None
-    if status is not None and status.launches > start.launches and status.job_id in (None, job):
-        own = status
-    elif asked == "none":
+    # A status of an earlier launch says nothing of this one; without Slurm it has no job id.
+    if status is not None:
+        is_new = status.launches > start.launches and status.job_id in (None, job)
+        if not is_new:
+            status = None
+    # Without one, and without a request to stop, another launch may have the lock.
+    if status is None and stop_cause == "none":
         other = live_holder(run.lock_file)
         if other is not None and other.job_id not in (None, job):
             _write(run, replace(start, ended="failed"))
@@ -201,69 +225,74 @@ def end(run: RunFolder, job: str, asked: StopCause, *, restarts: int = RESTARTS)
     newest = newest_checkpoint(run)
     has_progress = newest > start.checkpoint
     count = 0 if has_progress else start.restarts_without_progress
-    decision = _requested(own, asked)
+    decision = _requested(status, stop_cause)
     # a time limit that is too short for one new step would be reached forever
     is_idle = decision is not None and decision.next == "requeue" and not has_progress
-    if decision is None or (is_idle and asked != "preempted"):
+    if decision is None or (is_idle and stop_cause != "preempted"):
         count = start.count_failure(newest)
-        fault = _failure(own) if decision is None else decision.why
+        fault = _failure(status) if decision is None else decision.reason
         if count >= restarts:
             decision = _out_of_restarts(count, newest, fault)
         elif decision is None:
             decision = Decision("requeue", f"the launch failed: {fault}")
 
     _write(run, replace(start, restarts_without_progress=count, ended=decision.next))
-    if decision.next == "failed" and own is not None and own.state == "running":
+    if decision.next == "failed" and status is not None and status.state == "running":
         # the trainer was killed before it could write its state
-        failed = replace(own, state="failed", phase="ended", reason=decision.why)
+        failed = replace(status, state="failed", phase="ended", reason=decision.reason)
         write_json(run.status_file, asdict(failed))
     return decision
 
 
-def _is_of_job(status: Status | None, job: str) -> bool:
+def _is_of_this_start(status: Status, job: str) -> bool:
     """Return whether this start of the job wrote the status."""
-    if status is None:
-        return False
     restart_count = read_count(os.environ, "SLURM_RESTART_COUNT")
     return status.job_id == job and status.restart_count == restart_count
 
 
-def _out_of_restarts(count: int, newest: int, last: str) -> Decision:
+def _out_of_restarts(count: int, newest: int, last_fault: str) -> Decision:
     since = f"step {newest}" if newest else "the start"
     return Decision(
         "failed",
         f"{count} consecutive restart(s) from {since} failed "
-        f"without a newer checkpoint; the last one: {last}. See slurm.log, then submit again",
+        f"without a newer checkpoint; the last one: {last_fault}. See slurm.log, then submit again",
     )
 
 
-def _requested(own: Status | None, asked: StopCause) -> Decision | None:
-    """Return the decision on a launch that ended as requested; None if it failed."""
-    if own is not None and own.state == "done":
-        return Decision("done", f"reached step {own.step} of {own.steps}")
-    where = f"at step {own.step} of {own.steps}" if own is not None else "before its first step"
-    if asked == "term":
+def _requested(status: Status | None, stop_cause: StopCause) -> Decision | None:
+    """Return the decision on a launch that ended as requested; None if it failed.
+
+    `status`: that the launch wrote, None if it wrote none.
+    """
+    if status is not None and status.state == "done":
+        return Decision("done", f"reached step {status.step} of {status.steps}")
+    where = "before its first step"
+    if status is not None:
+        where = f"at step {status.step} of {status.steps}"
+
+    if stop_cause == "term":
         return Decision("leave", f"ended by SIGTERM {where}; Slurm decides whether it is requeued")
-    if asked == "preempted":
+    if stop_cause == "preempted":
         return Decision("requeue", f"preempted {where}")
-    if own is not None and own.state == "failed" and own.error_code:
+    if status is not None and status.state == "failed" and status.error_code:
         # the same command would fail again
-        return Decision("failed", own.reason)
-    if own is None or own.state != "stopped":
+        return Decision("failed", status.reason)
+    if status is None or status.state != "stopped":
         return None
-    if asked == "limit":
+    if stop_cause == "limit":
         return Decision("requeue", f"stopped {where} before the time limit")
-    if "SIGUSR" in own.reason:
-        return Decision("requeue", f"stopped {where} by {own.reason}")
-    return Decision("stop", f"stopped {where} by {own.reason}, not by the job script")
+    if "SIGUSR" in status.reason:
+        return Decision("requeue", f"stopped {where} by {status.reason}")
+    return Decision("stop", f"stopped {where} by {status.reason}, not by the job script")
 
 
-def _failure(own: Status | None) -> str:
-    if own is None:
+def _failure(status: Status | None) -> str:
+    """Say how a launch failed; `status`: that it wrote, None if it wrote none."""
+    if status is None:
         return "it ended before it wrote status.json; it may need more time (--time)"
-    if own.state == "running":
-        return f"it was killed at step {own.step} (phase {own.phase})"
-    return own.reason or own.state
+    if status.state == "running":
+        return f"it was killed at step {status.step} (phase {status.phase})"
+    return status.reason or status.state
 
 
 def _read_start(run: RunFolder) -> JobStart | None:
@@ -304,30 +333,32 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--restarts", type=positive, default=RESTARTS)
     parser.add_argument("--asked", choices=get_args(StopCause), default="none")
     parser.add_argument("--take-code", action="store_true")
-    own = sys.argv[1:] if argv is None else argv
-    place = own.index("--") if "--" in own else len(own)
-    given, launch = parser.parse_args(own[:place]), own[place + 1 :]
-    run, job, restarts = RunFolder(given.run), given.job, given.restarts
+
+    arguments, trainer_arguments = split_arguments(argv)
+    options = parser.parse_args(arguments)
+    run = RunFolder(options.run)
     with command(prints=True):
-        if given.command == "code":
-            snapshot, config = launch_code(job, launch)
+        if options.command == "code":
+            snapshot, config = launch_code(options.job, trainer_arguments)
             if snapshot is not None:
-                others = ", ".join(differences(snapshot)[:10])
-                others = others and f"not this repository's: {others}"
-                print(snapshot, others, config or "", sep="\n")
-        elif given.command == "end":
-            print(*end(run, job, given.asked, restarts=restarts), sep="\n")
-        else:
+                different = ", ".join(differences(snapshot)[:10])
+                note = different and f"not this repository's: {different}"
+                print(snapshot, note, config or "", sep="\n")
+
+        elif options.command == "end":
+            print(*end(run, options.job, options.asked, restarts=options.restarts), sep="\n")
+
+        else:  # begin
             decision = begin(
                 run,
-                job,
-                restarts=restarts,
-                take_code=given.take_code,
-                config=parse_launch(launch).config,
+                options.job,
+                restarts=options.restarts,
+                take_code=options.take_code,
+                config=parse_launch(trainer_arguments).config,
             )
             if decision is not None:
                 print(*decision, sep="\n")
-            elif given.take_code:
+            elif options.take_code:
                 print("code", newest_snapshot(run), sep="\n")
 
 

@@ -26,26 +26,34 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from canon_pretrain.core.children import kill_tree, start_child
 from canon_pretrain.core.cli import available_cores, positive, usage_error
 from canon_pretrain.core.errors import UserError, check_choice, reason_in
 from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
 
+if TYPE_CHECKING:
+    from canon_pretrain.run.log import Event
+
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "train_configs" / "playground" / "tiny" / "copy.toml"
 STYLES = {"ok": "green", "note": "cyan", "missing": "yellow", "broken": "bold red"}
-GROUP_TIMEOUT_S, HUB_TIMEOUT_S = 90.0, 5.0
-START_TIMEOUT_S, STEP_TIMEOUT_S = 120.0, 60.0  # until the first step, and between two
+GROUP_TIMEOUT_S = 90.0
+HUB_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 120.0  # until the first step
+STEP_TIMEOUT_S = 60.0  # between two steps
 STEPS = 40
 CHECKPOINT_BYTES = 16_200_000_000  # 1.3B parameters and AdamW's two moments, float32
-WRITE_BYTES, WRITE_S = 64 << 20, 3.0
+# the test of a disk's speed ends at either
+WRITE_BYTES = 64 << 20
+WRITE_S = 3.0
 SLOW_DISK = 50e6  # bytes per second
 MOUNTS = Path("/proc/mounts")
 NETWORK_DISKS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "9p", "fuse")
 CHILD = "import sys; from canon_pretrain.cluster.doctor import print_group as f; f(*sys.argv[1:])"
-SCRATCH, OWNER = ".canon-doctor-", "owner.json"  # a folder for the checks, and whose it is
+SCRATCH = ".canon-doctor-"  # prefix of a folder for the checks
+OWNER = "owner.json"  # the process that has created it
 INSTALL_CU126 = (  # as in README.md
     "TORCH=torch==2.13.0+cu126 "
     "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 make install"
@@ -60,7 +68,7 @@ class Finding:
     what: str
     found: str
     used_for: str
-    remedy: str
+    remedy: str = ""
     facts: dict[str, Any] = field(default_factory=dict)  # numbers for --json
 
 
@@ -73,13 +81,13 @@ def judge(
     problem: str | None,
     used_for: str,
     remedy: str = "",
-    bad: str = "broken",
+    severity: str = "broken",
     **facts: Any,
 ) -> Finding:
-    """Return a finding that is ok, and shows `good`, unless there is a problem."""
+    """Build a Finding: "ok" with the text `good` if `problem` is None, else of `severity`."""
     if problem is None:
-        return Finding("ok", what, good, used_for, "", facts)
-    return Finding(bad, what, problem, used_for, remedy, facts)
+        return Finding("ok", what, good, used_for, facts=facts)
+    return Finding(severity, what, problem, used_for, remedy, facts)
 
 
 # -- groups of checks, each a process
@@ -89,47 +97,76 @@ def check_machine(folder: Path) -> Findings:
     """Check Python and its packages, cores, memory and locale."""
     import locale
     import platform
+
+    from canon_pretrain.machine.hardware import cpu_info
+    from canon_pretrain.machine.memory import available_memory
+
+    yield from _check_packages()
+
+    cores = available_cores()
+    model = cpu_info("model name") or platform.machine()
+    yield Finding(
+        "ok",
+        "CPU",
+        f"{cores} of {os.cpu_count()} cores, {model}",
+        used_for="data, evaluation, training without a GPU",
+        facts={"cores": cores},
+    )
+
+    memory = available_memory()
+    yield Finding(
+        "ok",
+        "memory",
+        f"{size(memory)} available",
+        used_for="models on the CPU",
+        facts={"bytes": memory},
+    )
+
+    # with an encoding other than UTF-8, `canon` has ended before this check
+    yield Finding("ok", "locale", locale.getpreferredencoding(False), "text files")
+
+
+def _check_packages() -> Findings:
+    """Compare Python and its packages with pyproject.toml: a finding for each out of bounds."""
+    import platform
     import tomllib
     from importlib import metadata
 
     from packaging.requirements import Requirement
 
-    from canon_pretrain.machine.hardware import cpu_info
-    from canon_pretrain.machine.memory import available_memory
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     required = [f"python{project['requires-python']}", *project["dependencies"]]
-    good = []
+    within_bounds = []
     for line in [*required, *extras["dev"], *extras["cuda"]]:
-        each, is_needed = Requirement(line), line in required
-        if each.marker is not None and not each.marker.evaluate():
+        requirement = Requirement(line)
+        name = requirement.name
+        bounds = str(requirement.specifier)
+        if requirement.marker is not None and not requirement.marker.evaluate():
             continue
-        found = platform.python_version() if each.name == "python" else None
+
+        version = platform.python_version() if name == "python" else None
         with suppress(metadata.PackageNotFoundError):
-            found = found or str(metadata.version(each.name))
+            version = version or str(metadata.version(name))
+        if version is None and line not in required:
+            continue  # `check_kernels` reports the optional packages
         with suppress(ValueError):  # no version in its metadata
-            if found is not None and each.specifier.contains(found, prereleases=True):
-                good.append(f"{each.name} {found}")
+            if version is not None and requirement.specifier.contains(version, prereleases=True):
+                within_bounds.append(f"{name} {version}")
                 continue
-        if found is None and not is_needed:
-            continue  # the kernels report theirs
-        bounds = str(each.specifier)
-        problem = "not installed" if found is None else f"{found}, outside {bounds}"
-        state, uses = ("broken", "all") if is_needed else ("note", "an option")
-        remedy = f"pip install '{each.name}{bounds}'"
-        if each.name == "python":
+
+        state, used_for = ("broken", "all") if line in required else ("note", "an option")
+        problem = "not installed" if version is None else f"{version}, outside {bounds}"
+        remedy = f"pip install '{name}{bounds}'"
+        if name == "python":
             remedy = "make install PYTHON=... with another Python"
-        facts = {"version": found, "expected": bounds}
-        yield Finding(state, each.name, problem, uses, remedy, facts)
-    text = f"{len(good)} within pyproject.toml's bounds: {', '.join(good[:4])}; {sys.executable}"
-    yield judge("packages", text, None, "all", count=len(good))
-    cores, memory = available_cores(), available_memory()
-    text = f"{cores} of {os.cpu_count()} cores, {cpu_info('model name') or platform.machine()}"
-    yield judge("CPU", text, None, "data, evaluation, training without a GPU", cores=cores)
-    yield judge("memory", f"{size(memory)} available", None, "models on the CPU", bytes=memory)
-    # another encoding has ended the command
-    yield judge("locale", locale.getpreferredencoding(False), None, "text files")
+        facts = {"version": version, "expected": bounds}
+        yield Finding(state, name, problem, used_for, remedy, facts)
+
+    count = len(within_bounds)
+    examples = ", ".join(within_bounds[:4])
+    text = f"{count} within pyproject.toml's bounds: {examples}; {sys.executable}"
+    yield Finding("ok", "packages", text, "all", facts={"count": count})
 
 
 def check_gpu(folder: Path) -> Findings:
@@ -137,36 +174,58 @@ def check_gpu(folder: Path) -> Findings:
     import torch
     import torch.distributed as dist
 
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    yield _check_cuda(num_gpus)
+    yield from check_kernels("cuda" if num_gpus else "cpu")
+
+    absent = "not in this build of torch"
+    text = f"in torch {torch.__version__}"
+    yield judge(
+        "gloo",
+        text,
+        problem=None if dist.is_backend_available("gloo") else absent,
+        used_for="collectives on the CPU",
+        remedy="make install, in a new .venv",
+    )
+    if num_gpus:
+        used_for = "collectives on the GPU"
+        if dist.is_backend_available("nccl"):
+            version = ".".join(map(str, torch.cuda.nccl.version()))
+            yield Finding("ok", "nccl", f"{version} {text}", used_for)
+        else:
+            yield Finding("broken", "nccl", absent, used_for, INSTALL_CU126)
+
+    yield _check_compiler()
+
+
+def _check_cuda(num_gpus: int) -> Finding:
+    """Check that torch can use the GPUs of this machine, of which it sees `num_gpus`."""
+    import torch
+
     from canon_pretrain.machine.device import check_cuda
     from canon_pretrain.machine.hardware import find_gpu, query_gpu
 
-    evidence, uses = find_gpu(), "training and evaluation"
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    facts: dict[str, Any] = {"gpus": count, "evidence": evidence}
+    used_for = "training and evaluation"
+    evidence = find_gpu()
+    facts: dict[str, Any] = {"gpus": num_gpus, "evidence": evidence}
     try:
         check_cuda()
-        each = [torch.cuda.get_device_properties(k) for k in range(count)]
-        names = sorted({f"{x.name}, sm_{x.major}{x.minor}, {size(x.total_memory)}" for x in each})
-        state: dict[str, Any] = query_gpu("0") or {} if count else {}
-        driver = f"driver {state['driver']}, " if state else ""  # empty without nvidia-smi
-        none = "hidden by CUDA_VISIBLE_DEVICES" if evidence else "none"
-        problem = None if count else f"{none}: the CPU trains"
-        text = f"{count} x {' or '.join(names)}; {driver}torch's CUDA {torch.version.cuda}"
-        yield judge("GPU", text, problem, uses, "", "note", **facts, **state)
     except UserError as error:
-        problem, _, remedy = error.message.rpartition(". ")
+        problem, _, remedy = error.message.rpartition(". ")  # its last sentence is the remedy
         remedy = f"{remedy}; for drivers from 525 on: {INSTALL_CU126}"
-        yield judge("GPU", "", problem, uses, remedy, **facts)
-    yield from check_kernels("cuda" if count else "cpu")
-    absent, text = "not in this build of torch", f"in torch {torch.__version__}"
-    problem = None if dist.is_backend_available("gloo") else absent
-    yield judge("gloo", text, problem, "collectives on the CPU", "make install, in a new .venv")
-    if count:
-        has_nccl = dist.is_backend_available("nccl")
-        text = f"{'.'.join(map(str, torch.cuda.nccl.version()))} {text}" if has_nccl else ""
-        problem = None if has_nccl else absent
-        yield judge("nccl", text, problem, "collectives on the GPU", INSTALL_CU126)
-    yield _check_compiler()
+        return Finding("broken", "GPU", problem, used_for, remedy, facts)
+    if not num_gpus:
+        reason = "hidden by CUDA_VISIBLE_DEVICES" if evidence else "none"
+        return Finding("note", "GPU", f"{reason}: the CPU trains", used_for, facts=facts)
+
+    models = set()
+    for index in range(num_gpus):
+        gpu = torch.cuda.get_device_properties(index)
+        models.add(f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {size(gpu.total_memory)}")
+    state = query_gpu("0") or {}  # empty without nvidia-smi
+    driver = f"driver {state['driver']}, " if state else ""
+    text = f"{num_gpus} x {' or '.join(sorted(models))}; {driver}torch's CUDA {torch.version.cuda}"
+    return Finding("ok", "GPU", text, used_for, facts=facts | state)
 
 
 def check_kernels(device_type: str) -> Findings:
@@ -177,117 +236,201 @@ def check_kernels(device_type: str) -> Findings:
     from canon_pretrain.model.args import flavor
     from canon_pretrain.model.attend import FLASH_IMPLS, Attend, check_backend
 
-    args, on_gpu = replace(flavor("1b3"), canon_set="ABCD"), device_type == "cuda"
+    # Why each optional backend cannot run the paper's largest model with all Canon layers.
+    args = replace(flavor("1b3"), canon_set="ABCD")
     problems = {f"canon {name}": backend_problem(name, device_type) for name in OPTIONAL}
-    problems |= {"mixer fla": fla_mixers().fla_problem("gla", args.head_dim)}
+    problems["mixer fla"] = fla_mixers().fla_problem("gla", args.head_dim)
     for name in (*FLASH_IMPLS, "flash_attn"):
         problems[f"attention {name}"] = None
         try:
             check_backend(args, name)
         except UserError as error:
             problems[f"attention {name}"] = str(error.fields["reason"])
-    fast = {name for name, problem in problems.items() if on_gpu and problem is None}
-    auto = {
+
+    on_gpu = device_type == "cuda"
+    has_triton = on_gpu and problems["canon triton"] is None
+    has_fla = on_gpu and problems["mixer fla"] is None
+    selected = {
         "attention": Attend(args).describe(device_type),
-        "canon": "triton, checked at startup" if "canon triton" in fast else "compiled",
-        "mixer": "fla, checked at startup" if "mixer fla" in fast else "chunked",
+        "canon": "triton, checked at startup" if has_triton else "compiled",
+        "mixer": "fla, checked at startup" if has_fla else "chunked",
     }
-    for key, text in auto.items():
-        text += "" if on_gpu else "; faster ones need a GPU"
-        yield judge(f"{key} auto", text, None, f'model.{key}_backend = "auto"')
-    for words, problem in problems.items() if on_gpu else ():
-        key, name = words.split()
-        reason, _, remedy = (problem or "").rpartition(": ")
-        why, uses = problem and reason, f'model.{key}_backend = "{name}"'
-        if not remedy.startswith("pip install"):
-            why, remedy = problem, ""
-        yield judge(words, "works here", why, uses, remedy, "missing")
+    limit = "" if on_gpu else "; faster ones need a GPU"
+    for key, text in selected.items():
+        yield Finding("ok", f"{key} auto", text + limit, f'model.{key}_backend = "auto"')
+
+    if not on_gpu:
+        return
+    for backend, problem in problems.items():
+        key, name = backend.split()
+        remedy = ""
+        # "REASON: pip install PACKAGE", if a package is all that is missing
+        reason, _, command = (problem or "").rpartition(": ")
+        if command.startswith("pip install"):
+            problem = reason
+            remedy = command
+        yield judge(
+            backend,
+            "works here",
+            problem,
+            used_for=f'model.{key}_backend = "{name}"',
+            remedy=remedy,
+            severity="missing",
+        )
 
 
 def _check_compiler() -> Finding:
+    """Compile what torch.compile generates for a CPU: C++ with OpenMP and Python's headers."""
     import sysconfig
 
     import torch._inductor.cpp_builder as builder
 
-    problem, compiler = None, ""
+    problem = None
+    compiler = ""
     try:
         compiler = builder.get_cpp_compiler()
         with tempfile.TemporaryDirectory() as scratch:
             source = Path(scratch) / "try.cpp"
             source.write_text("#include <Python.h>\n#include <omp.h>\n#include <vector>\n")
             options = ["-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_path('include')}"]
-            words = [compiler, *options, "-o", f"{source}.so", str(source)]
-            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+            command = [compiler, *options, "-o", f"{source}.so", str(source)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line]
-            problem = " ".join([compiler, *lines[:1]])
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            problem = " ".join([compiler, *errors[:1]])
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         problem = str(error).splitlines()[0]
-    remedy = "apt install g++ python3-dev, or conda install cxx-compiler; CXX names another"
-    found = str(shutil.which(compiler))
     return judge(
-        "C++ compiler", found, problem, "compile.enable (torch.compile)", remedy, "missing"
+        "C++ compiler",
+        str(shutil.which(compiler)),
+        problem,
+        used_for="compile.enable (torch.compile)",
+        remedy="apt install g++ python3-dev, or conda install cxx-compiler; CXX names another",
+        severity="missing",
     )
+
+
+OTHER_DISK = "--dir with a folder on another file system"
 
 
 def check_disk(folder: Path) -> Findings:
     """Check the file system of `folder`: space, speed, clock and locks."""
-    from canon_pretrain.cluster.preflight import CLOCK_FAULT_S, report_node
-    from canon_pretrain.core.files import free_bytes
+    from canon_pretrain.cluster.preflight import disk_faults
 
-    uses, remedy = "run folders", "--dir with a folder on another file system"
     if not folder.exists():
         create = shlex.join(["mkdir", "-p", str(folder)])
-        yield judge("disk", "", f"{folder} does not exist", uses, create)
+        yield Finding("broken", "disk", f"{folder} does not exist", "run folders", create)
         return
-    mounts = [line.split() for line in MOUNTS.read_text().splitlines()]
-    above = [m for m in mounts if folder.resolve().is_relative_to(m[1].replace("\\040", " "))]
-    # the last of those at one place is on top: autofs lists itself below the disk
-    kind = max(reversed(above), key=lambda mount: len(mount[1]), default=["", "", "unknown"])[2]
+
+    file_system = _file_system(folder)
+    yield _check_space(folder, file_system)
+    if faults := disk_faults(folder, 1 << 20):
+        yield Finding("broken", "disk", "; ".join(faults), "run folders", OTHER_DISK)
+        return
+    yield from _check_writes(folder)
+    yield _check_locks(folder, file_system)
+
+
+def _file_system(folder: Path) -> str:
+    """Return the type of the file system that holds `folder`, such as ext4 or lustre."""
+    deepest = ""
+    file_system = "unknown"
+    for line in MOUNTS.read_text().splitlines():
+        _, mount_point, kind, *_ = line.split()
+        is_above = folder.resolve().is_relative_to(mount_point.replace("\\040", " "))
+        # the last one at the same mount point is on top: autofs lists itself below the disk
+        if is_above and len(mount_point) >= len(deepest):
+            deepest = mount_point
+            file_system = kind
+    return file_system
+
+
+def _check_space(folder: Path, file_system: str) -> Finding:
+    from canon_pretrain.core.files import free_bytes
+
     free = free_bytes(folder)
-    text = f"{size(free)} free in {folder.resolve()} ({kind})"
-    few = f"{text}; a checkpoint of 1.3B parameters has {size(CHECKPOINT_BYTES)}"
-    problem = few if free < CHECKPOINT_BYTES else None
-    yield judge("disk space", text, problem, uses, remedy, "note", free=free, kind=kind)
-    if faults := report_node(folder, 1 << 20, 0).disk:
-        yield judge("disk", "", "; ".join(faults), uses, remedy)
-        return
+    text = f"{size(free)} free in {folder.resolve()} ({file_system})"
+    problem = None
+    if free < CHECKPOINT_BYTES:
+        problem = f"{text}; a checkpoint of 1.3B parameters has {size(CHECKPOINT_BYTES)}"
+    return judge(
+        "disk space",
+        text,
+        problem,
+        used_for="run folders",
+        remedy=OTHER_DISK,
+        severity="note",
+        free=free,
+        kind=file_system,
+    )
+
+
+def _check_writes(folder: Path) -> Findings:
+    """Write to a file of `folder`: compare its time with this machine's, and time the writes."""
+    from canon_pretrain.cluster.preflight import CLOCK_FAULT_S
+
     with tempfile.NamedTemporaryFile(dir=folder, prefix=SCRATCH) as file:
         ahead_s = os.fstat(file.fileno()).st_mtime - time.time()
-        block, count, start = os.urandom(1 << 20), 0, time.monotonic()
-        while count < WRITE_BYTES and time.monotonic() - start < WRITE_S:
-            count += file.write(block)
+        block = os.urandom(1 << 20)
+        written = 0
+        start = time.monotonic()
+        while written < WRITE_BYTES and time.monotonic() - start < WRITE_S:
+            written += file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        rate = count / (time.monotonic() - start)
+        rate = written / (time.monotonic() - start)
+
     text = f"{size(rate)}/s, each MB synced"
-    large = f"1.3B parameters ({size(CHECKPOINT_BYTES)})"
-    slow = f"{text}: a checkpoint of {large} takes {duration(CHECKPOINT_BYTES / rate)}"
-    problem = slow if rate < SLOW_DISK else None
-    yield judge("disk speed", text, problem, "checkpoints", remedy, "note", bytes_per_s=rate)
+    problem = None
+    if rate < SLOW_DISK:
+        checkpoint = f"a checkpoint of 1.3B parameters ({size(CHECKPOINT_BYTES)})"
+        problem = f"{text}: {checkpoint} takes {duration(CHECKPOINT_BYTES / rate)}"
+    yield judge(
+        "disk speed",
+        text,
+        problem,
+        used_for="checkpoints",
+        remedy=OTHER_DISK,
+        severity="note",
+        bytes_per_s=rate,
+    )
+
     text = f"this machine's and the disk's are {abs(ahead_s):.2f} s apart"
-    problem = text if abs(ahead_s) > CLOCK_FAULT_S else None
-    yield judge("clock", text, problem, "heartbeats", "synchronize clocks (NTP)", s=ahead_s)
-    problem = _lock_problem(folder)
+    yield judge(
+        "clock",
+        text,
+        problem=text if abs(ahead_s) > CLOCK_FAULT_S else None,
+        used_for="heartbeats",
+        remedy="synchronize clocks (NTP)",
+        s=ahead_s,
+    )
+
+
+def _check_locks(folder: Path, file_system: str) -> Finding:
     text = "a second launch is kept out"
-    if problem is None and kind.startswith(NETWORK_DISKS):
-        note = f"{text} on this machine; other machines were not tried ({kind})"
-        yield judge("file locks", "", note, "one launch per run", "", "note")
-    else:
-        yield judge("file locks", text, problem, "one launch per run", remedy)
+    problem = _lock_problem(folder)
+    if problem is None and file_system.startswith(NETWORK_DISKS):
+        text = f"{text} on this machine; other machines were not tried ({file_system})"
+        return Finding("note", "file locks", text, "one launch per run")
+    return judge("file locks", text, problem, "one launch per run", OTHER_DISK)
 
 
 def _lock_problem(folder: Path) -> str | None:
+    """Take a run lock and a flock in `folder` twice each; return the problem if both succeed."""
     from canon_pretrain.core.lock import LinkLock, locked
+
+    def quiet(text: str) -> None:
+        pass
 
     problem = None
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH) as scratch:
-            path, quiet = Path(scratch) / "lock.json", lambda text: None
-            held = LinkLock.acquire(path, log=quiet)
-            if LinkLock(path, log=quiet).try_acquire() or not held.is_owner():
+            path = Path(scratch) / "lock.json"
+            run_lock = LinkLock.acquire(path, log=quiet)
+            if LinkLock(path, log=quiet).try_acquire() or not run_lock.is_owner():
                 problem = "two launches hold one run lock"
-            held.release()
+            run_lock.release()
+
             with suppress(UserError), locked(path, ""), locked(path, ""):
                 problem = "two processes hold one flock"
     except (OSError, UserError) as error:
@@ -297,42 +440,83 @@ def _lock_problem(folder: Path) -> str | None:
 
 def check_network(folder: Path) -> Findings:
     """Check the hub: answer, token and cache; and the login of wandb."""
-    import netrc
-    from http.client import HTTPException
-    from urllib.error import HTTPError
-    from urllib.parse import urlsplit
-    from urllib.request import Request, urlopen
-
     from huggingface_hub import constants, get_token
 
-    url, problem = constants.ENDPOINT, None
-    remedy = "on a node with network: canon eval stage --suite all --to outputs/eval_data"
-    if constants.HF_HUB_OFFLINE:
-        problem = "not asked: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
-        remedy = "unset HF_HUB_OFFLINE TRANSFORMERS_OFFLINE"
-    else:
-        try:
-            urlopen(Request(url, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
-        except HTTPError:  # an answer
-            pass
-        except (OSError, ValueError, HTTPException) as error:
-            problem = f"{url} cannot be reached: {getattr(error, 'reason', error)}"
-    yield judge("hub", f"{url} answers", problem, "data, tokenizers", remedy, "note", url=url)
-    problem, remedy = None if get_token() else "none", "hf auth login, or set HF_TOKEN"
-    yield judge("hub token", "found", problem, "gated data, hf push", remedy, "missing")
-    cache, problem = Path(constants.HF_HOME).expanduser(), None
+    yield _check_hub(constants.ENDPOINT, is_offline=constants.HF_HUB_OFFLINE)
+
+    yield judge(
+        "hub token",
+        "found",
+        problem=None if get_token() else "none",
+        used_for="gated data, hf push",
+        remedy="hf auth login, or set HF_TOKEN",
+        severity="missing",
+    )
+
+    cache = Path(constants.HF_HOME).expanduser()
+    problem = None
     try:
         cache.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=cache).close()
     except OSError as error:
         problem = f"{cache} cannot be written: {error.strerror}"
-    yield judge("hub cache", str(cache), problem, "downloads", "set HF_HOME to another folder")
-    base, logins = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"), dict[str, Any]()
+    yield judge(
+        "hub cache",
+        str(cache),
+        problem,
+        used_for="downloads",
+        remedy="set HF_HOME to another folder",
+    )
+
+    yield _check_wandb()
+
+
+def _check_hub(url: str, *, is_offline: bool) -> Finding:
+    from http.client import HTTPException
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    problem = None
+    remedy = "on a node with network: canon eval stage --suite all --to outputs/eval_data"
+    if is_offline:
+        problem = "not asked: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"
+        remedy = "unset HF_HUB_OFFLINE TRANSFORMERS_OFFLINE"
+    else:
+        try:
+            urlopen(Request(url, method="HEAD"), timeout=HUB_TIMEOUT_S).close()
+        except HTTPError:  # a status such as 404 is an answer
+            pass
+        except (OSError, ValueError, HTTPException) as error:
+            problem = f"{url} cannot be reached: {getattr(error, 'reason', error)}"
+    return judge(
+        "hub",
+        f"{url} answers",
+        problem,
+        used_for="data, tokenizers",
+        remedy=remedy,
+        severity="note",
+        url=url,
+    )
+
+
+def _check_wandb() -> Finding:
+    """Check for a login as wandb finds it: a key in the environment, or a host of ~/.netrc."""
+    import netrc
+    from urllib.parse import urlsplit
+
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    logins: dict[str, Any] = {}
     with suppress(OSError, netrc.NetrcParseError):
         logins = netrc.netrc(os.environ.get("NETRC")).hosts
-    known = "WANDB_API_KEY" in os.environ or urlsplit(base).hostname in logins
-    problem, remedy = None if known else f"no login for {base}", "wandb login"
-    yield judge("wandb", base, problem, "metrics.enable_wandb, online", remedy, "missing")
+    has_login = "WANDB_API_KEY" in os.environ or urlsplit(url).hostname in logins
+    return judge(
+        "wandb",
+        url,
+        problem=None if has_login else f"no login for {url}",
+        used_for="metrics.enable_wandb, online",
+        remedy="wandb login",
+        severity="missing",
+    )
 
 
 def check_slurm(folder: Path) -> Findings:
@@ -341,22 +525,40 @@ def check_slurm(folder: Path) -> Findings:
 
     if absent := [name for name in ("sbatch", "squeue") if shutil.which(name) is None]:
         text = f"not on PATH: {', '.join(absent)}"
-        yield judge("Slurm", "", text, "jobs", "a login node of a cluster", "missing")
+        yield Finding("missing", "Slurm", text, "jobs", "a login node of a cluster")
         return
+
     lines = scontrol("config").splitlines()
-    pairs = (line.partition("=") for line in lines)
-    found = {key.strip(): value.strip() for key, _, value in pairs}
-    why = ": ".join(["its controller does not answer", *lines[-1:]])
-    problem = None if "ClusterName" in found else why
-    text = f"{found.get('SLURM_VERSION')}, cluster {found.get('ClusterName')}"
-    remedy = "set SLURM_CONF, or use a login node"
-    yield judge("Slurm", text, problem, "jobs", remedy, "missing")
+    config = {}
+    for line in lines:
+        key, _, value = line.partition("=")
+        config[key.strip()] = value.strip()
+    problem = None
+    if "ClusterName" not in config:
+        problem = ": ".join(["its controller does not answer", *lines[-1:]])
+    yield judge(
+        "Slurm",
+        f"{config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}",
+        problem,
+        used_for="jobs",
+        remedy="set SLURM_CONF, or use a login node",
+        severity="missing",
+    )
+
     file = Path(os.environ.get("CANON_CLUSTER_ENV") or ROOT / "slurm" / "cluster.env")
     lines = file.read_text().splitlines() if file.is_file() else []
     count = sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines)
-    problem = None if count else f"{file} {'sets nothing' if lines else 'does not exist'}"
-    remedy = "copy slurm/cluster.env.example to it and fill it in"
-    yield judge("cluster.env", f"{count} lines in {file}", problem, "jobs", remedy, "missing")
+    problem = None
+    if not count:
+        problem = f"{file} {'sets nothing' if lines else 'does not exist'}"
+    yield judge(
+        "cluster.env",
+        f"{count} lines in {file}",
+        problem,
+        used_for="jobs",
+        remedy="copy slurm/cluster.env.example to it and fill it in",
+        severity="missing",
+    )
 
 
 GROUPS: dict[str, Callable[[Path], Findings]] = {
@@ -368,175 +570,262 @@ GROUPS: dict[str, Callable[[Path], Findings]] = {
 }
 
 
+def _group_failure(group: str, problem: str) -> Finding:
+    return Finding("broken", group, problem, "this group of checks")
+
+
 def print_group(name: str, folder: str) -> None:
     """Print a group's findings, a line of JSON each; an exception is the last one."""
     try:
-        for each in GROUPS[name](Path(folder)):
-            print(json.dumps(asdict(each)), flush=True)
+        for finding in GROUPS[name](Path(folder)):
+            print(json.dumps(asdict(finding)), flush=True)
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-        print(json.dumps(asdict(judge(name, "", problem, "this group of checks"))), flush=True)
+        failure = _group_failure(name, f"{type(error).__name__}: {error}")
+        print(json.dumps(asdict(failure)), flush=True)
 
 
 def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
-    """Run the groups side by side; yield the findings of each, in order."""
-    started, end = [], time.monotonic() + GROUP_TIMEOUT_S
+    """Run the groups in parallel; yield the name and the findings of each, in order."""
+    deadline = time.monotonic() + GROUP_TIMEOUT_S
+    processes = []
     for name in GROUPS:
         output = tempfile.TemporaryFile("w+", errors="replace")
-        words, nothing = [sys.executable, "-c", CHILD, name, str(folder)], subprocess.DEVNULL
-        child = start_child(words, stdin=nothing, stdout=output, stderr=subprocess.STDOUT)
-        started.append((name, output, child))
+        child = start_child(
+            [sys.executable, "-c", CHILD, name, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        processes.append((name, output, child))
+
     try:
-        for name, output, child in started:
-            yield name, _findings_of(name, output, child, end)
+        for name, output, child in processes:
+            yield name, _findings_of(name, output, child, deadline)
     finally:
-        for _, _, child in started:
+        for _, _, child in processes:
             if child.poll() is None:
                 kill_tree(child.pid)
 
 
 def _findings_of(
-    name: str, output: IO[str], child: "subprocess.Popen[bytes]", end: float
+    name: str, output: IO[str], child: "subprocess.Popen[bytes]", deadline: float
 ) -> list[Finding]:
-    """Return the findings of a group's process, which is killed at `end`."""
-    problem, found = None, list[Finding]()
+    """Wait for the process of a group and return the findings in its output.
+
+    The process is killed at `deadline`, of time.monotonic().
+    """
+    problem = None
     try:
-        child.wait(max(0.0, end - time.monotonic()))
+        child.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        problem = _late("end", GROUP_TIMEOUT_S)
+        problem = _timeout_problem("end", GROUP_TIMEOUT_S)
         kill_tree(child.pid)
         with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
             child.wait(1.0)
+
     with output:
         output.seek(0)
         lines = output.read().splitlines()
+    findings = []
     for line in lines:
         with suppress(ValueError, TypeError):  # a library printed it
-            found.append(Finding(**json.loads(line)))
+            findings.append(Finding(**json.loads(line)))
+
     if child.returncode and problem is None:
         problem = f"ended with code {child.returncode}: {''.join(lines[-1:])}"
     if problem:
-        found.append(judge(name, "", problem, "this group of checks"))
-    return found
+        findings.append(_group_failure(name, problem))
+    return findings
 
 
-def _late(awaited: str, seconds: float) -> str:
-    load, cores = os.getloadavg()[0], available_cores()
-    return f"no {awaited} in {seconds:.0f} s (load average {load:.1f} on {cores} cores)"
+def _timeout_problem(awaited: str, seconds: float) -> str:
+    load = os.getloadavg()[0]
+    return f"no {awaited} in {seconds:.0f} s (load average {load:.1f} on {available_cores()} cores)"
 
 
 # -- the training check
 
 
-def check_training(folder: Path, gpus: int, console: Console) -> Findings:
+def check_training(folder: Path, num_gpus: int, console: Console) -> Findings:
     """Add up tensors over the ranks, train a tiny model, and verify its checkpoint."""
+    if not folder.exists():  # `check_disk` has the remedy
+        yield Finding("note", "training", f"not tried: {folder} does not exist", "training")
+        return
+
+    num_ranks = min(num_gpus, 2) or 2
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    where = f"{ranks} on {'CUDA' if num_gpus else 'the CPU'}"
+    launch = f"-m torch.distributed.run --standalone --nproc-per-node={num_ranks} -m".split()
+    with ExitStack() as stack:
+        stack.enter_context(_exit_on_signals())
+        try:
+            _remove_leftovers(folder)
+            scratch = stack.enter_context(_scratch_folder(folder))
+        except OSError as error:
+            text = f"not tried: {folder} cannot be written: {error.strerror}"
+            remedy = "--dir with a folder that can be written"
+            yield Finding("broken", "training", text, "training", remedy)
+            return
+
+        with Progress(console) as progress:
+            progress.update(0.0, f"all-reduce: {where}")
+            yield _check_all_reduce(launch, scratch, where, num_gpus)
+        yield _check_trainer(launch, scratch, where, num_ranks, console)
+
+
+def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, num_gpus: int) -> Finding:
+    """Add up tensors over the ranks that `launch` starts; reports and output go to `scratch`."""
+    from canon_pretrain.cluster.preflight import IN_NODE, MATMUL, Report, read_reports
+    from canon_pretrain.core.holder import host_name
+
+    module = ["canon_pretrain.cluster.preflight", "ranks"]
+    options = ["--report", str(scratch), "--gpus", str(num_gpus)]
+    problem = _run([*launch, *module, *options], scratch / "ranks.out", lambda: 0)
+
+    severity = "broken"
+    remedy = (
+        "name the network interface (ip -br addr): "
+        "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    )
+    report = read_reports(scratch, [host_name()], ranks=True)[host_name()] or Report()
+    faults = [*report.faults, *filter(None, [report.left_alone])]
+    if faults:
+        problem = "; ".join(faults)
+    if report.faults:  # of a device, not of the network
+        remedy = ""
+    if faults and all(fault.endswith("GiB are in use") for fault in faults):
+        severity = "note"
+        remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
+
+    speeds = next(iter(report.speeds.values()), {})
+    # one rank sends nothing
+    rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
+    matmul = f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    return judge(
+        "all-reduce",
+        f"{where}: right sums{rate}; {matmul}",
+        problem,
+        used_for="training on several ranks",
+        remedy=remedy,
+        severity=severity,
+        **speeds,
+    )
+
+
+def _check_trainer(
+    launch: Sequence[str], scratch: Path, where: str, num_ranks: int, console: Console
+) -> Finding:
+    """Train CONFIG for STEPS steps in `scratch`, and verify the checkpoint."""
     from canon_pretrain.checkpoint.folder import CheckpointFolder
     from canon_pretrain.checkpoint.manifest import verify
     from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
-    from canon_pretrain.run.log import Event, LogFollower
 
-    ranks, uses = min(gpus, 2) or 2, "training"
-    where = f"{'1 rank' if ranks == 1 else f'{ranks} ranks'} on {'CUDA' if gpus else 'the CPU'}"
-    if not folder.exists():  # `check_disk` has the remedy
-        yield judge("training", "", f"not tried: {folder} does not exist", uses, "", "note")
-        return
-    try:
-        _remove_leftovers(folder)
-        scratch = _make_scratch(folder)
-    except OSError as error:
-        text = f"not tried: {folder} cannot be written: {error.strerror}"
-        yield judge("training", "", text, uses, "--dir with a folder that can be written")
-        return
-    bars, signals = ExitStack(), ExitStack()
-    try:
-        signals.enter_context(_exit_on_signals())
-        progress = bars.enter_context(Progress(console))
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-        progress.update(0.0, f"all-reduce: {where}")
-        yield _check_all_reduce(launch, scratch, where, gpus)
-
-        run = RunFolder(scratch / "run")
-        follower = LogFollower(run.log_file)
-        steps: list[Event] = []
-
-        def follow() -> int:
-            """Show the progress; return the last step in the log, or 0."""
-            nonlocal progress
-            new = []
-            with suppress(OSError, UserError):  # not there yet
-                new = [event for event in follower.poll() if event.kind == "step"]
-            if new and not steps:  # the time left counts from here
-                bars.close()
-                progress = bars.enter_context(Progress(console))
-            steps.extend(new)
-            if not steps:
-                progress.update(0.0, f"training check: starting, {where}")
-                return 0
-            first, last = steps[0].step, steps[-1].step
-            share = (last - first) / (STEPS - first)
-            progress.update(share, f"training check: step {last} of {STEPS}, {where}")
-            return last
-
-        options = (
-            f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
-            "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5"
-        )
-        words = ["canon_pretrain.train", "--config", str(CONFIG), *options.split()]
+    run = RunFolder(scratch / "run")
+    module = ["canon_pretrain.train", "--config", str(CONFIG)]
+    options = (
+        f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
+        "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5 --job.dump_folder"
+    ).split()
+    with _StepWatch(run.log_file, where, console) as watch:
         start = time.monotonic()
-        problem = _run(
-            [*launch, *words, "--job.dump_folder", str(run.path)], scratch / "out", follow
-        )
+        problem = _run([*launch, *module, *options, str(run.path)], scratch / "out", watch.poll)
         seconds = time.monotonic() - start
-        follow()
+        watch.poll()
+    if problem is None:
         try:
-            if problem is None:
-                verify(CheckpointFolder(run.path / CHECKPOINTS).step_path(STEPS))
+            verify(CheckpointFolder(run.path / CHECKPOINTS).step_path(STEPS))
         except (OSError, UserError) as error:
             problem = str(error)
-        text, steps_per_s = where, None
-        if len(steps) > 1:
-            ends = steps[0], steps[-1]
-            first, last = (datetime.fromisoformat(event["time"]) for event in ends)
-            steps_per_s = (ends[1].step - ends[0].step) / (last - first).total_seconds()
-            losses = [event["loss"] for event in ends]
-            change = f"{losses[0]:.2f} to {losses[1]:.2f}"
-            if problem is None and not all(map(math.isfinite, losses)):
-                problem = f"the loss goes from {change}"
-            text = (
-                f"{where}: {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the "
-                f"start; loss {change}; checkpoint verified"
-            )
-        remedy = f"train it yourself: canon train --config {CONFIG}"
-        facts: dict[str, Any] = {"steps_per_s": steps_per_s, "seconds": seconds, "ranks": ranks}
-        yield judge("training", text, problem, uses, remedy, **facts)
-    finally:
-        bars.close()
-        shutil.rmtree(scratch, ignore_errors=True)
-        signals.close()
+
+    # What the log says, if it has two steps at least.
+    text = where
+    steps_per_s = None
+    if len(watch.steps) > 1:
+        first, last = watch.steps[0], watch.steps[-1]
+        start_time, end_time = (datetime.fromisoformat(event["time"]) for event in (first, last))
+        steps_per_s = (last.step - first.step) / (end_time - start_time).total_seconds()
+        first_loss = first["loss"]
+        last_loss = last["loss"]
+        change = f"{first_loss:.2f} to {last_loss:.2f}"
+        if problem is None and not all(map(math.isfinite, (first_loss, last_loss))):
+            problem = f"the loss goes from {change}"
+        text = (
+            f"{where}: {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the "
+            f"start; loss {change}; checkpoint verified"
+        )
+    return judge(
+        "training",
+        text,
+        problem,
+        used_for="training",
+        remedy=f"train it yourself: canon train --config {CONFIG}",
+        steps_per_s=steps_per_s,
+        seconds=seconds,
+        ranks=num_ranks,
+    )
 
 
-def _make_scratch(folder: Path) -> Path:
-    """Create a folder for the checks, which names its owner. Raises OSError, and leaves none."""
+class _StepWatch(ExitStack):
+    """Reads the `steps` of a run from its log while it trains, and shows the progress."""
+
+    def __init__(self, log: Path, where: str, console: Console) -> None:
+        from canon_pretrain.run.log import LogFollower
+
+        super().__init__()
+        self.steps: list[Event] = []
+        self._follower = LogFollower(log)
+        self._where = where
+        self._console = console
+        self._progress = self.enter_context(Progress(console))
+
+    def poll(self) -> int:
+        """Read the new lines and show the progress; return the last step, or 0."""
+        new_steps = []
+        with suppress(OSError, UserError):  # the log is not there yet
+            new_steps = [event for event in self._follower.poll() if event.kind == "step"]
+
+        # The time left counts from the first step: the start takes longer than all steps.
+        if new_steps and not self.steps:
+            self.close()
+            self._progress = self.enter_context(Progress(self._console))
+
+        self.steps += new_steps
+        if not self.steps:
+            self._progress.update(0.0, f"training check: starting, {self._where}")
+            return 0
+        first = self.steps[0].step
+        last = self.steps[-1].step
+        text = f"training check: step {last} of {STEPS}, {self._where}"
+        self._progress.update((last - first) / (STEPS - first), text)
+        return last
+
+
+@contextmanager
+def _scratch_folder(folder: Path) -> Iterator[Path]:
+    """Create a folder for the checks, which names its owner; remove it after the block.
+
+    Raises OSError.
+    """
     from canon_pretrain.core.holder import Holder, content_of
 
     scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
     try:
         (scratch / OWNER).write_bytes(content_of(Holder.of_this_process()))
-    except OSError:
+        yield scratch
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    return scratch
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what a doctor that was killed left in `folder`."""
+    """Remove the scratch folders of doctors that were killed."""
     from canon_pretrain.core.holder import process_lives
     from canon_pretrain.core.lock import read_holder
 
-    for left in folder.glob(f"{SCRATCH}*"):
-        owner = read_holder(left / OWNER) if left.is_dir() else None
+    for scratch in folder.glob(f"{SCRATCH}*"):
+        owner = read_holder(scratch / OWNER) if scratch.is_dir() else None
+        # None: on another machine, where it may still run
         if owner is not None and process_lives(owner) is False:
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager
@@ -544,10 +833,11 @@ def _exit_on_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise SystemExit within the block, so that it cleans up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        raise SystemExit(128 + number)  # the exit code of a shell
 
+    # one that is ignored, as by nohup, stays ignored
     numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in numbers:  # one that is ignored, as by nohup, stays ignored
+    for number in numbers:
         signal.signal(number, leave)
     try:
         yield
@@ -556,103 +846,88 @@ def _exit_on_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, gpus: int) -> Finding:
-    """Add up tensors over the ranks that `launch` starts; reports and output go to `scratch`."""
-    from canon_pretrain.cluster.preflight import IN_NODE, MATMUL, read_reports
-    from canon_pretrain.core.holder import host_name
+def _run(arguments: Sequence[str], log: Path, poll_step: Callable[[], int]) -> str | None:
+    """Run Python with `arguments` and its output in `log`; return why it failed, or None.
 
-    words = [
-        "canon_pretrain.cluster.preflight",
-        "ranks",
-        "--report",
-        str(scratch),
-        "--gpus",
-        str(gpus),
-    ]
-    problem = _run([*launch, *words], scratch / "ranks.out", lambda: 0)
-    report = read_reports(scratch, [host_name()], ranks=True)[host_name()]
-    speeds: dict[str, Any] = next(iter(report.speeds.values()), {}) if report else {}
-    state = "broken"
-    remedy = (
-        "name the network interface (ip -br addr): "
-        "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
-    )
-    if report and (faults := [*report.faults, *filter(None, [report.left_alone])]):
-        problem = "; ".join(faults)
-        if report.faults:  # of a device
-            remedy = ""
-        if all(fault.endswith("GiB are in use") for fault in faults):
-            state = "note"
-            remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
-    rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
-    return judge(
-        "all-reduce",
-        f"{where}: right sums{rate}; matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s",
-        problem,
-        "training on several ranks",
-        remedy,
-        state,
-        **speeds,
-    )
-
-
-def _run(words: Sequence[str], log: Path, watch: Callable[[], int]) -> str | None:
-    """Run Python with `words` and its output in `log`; return why it failed and the last lines.
-
-    `watch` returns the last step, or 0. The timeout restarts at each new one.
+    `poll_step` returns the last step, or 0. The timeout restarts at each new one. The reason ends
+    with the error that the output names, else its last lines.
     """
-    environ = {"OMP_NUM_THREADS": "1"} | os.environ
-    awaited, limit_s, step, since = "progress", START_TIMEOUT_S, 0, time.monotonic()
     with log.open("wb") as output:
-        words, nothing = [sys.executable, *words], subprocess.DEVNULL
-        child = start_child(words, stdin=nothing, stdout=output, stderr=output, env=environ)
+        child = start_child(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={"OMP_NUM_THREADS": "1"} | os.environ,
+        )
+    awaited = "progress"
+    timeout_s = START_TIMEOUT_S
+    last_step = 0
+    last_change = time.monotonic()
     try:
-        while child.poll() is None and time.monotonic() - since < limit_s:
+        while child.poll() is None and time.monotonic() - last_change < timeout_s:
             time.sleep(0.1)
-            if (seen := watch()) != step:
-                awaited, limit_s, step, since = "new step", STEP_TIMEOUT_S, seen, time.monotonic()
-        code = child.poll()
+            step = poll_step()
+            if step != last_step:
+                awaited = "new step"
+                timeout_s = STEP_TIMEOUT_S
+                last_step = step
+                last_change = time.monotonic()
+        exit_code = child.poll()
     finally:
-        if child.poll() is None:  # else the number may be another's
+        if child.poll() is None:  # else the process id may be another's
             kill_tree(child.pid)
         with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
             child.wait(5.0)
-    if code == 0:
+    if exit_code == 0:
         return None
+
+    problem = f"exit code {exit_code}"
+    if exit_code is None:
+        problem = _timeout_problem(awaited, timeout_s)
     text = log.read_text(errors="replace")
     lines = [line for line in text.splitlines() if line.strip()]
-    why = _late(awaited, limit_s) if code is None else f"exit code {code}"
-    return "\n".join([why, reason_in(text) or "\n".join(lines[-8:])])
+    detail = reason_in(text) or "\n".join(lines[-8:])
+    return f"{problem}\n{detail}"
 
 
 # -- the command
 
 
-def show(console: Console, name: str, found: Sequence[Finding]) -> None:
+def show(console: Console, group: str, findings: Sequence[Finding]) -> None:
     """Print a group as a table."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, show_header=False, pad_edge=False)
-    for width in (7, 20, None):
+    for width in (7, 20, None):  # state, what; the text takes the rest
         table.add_column(width=width, overflow="fold")
-    for each in found:
-        text = Text(printable(each.found, "\n"))
-        text.append(f"  for: {each.used_for}", "dim")
-        text.append(printable(f"\n-> {each.remedy}", "\n") if each.remedy else "", "bold")
-        table.add_row(Text(each.state, STYLES[each.state]), Text(each.what), text)
-    console.print(Text(name, "bold"))
+    for finding in findings:
+        text = Text(printable(finding.found, "\n"))
+        text.append(f"  for: {finding.used_for}", "dim")
+        if finding.remedy:
+            text.append(printable(f"\n-> {finding.remedy}", "\n"), "bold")
+        table.add_row(Text(finding.state, STYLES[finding.state]), Text(finding.what), text)
+    console.print(Text(group, "bold"))
     console.print(table)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "What this machine has, what uses it, what is missing and how to get it."
-    where = "where runs will be written (default: this folder)"
-    parser.add_argument("--dir", type=Path, default=Path(), metavar="DIR", help=where)
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="where runs will be written (default: this folder)",
+    )
     parser.add_argument("--no-train", action="store_true", help="skip the training check")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    about = "run CONFIG on fake GPUs (a100, h100, h200): does it run, memory, waits of the host"
-    parser.add_argument("--fake", metavar="GPU", help=about)
+    parser.add_argument(
+        "--fake",
+        metavar="GPU",
+        help="run CONFIG on fake GPUs (a100, h100, h200): does it run, memory, waits of the host",
+    )
     parser.add_argument("--world", type=positive, metavar="N", help="fake GPUs (default: 8)")
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="TOML of the fake run")
 
@@ -662,47 +937,51 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.fake is not None:
         return _run_fake(arguments)
     if arguments.overrides:
-        words = " ".join(arguments.overrides)
-        raise usage_error("canon doctor", f"unrecognized arguments: {words}")
+        overrides = " ".join(arguments.overrides)
+        raise usage_error("canon doctor", f"unrecognized arguments: {overrides}")
     if arguments.world or arguments.config:
         raise UserError("option.conflict", "--world and CONFIG: only with --fake")
 
     console = Console(highlight=False)
-    findings: list[tuple[str, Finding]] = []
-
-    def add(name: str, found: Sequence[Finding]) -> None:
-        findings.extend((name, finding) for finding in found)
-        if not arguments.json:
-            show(console, name, found)
-
-    for name, found in run_groups(arguments.dir):
-        add(name, found)
-    gpus = sum(finding.facts.get("gpus", 0) for _, finding in findings)
-    if not arguments.no_train:
-        errors = Console(stderr=True, highlight=False, soft_wrap=True)
-        add("training", list(check_training(arguments.dir, gpus, errors)))
-
-    broken = [finding.what for _, finding in findings if finding.state == "broken"]
+    rows: list[dict[str, Any]] = []
+    broken: list[str] = []
+    for group, findings in _run_checks(arguments.dir, trains=not arguments.no_train):
+        if not arguments.json:  # as soon as the group has ended
+            show(console, group, findings)
+        rows += [{"group": group, **asdict(finding)} for finding in findings]
+        broken += [finding.what for finding in findings if finding.state == "broken"]
     if arguments.json:
-        rows = [{"group": name, **asdict(finding)} for name, finding in findings]
         print(json.dumps({"works": not broken, "findings": rows}, indent=2))
     else:
         console.print(f"broken: {', '.join(broken)}" if broken else "nothing is broken")
     return 1 if broken else 0
 
 
-def _run_fake(given: argparse.Namespace) -> int:
+def _run_checks(folder: Path, *, trains: bool) -> Iterator[tuple[str, list[Finding]]]:
+    """Run the groups, then the training check on the GPUs that they found."""
+    num_gpus = 0
+    for group, findings in run_groups(folder):
+        yield group, findings
+        num_gpus += sum(finding.facts.get("gpus", 0) for finding in findings)
+    if trains:
+        errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        yield "training", list(check_training(folder, num_gpus, errors))
+
+
+def _run_fake(arguments: argparse.Namespace) -> int:
     """Run a config on fake GPUs and print what happened; return the exit code."""
     from canon_pretrain.fake_gpu.check import problems_of, run_in_subprocess, show_fake_run
     from canon_pretrain.fake_gpu.record import Options, to_plain
     from canon_pretrain.machine.gpus import GPUS
 
-    check_choice("--fake", given.fake, GPUS)
-    if given.config is None:
+    check_choice("--fake", arguments.fake, GPUS)
+    if arguments.config is None:
         raise UserError("option.missing", "--fake needs the TOML of a run: CONFIG")
-    options = Options(given.fake, given.world or 8)
-    report = run_in_subprocess(["--config", given.config, *given.overrides], options)
-    if given.json:
+    report = run_in_subprocess(
+        ["--config", arguments.config, *arguments.overrides],
+        Options(arguments.fake, arguments.world or 8),
+    )
+    if arguments.json:
         print(json.dumps(to_plain(report), indent=2))
     else:
         show_fake_run(report, Console(highlight=False))

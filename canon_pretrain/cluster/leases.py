@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from canon_pretrain.checkpoint.folder import entries
 from canon_pretrain.core.errors import UserError
@@ -47,13 +47,15 @@ class Slurm:
     """A cluster with the state of its queue at the last `refresh`."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        # the variables of a watcher's own job must not reach the jobs that it submits
-        kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+        # the variables of the watcher's job must not reach the jobs that it submits
+        site = ("SLURM_CONF", "SLURM_CLUSTERS")
         self._environ = {
-            k: v for k, v in environ.items() if not k.startswith("SLURM_") or k in kept
+            name: value
+            for name, value in environ.items()
+            if not name.startswith("SLURM_") or name in site
         }
-        self._states: dict[str, str] = {}
-        self._jobs: dict[str, str] = {}
+        self._states: dict[str, str] = {}  # by job id
+        self._jobs: dict[str, str] = {}  # ids by name
         self._name: str | None = None
 
     @staticmethod
@@ -62,39 +64,45 @@ class Slurm:
 
     @property
     def name(self) -> str | None:
+        """Slurm's name of the cluster; None if it does not answer."""
         if self._name is None:
-            shown = self._run("scontrol", "show", "config").stdout
-            found = re.search(r"^ClusterName\s*=\s*(\S+)", shown, re.MULTILINE)
-            self._name = found[1] if found else None
+            config = self._run("scontrol", "show", "config").stdout
+            match = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
+            self._name = match[1] if match else None
         return self._name
 
     def refresh(self) -> None:
         """Read the queue. Raises UserError if Slurm does not answer."""
-        found = self._run("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j")
-        if found.returncode:
-            raise UserError("slurm.queue", f"squeue failed: {found.stderr.strip()}")
-        lines = [line.split("|", 2) for line in found.stdout.splitlines()]
-        self._states = {job: state for job, state, _ in lines}
-        self._jobs = {name: job for job, _, name in lines}
+        queue = self._run("squeue", "--me", "--noheader", "--states=all", "--format=%i|%T|%j")
+        if queue.returncode:
+            raise UserError("slurm.queue", f"squeue failed: {queue.stderr.strip()}")
+        rows = [line.split("|", 2) for line in queue.stdout.splitlines()]
+        self._states = {job: state for job, state, _ in rows}
+        self._jobs = {name: job for job, _, name in rows}
 
     def find(self, name: str) -> str | None:
+        """Return the id of the job `name`; None if it is not in the queue."""
         return self._jobs.get(name)
 
     def verdict(self, job: str) -> tuple[bool, str]:
         """Return whether `job` may still run, and its state in lower case."""
-        self._states[job] = state = self._states.get(job) or self._state_of(job)
+        state = self._states.get(job) or self._state_of(job)
+        self._states[job] = state
         return state not in DEAD, state.lower()
 
     def _state_of(self, job: str) -> str:
+        """Ask for the state of a job that the queue does not list."""
         shown = self._run("scontrol", "show", "job", "-o", job)
-        if found := re.search(r"\bJobState=(\S+)", shown.stdout):
-            return found[1]
+        if match := re.search(r"\bJobState=(\S+)", shown.stdout):
+            return match[1]
         if "Invalid job id" not in shown.stderr:
             return "UNKNOWN"  # no answer from the controller
-        for more in ((), ("--completion",)):  # the second works without a database
-            kept = self._run("sacct", *more, "-n", "-P", "-o", "State", "-j", job)
-            if kept.returncode == 0 and kept.stdout.strip():
-                return kept.stdout.split()[0].split("|")[0]
+
+        # The controller has forgotten it: the accounting may know its final state.
+        for source in ([], ["--completion"]):  # the second works without a database
+            accounting = self._run("sacct", *source, "-n", "-P", "-o", "State", "-j", job)
+            if accounting.returncode == 0 and accounting.stdout.strip():
+                return accounting.stdout.split()[0].split("|")[0]
         return "GONE"
 
     def submit(self, script: str, arguments: Sequence[str], flags: Sequence[str]) -> str:
@@ -109,17 +117,19 @@ class Slurm:
             CANON_REPO=str(SCRIPTS.parent),
             CANON_JOB_CHECKED="1",
         )
-        words = done.stdout.split()
-        if done.returncode or not words:
-            text = (done.stderr or done.stdout).strip()
-            raise UserError("slurm.refused", f"sbatch refused {script}: {text}")
-        return words[-1].partition(";")[0]
+        # the last word of --parsable: ID, or ID;CLUSTER
+        output = done.stdout.split()
+        if done.returncode or not output:
+            reason = (done.stderr or done.stdout).strip()
+            raise UserError("slurm.refused", f"sbatch refused {script}: {reason}")
+        return output[-1].partition(";")[0]
 
-    def _run(self, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    def _run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a command with additional environment variables; a missing one exits with 127."""
         try:
             return subprocess.run(
                 command,
-                env=self._environ | more,
+                env=self._environ | variables,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -167,10 +177,18 @@ class Lease:
         return self.holder.id
 
 
-def new_lease(number: int, name: str = "", **more: Any) -> Lease:
+def new_lease(number: int, name: str = "", **fields: Any) -> Lease:
     """Return a claim of this process; its job's name starts with `name`."""
     holder = Holder.of_this_process()
-    return Lease(number, holder, name and f"{name}-{holder.id[:8]}", **more)
+    return Lease(number, holder, name and f"{name}-{holder.id[:8]}", **fields)
+
+
+class Judgement(NamedTuple):
+    """The state of a work item (None: not in flight), its lease, updated, and details."""
+
+    state: InFlight | None = None
+    lease: Lease | None = None
+    details: str = ""
 
 
 class Leases:
@@ -205,37 +223,41 @@ class Leases:
 
     def judge(
         self, lease: Lease | None, queue: Slurm, expiry_s: float = CLAIM_EXPIRY_S
-    ) -> tuple[InFlight | None, Lease | None, str]:
-        """Return the state of the work (None: not in flight), the lease, updated, and details."""
-        if lease is None or lease.ended is not None:
-            return None, lease, (lease and lease.ended) or ""
+    ) -> Judgement:
+        """Return whether the claimed work is in flight; record the end of its job."""
+        if lease is None:
+            return Judgement()
+        if lease.ended is not None:
+            return Judgement(None, lease, lease.ended)
 
         if lease.job == LOCAL:
-            lives = process_lives(lease.holder)
-            if lives is None:  # on another machine: by its heartbeat
-                lives = self._age_s(lease) <= LOCAL_EXPIRY_S
-            if lives:
-                return "running", lease, f"on {lease.holder.host}"
-            ended = "its process is gone"
-            return None, self.record(lease, ended=ended), ended
+            is_alive = process_lives(lease.holder)
+            if is_alive is None:  # on another machine: by its heartbeat
+                is_alive = self._age_s(lease) <= LOCAL_EXPIRY_S
+            if is_alive:
+                return Judgement("running", lease, f"on {lease.holder.host}")
+            return self._end(lease, "its process is gone")
 
-        if lease.job is None:
+        job = lease.job
+        if job is None:
             if self._age_s(lease) <= expiry_s:
-                return "claimed", lease, f"by {lease.holder.host}"
+                return Judgement("claimed", lease, f"by {lease.holder.host}")
             # the watcher may have died after sbatch, before it recorded the job
             job = queue.find(lease.name) if lease.name else None
             if job is None:
-                return None, lease, ""
+                return Judgement(lease=lease)
             lease = self.record(lease, job=job)
 
-        assert lease.job is not None
+        # Another cluster cannot be asked: in doubt the job is alive.
         if lease.cluster not in (None, queue.name):
-            return "queued", lease, f"job {lease.job} of cluster {lease.cluster}"
-        lives, word = queue.verdict(lease.job)
-        if lives:
-            return "queued" if word == "pending" else "running", lease, f"job {lease.job}"
-        ended = f"job {lease.job} {word}"
-        return None, self.record(lease, ended=ended), ended
+            return Judgement("queued", lease, f"job {job} of cluster {lease.cluster}")
+        may_run, state = queue.verdict(job)
+        if not may_run:
+            return self._end(lease, f"job {job} {state}")
+        return Judgement("queued" if state == "pending" else "running", lease, f"job {job}")
+
+    def _end(self, lease: Lease, reason: str) -> Judgement:
+        return Judgement(None, self.record(lease, ended=reason), reason)
 
     def _age_s(self, lease: Lease) -> float:
         return time.time() - self._path(lease.number).stat().st_mtime
@@ -244,7 +266,16 @@ class Leases:
         try:
             return replace(read_record(self._path(number), Lease), number=number)
         except UnreadableFile:
-            return Lease(number, Holder(f"damaged-{number}", "unknown", 1, None, None, 0, ""))
+            holder = Holder(
+                id=f"damaged-{number}",
+                host="unknown",
+                pid=1,
+                boot=None,
+                job_id=None,
+                restart_count=0,
+                taken="",
+            )
+            return Lease(number, holder)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number}.json"

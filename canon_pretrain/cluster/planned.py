@@ -9,21 +9,18 @@ with the planned one as the trainer does on resume.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import reduce
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.model.args import ModelArgs, fill_sizes, flavor
-from canon_pretrain.run.config import build, merge, read_experiment
+from canon_pretrain.run.config import build, check_section, check_type, merge, read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.identity import IDENTITY, differences
 from canon_pretrain.run.limits import OPTIMIZERS, check_limits, schedule_faults
@@ -42,68 +39,75 @@ def planned_values(config: Path, options: Sequence[str] = ()) -> Values:
     """Return the values of a config with --section.key options. Raises UserError."""
     values = read_experiment(config)
     for section, keys in values.items():
-        if not isinstance(keys, dict):
-            raise UserError(
-                "config.type",
-                f"{config}: '{section}' = {keys!r}: expected a section, [{section}]",
-                key=section,
-            )
-    return reduce(merge, (nested(key, value) for key, value in _parse(options)), values)
+        check_section(keys, str(config), section)
+    for key, value in _parse(options):
+        values = merge(values, nested(key, value))
+    return values
 
 
 def nested(dotted: str, value: Any) -> dict[str, Any]:
     """Return {"a": {"b": value}} for "a.b"."""
-    return reduce(lambda inner, word: {word: inner}, reversed(dotted.split(".")), value)
+    outer, dot, inner = dotted.partition(".")
+    return {outer: nested(inner, value) if dot else value}
 
 
 def _parse(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of each option, as the trainer's parser reads them."""
-    texts: list[tuple[str, list[str]]] = []
+    # --KEY VALUE ... or --KEY=VALUE; a word before the first option is ignored
+    key_texts: list[tuple[str, list[str]]] = []
     for word in options:
         if word.startswith("--"):
-            name, equals, text = word.removeprefix("--").partition("=")
-            texts.append((name.replace("-", "_"), [text] if equals else []))
-        elif texts:
-            texts[-1][1].append(word)
+            key, equals, text = word.removeprefix("--").partition("=")
+            key_texts.append((key.replace("-", "_"), [text] if equals else []))
+        elif key_texts:
+            _, texts = key_texts[-1]
+            texts.append(word)
 
-    for key, words in texts:
+    for key, texts in key_texts:
         section, _, name = key.rpartition(".")
-        if not words:  # a switch
+        if not texts:  # a switch: --KEY or --SECTION.no_KEY
             yield f"{section}.{name.removeprefix('no_')}", not name.startswith("no_")
             continue
-        is_text = str in _kinds(section, name)
-        values = [_literal(word, is_text=is_text) for word in words]
-        yield key, values if len(values) > 1 or key in LISTS else values[0]
+        is_text = str in _types(section, name)
+        values = [_literal(text, is_text=is_text) for text in texts]
+        is_list = len(values) > 1 or key in LISTS
+        yield key, values if is_list else values[0]
 
 
 LISTS = ("data.paths", "data.weights")
 
 
-def _kinds(section: str, name: str) -> set[Any]:
-    """Return the types of a key of our own sections; empty if it is not known."""
+def _types(section: str, name: str) -> set[Any]:
+    """Return the type of a key of these sections, and the types in it; empty for other keys."""
     cls = {"model": ModelArgs, "data": Data, "data.task": TaskSection}.get(section)
-    kind = cls and get_type_hints(cls).get(name)
-    return {kind, *get_args(kind), *chain(*map(get_args, get_args(kind)))}
+    hint = cls and get_type_hints(cls).get(name)
+    arguments = get_args(hint)
+    return {hint, *arguments, *chain(*map(get_args, arguments))}
 
 
-def _literal(word: str, *, is_text: bool) -> Any:
-    """Return a word of the command line as TOML would have it."""
-    if word == "None":
+def _literal(text: str, *, is_text: bool) -> Any:
+    """Return an argument of the command line as the value that TOML would have."""
+    if text == "None":
         return None
-    if word in ("true", "True", "false", "False") and not is_text:
-        return word.lower() == "true"
-    for kind in (int, float) if not is_text else ():
+    if is_text:
+        return text
+    if text in ("true", "True", "false", "False"):
+        return text.lower() == "true"
+    for number in (int, float):
         with suppress(ValueError):
-            return kind(word)
-    return word
+            return number(text)
+    return text
 
 
 def check_values(values: Values) -> None:
     """Raise UserError for values that the trainer would refuse, as far as torch is not needed."""
-    dotted = {f"{x}.{key}": value for x, keys in values.items() for key, value in keys.items()}
-    # which has no default that trains
+    dotted: dict[str, Any] = {}
+    for section, keys in values.items():
+        dotted |= {f"{section}.{key}": value for key, value in keys.items()}
+    # its default, -1, does not train: a config must set it
     dotted.setdefault("training.global_batch_size", Training.global_batch_size)
     check_limits(dotted)
+
     check_choice("optimizer.name", _section("optimizer", values)["name"], OPTIMIZERS)
     planned_identity(values)
     schedule = SimpleNamespace(**_section("lr_scheduler", values))
@@ -122,7 +126,7 @@ def _section(name: str, values: Values) -> dict[str, Any]:
 
 
 def planned_identity(values: Values) -> dict[str, Any]:
-    """Return the identity of a run that trains `values`, without what only its data tell.
+    """Return the identity of a run that trains `values`, without the fields that need its data.
 
     These are the fingerprints, and the size of the vocabulary if it is not set. Raises UserError.
     """
@@ -140,26 +144,22 @@ def planned_identity(values: Values) -> dict[str, Any]:
 
     if data.task.name:
         task = build_task(data.task.name, data.task.given | {"seq_len": seq_len})
-        identity |= {"data.task.name": task.name}
+        identity["data.task.name"] = task.name
         identity |= {f"data.task.{key}": value for key, value in task.settings.items()}
         del identity["data.task.seq_len"]  # as training.seq_len
     return dict(json.loads(json.dumps(identity)))  # lists for tuples, as in config.json
 
 
 def _model_args(values: Values, seq_len: int) -> ModelArgs:
-    given = {key: value for key, value in values.get("model", {}).items() if value is not None}
-    base = flavor(str(given.get("flavor", "debug")))
-    own = {key: value for key, value in given.items() if key in {x.name for x in fields(ModelArgs)}}
-    for key, kind in get_type_hints(ModelArgs).items():
-        try:
-            TypeAdapter(kind).validate_python(own.get(key, getattr(base, key)), strict=True)
-        except ValidationError as error:
-            raise UserError(
-                "config.type",
-                f"model.{key} = {own[key]!r}: {error.errors()[0]['msg']}",
-                key=f"model.{key}",
-            ) from None
-    return replace(base, **fill_sizes(base, own) | {"max_seq_len": seq_len})
+    """Return the architecture of a plan: its flavor with the values of `[model]`."""
+    section = {key: value for key, value in values.get("model", {}).items() if value is not None}
+    base = flavor(str(section.get("flavor", "debug")))
+    changes = {}  # without keys that are no fields, such as `flavor`
+    for key, hint in get_type_hints(ModelArgs).items():
+        if key in section:
+            check_type(section[key], hint, "the plan", f"model.{key}")
+            changes[key] = section[key]
+    return replace(base, **fill_sizes(base, changes) | {"max_seq_len": seq_len})
 
 
 def data_fingerprint(values: Values) -> str | None:
@@ -184,9 +184,8 @@ class Promises:
 
     def same(self, other: "Promises") -> bool:
         """Return whether both promise the same, in any order."""
-        return self.score == other.score and sorted(map(repr, self.claims)) == sorted(
-            map(repr, other.claims)
-        )
+        claims = sorted(map(repr, self.claims))
+        return self.score == other.score and claims == sorted(map(repr, other.claims))
 
 
 @dataclass(frozen=True)
@@ -238,22 +237,31 @@ def other_plan(
     if not run.config_file.is_file():
         return None
 
-    faults = _identity_faults(run, identity) if identity is not None else []
-    before = read_planned(folder)
-    if before is not None and not faults:
-        if before.name != launch.name:
-            faults.append(f"it is a copy of {before.name}")
-        if before.config != launch.config:
+    # What was trained counts; with the same identity, the plan under which it started.
+    faults = []
+    if identity is not None:
+        faults = _identity_faults(run, identity)
+    started = read_planned(folder)
+    if started is not None and not faults:
+        if started.name != launch.name:
+            faults.append(f"it is a copy of {started.name}")
+        if started.config != launch.config:
             faults.append("its config had other values")
-        if before.options != launch.options:
-            old, new = (" ".join(plan.options) or "none" for plan in (before, launch))
-            faults.append(f"its options were {old}, planned {new}")
+        if started.options != launch.options:
+            old_options = joined(started.options)
+            faults.append(f"its options were {old_options}, planned {joined(launch.options)}")
     if not faults:
         return None
+
     if len(faults) > SHOWN:
         faults = [*faults[:SHOWN], f"and {len(faults) - SHOWN} more"]
     text = "; ".join(faults)
     return f"{folder} holds a run of another plan: {text}. Move it away, or choose another folder"
+
+
+def joined(options: Sequence[str]) -> str:
+    """Return options as a command line has them, for a message."""
+    return " ".join(options) or "none"
 
 
 def _identity_faults(run: RunFolder, identity: Mapping[str, Any]) -> list[str]:
@@ -264,8 +272,9 @@ def _identity_faults(run: RunFolder, identity: Mapping[str, Any]) -> list[str]:
         return []
     if not isinstance(trained, dict):
         return []
+    # versions add fields to the identity: compare those that both have
     common = identity.keys() & trained.keys()
-    changes = differences(
-        {name: trained[name] for name in common}, {name: identity[name] for name in common}
-    )
+    old_values = {name: trained[name] for name in common}
+    new_values = {name: identity[name] for name in common}
+    changes = differences(old_values, new_values)
     return [f"{name} = {old!r}, planned {new!r}" for name, (old, new) in changes.items()]

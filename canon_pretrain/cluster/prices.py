@@ -12,7 +12,7 @@ from rich.table import Table
 
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import Console, duration
-from canon_pretrain.machine.gpus import GPUS_PER_NODE
+from canon_pretrain.machine.gpus import GPUS_PER_NODE, Range
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,15 @@ class Price:
     num_runs: int
     steps: int
     world_size: int
-    step_seconds: tuple[float, float, float]
-    """Slow, likely and fast."""
+    step_seconds: Range
     with_fla: bool = False
     """Whether these assume that flash-linear-attention runs the recurrences."""
 
-    def gpu_hours(self, case: int = 1) -> float:
-        """Return the GPU-hours of all runs: 0 slow, 1 likely, 2 fast."""
-        return self.num_runs * self.steps * self.step_seconds[case] * self.world_size / 3600
+    @property
+    def gpu_hours(self) -> Range:
+        """The GPU-hours of all runs."""
+        steps = self.num_runs * self.steps
+        return Range(*(steps * step_s * self.world_size / 3600 for step_s in self.step_seconds))
 
 
 def compute_prices(
@@ -52,9 +53,17 @@ def compute_prices(
         reason = reason_in(done.stderr) or done.stderr.strip()[-500:]
         reason = re.sub(r"^error(\[.*?\])?: ", "", reason)
         raise UserError("plan.price", f"no price: {reason}")
-    rows = json.loads(done.stdout.splitlines()[-1])
+
+    rows = json.loads(done.stdout.splitlines()[-1])  # libraries may print before
     return [
-        Price(config, num_runs, row["steps"], world_size, tuple(row["seconds"]), row["with_fla"])
+        Price(
+            config,
+            num_runs,
+            steps=row["steps"],
+            world_size=world_size,
+            step_seconds=Range(*row["seconds"]),
+            with_fla=row["with_fla"],
+        )
         for (config, num_runs), row in zip(configs, rows, strict=True)
     ]
 
@@ -65,21 +74,21 @@ def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
     table.add_column("config")
     for title in ("runs", "steps", "ms per step", "GPU-hours"):
         table.add_column(title, justify="right")
+
     for price in prices:
         table.add_row(
             Path(price.config).stem,
             str(price.num_runs),
             f"{price.steps:,}",
-            f"{1000 * price.step_seconds[1]:,.1f}",
-            _hours(price.gpu_hours()),
+            f"{1000 * price.step_seconds.likely:,.1f}",
+            _hours(price.gpu_hours.likely),
         )
     console.print(table)
 
-    slow, likely, fast = (sum(price.gpu_hours(case) for price in prices) for case in range(3))
     num_runs = sum(price.num_runs for price in prices)
-    world_size = prices[0].world_size
+    slow, likely, fast = map(sum, zip(*(price.gpu_hours for price in prices), strict=True))
     console.print(
-        f"{num_runs} runs, {world_size} {gpu.upper()} each: {_hours(likely)} GPU-hours "
+        f"{num_runs} runs, {prices[0].world_size} {gpu.upper()} each: {_hours(likely)} GPU-hours "
         f"({_hours(fast)} to {_hours(slow)}), {duration(3600 * likely)} on one GPU, "
         f"{duration(3600 * likely / GPUS_PER_NODE)} on {GPUS_PER_NODE}; computed, not measured, "
         "without start-up and evaluation"

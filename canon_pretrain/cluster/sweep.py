@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 from rich.table import Table
@@ -39,6 +39,7 @@ from canon_pretrain.cluster.planned import (
     check_values,
     data_fingerprint,
     has_started,
+    joined,
     other_plan,
     planned_identity,
     planned_values,
@@ -57,9 +58,10 @@ from canon_pretrain.run.config import read_experiment
 from canon_pretrain.run.folder import PLAN, RunFolder, is_run_folder
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.sections import Data
+from canon_pretrain.run.setting import option_key
 
 COLUMNS = ("#", "run", "state", "step", "held-out", "training loss", "job", "why")
-OWN = {"--configs", "--lr", "--seeds", "--seed-of", "--extend"}
+PLAN_OPTIONS = {"--configs", "--lr", "--seeds", "--seed-of", "--extend"}
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 63)]  # torch's generators and TOML take no larger ones
 SeedOf = Literal["init", "data", "both"]
@@ -107,7 +109,7 @@ class Sweep:
             self,
             runs=[replace(run, config=paths[run.config]) for run in self.runs],
             configs={paths[path]: digest for path, digest in self.configs.items()},
-            promises={paths.get(path, path): own for path, own in self.promises.items()},
+            promises={paths.get(path, path): value for path, value in self.promises.items()},
         )
 
     def settings(self, run: PlannedRun) -> list[str]:
@@ -129,7 +131,7 @@ class Sweep:
 
         Raises UserError if the config has changed, or the folder holds a run of another plan.
         """
-        # a requeued job uses the config that it started with
+        # a requeued job uses the config that it started with: RUN/restarts.toml
         is_restart = read_count(os.environ, "SLURM_RESTART_COUNT") > 0
         if not is_restart and config_hash(run.config) != self.configs[run.config]:
             raise UserError(
@@ -139,6 +141,7 @@ class Sweep:
             )
         if problem := self.other_plan(run, folder):
             raise UserError("sweep.other_run", problem)
+
         record_launch(folder / run.name, self._planned(run))
         return [run.config, *self.options(run, folder)]
 
@@ -146,16 +149,17 @@ class Sweep:
         """Say how the run in SWEEP/`name` differs from the planned one; None if it does not."""
         identity = _identity(run.config, self.configs[run.config], tuple(self.arguments))
         if identity is not None:
+            identity = dict(identity)  # the cache has the original
             if run.learning_rate is not None:
-                identity = identity | {RATE_KEY: run.learning_rate}
+                identity[RATE_KEY] = run.learning_rate
             if run.seed is not None:
-                identity = identity | dict.fromkeys(SEED_KEYS[self.seed_of], run.seed)
+                identity |= dict.fromkeys(SEED_KEYS[self.seed_of], run.seed)
         return other_plan(folder / run.name, self._planned(run), identity)
 
     def is_done(self, run: PlannedRun, folder: Path) -> bool:
         """Return whether the planned run, and no other, is DONE."""
-        done_file = RunFolder(folder / run.name).done_file
-        return done_file.exists() and self.other_plan(run, folder) is None
+        is_done = RunFolder(folder / run.name).done_file.exists()
+        return is_done and self.other_plan(run, folder) is None
 
     def _planned(self, run: PlannedRun) -> PlannedLaunch:
         promises = self.promises.get(run.config, Promises())
@@ -183,31 +187,35 @@ def make_sweep(
     seed_of: SeedOf,
     arguments: Sequence[str],
 ) -> Sweep:
-    """Return all combinations, configs outermost. Default: each config's own rate and seed."""
+    """Return all combinations, configs outermost. Default: each config's rate and seed."""
     # What the sweep sets, the runs' other options may not.
     set_by = {FOLDER_KEY: "its name", "job.config_file": "--configs"}
     if learning_rates:
         set_by[RATE_KEY] = "--lr"
     if seeds:
         set_by |= dict.fromkeys(SEED_KEYS[seed_of], "--seeds")
-    for word in arguments:
-        if word.startswith("--") and (option := set_by.get(_key(word))):
-            raise UserError("sweep.own_option", f"{word}: the sweep sets this by {option}")
+    for argument in arguments:
+        option = set_by.get(option_key(argument))
+        if argument.startswith("--") and option is not None:
+            raise UserError("sweep.own_option", f"{argument}: the sweep sets this by {option}")
 
+    # A run per combination.
     paths = [os.path.abspath(config) for config in configs]
-    rates = [_value("--lr", word, Rate) for word in learning_rates] or [None]
-    numbers = [_value("--seeds", word, Seed) for word in seeds] or [None]
-    runs = [
-        PlannedRun(run_name(Path(path), rate, seed), path, rate, seed)
-        for path, rate, seed in itertools.product(paths, rates, numbers)
-    ]
+    rates = [_value("--lr", text, Rate) for text in learning_rates] or [None]
+    seed_values = [_value("--seeds", text, Seed) for text in seeds] or [None]
+    runs = []
+    for path, rate, seed in itertools.product(paths, rates, seed_values):
+        runs.append(PlannedRun(run_name(Path(path), rate, seed), path, rate, seed))
+
+    # Names are folders.
     name, count = Counter(run.name for run in runs).most_common(1)[0]
     if count > 1:
         raise UserError(
             "sweep.same_name",
-            f"{count} runs would be named {name}: give each config, learning rate and seed once, "
-            "and configs different file names",
+            f"{count} runs would be named {name}: pass each config, learning rate and seed once, "
+            "and configs with different file names",
         )
+
     for path in paths:
         check_planned(Path(path), planned_values(Path(path), arguments))
     return Sweep(runs, {path: config_hash(path) for path in paths}, seed_of, list(arguments))
@@ -222,23 +230,19 @@ def check_planned(config: Path, values: dict[str, Any]) -> None:
         raise
 
 
-def _value(option: str, word: str, kind: Any) -> Any:
+def _value(option: str, text: str, kind: Any) -> Any:
     try:
-        return TypeAdapter(kind).validate_strings(word)
+        return TypeAdapter(kind).validate_strings(text)
     except ValidationError as error:
-        raise UserError("sweep.value", f"{option} {word}: {error.errors()[0]['msg']}") from None
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].removeprefix("--").replace("-", "_")
+        raise UserError("sweep.value", f"{option} {text}: {error.errors()[0]['msg']}") from None
 
 
 def run_name(config: Path, rate: float | None, seed: int | None) -> str:
     """Return CONFIG-lr3e-3-seed1, which does not depend on the other runs of a sweep."""
     parts = [config.stem]
     if rate is not None:
-        digits, _, places = f"{Decimal(repr(rate)).normalize():e}".partition("e")
-        parts.append(f"lr{digits}e{int(places)}")
+        digits, _, exponent = f"{Decimal(repr(rate)).normalize():e}".partition("e")
+        parts.append(f"lr{digits}e{int(exponent)}")
     if seed is not None:
         parts.append(f"seed{seed}")
     return "-".join(parts)
@@ -256,27 +260,31 @@ def values_hash(values: Mapping[str, Any]) -> str:
 
 def data_differences(sweep: Sweep) -> list[str]:
     """Return the keys by which configs differ in the data that runs of one seed see."""
-    defaults = {f"data.{one.name}": one.default for one in fields(Data)}
+    defaults: dict[str, Any] = dict.fromkeys(SAME_DATA)
+    defaults |= {f"data.{setting.name}": setting.default for setting in fields(Data)}
     experiments = [read_experiment(Path(path)) for path in sweep.configs]
-    set_keys = {_key(word) for word in sweep.arguments}
+
+    # an option, or a seed of the sweep, is the same in all configs
+    keys = defaults.keys() - {option_key(argument) for argument in sweep.arguments}
     if sweep.runs[0].seed is not None:
-        set_keys.update(SEED_KEYS[sweep.seed_of])
+        keys -= {*SEED_KEYS[sweep.seed_of]}
 
-    def differs(key: str) -> bool:
+    different = []
+    for key in sorted(keys):
         section, _, name = key.partition(".")
-        values = [values.get(section, {}).get(name, defaults.get(key)) for values in experiments]
-        return any(value != values[0] for value in values)
-
-    return [key for key in sorted({*defaults, *SAME_DATA} - set_keys) if differs(key)]
+        values = [config.get(section, {}).get(name, defaults[key]) for config in experiments]
+        if any(value != values[0] for value in values):
+            different.append(key)
+    return different
 
 
 def read_sweep(folder: Path) -> Sweep:
     """Read SWEEP/sweep.json. Raises UserError if it is missing or damaged."""
     try:
         sweep = read_record(folder / PLAN, Sweep)
-        with parsing(folder / PLAN):
+        with parsing(folder / PLAN):  # a KeyError is damage: each run's config must be listed
             _ = [sweep.configs[run.config] for run in sweep.runs]
-        return _where_it_is(sweep, folder)
+        return _with_moved_configs(sweep, folder)
     except UnreadableFile as error:
         if error.is_missing:
             raise UserError(
@@ -286,18 +294,18 @@ def read_sweep(folder: Path) -> Sweep:
         raise UserError("sweep.damaged", f"{error}: remove it and plan again") from None
 
 
-def _where_it_is(sweep: Sweep, folder: Path) -> Sweep:
+def _with_moved_configs(sweep: Sweep, folder: Path) -> Sweep:
     """Return a sweep that was read from `folder` with the paths that its configs have now.
 
     A config that moved with the folder, as with a whole project, is where it was relative to it.
     """
-    now = os.path.abspath(folder)
-    if sweep.folder in ("", now):
+    folder_now = os.path.abspath(folder)
+    if sweep.folder in ("", folder_now):
         return sweep
 
     paths = {}
     for path in sweep.configs:
-        moved = os.path.normpath(os.path.join(now, os.path.relpath(path, sweep.folder)))
+        moved = os.path.normpath(os.path.join(folder_now, os.path.relpath(path, sweep.folder)))
         paths[path] = moved if os.path.exists(moved) else path
     return sweep.with_paths(paths)
 
@@ -318,18 +326,19 @@ def store_plan(folder: Path, sweep: Sweep, old: Sweep | None) -> tuple[Sweep, in
 
 
 def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, Sweep | None]:
-    """Return what sweep.json will be, and what it is. Raises UserError if they do not fit.
+    """Return the new content of sweep.json, and the old one. Raises UserError if they conflict.
 
     What has not started may change: all of a plan without --extend, or the values of a config.
     """
     path = folder / PLAN
     if not path.exists():
         return new, None
+
     old = read_sweep(folder)
     if old.promises and not new.promises:
         raise UserError(
             "sweep.other_plan",
-            f"{path} is a board's, of `canon playground`: choose another folder",
+            f"{path} belongs to a board of `canon playground`: choose another folder",
         )
     started = [run for run in old.runs if has_started(folder / run.name)]
     if not started and not extend:
@@ -361,18 +370,20 @@ def _plan_faults(old: Sweep, new: Sweep, started: Sequence[PlannedRun]) -> list[
     if old.seed_of != new.seed_of and old.runs[0].seed is not None:
         faults.append(f"its --seed-of is {old.seed_of}, not {new.seed_of}")
     if old.arguments != new.arguments:
-        before, now = (" ".join(plan.arguments) or "none" for plan in (old, new))
-        faults.append(f"its options are {before}, not {now}")
-    configs = {run.name: run.config for run in new.runs}
+        faults.append(f"its options are {joined(old.arguments)}, not {joined(new.arguments)}")
+
+    new_configs = {run.name: run.config for run in new.runs}
     for run in old.runs:
-        config = configs.get(run.name, run.config)
+        config = new_configs.get(run.name, run.config)
         if config != run.config:
             faults.append(f"the config of its {run.name} is {run.config}, not {config}")
     for config in dict.fromkeys(run.config for run in started):
         if new.configs.get(config, old.configs[config]) != old.configs[config]:
             faults.append(f"{config} (or what it extends) has changed, and its runs have started")
-    if missing := ", ".join(run.name for run in old.runs if run.name not in configs):
-        faults.append(f"it also has {missing}")
+
+    missing = [run.name for run in old.runs if run.name not in new_configs]
+    if missing:
+        faults.append(f"it also has {', '.join(missing)}")
     return faults
 
 
@@ -417,27 +428,34 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
 def _refuse_keys(overrides: Sequence[str]) -> None:
     if overrides:
         raise UserError(
-            "sweep.misplaced_option", f"{overrides[0]}: give options of the runs to `plan`"
+            "sweep.misplaced_option", f"{overrides[0]}: pass options of the runs to `plan`"
         )
 
 
-def run_plan(given: argparse.Namespace) -> None:
+def run_plan(options: argparse.Namespace) -> None:
     """Write or extend the plan, and print it."""
-    passed_on = given.overrides
-    if misplaced := OWN.intersection(word.replace("_", "-") for word in passed_on):
+    overrides = options.overrides
+    if misplaced := PLAN_OPTIONS.intersection(word.replace("_", "-") for word in overrides):
         raise UserError(
-            "sweep.misplaced_option", f"{', '.join(misplaced)}: give it before {passed_on[0]}"
+            "sweep.misplaced_option", f"{', '.join(misplaced)}: pass it before {overrides[0]}"
         )
-    if given.seed_of and not given.seeds:
+    if options.seed_of and not options.seeds:
         raise UserError("sweep.value", "--seed-of needs --seeds")
-    new = make_sweep(given.configs, given.lr, given.seeds, given.seed_of or "both", passed_on)
-    sweep, num_new = write_plan(given.sweep, new, extend=given.extend)
+
+    new = make_sweep(
+        options.configs,
+        options.lr,
+        options.seeds,
+        options.seed_of or "both",
+        overrides,
+    )
+    sweep, num_new = write_plan(options.sweep, new, extend=options.extend)
     for key in data_differences(sweep):
         print(f"NOTE: the configs differ in {key}: runs of one seed see different data")
-    print(f"{given.sweep}: {len(sweep.runs)} runs, {num_new} of them new")
-    show_table(sweep_rows(sweep, given.sweep, datetime.now(UTC)))
-    if given.gpu:
-        show_prices(sweep, given.gpu, given.world)
+    print(f"{options.sweep}: {len(sweep.runs)} runs, {num_new} of them new")
+    show_table(sweep_rows(sweep, options.sweep, datetime.now(UTC)))
+    if options.gpu:
+        show_prices(sweep, options.gpu, options.world)
 
 
 def show_prices(sweep: Sweep, gpu: str, world_size: int = 1) -> None:
@@ -447,58 +465,61 @@ def show_prices(sweep: Sweep, gpu: str, world_size: int = 1) -> None:
     print_prices(prices, gpu, Console(soft_wrap=True))
 
 
-def run_table(given: argparse.Namespace) -> None:
+def run_table(options: argparse.Namespace) -> None:
     """Print the state of the runs, and which architectures differ in held-out loss."""
-    _refuse_keys(given.overrides)
-    sweep = read_sweep(given.sweep)
-    rows = sweep_rows(sweep, given.sweep, datetime.now(UTC))
-    if given.json:
+    _refuse_keys(options.overrides)
+    sweep = read_sweep(options.sweep)
+    rows = sweep_rows(sweep, options.sweep, datetime.now(UTC))
+    if options.json:
         print_rows(rows)
     else:
         show_table(rows, held_out_verdicts(sweep, rows))
 
 
-def run_run(given: argparse.Namespace) -> None:
+def run_run(options: argparse.Namespace) -> None:
     """Replace this process by the trainer; with --print0 print the trainer's arguments."""
-    _refuse_keys(given.overrides)
-    folder: Path = given.sweep
+    _refuse_keys(options.overrides)
+    folder: Path = options.sweep
     sweep = read_sweep(folder)
-    if not 1 <= given.number <= len(sweep.runs):
-        raise UserError("sweep.value", f"no run {given.number}: expected 1 to {len(sweep.runs)}")
-    planned = sweep.runs[given.number - 1]
+    if not 1 <= options.number <= len(sweep.runs):
+        raise UserError("sweep.value", f"no run {options.number}: expected 1 to {len(sweep.runs)}")
+    planned = sweep.runs[options.number - 1]
     if sweep.is_done(planned, folder):
         print(f"{planned.name}: DONE, nothing to do", file=sys.stderr)
         return
-    words = sweep.launch(planned, folder)
-    if given.print0:
-        return print(*words, sep="\0", end="\0")
-    sys.stdout.flush()
-    os.execv(sys.executable, train_command(words, given.ranks))
+
+    arguments = sweep.launch(planned, folder)
+    if options.print0:
+        print(*arguments, sep="\0", end="\0")
+        return
+    sys.stdout.flush()  # the buffer ends with this process
+    os.execv(sys.executable, train_command(arguments, options.ranks))
 
 
-def train_command(words: Sequence[str], ranks: int = 1) -> list[str]:
-    """Return the command that trains with the arguments `words`; one rank needs no torchrun."""
-    launcher = []
+def train_command(arguments: Sequence[str], ranks: int = 1) -> list[str]:
+    """Return the command that trains with `arguments`, as of `Sweep.launch`, on `ranks` ranks."""
+    launcher = []  # one rank needs no torchrun
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [sys.executable, *launcher, "-m", "canon_pretrain.train", "--config", *words]
+    return [sys.executable, *launcher, "-m", "canon_pretrain.train", "--config", *arguments]
 
 
-def run_todo(given: argparse.Namespace) -> None:
+def run_todo(options: argparse.Namespace) -> None:
     """Print the runs that are not DONE and one of them per config, for slurm/sweep.sh."""
-    folder: Path = given.sweep
+    folder: Path = options.sweep
     sweep = read_sweep(folder)
-    skipped = given.besides.split(",")
-    configs: dict[str, str] = {}  # by number of a run
-    for number, planned in enumerate(sweep.runs, 1):
+    skipped = options.besides.split(",")
+    numbers = []
+    config_numbers: dict[str, str] = {}  # the first run of each config, whose job is checked
+    for index, planned in enumerate(sweep.runs, 1):
+        number = str(index)
         if problem := sweep.other_plan(planned, folder):
             print(f"NOTE: {planned.name} is skipped: {problem}", file=sys.stderr)
-        elif str(number) not in skipped and not RunFolder(folder / planned.name).done_file.exists():
-            configs[str(number)] = planned.config
-    firsts: dict[str, str] = {}
-    for text, config in configs.items():
-        firsts.setdefault(config, text)
-    print(",".join(configs), " ".join(firsts.values()), sep="\n")
+        elif number not in skipped and not RunFolder(folder / planned.name).done_file.exists():
+            numbers.append(number)
+            config_numbers.setdefault(planned.config, number)
+
+    print(",".join(numbers), " ".join(config_numbers.values()), sep="\n")
 
 
 # -- the table: a row per run, and a comparison of held-out losses
@@ -523,15 +544,16 @@ class Row:
 
 def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     """Return the rows, by number; damaged run folders raise no error."""
-    others = {run.name: sweep.other_plan(run, folder) for run in sweep.runs}
-    own = [run for run in sweep.runs if others[run.name] is None]
-    source, step, losses = _held_out_losses(own, folder)
+    # A folder that holds a run of another plan has no losses of this one.
+    problems = {run.name: sweep.other_plan(run, folder) for run in sweep.runs}
+    planned_runs = [run for run in sweep.runs if problems[run.name] is None]
+    held_out = _held_out_losses(planned_runs, folder)
 
     rows = []
     for number, run in enumerate(sweep.runs, 1):
         row = Row(number, run.name)
-        if others[run.name] is not None:
-            row = replace(row, state="failed", reason=others[run.name])
+        if problems[run.name] is not None:
+            row = replace(row, state="failed", reason=problems[run.name])
         elif is_run_folder(folder / run.name):
             summary = summarize_run(folder / run.name, now)
             row = replace(
@@ -543,30 +565,45 @@ def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
                 job_id=summary.job_id,
                 reason=summary.reason,
             )
-        if run.name in losses:
+        if run.name in held_out.losses:
             row = replace(
                 row,
-                held_out_loss=losses[run.name],
-                held_out_step=step,
-                held_out_source=source,
+                held_out_loss=held_out.losses[run.name],
+                held_out_step=held_out.step,
+                held_out_source=held_out.source,
             )
         rows.append(row)
     return rows
 
 
-def _held_out_losses(runs: Sequence[PlannedRun], folder: Path) -> tuple[str, int, dict[str, float]]:
-    """Return the source (evaluations, else logs), the last step that most runs have, the losses."""
-    for source, losses_of in (("suite validation", suite_losses), ("training logs", logged_losses)):
-        by_run = {}
+class HeldOut(NamedTuple):
+    """Held-out losses by name of a run, in nats per token, all at one step."""
+
+    source: str
+    step: int
+    losses: dict[str, float]
+
+
+def _held_out_losses(runs: Sequence[PlannedRun], folder: Path) -> HeldOut:
+    """Return the losses of evaluations, else of logs, at the last step that most runs have."""
+    for source, read_losses in (
+        ("suite validation", suite_losses),
+        ("training logs", logged_losses),
+    ):
+        run_losses = {}
         for run in runs:
             with suppress(UserError):  # damaged: reported by `run status` and `eval report`
-                losses = losses_of(RunRecord(folder / run.name))
-                by_run[run.name] = {at: x for at, x in losses.items() if math.isfinite(x)}
-        num_runs = Counter(scored for losses in by_run.values() for scored in losses)
+                losses = read_losses(RunRecord(folder / run.name))
+                run_losses[run.name] = {at: x for at, x in losses.items() if math.isfinite(x)}
+
+        # losses are compared at the same step and held-out text
+        num_runs = Counter(itertools.chain.from_iterable(run_losses.values()))
         if num_runs:
-            at = max(num_runs, key=lambda scored: (num_runs[scored], scored))
-            return source, at[0], {name: x[at] for name, x in by_run.items() if at in x}
-    return "", 0, {}
+            common = max(num_runs, key=lambda scored: (num_runs[scored], scored))
+            step, _ = common
+            losses_at = {name: x[common] for name, x in run_losses.items() if common in x}
+            return HeldOut(source, step, losses_at)
+    return HeldOut("", 0, {})
 
 
 def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
@@ -580,48 +617,51 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     from canon_pretrain.stats.decide import ALPHA
     from canon_pretrain.stats.noise import pooled_variance, student_half_width
 
-    scored = [row for row in rows if row.held_out_loss is not None]
-    if not scored:
-        return ["held-out loss: unknown; evaluate with `canon eval run --suite validation`"]
-    start = f"held-out loss ({scored[-1].held_out_source}, step {scored[-1].held_out_step:,}):"
-
-    losses: dict[str, dict[float | None, list[float]]] = {}
+    losses: dict[str, dict[float | None, list[float]]] = {}  # config -> learning rate -> by seed
     for run, row in zip(sweep.runs, rows, strict=True):
         if row.held_out_loss is not None:
-            by_rate = losses.setdefault(run.config, {})
-            by_rate.setdefault(run.learning_rate, []).append(row.held_out_loss)
+            rate_losses = losses.setdefault(run.config, {})
+            rate_losses.setdefault(run.learning_rate, []).append(row.held_out_loss)
+            # the same for all rows
+            subject = f"held-out loss ({row.held_out_source}, step {row.held_out_step:,}):"
+    if not losses:
+        return ["held-out loss: unknown; evaluate with `canon eval run --suite validation`"]
+
+    # The losses of each config at its best learning rate; the first config is the base.
     best = {}
-    for config, by_rate in losses.items():
-        rate = rate_optimum(by_rate, lower_is_better=True).rate
-        best[run_name(Path(config), rate, None)] = by_rate[rate]
-
-    (first, base), *others = best.items()
-    base_mean = statistics.fmean(base)
+    for config, rate_losses in losses.items():
+        rate = rate_optimum(rate_losses, lower_is_better=True).rate
+        best[run_name(Path(config), rate, None)] = rate_losses[rate]
+    (base_name, base_losses), *others = best.items()
+    base_mean = statistics.fmean(base_losses)
     if not others:
-        return [f"{start} lowest with {first}, {base_mean:.4f} ({len(base)} seeds)"]
+        num_seeds = len(base_losses)
+        return [f"{subject} lowest with {base_name}, {base_mean:.4f} ({num_seeds} seeds)"]
 
-    groups = [group for by_rate in losses.values() for group in by_rate.values()]
-    variance, df = pooled_variance(groups)
-    lines = []
-    for label, ours in others:
-        difference = statistics.fmean(ours) - base_mean
+    seed_groups = [group for rate_losses in losses.values() for group in rate_losses.values()]
+    variance, df = pooled_variance(seed_groups)
+    verdicts = []
+    for name, config_losses in others:
+        difference = statistics.fmean(config_losses) - base_mean
         size = abs(difference)
         verdict, direction = ("better", "lower") if difference < 0 else ("worse", "higher")
-        by = f"by {size:.3g} nats/token than {first}"
-        stderr = math.sqrt(variance * (1 / len(ours) + 1 / len(base)))
+        margin = f"by {size:.3g} nats/token than {base_name}"
+        # of a difference between two means: s^2 (1 / n + 1 / m)
+        stderr = math.sqrt(variance * (1 / len(config_losses) + 1 / len(base_losses)))
         if not stderr:
-            lines.append(f"{start} {label} {direction} {by}; no verdict without several seeds")
+            verdicts.append(f"{name} {direction} {margin}; no verdict without several seeds")
             continue
 
+        # Bonferroni: each of the comparisons is made at the level ALPHA / number of them
         p = min(1.0, student_p(size, stderr, df) * len(others))
-        half = student_half_width(stderr, df, ALPHA / len(others))
+        half_width = student_half_width(stderr, df, ALPHA / len(others))
         if p > ALPHA:
             verdict = f"within noise, {direction}"
-        lines.append(
-            f"{start} {label} {verdict} {by} (95 % {size - half:.3g} to {size + half:.3g}, "
-            f"p {p:.2g}, over {len(ours)} and {len(base)} seeds)"
+        verdicts.append(
+            f"{name} {verdict} {margin} (95 % {size - half_width:.3g} to {size + half_width:.3g}, "
+            f"p {p:.2g}, over {len(config_losses)} and {len(base_losses)} seeds)"
         )
-    return lines
+    return [f"{subject} {verdict}" for verdict in verdicts]
 
 
 def print_rows(rows: Sequence[Row]) -> None:
@@ -632,24 +672,27 @@ def print_rows(rows: Sequence[Row]) -> None:
 def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
     """Print the verdicts, the rows, and the number of runs by state."""
     console = Console()
-    if not console.is_terminal:
+    if not console.is_terminal:  # a line per row, for grep
         console = Console(width=100_000, color_system=None)
     for verdict in verdicts:
         console.print(Text(verdict, style="bold"), soft_wrap=True)
 
     table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
     for row in rows:
+        step = ""
+        if row.step is not None:
+            step = f"{row.step:,}/{row.steps or '?'}"
         cells = (
-            row.number,
+            str(row.number),
             row.name,
             row.state,
-            "" if row.step is None else f"{row.step:,}/{row.steps or '?'}",
-            "" if row.held_out_loss is None else f"{row.held_out_loss:.4f}",
+            step,
+            format_number(row.held_out_loss, ".4f"),  # finite, or None
             format_number(row.loss, ".4f"),
-            row.job_id,
-            row.reason,
+            row.job_id or "",
+            row.reason or "",
         )
-        table.add_row(*(Text(printable(str(cell or ""))) for cell in cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)
 
     counts = Counter(row.state for row in rows)

@@ -18,9 +18,13 @@ def check_cuda() -> None:
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    is_fine = torch.cuda.is_available() or visible is not None and visible.strip() in ("", "-1")
-    if is_fine or (evidence := hardware.find_gpu()) is None:
+    is_hidden = visible is not None and visible.strip() in ("", "-1")
+    if torch.cuda.is_available() or is_hidden:
         return
+    evidence = hardware.find_gpu()
+    if evidence is None:
+        return
+
     reason = "it finds no device"
     try:
         torch.cuda.init()
@@ -40,19 +44,24 @@ def to_device(tensor: "torch.Tensor", device: "torch.device | str") -> "torch.Te
 
     For a copy from pageable memory the host would wait.
     """
-    on_gpu = str(device).startswith("cuda")
-    return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)
+    if str(device).startswith("cuda"):
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def numa_cores(gpu: int, root: Path = Path("/")) -> set[int]:
     """Return the cores of the NUMA node of `gpu`; empty if unknown."""
     import torch
 
-    place: Any = torch.cuda.get_device_properties(gpu)
-    name = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
-    node = read_text(root / "sys/bus/pci/devices" / name / "numa_node").strip()
+    pci: Any = torch.cuda.get_device_properties(gpu)
+    address = f"{pci.pci_domain_id:04x}:{pci.pci_bus_id:02x}:{pci.pci_device_id:02x}.0"
+    node = read_text(root / "sys/bus/pci/devices" / address / "numa_node").strip()
     if not node.isdigit():  # -1: unknown, as in many virtual machines
         return set()
+
+    # such as 0-31,64-95
     cpulist = read_text(root / f"sys/devices/system/node/node{node}/cpulist")
-    ranges = re.findall(r"(\d+)(?:-(\d+))?", cpulist)
-    return {core for first, last in ranges for core in range(int(first), int(last or first) + 1)}
+    cores: set[int] = set()
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", cpulist):
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

@@ -25,15 +25,17 @@ def peak_flops(name: str) -> float | None:
     """Return the peak of dense bf16 products of the device `name`; None if it is not known."""
     if "MIG" in name.split():  # a part of a GPU
         return None
-    found = (peak for model, peak in PEAK_FLOPS if re.search(rf"\b(?:{model})", name))
-    return next(found, None)
+    for model, peak in PEAK_FLOPS:
+        if re.search(rf"\b(?:{model})", name):
+            return peak
+    return None
 
 
 GPUS_PER_NODE = 8
 
 
 class Range(NamedTuple):
-    """A figure that is not known: what makes a step slow, what is likely, what makes it fast."""
+    """Bounds and estimate of an unknown figure, named by their effect on the time of a step."""
 
     slow: float
     likely: float

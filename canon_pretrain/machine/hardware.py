@@ -9,7 +9,7 @@ from typing import Any
 from canon_pretrain.core.cli import available_cores
 
 DEVICE_FILES = "/dev/nvidia[0-9]*"
-GPU_FACTS = {
+GPU_FIELDS = {
     "driver": "driver_version",
     "sm_mhz": "clocks.sm",
     "max_sm_mhz": "clocks.max.sm",
@@ -21,8 +21,14 @@ GPU_FACTS = {
 }
 """Our names for the fields of nvidia-smi (driver 535 or later)."""
 THROTTLE_REASONS = (
-    *("idle", "application clocks", "software power cap", "hardware slowdown", "sync boost"),
-    *("software thermal slowdown", "hardware thermal slowdown", "hardware power brake"),
+    "idle",
+    "application clocks",
+    "software power cap",
+    "hardware slowdown",
+    "sync boost",
+    "software thermal slowdown",
+    "hardware thermal slowdown",
+    "hardware power brake",
     "display clocks",
 )
 """The bits of nvmlClocksEventReasons, the lowest first."""
@@ -30,8 +36,11 @@ THROTTLE_REASONS = (
 
 def find_gpu() -> str | None:
     """Return evidence of an NVIDIA GPU, usable or not; None if there is none."""
-    lines = [f"nvidia-smi: {line}" for line in _gpu_lines()]
-    return next(iter([*sorted(glob.glob(DEVICE_FILES)), *lines]), None)
+    for device_file in sorted(glob.glob(DEVICE_FILES)):
+        return device_file
+    for line in _gpu_lines():
+        return f"nvidia-smi: {line}"
+    return None
 
 
 def _gpu_lines() -> list[str]:
@@ -40,7 +49,7 @@ def _gpu_lines() -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES lists, or else the numbers of what nvidia-smi lists."""
+    """Return the devices in CUDA_VISIBLE_DEVICES; if it is unset, the indices of all GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.replace(" ", "").split(",") if name not in ("", "-1")]
@@ -53,24 +62,27 @@ def threads_per_process(processes: int) -> int:
 
 
 def query_gpu(gpu: str) -> dict[str, Any] | None:
-    """Return the current GPU_FACTS of `gpu` (nvidia-smi's index or UUID); None if unknown."""
-    query = f"--query-gpu={','.join(GPU_FACTS.values())}"
+    """Return the current GPU_FIELDS of `gpu` (nvidia-smi's index or UUID); None if unknown."""
+    query = f"--query-gpu={','.join(GPU_FIELDS.values())}"
     line = _nvidia_smi(f"--id={gpu}", query, "--format=csv,noheader,nounits").strip()
-    words = [word.strip() for word in line.split(",")]
-    if len(words) != len(GPU_FACTS):
+    values = [value.strip() for value in line.split(",")]
+    if len(values) != len(GPU_FIELDS):
         return None
-    driver, *numbers, bits = words
-    reasons = int(bits, 16) if bits.startswith("0x") else 0
-    throttled = [text for bit, text in enumerate(THROTTLE_REASONS) if reasons >> bit & 1]
-    figures = [None if word.startswith("[") else float(word) for word in numbers]
-    return dict(zip(GPU_FACTS, [driver, *figures, throttled], strict=True))
+
+    driver, *numbers, mask_text = values
+    mask = int(mask_text, 16) if mask_text.startswith("0x") else 0
+    reasons = [text for bit, text in enumerate(THROTTLE_REASONS) if mask >> bit & 1]
+    # such as [N/A]
+    figures = [None if number.startswith("[") else float(number) for number in numbers]
+    return dict(zip(GPU_FIELDS, [driver, *figures, reasons], strict=True))
 
 
 def _nvidia_smi(*arguments: str) -> str:
     """Return the output of nvidia-smi; empty if it fails or is not installed."""
     try:
-        options: Any = {"stderr": subprocess.DEVNULL, "text": True, "timeout": 60}
-        return subprocess.check_output(["nvidia-smi", *arguments], **options)
+        return subprocess.check_output(
+            ["nvidia-smi", *arguments], stderr=subprocess.DEVNULL, text=True, timeout=60
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -84,7 +96,8 @@ def read_text(path: Path) -> str:
 
 
 def cpu_info(field: str) -> str:
-    """Return a field of /proc/cpuinfo; empty without it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((ln.partition(":")[2].strip() for ln in lines if ln.startswith(field)), "")
+    """Return a field of /proc/cpuinfo, of the first core; empty without it."""
+    for line in read_text(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith(field):
+            return line.partition(":")[2].strip()
+    return ""

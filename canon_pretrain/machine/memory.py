@@ -19,16 +19,23 @@ def available_memory(root: Path = Path("/")) -> int:
     available = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)
     if available is not None:
         limits.append(1024 * int(available[1]))
+
+    # The limits of the process's cgroup and of those above it.
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        inner, top, file = Path(path.lstrip("/")), root / "sys/fs/cgroup", "memory.max"
-        if "memory" in controllers.split(","):  # version 1
-            top, file = top / "memory", "memory.limit_in_bytes"
-        elif controllers:
+        if not controllers:  # version 2
+            top = root / "sys/fs/cgroup"
+            file = "memory.max"
+        elif "memory" in controllers.split(","):  # version 1
+            top = root / "sys/fs/cgroup/memory"
+            file = "memory.limit_in_bytes"
+        else:
             continue
-        texts = [read_text(top / folder / file).strip() for folder in (inner, *inner.parents)]
-        # otherwise "max", or not visible in a container
-        limits += [int(text) for text in texts if text.isdigit()]
+        cgroup = Path(path.lstrip("/"))
+        for folder in (cgroup, *cgroup.parents):
+            text = read_text(top / folder / file).strip()
+            if text.isdigit():  # else "max", or not visible in a container
+                limits.append(int(text))
     return min(limits)
 
 

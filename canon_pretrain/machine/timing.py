@@ -5,11 +5,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 Step = Callable[[], Any]
 
 
@@ -24,21 +25,20 @@ def matmul_flops(
     """Return the FLOP/s of square matrix products, repeated for about `seconds`."""
     import torch
 
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    a = torch.randn(size, size, device=device).to(dtype)
+    b = torch.randn(size, size, device=device).to(dtype)
     out = torch.empty_like(a)
-    return 2 * size**3 * steps_per_second(lambda: torch.mm(a, b, out=out), seconds, clock)
+    flops = 2 * size**3
+    return flops * steps_per_second(lambda: torch.mm(a, b, out=out), seconds, clock)
 
 
 def copy_bandwidth(source: "torch.Tensor", target: "torch.Tensor", *, seconds: float) -> float:
     """Return the bytes read and written per second, repeating copies for about `seconds`."""
-    return (
-        2
-        * source.nbytes
-        * steps_per_second(lambda: target.copy_(source), seconds, time.perf_counter)
-    )
+    copies = steps_per_second(lambda: target.copy_(source), seconds, time.perf_counter)
+    return 2 * source.nbytes * copies
 
 
-def steps_per_second(step: Callable[[], Any], seconds: float, clock: Callable[[], float]) -> float:
+def steps_per_second(step: Step, seconds: float, clock: Callable[[], float]) -> float:
     """Return the calls of `step` per second, repeated for about `seconds`."""
     import torch
 
@@ -51,21 +51,23 @@ def steps_per_second(step: Callable[[], Any], seconds: float, clock: Callable[[]
         return clock() - begin
 
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    fastest = min(run(1) for _ in range(3))
-    count = max(1, round(seconds / max(fastest, 1e-6)))
+    # the first calls also warm up
+    fastest_s = min(run(1) for _ in range(3))
+    count = max(1, round(seconds / max(fastest_s, 1e-6)))
     return count / max(run(count), 1e-9)
 
 
 def best_rate(step: Callable[[], None], seconds: float, measurements: int) -> float:
-    """Return the most calls per second of several measurements: other programs disturb."""
+    """Return the calls per second in the fastest of several measurements: others are disturbed."""
     rates: list[float] = []
     begin = time.perf_counter()
     while not rates or time.perf_counter() - begin < seconds:
-        start, steps = time.perf_counter(), 0
-        while (passed := time.perf_counter() - start) < seconds / measurements:
+        steps = 0
+        start = time.perf_counter()
+        while (passed_s := time.perf_counter() - start) < seconds / measurements:
             step()
             steps += 1
-        rates.append(steps / passed)
+        rates.append(steps / passed_s)
     return max(rates)
 
 
@@ -100,7 +102,7 @@ def compare(
     timings: dict[str, Timing] = {}
     for name, build in others:
         step, peak = _build(build)
-        pairs = _time_pairs(base, step, num_pairs, block_s)
+        pairs = alternate(_timer(base, block_s), _timer(step, block_s), num_pairs)
         del step  # before the next one is built
 
         ratios = [other_s / base_s for base_s, other_s in pairs]
@@ -112,32 +114,40 @@ def compare(
 
 
 def _build(build: Callable[[], Step]) -> tuple[Step, int | None]:
-    """Build a step and run it once; return it and its peak memory."""
+    """Build a step and run it once; return it and its peak memory, None without a GPU."""
     import torch
 
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    bytes_before = torch.cuda.memory_allocated()
     step = build()
     step()
-    return step, torch.cuda.max_memory_allocated() - before or None
+    return step, torch.cuda.max_memory_allocated() - bytes_before or None
 
 
-def _time_pairs(
-    base: Step, other: Step, num_pairs: int, block_s: float
-) -> list[tuple[float, float]]:
-    """Return the seconds per step of both, by pair; the order alternates."""
+def _timer(step: Step, block_s: float) -> Callable[[], float]:
+    """Return a function that repeats `step` for `block_s` and returns its median seconds."""
     import torch
     from torch.utils.benchmark import Timer
 
-    threads = torch.get_num_threads()
-    timers = [Timer("f()", globals={"f": f}, num_threads=threads) for f in (base, other)]
-    pairs: list[tuple[float, float]] = []
-    for pair in range(num_pairs):
-        seconds = [0.0, 0.0]
-        for turn in (0, 1) if pair % 2 == 0 else (1, 0):
-            seconds[turn] = timers[turn].blocked_autorange(min_run_time=block_s).median
-        pairs.append((seconds[0], seconds[1]))
+    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+    return lambda: timer.blocked_autorange(min_run_time=block_s).median
+
+
+def alternate(base: Callable[[], T], other: Callable[[], T], num_pairs: int) -> list[tuple[T, T]]:
+    """Call both in turn and return their results by pair.
+
+    The order alternates, so that a drift of the machine's speed affects both.
+    """
+    pairs = []
+    for number in range(num_pairs):
+        if number % 2 == 0:
+            base_result = base()
+            other_result = other()
+        else:
+            other_result = other()
+            base_result = base()
+        pairs.append((base_result, other_result))
     return pairs

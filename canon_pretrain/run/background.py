@@ -29,7 +29,8 @@ class Background:
 
     def __init__(self, action: Callable[[], None], name: str) -> None:
         self._action = action
-        self._requested = self._served = 0
+        self._requested = 0  # number of requests
+        self._served = 0  # of these, before the last call of `action` began
         self._is_closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -99,9 +100,10 @@ class LiveExports:
         for target, process in list(self._running.items()):
             if process.poll() is not None:
                 del self._running[target]
-                given = (target, process, 0.0, "exited")
                 # in a thread: the trainer calls this between two steps
-                threading.Thread(target=self._end, args=given, daemon=True).start()
+                threading.Thread(
+                    target=self._end, args=(target, process, 0.0, "exited"), daemon=True
+                ).start()
 
     def finish(self, wait_s: float = EXPORT_TIMEOUT_S) -> None:
         """Let them copy what is left; kill those that take longer than `wait_s` in total."""
@@ -113,9 +115,11 @@ class LiveExports:
         self._running.clear()
 
     def _end(self, target: str, process: Process, wait_s: float, failure: str) -> None:
+        """Wait for an export and log its error, if any; kill it after `wait_s`."""
         _close_pipe(process)
         output = self._output(target)
         try:
+            # its last line of output is the reason
             if process.wait(wait_s):
                 text = output.read_text(errors="replace").strip() or "it produced no output"
                 self._report(target, f"{failure}: {text.splitlines()[-1].rstrip('.')}")
@@ -133,9 +137,9 @@ class LiveExports:
     def _output(self, target: str) -> Path:
         return self._folder / f".export-{target}.log"
 
-    def _report(self, target: str, what: str) -> None:
+    def _report(self, target: str, problem: str) -> None:
         logger.warning(
-            f"the live {target} export {what}. Training continues; `canon run "
+            f"the live {target} export {problem}. Training continues; `canon run "
             f"export {target} {self._folder}` exports the whole log later"
         )
 
@@ -147,14 +151,23 @@ def _close_pipe(process: Process) -> None:
 
 def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield (target, command) of each live export that the job's `metrics` section enables."""
-    base = [sys.executable, "-m", "canon_pretrain", "run", "export"]
-    last = [str(folder.resolve()), "--follow", "--beside-trainer"]
+    export = [sys.executable, "-m", "canon_pretrain", "run", "export"]
+    run = [str(folder.resolve()), "--follow", "--beside-trainer"]
     if settings.enable_tensorboard:
-        yield "tensorboard", [*base, "tensorboard", *last, f"--tb-folder={settings.save_tb_folder}"]
+        yield (
+            "tensorboard",
+            [*export, "tensorboard", *run, f"--tb-folder={settings.save_tb_folder}"],
+        )
+
     mode = settings.wandb_mode or os.environ.get("WANDB_MODE") or "online"
     if settings.enable_wandb and mode != "disabled":
-        options = {"project": settings.wandb_project, "entity": settings.wandb_entity}
-        options |= {"name": settings.wandb_name, "mode": mode}
-        words = [f"--{name}={value}" for name, value in options.items() if value]
-        tags = ["--tags", *settings.wandb_tags] if settings.wandb_tags else []
-        yield "wandb", [*base, "wandb", *last, *words, *tags]
+        values = {
+            "project": settings.wandb_project,
+            "entity": settings.wandb_entity,
+            "name": settings.wandb_name,
+            "mode": mode,
+        }
+        options = [f"--{name}={value}" for name, value in values.items() if value]
+        if settings.wandb_tags:
+            options += ["--tags", *settings.wandb_tags]
+        yield "wandb", [*export, "wandb", *run, *options]

@@ -1,11 +1,11 @@
 """Experiment files: TOML with `extends`, checked as the dataclasses of a job. No torchtitan."""
 
 import dataclasses
-import functools
 import json
+import sys
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,36 +23,51 @@ def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]
     return [n for n in counts if global_batch_size % n == 0]
 
 
-def read_experiment(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a TOML file and those it `extends`, relative to it; `chain`: files that extend it."""
+def read_experiment(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a TOML file and those it `extends`, relative to it. Raises UserError.
+
+    `extended_by`: the files that extend it, the outermost first.
+    """
     resolved = path.resolve()
-    if resolved in chain:
-        names = " -> ".join(map(str, (*chain, resolved)))
+    if resolved in extended_by:
+        names = " -> ".join(map(str, (*extended_by, resolved)))
         raise UserError("config.extends_loop", f"`extends` is circular: {names}", path=path)
+
     try:
-        own = tomllib.loads(read_bytes(path, 1 << 20).decode())
+        values = tomllib.loads(read_bytes(path, 1 << 20).decode())
     except UnreadableFile as error:
-        named_by = f" (named by `extends` in {chain[-1]})" if chain else ""
-        raise UserError("config.unreadable", f"config file {error}{named_by}", path=path) from None
+        origin = f" (named by `extends` in {extended_by[-1]})" if extended_by else ""
+        raise UserError("config.unreadable", f"config file {error}{origin}", path=path) from None
     except (ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserError("config.toml", f"{path} is not valid TOML: {why}", path=path) from None
-    given = own.pop("extends", [])
-    bases = [given] if isinstance(given, str) else given
+        fault = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise UserError("config.toml", f"{path} is not valid TOML: {fault}", path=path) from None
+
+    extends = values.pop("extends", [])
+    bases = [extends] if isinstance(extends, str) else extends
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise UserError(
             "config.type",
-            f"{path}: `extends` = {given!r}: expected a path or a list of paths",
+            f"{path}: `extends` = {extends!r}: expected a path or a list of paths",
             key="extends",
         )
-    read = (read_experiment(path.parent / base, (*chain, resolved)) for base in bases)
-    return functools.reduce(merge, [*read, own], {})
+
+    # A base overrides earlier bases, and the file overrides all of them.
+    merged: dict[str, Any] = {}
+    for base in bases:
+        merged = merge(merged, read_experiment(path.parent / base, (*extended_by, resolved)))
+    return merge(merged, values)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` updated by `over`: tables are merged, any other value is replaced."""
-    both = [k for k, v in over.items() if isinstance(v, dict) and isinstance(base.get(k), dict)]
-    return {**base, **over, **{key: merge(base[key], over[key]) for key in both}}
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def to_toml(values: Mapping[str, Any]) -> str:
@@ -65,7 +80,8 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_text(key)} = {_text(v)}' for key, v in value.items())}}}"
+        pairs = (f"{_text(key)} = {_text(inner)}" for key, inner in value.items())
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, bool | str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value)  # numbers, and dates by ISO 8601
@@ -77,44 +93,65 @@ def build(cls: type[T], values: Mapping[str, Any], source: str, prefix: str = ""
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     arguments = dict(values)
     for key, value in values.items():
-        dotted, hint = f"{prefix}{key}", cast(Any, hints.get(key))
         if key not in names:
             raise unknown_key(key, names, source, prefix)
+        dotted = f"{prefix}{key}"
+        hint = cast(Any, hints[key])
+
+        # A section is built by this function, any other value checked by pydantic.
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise UserError(
-                    "config.type",
-                    f"{source}: '{dotted}' = {value!r}: expected a section, [{dotted}]",
-                    key=dotted,
-                )
+            check_section(value, source, dotted)
             arguments[key] = build(hint, value, source, prefix=f"{dotted}.")
-            continue
-        try:
-            TypeAdapter(hint).validate_python(value, strict=True)
-        except ValidationError as error:
-            raise UserError(
-                "config.type",
-                f"{source}: '{dotted}' = {value!r}: {error.errors()[0]['msg']}",
-                key=dotted,
-            ) from None
+        else:
+            check_type(value, hint, source, dotted)
     return cls(**arguments)
 
 
+def check_section(value: Any, source: str, dotted: str) -> None:
+    """Raise UserError unless a TOML value is a section."""
+    if not isinstance(value, dict):
+        raise _type_error(value, source, dotted, f"expected a section, [{dotted}]")
+
+
+def check_type(value: Any, hint: Any, source: str, dotted: str) -> None:
+    """Raise UserError unless a TOML value has the type `hint`."""
+    try:
+        TypeAdapter(hint).validate_python(value, strict=True)
+    except ValidationError as error:
+        raise _type_error(value, source, dotted, error.errors()[0]["msg"]) from None
+
+
+def _type_error(value: Any, source: str, dotted: str, fault: str) -> UserError:
+    return UserError("config.type", f"{source}: '{dotted}' = {value!r}: {fault}", key=dotted)
+
+
+def split_arguments(argv: Sequence[str] | None) -> tuple[Sequence[str], Sequence[str]]:
+    """Split a command line, sys.argv if None, at `--`: a program's arguments, and the trainer's."""
+    if argv is None:
+        argv = sys.argv[1:]
+    if "--" not in argv:
+        return argv, []
+    end = argv.index("--")
+    return argv[:end], argv[end + 1 :]
+
+
 def check_keys(
-    values: Mapping[str, Any], known: Mapping[str, Any], source: str, prefix: str = ""
+    values: Mapping[str, Any], valid: Mapping[str, Any], source: str, prefix: str = ""
 ) -> None:
-    """Raise UserError for a key of TOML `values` that `known`, nested alike, does not have."""
+    """Raise UserError for a key of TOML `values`, also in tables, that `valid` does not have."""
     for key, value in values.items():
-        if key not in known:
-            raise unknown_key(key, known, source, prefix)
-        if isinstance(value, dict) and isinstance(known[key], dict):
-            check_keys(value, known[key], source, f"{prefix}{key}.")
+        if key not in valid:
+            raise unknown_key(key, valid, source, prefix)
+        if isinstance(value, dict) and isinstance(valid[key], dict):
+            check_keys(value, valid[key], source, f"{prefix}{key}.")
 
 
-def unknown_key(key: str, known: Iterable[str], source: str, prefix: str) -> UserError:
-    """Return the error for a key of a TOML section, with the nearest of the `known` ones."""
-    near = nearest(key, known)
-    hint = f"did you mean '{near}'?" if near else f"expected one of {', '.join(sorted(known))}"
+def unknown_key(key: str, valid: Iterable[str], source: str, prefix: str) -> UserError:
+    """Return the error for a key of a TOML section, with the nearest of the `valid` ones."""
+    near = nearest(key, valid)
+    hint = f"expected one of {', '.join(sorted(valid))}"
+    if near:
+        hint = f"did you mean '{near}'?"
     return UserError(
         "config.unknown_key",
         f"{source}: unknown {'key' if prefix else 'section'} '{prefix}{key}': {hint}",

@@ -6,7 +6,7 @@
     log.jsonl       one line per event (run/log.py)
     launches/NNN/   the record of each launch (run/launches.py)
     code/NNN/       snapshots of the source, which job scripts use (run/source.py)
-    planned.json    the plan of a sweep or board under which the run started (report/planned.py)
+    planned.json    the plan of a sweep or board under which the run started (cluster/planned.py)
     README.md       this list, and the commands to resume, inspect and evaluate the run
     status.json     the run's state and last heartbeat (run/status.py)
     lock.json       the running launch, if any (run/session.py)
@@ -19,7 +19,7 @@
     profile_traces/, memory_snapshot/    with --profiling.*
     wandb/, tb/     exports to wandb and TensorBoard
     slurm.log       output of Slurm jobs (slurm/pretrain_1b3.sh)
-    restarts.json   restarts of the current job without a new checkpoint (chain.py)
+    restarts.json   restarts of the current job without a new checkpoint (cluster/chain.py)
     restarts.toml   the config that the job started with
     preflight/      reports of the nodes before each launch
     DONE            written last, when training.steps is reached
@@ -46,7 +46,9 @@ PLAN = "sweep.json"  # of a sweep, in its folder
 IMPORTED_FROM = "imported_from"  # in the config of an imported model: no section, but a path
 DEPTH = 4  # levels of folders to search for runs
 # scopes that the trainer records in profiler traces (run/trace.py)
-CANON, DATA, VALIDATION = "canon", "data_wait", "validation"
+CANON = "canon"
+DATA = "data_wait"
+VALIDATION = "validation"
 
 
 @dataclass(unsafe_hash=True)
@@ -56,18 +58,23 @@ class RunFolder:
     path: Path
 
     def __post_init__(self) -> None:
+        # configuration and identity
         self.config_file = self.path / "config.json"
         self.run_file = self.path / "run.json"
         self.planned_file = self.path / "planned.json"
         self.readme_file = self.path / "README.md"
+
+        # its launches
         self.launches = self.path / "launches"
         self.code = self.path / "code"
+        self.applied_file = self.path / "obeyed.json"
+
+        # its state
         self.log_file = self.path / "log.jsonl"
         self.status_file = self.path / "status.json"
         self.lock_file = self.path / "lock.json"
         self.stop_file = self.path / "STOP"
         self.done_file = self.path / "DONE"
-        self.applied_file = self.path / "obeyed.json"
 
     @property
     def fresh_start(self) -> list[Path]:
@@ -109,7 +116,9 @@ class RunFolder:
         code: Mapping[str, str] | None = None,
     ) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        record = {"identity": identity, "config": config} | ({"code": dict(code)} if code else {})
+        record = {"identity": identity, "config": config}
+        if code:
+            record["code"] = dict(code)
         write_json(self.config_file, record)
 
     def write_done(self, step: int) -> None:
@@ -119,24 +128,27 @@ class RunFolder:
 # -- finding runs
 
 
-def named_runs(given: Iterable[Path], *, planned: bool = False) -> list[Path]:
-    """Return the runs at `given`: each path is a run, or a folder of runs (a sweep)."""
-    runs: list[Path] = []
-    for path in given:
-        found = list(runs_below(path, planned=planned)) or ([path] if planned else [])
-        if not found:
+def named_runs(paths: Iterable[Path], *, planned: bool = False) -> list[Path]:
+    """Return the runs at `paths`, each a run, or a folder of runs (a sweep).
+
+    `planned`: also the folders of runs that have not started.
+    """
+    runs = []
+    for path in paths:
+        runs_at_path = list(runs_below(path, planned=planned))
+        if not runs_at_path and not planned:
             raise not_a_run(path)
-        runs += found
+        runs += runs_at_path or [path]
     return runs
 
 
 def not_a_run(path: Path) -> UserError:
-    """Return the error for a path at which there is no run, with what is there."""
-    what = f"no run in {path}"
+    """Return the error for a path without a run; its message describes the path."""
+    problem = f"no run in {path}"
     if not path.exists():
-        what = f"{path} does not exist"
+        problem = f"{path} does not exist"
     elif path.is_dir() and not os.listdir(path):
-        what = f"{path} is empty"
+        problem = f"{path} is empty"
     elif (path / "config.json").exists():
         try:
             RunFolder(path).read_config()
@@ -144,24 +156,33 @@ def not_a_run(path: Path) -> UserError:
             return error
     return UserError(
         "run.not_a_run",
-        f"{what}: expected a run folder (job.dump_folder) or a folder of runs, such as a sweep",
+        f"{problem}: expected a run folder (job.dump_folder) or a folder of runs, such as a sweep",
         path=path,
     )
 
 
 def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iterator[Path]:
-    """Yield the run at `path`, or the runs in it: in the order of a sweep's plan, else by name."""
+    """Yield the run at `path`, or the runs in it: in the order of a sweep's plan, else by name.
+
+    `depth`: levels of folders to search. `planned`: also runs of a plan that have not started.
+    """
     if is_run_folder(path):
         yield path
         return
-    plan, names = list[str](), list[str]()
-    with contextlib.suppress(OSError):
-        names = [e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith(".")]
+    if not depth:
+        return
+
+    plan: list[str] = []
+    names: list[str] = []
     with contextlib.suppress(UserError, KeyError, TypeError):  # not a sweep
         plan = [run["name"] for run in read_json(path / PLAN)["runs"]]
-    for name in dict.fromkeys([*plan, *sorted(names, key=natural_key)]) if depth else ():
-        found = list(runs_below(path / name, depth - 1, planned=planned))
-        yield from found or ([path / name] if planned and name in plan else [])
+    with contextlib.suppress(OSError):
+        names = [e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith(".")]
+    for name in dict.fromkeys([*plan, *sorted(names, key=natural_key)]):
+        runs = list(runs_below(path / name, depth - 1, planned=planned))
+        yield from runs
+        if not runs and planned and name in plan:
+            yield path / name
 
 
 def is_run_folder(path: Path) -> bool:
@@ -175,10 +196,11 @@ def is_run_folder(path: Path) -> bool:
     return False
 
 
-def natural_key(name: str) -> list[tuple[bool, int, str]]:
+def natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that orders lr2 before lr10."""
+    # texts and numbers in turn: "lr2" is ["lr", "2", ""]
     parts = re.split("([0-9]+)", name)
-    return [(k % 2 == 0, int(part) if k % 2 else 0, part) for k, part in enumerate(parts)]
+    return [(int(part) if index % 2 else 0, part) for index, part in enumerate(parts)]
 
 
 def unique_labels(paths: Sequence[Path]) -> list[str]:
@@ -186,9 +208,11 @@ def unique_labels(paths: Sequence[Path]) -> list[str]:
     resolved = [path.resolve() for path in paths]
     for path in resolved:
         if resolved.count(path) > 1:
-            raise UserError("run.given_twice", f"{path} is given twice", path=path)
+            raise UserError("run.given_twice", f"{path} is passed twice", path=path)
+
     labels = [path.name for path in resolved]
-    for depth in range(2, 1 + max((len(path.parts) for path in resolved), default=0)):
+    max_depth = max((len(path.parts) for path in resolved), default=0)
+    for depth in range(2, max_depth + 1):
         longer = ["/".join(path.parts[-depth:]).replace("//", "/") for path in resolved]
         pairs = zip(labels, longer, strict=True)
         labels = [short if labels.count(short) == 1 else long for short, long in pairs]

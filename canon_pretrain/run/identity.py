@@ -19,5 +19,8 @@ ONE_SHOT_KEYS = marked(Mark.ONE_SHOT)
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Changes:
     """Return [old, new] of each name whose values differ; a missing one is None."""
-    pairs = {name: [old.get(name), new.get(name)] for name in sorted(old.keys() | new.keys())}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    changes = {}
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            changes[name] = [old.get(name), new.get(name)]
+    return changes

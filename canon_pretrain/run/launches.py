@@ -88,32 +88,46 @@ def read_run(folder: RunFolder) -> RunFacts | None:
     return None
 
 
-def begin_launch(folder: RunFolder) -> tuple[RunFacts, str | None]:
-    """Increment the launches in run.json; return its content, and a write error if any."""
-    before = known_run(folder) or RunFacts(uuid.uuid4().hex[:8], utc_now(), 0)
-    facts = replace(before, launches=before.launches + 1)
+class BegunLaunch(NamedTuple):
+    """The content of run.json for a launch, and the error if it could not be written."""
+
+    run: RunFacts
+    problem: str | None
+
+
+def begin_launch(folder: RunFolder) -> BegunLaunch:
+    """Increment the launches in run.json; a disk that is full must not end the run."""
+    run = known_run(folder) or RunFacts(uuid.uuid4().hex[:8], utc_now(), launches=0)
+    run = replace(run, launches=run.launches + 1)
+    problem = None
     try:
-        files.write_json(folder.run_file, asdict(facts))
+        files.write_json(folder.run_file, asdict(run))
     except OSError as error:
-        return facts, f"{folder.run_file} cannot be written ({error.strerror})"
-    return facts, None
+        problem = f"{folder.run_file} cannot be written ({error.strerror})"
+    return BegunLaunch(run, problem)
 
 
 def known_run(folder: RunFolder) -> RunFacts | None:
     """Return run.json or, if lost, its content from launch records and log; None for a new run."""
-    if (facts := read_run(folder)) is not None:
-        return facts
-    record, last = newest_launch(folder) or {}, _last_event(folder.log_file)
-    if not record and not last:
+    run = read_run(folder)
+    if run is not None:
+        return run
+
+    launch = newest_launch(folder) or {}
+    event = _last_event(folder.log_file)
+    if not launch and not event:
         return None
-    run_id = str(record.get("run_id") or last.get("run_id") or uuid.uuid4().hex[:8])
-    number = max(int(record.get("launch", 0)), int(last.get("segment", 1)))
-    return RunFacts(run_id, str(record.get("created", utc_now())), number)
+    return RunFacts(
+        run_id=str(launch.get("run_id") or event.get("run_id") or uuid.uuid4().hex[:8]),
+        created=str(launch.get("created", utc_now())),
+        launches=max(int(launch.get("launch", 0)), int(event.get("segment", 1))),
+    )
 
 
 def _last_event(log: Path) -> dict[str, Any]:
     """Return the log's last event; {} if there is none."""
-    return ([{}] + (read_tail(log, until=None) if os.path.lexists(log) else []))[-1]
+    events = read_tail(log, until=None) if os.path.lexists(log) else []
+    return events[-1] if events else {}
 
 
 def launch_numbers(folder: RunFolder) -> list[int]:
@@ -153,21 +167,27 @@ def _attempt(environ: Mapping[str, str]) -> _Attempt:
     run = environ.get("TORCHELASTIC_RUN_ID", "")
     if run == "none":  # torchrun without --rdzv_id: use its process id
         run = f"agent {os.getppid()} {boot_of(os.getppid())}"
-    restart = read_count(environ, "SLURM_RESTART_COUNT")
-    attempt = read_count(environ, "TORCHELASTIC_RESTART_COUNT")
-    return _Attempt(environ.get("SLURM_JOB_ID", ""), restart, run, attempt)
+    return _Attempt(
+        job=environ.get("SLURM_JOB_ID", ""),
+        restart=read_count(environ, "SLURM_RESTART_COUNT"),
+        run=run,
+        attempt=read_count(environ, "TORCHELASTIC_RESTART_COUNT"),
+    )
 
 
 def already_applied(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether this launch is a restart (Slurm, torchrun) of one that applied `option`."""
-    before, now = _read_applied(path).get(option), _attempt(environ)
-    if before is None or now.job != before.job:
+    old = _read_applied(path).get(option)
+    new = _attempt(environ)
+    if old is None or new.job != old.job:
         return False
-    is_requeued = bool(now.job) and now.restart > before.restart
-    return is_requeued or (bool(now.run) and now.run == before.run and now.attempt > before.attempt)
+    is_requeued = new.job != "" and new.restart > old.restart
+    is_restarted_by_torchrun = new.run != "" and new.run == old.run and new.attempt > old.attempt
+    return is_requeued or is_restarted_by_torchrun
 
 
 def mark_applied(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Record that this launch applied `option`."""
     applied = _read_applied(path) | {option: _attempt(environ)}
     files.write_json(path, {name: attempt._asdict() for name, attempt in applied.items()})
 
@@ -188,11 +208,11 @@ def allowed_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
     """Return a hash of `config` without the keys `without`: 16 hexadecimal digits."""
-    kept = dict(config)
+    hashed = dict(config)
     for section, keys in config.items():
         if isinstance(keys, Mapping):
-            kept[section] = {k: v for k, v in keys.items() if f"{section}.{k}" not in without}
-    text = json.dumps(kept, sort_keys=True, default=str)
+            hashed[section] = {k: v for k, v in keys.items() if f"{section}.{k}" not in without}
+    text = json.dumps(hashed, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -200,9 +220,12 @@ def packages() -> list[str]:
     """Return `name==version` of every installed distribution, sorted, without broken ones."""
     # setuptools adds its vendored packages to the path, which are not installed
     path = [folder for folder in sys.path if Path(folder).name != "_vendor"]
-    found = (each.metadata for each in importlib.metadata.distributions(path=path))
-    names = {f"{m['Name']}=={m['Version']}" for m in found if {"Name", "Version"} <= {*m}}
-    return sorted(names, key=str.lower)
+    pins = set()
+    for distribution in importlib.metadata.distributions(path=path):
+        metadata = distribution.metadata
+        if {"Name", "Version"} <= {*metadata}:
+            pins.add(f"{metadata['Name']}=={metadata['Version']}")
+    return sorted(pins, key=str.lower)
 
 
 def own_version() -> str | None:
@@ -255,12 +278,12 @@ class LaunchRecord:
             "git_dirty": self._source.dirty,
         }
 
-    def write(self, folder: RunFolder, facts: dict[str, Any]) -> list[str]:
-        """Write the record, with the trainer's `facts`, and README.md; return the problems."""
+    def write(self, folder: RunFolder, trainer_fields: dict[str, Any]) -> list[str]:
+        """Write the record, with the trainer's fields, and README.md; return the problems."""
         self._is_written = True
         target = folder.launch_path(self.facts.launches)
         try:
-            launch = self._launch() | facts
+            launch = self._launch() | trainer_fields
             contents = {
                 "config.json": files.read_bytes(folder.config_file),
                 "packages.txt": "".join(f"{line}\n" for line in self._packages).encode(),
@@ -270,6 +293,8 @@ class LaunchRecord:
             if self._source.patch:
                 contents["source.patch"] = self._source.patch
             files.write_folder(target, contents)
+
+            # a README.md that a user has written stays
             path = folder.readme_file
             if not path.exists() or IS_OURS in path.read_text(errors="replace"):
                 files.write_atomic(path, self._readme(folder, launch))
@@ -290,13 +315,12 @@ class LaunchRecord:
 
     def _launch(self) -> dict[str, Any]:
         """Return the content of launch.json."""
-        holder, patch = self._wait(), self._source.patch
-        job = {"id": holder.job_id, "restart_count": holder.restart_count}
-        git = {"patch": "source.patch" if patch else None, "patch_bytes": len(patch)}
-        facts = asdict(self.facts)
+        holder = self._wait()
+        patch = self._source.patch
         return {
-            "launch": facts.pop("launches"),
-            **facts,
+            "launch": self.facts.launches,
+            "run_id": self.facts.run_id,
+            "created": self.facts.created,
             "time": utc_now(),
             "command": {
                 "again": resume_command(self.arguments, self.environ),
@@ -308,36 +332,47 @@ class LaunchRecord:
             "pid": holder.pid,
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "job": job | {"nodes": self.environ.get("SLURM_JOB_NODELIST")},
+            "job": {
+                "id": holder.job_id,
+                "restart_count": holder.restart_count,
+                "nodes": self.environ.get("SLURM_JOB_NODELIST"),
+            },
             "data": {"fingerprint": self.fingerprint, "folders": list(self.folders)},
-            "git": asdict(self._source) | git,
+            "git": {
+                **asdict(self._source),
+                "patch": "source.patch" if patch else None,
+                "patch_bytes": len(patch),
+            },
         }
 
     def _readme(self, folder: RunFolder, launch: Mapping[str, Any]) -> bytes:
         """Return the run folder's README.md; `launch` is launch.json."""
-        run, config = folder.path.resolve(), folder.read_config()["config"]
+        path = folder.path.resolve()
+        config = folder.read_config()["config"]
         task = config.get("data", {}).get("task")  # an import has no data
+        # the list of files is the docstring of run/folder.py, without its first and last paragraph
+        files_of_run = str(run_folder.__doc__).partition("\n\n")[2].rpartition("\n\n")[0]
         page = README.format(
             ours=IS_OURS,
-            title=config.get("job", {}).get("description") or run.name,
+            title=config.get("job", {}).get("description") or path.name,
             step=config.get("training", {}).get("steps", "N"),
             suite="playground" if task and task["name"] else "validation",
             launch=launch,
             code=self._describe_code(),
             here=shlex.quote(os.getcwd()),
-            folder=shlex.quote(str(run)),
-            files=str(run_folder.__doc__).partition("\n\n")[2].rpartition("\n\n")[0],
+            folder=shlex.quote(str(path)),
+            files=files_of_run,
         )
         # a title may hold control characters
         return printable(page, "\n").encode(errors="replace")
 
     def _describe_code(self) -> str:
         """Return the commit of the source and, if it has changes, where they are."""
-        git = self._source
-        if not git.commit:
+        source = self._source
+        if not source.commit:
             return "not in a git commit"
-        code = f"commit {git.commit[:12]} of {git.origin or git.folder}"
-        if git.dirty:
+        code = f"commit {source.commit[:12]} of {source.origin or source.folder}"
+        if source.dirty:
             return f"{code}, with the changes in launches/{self.facts.launches:03}/source.patch"
         return code
 
@@ -349,22 +384,26 @@ def _json(value: Any) -> bytes:
 
 def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     """Return the shell command that resumes the run, without options for one launch only."""
-    from canon_pretrain.run.identity import ONE_SHOT_KEYS  # readers of runs need no sections
+    # readers of runs need no sections
+    from canon_pretrain.run.identity import ONE_SHOT_KEYS
+    from canon_pretrain.run.setting import option_key
 
     launcher = "python"
     world_size = environ.get("WORLD_SIZE", "1")
     local_world_size = environ.get("LOCAL_WORLD_SIZE", "1")
     if "TORCHELASTIC_RUN_ID" in environ or world_size != "1":
         num_nodes = int(world_size) // max(int(local_world_size), 1)
-        nodes = f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
-        launcher = f"torchrun {nodes if num_nodes > 1 else ''}--nproc-per-node {local_world_size}"
+        nodes = ""
+        if num_nodes > 1:
+            nodes = f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
+        launcher = f"torchrun {nodes}--nproc-per-node {local_world_size}"
 
-    words: list[str] = []
+    # an option is dropped together with the values that follow it
+    repeated: list[str] = []
     is_dropped = False
-    for word in arguments:
-        if word.startswith("--"):
-            key = word.removeprefix("--").partition("=")[0].replace("-", "_")
-            is_dropped = key in ONE_SHOT_KEYS
+    for argument in arguments:
+        if argument.startswith("--"):
+            is_dropped = option_key(argument) in ONE_SHOT_KEYS
         if not is_dropped:
-            words.append(word)
-    return f"{launcher} -m canon_pretrain.train {shlex.join(words)}".rstrip()
+            repeated.append(argument)
+    return f"{launcher} -m canon_pretrain.train {shlex.join(repeated)}".rstrip()

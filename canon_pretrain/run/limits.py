@@ -24,8 +24,9 @@ def check_limits(values: Mapping[str, Any]) -> None:
         try:
             _adapter(LIMITS[name]).validate_python(values[name], strict=True)
         except ValidationError as error:
-            expected = " or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
-            expected = expected.replace("Input should be", "expected")
+            # of a union, each type has its error
+            messages = dict.fromkeys(fault["msg"] for fault in error.errors())
+            expected = " or ".join(messages).replace("Input should be", "expected")
             raise UserError(
                 "config.invalid_value", f"{name} = {values[name]!r}: {expected}", key=name
             ) from None
@@ -39,13 +40,18 @@ def schedule_faults(schedule: Any, steps: int) -> Iterator[str]:
     warmup = schedule.warmup_steps
     ratio = schedule.decay_ratio
     total = schedule.total_steps
-    if schedule.decay_steps is not None:
+    if schedule.decay_steps is not None:  # InfiniteLR
         if ratio is not None or total is not None:
-            yield "lr_scheduler.decay_steps: unset decay_ratio and total_steps beside it"
+            yield "lr_scheduler.decay_steps: unset decay_ratio and total_steps"
         return
+
     if total is not None and total < steps:
         yield f"lr_scheduler.total_steps = {total} < training.steps = {steps}: unset total_steps"
-    name, length = ("training.steps", steps) if total is None else ("total_steps", total)
+    name = "training.steps"
+    length = steps
+    if total is not None:
+        name = "total_steps"
+        length = total
     decay = 0 if ratio is None else round(length * ratio)
     if warmup + decay > length:
         yield (

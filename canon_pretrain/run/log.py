@@ -82,7 +82,8 @@ NUMBERS = (
     "bigram",
 )
 TEXTS = ("time", "run_id", "reason")
-TAIL_BYTES, MAX_TAIL_BYTES = 1 << 16, 1 << 24
+TAIL_BYTES = 1 << 16
+MAX_TAIL_BYTES = 1 << 24
 OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -124,13 +125,18 @@ class RunLog:
         self.path = path
         self._may_write = may_write
         facts = _read_facts(path)
-        self.segment = facts.launches if facts else 1
-        self._head = {"run_id": facts.run_id, "segment": self.segment} if facts else {}
+        self.segment = 1
+        self._head: dict[str, Any] = {}  # fields of every line
+        if facts is not None:
+            self.segment = facts.launches
+            self._head = {"run_id": facts.run_id, "segment": facts.launches}
         self._unwritten = bytearray()
-        self._dropped = 0
-        self._is_full = self._is_closed = False
+        self._dropped = 0  # lines since the last one that was kept
+        self._is_full = False  # whether the last write failed, for one warning
+        self._is_closed = False
         self._memory = threading.Lock()  # held for microseconds only
         self._writing = Background(self._write_waiting, "run log")
+
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, OPEN_FLAGS, 0o644)
@@ -142,9 +148,10 @@ class RunLog:
         self._end_torn_line()
 
     def _end_torn_line(self) -> None:
+        """End a line that a crash has truncated: else the next line would be lost with it."""
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")  # else the next line would be lost with it
+            os.write(self._descriptor, b"\n")
 
     def write(self, event: str, **fields: Any) -> None:
         """Queue one event with its UTC time; non-finite floats become strings."""
@@ -154,9 +161,12 @@ class RunLog:
                 return
             if self._dropped:
                 line = self._line("lines_dropped", {"lines": self._dropped}) + line
-            is_kept = len(self._unwritten) + len(line) <= MAX_WAITING_BYTES
-            self._unwritten += line if is_kept else b""
-            self._dropped = 0 if is_kept else self._dropped + 1
+            if len(self._unwritten) + len(line) <= MAX_WAITING_BYTES:
+                self._unwritten += line
+                self._dropped = 0
+            else:
+                self._dropped += 1
+
         if self._dropped == 1:
             logger.warning(
                 f"{self.path}: {MAX_WAITING_BYTES:,} bytes are unwritten: dropping lines"
@@ -180,28 +190,31 @@ class RunLog:
     def _follow_path(self) -> None:
         """Switch to the current file at `path` if it was replaced; rewrite it if it was removed."""
         with contextlib.suppress(OSError):  # keep the open file; the next event retries
-            is_there = os.path.lexists(self.path)
-            if is_there and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
+            exists = os.path.lexists(self.path)
+            if exists and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
                 return
-            facts = _read_facts(self.path)
-            if (facts and facts.run_id) != self._head.get("run_id"):
+            run = _read_facts(self.path)
+            if (run and run.run_id) != self._head.get("run_id"):
                 return  # another launch archived this log and its run.json
-            if not is_there:
+
+            event = "replaced: continuing in the new file"
+            if not exists:
+                event = "removed: rewritten"
                 size = os.fstat(self._descriptor).st_size
                 files.write_atomic(self.path, os.pread(self._descriptor, size, 0))
+            # keep the number: other threads may use it
             descriptor = os.open(self.path, OPEN_FLAGS, 0o644)
             os.dup2(descriptor, self._descriptor, inheritable=False)
             os.close(descriptor)
             self._end_torn_line()
-            what = "replaced: continuing in the new file" if is_there else "removed: rewritten"
-            logger.warning(f"{self.path} was {what}")
+            logger.warning(f"{self.path} was {event}")
 
     def _append(self) -> None:
         try:
             while content := bytes(self._unwritten):
-                done = os.write(self._descriptor, content)
+                num_written = os.write(self._descriptor, content)
                 with self._memory:
-                    del self._unwritten[:done]
+                    del self._unwritten[:num_written]
         except OSError as error:
             if not self._is_full:
                 logger.warning(f"{self.path}: {error.strerror}; keeping lines in memory")
@@ -213,9 +226,12 @@ class RunLog:
             if self._is_closed:
                 return
             self._is_closed = True
+
+        # Write once more, and stop the thread.
         self._writing.request()
         has_ended = self._writing.wait(timeout_s)
         self._writing.close()
+
         if lines := self._unwritten.count(b"\n") + self._dropped:
             logger.warning(f"{self.path}: the last {lines} line(s) could not be written")
         if has_ended:  # else the thread still uses it
@@ -224,7 +240,7 @@ class RunLog:
 
 
 def _read_facts(log: Path) -> RunFacts | None:
-    """Return the run.json beside `log`; None if it is missing or damaged."""
+    """Return the run.json in the folder of `log`; None if it is missing or damaged."""
     try:
         return files.read_record(log.with_name("run.json"), RunFacts)
     except UnreadableFile as error:
@@ -262,15 +278,19 @@ def number(value: Any) -> float:
 
 def read_log(path: Path) -> list[Event]:
     """Return all events in order, without superseded ones; skip invalid lines."""
-    events, num_faults = [], 0
+    events = []
+    num_invalid = 0
     for line in files.read_lines(path):
-        if (event := _parse(line)) is not None:
+        event = _parse(line)
+        if event is not None:
             events.append(event)
+
         if not line.endswith(b"\n"):
-            break  # still being written
-        num_faults += event is None and bool(line.strip())
-    if num_faults:
-        logger.warning(f"{path}: skipped {num_faults} invalid line(s)")
+            break  # still being written: its rest would be read as another line
+        if event is None and line.strip():
+            num_invalid += 1
+    if num_invalid:
+        logger.warning(f"{path}: skipped {num_invalid} invalid line(s)")
     return drop_superseded(events)
 
 
@@ -286,32 +306,39 @@ def read_tail(
             lines = file.read(size - start).split(b"\n")
             # the first line may be incomplete
             events = drop_superseded(parse_events(lines[1:] if start else lines))
-            found = until is None or any(event.kind == until for event in events)
-            if found or not start or num_bytes >= MAX_TAIL_BYTES:
+
+            is_enough = until is None or any(event.kind == until for event in events)
+            if is_enough or not start or num_bytes >= MAX_TAIL_BYTES:
                 return events
             num_bytes *= 2
 
 
 def drop_superseded(events: Iterable[Event]) -> list[Event]:
     """Return `events` without those repeated after a `resume` or `start`, or written too late."""
+    # Forwards: drop what a launch wrote after the first line of a later one.
     timely: list[Event] = []
-    begun, newest = set[str](), ""
+    launches: set[str] = set()
+    newest = ""
     for event in events:
-        # events without a run_id count as the newest launch's
-        launch = f"{event['run_id']} {event.get('segment')}" if event.get("run_id") else newest
-        if launch in begun and launch != newest and event.kind not in SEGMENT_EVENTS:
-            continue  # written after the first line of a later launch
-        begun.add(launch)
+        launch = newest  # of events without a run_id
+        if event.get("run_id"):
+            launch = f"{event['run_id']} {event.get('segment')}"
+        if launch in launches and launch != newest and event.kind not in SEGMENT_EVENTS:
+            continue
+        launches.add(launch)
         newest = launch
         timely.append(event)
-    kept, last = [], math.inf
+
+    # Backwards: drop the steps beyond the one from which any later launch continued.
+    final: list[Event] = []
+    last_step = math.inf
     for event in reversed(timely):
-        if event.kind in REPEATABLE_EVENTS and event.step > last:
+        if event.kind in REPEATABLE_EVENTS and event.step > last_step:
             continue
         if event.kind in SEGMENT_EVENTS:
-            last = min(last, event.from_step)
-        kept.append(event)
-    return kept[::-1]
+            last_step = min(last_step, event.from_step)
+        final.append(event)
+    return final[::-1]
 
 
 def parse_events(lines: Iterable[bytes]) -> list[Event]:
@@ -323,38 +350,40 @@ def _parse(line: bytes) -> Event | None:
     """Return the event in a line; None if it is invalid or one of its fields has a wrong type."""
     try:
         event = Event(**files.parse_json(line, finite=False))
-        return _checked(event) if isinstance(event["event"], str) else None
+        if isinstance(event["event"], str):
+            return _checked(event)
     # truncated, zeros after a crash, not UTF-8, not an object
     except (ValueError, LookupError, TypeError, AttributeError):
-        return None
+        pass
+    return None
 
 
 def _checked(event: Event) -> Event:
-    """Return the event with all its numbers as floats. Raises ValueError and the like."""
+    """Return the event with all its numbers as floats.
+
+    Raises ValueError, LookupError, TypeError or AttributeError for an odd value.
+    """
     for name, kinds in INTEGERS.items():
         if name in event or event.kind in kinds:
             _check_integer(event[name])
-    for name in TEXTS:
-        if not isinstance(event.get(name, ""), str):
-            raise ValueError(f"{name} is not a text")
-
-    # an optional number may be null, except a loss
-    numbers = {name: event[name] for name in NUMBERS if name in event}
-    event |= _numbers(numbers, required=("loss",))
-    if scores := event.get("scores"):
-        event["scores"] = _numbers(scores)
-    if sources := event.get("sources"):
-        event["sources"] = {name: _source_losses(losses) for name, losses in sources.items()}
     for num_tokens in (event.get("source_tokens") or {}).values():
         _check_integer(num_tokens)
 
-    lists = [event.get("data_digests") or [], event.get("samples") or []]
-    if not all(isinstance(each, list) for each in lists):
-        raise ValueError("data_digests or samples is not a list")
-    digests, samples = lists
-    texts = [each[name] for each in samples for name in ("prompt", "text")]
-    if not all(isinstance(text, str) for text in (*digests, *texts)):
-        raise ValueError("a digest or a sample is not a text")
+    # An optional number may be null, except a loss, which `number` refuses.
+    number(event.get("loss", 0.0))
+    _convert_numbers(event, NUMBERS)
+    if scores := event.get("scores"):
+        _convert_numbers(scores, scores.keys())
+    for source_losses in (event.get("sources") or {}).values():
+        _convert_numbers(source_losses, NUMBERS)
+
+    for name in TEXTS:
+        _check_text(event.get(name, ""))
+    for digest in _list(event, "data_digests"):
+        _check_text(digest)
+    for sample in _list(event, "samples"):
+        _check_text(sample["prompt"])
+        _check_text(sample["text"])
     return event
 
 
@@ -363,16 +392,23 @@ def _check_integer(value: Any) -> None:
         raise ValueError(f"{value!r:.40} is not an integer of 64 bits")
 
 
-def _numbers(values: dict[str, Any], required: Iterable[str] = ()) -> dict[str, float | None]:
-    return {
-        name: None if value is None and name not in required else number(value)
-        for name, value in values.items()
-    }
+def _check_text(value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is not a text")
 
 
-def _source_losses(losses: dict[str, Any]) -> dict[str, Any]:
-    """Return what a validation measured on one source, its losses as floats."""
-    return losses | _numbers({name: losses[name] for name in NUMBERS if name in losses})
+def _list(event: Event, name: str) -> list[Any]:
+    values = event.get(name) or []
+    if not isinstance(values, list):
+        raise ValueError(f"{name} is not a list")
+    return values
+
+
+def _convert_numbers(values: dict[str, Any], names: Iterable[str]) -> None:
+    """Convert the numbers of these names, if there and not null, to floats. ValueError."""
+    for name in names:
+        if values.get(name) is not None:
+            values[name] = number(values[name])
 
 
 class LogFollower:
@@ -380,15 +416,19 @@ class LogFollower:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._inode, self._offset = -1, 0
+        self._inode = -1
+        self._offset = 0
 
     def poll(self) -> list[Event]:
+        """Return the events of complete lines since the last call; none without a file."""
         lines = []
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode, self._offset = status.st_ino, 0
+                    self._inode = status.st_ino  # another file, or it was truncated: start again
+                    self._offset = 0
+
                 file.seek(self._offset)
                 while line := file.readline(MAX_LINE_BYTES):
                     if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -27,10 +27,11 @@ from canon_pretrain.core.files import UnreadableFile, parse_json, parsing
 from canon_pretrain.core.lock import locked
 from canon_pretrain.run.folder import EVALS, RunFolder
 
+T = TypeVar("T")
 VERSION = 1
 RESULTS = "results.json"
 SAMPLES = "samples-{}.jsonl"
-KEPT = "{}.task.json"
+TASK_RESULT = "{}.task.json"
 ANSWERS = "{}.answers.json"
 MAX_TASK_BYTES = 1 << 30
 MAX_SAMPLE_BYTES = 1 << 26
@@ -39,11 +40,12 @@ VALIDATION = "validation"
 # the held-out loss and the paper's suites (Figures 17 and 25), in report order
 SUITES = (VALIDATION, "discriminative", "jrt", "babilong", "birth-year")
 
-NATS, BITS = "nats_per_token", "bits_per_byte"
+NATS = "nats_per_token"
+BITS = "bits_per_byte"
 """Metrics of held-out loss; token ids of a synthetic task have no bytes."""
 
 COUNT_MODELS = ("unigram", "bigram")
-"""Models of the training tokens that the suite `validation` scores beside a checkpoint."""
+"""Models of the training tokens that the suite `validation` scores with each checkpoint."""
 
 GOLD_BITS = "gold_bits_per_byte"
 """Metric of multiple-choice tasks: mean over items of -log2 p(gold answer) / its bytes."""
@@ -99,30 +101,32 @@ class Failures:
         """Return the failures of documents by their errors."""
         if not errors:
             return cls()
-        first = min(errors)
-        return cls(len(errors), f"document {first}: {errors[first]}")
+        document = min(errors)
+        return cls(len(errors), f"document {document}: {errors[document]}")
 
 
-def _checked(asked: dict[str, Any]) -> dict[str, Any]:
+def _checked(record: dict[str, Any]) -> dict[str, Any]:
+    """Return `Results.asked` if its values have their types; ValueError, AttributeError."""
     for name, kind in ASKED.items():
-        if name not in asked or not isinstance(asked[name], kind):
-            raise ValueError(f"{name} is {str(asked.get(name, 'missing'))[:40]}")
+        if name not in record or not isinstance(record[name], kind):
+            raise ValueError(f"{name} is {str(record.get(name, 'missing'))[:40]}")
     for name in ("step", "limit"):
-        if asked[name] is not None and not 0 <= asked[name] < 1 << 63:
-            raise ValueError(f"{name} is {asked[name]!r:.40}")
-    _check_tasks(asked.get("tasks"))
-    return asked
+        if record[name] is not None and not 0 <= record[name] < 1 << 63:
+            raise ValueError(f"{name} is {record[name]!r:.40}")
 
-
-def _check_tasks(tasks: Any) -> None:
-    """Raise ValueError or AttributeError unless the properties of tasks have their types."""
+    # Older results have no properties of tasks.
+    tasks = record.get("tasks")
     for task, properties in ({} if tasks is None else tasks).items():
         primary = properties.get("primary") or []
-        is_valid = isinstance(primary, str) or all(isinstance(name, str) for name in primary)
-        is_valid &= isinstance(properties.get("higher_is_better") or {}, dict)
         chance = properties.get("chance")
-        if not is_valid or not (chance is None or math.isfinite(chance)):
+        is_valid = (
+            (isinstance(primary, str) or all(isinstance(name, str) for name in primary))
+            and isinstance(properties.get("higher_is_better") or {}, dict)
+            and (chance is None or math.isfinite(chance))
+        )
+        if not is_valid:
             raise ValueError(f"tasks.{task} is {properties!r:.80}")
+    return record
 
 
 @dataclass(frozen=True)
@@ -165,18 +169,17 @@ class Results:
 
     def problems(self) -> list[str]:
         """Return a sentence per task with items without a score, and per score without a value."""
-        found = [
-            f"{task}: {failed.count:,} items have no score, such as {failed.example}"
-            for task, failed in self.failures.items()
-            if failed.count
-        ]
-        found += [
-            f"{task}: {metric} could not be computed: {score.why}"
-            for task, metrics in self.scores.items()
-            for metric, score in metrics.items()
-            if score.value is None
-        ]
-        return found
+        problems = []
+        for task, failures in self.failures.items():
+            if failures.count:
+                problems.append(
+                    f"{task}: {failures.count:,} items have no score, such as {failures.example}"
+                )
+        for task, metrics in self.scores.items():
+            for metric, score in metrics.items():
+                if score.value is None:
+                    problems.append(f"{task}: {metric} could not be computed: {score.why}")
+        return problems
 
 
 @dataclass(frozen=True)
@@ -204,8 +207,9 @@ class TaskAnswers:
 
 def wilson_bound(value: float, count: int) -> float:
     """Return `Score.bound` for a fraction of `count` items that is 0 or 1."""
-    end = Z_95**2 / (count + Z_95**2)
-    return end if value == 0 else 1 - end
+    # Wilson's interval for a fraction of 0 is [0, z^2 / (n + z^2)]; of 1 by symmetry
+    width = Z_95**2 / (count + Z_95**2)
+    return width if value == 0 else 1 - width
 
 
 def format_bound(value: float, bound: float) -> str:
@@ -246,34 +250,36 @@ class PartialResults:
         """Lock the evaluation within the block, waiting for another process. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         folder = self._folder.parent
-        waits = f"waiting for another process that runs this evaluation in {folder}"
+        text = f"waiting for another process that runs this evaluation in {folder}"
         lock = self._folder / "lock"
-        with locked(lock, str(folder), patience_s=math.inf, on_wait=lambda: log(waits)):
+        with locked(lock, str(folder), patience_s=math.inf, on_wait=lambda: log(text)):
             yield
             if (folder / RESULTS).exists():
                 self.remove()
 
     def read(self) -> dict[str, TaskResult]:
-        """Return the results by task; unreadable ones are left out, to be evaluated again."""
-        found: dict[str, TaskResult] = {}
-        for path in sorted(self._folder.glob(KEPT.format("*"))):
-            with suppress(UnreadableFile), parsing(path):
-                content = files.read_bytes(path, MAX_TASK_BYTES)
-                if parse_json(content, finite=False)["question"] == self._question:
-                    found[_task(path, KEPT)] = files.parse_record(content, TaskResult, finite=False)
-        return found
+        """Return the results by task; omit unreadable ones, to be evaluated again."""
+        results = {}
+        for path in sorted(self._folder.glob(TASK_RESULT.format("*"))):
+            result = self._read(path, TaskResult)
+            if result is not None:
+                results[_task(path, TASK_RESULT)] = result
+        return results
 
     def add(self, task: str, result: TaskResult) -> None:
         """Write the result of `task`. Raises OSError."""
-        self._write(_file_name(task, KEPT), result)
+        self._write(_file_name(task, TASK_RESULT), result)
 
     def read_answers(self, task: str) -> TaskAnswers | None:
         """Return the answers to `task`; None if there are none, or they are unreadable."""
-        path = self._folder / _file_name(task, ANSWERS)
+        return self._read(self._folder / _file_name(task, ANSWERS), TaskAnswers)
+
+    def _read(self, path: Path, kind: type[T]) -> T | None:
+        """Read a record; None if it is missing, unreadable, or of another question."""
         with suppress(UnreadableFile), parsing(path):
             content = files.read_bytes(path, MAX_TASK_BYTES)
             if parse_json(content, finite=False)["question"] == self._question:
-                return files.parse_record(content, TaskAnswers, finite=False)
+                return files.parse_record(content, kind, finite=False)
         return None
 
     def add_answers(self, task: str, answers: TaskAnswers) -> None:
@@ -296,11 +302,12 @@ def write_results(
 ) -> None:
     """Write each task's samples, then results.json, which commits the folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    # without results.json, the folder is not committed
     (folder / RESULTS).unlink(missing_ok=True)
-    for left in folder.glob(SAMPLES.format("*")):
-        left.unlink()
-    for task, items in samples.items():
-        lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
+    for old in folder.glob(SAMPLES.format("*")):
+        old.unlink()
+    for task, records in samples.items():
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         files.write_atomic(folder / _file_name(task, SAMPLES), lines.encode())
     written = datetime.now(UTC).isoformat(timespec="seconds")
     files.write_json(folder / RESULTS, {"version": VERSION, **asdict(results), "written": written})
@@ -317,26 +324,32 @@ def _task(path: Path, pattern: str) -> str:
 
 
 def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the samples beside a results.json, by task. Raises UserError if damaged."""
-    found = {}
+    """Return the samples in the folder of a results.json, by task. Raises UserError if damaged."""
+    samples = {}
     for path in sorted(folder.glob(SAMPLES.format("*"))):
-        try:
-            with parsing(path):
-                lines = files.read_lines(path, MAX_SAMPLE_BYTES)
-                items = [parse_json(line, finite=False) for line in lines]
-                if not all(isinstance(item, dict) for item in items):
-                    raise ValueError("a line is not a JSON object")
-        except UnreadableFile as error:
-            raise UserError(
-                "results.damaged", f"{error}; evaluate again with `canon eval run`", path=path
-            ) from None
-        found[_task(path, SAMPLES)] = items
-    return found
+        with _damage_is_reported(path), parsing(path):
+            lines = files.read_lines(path, MAX_SAMPLE_BYTES)
+            records = [parse_json(line, finite=False) for line in lines]
+            if not all(isinstance(record, dict) for record in records):
+                raise ValueError("a line is not a JSON object")
+            samples[_task(path, SAMPLES)] = records
+    return samples
+
+
+@contextmanager
+def _damage_is_reported(path: Path) -> Iterator[None]:
+    """Raise UserError for an UnreadableFile within the block, with the way out."""
+    try:
+        yield
+    except UnreadableFile as error:
+        raise UserError(
+            "results.damaged", f"{error}; evaluate again with `canon eval run`", path=path
+        ) from None
 
 
 def read_results(path: Path) -> Results:
     """Read one results.json. Raises UserError if it is missing, damaged or of another version."""
-    try:
+    with _damage_is_reported(path):
         content = files.read_bytes(path)
         with parsing(path):
             version = parse_json(content, finite=False).get("version")
@@ -344,15 +357,13 @@ def read_results(path: Path) -> Results:
                 raise UserError(
                     "results.version", f"{path}: version {version!r}, expected {VERSION}", path=path
                 )
-            stored = files.parse_record(content, Results, finite=False)
-    except UnreadableFile as error:
-        raise UserError(
-            "results.damaged", f"{error}; evaluate again with `canon eval run`", path=path
-        ) from None
-    for task, metrics in stored.scores.items():
+            results = files.parse_record(content, Results, finite=False)
+
+    # Older results have a standard error of 0 where newer ones have a bound.
+    for task, metrics in results.scores.items():
+        count = results.num_samples.get(task)
         for name, score in metrics.items():
-            count = stored.num_samples.get(task)
             is_extreme = score.value is not None and score.value in (0, 1)
-            if score.stderr == 0 and is_extreme and count:  # older results
+            if score.stderr == 0 and is_extreme and count:
                 metrics[name] = Score(score.value, bound=wilson_bound(score.number, count))
-    return stored
+    return results

@@ -55,18 +55,23 @@ class StopRequests:
         lost: Callable[[], bool] = lambda: False,
         on_stuck: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        self._stop_file, self._lost, self._on_stuck = stop_file, lost, on_stuck
-        self._has_stop_file = False
-        self._checking = Background(self._check_stop_file, "STOP file")
-        self._caught: set[str] = set()
-        self._old: dict[signal.Signals, signal._HANDLER] = {}
+        self._stop_file = stop_file
+        self._lost = lost
+        self._on_stuck = on_stuck
         self.is_connecting = True
         """Whether the other ranks may be missing: no step ends, and there is nothing to save."""
         self._ended = threading.Event()
 
+        # a thread looks for the file: the disk may block
+        self._has_stop_file = False
+        self._checking = Background(self._check_stop_file, "STOP file")
+
+        self._caught: set[str] = set()  # names of signals
+        self._old: dict[signal.Signals, signal._HANDLER] = {}
+
     def __enter__(self) -> "StopRequests":
         self.catch(SIGNALS)
-        # the C-level handler writes each signal's number, whatever the main thread does
+        # Python's C handler writes each signal's number here, whatever the main thread does.
         self._numbers, self._wakeup = socket.socketpair()
         self._numbers.settimeout(WATCH_S)
         self._wakeup.setblocking(False)
@@ -81,6 +86,7 @@ class StopRequests:
             numbers = b""
             with contextlib.suppress(TimeoutError):
                 numbers = self._numbers.recv(64)
+
             interrupts += numbers.count(signal.SIGINT)
             if interrupts > 1:
                 if not self._ended.wait(GRACE_S):
@@ -88,7 +94,9 @@ class StopRequests:
             elif self.is_connecting:
                 self._checking.request()
                 reasons = [signal.Signals(number).name for number in numbers]
-                reasons += [STOP_FILE] if self._has_stop_file else []
+                if self._has_stop_file:
+                    reasons.append(STOP_FILE)
+                # within GRACE_S the main thread may react, or connect and react after a step
                 if reasons and not self._ended.wait(GRACE_S) and self.is_connecting:
                     self._on_stuck(f"{reasons[0]}, while connecting to the other ranks")
         self._numbers.close()
@@ -103,8 +111,8 @@ class StopRequests:
     def restore(self, numbers: Iterable[signal.Signals]) -> None:
         """Restore the previous handlers of these signals; one that was ignored ends the process."""
         for number in numbers:
-            old = self._old.pop(number)
-            signal.signal(number, signal.SIG_DFL if old is signal.SIG_IGN else old)
+            handler = self._old.pop(number)
+            signal.signal(number, signal.SIG_DFL if handler is signal.SIG_IGN else handler)
 
     def __exit__(self, *error: object) -> None:
         self._checking.close()
@@ -132,7 +140,8 @@ class StopRequests:
         """Return which of REASONS are active; a thread looks for the STOP file."""
         if self._stop_file is not None:
             self._checking.request()
-        return [*(each.name in self._caught for each in SIGNALS), self._has_stop_file, self._lost()]
+        caught = [number.name in self._caught for number in SIGNALS]
+        return [*caught, self._has_stop_file, self._lost()]
 
     def _check_stop_file(self) -> None:
         # os.path: an error such as a stale NFS handle is not a request
@@ -176,6 +185,7 @@ class Session:
             except BaseException:
                 self._release()
                 raise
+
         self.stop.__enter__()
         if self.rank != 0:
             # while it waits for the other ranks no Python handler runs, and nothing is to be saved:
@@ -210,33 +220,42 @@ class Session:
         os._exit(EXIT_INTERRUPTED if reason == TWICE else 1)
 
     def _take_folder(self) -> None:
-        path, files, another = self.folder.path, self.folder, "choose another folder with"
+        """Lock the run folder, and the one of checkpoints; write the first status."""
+        run = self.folder
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-") as probe:
+            run.path.mkdir(parents=True, exist_ok=True)
+            # by the clock of the disk, which sets the time of STOP too
+            with tempfile.NamedTemporaryFile(dir=run.path, prefix=".launch-") as probe:
                 began = os.fstat(probe.fileno()).st_mtime
         except OSError as error:
             raise UserError(
                 "run.unwritable",
-                f"the run folder {path} cannot be written: {error.strerror}; choose another "
+                f"the run folder {run.path} cannot be written: {error.strerror}; choose another "
                 "with --job.dump_folder, or free space",
-                path=path,
+                path=run.path,
             ) from None
+
+        another = "choose another folder with"
         self._lock(
-            files.lock_file,
-            f"stop it with `touch {files.stop_file}`, or {another} --job.dump_folder",
+            run.lock_file,
+            f"stop it with `touch {run.stop_file}`, or {another} --job.dump_folder",
             on_heartbeat=self._beat,
         )
         if self.checkpoints is not None:
             self._lock(RunFolder(self.checkpoints).lock_file, f"{another} --checkpoint.folder")
-        for written in (files.run_file, files.config_file, files.status_file):
-            remove_leftovers(path, written.name)
-        self.status = StatusWriter(files.status_file, steps=self.steps, world_size=self.world_size)
-        is_lost = lambda: any(lock.lost for lock in self._locks)  # noqa: E731
-        self.stop = StopRequests(files.stop_file, is_lost, self._end_process)
+
+        # with the lock, temporary files are those of launches that were killed
+        for file in (run.run_file, run.config_file, run.status_file):
+            remove_leftovers(run.path, file.name)
+
+        self.status = StatusWriter(run.status_file, steps=self.steps, world_size=self.world_size)
+        self.stop = StopRequests(run.stop_file, self._is_lost, self._end_process)
         if self.stop.remove_stale_stop_file(began=began):
-            self.log(f"removed {files.stop_file}, left over from an earlier launch")
+            self.log(f"removed {run.stop_file}, left over from an earlier launch")
         self.status.write()
+
+    def _is_lost(self) -> bool:
+        return any(lock.lost for lock in self._locks)
 
     def _lock(self, path: Path, hint: str, **options: Any) -> None:
         options |= {"hint": hint, "heartbeat_s": self.heartbeat_s, "log": self.log}
@@ -278,10 +297,10 @@ class Session:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if self.status is not None and error is not None:
-                first_line = str(error).strip().partition("\n")[0]
-                kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-                reason = f"{kind}{first_line}"
-                # not of a file that cannot be read, which may be there again at the next try
+                reason = str(error).strip().partition("\n")[0]
+                if not isinstance(error, UserError):
+                    reason = f"{type(error).__name__}: {reason}"
+                # no code for a file that cannot be read (a subclass): the next try may succeed
                 code = error.code if type(error) is UserError else ""
                 self.end("failed", reason, self.status.status.step, code)
             self._release()
@@ -297,9 +316,11 @@ class Session:
 def archive_traces(folder: Path) -> Path | None:
     """Move an earlier launch's communication traces to a new folder; return it, None if none."""
     traces = [path for path in folder.glob("*") if path.is_file() and path.stat().st_size]
-    names = (folder / f"launch-{number}" for number in itertools.count(1))
-    kept = next(path for path in names if not path.exists())
+    if not traces:
+        return None
+    archives = (folder / f"launch-{number}" for number in itertools.count(1))
+    archive = next(path for path in archives if not path.exists())
+    archive.mkdir()
     for path in traces:
-        kept.mkdir(exist_ok=True)
-        os.rename(path, kept / path.name)
-    return kept if traces else None
+        os.rename(path, archive / path.name)
+    return archive

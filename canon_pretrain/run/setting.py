@@ -58,9 +58,17 @@ def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + name, hint
 
 
+def option_key(option: str) -> str:
+    """Return the dotted key of an option, --section.key or --section.key=VALUE."""
+    return option.removeprefix("--").partition("=")[0].replace("-", "_")
+
+
 def mark_of(hint: Any) -> Mark | None:
-    """Return the mark of an annotation."""
-    return next((x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Mark)), None)
+    """Return the mark of an annotation; None if it has none."""
+    for mark in getattr(hint, "__metadata__", ()):
+        if isinstance(mark, Mark):
+            return mark
+    return None
 
 
 def limits_of(hint: Any) -> Any:

@@ -22,7 +22,6 @@ import subprocess
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import canon_pretrain
@@ -37,8 +36,10 @@ PATCH_BYTES = 1 << 20
 UNTRACKED_KINDS = ("*.py", "*.toml")
 MAX_NAMES = 200
 GIT_TIMEOUT_S = 8.0  # less than GATHER_TIMEOUT_S in run/launches.py
-OWN_FOLDERS = ("data_prep", "eval")  # beside canon_pretrain/: their *.py files are in the patch
-KEPT, MANIFEST, SCRIPT = "source_tree.json", "manifest.json", "slurm/lib.sh"
+OWN_FOLDERS = ("data_prep", "eval")  # next to canon_pretrain/: their *.py files are in the patch
+ORIGINAL = "source_tree.json"
+MANIFEST = "manifest.json"
+SCRIPT = "slurm/lib.sh"
 _TRAINING = (
     "checkpoint/[!_]*",
     "core/*",
@@ -86,73 +87,98 @@ def read_source_tree(
     inside: Path, *, patch_bytes: int = PATCH_BYTES, timeout_s: float = GIT_TIMEOUT_S
 ) -> SourceTree:
     """Return the source tree that tracks the file `inside`; in a snapshot, that of its original."""
-    if (kept := inside.parent.parent / KEPT).is_file():
-        tree = files.read_json(kept)
+    stored = inside.parent.parent / ORIGINAL
+    if stored.is_file():
+        tree = files.read_json(stored)
         return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
-    deadline, root, problems = time.monotonic() + timeout_s, inside.parent, list[str]()
 
-    def ask(*arguments: str, is_needed: bool = True) -> str:
-        text, fault = _git(root, deadline, *arguments)
-        problems.extend([fault] if fault and is_needed else [])
-        return text
+    # A virtual environment may be inside of another project's tree, which does not track it.
+    git = _Git(inside.parent, timeout_s)
+    top = git.run("rev-parse", "--show-toplevel").rstrip("\n")
+    git.run("ls-files", "--error-unmatch", "--", inside.name)
+    if git.problems:
+        return SourceTree(problem=f"{inside.parent} is not tracked by git: {git.problems[0]}")
 
-    top = ask("rev-parse", "--show-toplevel").rstrip("\n")
-    ask("ls-files", "--error-unmatch", "--", inside.name)
-    if problems:
-        return SourceTree(problem=f"{root} is not tracked by git: {problems[0]}")
-    root = Path(top)
+    git.folder = Path(top)
+    status = git.run("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
     # each record: two letters, a space, a path
-    status = ask("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
     changed = [record[3:] for record in status.split("\0")[:-1]]
-    if problems:
-        return SourceTree(folder=top, problem=problems[0])
-    commit = ask("rev-parse", "--verify", "HEAD", is_needed=False).strip() or None
-    package = inside.parent.resolve().relative_to(root.resolve())
-    own = [package, *(package.parent / name for name in OWN_FOLDERS)]
-    scripts = [name for name in changed if name.endswith(".py")]
-    shown = [name for name in scripts if any(Path(name).is_relative_to(f) for f in own)]
+    if git.problems:
+        return SourceTree(folder=top, problem=git.problems[0])
+    commit = git.run("rev-parse", "--verify", "HEAD", is_needed=False).strip() or None
+
+    # The patch has this project's Python files, not others of a larger repository.
+    package = inside.parent.resolve().relative_to(git.folder.resolve())
+    folders = [package, *(package.parent / name for name in OWN_FOLDERS)]
+    in_patch = [
+        name
+        for name in changed
+        if name.endswith(".py") and any(Path(name).is_relative_to(folder) for folder in folders)
+    ]
     patch = b""
-    if shown:
+    if in_patch:
         # without a commit all files are new
-        since = "HEAD" if commit else "--cached"
-        names = [f":(top,literal){name}" for name in shown]
-        diff = ask("diff", *PLAIN, since, "--", *names)
+        base = "HEAD" if commit else "--cached"
+        diff = git.run("diff", *PLAIN, base, "--", *(f":(top,literal){name}" for name in in_patch))
         patch = diff.encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
-    url = urlsplit(ask("remote", "get-url", "origin", is_needed=False).strip())
+    if is_cut:  # after the last whole line
+        patch = patch[: patch.rfind(b"\n", 0, patch_bytes) + 1]
+
+    url = urlsplit(git.run("remote", "get-url", "origin", is_needed=False).strip())
+    host = url.netloc.rpartition("@")[2]
     # last: slow in a tree with runs and data
-    others = ask("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
+    untracked = git.run("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
     return SourceTree(
         folder=top,
         commit=commit,
-        origin=url._replace(netloc=url.netloc.rpartition("@")[2]).geturl() or None,
+        origin=url._replace(netloc=host).geturl() or None,
         dirty=bool(changed),
-        untracked=others.split("\0")[:-1][:MAX_NAMES],
-        left_out=[name for name in changed if name not in shown][:MAX_NAMES],
-        patch=patch[: patch.rfind(b"\n", 0, patch_bytes) + 1] if is_cut else patch,
+        untracked=untracked.split("\0")[:-1][:MAX_NAMES],
+        left_out=[name for name in changed if name not in in_patch][:MAX_NAMES],
+        patch=patch,
         patch_cut=is_cut,
-        problem=problems[0] if problems else None,
+        problem=git.problems[0] if git.problems else None,
     )
 
 
-def _git(folder: Path, deadline: float, *arguments: str) -> tuple[str, str | None]:
-    """Return git's output, and the reason if it failed; `deadline`: of time.monotonic()."""
-    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "-c", "core.quotepath=off"]
-    # without GIT_DIR and others, which a hook sets
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environ |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-    left_s = max(deadline - time.monotonic(), 0.1)
-    given: Any = {"env": environ, "stdin": subprocess.DEVNULL, "timeout": left_s}
-    try:
-        done = subprocess.run([*command, *arguments], capture_output=True, **given)
-    except subprocess.TimeoutExpired:
-        return "", f"git {arguments[0]} took longer than {left_s:.0f} s"
-    except OSError as error:
-        return "", f"git failed to start: {error}"
-    if done.returncode:
-        message = done.stderr.decode(errors="replace").strip().partition("\n")[0]
-        return "", message or f"git exited with code {done.returncode}"
-    return done.stdout.decode(errors="surrogateescape"), None
+class _Git:
+    """git in `folder`, for `timeout_s` in total; `problems`: why needed commands failed."""
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        self.folder = folder
+        self.problems: list[str] = []
+        self._deadline = time.monotonic() + timeout_s
+        # without GIT_DIR and others, which a hook sets
+        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+        self._environ |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+
+    def run(self, *arguments: str, is_needed: bool = True) -> str:
+        """Return the output of a git command; empty if it fails, which is a problem if needed."""
+        # whatever the user's configuration says
+        settings = ["-c", "core.fsmonitor=false", "-c", "core.quotepath=off"]
+        left_s = max(self._deadline - time.monotonic(), 0.1)
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(self.folder), *settings, *arguments],
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=left_s,
+            )
+        except subprocess.TimeoutExpired:
+            problem = f"git {arguments[0]} took longer than {left_s:.0f} s"
+        except OSError as error:
+            problem = f"git failed to start: {error}"
+        else:
+            if done.returncode == 0:
+                return done.stdout.decode(errors="surrogateescape")
+            message = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+            problem = message or f"git exited with code {done.returncode}"
+
+        if is_needed:
+            self.problems.append(problem)
+        return ""
 
 
 # -- snapshots
@@ -177,13 +203,15 @@ def take_snapshot(run: RunFolder) -> Path:
     newest = newest_snapshot(run)
     if newest is not None and not _faults(newest) and not differences(newest):
         return newest
-    target = run.code / f"{int(newest.name) + 1 if newest else 1:03}"
-    tree = asdict(read_source_tree(Path(canon_pretrain.__file__).resolve()))
-    tree["patch"] = tree["patch"].decode(errors="surrogateescape")
+
     contents = {name: files.read_bytes(path) for name, path in _program().items()}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-    contents[KEPT] = json.dumps(tree, indent=2).encode()
+    tree = asdict(read_source_tree(Path(canon_pretrain.__file__).resolve()))
+    tree["patch"] = tree["patch"].decode(errors="surrogateescape")
+    contents[ORIGINAL] = json.dumps(tree, indent=2).encode()
     contents[MANIFEST] = (json.dumps({"files": hashes}, indent=2) + "\n").encode()
+    number = int(newest.name) + 1 if newest is not None else 1
+    target = run.code / f"{number:03}"
     try:
         files.write_folder(target, contents)
     except OSError as error:
@@ -202,30 +230,34 @@ def check_private(run: RunFolder) -> None:
     """
     for path in (run.path, run.code):
         with contextlib.suppress(FileNotFoundError):
-            if who := _other_writers(path):
+            if writers := _other_writers(path):
                 raise UserError(
                     "run.others_write",
-                    f"{who} may write {path}: a job would run their code as you. Remove that "
+                    f"{writers} may write {path}: a job would run their code as you. Remove that "
                     f"right with `chmod go-w {path}`, or choose another --job.dump_folder",
                     path=path,
                 )
 
 
 def _other_writers(path: Path) -> str:
-    """Return who may write a folder, besides this user and root; empty if nobody."""
-    info, user = os.stat(path), os.geteuid()
-    if info.st_uid not in (user, 0):
+    """Return the other users, except root, with write access to a folder; empty if none."""
+    info = os.stat(path)
+    user_id = os.geteuid()
+    if info.st_uid not in (user_id, 0):
         return f"user {info.st_uid}"
     if info.st_mode & stat.S_IWOTH:
         return "everybody"
     if not info.st_mode & stat.S_IWGRP:
         return ""
+
+    # Many systems create a group per user and let it write by default: harmless, if the user is
+    # its only member and no access list adds others.
     with contextlib.suppress(KeyError, OSError):
-        # many systems give each user a group, and its members the right to write
-        group, own = grp.getgrgid(info.st_gid), pwd.getpwuid(user)
-        is_own = group.gr_gid == own.pw_gid and group.gr_name == own.pw_name
-        has_list = "system.posix_acl_access" in os.listxattr(path)
-        if is_own and not has_list and {*group.gr_mem} <= {own.pw_name}:
+        group = grp.getgrgid(info.st_gid)
+        user = pwd.getpwuid(user_id)
+        is_private = group.gr_gid == user.pw_gid and group.gr_name == user.pw_name
+        has_access_list = "system.posix_acl_access" in os.listxattr(path)
+        if is_private and not has_access_list and {*group.gr_mem} <= {user.pw_name}:
             return ""
     return f"group {info.st_gid}"
 
@@ -242,9 +274,9 @@ def check_snapshot(snapshot: Path) -> None:
 
 def differences(snapshot: Path) -> list[str]:
     """Return the files of this program that differ from those in `snapshot`."""
-    ours = {name: sha256_file(path) for name, path in _program().items()}
-    kept = _recorded(snapshot)
-    return [name for name in sorted(ours | kept) if ours.get(name) != kept.get(name)]
+    current = {name: sha256_file(path) for name, path in _program().items()}
+    recorded = _recorded(snapshot)
+    return [n for n in sorted(current | recorded) if current.get(n) != recorded.get(n)]
 
 
 def _program() -> dict[str, Path]:
@@ -256,6 +288,7 @@ def _program() -> dict[str, Path]:
 
 
 def _recorded(snapshot: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file, by the manifest of a snapshot. Raises UnreadableFile."""
     return files.read_record(snapshot / MANIFEST, dict[str, dict[str, str]]).get("files", {})
 
 
@@ -268,13 +301,19 @@ def _faults(snapshot: Path) -> list[str]:
         recorded = _recorded(snapshot)
     except (OSError, UnreadableFile) as error:
         return [str(error)]
-    found: dict[str, str | None] = {}
+
+    hashes: dict[str, str | None] = {}
     for path in snapshot.rglob("*"):
-        name, is_link = path.relative_to(snapshot).as_posix(), path.is_symlink()
-        is_file = is_link or not path.is_dir()
-        if is_file and "__pycache__" not in name.split("/") and name not in (MANIFEST, KEPT):
-            found[name] = None
+        name = path.relative_to(snapshot).as_posix()
+        if "__pycache__" in name.split("/") or name in (MANIFEST, ORIGINAL):
+            continue
+        # a link differs from any file: what it points to may change
+        if path.is_symlink():
+            hashes[name] = None
+        elif not path.is_dir():
+            hashes[name] = None
             with contextlib.suppress(OSError):
-                found[name] = None if is_link else sha256_file(path)
-    names = sorted(found | recorded)
-    return [f"{n} differs from the manifest" for n in names if found.get(n) != recorded.get(n, "")]
+                hashes[name] = sha256_file(path)
+    names = sorted(hashes | recorded)
+    # "": a file that is not in the manifest differs, even if it cannot be read
+    return [f"{n} differs from the manifest" for n in names if hashes.get(n) != recorded.get(n, "")]

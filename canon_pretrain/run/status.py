@@ -19,7 +19,9 @@ States = Literal["running", "stopped", "done", "failed"]
 Phases = Literal["starting", "loading", "training", "validating", "sampling", "saving", "ended"]
 
 DEAD_AFTER_S = 60.0  # six heartbeats
-HUNG_AFTER_S, HUNG_AFTER_STEPS, SLOW_AFTER_STEPS = 60.0, 10, 3
+HUNG_AFTER_S = 60.0
+HUNG_AFTER_STEPS = 10  # of which `seconds_per_step` is the time
+SLOW_AFTER_STEPS = 3
 PHASE_TIMEOUT_S = 1800.0  # of a phase without steps: data, a checkpoint, compilation
 
 
@@ -64,20 +66,31 @@ class StatusWriter:
         self, path: Path, *, steps: int, world_size: int, environ: Mapping[str, str] = os.environ
     ) -> None:
         self.path = path
-        launch, before = Holder.of_this_process(environ), None
-        with contextlib.suppress(UserError):  # a damaged status must not prevent a launch
-            before = read_status(path)
-        own = {name: getattr(launch, name) for name in ("host", "pid", "job_id", "restart_count")}
-        own |= {"world_size": world_size, "nodes": environ.get("SLURM_JOB_NODELIST")}
-        own["launches"] = 1 if before is None else before.launches + 1
-        self.status = Status("running", 0, steps, launch.taken, launch.taken, **own)
         self._memory = threading.Lock()  # held for microseconds only
-        self._disk = (
-            threading.Lock()
-        )  # one writer at a time, so that the newest status is written last
+        # one writer at a time, so that the newest status is written last
+        self._disk = threading.Lock()
+
+        previous = None
+        with contextlib.suppress(UserError):  # a damaged status must not prevent a launch
+            previous = read_status(path)
+        process = Holder.of_this_process(environ)
+        self.status = Status(
+            state="running",
+            step=0,
+            steps=steps,
+            heartbeat=process.taken,
+            written=process.taken,
+            world_size=world_size,
+            host=process.host,
+            pid=process.pid,
+            job_id=process.job_id,
+            restart_count=process.restart_count,
+            nodes=environ.get("SLURM_JOB_NODELIST"),
+            launches=1 if previous is None else previous.launches + 1,
+        )
 
     def progress(self, **values: Any) -> None:
-        """Record progress in memory; a field given as None keeps its value."""
+        """Record progress in memory; a field passed as None keeps its value."""
         self.set(heartbeat=utc_now(), **{k: v for k, v in values.items() if v is not None})
 
     def set(self, **values: Any) -> None:
@@ -132,10 +145,14 @@ def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S)
     written = datetime.fromisoformat(status.written)
     if (now.astimezone(UTC) - written).total_seconds() > dead_after_s:
         return "dead"
+
+    # The process lives; has its trainer made progress?
     silent_s = (written - datetime.fromisoformat(status.heartbeat)).total_seconds()
-    hung_s = slow_s = PHASE_TIMEOUT_S
-    if status.phase == "training" and (step_s := status.seconds_per_step) is not None:
-        hung_s, slow_s = max(HUNG_AFTER_S, HUNG_AFTER_STEPS * step_s), SLOW_AFTER_STEPS * step_s
-    if silent_s > hung_s:
+    hung_after_s = PHASE_TIMEOUT_S
+    slow_after_s = PHASE_TIMEOUT_S
+    if status.phase == "training" and status.seconds_per_step is not None:
+        hung_after_s = max(HUNG_AFTER_S, HUNG_AFTER_STEPS * status.seconds_per_step)
+        slow_after_s = SLOW_AFTER_STEPS * status.seconds_per_step
+    if silent_s > hung_after_s:
         return "hung"
-    return "slow" if silent_s > slow_s else "running"
+    return "slow" if silent_s > slow_after_s else "running"

@@ -10,13 +10,20 @@ from canon_pretrain.core.errors import UserError
 
 STEP = "ProfilerStep#"
 
-OPERATOR, SCOPE, LAUNCH, WORK = "operator", "scope", "launch", "work"
+OPERATOR = "operator"
+SCOPE = "scope"
+LAUNCH = "launch"
+WORK = "work"
 KINDS = {
     "cpu_op": OPERATOR,
     "user_annotation": SCOPE,
-    **dict.fromkeys(("cuda_runtime", "cuda_driver"), LAUNCH),
-    **dict.fromkeys(("kernel", "gpu_memcpy", "gpu_memset"), WORK),
+    "cuda_runtime": LAUNCH,
+    "cuda_driver": LAUNCH,
+    "kernel": WORK,
+    "gpu_memcpy": WORK,
+    "gpu_memset": WORK,
 }
+"""Category of the profiler -> kind of an Event"""
 
 
 class Event(NamedTuple):
@@ -46,6 +53,7 @@ def read_trace(path: Path) -> Trace:
     try:
         # names may contain invalid UTF-8 and control characters
         content = json.loads(path.read_text("utf-8", "replace"), strict=False)
+
         events = content["traceEvents"] if isinstance(content, dict) else content
         trace.num_events = len(events)
         for event in events:
@@ -58,6 +66,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _keep(event: dict[str, Any], trace: Trace) -> None:
+    """Add an event of the file to the trace, if it is complete ("X") and of one of KINDS."""
     kind = KINDS.get(event.get("cat", ""))
     if event.get("ph") != "X" or kind is None:
         return
@@ -67,5 +76,7 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
     end = begin + float(event.get("dur", 0))
     number = int((event.get("args") or {}).get(link, -1))
 
-    thread = trace.work if kind == WORK else trace.threads[event.get("pid"), event.get("tid")]
-    thread.append(Event(begin, end, event["name"], kind, number))
+    events = trace.work
+    if kind != WORK:
+        events = trace.threads[event.get("pid"), event.get("tid")]
+    events.append(Event(begin, end, event["name"], kind, number))

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.machine.timing import Step, alternate
 
-Step = Callable[[], Any]
 Seconds = Mapping[str, float]
 Block = Callable[[], Seconds]
 """Runs once and returns the seconds of each of its parts."""
@@ -51,12 +51,8 @@ def compare_parts(base: Sequence[Seconds], other: Sequence[Seconds]) -> Parts:
 
 def time_pairs(base: Block, other: Block, pairs: int) -> Parts:
     """Run both blocks in alternating order, `pairs` times; return a comparison per part."""
-    times: tuple[list[Seconds], list[Seconds]] = ([], [])
-    for number in range(pairs):
-        turn = list(zip((base, other), times, strict=True))
-        for block, own_times in turn if number % 2 == 0 else reversed(turn):
-            own_times.append(block())
-    return compare_parts(*times)
+    blocks = alternate(base, other, pairs)
+    return compare_parts([times for times, _ in blocks], [times for _, times in blocks])
 
 
 class Candidate(NamedTuple):

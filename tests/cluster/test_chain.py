@@ -152,7 +152,7 @@ def test_a_second_job_waits_for_the_first(run):
     before = restarts_file(run).read_bytes()
     with held(run) as first:
         decision = begin(run, "8", wait_s=0.3)
-        assert decision.next == "failed" and "job 7" in decision.why
+        assert decision.next == "failed" and "job 7" in decision.reason
         assert restarts_file(run).read_bytes() == before
         assert begin(run, "7") is None, "the trainer waits for the job's own earlier launch"
         timer = threading.Timer(0.5, first.close)

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from canon_pretrain.cluster.prices import Price, compute_prices
+from canon_pretrain.machine.gpus import Range
 from tests.support import ROOT, canon_stage, refused
 
 CONFIGS = ROOT / "train_configs"
@@ -21,9 +22,9 @@ config = "{CONFIGS / "playground" / "tiny" / "copy.toml"}"
 
 
 def test_gpu_hours_are_runs_times_steps_times_gpus():
-    price = Price("a.toml", num_runs=3, steps=1000, world_size=8, step_seconds=(0.9, 0.6, 0.3))
-    assert price.gpu_hours() == pytest.approx(3 * 1000 * 0.6 * 8 / 3600)
-    assert price.gpu_hours(0) == pytest.approx(1.5 * price.gpu_hours())
+    price = Price("a.toml", num_runs=3, steps=1000, world_size=8, step_seconds=Range(0.9, 0.6, 0.3))
+    assert price.gpu_hours.likely == pytest.approx(3 * 1000 * 0.6 * 8 / 3600)
+    assert price.gpu_hours.slow == pytest.approx(1.5 * price.gpu_hours.likely)
 
 
 def test_a_sweep_says_its_price(tmp_path, capsys):

@@ -161,7 +161,7 @@ def test_query_gpu(nvidia_smi):
     nvidia_smi.write_text(SMI)
     reasons = ["software power cap", "software thermal slowdown"]
     expected = ["580.65.06", 1410, 1980, 2619, 693.25, 700, 64, reasons]
-    assert hardware.query_gpu("GPU-7") == dict(zip(hardware.GPU_FACTS, expected, strict=True))
+    assert hardware.query_gpu("GPU-7") == dict(zip(hardware.GPU_FIELDS, expected, strict=True))
     other = hardware.query_gpu("GPU-8")
     assert other["power_limit_w"] is None and other["throttled_by"] == []
     assert hardware.query_gpu("0") is None
