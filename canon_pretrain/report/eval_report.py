@@ -180,7 +180,7 @@ def report_content(
 
     settings = [Setting(name, [value]) for name, value in runs[0].identity.items()]
     if len(runs) > 1:
-        settings = [Setting(**row) for row in differing_settings(runs)]
+        settings = [Setting(*row) for row in differing_settings(runs).items()]
     return ReportContent(
         version=VERSION,
         title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
