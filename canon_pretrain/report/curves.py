@@ -82,7 +82,7 @@ def downsample(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     # The argmin of each of these is what a segment must show of its finite values.
     is_finite = np.isfinite(values)
     for_minimum = np.where(is_finite, values, np.inf)
-    for_maximum = -np.where(is_finite, values, -np.inf)
+    for_maximum = np.where(is_finite, -values, np.inf)
     kept = {0, len(values) - 1}
     for begin, end in itertools.pairwise(bounds.tolist()):
         segment = slice(begin, end)
