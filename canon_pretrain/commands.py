@@ -28,13 +28,13 @@ class Command:
     """A command; `name` is NAME of its functions if its module has several commands."""
 
     module: str
-    about: str
+    summary: str
     name: str = ""
     prints: bool = False  # stdout is the result: if it cannot be written, the command fails
     interrupted: str = ""  # what Ctrl-C prints
-    takes_keys: bool = False  # words that it does not know become `arguments.overrides`
+    takes_keys: bool = False  # unknown arguments become `arguments.overrides`
     ends_with_keys: bool = False  # the first --section.key and all that follows do
-    parses: bool = False  # the module's `main(words)` parses for itself
+    parses: bool = False  # the module's `main(argv)` parses for itself
     is_hidden: bool = False  # not in help: for scripts
 
 
@@ -42,7 +42,7 @@ class Command:
 class Group:
     """Commands with a common first word."""
 
-    about: str
+    summary: str
     description: str
     commands: dict[str, Command]
 
@@ -304,28 +304,31 @@ COMMANDS: dict[str, Command | Group] = {
 }
 
 
-def run_command(words: Sequence[str], on_import: Callable[[], None]) -> None:
-    """Run the command that `words` begin with; exit with its code if that is not 0.
+def run_command(argv: Sequence[str], on_import: Callable[[], None]) -> None:
+    """Run the command that `argv` begins with; exit with its code if that is not 0.
 
     `on_import` is called once the command's module is imported: Ctrl-C may raise from then on.
     """
-    stage = COMMANDS[words[0]]
-    second = words[1] if len(words) > 1 else ""
-    chosen = stage if isinstance(stage, Command) else stage.commands.get(second)
+    stage = COMMANDS[argv[0]]
+    chosen: Command | None
+    if isinstance(stage, Command):
+        chosen = stage
+    else:
+        chosen = stage.commands.get(argv[1]) if len(argv) > 1 else None
     code: int | None
     if chosen is None:
         on_import()
         with command():
-            code = _show_help(words)
+            code = _show_help(argv)
     elif chosen.parses:
         module = import_module(chosen.module)
         on_import()
-        code = module.main(words[1:])
+        code = module.main(argv[1:])
     else:
         add_arguments, run = functions_of(chosen)
         on_import()
         with command(prints=chosen.prints, interrupted=chosen.interrupted):
-            code = run(_parse(words, chosen, add_arguments))
+            code = run(_parse(argv, chosen, add_arguments))
     if code:
         raise SystemExit(code)
 
@@ -348,77 +351,86 @@ def make_parser(
     """
     stage = COMMANDS[name]
     if isinstance(stage, Command):
-        parser = Parser(prog=f"canon {name}", description=_sentence(stage.about), epilog=EPILOG)
+        parser = Parser(prog=f"canon {name}", description=_sentence(stage.summary), epilog=EPILOG)
         add_arguments[""](parser)
         return parser
 
+    # argparse lists hidden commands in its usage, unless it gets the names to show.
+    visible = [word for word, inner in stage.commands.items() if not inner.is_hidden]
+    metavar = "{" + ",".join(visible) + "}" if len(visible) < len(stage.commands) else None
     parser = Parser(prog=f"canon {name}", description=stage.description, epilog=EPILOG)
-    shown = [word for word, each in stage.commands.items() if not each.is_hidden]
-    hides = len(shown) < len(stage.commands)
-    metavar = "{" + ",".join(shown) + "}" if hides else None
-    commands = parser.add_subparsers(dest="command", required=True, metavar=metavar)
-    for word, each in stage.commands.items():
-        help_options: dict[str, Any] = {} if each.is_hidden else {"help": each.about}
-        own = commands.add_parser(word, description=_sentence(each.about), **help_options)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar=metavar)
+    for word, inner in stage.commands.items():
+        help_options: dict[str, Any] = {} if inner.is_hidden else {"help": inner.summary}
+        subparser = subparsers.add_parser(
+            word, description=_sentence(inner.summary), **help_options
+        )
         if word in add_arguments:
-            add_arguments[word](own)
+            add_arguments[word](subparser)
     return parser
 
 
 def _parse(
-    words: Sequence[str], chosen: Command, add_arguments: Callable[..., None]
+    argv: Sequence[str], chosen: Command, add_arguments: Callable[..., None]
 ) -> argparse.Namespace:
-    name, *rest = words
+    name, *rest = argv
     is_group = isinstance(COMMANDS[name], Group)
     parser = make_parser(name, {rest[0] if is_group else "": add_arguments})
     if chosen.takes_keys:
         arguments, arguments.overrides = parser.parse_known_args(rest)
         return arguments
-    if chosen.ends_with_keys:
-        first = (place for place, word in enumerate(rest) if SECTION_KEY.fullmatch(word))
-        end = next(first, len(rest))
-        arguments = parser.parse_args(rest[:end])
-        arguments.overrides = rest[end:]
-        return arguments
-    return parser.parse_args(rest)
+    if not chosen.ends_with_keys:
+        return parser.parse_args(rest)
+
+    # The keys of a job are checked when its config is read, not here.
+    keys_begin = next(
+        (k for k, argument in enumerate(rest) if SECTION_KEY.fullmatch(argument)), len(rest)
+    )
+    arguments = parser.parse_args(rest[:keys_begin])
+    arguments.overrides = rest[keys_begin:]
+    return arguments
 
 
-def _show_help(words: Sequence[str]) -> int:
-    """Print the help of a group, as an error if it was not asked for; return the exit code."""
-    parser = make_parser(words[0], {})
-    if words[1:]:
-        parser.parse_args(words[1:])  # --help, or an unknown command
+def _show_help(argv: Sequence[str]) -> int:
+    """Print the help of a group, as an error unless `argv` asks for it; return the exit code."""
+    parser = make_parser(argv[0], {})
+    if argv[1:]:
+        parser.parse_args(argv[1:])  # --help, or an unknown command
         return 0
     with redirect_stdout(sys.stderr), suppress(SystemExit):
         parser.parse_args(["--help"])
     return 2
 
 
-def _sentence(about: str) -> str:
-    return f"{about[0].upper()}{about[1:]}."
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
 
 
 def print_commands() -> None:
     """Print all commands."""
     print("usage: canon STAGE ...    (more: canon STAGE --help)\n")
     for name, stage in COMMANDS.items():
-        commands = stage.commands.items() if isinstance(stage, Group) else ()
-        shown = [word for word, each in commands if not each.is_hidden]
-        print(f"  {name:11} {stage.about}{': ' if shown else ''}{', '.join(shown)}")
+        line = f"  {name:11} {stage.summary}"
+        if isinstance(stage, Group):
+            visible = [word for word, inner in stage.commands.items() if not inner.is_hidden]
+            line = f"{line}: {', '.join(visible)}"
+        print(line)
 
 
 def unknown_command(word: str) -> UserError:
-    """Return the error for an unknown first word, with the nearest command."""
+    """Build the error for an unknown first word, with the nearest command."""
+    # A user may have meant a stage, or a command of a group, such as `export` of two of them.
     lines = {name: [f"canon {name}"] for name in COMMANDS}
     for name, stage in COMMANDS.items():
         for inner in stage.commands if isinstance(stage, Group) else ():
             if inner not in COMMANDS:
                 lines.setdefault(inner, []).append(f"canon {name} {inner}")
+
     near = nearest(word, lines)
-    meant = f" Did you mean `{'` or `'.join(lines[near])}`?" if near else ""
+    suggestion = f" Did you mean `{'` or `'.join(lines[near])}`?" if near else ""
     return UserError(
         "cli.unknown_stage",
-        f'"{word}" is not a stage; `canon` lists them.{meant}',
+        f'"{word}" is not a stage; `canon` lists them.{suggestion}',
         given=word,
         choices=[*COMMANDS],
     )

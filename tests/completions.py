@@ -37,9 +37,9 @@ def canon_parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="canon")
     stages = root.add_subparsers()
     for name, stage in COMMANDS.items():
-        stages.add_parser(name, help=stage.about)
+        stages.add_parser(name, help=stage.summary)
         parser = _parser_of(name, stage)
-        parser.description = stage.about  # what zsh shows
+        parser.description = stage.summary  # what zsh shows
         stages.choices[name] = parser
     _mark_paths(root)
     return root
