@@ -25,11 +25,10 @@ SECTION_KEY = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """A command; `name` is NAME of its functions if its module has several commands."""
+    """A command of a module, see above."""
 
     module: str
     summary: str
-    name: str = ""
     prints: bool = False  # stdout is the result: if it cannot be written, the command fails
     interrupted: str = ""  # what Ctrl-C prints
     takes_keys: bool = False  # unknown arguments become `arguments.overrides`
@@ -126,18 +125,15 @@ COMMANDS: dict[str, Command | Group] = {
             "list": Command(
                 "canon_pretrain.checkpoint.commands",
                 "list checkpoints, by manifests and file sizes",
-                "list",
                 prints=True,
             ),
             "verify": Command(
                 "canon_pretrain.checkpoint.commands",
                 "check the hash of every file; changes nothing",
-                "verify",
             ),
             "prune": Command(
                 "canon_pretrain.checkpoint.commands",
                 "delete all but the newest K verified ones",
-                "prune",
             ),
         },
     ),
@@ -178,17 +174,14 @@ COMMANDS: dict[str, Command | Group] = {
             "export": Command(
                 "canon_pretrain.hf.commands",
                 "write a checkpoint as a folder for transformers",
-                "export",
             ),
             "push": Command(
                 "canon_pretrain.hf.commands",
                 "upload an export with a model card to the hub",
-                "push",
             ),
             "import": Command(
                 "canon_pretrain.hf.commands",
                 "write a Hugging Face folder as a checkpoint",
-                "import",
             ),
         },
     ),
@@ -199,27 +192,23 @@ COMMANDS: dict[str, Command | Group] = {
             "plan": Command(
                 "canon_pretrain.cluster.sweep",
                 "write SWEEP/sweep.json",
-                "plan",
                 ends_with_keys=True,
             ),
             "run": Command(
                 "canon_pretrain.cluster.sweep",
                 "train or resume one run",
-                "run",
                 prints=True,
                 ends_with_keys=True,
             ),
             "table": Command(
                 "canon_pretrain.cluster.sweep",
                 "print the state of the runs",
-                "table",
                 prints=True,
                 ends_with_keys=True,
             ),
             "todo": Command(
                 "canon_pretrain.cluster.sweep",
                 "print the numbers of runs to submit",
-                "todo",
                 prints=True,
                 ends_with_keys=True,
                 is_hidden=True,
@@ -233,25 +222,21 @@ COMMANDS: dict[str, Command | Group] = {
             "plan": Command(
                 "canon_pretrain.boards.commands",
                 "write DIR/sweep.json and configs",
-                "plan",
                 prints=True,
             ),
             "run": Command(
                 "canon_pretrain.boards.commands",
                 "plan, and train what is not DONE",
-                "run",
                 prints=True,
             ),
             "status": Command(
                 "canon_pretrain.boards.commands",
                 "print the state of the runs",
-                "status",
                 prints=True,
             ),
             "report": Command(
                 "canon_pretrain.boards.commands",
                 "write DIR/report.html, .json, .md",
-                "report",
                 prints=True,
             ),
         },
@@ -263,19 +248,16 @@ COMMANDS: dict[str, Command | Group] = {
             "show": Command(
                 "canon_pretrain.synthetic.commands",
                 "print a window: one instance after another, with answers in brackets, or as JSON",
-                "show",
                 prints=True,
             ),
             "score": Command(
                 "canon_pretrain.synthetic.commands",
                 "print the numbers of right and wrong answers; those of the verdicts go to stderr",
-                "score",
                 prints=True,
             ),
             "stats": Command(
                 "canon_pretrain.synthetic.commands",
                 "print the ids of words, lengths, and shares, over some windows and instances",
-                "stats",
                 prints=True,
             ),
         },
@@ -287,13 +269,11 @@ COMMANDS: dict[str, Command | Group] = {
             "step": Command(
                 "canon_pretrain.bench",
                 "what Canon sets cost in a training step",
-                "step",
                 prints=True,
             ),
             "generate": Command(
                 "canon_pretrain.bench",
                 "what Canon sets cost in generation, or an export's speed over transformers'",
-                "generate",
                 prints=True,
             ),
         },
@@ -309,12 +289,12 @@ def run_command(argv: Sequence[str], on_import: Callable[[], None]) -> None:
 
     `on_import` is called once the command's module is imported: Ctrl-C may raise from then on.
     """
-    stage = COMMANDS[argv[0]]
-    chosen: Command | None
-    if isinstance(stage, Command):
-        chosen = stage
-    else:
-        chosen = stage.commands.get(argv[1]) if len(argv) > 1 else None
+    name = argv[0]
+    chosen: Command | Group | None = COMMANDS[name]
+    if isinstance(chosen, Group):
+        name = argv[1] if len(argv) > 1 else ""
+        chosen = chosen.commands.get(name)
+
     code: int | None
     if chosen is None:
         on_import()
@@ -325,7 +305,7 @@ def run_command(argv: Sequence[str], on_import: Callable[[], None]) -> None:
         on_import()
         code = module.main(argv[1:])
     else:
-        add_arguments, run = functions_of(chosen)
+        add_arguments, run = functions_of(name, chosen)
         on_import()
         with command(prints=chosen.prints, interrupted=chosen.interrupted):
             code = run(_parse(argv, chosen, add_arguments))
@@ -333,12 +313,14 @@ def run_command(argv: Sequence[str], on_import: Callable[[], None]) -> None:
         raise SystemExit(code)
 
 
-def functions_of(chosen: Command) -> tuple[Callable[..., None], Callable[..., int | None]]:
+def functions_of(
+    name: str, chosen: Command
+) -> tuple[Callable[..., None], Callable[..., int | None]]:
     """Import a command's module; return its functions to add arguments, and to run."""
     module = import_module(chosen.module)
-    if not chosen.name:
+    if hasattr(module, "run"):  # its only command
         return module.add_arguments, module.run
-    return getattr(module, f"add_{chosen.name}_arguments"), getattr(module, f"run_{chosen.name}")
+    return getattr(module, f"add_{name}_arguments"), getattr(module, f"run_{name}")
 
 
 def make_parser(

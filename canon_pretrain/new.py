@@ -199,6 +199,10 @@ class Proposal:
     max_tokens: int = 0
     share: float = 1.0
 
+    def with_model(self, args: ModelArgs) -> "Proposal":
+        """Return the proposal with another model, which is timed."""
+        return replace(self, args=args, speed=self.machine.tokens_per_second(args))
+
     @property
     def tokens(self) -> float:
         """The training tokens: of the time, at most of EPOCHS epochs (of MIN_STEPS if more)."""
@@ -319,12 +323,11 @@ def with_larger_vocabulary(proposal: Proposal) -> Proposal:
 
     Or as it is, if it would train on fewer than MIN_TOKENS_PER_PIECE tokens for each piece.
     """
-    machine = proposal.machine
     vocab_size = LARGER_VOCABULARY * proposal.args.vocab_size
     args = replace(proposal.args, vocab_size=vocab_size)
-    if not machine.micro_batch(args):
+    if not proposal.machine.micro_batch(args):
         return proposal  # too little memory
-    larger = replace(proposal, args=args, speed=machine.tokens_per_second(args))
+    larger = proposal.with_model(args)
     if larger.tokens < MIN_TOKENS_PER_PIECE * vocab_size:
         return proposal
     return larger
@@ -383,27 +386,18 @@ def toml(
         command=command,
         files=printable(files),
         machine=printable(machine.name),
-        flavor=proposal.name,
-        layers=proposal.args.num_layers,
-        dim=proposal.args.dim,
-        parameters=proposal.parameters,
-        ratio=proposal.ratio,
+        proposal=proposal,
         choice=proposal.shortfall or "of all sizes nearest to it",
         sizes=", ".join(other for other in SIZES if other != proposal.name),
         goal=TOKENS_PER_PARAMETER,
         steps_rule="\n# ".join(proposal.steps_rule()),
-        steps=proposal.steps,
-        seq_len=proposal.args.max_seq_len,
-        least_batch=MIN_BATCH_TOKENS,
-        batch=proposal.batch,
+        min_batch=MIN_BATCH_TOKENS,
         windows=min(machine.micro_batch(proposal.args), proposal.batch // machine.ranks),
         dtype="bfloat16" if machine.is_gpu else "float32",
         top_lr=LR,
         lr_width=LR_WIDTH,
-        lr=proposal.lr,
-        warmup=proposal.warmup,
-        least_warmup=MIN_WARMUP,
-        most_warmup=MAX_WARMUP,
+        min_warmup=MIN_WARMUP,
+        max_warmup=MAX_WARMUP,
         quarter=math.ceil(proposal.steps / 4),
         tenth=math.ceil(proposal.steps / 10),
         hundredth=math.ceil(proposal.steps / 100),
@@ -509,8 +503,7 @@ def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
     vocab_size, tokens_per_byte = text.tokens_per_byte(proposal.args.vocab_size)
     total = tokens_per_byte * text.num_bytes
     if vocab_size != proposal.args.vocab_size:  # a text of few words
-        args = replace(proposal.args, vocab_size=vocab_size)
-        proposal = replace(proposal, args=args, speed=machine.tokens_per_second(args))
+        proposal = proposal.with_model(replace(proposal.args, vocab_size=vocab_size))
     proposal = replace(proposal, unique=(1 - holdout) * total)
     proposal = limit_tokens(text, total, proposal)
 

@@ -50,7 +50,9 @@ def _parser_of(name: str, stage: Command | Group) -> argparse.ArgumentParser:
     if name == "train":
         return _train_parser()
     commands = {"": stage} if isinstance(stage, Command) else stage.commands
-    parser = make_parser(name, {word: functions_of(each)[0] for word, each in commands.items()})
+    parser = make_parser(
+        name, {word: functions_of(word, each)[0] for word, each in commands.items()}
+    )
     for word, each in commands.items():
         if each.is_hidden:
             del _commands(parser)[word]

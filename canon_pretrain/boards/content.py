@@ -17,6 +17,7 @@ from canon_pretrain.boards.board import Reference
 from canon_pretrain.boards.results import (
     RACED,
     BoardPlan,
+    BoardRun,
     Metric,
     RateScores,
     Result,
@@ -220,14 +221,10 @@ class DataRow:
     different: list[str]
 
 
-@dataclass(frozen=True)
-class RunRow:
-    name: str
-    task: str
-    arm: str
-    learning_rate: float | None
-    seed: int
-    problem: str
+@dataclass(frozen=True, kw_only=True)
+class RunRow(BoardRun):
+    """A planned run, and what became of it."""
+
     state: str
     reason: str
     step: int

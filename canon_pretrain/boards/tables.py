@@ -520,12 +520,9 @@ def facts(content: BoardContent) -> Table:
         "CPU time of launches that ended in order": _seconds(board.cpu_seconds),
         "launches": number(board.launches, 0),
         "canon_pretrain": ", ".join([*board.canon_pretrain, *(x[:12] for x in board.git_commit)]),
-        "torch": ", ".join(board.torch),
-        "torchtitan": ", ".join(board.torchtitan),
-        "python": ", ".join(board.python),
-        "hosts": ", ".join(board.hosts),
-        "platforms": ", ".join(board.platforms),
     }
+    for name in ("torch", "torchtitan", "python", "hosts", "platforms"):
+        texts[name] = ", ".join(getattr(board, name))
     return make_table(["", ""], [[name, text or MISSING] for name, text in texts.items()], text=2)
 
 

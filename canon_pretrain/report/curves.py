@@ -169,12 +169,8 @@ def axis(run: RunRecord) -> dict[str, Any]:
     kept = [segments(last, MAX_KNOTS), after - 1, np.minimum(after, last)]
     indices = np.unique(np.concatenate(kept)).astype(np.int64)
 
-    columns = {
-        "steps": clock.steps,
-        "tokens": clock.tokens,
-        "training_hours": clock.training_hours,
-        "wall_hours": clock.wall_hours,
-    }
+    columns = clock._asdict()
+    del columns["launches"]
     return {name: None if x is None else rounded(x[indices]) for name, x in columns.items()}
 
 

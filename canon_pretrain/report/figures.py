@@ -577,8 +577,8 @@ def _score_trace(
     parts: Callable[[ScoreCell], Sequence[str]],
     over_tokens: bool,
 ) -> Json:
-    errors = list[str]()
-    descriptions = list[str]()
+    errors: list[str] = []
+    descriptions: list[str] = []
     for point in line.points:
         _, error, num_items = parts(point.cell)
         trial = "" if point.limit is None else "<br>trial of the first items"
@@ -639,8 +639,8 @@ def draw_means(
 
     Ranges are error bars, or `bands`; `over` names the x axis.
     """
-    areas = list[Json]()
-    traces = list[Json]()
+    areas: list[Json] = []
+    traces: list[Json] = []
     for line, x in zip(lines, x_values, strict=True):
         low = np.array(line.low, float)
         mean = np.array(line.values, float)

@@ -427,8 +427,8 @@ def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[UserError]]:
 
     Raises the first error if no run can be read, and UserError if a path occurs twice.
     """
-    runs = list[RunRecord]()
-    errors = list[UserError]()
+    runs: list[RunRecord] = []
+    errors: list[UserError] = []
     for run in RunRecord.of_all(paths):
         try:
             run.check()
