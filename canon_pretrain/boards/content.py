@@ -702,6 +702,7 @@ def _facts(results: Sequence[Result]) -> BoardFacts:
 
     ends = [record.events[k].get("time") for record in records for k in (0, -1) if record.events]
     times = sorted((time for time in ends if math.isfinite(unix_time(time))), key=unix_time)
+    first_event, last_event = (times[0], times[-1]) if times else (None, None)
     hours = [_hours(record) for record in records]
     cpu_seconds = [event.get("cpu_seconds") for record in records for event in record.events]
 
@@ -717,9 +718,9 @@ def _facts(results: Sequence[Result]) -> BoardFacts:
     return BoardFacts(
         **{name: versions(name) for name in LOGGED_VERSIONS},
         platforms=[*dict.fromkeys(x["platform"] for x in newest if x and "platform" in x)],
-        first_event=times[0] if times else None,
-        last_event=times[-1] if times else None,
-        wall_seconds=unix_time(times[-1]) - unix_time(times[0]) if times else None,
+        first_event=first_event,
+        last_event=last_event,
+        wall_seconds=unix_time(last_event) - unix_time(first_event) if times else None,
         training_seconds=3600 * math.fsum(filter(None, hours)),
         cpu_seconds=math.fsum(filter(None, cpu_seconds)) or None,
         launches=len(launches),

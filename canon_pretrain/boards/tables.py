@@ -486,7 +486,7 @@ def _covered_text(share: float) -> str:
 def problems(content: BoardContent) -> Table:
     """Return the runs that have failed, diverged, or not ended."""
     bad_runs = [run for run in content.runs if run.reason or run.state in BAD_STATES]
-    rows: list[list[Cell]] = [
+    rows = [
         [run.name, run.state, run.reason or MISSING, number(run.step, 0)]
         for run in bad_runs[:MAX_RUNS]
     ]
@@ -495,7 +495,7 @@ def problems(content: BoardContent) -> Table:
 
 def runs(content: BoardContent) -> Table:
     """Return the state and score of every run."""
-    rows: list[list[Cell]] = [
+    rows = [
         [
             run.name,
             run.state,

@@ -179,7 +179,9 @@ class WithDecisions:
     decision: Decision | None
 
     def decision_accuracy(self, row: "Verdict | TaskScores") -> float | None:
-        return self.decision.accuracy(row.task, row.metric) if self.decision else None
+        if self.decision is None:
+            return None
+        return self.decision.accuracy(row.task, row.metric)
 
 
 @dataclass(frozen=True)

@@ -420,11 +420,11 @@ def _points(
 
     means = []
     for metric, length in {key[1:] for key in points}:
-        parts = [points.get((task, metric, length)) for task in AVERAGED_TASKS]
-        scored_parts = [part for part in parts if part is not None]
-        if len(scored_parts) == len(AVERAGED_TASKS):
-            mean = statistics.fmean(part.value for part in scored_parts)
-            means.append(scored_parts[0]._replace(series=MEAN, value=mean, chance=None))
+        keys = [(task, metric, length) for task in AVERAGED_TASKS]
+        parts = [points[key] for key in keys if key in points]
+        if len(parts) == len(AVERAGED_TASKS):
+            mean = statistics.fmean(part.value for part in parts)
+            means.append(parts[0]._replace(series=MEAN, value=mean, chance=None))
     return [*points.values(), *means]
 
 
@@ -448,15 +448,11 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
         lengths = sorted({point.length for point in panel_points})
         lines = []
         for label, step in steps.items():
-            values_by_length: dict[int, list[float]] = {length: [] for length in lengths}
-            for point in panel_points:
-                if point.label == label:
-                    values_by_length[point.length].append(point.value)
-            if not any(values_by_length.values()):
-                continue
-            shown_step = None if step == first_step else step
-            spread = _spread([*values_by_length.values()])
-            lines.append(LengthLine(label, shown_step, **spread._asdict()))
+            line_points = [x for x in panel_points if x.label == label]
+            values = [[x.value for x in line_points if x.length == length] for length in lengths]
+            if line_points:
+                shown_step = None if step == first_step else step
+                lines.append(LengthLine(label, shown_step, **_spread(values)._asdict()))
         chances = {point.chance for point in panel_points}
         chance = chances.pop() if len(chances) == 1 else None
         panels.append(LengthPanel(series, metric, lengths, chance, lines))

@@ -268,8 +268,7 @@ class RunRecord:
             for name, value in values_of(event).items():
                 if value is not None:
                     points.setdefault(printable(name), []).append((event.step, value))
-        curves = {name: Curve.of(pairs) for name, pairs in points.items()}
-        return {name: curve for name, curve in curves.items() if curve is not None}
+        return {name: curve for name, pairs in points.items() if (curve := Curve.of(pairs))}
 
     @cached_property
     def samples(self) -> dict[str, dict[int, str | None]]:

@@ -49,6 +49,10 @@ ACTIVE_STATES = (
     "hung",
 )
 
+# Fields of RunSummary that have the name of what they are read from: a step's event, status.json.
+STEP_FIELDS = ("step", "skipped_steps", "loss", "tokens", "tokens_per_second", "mfu")
+LAUNCH_FIELDS = ("checkpoint_failures", "world_size", "host", "job_id", "restart_count", "nodes")
+
 T = TypeVar("T")
 
 
@@ -162,7 +166,7 @@ class _RunReader:
         # The last step in the log.
         events = self._try_read(lambda: read_tail(self.folder.log_file)) or []
         last_step = next((event for event in reversed(events) if event.kind == "step"), Event())
-        for name in ("step", "skipped_steps", "loss", "tokens", "tokens_per_second", "mfu"):
+        for name in STEP_FIELDS:
             setattr(summary, name, last_step.get(name))
         summary.steps = self._setting("training", "steps")
 
@@ -206,12 +210,8 @@ class _RunReader:
             summary.restarts = max(status.launches - 1, 0)
         summary.heartbeat_age_s = self._age_s(status.heartbeat)
         summary.written_age_s = self._age_s(status.written)
-        summary.checkpoint_failures = status.checkpoint_failures
-        summary.world_size = status.world_size
-        summary.host = status.host
-        summary.job_id = status.job_id
-        summary.restart_count = status.restart_count
-        summary.nodes = status.nodes
+        for name in LAUNCH_FIELDS:
+            setattr(summary, name, getattr(status, name))
 
     def _state(self) -> tuple[str, str | None]:
         """Return the state and its reason."""
