@@ -376,6 +376,7 @@ def toml(
     name: str, files: str, prompt: str, proposal: Proposal, *, command: str = "canon new"
 ) -> str:
     """Return the experiment's file, each value with its rule."""
+    # Values that the template formats itself are attributes of `proposal`.
     machine = proposal.machine
     template = Path(__file__).with_suffix(".toml").read_text()
     return template.format(
@@ -488,6 +489,8 @@ def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
     """Print and return what to train for `seconds` on a text. Raises UserError."""
     each = " each" if max(machine.ranks, machine.parallel) > 1 else ""
     show("machine", f"{machine.name}, {size(machine.memory)} of memory{each}")
+
+    # Times are measured on the machine as it is.
     load, _, _ = os.getloadavg()
     cores = available_cores()
     if load > cores:

@@ -104,7 +104,7 @@ class Stages:
         else:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as file:
-                start = file.tell()
+                start = file.tell()  # earlier commands have written what is before
                 code = self._run_all(commands, file)
             with self.log.open("rb") as file:
                 file.seek(start)
@@ -112,6 +112,7 @@ class Stages:
         if not code:
             return output
 
+        # The log may be long: its error, else its last lines.
         reason = "see above"
         if self.log is not None:
             last_lines = "\n".join(output.strip().splitlines()[-SHOWN_LINES:])

@@ -339,6 +339,7 @@ def _measure(
             scores[arm][task] = seed_scores
     if not any(scores.values()):
         return {}
+
     return measure(
         scores,
         items={task: metric.items or UNBOUNDED for task, metric in metrics.items()},
@@ -421,7 +422,10 @@ def _claims(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[Claim
     """Test the claims on final scores, or take them from the race that decided them."""
     scored = [c for c in plan.claims if {c.better, c.worse} <= final.get(c.task, {}).keys()]
     tests = {test.claim: test for test in check_claims(final, scored, lower_is_better=lower)}
+
+    # A race orders arms by stopping the worse one, which then has no final score.
     orders = {(order.task, order.better, order.arm): order for order in plan.race.orders}
+
     rows = []
     for claim in plan.claims:
         row = ClaimRow(claim.task, claim.better, claim.worse, claim.margin)
@@ -562,6 +566,7 @@ def _best_first(
             num_better = sum(other < key for other in ordered)
             ranks[arm].append(num_better + (ordered.count(key) + 1) / 2)
 
+    # An arm without a rank is behind all others of its size.
     sizes = [*dict.fromkeys(size_of(arm) for arm in arms)]
     last = len(arms) + 1
     means = [
@@ -647,6 +652,7 @@ def _data_row(task: str, seed: int, runs: Sequence[RunRecord]) -> DataRow:
             counts.setdefault(step, Counter())[digest] += 1
         usual = {step: counts[step].most_common(1)[0][0] for step in sorted(counts)}
 
+    # The runs that have other batches or another held-out text.
     texts = Counter(run.identity.get(HELD_OUT) for run in runs)
     usual_text = texts.most_common(1)[0][0]
     different = []
@@ -655,6 +661,7 @@ def _data_row(task: str, seed: int, runs: Sequence[RunRecord]) -> DataRow:
         if run.identity.get(HELD_OUT) != usual_text or not digests.items() <= usual.items():
             different.append(run.label)
         covered.append(len(digests) / run.steps[-1].step)
+
     return DataRow(
         task=task,
         seed=seed,
@@ -700,17 +707,20 @@ def _facts(results: Sequence[Result]) -> BoardFacts:
     sampled = records[:: max(1, len(records) // SAMPLED_RUNS)]
     newest = [newest_launch(record.folder) for record in sampled]
 
+    # Times of the first and last event of each run; a damaged log may have none.
     ends = [record.events[k].get("time") for record in records for k in (0, -1) if record.events]
     times = sorted((time for time in ends if math.isfinite(unix_time(time))), key=unix_time)
     first_event, last_event = (times[0], times[-1]) if times else (None, None)
     hours = [_hours(record) for record in records]
     cpu_seconds = [event.get("cpu_seconds") for record in records for event in record.events]
 
+    # What a race has saved. A run that has not begun has the steps of another one of its task.
     num_steps = {r.run.task: r.record.identity.get("training.steps") for r in results if r.record}
     planned_steps = sum(num_steps.get(r.run.task) or 0 for r in results)
     trained_steps = sum(r.step for r in results)
 
     def versions(name: str) -> list[str]:
+        """Return the distinct values of a field of all launches, in order; hosts are a list."""
         logged = (event.get(name) for event in launches)
         flat = chain.from_iterable(x if isinstance(x, list) else [x] for x in logged)
         return [*dict.fromkeys(map(str, collapse_repeats(flat)))]

@@ -156,6 +156,7 @@ def matrix(content: BoardContent) -> Table:
     references = {row.task: row for row in content.reference.tasks} if content.reference else {}
     columns: list[Column] = ["architecture"]
     rows = [[make_cell(arm.arm, f"mean rank {number(arm.rank, 1)}")] for arm in content.arms]
+
     for task in content.tasks:
         columns.append((task.task, _score_text(task)))
         for arm, row in zip(content.arms, rows, strict=True):
@@ -190,6 +191,7 @@ def _matrix_cell(row: CellRow) -> Cell:
     if value is None:
         return make_cell(MISSING, "not trained yet")
 
+    # How it compares with the other arms.
     text = f"{SYMBOLS[row.verdict]} {_short(value)}".strip()
     counts = [f"beats {len(row.beats)}"] if row.beats else []
     if row.below:
@@ -198,6 +200,7 @@ def _matrix_cell(row: CellRow) -> Cell:
     if row.mean is None:
         return make_cell(text, "stopped by the race", judged, chip=row.verdict)
 
+    # How sure the mean is, and of how many seeds it is.
     interval = "no interval"
     if row.interval is not None:
         interval = " to ".join(map(_short, row.interval))
@@ -369,6 +372,7 @@ def stops(content: BoardContent) -> Table:
         "p",
         "time",
     ]
+
     rows: list[list[Cell]] = [
         [
             stop.task,
@@ -436,6 +440,7 @@ def models(content: BoardContent) -> Table:
         ("state per token", "bytes to decode, at 16 bits"),
         ("state at any length", "bytes to decode, at 16 bits"),
     ]
+
     by_arm = {model.arm: [*model.tasks.values()] for model in content.models}
     rows: list[list[Cell]] = []
     for arm in content.arms:

@@ -142,18 +142,19 @@ class Band(NamedTuple):
             return None
 
         bounds = segments(len(steps), max_segments)
-        members = []
+        statistics = []
         for curve in logged:
             common = Curve(steps, curve.values[np.searchsorted(curve.steps, steps)])
-            members.append(segment_statistics(common, bounds))
+            statistics.append(segment_statistics(common, bounds))
 
-        means = np.stack([member.mean for member in members])
+        # [runs, segments] each.
+        _, means, lows, highs = (np.stack(rows) for rows in zip(*statistics, strict=True))
         means[:, ~np.isfinite(means).all(axis=0)] = np.nan  # a gap in one is a gap in the band
         return cls(
             steps=np.add.reduceat(steps, bounds[:-1]) / np.diff(bounds),
             mean=means.mean(axis=0),
-            low=np.stack([member.low for member in members]).min(axis=0),
-            high=np.stack([member.high for member in members]).max(axis=0),
+            low=lows.min(axis=0),
+            high=highs.max(axis=0),
             members=means,
         )
 

@@ -418,6 +418,7 @@ def _points(
                         length=length,
                     )
 
+    # The mean of Babilong's tasks, where all of them have a score; other series have other names.
     means = []
     for metric, length in {key[1:] for key in points}:
         keys = [(task, metric, length) for task in AVERAGED_TASKS]
@@ -446,6 +447,7 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
     ):
         panel_points = [x for x in points if (x.series, x.metric) == (series, metric)]
         lengths = sorted({point.length for point in panel_points})
+
         lines = []
         for label, step in steps.items():
             line_points = [x for x in panel_points if x.label == label]
@@ -453,6 +455,8 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
             if line_points:
                 shown_step = None if step == first_step else step
                 lines.append(LengthLine(label, shown_step, **_spread(values)._asdict()))
+
+        # The level of chance, if all tasks of the panel declare the same.
         chances = {point.chance for point in panel_points}
         chance = chances.pop() if len(chances) == 1 else None
         panels.append(LengthPanel(series, metric, lengths, chance, lines))

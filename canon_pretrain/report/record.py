@@ -374,6 +374,8 @@ class RunRecord:
             except UserError as error:
                 stored.damaged.append(error)
                 continue
+
+            # A copied folder may have the results of another run.
             owner = self._other_owner(evaluation.results.asked)
             if owner is not None:
                 stored.left_out.append(f"{path} is left out: it belongs to {owner}.")

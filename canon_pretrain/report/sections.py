@@ -439,6 +439,7 @@ def _score_table(
     cells: list[list[Cell]] = [[make_cell(row.task, row.metric), *row.cells] for row in rows]
     keys = [(row.task, row.metric) for row in rows]
 
+    # How well the task tells models of this size apart, as published.
     if comparison.decision:
         columns.append(("decision accuracy", f"published, at {comparison.decision.size}"))
         accuracies = {
@@ -447,6 +448,7 @@ def _score_table(
         for key, row_cells in zip(keys, cells, strict=True):
             row_cells.append(percent(accuracies.get(key)))
 
+    # The scores of published models, which are hidden at first.
     num_shown = len(columns)
     if anchors:
         columns += [(model, "published") for model in anchors.models]

@@ -335,10 +335,12 @@ def overview(runs: Sequence[RunSummary], console: Console) -> Group:
     Columns that are empty for all runs are left out. If the others do not fit into the window, the
     table has the first NARROW_COLUMNS, and the lines below it have the rest.
     """
+    # Try the table with every column that a run has a text in.
     rows = [_cells(run) for run in runs]
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
     titles_below: list[str] = []
     table = _table(rows, titles)
+
     unlimited = console.options.update_width(PIPED_WIDTH)
     if console.measure(table, options=unlimited).maximum > console.width:
         narrow_titles = list(rows[0])[:NARROW_COLUMNS]
@@ -347,6 +349,8 @@ def overview(runs: Sequence[RunSummary], console: Console) -> Group:
 
     count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
     lines: list[Any] = [Text(f"{count}, {datetime.now(UTC):%F %T} UTC", "bold"), table]
+
+    # Below the table, a line for each run with cells that are left, or with something to explain.
     for run, row in zip(runs, rows, strict=True):
         details = [
             ", ".join(f"{title.split()[0]} {row[title]}" for title in titles_below if row[title])
