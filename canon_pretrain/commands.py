@@ -45,6 +45,10 @@ class Group:
     description: str
     commands: dict[str, Command]
 
+    @property
+    def visible(self) -> list[str]:
+        return [name for name, inner in self.commands.items() if not inner.is_hidden]
+
 
 DATA_INTERRUPTED = "interrupted; run the same command again to resume"
 EVAL_INTERRUPTED = "interrupted: what is finished is kept, the same command resumes"
@@ -338,8 +342,9 @@ def make_parser(
         return parser
 
     # argparse lists hidden commands in its usage, unless it gets the names to show.
-    visible = [word for word, inner in stage.commands.items() if not inner.is_hidden]
-    metavar = "{" + ",".join(visible) + "}" if len(visible) < len(stage.commands) else None
+    metavar = None
+    if len(stage.visible) < len(stage.commands):
+        metavar = f"{{{','.join(stage.visible)}}}"
     parser = Parser(prog=f"canon {name}", description=stage.description, epilog=EPILOG)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar=metavar)
     for word, inner in stage.commands.items():
@@ -394,8 +399,7 @@ def print_commands() -> None:
     for name, stage in COMMANDS.items():
         line = f"  {name:11} {stage.summary}"
         if isinstance(stage, Group):
-            visible = [word for word, inner in stage.commands.items() if not inner.is_hidden]
-            line = f"{line}: {', '.join(visible)}"
+            line = f"{line}: {', '.join(stage.visible)}"
         print(line)
 
 

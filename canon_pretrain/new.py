@@ -118,11 +118,11 @@ class Machine:
             name = f"{cores} cores of {cpu_info('model name') or 'a CPU'}"
             return cls(name, False, 1, memory_per_process(parallel), parallel)
 
+        # Several models have a GPU each; one has a number of GPUs that divides the batch.
+        parallel = min(models, num_gpus)
+        ranks = 1 if models > 1 else _power_of_two(num_gpus)
         name = f"{num_gpus} x {torch.cuda.get_device_name(0)}"
-        memory = memory_per_process(1)
-        if models > 1:
-            return cls(name, True, 1, memory, parallel=min(models, num_gpus))
-        return cls(name, True, _power_of_two(num_gpus), memory)  # which divides the batch
+        return cls(name, True, ranks, memory_per_process(1), parallel)
 
     def micro_batch(self, args: ModelArgs) -> int:
         """Return the windows of a forward pass that surely fit into the memory, or 0."""
@@ -632,8 +632,8 @@ def _skipped(text: Survey) -> Iterator[str]:
     if advice:
         yield advice
     elif text.skipped_text:
-        suffixes = [*text.skipped_text][:SHOWN_SUFFIXES]
-        yield f"--text-suffixes reads {' '.join(suffixes)} as plain text"
+        suffixes = " ".join([*text.skipped_text][:SHOWN_SUFFIXES])
+        yield f"--text-suffixes reads {suffixes} as plain text"
     if ".gz" in text.skipped:
         yield "gunzip .gz first"
 

@@ -110,6 +110,11 @@ class CellRow:
     below: list[str]
     verdict: str
 
+    @property
+    def shown_score(self) -> float | None:
+        """The mean of final scores, else of those at which a race stopped the seeds."""
+        return self.raced if self.mean is None else self.mean
+
 
 @dataclass(frozen=True)
 class ClaimRow:
@@ -553,9 +558,9 @@ def _best_first(
     # Sort keys by task and size; arms that a race stopped are behind the others.
     groups: dict[Place, dict[str, tuple[bool, float]]] = {}
     for row in rows:
-        value = row.raced if row.mean is None else row.mean
-        if value is not None:
-            key = (row.mean is None, value if row.task in lower else -value)
+        score = row.shown_score
+        if score is not None:
+            key = (row.mean is None, score if row.task in lower else -score)
             groups.setdefault((row.task, size_of(row.arm)), {})[row.arm] = key
 
     # Equal scores have the mean of the ranks that they share.

@@ -185,7 +185,7 @@ def _reference_cell(reference: ReferenceRow, arm: str) -> Cell:
 
 def _matrix_cell(row: CellRow) -> Cell:
     """Return a cell's mean score, its symbol, and in small print how sure it is."""
-    value = row.raced if row.mean is None else row.mean
+    value = row.shown_score
     if value is None and row.num_without_score:
         return make_cell(MISSING, f"{row.num_without_score} run(s) without a score")
     if value is None:

@@ -179,9 +179,7 @@ class WithDecisions:
     decision: Decision | None
 
     def decision_accuracy(self, row: "Verdict | TaskScores") -> float | None:
-        if self.decision is None:
-            return None
-        return self.decision.accuracy(row.task, row.metric)
+        return self.decision.accuracy(row.task, row.metric) if self.decision else None
 
 
 @dataclass(frozen=True)

@@ -179,12 +179,13 @@ def rounded(values: np.ndarray) -> list[float | int | None]:
     """Return JSON numbers: integers, others with DIGITS digits, None if not finite."""
     if values.dtype.kind == "i":
         return values.tolist()
+    return [
+        shortest(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+        for value in values.tolist()
+    ]
 
-    numbers: list[float | int | None] = []
-    for value in values.tolist():
-        if math.isfinite(value):
-            short = float(f"{value:.{DIGITS}g}")
-            numbers.append(int(short) if short.is_integer() else short)
-        else:
-            numbers.append(None)
-    return numbers
+
+def shortest(text: str) -> float | int:
+    """Return the number in `text`, as an integer if it is one: JSON of 1 is shorter than of 1.0."""
+    number = float(text)
+    return int(number) if number.is_integer() else number

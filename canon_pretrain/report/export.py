@@ -156,6 +156,10 @@ def merge_rows(rows: Iterable[Row]) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def _rows(events: Iterable[Event]) -> list[Row]:
+    return merge_rows(filter(None, map(row_from_event, events)))
+
+
 def _time(event: Event) -> float:
     """Return when an event was logged, in seconds since 1970; 0 if unknown."""
     time_s = unix_time(event.get("time"))
@@ -412,7 +416,7 @@ def copy(
     if wait is not None:
         return _follow(run, open_target, wait)
 
-    rows = merge_rows(filter(None, map(row_from_event, run.events)))
+    rows = _rows(run.events)
     last_time = rows[-1].time if rows else 0.0
     rows = merge_rows([*rows, *_evaluations(run, last_time)])
     target = open_target(run_metadata(run, run.events))
@@ -436,7 +440,7 @@ def _follow(
 
     # Copy the log so far. It is complete if no launch has begun after the last `done`.
     target = open_target(run_metadata(run, events))
-    for row in merge_rows(filter(None, map(row_from_event, events))):
+    for row in _rows(events):
         target.write(row)
     launches_and_ends = [e.kind for e in events if e.kind in (*SEGMENT_EVENTS, "done")]
     is_over |= launches_and_ends[-1:] == ["done"]

@@ -32,8 +32,17 @@ from canon_pretrain.report.content import (
     ScorePoint,
     SmoothCurve,
     TrainingCurve,
+    finite,
 )
-from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Chart, downsample, rounded, segments
+from canon_pretrain.report.curves import (
+    CHARTS,
+    FEW_POINTS,
+    Chart,
+    downsample,
+    rounded,
+    segments,
+    shortest,
+)
 from canon_pretrain.report.evaluations import LOSS_UNITS, WHOLE_TEXT, tokens_at
 from canon_pretrain.report.items import Evaluation, is_loss
 from canon_pretrain.report.picture import Line, Panel
@@ -113,17 +122,13 @@ def training_curve(runs: Sequence[RunRecord], chart: Chart) -> TrainingCurve:
             CurveLine(
                 run=run.label,
                 logged=len(values),
-                values=_finite(values[kept]),
+                values=finite(values[kept].tolist()),
                 steps=steps[kept].tolist(),
                 tokens=tokens[kept].tolist(),
                 not_finite=int((~np.isfinite(values)).sum()),
             )
         )
     return TrainingCurve(**vars(chart), lines=lines)
-
-
-def _finite(values: np.ndarray) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values.tolist()]
 
 
 def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> list[SmoothCurve]:
@@ -160,7 +165,9 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
             means[label] = sums / counts
 
     def smooth_curve(title: str, values_by_run: Mapping[str, np.ndarray]) -> SmoothCurve:
-        lines = [RunLine(run, middles, _finite(values)) for run, values in values_by_run.items()]
+        lines = [
+            RunLine(run, middles, finite(values.tolist())) for run, values in values_by_run.items()
+        ]
         return SmoothCurve(title, form=",.4f", log_scale=False, lines=lines)
 
     curves = [smooth_curve("The last half, smoothed", means)]
@@ -473,7 +480,7 @@ def _trace(
     needs_markers = len(y) <= FEW_POINTS or None in y  # a value between two gaps has no line
     numbers = rounded(np.array(y, float))
     if form:
-        numbers = [None if x is None else _shortest(format(x, form)) for x in numbers]
+        numbers = [None if x is None else shortest(format(x, form)) for x in numbers]
     return {
         "mode": "lines+markers" if needs_markers else "lines",
         "of": of,
@@ -483,21 +490,13 @@ def _trace(
     }
 
 
-def _shortest(text: str) -> float | int:
-    number = float(text)
-    return int(number) if number.is_integer() else number
-
-
 def _over_steps(steps: Sequence[int], tokens: Sequence[int]) -> Json:
     """Return both as differences, which are short; tokens as a multiple of steps, if they are."""
+    differences = {"steps": np.diff(steps, prepend=0).tolist()}
     per_step = tokens[0] / steps[0] if steps and steps[0] else 0
-    step_differences = np.diff(steps, prepend=0).tolist()
-    is_constant = all(
-        num_tokens == per_step * step for step, num_tokens in zip(steps, tokens, strict=True)
-    )
-    if per_step and is_constant:
-        return {"steps": step_differences, "tokens_per_step": per_step}
-    return {"steps": step_differences, "tokens": np.diff(tokens, prepend=0).tolist()}
+    if per_step and list(tokens) == [per_step * step for step in steps]:
+        return differences | {"tokens_per_step": per_step}
+    return differences | {"tokens": np.diff(tokens, prepend=0).tolist()}
 
 
 def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = False) -> Json:

@@ -17,6 +17,7 @@ import numpy as np
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import printable, size
 from canon_pretrain.report import curves
+from canon_pretrain.report.content import finite
 from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Band, Chart, Entry, rounded
 from canon_pretrain.report.record import Curve, RunRecord, exit_if_left_out, read_runs
 from canon_pretrain.run.folder import named_runs
@@ -144,10 +145,7 @@ def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]
 
 def _score_curve(scores: Mapping[int, Score]) -> StyledCurve:
     """Return the curve of scores by step, with error bars."""
-    errors = [
-        score.stderr if score.stderr is not None and math.isfinite(score.stderr) else None
-        for score in scores.values()
-    ]
+    errors = [finite(score.stderr) for score in scores.values()]
     style = {
         "mode": "lines+markers",
         "error_y": {"array": [error or 0 for error in errors]},
