@@ -491,7 +491,7 @@ def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
     show("machine", f"{machine.name}, {size(machine.memory)} of memory{each}")
 
     # Times are measured on the machine as it is.
-    load, _, _ = os.getloadavg()
+    load = os.getloadavg()[0]
     cores = available_cores()
     if load > cores:
         show("", f"load average {load:.1f} on {cores} cores: times are those of a busy machine")

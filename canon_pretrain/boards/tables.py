@@ -442,18 +442,16 @@ def models(content: BoardContent) -> Table:
     ]
 
     by_arm = {model.arm: [*model.tasks.values()] for model in content.models}
-    rows: list[list[Cell]] = []
-    for arm in content.arms:
-        counts = by_arm[arm.arm]
-        rows.append(
-            [
-                arm.arm,
-                _range({x.parameters for x in counts}),
-                _range({x.flops_per_token for x in counts}),
-                _range({x.state_bytes_per_token for x in counts}),
-                _range({x.state_bytes for x in counts}),
-            ]
-        )
+    rows = [
+        [
+            arm.arm,
+            _range({x.parameters for x in by_arm[arm.arm]}),
+            _range({x.flops_per_token for x in by_arm[arm.arm]}),
+            _range({x.state_bytes_per_token for x in by_arm[arm.arm]}),
+            _range({x.state_bytes for x in by_arm[arm.arm]}),
+        ]
+        for arm in content.arms
+    ]
     return make_table(columns, rows, "models")
 
 

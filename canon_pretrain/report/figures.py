@@ -697,16 +697,13 @@ def held_out_panel(curves: HeldOutCurves) -> Panel:
     """Return the figure of `held_out_curves` for papers and slides."""
     lines = []
     for line in curves.lines:
-        has_band = max(line.n) > 1
-        lines.append(
-            Line(
-                line.label,
-                np.array(line.tokens, float),
-                np.array(line.values, float),
-                np.array(line.low, float) if has_band else None,
-                np.array(line.high, float) if has_band else None,
-            )
-        )
+        low: np.ndarray | None = None
+        high: np.ndarray | None = None
+        if max(line.n) > 1:  # the band of several seeds
+            low = np.array(line.low, float)
+            high = np.array(line.high, float)
+        tokens = np.array(line.tokens, float)
+        lines.append(Line(line.label, tokens, np.array(line.values, float), low, high))
     return Panel(f"Held-out loss, {curves.unit}", lines, curves.counted)
 
 
