@@ -10,23 +10,23 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command that the first words name; print the table of commands if there is none."""
+    """Run the command of the first arguments; print the table of commands if there are none."""
     from canon_pretrain.commands import COMMANDS, print_commands, run_command, unknown_command
     from canon_pretrain.core.cli import command
 
-    words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in COMMANDS:
-        run_command(words, _catch_interrupts)
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in COMMANDS:
+        run_command(arguments, _catch_interrupts)
         return
 
     _catch_interrupts()
     with command(prints=True):
-        if words == ["--version"]:
+        if arguments == ["--version"]:
             from canon_pretrain.run.launches import own_version
 
             print(f"canon_pretrain {own_version() or 'not installed'}")
-        elif words and words[0] not in ("-h", "--help"):
-            raise unknown_command(words[0])
+        elif arguments and arguments[0] not in ("-h", "--help"):
+            raise unknown_command(arguments[0])
         else:
             print_commands()
 

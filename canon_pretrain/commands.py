@@ -25,16 +25,15 @@ SECTION_KEY = re.compile(r"--[A-Za-z_][\w-]*\.[\w.-]+(=.*)?", re.DOTALL)
 
 @dataclass(frozen=True)
 class Command:
-    """A command; `name` is NAME of its functions if its module has several commands."""
+    """A command of a module, see above."""
 
     module: str
-    about: str
-    name: str = ""
+    summary: str
     prints: bool = False  # stdout is the result: if it cannot be written, the command fails
     interrupted: str = ""  # what Ctrl-C prints
-    takes_keys: bool = False  # words that it does not know become `arguments.overrides`
+    takes_keys: bool = False  # unknown arguments become `arguments.overrides`
     ends_with_keys: bool = False  # the first --section.key and all that follows do
-    parses: bool = False  # the module's `main(words)` parses for itself
+    parses: bool = False  # the module's `main(argv)` parses for itself
     is_hidden: bool = False  # not in help: for scripts
 
 
@@ -42,9 +41,13 @@ class Command:
 class Group:
     """Commands with a common first word."""
 
-    about: str
+    summary: str
     description: str
     commands: dict[str, Command]
+
+    @property
+    def visible(self) -> list[str]:
+        return [name for name, inner in self.commands.items() if not inner.is_hidden]
 
 
 DATA_INTERRUPTED = "interrupted; run the same command again to resume"
@@ -126,18 +129,15 @@ COMMANDS: dict[str, Command | Group] = {
             "list": Command(
                 "canon_pretrain.checkpoint.commands",
                 "list checkpoints, by manifests and file sizes",
-                "list",
                 prints=True,
             ),
             "verify": Command(
                 "canon_pretrain.checkpoint.commands",
                 "check the hash of every file; changes nothing",
-                "verify",
             ),
             "prune": Command(
                 "canon_pretrain.checkpoint.commands",
                 "delete all but the newest K verified ones",
-                "prune",
             ),
         },
     ),
@@ -178,17 +178,14 @@ COMMANDS: dict[str, Command | Group] = {
             "export": Command(
                 "canon_pretrain.hf.commands",
                 "write a checkpoint as a folder for transformers",
-                "export",
             ),
             "push": Command(
                 "canon_pretrain.hf.commands",
                 "upload an export with a model card to the hub",
-                "push",
             ),
             "import": Command(
                 "canon_pretrain.hf.commands",
                 "write a Hugging Face folder as a checkpoint",
-                "import",
             ),
         },
     ),
@@ -199,27 +196,23 @@ COMMANDS: dict[str, Command | Group] = {
             "plan": Command(
                 "canon_pretrain.cluster.sweep",
                 "write SWEEP/sweep.json",
-                "plan",
                 ends_with_keys=True,
             ),
             "run": Command(
                 "canon_pretrain.cluster.sweep",
                 "train or resume one run",
-                "run",
                 prints=True,
                 ends_with_keys=True,
             ),
             "table": Command(
                 "canon_pretrain.cluster.sweep",
                 "print the state of the runs",
-                "table",
                 prints=True,
                 ends_with_keys=True,
             ),
             "todo": Command(
                 "canon_pretrain.cluster.sweep",
                 "print the numbers of runs to submit",
-                "todo",
                 prints=True,
                 ends_with_keys=True,
                 is_hidden=True,
@@ -233,25 +226,21 @@ COMMANDS: dict[str, Command | Group] = {
             "plan": Command(
                 "canon_pretrain.boards.commands",
                 "write DIR/sweep.json and configs",
-                "plan",
                 prints=True,
             ),
             "run": Command(
                 "canon_pretrain.boards.commands",
                 "plan, and train what is not DONE",
-                "run",
                 prints=True,
             ),
             "status": Command(
                 "canon_pretrain.boards.commands",
                 "print the state of the runs",
-                "status",
                 prints=True,
             ),
             "report": Command(
                 "canon_pretrain.boards.commands",
                 "write DIR/report.html, .json, .md",
-                "report",
                 prints=True,
             ),
         },
@@ -263,19 +252,16 @@ COMMANDS: dict[str, Command | Group] = {
             "show": Command(
                 "canon_pretrain.synthetic.commands",
                 "print a window: one instance after another, with answers in brackets, or as JSON",
-                "show",
                 prints=True,
             ),
             "score": Command(
                 "canon_pretrain.synthetic.commands",
                 "print the numbers of right and wrong answers; those of the verdicts go to stderr",
-                "score",
                 prints=True,
             ),
             "stats": Command(
                 "canon_pretrain.synthetic.commands",
                 "print the ids of words, lengths, and shares, over some windows and instances",
-                "stats",
                 prints=True,
             ),
         },
@@ -287,13 +273,11 @@ COMMANDS: dict[str, Command | Group] = {
             "step": Command(
                 "canon_pretrain.bench",
                 "what Canon sets cost in a training step",
-                "step",
                 prints=True,
             ),
             "generate": Command(
                 "canon_pretrain.bench",
                 "what Canon sets cost in generation, or an export's speed over transformers'",
-                "generate",
                 prints=True,
             ),
         },
@@ -304,38 +288,43 @@ COMMANDS: dict[str, Command | Group] = {
 }
 
 
-def run_command(words: Sequence[str], on_import: Callable[[], None]) -> None:
-    """Run the command that `words` begin with; exit with its code if that is not 0.
+def run_command(argv: Sequence[str], on_import: Callable[[], None]) -> None:
+    """Run the command that `argv` begins with; exit with its code if that is not 0.
 
     `on_import` is called once the command's module is imported: Ctrl-C may raise from then on.
     """
-    stage = COMMANDS[words[0]]
-    second = words[1] if len(words) > 1 else ""
-    chosen = stage if isinstance(stage, Command) else stage.commands.get(second)
+    name = argv[0]
+    chosen: Command | Group | None = COMMANDS[name]
+    if isinstance(chosen, Group):
+        name = argv[1] if len(argv) > 1 else ""
+        chosen = chosen.commands.get(name)
+
     code: int | None
     if chosen is None:
         on_import()
         with command():
-            code = _show_help(words)
+            code = _show_help(argv)
     elif chosen.parses:
         module = import_module(chosen.module)
         on_import()
-        code = module.main(words[1:])
+        code = module.main(argv[1:])
     else:
-        add_arguments, run = functions_of(chosen)
+        add_arguments, run = functions_of(name, chosen)
         on_import()
         with command(prints=chosen.prints, interrupted=chosen.interrupted):
-            code = run(_parse(words, chosen, add_arguments))
+            code = run(_parse(argv, chosen, add_arguments))
     if code:
         raise SystemExit(code)
 
 
-def functions_of(chosen: Command) -> tuple[Callable[..., None], Callable[..., int | None]]:
+def functions_of(
+    name: str, chosen: Command
+) -> tuple[Callable[..., None], Callable[..., int | None]]:
     """Import a command's module; return its functions to add arguments, and to run."""
     module = import_module(chosen.module)
-    if not chosen.name:
+    if hasattr(module, "run"):  # its only command
         return module.add_arguments, module.run
-    return getattr(module, f"add_{chosen.name}_arguments"), getattr(module, f"run_{chosen.name}")
+    return getattr(module, f"add_{name}_arguments"), getattr(module, f"run_{name}")
 
 
 def make_parser(
@@ -348,77 +337,86 @@ def make_parser(
     """
     stage = COMMANDS[name]
     if isinstance(stage, Command):
-        parser = Parser(prog=f"canon {name}", description=_sentence(stage.about), epilog=EPILOG)
+        parser = Parser(prog=f"canon {name}", description=_sentence(stage.summary), epilog=EPILOG)
         add_arguments[""](parser)
         return parser
 
+    # argparse lists hidden commands in its usage, unless it gets the names to show.
+    metavar = None
+    if len(stage.visible) < len(stage.commands):
+        metavar = f"{{{','.join(stage.visible)}}}"
     parser = Parser(prog=f"canon {name}", description=stage.description, epilog=EPILOG)
-    shown = [word for word, each in stage.commands.items() if not each.is_hidden]
-    hides = len(shown) < len(stage.commands)
-    metavar = "{" + ",".join(shown) + "}" if hides else None
-    commands = parser.add_subparsers(dest="command", required=True, metavar=metavar)
-    for word, each in stage.commands.items():
-        help_options: dict[str, Any] = {} if each.is_hidden else {"help": each.about}
-        own = commands.add_parser(word, description=_sentence(each.about), **help_options)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar=metavar)
+    for word, inner in stage.commands.items():
+        help_options: dict[str, Any] = {} if inner.is_hidden else {"help": inner.summary}
+        subparser = subparsers.add_parser(
+            word, description=_sentence(inner.summary), **help_options
+        )
         if word in add_arguments:
-            add_arguments[word](own)
+            add_arguments[word](subparser)
     return parser
 
 
 def _parse(
-    words: Sequence[str], chosen: Command, add_arguments: Callable[..., None]
+    argv: Sequence[str], chosen: Command, add_arguments: Callable[..., None]
 ) -> argparse.Namespace:
-    name, *rest = words
+    name, *rest = argv
     is_group = isinstance(COMMANDS[name], Group)
     parser = make_parser(name, {rest[0] if is_group else "": add_arguments})
     if chosen.takes_keys:
         arguments, arguments.overrides = parser.parse_known_args(rest)
         return arguments
-    if chosen.ends_with_keys:
-        first = (place for place, word in enumerate(rest) if SECTION_KEY.fullmatch(word))
-        end = next(first, len(rest))
-        arguments = parser.parse_args(rest[:end])
-        arguments.overrides = rest[end:]
-        return arguments
-    return parser.parse_args(rest)
+    if not chosen.ends_with_keys:
+        return parser.parse_args(rest)
+
+    # The keys of a job are checked when its config is read, not here.
+    keys_begin = next(
+        (k for k, argument in enumerate(rest) if SECTION_KEY.fullmatch(argument)), len(rest)
+    )
+    arguments = parser.parse_args(rest[:keys_begin])
+    arguments.overrides = rest[keys_begin:]
+    return arguments
 
 
-def _show_help(words: Sequence[str]) -> int:
-    """Print the help of a group, as an error if it was not asked for; return the exit code."""
-    parser = make_parser(words[0], {})
-    if words[1:]:
-        parser.parse_args(words[1:])  # --help, or an unknown command
+def _show_help(argv: Sequence[str]) -> int:
+    """Print the help of a group, as an error unless `argv` asks for it; return the exit code."""
+    parser = make_parser(argv[0], {})
+    if argv[1:]:
+        parser.parse_args(argv[1:])  # --help, or an unknown command
         return 0
     with redirect_stdout(sys.stderr), suppress(SystemExit):
         parser.parse_args(["--help"])
     return 2
 
 
-def _sentence(about: str) -> str:
-    return f"{about[0].upper()}{about[1:]}."
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
 
 
 def print_commands() -> None:
     """Print all commands."""
     print("usage: canon STAGE ...    (more: canon STAGE --help)\n")
     for name, stage in COMMANDS.items():
-        commands = stage.commands.items() if isinstance(stage, Group) else ()
-        shown = [word for word, each in commands if not each.is_hidden]
-        print(f"  {name:11} {stage.about}{': ' if shown else ''}{', '.join(shown)}")
+        line = f"  {name:11} {stage.summary}"
+        if isinstance(stage, Group):
+            line = f"{line}: {', '.join(stage.visible)}"
+        print(line)
 
 
 def unknown_command(word: str) -> UserError:
-    """Return the error for an unknown first word, with the nearest command."""
+    """Build the error for an unknown first word, with the nearest command."""
+    # A user may have meant a stage, or a command of a group, such as `export` of two of them.
     lines = {name: [f"canon {name}"] for name in COMMANDS}
     for name, stage in COMMANDS.items():
         for inner in stage.commands if isinstance(stage, Group) else ():
             if inner not in COMMANDS:
                 lines.setdefault(inner, []).append(f"canon {name} {inner}")
+
     near = nearest(word, lines)
-    meant = f" Did you mean `{'` or `'.join(lines[near])}`?" if near else ""
+    suggestion = f" Did you mean `{'` or `'.join(lines[near])}`?" if near else ""
     return UserError(
         "cli.unknown_stage",
-        f'"{word}" is not a stage; `canon` lists them.{meant}',
+        f'"{word}" is not a stage; `canon` lists them.{suggestion}',
         given=word,
         choices=[*COMMANDS],
     )

@@ -14,6 +14,7 @@ SCRIPTS = Path(__file__).parent / "completions"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `canon completion`."""
     parser.description = __doc__
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("shell", choices=("bash", "zsh"))

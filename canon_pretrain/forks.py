@@ -9,9 +9,9 @@ from canon_pretrain.titan import device
 
 
 def serve_forks(*modules: str) -> None:
-    """Import what training needs, then run `canon WORDS` in a forked child for each request.
+    """Import what training needs, then run `canon ARGUMENTS` in a forked child for each request.
 
-    NAME=VALUE before the words sets variables, as for `env`. `modules`: what else to import.
+    NAME=VALUE before the arguments sets variables, as for `env`. `modules`: what else to import.
     Returns at once on GPUs: CUDA does not survive a fork.
     """
     device.prepare_process()
@@ -28,12 +28,12 @@ def serve_forks(*modules: str) -> None:
         import_module(module)
     cpu_vec_isa.pick_vec_isa()  # starts a process per instruction set
 
-    def run(words: list[str]) -> None:
-        while "=" in words[0]:
-            name, _, value = words.pop(0).partition("=")
+    def run(arguments: list[str]) -> None:
+        while "=" in arguments[0]:
+            name, _, value = arguments.pop(0).partition("=")
             os.environ[name] = value
             if name == "OMP_NUM_THREADS":  # which torch has read
                 torch.set_num_threads(int(value))
-        run_process(lambda: canon(words))
+        run_process(lambda: canon(arguments))
 
     serve(run)

@@ -1,7 +1,7 @@
 """Propose an experiment for a folder of text: `canon new NAME --data FOLDER` writes NAME.toml.
 
 The text is read by data_prep (a sample of a large one), candidate sizes are timed on this machine,
-and every proposed value is written beside the rule that it follows from.
+and every proposed value is written next to the rule that it follows from.
 """
 
 import argparse
@@ -38,41 +38,56 @@ SIZES = {
 }
 """Flavor -> vocabulary and sequence length: at most half of the parameters embed tokens, but of
 texts with many characters (LARGER_VOCABULARY)."""
-TOKENS_PER_PARAMETER = 20
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. (2022)
 EPOCHS = 8
-"""The most epochs. On 0.8 MB, the held-out loss of 0.2M parameters was 1.81, 1.51, 1.53 and 1.81
-nats after 4, 8, 16 and 32."""
+"""Maximum number of epochs. On 0.8 MB, the held-out loss of 0.2M parameters was 1.81, 1.51, 1.53
+and 1.81 nats after 4, 8, 16 and 32."""
 WORN_EPOCHS = 15.4  # R* of Muennighoff et al. (2023): how repeated tokens lose their worth
-LEAST_STEPS = 300
-LEAST_BATCH_TOKENS, LEAST_BATCH_FLOPS, DEEPSEEK_FLOPS = 1024, 2e12, 1e17
+MIN_STEPS = 300
+MIN_BATCH_TOKENS = 1024
+MIN_BATCH_FLOPS = 2e12
+DEEPSEEK_FLOPS = 1e17
 """Of small models: bits per byte of held-out text after 70 CPU seconds at width 64, with steps of
 512, 1,024 and 2,048 tokens (learning rates 1e-2, 1e-2, 4e-3): prose of 2.4 MB 2.148, 2.102, 2.143;
 Python code of 12 MB -, 1.804, 1.816. A bigram has 2.504 and 2.130."""
-LEAST_BYTES = 20_000
+MIN_BYTES = 20_000
 BYTES_PER_TOKEN = 3.5
 """Assumed until the tokenizer of the chosen size is trained."""
-MOST_RARE = 0.01
-LARGER_VOCABULARY, LEAST_TOKENS_PER_PIECE = 4, 180
-"""Of a text in which more than MOST_RARE of the characters would be bytes, such as Chinese. Bits
-per byte of 12.6 MB of it with 1,024, 4,096 and 16,384 pieces at width 64: after one CPU minute
+MAX_RARE_SHARE = 0.01
+LARGER_VOCABULARY = 4
+MIN_TOKENS_PER_PIECE = 180
+"""Of a text in which more than MAX_RARE_SHARE of the characters would be bytes, such as Chinese.
+Bits per byte of 12.6 MB of it with 1,024, 4,096 and 16,384 pieces at width 64: after one CPU minute
 3.067, 2.994 and 3.057, after two 2.960, 2.900 and 2.942, after ten 2.827, 2.698 and 2.740. The
 bigrams of these vocabularies have 3.540, 2.955 and 2.747, and a model shall beat its own: 4,096
 pieces do it after two minutes, which are 200 tokens per piece. One seed, three at 16,384."""
-PAPER_LR, LR, LR_WIDTH = 1e-3, 6e-3, 96
+PAPER_LR = 1e-3
+LR = 6e-3
+LR_WIDTH = 96
 """Bits per byte of held-out text at width 64 with 4e-3, 6e-3 and 1e-2, after 773 steps of 1,024
 tokens (one CPU minute): prose of 2.4 MB 2.225, 2.220 to 2.289, 2.553 to 2.569; a text of 0.3 MB
 2.273, 2.276 to 2.299, 2.432 to 2.453; dialogues of 4.6 MB 2.073, 2.064 to 2.067, 2.057 to 2.058;
 Python code of 12 MB -, 1.927 to 1.957, 1.951 to 1.984. Three seeds of 6e-3 and of 1e-2. The
 bigrams have 2.504, 2.451, 2.239 and 2.130."""
-LEAST_WARMUP, MOST_WARMUP = 200, 1000
+MIN_WARMUP = 200
+MAX_WARMUP = 1000
 """After 731 steps of 1,024 tokens of prose (width 64, 6e-3), bits per byte on 64 windows: with 74
 steps of warmup 2.285 and 2.659 with Canon layers, 2.660 and 2.686 without (seeds 0 and 1); with 200
 steps 2.226 and 2.223 (and 2.216 with seed 2), 2.373 and 2.381. Its bigram has 2.486."""
-DOCUMENTS = 200
-HELD_OUT_BYTES, LEAST_BUILT_BYTES = 4_000_000, 20_000_000
-MEASURE_S, MEASUREMENTS = 1.0, 3
+MIN_DOCUMENTS = 200  # to tell held-out losses apart; longer documents are cut to have as many
+MIN_CUT_BYTES = 1_000
+MAX_CUT_BYTES = 20_000
+MAX_HELD_OUT_SHARE = 0.02
+HELD_OUT_BYTES = 4_000_000
+MIN_BUILT_BYTES = 20_000_000
+MEASURE_S = 1.0
+MEASUREMENTS = 3
+GPU_WINDOWS = 8  # of a timed step
+MAX_MICRO_BATCH = 64
 TRAINER_SHARE = 0.8  # of forward and backward alone: measured 0.85 at width 64 on a CPU
-SHOWN_CHARACTERS, PROMPT_WORDS, PROMPT_CHARACTERS = 200, 3, 40
+SHOWN_CHARACTERS = 200
+PROMPT_WORDS = 3
+PROMPT_CHARACTERS = 40
 SHOWN_SUFFIXES = 5
 BYTES_PER_PARAMETER = 24  # float32 weights, gradients, AdamW's moments, and what FSDP2 gathers
 
@@ -92,35 +107,42 @@ class Machine:
 
     @classmethod
     def find(cls, models: int = 1) -> "Machine":
-        """Return the machine on which `models` models are to be trained, at once if they can be."""
+        """Inspect this machine, for `models` models that train at once if they can."""
         import torch
 
         check_cuda()
-        if gpus := torch.cuda.device_count():
-            memory = memory_per_process(1)
-            name = f"{gpus} x {torch.cuda.get_device_name(0)}"
-            ranks = 1 << (gpus.bit_length() - 1)  # a power of two divides the batch
-            if models > 1:
-                return cls(name, True, 1, memory, parallel=min(models, gpus))
-            return cls(name, True, ranks, memory)
+        num_gpus = torch.cuda.device_count()
+        if not num_gpus:
+            cores = available_cores()
+            parallel = min(models, cores)
+            name = f"{cores} cores of {cpu_info('model name') or 'a CPU'}"
+            return cls(name, False, 1, memory_per_process(parallel), parallel)
 
-        cores = available_cores()
-        name = f"{cores} cores of {cpu_info('model name') or 'a CPU'}"
-        parallel = min(models, cores)
-        return cls(name, False, 1, memory_per_process(parallel), parallel)
+        # Several models have a GPU each; one has a number of GPUs that divides the batch.
+        parallel = min(models, num_gpus)
+        ranks = 1 if models > 1 else _power_of_two(num_gpus)
+        name = f"{num_gpus} x {torch.cuda.get_device_name(0)}"
+        return cls(name, True, ranks, memory_per_process(1), parallel)
 
     def micro_batch(self, args: ModelArgs) -> int:
-        """Return the windows of a forward pass that surely fit into the memory, or 0.
+        """Return the windows of a forward pass that surely fit into the memory, or 0."""
+        # Values that a token keeps of a block's width: what --dry-run counts in bfloat16, about
+        # twice that on a CPU, where half of the memory is left to other programs.
+        if self.is_gpu:
+            bytes_per_value = 2
+            values_per_width = 8
+            memory_share = 0.8
+        else:
+            bytes_per_value = 4
+            values_per_width = 16
+            memory_share = 0.5
 
-        A CPU's is left to half to other programs.
-        """
-        # bytes per value, and values that a token keeps of a block's width: what --dry-run counts
-        # in bfloat16, about twice that on a CPU
-        width, kept, share = (2, 8, 0.8) if self.is_gpu else (4, 16, 0.5)
-        values = kept * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size
-        room = share * self.memory - BYTES_PER_PARAMETER * num_parameters(args) / self.ranks
-        fitting = int(room / (width * values * args.max_seq_len))
-        return min(64, 1 << (fitting.bit_length() - 1)) if fitting > 0 else 0
+        block_values = values_per_width * args.num_layers * (args.dim + args.ffn_dim)
+        values_per_token = block_values + 8 * args.vocab_size
+        weight_bytes = BYTES_PER_PARAMETER * num_parameters(args) / self.ranks
+        free_bytes = memory_share * self.memory - weight_bytes
+        windows = int(free_bytes / (bytes_per_value * values_per_token * args.max_seq_len))
+        return min(MAX_MICRO_BATCH, _power_of_two(windows)) if windows > 0 else 0
 
     def tokens_per_second(self, args: ModelArgs) -> float:
         """Time forward and backward of the model on one device; return the speed of all."""
@@ -129,6 +151,7 @@ class Machine:
 
         from canon_pretrain.model.transformer import Transformer
 
+        # The model as it is trained: in bfloat16 on a GPU, on its part of the cores on a CPU.
         if self.parallel > 1 and not self.is_gpu:
             torch.set_num_threads(threads_per_process(self.parallel))
         device = torch.device("cuda" if self.is_gpu else "cpu")
@@ -136,21 +159,28 @@ class Machine:
         model.init_weights()
         if self.is_gpu:
             model.bfloat16()
-        # a small step has the smallest share of the processor's speed
-        windows = 8 if self.is_gpu else max(1, LEAST_BATCH_TOKENS // args.max_seq_len)
-        windows = min(windows, self.micro_batch(args))
-        tokens = torch.randint(args.vocab_size, (windows, args.max_seq_len), device=device)
+
+        # On a CPU, the smallest step: it has the smallest share of the processor's speed.
+        num_windows = max(1, MIN_BATCH_TOKENS // args.max_seq_len)
+        if self.is_gpu:
+            num_windows = GPU_WINDOWS
+        num_windows = min(num_windows, self.micro_batch(args))
+        tokens_BT = torch.randint(args.vocab_size, (num_windows, args.max_seq_len), device=device)
 
         def step() -> None:
-            logits = model(tokens).flatten(0, 1).float()
-            F.cross_entropy(logits, tokens.flatten()).backward()
+            logits_NV = model(tokens_BT).flatten(0, 1).float()
+            F.cross_entropy(logits_NV, tokens_BT.flatten()).backward()
             if self.is_gpu:
                 torch.cuda.synchronize()
 
         step()  # compiles and allocates
-        return (
-            TRAINER_SHARE * best_rate(step, MEASURE_S, MEASUREMENTS) * tokens.numel() * self.ranks
-        )
+        steps_per_second = TRAINER_SHARE * best_rate(step, MEASURE_S, MEASUREMENTS)
+        return steps_per_second * tokens_BT.numel() * self.ranks
+
+
+def _power_of_two(count: int) -> int:
+    """Round down to a power of two."""
+    return 1 << (count.bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -169,11 +199,15 @@ class Proposal:
     max_tokens: int = 0
     share: float = 1.0
 
+    def with_model(self, args: ModelArgs) -> "Proposal":
+        """Return the proposal with another model, which is timed."""
+        return replace(self, args=args, speed=self.machine.tokens_per_second(args))
+
     @property
     def tokens(self) -> float:
-        """The training tokens: of the time, of EPOCHS epochs, of LEAST_STEPS steps."""
-        most = max(EPOCHS * self.unique, LEAST_STEPS * LEAST_BATCH_TOKENS)
-        return min(self.speed * self.seconds, most)
+        """The training tokens: of the time, at most of EPOCHS epochs (of MIN_STEPS if more)."""
+        max_tokens = max(EPOCHS * self.unique, MIN_STEPS * MIN_BATCH_TOKENS)
+        return min(self.speed * self.seconds, max_tokens)
 
     @property
     def parameters(self) -> int:
@@ -181,7 +215,11 @@ class Proposal:
 
     @property
     def ratio(self) -> float:
-        """Tokens per parameter, repeated ones counted as the new ones that they are worth."""
+        """Tokens per parameter, repeated ones counted as the new ones that they are worth.
+
+        Muennighoff et al. (2023): U unique tokens that are repeated R times are worth as many as
+        U + U R* (1 - exp(-R / R*)) new ones.
+        """
         repeats = max(0.0, self.tokens / self.unique - 1)
         worth = 1 + WORN_EPOCHS * (1 - math.exp(-repeats / WORN_EPOCHS))
         return min(self.tokens, self.unique * worth) / self.parameters
@@ -191,31 +229,39 @@ class Proposal:
         """What keeps the ratio below half of TOKENS_PER_PARAMETER, or ""."""
         if self.ratio >= TOKENS_PER_PARAMETER / 2:
             return ""
-        best = min(TOKENS_PER_PARAMETER, replace(self, seconds=math.inf).ratio)
-        if best < 2 * self.ratio:
+        best_ratio = min(TOKENS_PER_PARAMETER, replace(self, seconds=math.inf).ratio)
+        if best_ratio < 2 * self.ratio:
             return "too little text for this size"
-        worth = best * self.parameters / self.unique - 1
-        repeats = worth if worth < 0 else -WORN_EPOCHS * math.log(1 - worth / WORN_EPOCHS)
+
+        # The time of the best ratio: `ratio`, solved for the repeats.
+        repeats = best_ratio * self.parameters / self.unique - 1
+        if repeats >= 0:
+            repeats = -WORN_EPOCHS * math.log(1 - repeats / WORN_EPOCHS)
         minutes = math.ceil((1 + repeats) * self.unique / self.speed / 60)
-        return f"about {best:.2g} would be ideal: {minutes} minutes of training"
+        return f"about {best_ratio:.2g} would be ideal: {minutes} minutes of training"
 
     @property
     def batch(self) -> int:
         """Windows in a step for C FLOPs: DeepSeek's 0.292 C^0.3271 tokens from 1e17 FLOPs on.
 
-        Below, where they did not measure: a power law between theirs at 1e17 and LEAST_BATCH_TOKENS
-        at LEAST_BATCH_FLOPS. Down to a power of two.
+        Below, where they did not measure: a power law between theirs at 1e17 and MIN_BATCH_TOKENS
+        at MIN_BATCH_FLOPS. Down to a power of two.
         """
         flops = 6 * self.parameters * self.tokens
         tokens = 0.292 * max(flops, DEEPSEEK_FLOPS) ** 0.3271
         if flops < DEEPSEEK_FLOPS:
-            share = math.log(DEEPSEEK_FLOPS / flops) / math.log(DEEPSEEK_FLOPS / LEAST_BATCH_FLOPS)
-            tokens = max(LEAST_BATCH_TOKENS, tokens * (LEAST_BATCH_TOKENS / tokens) ** share)
+            # 0 at DeepSeek's end of the power law, 1 at the other.
+            share = math.log(DEEPSEEK_FLOPS / flops) / math.log(DEEPSEEK_FLOPS / MIN_BATCH_FLOPS)
+            tokens = max(MIN_BATCH_TOKENS, tokens * (MIN_BATCH_TOKENS / tokens) ** share)
         return max(self.machine.ranks, 1 << int(math.log2(tokens / self.args.max_seq_len)))
 
     @property
     def steps(self) -> int:
-        return max(10, round(self.tokens / (self.batch * self.args.max_seq_len)))
+        return max(10, round(self.tokens / self.tokens_per_step))
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.args.max_seq_len
 
     @property
     def lr(self) -> float:
@@ -223,13 +269,28 @@ class Proposal:
 
     @property
     def warmup(self) -> int:
-        """A tenth of the steps, from LEAST_WARMUP to MOST_WARMUP; a quarter of fewer steps."""
-        tenth = -(-self.steps // 10)
-        return min(max(LEAST_WARMUP, tenth), MOST_WARMUP, -(-self.steps // 4))
+        """A tenth of the steps, from MIN_WARMUP to MAX_WARMUP; a quarter of fewer steps."""
+        tenth = math.ceil(self.steps / 10)
+        quarter = math.ceil(self.steps / 4)
+        return min(max(MIN_WARMUP, tenth), MAX_WARMUP, quarter)
 
     @property
     def epochs(self) -> float:
-        return self.steps * self.batch * self.args.max_seq_len / (self.max_tokens or self.unique)
+        return self.steps * self.tokens_per_step / (self.max_tokens or self.unique)
+
+    def steps_rule(self) -> list[str]:
+        """Return what the steps are and what limits them, in two lines."""
+        tokens = self.steps * self.tokens_per_step
+        rule = f"The time limit: {self.seconds / 60:.3g} minutes of training."
+        if self.epochs > EPOCHS + 1:
+            rule = "The text is short: it is repeated until the fewest useful steps are done."
+        elif self.epochs > EPOCHS - 0.5:
+            rule = f"More than {EPOCHS} epochs of a small text gain nothing on held-out text."
+        return [
+            f"{tokens:,} tokens, {self.epochs:.1f} epochs: {duration(tokens / self.speed)} here "
+            f"({self.speed:,.0f} tokens/s).",
+            rule,
+        ]
 
 
 def propose(machine: Machine, num_bytes: float, seconds: float) -> Proposal:
@@ -237,156 +298,155 @@ def propose(machine: Machine, num_bytes: float, seconds: float) -> Proposal:
 
     Sizes are timed from the smallest on. Raises UserError.
     """
-    found: list[Proposal] = []
+    unique = num_bytes / BYTES_PER_TOKEN
+    proposals: list[Proposal] = []
     for name, (vocab_size, seq_len) in SIZES.items():
         args = replace(flavor(name), vocab_size=vocab_size, max_seq_len=seq_len, canon_set="ABCD")
         if not machine.micro_batch(args):
             break
         speed = machine.tokens_per_second(args)
-        unique = num_bytes / BYTES_PER_TOKEN
-        found.append(Proposal(machine, name, args, speed, unique, seconds))
-        if found[-1].ratio < TOKENS_PER_PARAMETER:
-            break
-    if not found:
-        message = f"{size(machine.memory)} of memory are available: too little for any model; "
-        raise UserError("memory.too_small", f"{message}end other programs")
-    return min(found, key=lambda one: abs(math.log(one.ratio / TOKENS_PER_PARAMETER)))
+        proposals.append(Proposal(machine, name, args, speed, unique, seconds))
+        if proposals[-1].ratio < TOKENS_PER_PARAMETER:
+            break  # larger ones have fewer
+
+    if not proposals:
+        raise UserError(
+            "memory.too_small",
+            f"{size(machine.memory)} of memory are available: too little for any model; "
+            "end other programs",
+        )
+    return min(proposals, key=lambda x: abs(math.log(x.ratio / TOKENS_PER_PARAMETER)))
 
 
-def with_larger_vocabulary(given: Proposal) -> Proposal:
+def with_larger_vocabulary(proposal: Proposal) -> Proposal:
     """Return the proposal with a vocabulary LARGER_VOCABULARY times as large.
 
-    Or as it is, if it would train on fewer than LEAST_TOKENS_PER_PIECE tokens for each piece.
+    Or as it is, if it would train on fewer than MIN_TOKENS_PER_PIECE tokens for each piece.
     """
-    vocab_size = LARGER_VOCABULARY * given.args.vocab_size
-    args = replace(given.args, vocab_size=vocab_size)
-    if not given.machine.micro_batch(args):
-        return given  # too little memory
-    larger = replace(given, args=args, speed=given.machine.tokens_per_second(args))
-    return larger if larger.tokens >= LEAST_TOKENS_PER_PIECE * vocab_size else given
+    vocab_size = LARGER_VOCABULARY * proposal.args.vocab_size
+    args = replace(proposal.args, vocab_size=vocab_size)
+    if not proposal.machine.micro_batch(args):
+        return proposal  # too little memory
+    larger = proposal.with_model(args)
+    if larger.tokens < MIN_TOKENS_PER_PIECE * vocab_size:
+        return proposal
+    return larger
 
 
-def cut_and_holdout(found: Survey, share: float = 1.0) -> tuple[int, float]:
+def cut_and_holdout(text: Survey, share: float = 1.0) -> tuple[int, float]:
     """Return --max-document-bytes (0: none) and --holdout, for a build of `share` of the text.
 
     Enough documents to tell losses apart, and of a large text no more than HELD_OUT_BYTES beyond.
     """
-    cut, documents = 0, float(found.num_documents)
-    if documents < DOCUMENTS:
-        cut = min(20_000, max(1_000, found.num_bytes // (2 * DOCUMENTS)))
-        cut = round(cut, 1 - len(str(cut)))
-        documents = found.num_bytes / cut
-    most = min(0.02, HELD_OUT_BYTES / found.num_bytes) / share
-    most = max(holdout_for(share * documents), min(MAX_HOLDOUT, most))
-    digits = max(2, 1 - math.floor(math.log10(most)))
-    return cut, math.ceil(most * 10**digits) / 10**digits
+    # A text of few documents is cut into more, of a round number of bytes.
+    cut = 0
+    num_documents = float(text.num_documents)
+    if num_documents < MIN_DOCUMENTS:
+        cut = max(MIN_CUT_BYTES, text.num_bytes // (2 * MIN_DOCUMENTS))
+        cut = _round_to_digits(min(MAX_CUT_BYTES, cut), 1)
+        num_documents = text.num_bytes / cut
+
+    # Rounded up to two digits, or to whole percents.
+    holdout = min(MAX_HELD_OUT_SHARE, HELD_OUT_BYTES / text.num_bytes) / share
+    holdout = max(holdout_for(share * num_documents), min(MAX_HOLDOUT, holdout))
+    decimals = max(2, 1 - math.floor(math.log10(holdout)))
+    return cut, math.ceil(holdout * 10**decimals) / 10**decimals
 
 
-def limit_tokens(found: Survey, total: float, given: Proposal) -> Proposal:
+def _round_to_digits(number: int, digits: int) -> int:
+    """Round to the first digits of a positive number."""
+    return round(number, digits - len(str(number)))
+
+
+def limit_tokens(text: Survey, total: float, proposal: Proposal) -> Proposal:
     """Set max_tokens if the run uses less than a quarter of the text's `total` tokens.
 
     Whole files are built, so it saves nothing of a single one, and little of a small text.
     """
-    needed = given.steps * given.batch * given.args.max_seq_len
-    most = max(4 * needed, round(LEAST_BUILT_BYTES * total / found.num_bytes))
-    most = round(most, 2 - len(str(most)))
-    share = math.ceil(found.num_files * most / total) / found.num_files
-    return replace(given, max_tokens=most, share=share) if share < 1 else given
+    used = proposal.steps * proposal.tokens_per_step
+    max_tokens = max(4 * used, round(MIN_BUILT_BYTES * total / text.num_bytes))
+    max_tokens = _round_to_digits(max_tokens, 2)
+    share = math.ceil(text.num_files * max_tokens / total) / text.num_files
+    if share >= 1:
+        return proposal
+    return replace(proposal, max_tokens=max_tokens, share=share)
 
 
-def steps_rule(given: Proposal) -> str:
-    """Return what the steps are and what limits them, in two lines."""
-    tokens = given.steps * given.batch * given.args.max_seq_len
-    facts = f"{tokens:,} tokens, {given.epochs:.1f} epochs: {duration(tokens / given.speed)} here"
-    if given.epochs > EPOCHS + 1:
-        why = "The text is short: it is repeated until the fewest useful steps are done."
-    elif given.epochs > EPOCHS - 0.5:
-        why = f"More than {EPOCHS} epochs of a small text gain nothing on held-out text."
-    else:
-        why = f"The time limit: {given.seconds / 60:.3g} minutes of training."
-    return f"{facts} ({given.speed:,.0f} tokens/s).\n# {why}"
-
-
-def toml(name: str, files: str, prompt: str, given: Proposal, *, command: str = "canon new") -> str:
+def toml(
+    name: str, files: str, prompt: str, proposal: Proposal, *, command: str = "canon new"
+) -> str:
     """Return the experiment's file, each value with its rule."""
-    machine = given.machine
-    quoted = {
-        "description": f"{name}, on {files}",
-        "run": f"outputs/{name}/canon",
-        "data": f"outputs/{name}/data",
-        "prompt": prompt,
-    }
-    text = Path(__file__).with_suffix(".toml").read_text()
-    return text.format(
-        **{key: to_toml({"": text})[5:-1] for key, text in quoted.items()},
+    # Values that the template formats itself are attributes of `proposal`.
+    machine = proposal.machine
+    template = Path(__file__).with_suffix(".toml").read_text()
+    return template.format(
+        description=_toml_string(f"{name}, on {files}"),
+        run=_toml_string(f"outputs/{name}/canon"),
+        data=_toml_string(f"outputs/{name}/data"),
+        prompt=_toml_string(prompt),
         command=command,
         files=printable(files),
         machine=printable(machine.name),
-        flavor=given.name,
-        layers=given.args.num_layers,
-        dim=given.args.dim,
-        parameters=given.parameters,
-        ratio=given.ratio,
-        choice=given.shortfall or "of all sizes nearest to it",
-        sizes=", ".join(each for each in SIZES if each != given.name),
+        proposal=proposal,
+        choice=proposal.shortfall or "of all sizes nearest to it",
+        sizes=", ".join(other for other in SIZES if other != proposal.name),
         goal=TOKENS_PER_PARAMETER,
-        steps_rule=steps_rule(given),
-        steps=given.steps,
-        seq_len=given.args.max_seq_len,
-        least_batch=LEAST_BATCH_TOKENS,
-        batch=given.batch,
-        windows=min(machine.micro_batch(given.args), given.batch // machine.ranks),
+        steps_rule="\n# ".join(proposal.steps_rule()),
+        min_batch=MIN_BATCH_TOKENS,
+        windows=min(machine.micro_batch(proposal.args), proposal.batch // machine.ranks),
         dtype="bfloat16" if machine.is_gpu else "float32",
         top_lr=LR,
         lr_width=LR_WIDTH,
-        lr=given.lr,
-        warmup=given.warmup,
-        least_warmup=LEAST_WARMUP,
-        most_warmup=MOST_WARMUP,
-        quarter=-(-given.steps // 4),
-        tenth=-(-given.steps // 10),
-        hundredth=-(-given.steps // 100),
+        min_warmup=MIN_WARMUP,
+        max_warmup=MAX_WARMUP,
+        quarter=math.ceil(proposal.steps / 4),
+        tenth=math.ceil(proposal.steps / 10),
+        hundredth=math.ceil(proposal.steps / 100),
         compiles="true" if machine.is_gpu else "false",
     )
 
 
+def _toml_string(text: str) -> str:
+    """Return a quoted string of TOML."""
+    line = to_toml({"": text})
+    return line.removeprefix('"" = ').removesuffix("\n")
+
+
 def build_options(
-    out: str,
-    paths: Sequence[Path],
-    found: Survey,
-    text_field: str | None,
-    proposal: Proposal,
+    out: str, paths: Sequence[Path], text: Survey, text_field: str | None, proposal: Proposal
 ) -> list[str]:
     """Return the options of `canon data build` that write the proposal's shards to `out`."""
-    cut, holdout = cut_and_holdout(found, proposal.share)
-    words = ["--source", "local", "--files", *map(str, paths)]
-    if found.suffixes:
-        words += ["--text-suffixes", *found.suffixes]
+    cut, holdout = cut_and_holdout(text, proposal.share)
+    options = ["--source", "local", "--files", *map(str, paths)]
+    if text.suffixes:
+        options += ["--text-suffixes", *text.suffixes]
     if text_field:
-        words += ["--text-field", text_field]
+        options += ["--text-field", text_field]
     if cut:
-        words += ["--max-document-bytes", str(cut)]
+        options += ["--max-document-bytes", str(cut)]
     if proposal.max_tokens:
-        words += ["--max-tokens", str(proposal.max_tokens)]
-    words += ["--holdout", f"{holdout:g}", "--tokenizer", f"train:{proposal.args.vocab_size}"]
-    return [*words, "--out", out]
+        options += ["--max-tokens", str(proposal.max_tokens)]
+    options += ["--holdout", f"{holdout:g}", "--tokenizer", f"train:{proposal.args.vocab_size}"]
+    return [*options, "--out", out]
 
 
 def next_commands(
-    name: str, paths: Sequence[Path], found: Survey, text_field: str | None, proposal: Proposal
+    name: str, paths: Sequence[Path], text: Survey, text_field: str | None, proposal: Proposal
 ) -> Iterator[tuple[str, str]]:
     """Yield (what it does, the command as it is pasted)."""
     canon = "canon" if shutil.which("canon") else "python -m canon_pretrain"
-    words = build_options(f"outputs/{name}/data", paths, found, text_field, proposal)
-    yield "text to shards of tokens", f"{canon} data build {shlex.join(words)}"
+    options = build_options(f"outputs/{name}/data", paths, text, text_field, proposal)
+    yield "text to shards of tokens", f"{canon} data build {shlex.join(options)}"
 
-    run, other = f"outputs/{name}/canon", f"outputs/{name}/without-canon"
+    run = f"outputs/{name}/canon"
     ranks = proposal.machine.ranks
-    torchrun = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train"
-    train = f"{torchrun if ranks > 1 else f'{canon} train'} --config {name}.toml"
+    train = f"{canon} train --config {name}.toml"
+    if ranks > 1:
+        train = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train --config {name}.toml"
     yield "train; Ctrl-C saves, the same command resumes", train
     yield "let it write", f"{canon} sample {run}"
 
+    other = f"outputs/{name}/without-canon"
     without = f'--model.canon_set "" --job.dump_folder {other}'
     yield "then the same model without Canon layers", f"{train} {without}"
     yield (
@@ -409,7 +469,7 @@ def check_name(name: str) -> None:
 def inspect_text(
     paths: Sequence[Path], text_field: str | None, suffixes: Sequence[str], option: str
 ) -> Survey:
-    """Print what the text of `option` is. Raises UserError if nothing can be trained on it."""
+    """Survey the text of `option`, and print it. Raises UserError if it is not for training."""
     for path in paths:
         if Path("outputs").resolve().is_relative_to(path.resolve()):
             raise UserError(
@@ -419,139 +479,163 @@ def inspect_text(
                 path=path,
             )
 
-    found = survey(paths, text_field, suffixes, option)
-    print_survey(found)
-    check_text(found, ", ".join(map(str, paths)))
-    return found
+    text = survey(paths, text_field, suffixes, option)
+    print_survey(text)
+    check_text(text, ", ".join(map(str, paths)))
+    return text
 
 
-def choose(machine: Machine, found: Survey, seconds: float) -> Proposal:
+def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
     """Print and return what to train for `seconds` on a text. Raises UserError."""
     each = " each" if max(machine.ranks, machine.parallel) > 1 else ""
     show("machine", f"{machine.name}, {size(machine.memory)} of memory{each}")
-    load, cores = os.getloadavg()[0], available_cores()
+
+    # Times are measured on the machine as it is.
+    load = os.getloadavg()[0]
+    cores = available_cores()
     if load > cores:
         show("", f"load average {load:.1f} on {cores} cores: times are those of a busy machine")
-        # measured: 107 tokens/s with 2 threads beside three other programs, 4,872 with one
+        # Measured: 107 tokens/s with 2 threads next to three other programs, 4,872 with one.
         show("", "beside other programs OMP_NUM_THREADS=1 is often many times as fast")
 
     # The size is chosen by bytes, then the tokens of its vocabulary are counted.
-    _, holdout = cut_and_holdout(found)
-    chosen = propose(machine, (1 - holdout) * found.num_bytes, seconds)
-    if found.rare_share(chosen.args.vocab_size) > MOST_RARE:
-        chosen = with_larger_vocabulary(chosen)
-    vocab_size, share = found.tokens_per_byte(chosen.args.vocab_size)
-    total = share * found.num_bytes
-    if vocab_size != chosen.args.vocab_size:  # a text of few words
-        args = replace(chosen.args, vocab_size=vocab_size)
-        chosen = replace(chosen, args=args, speed=machine.tokens_per_second(args))
-    chosen = replace(chosen, unique=(1 - holdout) * total)
-    chosen = limit_tokens(found, total, chosen)
+    _, holdout = cut_and_holdout(text)
+    proposal = propose(machine, (1 - holdout) * text.num_bytes, seconds)
+    if text.rare_share(proposal.args.vocab_size) > MAX_RARE_SHARE:
+        proposal = with_larger_vocabulary(proposal)
+    vocab_size, tokens_per_byte = text.tokens_per_byte(proposal.args.vocab_size)
+    total = tokens_per_byte * text.num_bytes
+    if vocab_size != proposal.args.vocab_size:  # a text of few words
+        proposal = proposal.with_model(replace(proposal.args, vocab_size=vocab_size))
+    proposal = replace(proposal, unique=(1 - holdout) * total)
+    proposal = limit_tokens(text, total, proposal)
 
-    show("tokens", f"{total:,.0f} of a vocabulary of {vocab_size:,}, {1 / share:.2f} bytes each")
-    if chosen.max_tokens:
-        part = f"of the first files, {chosen.max_tokens:,} are built"
-        show("", f"{part}: at least four times what the run uses")
+    bytes_each = 1 / tokens_per_byte
+    show("tokens", f"{total:,.0f} of a vocabulary of {vocab_size:,}, {bytes_each:.2f} bytes each")
+    if proposal.max_tokens:
+        show(
+            "",
+            f"of the first files, {proposal.max_tokens:,} are built: "
+            "at least four times what the run uses",
+        )
+    ratio = f"{proposal.ratio:.1f} tokens per parameter"
+    show(
+        "model",
+        f"{proposal.name}: {proposal.parameters:,} parameters",
+        f"{ratio}; {proposal.shortfall}" if proposal.shortfall else ratio,
+    )
+    show("training", *proposal.steps_rule())
+    return proposal
 
-    facts = f"{chosen.name}: {chosen.parameters:,} parameters"
-    ratio = f"{chosen.ratio:.1f} tokens per parameter"
-    show("model", facts, "; ".join(filter(None, (ratio, chosen.shortfall))))
-    show("training", *steps_rule(chosen).split("\n# "))
-    return chosen
 
-
-def propose_experiment(given: argparse.Namespace) -> None:
-    """Print what is found and proposed, and write NAME.toml. Raises UserError."""
-    target, outputs = Path(f"{given.name}.toml"), Path("outputs", given.name)
-    check_name(given.name)
-    for path in (target, outputs):
+def run(arguments: argparse.Namespace) -> None:
+    """Survey the text, write NAME.toml and print the next commands. Raises UserError."""
+    name = arguments.name
+    check_name(name)
+    target = Path(f"{name}.toml")
+    for path in (target, Path("outputs", name)):
         if path.exists():
             raise UserError(
                 "new.exists",
-                f"{path}: exists; give another name, or remove it if you do not need it",
+                f"{path}: exists; choose another name, or remove it if you do not need it",
                 path=path,
             )
 
-    found = inspect_text(given.data, given.text_field, given.text_suffixes, "--data")
-    chosen = choose(Machine.find(), found, 60.0 * given.minutes)
-    files = ", ".join(map(str, given.data))
+    paths = arguments.data
+    text = inspect_text(paths, arguments.text_field, arguments.text_suffixes, "--data")
+    proposal = choose(Machine.find(), text, 60.0 * arguments.minutes)
+    files = ", ".join(map(str, paths))
     with create_file(target) as file:
-        file.write(toml(given.name, files, first_words(found.sample), chosen).encode())
+        file.write(toml(name, files, first_words(text.sample), proposal).encode())
 
     print(f"\nWrote {target}, with the reason for each value. Next:\n")
-    for about, words in next_commands(given.name, given.data, found, given.text_field, chosen):
-        print(f"# {about}\n{words}\n")
+    for purpose, command in next_commands(name, paths, text, arguments.text_field, proposal):
+        print(f"# {purpose}\n{command}\n")
 
 
-def check_text(found: Survey, files: str) -> None:
+def check_text(text: Survey, files: str) -> None:
     """Raise UserError if the text is too little, or most of it not UTF-8."""
-    if found.num_bytes < LEAST_BYTES:
-        message = f"{files}: {found.num_bytes:,} bytes of text, expected at least {LEAST_BYTES:,}; "
+    if text.num_bytes < MIN_BYTES:
         manual = f"--data {Path(os.__file__).parent / 'pydoc_data'} --text-suffixes .py"
-        message += skipped_advice(found) or f"add text, or try Python's manual: {manual}"
-        raise UserError("new.too_little_text", message, given=found.num_bytes)
-    if 2 * found.num_damaged > found.num_probed:
+        advice = skipped_advice(text) or f"add text, or try Python's manual: {manual}"
+        raise UserError(
+            "new.too_little_text",
+            f"{files}: {text.num_bytes:,} bytes of text, expected at least {MIN_BYTES:,}; {advice}",
+            given=text.num_bytes,
+        )
+    if 2 * text.num_damaged > text.num_probed:
         raise UserError(
             "new.not_utf8",
-            f"{files}: most of the text is not UTF-8: {damage(found)}",
-            given=found.num_damaged,
+            f"{files}: most of the text is not UTF-8: {damage(text)}",
+            given=text.num_damaged,
         )
 
 
-def damage(found: Survey) -> str:
+def damage(text: Survey) -> str:
     """Return how many sampled documents are not UTF-8, and what to do."""
-    counts = f"{found.num_damaged:,} of {found.num_probed:,} sampled documents"
+    counts = f"{text.num_damaged:,} of {text.num_probed:,} sampled documents"
     return f"{counts} are not UTF-8 text: convert with `iconv -f ENCODING -t utf-8 OLD > NEW`"
 
 
-def skipped_advice(found: Survey) -> str:
+def skipped_advice(text: Survey) -> str:
     """Return the option that reads skipped text, if it is more than what is read, or ""."""
-    suffixes = [*found.skipped_text][:SHOWN_SUFFIXES]
-    num_bytes = sum(found.skipped_text[suffix] for suffix in suffixes)
-    if num_bytes <= found.num_bytes:
+    suffixes = [*text.skipped_text][:SHOWN_SUFFIXES]
+    num_bytes = sum(text.skipped_text[suffix] for suffix in suffixes)
+    if num_bytes <= text.num_bytes:
         return ""
-    counts = ", ".join(f"{found.skipped[suffix]:,} {suffix}" for suffix in suffixes)
-    option = shlex.join(["--text-suffixes", *found.suffixes, *suffixes])
+    counts = ", ".join(f"{text.skipped[suffix]:,} {suffix}" for suffix in suffixes)
+    option = shlex.join(["--text-suffixes", *text.suffixes, *suffixes])
     return f"{counts} hold {size(num_bytes)}: add {option}"
 
 
 def first_words(texts: Sequence[str]) -> str:
     """Return the first words of the last text that has some; a text may be without spaces."""
-    words = next((found for text in reversed(texts) if (found := text.split())), [])
+    words_of_texts = (text.split() for text in reversed(texts))
+    words = next(filter(None, words_of_texts), [])
     return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
 
 
 def show(label: str, *lines: str) -> None:
+    """Print lines, the first one after its label."""
     for line in lines:
         print(f"{label:12}{printable(line)}")
         label = ""
 
 
-def print_survey(found: Survey) -> None:
-    """Print what was found of the text."""
+def print_survey(text: Survey) -> None:
+    """Print what files were read, how, and what was not read."""
     show(
         "text",
-        f"{found.num_files:,} files, {size(found.file_bytes)}: "
-        f"{found.num_documents:,} documents, {size(found.num_bytes)} of text",
+        f"{text.num_files:,} files, {size(text.file_bytes)}: "
+        f"{text.num_documents:,} documents, {size(text.num_bytes)} of text",
     )
-    if found.sampled < found.num_bytes:
-        show("", f"estimated from a sample of {size(found.sampled)}")
-    if found.suffixes:
-        show("", f"read as plain text: {' '.join(found.suffixes)}")
-    if found.skipped:
-        common = found.skipped.most_common(SHOWN_SUFFIXES)
-        kinds = ", ".join(f"{count:,} {kind or 'without suffix'}" for kind, count in common)
-        advice = [skipped_advice(found)]
-        if found.skipped_text and not advice[0]:
-            suffixes = " ".join([*found.skipped_text][:SHOWN_SUFFIXES])
-            advice = [f"--text-suffixes reads {suffixes} as plain text"]
-        advice += ["gunzip .gz first"] if ".gz" in found.skipped else []
-        show("", "; ".join(filter(None, (f"skipped: {kinds}", *advice))))
-    if found.num_damaged:
-        show("", damage(found))
-    if found.sample:
-        text = " ".join(found.sample[len(found.sample) // 2].split())
-        show("sample", f"{text[:SHOWN_CHARACTERS]} ...")
+    if text.sampled < text.num_bytes:
+        show("", f"estimated from a sample of {size(text.sampled)}")
+    if text.suffixes:
+        show("", f"read as plain text: {' '.join(text.suffixes)}")
+    if text.skipped:
+        show("", "; ".join(_skipped(text)))
+    if text.num_damaged:
+        show("", damage(text))
+    if text.sample:
+        words = text.sample[len(text.sample) // 2].split()
+        show("sample", f"{' '.join(words)[:SHOWN_CHARACTERS]} ...")
+
+
+def _skipped(text: Survey) -> Iterator[str]:
+    """Yield which files were skipped, and how they can be read."""
+    common = text.skipped.most_common(SHOWN_SUFFIXES)
+    kinds = [f"{count:,} {suffix or 'without suffix'}" for suffix, count in common]
+    yield f"skipped: {', '.join(kinds)}"
+
+    advice = skipped_advice(text)
+    if advice:
+        yield advice
+    elif text.skipped_text:
+        suffixes = " ".join([*text.skipped_text][:SHOWN_SUFFIXES])
+        yield f"--text-suffixes reads {suffixes} as plain text"
+    if ".gz" in text.skipped:
+        yield "gunzip .gz first"
 
 
 FILES_HELP = "files or folders: .txt, .jsonl or .json (.zst, .gz), .parquet, or other plain text"
@@ -561,11 +645,17 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
     """Add the options on how files are read."""
     add = parser.add_argument
     add("--text-field", metavar="F", help="name of the text in rows, also a.b (default: text)")
-    suffixes = "read files of these suffixes as plain text too, such as .md .rst"
-    add("--text-suffixes", nargs="+", default=(), metavar=".S", help=suffixes)
+    add(
+        "--text-suffixes",
+        nargs="+",
+        default=(),
+        metavar=".S",
+        help="read files of these suffixes as plain text too, such as .md .rst",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `canon new`."""
     parser.description = (
         "Propose an experiment for your text: look at it and at this machine, write "
         "NAME.toml, and print the next commands."
@@ -575,8 +665,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", nargs="+", type=Path, required=True, metavar="PATH", help=FILES_HELP)
     add("--minutes", type=positive, default=10, help="of training here (default: %(default)s)")
     add_text_options(parser)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Write NAME.toml and print the next commands. Raises UserError."""
-    propose_experiment(arguments)

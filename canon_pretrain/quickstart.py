@@ -36,14 +36,15 @@ BUILD = "--tokenizer train:1024 --max-tokens 2000000 --max-document-bytes 16000 
 PROMPT = "This module provides"
 ARMS = {"nope_canon": "with Canon", "nope": "without Canon"}
 BAR_WIDTH = 40
-MOST_THREADS = 4
+MAX_THREADS = 4
 
 
 class Quickstart:
     """The stages, of which each does what is left to do; `prefix` comes before shown commands."""
 
     def __init__(self, stages: Stages, prefix: str) -> None:
-        self.stages, self.prefix = stages, prefix
+        self.stages = stages
+        self.prefix = prefix
         self.run = FOLDER / "run"
         self.board = FOLDER / "canon"
         self.steps = read_experiment(CONFIG)["training"]["steps"]
@@ -58,7 +59,7 @@ class Quickstart:
 
         checkpoint = self.run / "checkpoint" / f"step-{self.steps}"
         self._stage(
-            "4/7 held-out loss beside models that count tokens",
+            "4/7 held-out loss next to models that count tokens",
             f"eval run --checkpoint {checkpoint} --suite {VALIDATION} --must-beat bigram",
         )
         print(f"{self._gain_over_bigram():.2f} bits per byte better than a bigram of the text")
@@ -71,8 +72,8 @@ class Quickstart:
 
         print(f"\npages: {self.run}/report/index.html, {self.board}/report.html\nnext:")
         print("  source .venv/bin/activate")
-        for text, about in NEXT.items():
-            print(f"  {text.format(run=self.run):37} # {about}")
+        for next_command, purpose in NEXT.items():
+            print(f"  {next_command.format(run=self.run):37} # {purpose}")
 
     def _train_and_resume(self) -> None:
         """Train on two ranks, stop in the middle, and resume."""
@@ -87,39 +88,40 @@ class Quickstart:
             self._train("3/7 resume and finish")
 
     def _train(self, title: str, *options: str) -> None:
-        words = ("--config", str(CONFIG), *options)
+        arguments = ("--config", str(CONFIG), *options)
         launcher = f"torchrun --nproc-per-node {RANKS} -m canon_pretrain.train"
-        with self._titled(title, f"{launcher} {shlex.join(words)}"):
-            self.stages.call_ranks(RANKS, *words)
+        with self._titled(title, f"{launcher} {shlex.join(arguments)}"):
+            self.stages.call_ranks(RANKS, *arguments)
 
     def _gain_over_bigram(self) -> float:
         """Return by how many bits per byte the model is better than a bigram of its shards."""
         [run], _ = read_runs([self.run])
         evaluation = full_results(run, VALIDATION)[self.steps]
-        own, bigram = (
-            evaluation.score(ScoreKey(VALIDATION, task, BITS)) for task in (VALIDATION, "bigram")
-        )
-        assert own is not None  # --must-beat has compared them
-        assert bigram is not None
-        return bigram - own
+        model = evaluation.score(ScoreKey(VALIDATION, VALIDATION, BITS))
+        bigram = evaluation.score(ScoreKey(VALIDATION, "bigram", BITS))
+        assert model is not None and bigram is not None  # --must-beat has compared them
+        return bigram - model
 
     def _show_canon(self) -> None:
         """Train a small board with Canon and without, and print its scores as bars."""
-        shown = f"canon playground run {BOARD} --out {self.board}"
-        with self._titled("7/7 what Canon layers do: copying, with and without", shown):
+        with self._titled(
+            "7/7 what Canon layers do: copying, with and without",
+            f"canon playground run {BOARD} --out {self.board}",
+        ):
             sweep, _ = plan_board(read_board(BOARD), self.board)
             train_sweep(sweep, self.board, threads=threads(), server=self.stages.server)
             self.stages.call("playground", "report", BOARD, "--out", self.board)
             print(bars(json.loads(read_bytes(self.board / "report.json"))))
 
-    def _stage(self, title: str, words: str) -> None:
-        with self._titled(title, f"canon {words}"):
-            self.stages.call(*shlex.split(words))
+    def _stage(self, title: str, arguments: str) -> None:
+        """Run `canon ARGUMENTS` as a stage."""
+        with self._titled(title, f"canon {arguments}"):
+            self.stages.call(*shlex.split(arguments))
 
     @contextmanager
-    def _titled(self, title: str, shown: str) -> Iterator[None]:
+    def _titled(self, title: str, command_line: str) -> Iterator[None]:
         """Print a stage's title and command before the block, and its time after it."""
-        print(f"\n== {title}\n   {self.prefix}{shown}\n", flush=True)
+        print(f"\n== {title}\n   {self.prefix}{command_line}\n", flush=True)
         start = time.monotonic()
         yield
         print(f"   took {duration(time.monotonic() - start)}", flush=True)
@@ -136,19 +138,17 @@ def bars(report: Mapping[str, Any]) -> str:
     """Return a line of text for each of ARMS: its score on the board's task as a bar."""
     cells = {cell["arm"]: cell for cell in report["cells"]}
     lines = []
-    for arm, about in ARMS.items():
-        cell = cells[arm]
-        low, high = cell["interval"]
-        bar = "#" * round(BAR_WIDTH * cell["mean"])
-        lines.append(
-            f"   {about:14} {bar:{BAR_WIDTH}} {cell['mean']:.2f}  (95 % {low:.2f} to {high:.2f})"
-        )
+    for arm, label in ARMS.items():
+        mean = cells[arm]["mean"]
+        low, high = cells[arm]["interval"]
+        bar = "#" * round(BAR_WIDTH * mean)
+        lines.append(f"   {label:14} {bar:{BAR_WIDTH}} {mean:.2f}  (95 % {low:.2f} to {high:.2f})")
     return "\n".join(lines)
 
 
 def threads() -> int:
     """Return the CPU threads of each rank and model; more would wait for each other."""
-    return min(MOST_THREADS, threads_per_process(RANKS))
+    return min(MAX_THREADS, threads_per_process(RANKS))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from canon_pretrain.core.children import ForkedChild, ForkServer, ending, start_child
 from canon_pretrain.core.cli import available_cores
@@ -32,10 +32,10 @@ Child = ForkedChild | subprocess.Popen[bytes]
 
 
 class Stages:
-    """Runs commands, and is a context manager.
+    """A context manager that runs `canon` commands.
 
-    Their output is appended to the file `log`, or shown if that is None. `forks`: whether they are
-    forks of a process that starts now, with `environ`, and imports while others work.
+    Output is appended to the file `log`, or shown if that is None. With `forks`, commands are forks
+    of a process that starts now, with `environ`, and imports torch during the first commands.
     """
 
     def __init__(self, log: Path | None, environ: dict[str, str], *, forks: bool) -> None:
@@ -60,80 +60,93 @@ class Stages:
             self.server.close()
             self.server = None
 
-    def run(self, title: str, *words: object) -> str:
-        """Run `canon WORDS`; print a title and how long it took. Return its output."""
+    def run(self, title: str, *arguments: object) -> str:
+        """Run `canon ARGUMENTS`; print a title and how long it took. Return its output."""
         start = time.monotonic()
         print(f"{title} ... ", end="", flush=True)
-        output = self.call(*words)
+        output = self.call(*arguments)
         print(duration(time.monotonic() - start))
         return output
 
-    def call(self, *words: object) -> str:
-        """Run `canon WORDS` on all cores and return its output. Raises UserError if it fails."""
+    def call(self, *arguments: object) -> str:
+        """Run `canon ARGUMENTS` on all cores; return its output. Raises UserError if it fails."""
         threads = f"OMP_NUM_THREADS={available_cores()}"
-        return self._call([[threads, *map(str, words)]])
+        return self._call([[threads, *map(str, arguments)]])
 
-    def call_ranks(self, count: int, *words: object) -> str:
-        """Run `canon train WORDS` on `count` ranks, as torchrun does. Raises UserError."""
-        texts = ["train", *map(str, words)]
+    def call_ranks(self, world_size: int, *arguments: object) -> str:
+        """Run `canon train ARGUMENTS` on `world_size` ranks, as torchrun does. Raises UserError."""
+        train = ["train", *map(str, arguments)]
         if self.server is None:
-            return self._call([[f"{TORCHRUN}={count}", *texts]])
+            return self._call([[f"{TORCHRUN}={world_size}", *train]])
 
-        variables = {
-            "WORLD_SIZE": count,
-            "LOCAL_WORLD_SIZE": count,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": _free_port(),
-        }
+        # Without torchrun, each fork gets the variables that torchrun would set.
+        port = _free_port()
         commands = []
-        for rank in range(count):
-            variables |= {"RANK": rank, "LOCAL_RANK": rank}
-            commands.append([*(f"{name}={value}" for name, value in variables.items()), *texts])
+        for rank in range(world_size):
+            variables = [
+                f"WORLD_SIZE={world_size}",
+                f"LOCAL_WORLD_SIZE={world_size}",
+                "MASTER_ADDR=127.0.0.1",
+                f"MASTER_PORT={port}",
+                f"RANK={rank}",
+                f"LOCAL_RANK={rank}",
+            ]
+            commands.append([*variables, *train])
         return self._call(commands)
 
     def _call(self, commands: Sequence[list[str]]) -> str:
         """Run commands at once; if one fails, stop the others. Return what is in the log."""
         if self.log is None:
-            sys.stdout.flush()
-            with open(os.dup(1), "wb") as shown:
-                code = _wait([self._start(words, shown) for words in commands])
-            output, where = "", "see above"
+            sys.stdout.flush()  # before what the commands print
+            output = ""
+            with open(os.dup(1), "wb") as stdout:
+                code = self._run_all(commands, stdout)
         else:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             with self.log.open("ab") as file:
-                start = file.tell()
-                code = _wait([self._start(words, file) for words in commands])
+                start = file.tell()  # earlier commands have written what is before
+                code = self._run_all(commands, file)
             with self.log.open("rb") as file:
                 file.seek(start)
                 output = file.read().decode(errors="replace")
+        if not code:
+            return output
+
+        # The log may be long: its error, else its last lines.
+        reason = "see above"
+        if self.log is not None:
             last_lines = "\n".join(output.strip().splitlines()[-SHOWN_LINES:])
-            where = f"{reason_in(output) or last_lines} (all of its output: {self.log})"
+            reason = f"{reason_in(output) or last_lines} (all of its output: {self.log})"
+        arguments = _split(commands[0]).arguments
+        raise UserError(
+            "command.failed",
+            f"`canon {' '.join(arguments)}` {ending(code)}: {reason}",
+            exit_code=code,
+        )
 
-        if code:
-            _, words = _split(commands[0])
-            raise UserError(
-                "command.failed",
-                f"`canon {' '.join(words)}` {ending(code)}: {where}",
-                exit_code=code,
-            )
-        return output
+    def _run_all(self, commands: Sequence[list[str]], output: BinaryIO) -> int:
+        return _wait([self._start(command, output) for command in commands])
 
-    def _start(self, words: list[str], output: BinaryIO) -> Child:
-        """Start a command, with NAME=VALUE before its words."""
+    def _start(self, command: list[str], output: BinaryIO) -> Child:
+        """Start a command, a list of NAME=VALUE and then arguments of `canon`."""
         if self.server is not None:
             try:
-                child = self.server.start(words, output)
+                child = self.server.start(command, output)
             except OSError:  # the server has ended, or did not answer
                 self._close_server()
             else:
                 assert child is not None  # it never gives up
                 return child
 
-        variables, words = _split(words)
-        module = ["-m", "canon_pretrain", *words]
-        if ranks := variables.pop(TORCHRUN, None):
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            module = [*launcher, "-m", "canon_pretrain.train", *words[1:]]
+        # Without a server, as a process of its own.
+        variables, arguments = _split(command)
+        num_ranks = variables.pop(TORCHRUN, None)
+        module = ["-m", "canon_pretrain", *arguments]
+        if num_ranks is not None:
+            module = [
+                *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
+                *("-m", "canon_pretrain.train", *arguments[1:]),
+            ]
         return start_child(
             [sys.executable, *module],
             stdin=subprocess.DEVNULL,
@@ -143,19 +156,26 @@ class Stages:
         )
 
 
-def _split(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the variables before a command's words, and the words."""
+class _Command(NamedTuple):
+    """The variables that are set for a command, and its arguments."""
+
+    variables: dict[str, str]
+    arguments: list[str]
+
+
+def _split(command: Sequence[str]) -> _Command:
+    """Divide a command into NAME=VALUE before its arguments, and these."""
     variables: dict[str, str] = {}
-    for number, word in enumerate(words):
-        name, is_variable, value = word.partition("=")
+    for number, text in enumerate(command):
+        name, is_variable, value = text.partition("=")
         if not is_variable:
-            return variables, list(words[number:])
+            return _Command(variables, list(command[number:]))
         variables[name] = value
-    return variables, []
+    return _Command(variables, [])
 
 
 def _free_port() -> int:
-    """Return a port that is free, below those that the system gives to outgoing connections.
+    """Return a port that is free, below those that the system uses for outgoing connections.
 
     One of those could be taken between this call and the rank that opens it.
     """
@@ -176,14 +196,17 @@ def _wait(children: Sequence[Child]) -> int:
         while None in (codes := [child.poll() for child in children]):
             if not failure and any(codes):
                 failure = next(code for code in codes if code)
-                for child in children:
-                    child.terminate()
+                _terminate(children)
             time.sleep(POLL_S)
     except KeyboardInterrupt:
-        for child in children:
-            child.terminate()
+        _terminate(children)
         while any(child.poll() is None for child in children):
             time.sleep(POLL_S)
         raise
 
     return failure or next((code for code in codes if code), 0)
+
+
+def _terminate(children: Sequence[Child]) -> None:
+    for child in children:
+        child.terminate()

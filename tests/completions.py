@@ -37,9 +37,9 @@ def canon_parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="canon")
     stages = root.add_subparsers()
     for name, stage in COMMANDS.items():
-        stages.add_parser(name, help=stage.about)
+        stages.add_parser(name, help=stage.summary)
         parser = _parser_of(name, stage)
-        parser.description = stage.about  # what zsh shows
+        parser.description = stage.summary  # what zsh shows
         stages.choices[name] = parser
     _mark_paths(root)
     return root
@@ -50,7 +50,9 @@ def _parser_of(name: str, stage: Command | Group) -> argparse.ArgumentParser:
     if name == "train":
         return _train_parser()
     commands = {"": stage} if isinstance(stage, Command) else stage.commands
-    parser = make_parser(name, {word: functions_of(each)[0] for word, each in commands.items()})
+    parser = make_parser(
+        name, {word: functions_of(word, each)[0] for word, each in commands.items()}
+    )
     for word, each in commands.items():
         if each.is_hidden:
             del _commands(parser)[word]

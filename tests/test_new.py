@@ -69,7 +69,7 @@ def test_the_file_is_a_job_by_the_rules(tmp_path, capsys):
     assert job.model_args.canon_set == "ABCD" and micro_batch_size(job, 1)
     assert job.lr_scheduler.warmup_steps <= training.steps
     seen = training.steps * training.global_batch_size * training.seq_len
-    assert seen >= 0.9 * new.LEAST_STEPS * new.LEAST_BATCH_TOKENS
+    assert seen >= 0.9 * new.MIN_STEPS * new.MIN_BATCH_TOKENS
     # the commands are what a shell reads
     lines = [line for line in printed.splitlines() if 'a "text"' not in line or "build" in line]
     [build] = [shlex.split(line) for line in lines if " data build " in line]
@@ -84,7 +84,7 @@ def test_sizes_grow_with_text_and_time(machine, num_bytes):
     found = [new.propose(machine, num_bytes, 60.0 * minutes) for minutes in (1, 10, 1000)]
     for one in found:
         assert one.tokens <= one.speed * one.seconds
-        assert one.epochs <= 1.01 * new.EPOCHS or one.steps <= new.LEAST_STEPS + 1
+        assert one.epochs <= 1.01 * new.EPOCHS or one.steps <= new.MIN_STEPS + 1
         assert one.batch % machine.ranks == 0
         off = abs(math.log(one.ratio / 20))
         others = [
@@ -223,7 +223,7 @@ def test_many_characters_have_a_larger_vocabulary_if_time_allows(
         "tokens_per_second",
         lambda self, args: timed.append(args.vocab_size) or speed,
     )
-    monkeypatch.setattr(new, "LEAST_TOKENS_PER_PIECE", 10)
+    monkeypatch.setattr(new, "MIN_TOKENS_PER_PIECE", 10)
     monkeypatch.setattr(new.os, "getloadavg", lambda: (1e4, 0, 0))
     folder = write_text(tmp_path / "text", 3, 10_000)
     characters = [chr(0x4E00 + k) for k in range(3000)]
@@ -265,7 +265,7 @@ def test_large_text_is_held_out_and_built_in_part():
         assert holdout * 10**10 <= 1.1 * max(4e6, AIMED_HELD_OUT * 1e10 / num_files)
     one = new.propose(CPU, 1e10, 6000.0)
     needed = one.steps * one.batch * one.args.max_seq_len
-    assert 4 * needed > new.LEAST_BUILT_BYTES / 3.5
+    assert 4 * needed > new.MIN_BUILT_BYTES / 3.5
     large, total = found(10**6, 10**10), 1e10 / 3.5
     limited = new.limit_tokens(large, total, one)
     assert limited.max_tokens == pytest.approx(4 * needed, rel=0.05)

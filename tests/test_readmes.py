@@ -129,7 +129,9 @@ def test_dry_commands_parse(monkeypatch):
         raise EOFError  # and no further
 
     real = commands.functions_of
-    monkeypatch.setattr(commands, "functions_of", lambda chosen: (real(chosen)[0], parsed))
+    monkeypatch.setattr(
+        commands, "functions_of", lambda name, chosen: (real(name, chosen)[0], parsed)
+    )
     for words in dry_commands():
         tool, *rest = [word for word in words if not re.match(r"[A-Z_]+=", word)]
         assert tool != "make" or f"\n{rest[0]}: " in (ROOT / "Makefile").read_text(), words

@@ -17,6 +17,7 @@ from canon_pretrain.boards.board import Reference
 from canon_pretrain.boards.results import (
     RACED,
     BoardPlan,
+    BoardRun,
     Metric,
     RateScores,
     Result,
@@ -46,7 +47,9 @@ from canon_pretrain.stats.cells import (
 from canon_pretrain.stats.decide import ALPHA
 
 VERSION = 1
-POINTS = 200  # of a curve, at most
+MAX_POINTS = 200  # of a curve
+LOGGED_VERSIONS = ("canon_pretrain", "git_commit", "torch", "torchtitan", "python", "hosts")
+SAMPLED_RUNS = 8  # whose run.json is read for the platforms: there may be thousands of runs
 
 Place = tuple[str, str]
 """A task and an arm."""
@@ -81,7 +84,10 @@ class SeedRow:
 
 @dataclass(frozen=True)
 class CellRow:
-    """An arm on a task, at its best learning rate."""
+    """An arm on a task, at its best learning rate.
+
+    `beats`, `below`: the arms that are significantly worse and better. `verdict`: a key of SYMBOLS.
+    """
 
     task: str
     arm: str
@@ -103,6 +109,11 @@ class CellRow:
     beats: list[str]
     below: list[str]
     verdict: str
+
+    @property
+    def shown_score(self) -> float | None:
+        """The mean of final scores, else of those at which a race stopped the seeds."""
+        return self.raced if self.mean is None else self.mean
 
 
 @dataclass(frozen=True)
@@ -137,7 +148,7 @@ class DifferenceRow:
 
 @dataclass(frozen=True)
 class ReferenceRow:
-    """A publication's scores of a task, and how the order of the means correlates with them."""
+    """A publication's scores of a task, and how the order of our means correlates with them."""
 
     task: str
     values: dict[str, float]
@@ -215,14 +226,10 @@ class DataRow:
     different: list[str]
 
 
-@dataclass(frozen=True)
-class RunRow:
-    name: str
-    task: str
-    arm: str
-    learning_rate: float | None
-    seed: int
-    problem: str
+@dataclass(frozen=True, kw_only=True)
+class RunRow(BoardRun):
+    """A planned run, and what became of it."""
+
     state: str
     reason: str
     step: int
@@ -280,6 +287,8 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
     """Return all content of the page."""
     results, metrics = read_results(plan, now)
     lower = {task for task, metric in metrics.items() if metric.lower_is_better}
+
+    # The learning rate of each cell.
     by_place: dict[Place, list[Result]] = {}
     for result in results:
         by_place.setdefault((result.run.task, result.run.arm), []).append(result)
@@ -289,6 +298,7 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
         for arm in plan.arms
     }
 
+    # Only cells without an open run are tested; the others have a mean all the same.
     cells = _measure(plan, chosen, metrics)
     final = _final(cells, chosen)
     pairs = _differences(plan, final, lower)
@@ -329,16 +339,22 @@ def _measure(
     """Return the cells of the runs that have scores."""
     scores: dict[str, dict[str, list[float]]] = {arm: {} for arm in plan.arms}
     for (task, arm), choice in chosen.items():
-        if values := [r.score for r in choice.shown if r.score is not None and r.has_score]:
-            scores[arm][task] = values
+        seed_scores = _finite_scores(choice)
+        if seed_scores:
+            scores[arm][task] = seed_scores
     if not any(scores.values()):
         return {}
+
     return measure(
         scores,
         items={task: metric.items or UNBOUNDED for task, metric in metrics.items()},
         choices={(arm, task): choice.optimum.choices for (task, arm), choice in chosen.items()},
         lower_is_better=[task for task, metric in metrics.items() if metric.lower_is_better],
     )
+
+
+def _finite_scores(choice: ShownRate) -> list[float]:
+    return [r.score for r in choice.shown if r.score is not None and r.has_score]
 
 
 def _final(cells: Cells, chosen: Mapping[Place, ShownRate]) -> Cells:
@@ -364,6 +380,7 @@ def _by_size(cells: Cells) -> dict[Place, dict[str, Cell]]:
 
 def _differences(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[DifferenceRow]:
     """Return all pairs of final scores, and those that a race decided."""
+    # One family of tests over all tasks and sizes: TASK@SIZE is what is tested as a task.
     groups = {f"{task}@{size}": group for (task, size), group in _by_size(final).items()}
     lower_groups = [name for name in groups if name.partition("@")[0] in lower]
     rows = []
@@ -381,8 +398,11 @@ def _differences(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[
                 better=pair.better if p_holm is not None and p_holm <= ALPHA else None,
             )
         )
+
+    # An arm that the race stopped has no final score: the race's test decides.
     for order in plan.race.orders:
-        if not {order.arm, order.better} <= final.get(order.task, {}).keys():
+        is_tested = {order.arm, order.better} <= final.get(order.task, {}).keys()
+        if not is_tested:
             rows.append(
                 DifferenceRow(
                     order.task,
@@ -397,21 +417,26 @@ def _differences(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[
 
 
 def _corrected(p_holm: float | None, plan: BoardPlan) -> float | None:
-    """Return a p of final scores at the share of ALPHA that a race has left."""
-    return None if p_holm is None else min(p_holm / plan.race.share, 1.0)
+    """Correct a p of final scores for the share of ALPHA that a race has left."""
+    if p_holm is None:
+        return None
+    return min(p_holm / plan.race.share, 1.0)
 
 
 def _claims(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[ClaimRow]:
     """Test the claims on final scores, or take them from the race that decided them."""
     scored = [c for c in plan.claims if {c.better, c.worse} <= final.get(c.task, {}).keys()]
     tests = {test.claim: test for test in check_claims(final, scored, lower_is_better=lower)}
+
+    # A race orders arms by stopping the worse one, which then has no final score.
     orders = {(order.task, order.better, order.arm): order for order in plan.race.orders}
+
     rows = []
     for claim in plan.claims:
+        row = ClaimRow(claim.task, claim.better, claim.worse, claim.margin)
         test = tests.get(claim)
         order = orders.get((claim.task, claim.better, claim.worse))
-        is_refuted = not claim.margin and (claim.task, claim.worse, claim.better) in orders
-        row = ClaimRow(claim.task, claim.better, claim.worse, claim.margin)
+        opposite = orders.get((claim.task, claim.worse, claim.better))
         if test is not None:
             test = test._replace(p_holm=_corrected(test.p_holm, plan))
             row = replace(
@@ -423,7 +448,7 @@ def _claims(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[Claim
             )
         elif order is not None:
             row = replace(row, p_holm=order.p, step=order.step, verdict="seen")
-        elif is_refuted:
+        elif opposite is not None and not claim.margin:  # worse, but perhaps within the margin
             row = replace(row, verdict="not seen")
         rows.append(row)
     return rows
@@ -433,15 +458,20 @@ def _reference(reference: Reference, final: Cells, lower: Collection[str]) -> Re
     """Return the reference's values and ranks, and how the order of the means correlates."""
     rows = []
     for task, values in reference.values.items():
-        sign = 1 if task in lower else -1
+        sign = 1 if task in lower else -1  # sign * value is lower for a better one
         ranks = {
             arm: 1 + sum(sign * other < sign * value for other in values.values())
             for arm, value in values.items()
         }
         cells = final.get(task, {})
-        num_compared = len(values.keys() & cells.keys())
         rows.append(
-            ReferenceRow(task, values, ranks, num_compared, rank_correlation(cells, values))
+            ReferenceRow(
+                task,
+                values,
+                ranks,
+                num_compared=len(values.keys() & cells.keys()),
+                rank_correlation=rank_correlation(cells, values),
+            )
         )
     return ReferenceRows(reference.source, rows)
 
@@ -454,20 +484,23 @@ def _cell(
     pairs: Sequence[DifferenceRow],
     learned: int | None,
 ) -> CellRow:
-    beats, below = [], []
-    for pair in pairs:
-        if pair.task == task and arm in (pair.a, pair.b) and pair.better:
-            if pair.better == arm:
-                beats.append(pair.b if pair.a == arm else pair.a)
-            else:
-                below.append(pair.better)
-    verdict = "missing"
-    if cell is not None or below:
-        names = {(True, False): "best", (True, True): "between", (False, True): "worst"}
-        verdict = names.get((bool(beats), bool(below)), "undecided")
+    decided = [
+        pair for pair in pairs if pair.task == task and arm in (pair.a, pair.b) and pair.better
+    ]
+    beats = [pair.b if pair.a == arm else pair.a for pair in decided if pair.better == arm]
+    below = [pair.better for pair in decided if pair.better and pair.better != arm]
+    if cell is None and not below:
+        verdict = "missing"
+    elif beats:
+        verdict = "between" if below else "best"
+    else:
+        verdict = "worst" if below else "undecided"
 
-    states = {result.state for result in choice.shown}
-    raced = [result.raced_score for result in choice.shown if result.raced_score is not None]
+    # If the race stopped all seeds, the scores at which it did so stand for final ones.
+    raced = None
+    raced_scores = [r.raced_score for r in choice.shown if r.raced_score is not None]
+    if raced_scores and all(r.state == RACED for r in choice.shown):
+        raced = statistics.fmean(raced_scores)
     return CellRow(
         task=task,
         arm=arm,
@@ -480,7 +513,7 @@ def _cell(
         num_without_score=sum(
             r.is_over and r.state != RACED and not r.has_score for r in choice.shown
         ),
-        raced=statistics.fmean(raced) if states == {RACED} and raced else None,
+        raced=raced,
         mean=cell.mean if cell else None,
         interval=cell.interval if cell else None,
         num_seeds=cell.num_seeds if cell else 0,
@@ -492,21 +525,28 @@ def _cell(
 
 
 def _learned(metrics: Mapping[str, Metric], chosen: Mapping[Place, ShownRate]) -> dict[Place, int]:
-    """Return the seeds above the middle of a task's range, where a cell has both kinds."""
+    """Return the seeds above the middle of a task's range, where a cell has both kinds.
+
+    It has both kinds if two of its scores next to each other are APART of that range.
+    """
     scores: dict[str, dict[Place, list[float]]] = {task: {} for task in metrics}
     for place, choice in chosen.items():
-        finite = [r.score for r in choice.shown if r.score is not None and r.has_score]
-        if finite:
-            scores[place[0]][place] = sorted(finite)
+        seed_scores = _finite_scores(choice)
+        if seed_scores:
+            task, _ = place
+            scores[task][place] = sorted(seed_scores)
 
     counts = {}
     for task, by_place in scores.items():
         low = min((ordered[0] for ordered in by_place.values()), default=0.0)
         high = max((ordered[-1] for ordered in by_place.values()), default=0.0)
-        apart = APART * (1.0 if metrics[task].items else high - low)
+        value_range = 1.0 if metrics[task].items else high - low  # shares are from 0 to 1
         for place, ordered in by_place.items():
             learned = sum(x > (low + high) / 2 for x in ordered)
-            if 0 < learned < len(ordered) and max(b - a for a, b in pairwise(ordered)) > apart:
+            if not 0 < learned < len(ordered):
+                continue
+            widest_gap = max(b - a for a, b in pairwise(ordered))
+            if widest_gap > APART * value_range:
                 counts[place] = learned
     return counts
 
@@ -518,11 +558,12 @@ def _best_first(
     # Sort keys by task and size; arms that a race stopped are behind the others.
     groups: dict[Place, dict[str, tuple[bool, float]]] = {}
     for row in rows:
-        value = row.raced if row.mean is None else row.mean
-        if value is not None:
-            key = (row.mean is None, value if row.task in lower else -value)
+        score = row.shown_score
+        if score is not None:
+            key = (row.mean is None, score if row.task in lower else -score)
             groups.setdefault((row.task, size_of(row.arm)), {})[row.arm] = key
 
+    # Equal scores have the mean of the ranks that they share.
     ranks: dict[str, list[float]] = {arm: [] for arm in arms}
     for keys in groups.values():
         ordered = [*keys.values()]
@@ -530,9 +571,13 @@ def _best_first(
             num_better = sum(other < key for other in ordered)
             ranks[arm].append(num_better + (ordered.count(key) + 1) / 2)
 
+    # An arm without a rank is behind all others of its size.
     sizes = [*dict.fromkeys(size_of(arm) for arm in arms)]
     last = len(arms) + 1
-    means = [ArmRow(arm, statistics.fmean(own) if own else None) for arm, own in ranks.items()]
+    means = [
+        ArmRow(arm, statistics.fmean(task_ranks) if task_ranks else None)
+        for arm, task_ranks in ranks.items()
+    ]
     return sorted(means, key=lambda row: (sizes.index(size_of(row.arm)), row.rank or last))
 
 
@@ -555,10 +600,18 @@ def _curves(plan: BoardPlan, chosen: Mapping[Place, ShownRate]) -> list[CurveRow
         lines: dict[str, list[CurveRow]] = {size_of(arm): [] for arm in plan.arms}
         for arm in plan.arms:
             curves = [Curve.of(r.curve.items()) for r in chosen[task, arm].shown if r.curve]
-            band = Band.of(curves * 2 if len(curves) == 1 else curves, POINTS)
+            # A band needs two curves: that of a single seed is its own.
+            band = Band.of(curves * 2 if len(curves) == 1 else curves, MAX_POINTS)
             if band is not None:
-                values = (rounded(x) for x in (band.steps, band.mean, band.low, band.high))
-                lines[size_of(arm)].append(CurveRow(arm, len(curves), *values))
+                line = CurveRow(
+                    arm,
+                    n=len(curves),
+                    steps=rounded(band.steps),
+                    values=rounded(band.mean),
+                    low=rounded(band.low),
+                    high=rounded(band.high),
+                )
+                lines[size_of(arm)].append(line)
         plots += [CurveRows(task, size, group) for size, group in lines.items() if group]
     return plots
 
@@ -569,18 +622,24 @@ def _model(plan: BoardPlan, arm: str, by_place: Mapping[Place, Sequence[Result]]
     for task in plan.tasks:
         records = (result.record for result in by_place[task, arm] if result.record)
         record = next(records, None)
-        if record is not None and (args := record.model_args) is not None:
+        args = record.model_args if record else None
+        if args is not None:
             tasks[task] = _model_counts(args)
     return ModelRow(arm, tasks)
 
 
 def _model_counts(args: ModelArgs) -> ModelCounts:
-    per_token, fixed = state_bytes(args, itemsize=2)
-    flops = flops_per_token(args, args.max_seq_len)
-    return ModelCounts(num_parameters(args), flops, per_token, fixed)
+    bytes_per_token, fixed_bytes = state_bytes(args, itemsize=2)
+    return ModelCounts(
+        parameters=num_parameters(args),
+        flops_per_token=flops_per_token(args, args.max_seq_len),
+        state_bytes_per_token=bytes_per_token,
+        state_bytes=fixed_bytes,
+    )
 
 
 def _data(results: Sequence[Result]) -> list[DataRow]:
+    """Return a row for the runs of each task and seed, which should have seen equal data."""
     groups: dict[tuple[str, int], list[RunRecord]] = {}
     for result in results:
         if result.record is not None and result.record.steps:
@@ -589,31 +648,32 @@ def _data(results: Sequence[Result]) -> list[DataRow]:
 
 
 def _data_row(task: str, seed: int, runs: Sequence[RunRecord]) -> DataRow:
+    # At each step, the digest that most runs have.
     batches = [_batches(run) for run in runs]
     usual = max(batches, key=len)
     if any(digests != usual for digests in batches):
-        by_step: dict[int, Counter[str]] = {}
+        counts: dict[int, Counter[str]] = {}
         for step, digest in chain.from_iterable(digests.items() for digests in batches):
-            by_step.setdefault(step, Counter())[digest] += 1
-        usual = {step: by_step[step].most_common(1)[0][0] for step in sorted(by_step)}
+            counts.setdefault(step, Counter())[digest] += 1
+        usual = {step: counts[step].most_common(1)[0][0] for step in sorted(counts)}
 
-    texts = [run.identity.get(HELD_OUT) for run in runs]
-    text = Counter(texts).most_common(1)[0][0]
-    different = [
-        run.label
-        for run, digests, own_text in zip(runs, batches, texts, strict=True)
-        if own_text != text or not digests.items() <= usual.items()
-    ]
-    covered = [
-        len(digests) / run.steps[-1].step for run, digests in zip(runs, batches, strict=True)
-    ]
+    # The runs that have other batches or another held-out text.
+    texts = Counter(run.identity.get(HELD_OUT) for run in runs)
+    usual_text = texts.most_common(1)[0][0]
+    different = []
+    covered = []
+    for run, digests in zip(runs, batches, strict=True):
+        if run.identity.get(HELD_OUT) != usual_text or not digests.items() <= usual.items():
+            different.append(run.label)
+        covered.append(len(digests) / run.steps[-1].step)
+
     return DataRow(
         task=task,
         seed=seed,
         runs=len(runs),
         batches=len(usual),
         digest=hashlib.sha256("".join(usual.values()).encode()).hexdigest()[:16],
-        held_out=text and text[:16],
+        held_out=usual_text and usual_text[:16],
         covered=min(covered),
         different=different,
     )
@@ -646,36 +706,38 @@ def _hours(record: RunRecord) -> float | None:
 
 
 def _facts(results: Sequence[Result]) -> BoardFacts:
+    """Collect versions, machines, dates and times from the logs of all runs."""
     records = [r.record for r in results if r.record is not None]
     launches = [event for record in records for event in record.launch_events]
-    newest = [newest_launch(record.folder) for record in records[:: max(1, len(records) // 8)]]
+    sampled = records[:: max(1, len(records) // SAMPLED_RUNS)]
+    newest = [newest_launch(record.folder) for record in sampled]
+
+    # Times of the first and last event of each run; a damaged log may have none.
     ends = [record.events[k].get("time") for record in records for k in (0, -1) if record.events]
     times = sorted((time for time in ends if math.isfinite(unix_time(time))), key=unix_time)
-    hours = [x for record in records if (x := _hours(record)) is not None]
-    cpu = [event.get("cpu_seconds") for record in records for event in record.events]
+    first_event, last_event = (times[0], times[-1]) if times else (None, None)
+    hours = [_hours(record) for record in records]
+    cpu_seconds = [event.get("cpu_seconds") for record in records for event in record.events]
 
+    # What a race has saved. A run that has not begun has the steps of another one of its task.
     num_steps = {r.run.task: r.record.identity.get("training.steps") for r in results if r.record}
     planned_steps = sum(num_steps.get(r.run.task) or 0 for r in results)
     trained_steps = sum(r.step for r in results)
 
     def versions(name: str) -> list[str]:
+        """Return the distinct values of a field of all launches, in order; hosts are a list."""
         logged = (event.get(name) for event in launches)
         flat = chain.from_iterable(x if isinstance(x, list) else [x] for x in logged)
         return [*dict.fromkeys(map(str, collapse_repeats(flat)))]
 
     return BoardFacts(
-        canon_pretrain=versions("canon_pretrain"),
-        git_commit=versions("git_commit"),
-        torch=versions("torch"),
-        torchtitan=versions("torchtitan"),
-        python=versions("python"),
-        hosts=versions("hosts"),
+        **{name: versions(name) for name in LOGGED_VERSIONS},
         platforms=[*dict.fromkeys(x["platform"] for x in newest if x and "platform" in x)],
-        first_event=times[0] if times else None,
-        last_event=times[-1] if times else None,
-        wall_seconds=unix_time(times[-1]) - unix_time(times[0]) if times else None,
-        training_seconds=3600 * math.fsum(hours),
-        cpu_seconds=math.fsum(filter(None, cpu)) or None,
+        first_event=first_event,
+        last_event=last_event,
+        wall_seconds=unix_time(last_event) - unix_time(first_event) if times else None,
+        training_seconds=3600 * math.fsum(filter(None, hours)),
+        cpu_seconds=math.fsum(filter(None, cpu_seconds)) or None,
         launches=len(launches),
         share_of_steps=trained_steps / planned_steps if planned_steps else 0.0,
     )

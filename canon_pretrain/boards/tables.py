@@ -4,12 +4,13 @@ templates/board.body.jinja has their order and the text around them.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from canon_pretrain.boards.content import BoardContent, CellRow, ClaimRow, ReferenceRow, TaskRow
 from canon_pretrain.boards.results import RateScores, size_of
 from canon_pretrain.core.terminal import duration
-from canon_pretrain.report.figures import MeanLine, Plot, draw_means
+from canon_pretrain.report.figures import SHARE_RANGE, MeanLine, Plot, draw_means
 from canon_pretrain.report.sections import (
     MISSING,
     Cell,
@@ -26,9 +27,10 @@ from canon_pretrain.report.sections import (
 from canon_pretrain.run.log import json_value
 
 SYMBOLS = {"best": "▲", "between": "◆", "worst": "▼", "undecided": "", "missing": ""}
-STATES = ("failed", "damaged", "dead", "hung", "stopped", "unknown")
-SHOWN_RUNS = 1000
-NAMED = 4  # cells in a sentence
+BAD_STATES = ("failed", "damaged", "dead", "hung", "stopped", "unknown")
+MAX_RUNS = 1000  # rows of a table of runs
+MAX_LISTED = 4  # cells or claims that a sentence lists
+MIN_CHANCE = 0.005  # chances that a table shows: those that are not rounded to 0 %
 CLAIM_VERDICTS = {"seen": "✓ confirmed", "not seen": "not confirmed", "open": "not decided yet"}
 
 
@@ -46,38 +48,36 @@ def headline(content: BoardContent) -> list[str]:
     if content.claims:
         sentences.append(_claims_sentence(content.claims))
 
-    winners: dict[str, list[str]] = {}
+    # An arm wins a task if it beats all others of its size.
+    num_rivals = Counter((row.task, size_of(row.arm)) for row in content.cells)
+    won_tasks: dict[str, list[str]] = {}
     for row in content.cells:
-        rivals = [x for x in content.cells if x.task == row.task and _size(x) == _size(row)]
-        if len(rivals) > 1 and len(row.beats) == len(rivals) - 1:
-            winners.setdefault(row.arm, []).append(row.task)
-    for arm, tasks in winners.items():
+        if row.beats and len(row.beats) == num_rivals[row.task, size_of(row.arm)] - 1:
+            won_tasks.setdefault(row.arm, []).append(row.task)
+    for arm, tasks in won_tasks.items():
         sentences.append(f"{arm} is better than all others on {', '.join(tasks)}.")
 
-    num_decided = sum(pair.better is not None for pair in content.differences)
     if len(content.seeds) == 1:
         sentences.append("With one seed per cell, nothing can be decided.")
     elif content.differences:
         num_pairs = len(content.differences)
+        num_decided = sum(pair.better is not None for pair in content.differences)
         sentences.append(f"{num_decided} of {num_pairs} pairwise differences are decided.")
     else:
         sentences.append("No two architectures have all of their scores, to be compared.")
     return sentences + references(content)
 
 
-def _size(row: CellRow) -> str:
-    return size_of(row.arm)
-
-
 def _claims_sentence(claims: Sequence[ClaimRow]) -> str:
-    seen = [f"{x.better} over {x.worse} on {x.task}" for x in claims if x.verdict == "seen"]
+    confirmed = [f"{x.better} over {x.worse} on {x.task}" for x in claims if x.verdict == "seen"]
     num_open = sum(claim.verdict == "open" for claim in claims)
-    planned = "1 planned difference"
-    if len(claims) > 1:
-        planned = f"{len(claims)} planned differences"
+    plural = "s" if len(claims) > 1 else ""
     undecided = f", {num_open} not decided yet" if num_open else ""
-    named = f" ({'; '.join(seen)})" if 0 < len(seen) <= NAMED else ""
-    return f"This board compares {planned}: {len(seen)} confirmed{undecided}{named}."
+    listed = f" ({'; '.join(confirmed)})" if 0 < len(confirmed) <= MAX_LISTED else ""
+    return (
+        f"This board compares {len(claims)} planned difference{plural}: "
+        f"{len(confirmed)} confirmed{undecided}{listed}."
+    )
 
 
 def references(content: BoardContent) -> list[str]:
@@ -128,9 +128,11 @@ def _grids(content: BoardContent) -> list[CellRow]:
 
 
 def _listed(rows: Sequence[CellRow]) -> str:
-    names = [f"{row.arm} on {row.task}" for row in rows]
-    more = len(names) - NAMED
-    return ", ".join(names[:NAMED]) + (f", and {more} more" if more > 0 else "")
+    """Return the first of the cells by name, and the number of the others."""
+    names = [f"{row.arm} on {row.task}" for row in rows[:MAX_LISTED]]
+    if len(rows) > MAX_LISTED:
+        names.append(f"and {len(rows) - MAX_LISTED} more")
+    return ", ".join(names)
 
 
 def same_data(content: BoardContent) -> list[str]:
@@ -140,7 +142,7 @@ def same_data(content: BoardContent) -> list[str]:
     covered = min(row.covered for row in content.data)
     return [
         "All runs of a task and seed saw the same batches in the same order, by digests of at "
-        f"least {math.floor(100 * covered)} % of the steps of each, and are scored on the same "
+        f"least {_covered_text(covered)} of the steps of each, and are scored on the same "
         "held-out data."
     ]
 
@@ -149,13 +151,12 @@ def same_data(content: BoardContent) -> list[str]:
 
 
 def matrix(content: BoardContent) -> Table:
-    """Return the scores, arms best first."""
+    """Return the scores, arms best first; next to those of a task, the reference's."""
     cells = {(row.task, row.arm): row for row in content.cells}
     references = {row.task: row for row in content.reference.tasks} if content.reference else {}
     columns: list[Column] = ["architecture"]
-    rows: list[list[Cell]] = [
-        [make_cell(arm.arm, f"mean rank {number(arm.rank, 1)}")] for arm in content.arms
-    ]
+    rows = [[make_cell(arm.arm, f"mean rank {number(arm.rank, 1)}")] for arm in content.arms]
+
     for task in content.tasks:
         columns.append((task.task, _score_text(task)))
         for arm, row in zip(content.arms, rows, strict=True):
@@ -183,11 +184,14 @@ def _reference_cell(reference: ReferenceRow, arm: str) -> Cell:
 
 
 def _matrix_cell(row: CellRow) -> Cell:
-    value = row.raced if row.mean is None else row.mean
+    """Return a cell's mean score, its symbol, and in small print how sure it is."""
+    value = row.shown_score
+    if value is None and row.num_without_score:
+        return make_cell(MISSING, f"{row.num_without_score} run(s) without a score")
     if value is None:
-        lost = row.num_without_score
-        return make_cell(MISSING, f"{lost} run(s) without a score" if lost else "not trained yet")
+        return make_cell(MISSING, "not trained yet")
 
+    # How it compares with the other arms.
     text = f"{SYMBOLS[row.verdict]} {_short(value)}".strip()
     counts = [f"beats {len(row.beats)}"] if row.beats else []
     if row.below:
@@ -196,15 +200,16 @@ def _matrix_cell(row: CellRow) -> Cell:
     if row.mean is None:
         return make_cell(text, "stopped by the race", judged, chip=row.verdict)
 
-    planned = len(row.seeds)
-    return make_cell(
-        text,
-        "no interval" if row.interval is None else " to ".join(map(_short, row.interval)),
-        judged,
-        "" if row.learned is None else f"{row.learned} of {row.num_seeds} seeds learned",
-        f"{row.num_seeds} of {planned} seeds" if row.num_seeds < planned else "",
-        chip=row.verdict,
-    )
+    # How sure the mean is, and of how many seeds it is.
+    interval = "no interval"
+    if row.interval is not None:
+        interval = " to ".join(map(_short, row.interval))
+    notes = [interval, judged]
+    if row.learned is not None:
+        notes.append(f"{row.learned} of {row.num_seeds} seeds learned")
+    if row.num_seeds < len(row.seeds):
+        notes.append(f"{row.num_seeds} of {len(row.seeds)} seeds")
+    return make_cell(text, *notes, chip=row.verdict)
 
 
 def _short(value: float) -> str:
@@ -213,36 +218,48 @@ def _short(value: float) -> str:
 
 def heat_maps(content: BoardContent) -> list[tuple[str, Table]]:
     """Return sizes x difficulties of each task and architecture, where a board has both."""
-    means = {(row.task, row.arm): row.mean for row in content.cells}
     sizes = [*dict.fromkeys(size_of(arm.arm) for arm in content.arms)]
-    by_task: dict[str, list[TaskRow]] = {}
+    difficulties: dict[str, list[TaskRow]] = {}
     for task in content.tasks:
-        by_task.setdefault(task.task.partition("/")[0], []).append(task)
+        name = task.task.partition("/")[0]
+        difficulties.setdefault(name, []).append(task)
 
-    maps = []
-    for name, tasks in by_task.items():
-        if len(sizes) < 2 or len(tasks) < 2:
-            continue
-        names = [task.task for task in tasks]
-        low, high = 0.0, 1.0
-        if not tasks[0].items:
-            known = [x for (task, _), x in means.items() if task in names and x is not None]
-            low, high = min(known), max(known)
-        columns = ["size", *(difficulty.partition("/")[2] for difficulty in names)]
-        for architecture in architectures(content):
-            rows: list[list[Cell]] = []
-            for size in sizes:
-                cells: list[Cell] = [size]
-                for difficulty in names:
-                    mean = means[difficulty, f"{architecture}/{size}"]
-                    heat = _heat(mean, low, high, tasks[0].lower_is_better)
-                    cells.append(make_cell(rounded(mean), heat=heat))
-                rows.append(cells)
-            maps.append((f"{name}: {architecture}", make_table(columns, rows)))
-    return maps
+    return [
+        (f"{name}: {architecture}", _heat_map(content, tasks, architecture, sizes))
+        for name, tasks in difficulties.items()
+        for architecture in architectures(content)
+        if len(sizes) > 1 and len(tasks) > 1
+    ]
+
+
+def _heat_map(
+    content: BoardContent, tasks: Sequence[TaskRow], architecture: str, sizes: Sequence[str]
+) -> Table:
+    """Return the mean scores of an architecture, a row per size, a column per difficulty."""
+    task_names = [task.task for task in tasks]
+    means = {(row.task, row.arm): row.mean for row in content.cells if row.task in task_names}
+
+    # A share of right answers is from 0 to 1; colors of a loss reach from the best to the worst.
+    low = 0.0
+    high = 1.0
+    if not tasks[0].items:
+        scored = [mean for mean in means.values() if mean is not None]
+        low = min(scored)
+        high = max(scored)
+
+    rows: list[list[Cell]] = []
+    for size in sizes:
+        cells: list[Cell] = [size]
+        for name in task_names:
+            mean = means[name, f"{architecture}/{size}"]
+            heat = _heat(mean, low, high, tasks[0].lower_is_better)
+            cells.append(make_cell(rounded(mean), heat=heat))
+        rows.append(cells)
+    return make_table(["size", *(name.partition("/")[2] for name in task_names)], rows)
 
 
 def _heat(value: float | None, low: float, high: float, lower_is_better: bool) -> str:
+    """Return how good a value is, from 0 to 1, as the attribute of a cell."""
     if value is None:
         return ""
     share = (value - low) / (high - low) if high > low else 0.5
@@ -254,30 +271,33 @@ def _heat(value: float | None, low: float, high: float, lower_is_better: bool) -
 def rates(content: BoardContent) -> Table:
     """Return the mean score of each learning rate, the best in color."""
     grids = _grids(content)
-    tried = sorted({x.rate for row in grids for x in row.rates if x.rate is not None})
+    all_rates = sorted({x.rate for row in grids for x in row.rates if x.rate is not None})
+    columns = ["architecture", "best in the grid", *map(rate_text, all_rates)]
     rows: list[list[Cell]] = []
     for row in grids:
-        edge = MISSING
+        place = MISSING
         if row.edge:
-            edge = f"{row.edge} tried"
+            place = f"{row.edge} tried"
         elif row.complete:
-            edge = "inside"
-        by_rate = {scored.rate: scored for scored in row.rates}
-        cells = [_rate_cell(by_rate.get(rate), row) for rate in tried]
-        rows.append([make_cell(row.arm, row.task), edge, *cells])
-    columns = ["architecture", "best in the grid", *map(rate_text, tried)]
+            place = "inside"
+        by_rate = {scores.rate: scores for scores in row.rates}
+        cells = [_rate_cell(by_rate.get(rate), row) for rate in all_rates]
+        rows.append([make_cell(row.arm, row.task), place, *cells])
     return make_table(columns, rows, "rates", text=2)
 
 
-def _rate_cell(scored: RateScores | None, row: CellRow) -> Cell:
-    if scored is None:
+def _rate_cell(scores: RateScores | None, row: CellRow) -> Cell:
+    """Return the mean score of one learning rate of a cell."""
+    if scores is None:
         return MISSING
-    if scored.mean is None:
-        num_scores = sum(x is not None and math.isfinite(x) for x in scored.scores)
-        return make_cell(MISSING, "stopped" if scored.stopped else f"{num_scores} score(s)")
-    if scored.rate == row.learning_rate:
-        return make_cell(rounded(scored.mean), "best", chip="best")
-    return make_cell(rounded(scored.mean), "level" if scored.rate in row.level_rates else "")
+    if scores.mean is None and scores.stopped:
+        return make_cell(MISSING, "stopped")
+    if scores.mean is None:
+        num_scores = sum(x is not None and math.isfinite(x) for x in scores.scores)
+        return make_cell(MISSING, f"{num_scores} score(s)")
+    if scores.rate == row.learning_rate:
+        return make_cell(rounded(scores.mean), "best", chip="best")
+    return make_cell(rounded(scores.mean), "level" if scores.rate in row.level_rates else "")
 
 
 def rate_text(rate: float | None) -> str:
@@ -288,13 +308,11 @@ def rate_text(rate: float | None) -> str:
 
 
 def claims(content: BoardContent) -> Table:
+    """Return the planned differences."""
+    columns = ["verdict", "task", "expected better", "than", "difference", "p", "p (Holm)"]
     rows: list[list[Cell]] = [
         [
-            make_cell(
-                CLAIM_VERDICTS[claim.verdict],
-                _by_the_race(claim.step),
-                chip="best" if claim.verdict == "seen" else "",
-            ),
+            _verdict_cell(CLAIM_VERDICTS[claim.verdict], claim.step, claim.verdict == "seen"),
             claim.task,
             make_cell(claim.better, f"at most {claim.margin:g} worse" if claim.margin else ""),
             claim.worse,
@@ -304,25 +322,23 @@ def claims(content: BoardContent) -> Table:
         ]
         for claim in content.claims
     ]
-    columns = ["verdict", "task", "expected better", "than", "difference", "p", "p (Holm)"]
     return make_table(columns, rows, "claims", text=4)
 
 
-def _by_the_race(step: int | None) -> str:
-    return "" if step is None else f"by the race, at step {step:,}"
+def _verdict_cell(text: str, race_step: int | None, is_decided: bool) -> Cell:
+    by_race = "" if race_step is None else f"by the race, at step {race_step:,}"
+    return make_cell(text, by_race, chip="best" if is_decided else "")
 
 
 def differences(content: BoardContent) -> Table:
+    """Return all pairs of architectures."""
+    columns = ["task", "a", "b", "better", "a minus b", "95 % interval", "p", "p (Holm)"]
     rows: list[list[Cell]] = [
         [
             pair.task,
             pair.a,
             pair.b,
-            make_cell(
-                pair.better or "undecided",
-                _by_the_race(pair.step),
-                chip="best" if pair.better else "",
-            ),
+            _verdict_cell(pair.better or "undecided", pair.step, pair.better is not None),
             signed(pair.difference),
             interval(pair.interval),
             p_value(pair.p),
@@ -330,34 +346,23 @@ def differences(content: BoardContent) -> Table:
         ]
         for pair in content.differences
     ]
-    columns = ["task", "a", "b", "better", "a minus b", "95 % interval", "p", "p (Holm)"]
     return make_table(columns, rows, "pairs", text=4, filters=["task"])
 
 
 def rankings(content: BoardContent) -> Table:
+    """Return the order of each task and size, with its probability."""
+    columns = ["task", "order, best first", "probability of being the best", "the order holds"]
     rows: list[list[Cell]] = []
     for row in content.rankings:
-        best = sorted(row.best.items(), key=lambda item: -item[1])
-        chances = ", ".join(f"{arm} {share:.0%}" for arm, share in best if share >= 0.005)
-        order = " > ".join(arm.partition("/")[0] for arm in row.order)
-        rows.append([make_cell(row.task, row.size), order, chances, f"{row.holds:.0%}"])
-    columns = ["task", "order, best first", "probability of being the best", "the order holds"]
+        most_probable_first = sorted(row.best.items(), key=lambda item: -item[1])
+        chances = [f"{arm} {p:.0%}" for arm, p in most_probable_first if p >= MIN_CHANCE]
+        order = " > ".join(map(_architecture, row.order))
+        rows.append([make_cell(row.task, row.size), order, ", ".join(chances), f"{row.holds:.0%}"])
     return make_table(columns, rows, "rankings", text=3)
 
 
 def stops(content: BoardContent) -> Table:
-    rows: list[list[Cell]] = [
-        [
-            stop.task,
-            make_cell(stop.arm, rate_text(stop.learning_rate)),
-            make_cell(stop.better, rate_text(stop.better_rate)),
-            number(stop.step, 0),
-            number(stop.num_seeds, 0),
-            p_value(stop.p),
-            stop.time[:19],
-        ]
-        for stop in content.stops
-    ]
+    """Return the arms that a race has stopped."""
     columns: list[Column] = [
         "task",
         ("stopped", "learning rate"),
@@ -367,7 +372,25 @@ def stops(content: BoardContent) -> Table:
         "p",
         "time",
     ]
+
+    rows: list[list[Cell]] = [
+        [
+            stop.task,
+            make_cell(stop.arm, rate_text(stop.learning_rate)),
+            make_cell(stop.better, rate_text(stop.better_rate)),
+            number(stop.step, 0),
+            number(stop.num_seeds, 0),
+            p_value(stop.p),
+            _to_seconds(stop.time),
+        ]
+        for stop in content.stops
+    ]
     return make_table(columns, rows, "stops", text=3)
+
+
+def _to_seconds(time: str) -> str:
+    """Cut an ISO time after YYYY-MM-DDTHH:MM:SS."""
+    return time[:19]
 
 
 # -- the runs
@@ -378,44 +401,38 @@ def curves(content: BoardContent) -> list[Plot]:
     names = architectures(content)
     tasks = {task.task: task for task in content.tasks}
     plots: list[Plot] = []
-    for shown in content.curves:
+    for group in content.curves:
         lines = [
             MeanLine(
-                label=line.arm.partition("/")[0],
+                label=_architecture(line.arm),
                 values=line.values,
                 low=line.low,
                 high=line.high,
                 n=[line.n] * len(line.steps),
             )
-            for line in shown.lines
+            for line in group.lines
         ]
-        steps = [line.steps for line in shown.lines]
+        steps = [line.steps for line in group.lines]
         figure = draw_means(lines, steps, names, "steps", bands=True)
-        if tasks[shown.task].items:
-            figure["layout"]["yaxis"] |= {"range": [-0.03, 1.03]}
-        plots.append((f"{shown.task} {shown.size}".strip(), tasks[shown.task].name, figure))
+
+        task = tasks[group.task]
+        if task.items:  # scored by a share of right answers
+            figure["layout"]["yaxis"] |= {"range": SHARE_RANGE}
+        plots.append((f"{group.task} {group.size}".strip(), task.name, figure))
     return plots
 
 
 def architectures(content: BoardContent) -> list[str]:
-    return [*dict.fromkeys(arm.arm.partition("/")[0] for arm in content.arms)]
+    """Return the architectures of the arms, which are ARCHITECTURE or ARCHITECTURE/SIZE."""
+    return [*dict.fromkeys(_architecture(arm.arm) for arm in content.arms)]
+
+
+def _architecture(arm: str) -> str:
+    return arm.partition("/")[0]
 
 
 def models(content: BoardContent) -> Table:
     """Return the counts of each architecture, from the smallest to the largest over tasks."""
-    by_arm = {model.arm: [*model.tasks.values()] for model in content.models}
-    rows: list[list[Cell]] = []
-    for arm in content.arms:
-        counts = by_arm[arm.arm]
-        rows.append(
-            [
-                arm.arm,
-                _range({x.parameters for x in counts}),
-                _range({x.flops_per_token for x in counts}),
-                _range({x.state_bytes_per_token for x in counts}),
-                _range({x.state_bytes for x in counts}),
-            ]
-        )
     columns: list[Column] = [
         "architecture",
         "parameters",
@@ -423,44 +440,65 @@ def models(content: BoardContent) -> Table:
         ("state per token", "bytes to decode, at 16 bits"),
         ("state at any length", "bytes to decode, at 16 bits"),
     ]
+
+    by_arm = {model.arm: [*model.tasks.values()] for model in content.models}
+    rows = [
+        [
+            arm.arm,
+            _range({x.parameters for x in by_arm[arm.arm]}),
+            _range({x.flops_per_token for x in by_arm[arm.arm]}),
+            _range({x.state_bytes_per_token for x in by_arm[arm.arm]}),
+            _range({x.state_bytes for x in by_arm[arm.arm]}),
+        ]
+        for arm in content.arms
+    ]
     return make_table(columns, rows, "models")
 
 
 def _range(counts: set[int]) -> str:
-    ends = dict.fromkeys((min(counts), max(counts))) if counts else ()
-    return " to ".join(f"{count:,}" for count in ends) or MISSING
+    if not counts:
+        return MISSING
+    ends = dict.fromkeys((min(counts), max(counts)))
+    return " to ".join(f"{count:,}" for count in ends)
 
 
 def data(content: BoardContent) -> Table:
+    """Return the digests of what the runs of each task and seed were trained on."""
+    columns = ["task", "seed", "runs", "batches", "covered", "digest", "held-out data", ""]
     rows: list[list[Cell]] = [
         [
             row.task,
             str(row.seed),
             number(row.runs, 0),
             number(row.batches, 0),
-            f"{math.floor(100 * row.covered)} %",
+            _covered_text(row.covered),
             row.digest,
             row.held_out or MISSING,
             make_cell("different", chip="worst") if row.different else "equal",
         ]
         for row in content.data
     ]
-    columns = ["task", "seed", "runs", "batches", "covered", "digest", "held-out data", ""]
     return make_table(columns, rows, "data", text=len(columns))
+
+
+def _covered_text(share: float) -> str:
+    """Return a percentage, rounded down: 100 % are all steps."""
+    return f"{math.floor(100 * share)} %"
 
 
 def problems(content: BoardContent) -> Table:
     """Return the runs that have failed, diverged, or not ended."""
-    bad = [run for run in content.runs if run.reason or run.state in STATES]
-    rows: list[list[Cell]] = [
+    bad_runs = [run for run in content.runs if run.reason or run.state in BAD_STATES]
+    rows = [
         [run.name, run.state, run.reason or MISSING, number(run.step, 0)]
-        for run in bad[:SHOWN_RUNS]
+        for run in bad_runs[:MAX_RUNS]
     ]
     return make_table(["run", "state", "why", "step"], rows, text=3)
 
 
 def runs(content: BoardContent) -> Table:
-    rows: list[list[Cell]] = [
+    """Return the state and score of every run."""
+    rows = [
         [
             run.name,
             run.state,
@@ -468,35 +506,28 @@ def runs(content: BoardContent) -> Table:
             rounded(json_value(run.score)),
             MISSING if run.hours is None else duration(3600 * run.hours),
         ]
-        for run in content.runs[:SHOWN_RUNS]
+        for run in content.runs[:MAX_RUNS]
     ]
     return make_table(["run", "state", "step", "score", "training"], rows, "runs", text=2)
 
 
 def facts(content: BoardContent) -> Table:
-    shown = content.facts
-    times = [time[:19] for time in (shown.first_event, shown.last_event) if time]
-    named = {
+    """Return versions, machines and times, two columns without heads."""
+    board = content.facts
+    times = [_to_seconds(time) for time in (board.first_event, board.last_event) if time]
+    texts = {
         "page written": content.written,
         "first and last event": " to ".join(times),
-        "wall time from first to last event": _seconds(shown.wall_seconds),
-        "training time of all runs": _seconds(shown.training_seconds),
-        "CPU time of launches that ended in order": _seconds(shown.cpu_seconds),
-        "launches": number(shown.launches, 0),
-        "canon_pretrain": _join(shown.canon_pretrain + [x[:12] for x in shown.git_commit]),
-        "torch": _join(shown.torch),
-        "torchtitan": _join(shown.torchtitan),
-        "python": _join(shown.python),
-        "hosts": _join(shown.hosts),
-        "platforms": _join(shown.platforms),
+        "wall time from first to last event": _seconds(board.wall_seconds),
+        "training time of all runs": _seconds(board.training_seconds),
+        "CPU time of launches that ended in order": _seconds(board.cpu_seconds),
+        "launches": number(board.launches, 0),
+        "canon_pretrain": ", ".join([*board.canon_pretrain, *(x[:12] for x in board.git_commit)]),
     }
-    rows: list[list[Cell]] = [[name, value or MISSING] for name, value in named.items()]
-    return make_table(["", ""], rows, text=2)
-
-
-def _join(values: Sequence[str]) -> str:
-    return ", ".join(values)
+    for name in ("torch", "torchtitan", "python", "hosts", "platforms"):
+        texts[name] = ", ".join(getattr(board, name))
+    return make_table(["", ""], [[name, text or MISSING] for name, text in texts.items()], text=2)
 
 
 def _seconds(value: float | None) -> str:
-    return MISSING if value is None else duration(value)
+    return "" if value is None else duration(value)

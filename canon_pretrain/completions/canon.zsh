@@ -571,7 +571,7 @@ _shtab_canon_run_profile_defaults_added=0
 _shtab_canon_run_status_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--json[print one JSON document]"
-  "--watch[refresh every SECONDS (default 5) until Ctrl-C\; give it after the runs]:SECONDS:"
+  "--watch[refresh every SECONDS (default 5) until Ctrl-C\; pass it after the runs]:SECONDS:"
   "(*):a run folder, a folder of runs, or a pattern:_files"
 )
 

@@ -29,7 +29,7 @@ DECISION_ACCURACY = {
     "social_iqa": (55, 76, 66),
     "winogrande": (50, 57, 62),
 }
-"""Task: percent of pairs that models of DECISION_SIZES order as models of 1B do."""
+"""Task -> percent of pairs that models of DECISION_SIZES order as models of 1B do."""
 
 
 def finite(value: Any) -> Any:
@@ -113,33 +113,37 @@ class Verdict:
         if scale is None:
             return self
 
-        def scaled(value: float | None) -> Any:
-            return None if value is None else scale * value
-
-        def scaled_ends(ends: Sequence[float] | None) -> Any:
-            return ends and [scaled(end) for end in ends]
-
-        noise = self.seed_noise
-        return replace(
-            self,
-            metric=BITS,
-            value=scaled(self.value),
-            baseline_value=scaled(self.baseline_value),
-            difference=scaled(self.difference),
-            detectable=scaled(self.detectable),
-            stderr=scaled(self.stderr),
-            stderr_items=scaled(self.stderr_items),
-            stderr_seeds=scaled(self.stderr_seeds),
-            ci=scaled_ends(self.ci),
-            items_ci=scaled_ends(self.items_ci),
-            seed_noise=noise and replace(noise, sigma=scaled(noise.sigma)),
-        )
+        scaled: dict[str, Any] = {}
+        for name in LOSS_FIELDS:
+            value = getattr(self, name)
+            if isinstance(value, Sequence):
+                value = [scale * end for end in value]
+            elif value is not None:
+                value = scale * value
+            scaled[name] = value
+        if self.seed_noise is not None:
+            scaled["seed_noise"] = replace(self.seed_noise, sigma=scale * self.seed_noise.sigma)
+        return replace(self, metric=BITS, **scaled)
 
     def to_json(self) -> dict[str, Any]:
         row = dict(vars(self))
         if self.p is None:  # the order of keys in report.json
             row["verdict"] = row.pop("verdict")
         return row
+
+
+LOSS_FIELDS = (
+    "value",
+    "baseline_value",
+    "difference",
+    "detectable",
+    "stderr",
+    "stderr_items",
+    "stderr_seeds",
+    "ci",
+    "items_ci",
+)
+"""The fields of a Verdict that are losses, or intervals of them."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,8 @@ class Decision:
         """Return the share of decisions that accuracy on a task gets right; None if unknown."""
         if not metric.startswith("acc") or task not in DECISION_ACCURACY:
             return None
-        return DECISION_ACCURACY[task][[*DECISION_SIZES].index(self.size)] / 100
+        percent_by_size = dict(zip(DECISION_SIZES, DECISION_ACCURACY[task], strict=True))
+        return percent_by_size[self.size] / 100
 
 
 class WithDecisions:
@@ -218,13 +223,13 @@ class ArchitectureContent:
     @property
     def drawn_runs(self) -> Sequence[str]:
         """The runs of the chosen learning rate, all if there is none."""
-        chosen = (recipe.runs for recipe in self.recipes if recipe.chosen)
-        return next(chosen, self.runs)
+        chosen_runs = (recipe.runs for recipe in self.recipes if recipe.chosen)
+        return next(chosen_runs, self.runs)
 
 
 @dataclass(frozen=True)
 class BestScore:
-    """The score of an architecture's best run, and by how much it is expected to exceed one's."""
+    """The score of an architecture's best run; `bias`: how far the best of n exceeds their mean."""
 
     value: float
     run: str
@@ -280,7 +285,8 @@ class Comparison(WithDecisions):
 
     def suite_step(self, suite: str) -> int | None:
         """Return the step of a suite's tables: the baseline's. Cells of other steps are marked."""
-        return next(iter(self.steps.get(suite, {}).values()), None)
+        steps = self.steps.get(suite, {})
+        return next(iter(steps.values()), None)
 
     def to_json(self) -> dict[str, Any]:
         pairs = [
@@ -302,7 +308,7 @@ class Comparison(WithDecisions):
 
 @dataclass(frozen=True)
 class ScoreCell:
-    """One score; one that is not finite is the text of its value, `why` there may be none."""
+    """One score; one that is not finite is text, such as "NaN". `why`: the reason if it is None."""
 
     value: float | str | None
     stderr: float | str | None

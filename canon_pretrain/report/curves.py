@@ -1,6 +1,7 @@
 """Curves for a page: downsampled, and grouped over seeds. No torch."""
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ CHARTS = (
 
 
 class Entry(NamedTuple):
-    """One color on a page: a run, or several that differ in seeds only."""
+    """One color on a page: a run, or several that differ in seeds only; `runs`: their indices."""
 
     label: str
     runs: tuple[int, ...]
@@ -48,49 +49,74 @@ class Entry(NamedTuple):
 
 def group_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
     """Return entries in the order of runs; one per recipe, unless all its runs have equal seeds."""
-    alike: dict[str, list[int]] = {}
+    by_recipe: dict[str, list[int]] = {}
     for k, run in enumerate(runs):
-        alike.setdefault(run.recipe, []).append(k)
+        by_recipe.setdefault(run.recipe, []).append(k)
+
     entries: list[Entry] = []
-    for members in alike.values():
-        if len({runs[k].seeds for k in members}) == 1:
-            entries += [Entry(runs[k].label, (k,)) for k in members]
+    for indices in by_recipe.values():
+        seeds = {runs[k].seeds for k in indices}
+        if len(seeds) == 1:  # a single run, or copies of one
+            entries += [Entry(runs[k].label, (k,)) for k in indices]
         else:
-            entries.append(
-                Entry(f"{runs[members[0]].label} and {len(members) - 1} more", tuple(members))
-            )
+            label = f"{runs[indices[0]].label} and {len(indices) - 1} more"
+            entries.append(Entry(label, tuple(indices)))
     return sorted(entries, key=lambda entry: entry.runs)
 
 
-def segments(count: int, most: int) -> np.ndarray:
-    """Return int64 [n + 1] bounds of n <= `most` equally long segments of `count` points."""
-    return np.linspace(0, count, min(count, most) + 1).round().astype(np.int64)
+def segments(num_points: int, max_segments: int) -> np.ndarray:
+    """Divide points into at most `max_segments` segments of equal length.
+
+    Returns int64 [n + 1] bounds: segment k has the points from bounds[k] to bounds[k + 1] - 1.
+    """
+    num_segments = min(num_points, max_segments)
+    return np.linspace(0, num_points, num_segments + 1).round().astype(np.int64)
 
 
 def downsample(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Return int64 indices to draw: both ends; minimum, maximum and first gap of each segment."""
-    if len(bounds) - 1 >= len(values):
+    num_segments = len(bounds) - 1
+    if num_segments >= len(values):
         return np.arange(len(values))
-    finite = np.isfinite(values)
-    low, high = np.where(finite, values, np.inf), np.where(finite, values, -np.inf)
+
+    # The argmin of each of these is what a segment must show of its finite values.
+    is_finite = np.isfinite(values)
+    for_minimum = np.where(is_finite, values, np.inf)
+    for_maximum = np.where(is_finite, -values, np.inf)
     kept = {0, len(values) - 1}
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        segment = finite[begin:end]
-        if segment.any():
-            kept |= {begin + int(x[begin:end].argmin()) for x in (low, -high)}
-        if not segment.all():
-            kept.add(begin + int(segment.argmin()))
+    for begin, end in itertools.pairwise(bounds.tolist()):
+        segment = slice(begin, end)
+        if is_finite[segment].any():
+            kept.add(begin + int(for_minimum[segment].argmin()))
+            kept.add(begin + int(for_maximum[segment].argmin()))
+        if not is_finite[segment].all():
+            kept.add(begin + int(is_finite[segment].argmin()))  # the first that is False
     return np.array(sorted(kept), dtype=np.int64)
 
 
-def segment_statistics(curve: Curve, bounds: np.ndarray) -> np.ndarray:
-    """Return float64 [4, segments]: mean step, mean, minimum, maximum; NaN if none is finite."""
-    (steps, values), finite, at = curve, np.isfinite(curve.values), bounds[:-1]
-    count = np.add.reduceat(finite, at, dtype=np.float64)
-    means = np.add.reduceat(np.where(finite, np.stack([steps, values]), 0.0), at, axis=1)
-    low = np.minimum.reduceat(np.where(finite, values, np.inf), at)
-    high = np.maximum.reduceat(np.where(finite, values, -np.inf), at)
-    return np.where(count > 0, np.stack([*means / np.maximum(count, 1), low, high]), np.nan)
+class SegmentStatistics(NamedTuple):
+    """Over the finite values of each segment, float64 [segments]; NaN if none is finite."""
+
+    steps: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+
+
+def segment_statistics(curve: Curve, bounds: np.ndarray) -> SegmentStatistics:
+    """Return mean step, mean, minimum and maximum of each segment of a curve."""
+    begins = bounds[:-1]
+    is_finite = np.isfinite(curve.values)
+    num_finite = np.add.reduceat(is_finite, begins, dtype=np.float64)
+
+    def mean(numbers: np.ndarray) -> np.ndarray:
+        sums = np.add.reduceat(np.where(is_finite, numbers, 0.0), begins)
+        return sums / np.maximum(num_finite, 1)
+
+    low = np.minimum.reduceat(np.where(is_finite, curve.values, np.inf), begins)
+    high = np.maximum.reduceat(np.where(is_finite, curve.values, -np.inf), begins)
+    rows = (mean(curve.steps), mean(curve.values), low, high)
+    return SegmentStatistics(*(np.where(num_finite > 0, row, np.nan) for row in rows))
 
 
 class Band(NamedTuple):
@@ -106,38 +132,60 @@ class Band(NamedTuple):
     members: np.ndarray
 
     @classmethod
-    def of(cls, curves: Sequence[Curve | None], most: int) -> "Band | None":
+    def of(cls, curves: Sequence[Curve | None], max_segments: int) -> "Band | None":
         """Return the band of the curves; None if fewer than two, or without common steps."""
-        there = [curve for curve in curves if curve is not None]
-        if len(there) < 2:
+        logged = [curve for curve in curves if curve is not None]
+        if len(logged) < 2:
             return None
-        common = functools.reduce(np.intersect1d, [curve.steps for curve in there])
-        if not len(common):
+        steps = functools.reduce(np.intersect1d, [curve.steps for curve in logged])
+        if not len(steps):
             return None
-        rows = [curve.values[np.searchsorted(curve.steps, common)] for curve in there]
-        bounds = segments(len(common), most)
-        parts = np.stack([segment_statistics(Curve(common, row), bounds) for row in rows])
-        means, low, high = parts[:, 1], parts[:, 2].min(axis=0), parts[:, 3].max(axis=0)
+
+        bounds = segments(len(steps), max_segments)
+        statistics = []
+        for curve in logged:
+            common = Curve(steps, curve.values[np.searchsorted(curve.steps, steps)])
+            statistics.append(segment_statistics(common, bounds))
+
+        # [runs, segments] each.
+        _, means, lows, highs = (np.stack(rows) for rows in zip(*statistics, strict=True))
         means[:, ~np.isfinite(means).all(axis=0)] = np.nan  # a gap in one is a gap in the band
-        steps = np.add.reduceat(common, bounds[:-1]) / np.diff(bounds)
-        return cls(steps, means.mean(axis=0), low, high, means)
+        return cls(
+            steps=np.add.reduceat(steps, bounds[:-1]) / np.diff(bounds),
+            mean=means.mean(axis=0),
+            low=lows.min(axis=0),
+            high=highs.max(axis=0),
+            members=means,
+        )
 
 
 def axis(run: RunRecord) -> dict[str, Any]:
     """Return a table of tokens and hours by step, which pages interpolate."""
     clock = run.clock
-    begun = [launch.from_step for launch in clock.launches]
-    after = np.searchsorted(clock.steps, begun, side="right")  # both sides of a jump in time
     last = len(clock.steps) - 1
+
+    # At a launch, time jumps between two steps: both are kept.
+    launch_steps = [launch.from_step for launch in clock.launches]
+    after = np.searchsorted(clock.steps, launch_steps, side="right")
     kept = [segments(last, MAX_KNOTS), after - 1, np.minimum(after, last)]
-    rows = np.unique(np.concatenate(kept)).astype(np.int64)
-    columns = zip(clock._fields[:4], clock[:4], strict=True)
-    return {name: None if x is None else rounded(x[rows]) for name, x in columns}
+    indices = np.unique(np.concatenate(kept)).astype(np.int64)
+
+    columns = clock._asdict()
+    del columns["launches"]
+    return {name: None if x is None else rounded(x[indices]) for name, x in columns.items()}
 
 
 def rounded(values: np.ndarray) -> list[float | int | None]:
     """Return JSON numbers: integers, others with DIGITS digits, None if not finite."""
     if values.dtype.kind == "i":
         return values.tolist()
-    short = [float(f"{x:.{DIGITS}g}") if math.isfinite(x) else None for x in values.tolist()]
-    return [int(x) if x is not None and x.is_integer() else x for x in short]
+    return [
+        shortest(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+        for value in values.tolist()
+    ]
+
+
+def shortest(text: str) -> float | int:
+    """Return the number in `text`, as an integer if it is one: JSON of 1 is shorter than of 1.0."""
+    number = float(text)
+    return int(number) if number.is_integer() else number

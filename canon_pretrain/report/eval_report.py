@@ -197,7 +197,7 @@ def report_content(
         settings = [Setting(name, [value]) for name, value in runs[0].identity.items()]
     else:
         title = f"{len(runs)} runs"
-        settings = [Setting(**row) for row in differing_settings(runs)]
+        settings = [Setting(*row) for row in differing_settings(runs).items()]
     return ReportContent(
         version=VERSION,
         title=title,

@@ -36,7 +36,8 @@ from canon_pretrain.run.log import SEGMENT_EVENTS, Event, LogFollower, drop_supe
 
 POLL_S = 1.0
 FINISH_S = 60.0  # a live copy is killed this long after its trainer has ended
-WANDB_INIT_S, WANDB_FINISH_S = 60.0, 40.0  # below FINISH_S, so that wandb can report unsent data
+WANDB_INIT_S = 60.0
+WANDB_FINISH_S = 40.0  # below FINISH_S, so that wandb can report unsent data
 MODES = ("online", "offline")
 SUFFIX = ".canon"  # of our files, which a new copy may remove
 
@@ -101,6 +102,7 @@ def row_from_event(event: Event) -> Row | None:
 
 
 def _step_values(event: Event) -> dict[str, Any]:
+    """Return the fields of GROUPS, and the tokens of each source of a mixture."""
     values = {f"{group}/{name}": event.get(name) for group in GROUPS for name in GROUPS[group]}
     sources = event.get("source_tokens") or {}
     if len(sources) > 1:
@@ -109,31 +111,35 @@ def _step_values(event: Event) -> dict[str, Any]:
 
 
 def _validation_values(event: Event) -> dict[str, Any]:
-    values = {}
+    """Return the losses on all held-out text and on each source of a mixture, and task scores."""
+    losses: dict[str, Mapping[str, Any]] = {"validation": event}
     sources = event.get("sources") or {}
-    parts: dict[str, Mapping[str, Any]] = {"validation": event}
     if len(sources) > 1:
-        parts |= {f"validation/{chart_name(name)}": part for name, part in sources.items()}
-    for heading, part in parts.items():
+        losses |= {f"validation/{chart_name(name)}": loss for name, loss in sources.items()}
+
+    values = {}
+    for heading, loss in losses.items():
         for name in ("loss", "bits_per_byte"):
-            values[f"{heading}/{name}"] = part.get(name)
-    for name, score in (event.get("scores") or {}).items():
-        values[f"scores/{chart_name(name)}"] = score
-    return values
+            values[f"{heading}/{name}"] = loss.get(name)
+    scores = event.get("scores") or {}
+    return values | {f"scores/{chart_name(name)}": score for name, score in scores.items()}
 
 
 def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
     """Yield scores as eval/SUITE/TASK/METRIC, of a trial as eval/SUITE-firstN/TASK/METRIC."""
-    sizes = [run.identity.get(f"training.{key}") for key in ("global_batch_size", "seq_len")]
-    tokens_per_step = math.prod(size if isinstance(size, int) else 0 for size in sizes)
+    tokens_per_step = 1
+    for name in ("training.global_batch_size", "training.seq_len"):
+        size = run.identity.get(name)
+        tokens_per_step *= size if isinstance(size, int) else 0  # unknown
+
     for (suite, step), results in run.latest.items():
         heading = suite if results.limit is None else f"{suite}-first{results.limit}"
-        values = {
-            "/".join(("eval", *map(chart_name, (heading, task, metric)))): score.value
-            for task, metrics in results.scores.items()
-            for metric, score in metrics.items()
-            if score.value is not None
-        }
+        values = {}
+        for task, metrics in results.scores.items():
+            for metric, score in metrics.items():
+                if score.value is not None:
+                    names = map(chart_name, (heading, task, metric))
+                    values["/".join(("eval", *names))] = score.value
         yield Row(step, step * tokens_per_step, last_time, values)
 
 
@@ -141,48 +147,62 @@ def merge_rows(rows: Iterable[Row]) -> list[Row]:
     """Return one row per step, in order, joined by its validation, samples and evaluations."""
     by_step: dict[int, Row] = {}
     for row in rows:
-        before = by_step.get(row.step, row)
-        by_step[row.step] = before._replace(
-            tokens=before.tokens or row.tokens,
-            values={**before.values, **row.values},
-            samples=before.samples or row.samples,
+        merged = by_step.get(row.step, row)
+        by_step[row.step] = merged._replace(
+            tokens=merged.tokens or row.tokens,
+            values={**merged.values, **row.values},
+            samples=merged.samples or row.samples,
         )
     return [by_step[step] for step in sorted(by_step)]
 
 
+def _rows(events: Iterable[Event]) -> list[Row]:
+    return merge_rows(filter(None, map(row_from_event, events)))
+
+
 def _time(event: Event) -> float:
+    """Return when an event was logged, in seconds since 1970; 0 if unknown."""
     time_s = unix_time(event.get("time"))
     return time_s if math.isfinite(time_s) else 0.0
 
 
 def chart_name(name: str) -> str:
-    """Return `name` with characters that a chart's name may not have replaced by `_`."""
+    """Replace the characters that a chart's name may not have by `_`."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", name)
 
 
 def run_metadata(run: RunRecord, events: list[Event]) -> RunMetadata:
     """Return the metadata of a run from config.json and its log."""
+    # A log without a run id, of an old version, is identified by its first event.
     run_ids = [event["run_id"] for event in events if "run_id" in event]
+    run_id = run_ids[-1] if run_ids else None
     launches = [event for event in events if event.kind in SEGMENT_EVENTS]
-    newest = dict(launches[-1]) if launches else {}
-    newest.pop("event", None)
+    newest_launch = dict(launches[-1]) if launches else {}
+    newest_launch.pop("event", None)
 
+    # The architecture, as tags: flavor, mixer (or the positions of attention) and Canon layers.
     mixer = run.identity.get("model.mixer")
-    kind = run.identity.get("model.position") if mixer in (None, "attention") else mixer
+    if mixer in (None, "attention"):
+        mixer = run.identity.get("model.position")
     canon = run.identity.get("model.canon_set")
     flavor = run.config.get("model", {}).get("flavor")
-    tags = tuple(filter(None, (flavor, kind, f"canon{canon}" if canon else "no-canon")))
+    tags = tuple(filter(None, (flavor, mixer, f"canon{canon}" if canon else "no-canon")))
 
     path = run.folder.path.resolve()
     name = path.name
-    if name in ("run", "runs"):  # told apart by their parents
+    if name in ("run", "runs"):  # distinguished by their parents
         name = f"{path.parent.name}/{name}"
     return RunMetadata(
-        run_id=str((run_ids and run_ids[-1]) or _digest(json.dumps(events[:1], sort_keys=True))),
+        run_id=str(run_id or _digest(json.dumps(events[:1], sort_keys=True))),
         name=name,
         group="-".join((*tags, _digest(run.recipe)[:6])),
         tags=tags,
-        config=run.config | {"identity": run.identity, "launches": len(launches), "launch": newest},
+        config={
+            **run.config,
+            "identity": run.identity,
+            "launches": len(launches),
+            "launch": newest_launch,
+        },
         began=_time(events[0]) if events else 0.0,
     )
 
@@ -194,31 +214,37 @@ def _digest(text: str) -> str:
 class TensorBoardTarget:
     """Writes rows to an event file in `folder`; a `live` file can be read while it grows."""
 
-    def __init__(self, folder: Path, facts: RunMetadata, *, live: bool) -> None:
+    def __init__(self, folder: Path, metadata: RunMetadata, *, live: bool) -> None:
         from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
         from tensorboard.summary.writer import record_writer  # type: ignore[import-untyped]
 
-        self._events, self._folder, self._began = event_pb2, folder, facts.began
+        self._events = event_pb2
+        self._folder = folder
+        self._began = metadata.began
         self._step = -1
-        folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files by name: a live one must come after earlier ones
-        began = time.time() if live else facts.began
-        self._final = folder / f"events.out.tfevents.{int(began):010d}.{facts.run_id}{SUFFIX}"
-        ours = folder.glob(f"events.out.tfevents.*.{facts.run_id}{SUFFIX}")
-        self._before = set(ours) - {self._final}
+
+        # TensorBoard reads files by name: a live one must come after earlier ones.
+        began = time.time() if live else metadata.began
+        self._final = folder / f"events.out.tfevents.{int(began):010d}.{metadata.run_id}{SUFFIX}"
+        copies = folder.glob(f"events.out.tfevents.*.{metadata.run_id}{SUFFIX}")
+        self._earlier = set(copies) - {self._final}
         self._path = self._final if live else folder / f".{self._final.name}.tmp"
+
+        folder.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115 - as long as the target lives
         self._writer = record_writer.RecordWriter(self._file)
-        self._write(wall_time=facts.began, file_version="brain.Event:2")
+        self._write(wall_time=metadata.began, file_version="brain.Event:2")
         self.restart(-1)  # an open TensorBoard still has the steps of the earlier file
         if live:
             self.flush()
 
     def write(self, row: Row) -> None:
+        """Write the numbers as scalars, the samples as texts."""
         values = dict(row.values)
-        if row.step != self._step:  # a live validation is a separate row
+        if row.step != self._step:  # else a row of this step has written its tokens
             values["tokens"] = row.tokens
         self._step = row.step
+
         scalars = [{"tag": name, "simple_value": value} for name, value in values.items()]
         texts = [
             {
@@ -242,8 +268,8 @@ class TensorBoardTarget:
     def flush(self) -> None:
         """Make all rows readable and remove earlier copies, which they supersede."""
         self._writer.flush()
-        while self._before:
-            self._before.pop().unlink(missing_ok=True)
+        while self._earlier:
+            self._earlier.pop().unlink(missing_ok=True)
 
     def finish(self) -> str:
         """Complete the copy; return a description of where it is."""
@@ -283,16 +309,17 @@ class WandbTarget:
             os.environ["WANDB_ERROR_REPORTING"] = "false"  # else it sends reports, even offline
         import wandb
 
-        # a live wandb sends this process's arguments and all SLURM_ variables, which may be secret
+        # A live wandb sends this process's arguments and all SLURM_ variables, which may be secret.
         del sys.argv[1:]
         slurm = {name for name in os.environ if name.startswith("SLURM")}
         for variable in slurm - set(allowed_environment(os.environ)):
             del os.environ[variable]
+
         self._metadata = metadata
         self._mode = mode
         self._folder = folder / "wandb"
         self._html = wandb.Html
-        self._before = self._offline_folders()
+        self._earlier = self._offline_folders()
         folder.mkdir(parents=True, exist_ok=True)
         try:
             settings = wandb.Settings(
@@ -302,7 +329,7 @@ class WandbTarget:
                 save_code=False,
                 symlink=False,
                 silent=live or mode != "online",
-                # a later copy would show the machine that makes it
+                # A later copy would show the machine that makes it.
                 x_disable_stats=not live,
                 x_disable_meta=not live,
                 init_timeout=WANDB_INIT_S,
@@ -313,7 +340,7 @@ class WandbTarget:
                 dir=folder,
                 id=metadata.run_id,
                 group=metadata.group,
-                # a whole copy replaces the run; offline, wandb cannot check
+                # A whole copy replaces the run; offline, wandb cannot check.
                 resume="allow" if mode == "online" and live else None,
                 tags=[tag[:64] for tag in dict.fromkeys((*metadata.tags, *tags))],
                 config=dict(metadata.config),
@@ -322,92 +349,112 @@ class WandbTarget:
             )
         except (wandb.Error, ValueError, OSError) as error:  # ValueError: bad WANDB_ variables
             raise UserError("export.wandb", f"wandb.init failed: {error}") from None
+
+        # Every chart is over tokens.
         self._run.define_metric("tokens")
         self._run.define_metric("*", step_metric="tokens")
         self._next = self._run.starting_step
 
     def write(self, row: Row) -> None:
         """Log a row, unless wandb is past its step: it cannot go back."""
-        if row.step >= self._next:
-            self._next = row.step
-            values: dict[str, Any] = {"step": row.step, "tokens": row.tokens, "time": row.time}
-            values |= row.values
-            if row.samples:
-                texts = "\n\n".join(f"<b>{escape(x)}</b>{escape(y)}" for x, y in row.samples)
-                # not a Table, which offline runs keep in the user's cache
-                values["samples"] = self._html(f"<pre>{texts}</pre>")
-            self._run.log(values, step=row.step)
+        if row.step < self._next:
+            return
+        self._next = row.step
+
+        values: dict[str, Any] = {
+            "step": row.step,
+            "tokens": row.tokens,
+            "time": row.time,
+            **row.values,
+        }
+        if row.samples:
+            texts = "\n\n".join(
+                f"<b>{escape(prompt)}</b>{escape(text)}" for prompt, text in row.samples
+            )
+            # Not a Table, which offline runs keep in the user's cache.
+            values["samples"] = self._html(f"<pre>{texts}</pre>")
+        self._run.log(values, step=row.step)
 
     def restart(self, step: int) -> None:
         """Do nothing: wandb keeps the first of repeated steps, until a whole copy is made."""
 
     def flush(self) -> None:
-        while self._before:
-            shutil.rmtree(self._before.pop(), ignore_errors=True)
+        """Remove earlier copies; wandb sends the rows by itself."""
+        while self._earlier:
+            shutil.rmtree(self._earlier.pop(), ignore_errors=True)
 
     def finish(self) -> str:
+        """Complete the copy; return a description of where it is."""
         self._run.finish()
         self.flush()
         if self._mode == "online":
-            return f"{self._run.url or 'wandb'}"
+            return self._run.url or "wandb"
+
+        # An offline folder is named by the time of the copy: name it by that of the run.
         began = datetime.fromtimestamp(self._metadata.began, UTC)
         final = self._folder / f"offline-run-{began:%Y%m%d_%H%M%S}-{self._metadata.run_id}"
-        (made,) = self._offline_folders()
-        made.rename(final)
+        (offline_folder,) = self._offline_folders()
+        offline_folder.rename(final)
         return f"{final}; `wandb sync {final}` uploads it"
 
     def _offline_folders(self) -> list[Path]:
         return sorted(self._folder.glob(f"offline-run-*-{self._metadata.run_id}"))
 
 
+Target = TensorBoardTarget | WandbTarget
+
+
 def copy(
     run: RunRecord,
-    open_target: Callable[[RunMetadata], TensorBoardTarget | WandbTarget],
-    ended: Callable[[float], bool] | None = None,
+    open_target: Callable[[RunMetadata], Target],
+    wait: Callable[[float], bool] | None = None,
 ) -> str:
     """Copy log and evaluations; return a description of where the copy is.
 
-    With `ended`, follow the log only, until `ended(seconds to wait)` or a `done` event.
+    With `wait`, follow the log only, until `wait(seconds)` returns true or a `done` event.
     """
-    if ended is not None:
-        return _follow(run, open_target, ended)
-    rows = merge_rows(filter(None, map(row_from_event, run.events)))
-    rows = merge_rows([*rows, *_evaluations(run, rows[-1].time if rows else 0.0)])
+    if wait is not None:
+        return _follow(run, open_target, wait)
+
+    rows = _rows(run.events)
+    last_time = rows[-1].time if rows else 0.0
+    rows = merge_rows([*rows, *_evaluations(run, last_time)])
     target = open_target(run_metadata(run, run.events))
     for row in rows:
         target.write(row)
-    place = target.finish()
-    return f"{len(rows)} steps and {len(run.latest)} evaluations of {run.folder.path}: {place}"
+    location = target.finish()
+    return f"{len(rows)} steps and {len(run.latest)} evaluations of {run.folder.path}: {location}"
 
 
 def _follow(
-    run: RunRecord,
-    open_target: Callable[[RunMetadata], TensorBoardTarget | WandbTarget],
-    ended: Callable[[float], bool],
+    run: RunRecord, open_target: Callable[[RunMetadata], Target], wait: Callable[[float], bool]
 ) -> str:
     """Copy the log while it grows; see `copy`."""
-    # the target needs the first event of a launch
+    # Wait for the first event of a launch: it has the metadata that the target needs.
     log = LogFollower(run.folder.log_file)
     events = drop_superseded(log.poll())
     is_over = False
-    while not is_over and not any(e.kind in ("step", *SEGMENT_EVENTS) for e in events):
-        is_over = ended(POLL_S)
+    while not is_over and not any(event.kind in ("step", *SEGMENT_EVENTS) for event in events):
+        is_over = wait(POLL_S)
         events = drop_superseded([*events, *log.poll()])
 
+    # Copy the log so far. It is complete if no launch has begun after the last `done`.
     target = open_target(run_metadata(run, events))
-    for row in merge_rows(filter(None, map(row_from_event, events))):
+    for row in _rows(events):
         target.write(row)
-    turns = [e.kind for e in events if e.kind in (*SEGMENT_EVENTS, "done")]
-    is_over |= turns[-1:] == ["done"]
+    launches_and_ends = [e.kind for e in events if e.kind in (*SEGMENT_EVENTS, "done")]
+    is_over |= launches_and_ends[-1:] == ["done"]
 
+    # Copy each event as it is logged. Wait before polling, so that the last events are still read.
     while not is_over:
         target.flush()
-        is_over = ended(POLL_S)  # before polling, so that the last events are still read
+        is_over = wait(POLL_S)
         for event in log.poll():
             if event.kind in SEGMENT_EVENTS:
                 target.restart(event.from_step)
-            if (new := row_from_event(event)) is not None:
-                target.write(new)
+            new_row = row_from_event(event)
+            if new_row is not None:
+                target.write(new_row)
             is_over |= event.kind == "done"
     return target.finish()
 
@@ -419,18 +466,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "over all launches, which replaces earlier copies."
     )
     parser.epilog = "example: canon run export wandb RUN --mode online --follow"
-    add, given = parser.add_argument, os.environ.get
+    variable = os.environ.get
+    add = parser.add_argument
     add("target", choices=("wandb", "tensorboard"))
     add("folder", type=Path, metavar="RUN", help="a run folder")
     add("--out", type=Path, metavar="DIR", help="write DIR/wandb or DIR/tb (default: RUN)")
     add("--follow", action="store_true", help="continue while the run trains")
-    mode, project = given("WANDB_MODE") or "offline", given("WANDB_PROJECT") or "canon_pretrain"
-    add("--mode", choices=MODES, default=mode, help="wandb mode (default: %(default)s)")
-    add("--project", default=project, help="wandb project (default: %(default)s)")
-    for option, otherwise in (("entity", "your default"), ("name", "the run folder's name")):
-        variable = f"WANDB_{option.upper()}"
-        about = f"wandb {option} (default: ${variable}, or {otherwise})"
-        add(f"--{option}", default=given(variable), help=about)
+    add(
+        "--mode",
+        choices=MODES,
+        default=variable("WANDB_MODE") or "offline",
+        help="wandb mode (default: %(default)s)",
+    )
+    add(
+        "--project",
+        default=variable("WANDB_PROJECT") or "canon_pretrain",
+        help="wandb project (default: %(default)s)",
+    )
+    add(
+        "--entity",
+        default=variable("WANDB_ENTITY"),
+        help="wandb entity (default: $WANDB_ENTITY, or your default)",
+    )
+    add(
+        "--name",
+        default=variable("WANDB_NAME"),
+        help="wandb name (default: $WANDB_NAME, or the run folder's name)",
+    )
     add("--tags", nargs="*", default=[], metavar="TAG", help="wandb tags")
     # metrics.save_tb_folder; and how the trainer starts it: until the pipe closes, ignoring signals
     add("--tb-folder", default="tb", help=argparse.SUPPRESS)
@@ -441,14 +503,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Export one run; return the exit code. Raises UserError."""
     record = RunRecord(arguments.folder)
     record.folder.read_config()  # raises UserError if it is not a run
-    follows, out = arguments.follow, arguments.out or arguments.folder
+    follows = arguments.follow
+    out = arguments.out or arguments.folder
+    # Its trainer may be writing a live copy to the same folder.
     if arguments.out is None and not follows and live_holder(record.folder.lock_file):
         raise UserError(
             "export.run_is_live",
             f"{record.folder.path} is being trained and may be live: add --out or --follow",
         )
 
-    def open_target(metadata: RunMetadata) -> TensorBoardTarget | WandbTarget:
+    def open_target(metadata: RunMetadata) -> Target:
         if arguments.target == "tensorboard":
             return TensorBoardTarget(out / arguments.tb_folder, metadata, live=follows)
         return WandbTarget(
@@ -462,19 +526,20 @@ def run(arguments: argparse.Namespace) -> int:
             name=arguments.name or metadata.name,
         )
 
-    ended: Callable[[float], bool] | None = None
+    # What ends a copy that follows the log: the end of its trainer, or Ctrl-C.
+    wait: Callable[[float], bool] | None = None
     if arguments.beside_trainer:
-        ended = _trainer_ended
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(name, signal.SIG_IGN)
+        wait = _trainer_ended
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
     elif follows:
         interrupted = threading.Event()
-        ended = interrupted.wait
+        wait = interrupted.wait
         signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     else:
         for notice in record.notices:
             print(f"NOTE: {notice}", file=sys.stderr)
-    print(copy(record, open_target, ended))
+    print(copy(record, open_target, wait))
     return 0
 
 

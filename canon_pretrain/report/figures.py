@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,8 +32,17 @@ from canon_pretrain.report.content import (
     ScorePoint,
     SmoothCurve,
     TrainingCurve,
+    finite,
 )
-from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Chart, downsample, rounded, segments
+from canon_pretrain.report.curves import (
+    CHARTS,
+    FEW_POINTS,
+    Chart,
+    downsample,
+    rounded,
+    segments,
+    shortest,
+)
 from canon_pretrain.report.evaluations import LOSS_UNITS, WHOLE_TEXT, tokens_at
 from canon_pretrain.report.items import Evaluation, is_loss
 from canon_pretrain.report.picture import Line, Panel
@@ -42,9 +51,13 @@ from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Results
 
-MAX_SEGMENTS, ALL_SEGMENTS = 1333, 6_000  # per line and of all lines, so that a page opens fast
-LATE_SEGMENTS, ALL_LATE, FEWEST_LATE = 100, 2_000, 8  # points of a smoothed line, and of all
-FEWEST_PER_SEGMENT = 5  # logged steps that a point averages
+# Limits on points, so that a page opens fast: per line, and of all lines together.
+MAX_SEGMENTS = 1333
+ALL_SEGMENTS = 6_000
+LATE_SEGMENTS = 100
+ALL_LATE_SEGMENTS = 2_000
+MIN_LATE_SEGMENTS = 8  # fewer do not make a smoothed curve
+MIN_STEPS_PER_SEGMENT = 5  # logged steps that a smoothed point averages
 
 REPORT_CHARTS = [
     chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")
@@ -58,10 +71,12 @@ LENGTHS = (
     ("1-hop and 2-hop over L", "tokens of junk text (L)", PROBES),
     ("Babilong over context length", "thousand tokens of context", BABILONG),
 )
+AVERAGED_TASKS = ("qa1", "qa2", "qa3", "qa4", "qa5")  # of Babilong
 MEAN = "mean of qa1 to qa5"
+SHARE_RANGE = (-0.03, 1.03)  # of the y axis of a share from 0 to 1, with room for its markers
 MAX_BARS = 8  # error bars of more runs would overlap and make pages large
 
-Lines = Mapping[str, Sequence[str]]  # label of an architecture -> labels of its drawn runs
+RunsByArchitecture = Mapping[str, Sequence[str]]  # label -> labels of the runs that draw it
 Json = dict[str, Any]
 Plot = tuple[str, str, Json]  # title, small print and figure
 
@@ -77,25 +92,37 @@ class MeanLine:
     n: Sequence[int]
 
 
-def logged_values(run: RunRecord, field: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [n] int64 steps and tokens, and float64 values, finite or not."""
+# -- training curves
+
+
+class LoggedValues(NamedTuple):
+    """One logged field: [n] int64 steps and tokens, float64 values, finite or not."""
+
+    steps: np.ndarray
+    tokens: np.ndarray
+    values: np.ndarray
+
+
+def logged_values(run: RunRecord, field: str) -> LoggedValues:
+    """Look up one logged field of a run, empty if it has none."""
     empty = Curve(np.zeros(0, np.int64), np.zeros(0))
     steps, values = run.curve(field) or empty
-    return steps, run.clock.tokens[np.searchsorted(run.clock.steps, steps)], values
+    tokens = run.clock.tokens[np.searchsorted(run.clock.steps, steps)]
+    return LoggedValues(steps, tokens, values)
 
 
 def training_curve(runs: Sequence[RunRecord], chart: Chart) -> TrainingCurve:
-    """Return one field over tokens: a downsampled line per run, None for a gap."""
-    most = min(MAX_SEGMENTS, 1 + ALL_SEGMENTS // (len(runs) * len(REPORT_CHARTS)))
+    """Draw one field over tokens: a downsampled line per run, None for a gap."""
+    max_segments = min(MAX_SEGMENTS, 1 + ALL_SEGMENTS // (len(runs) * len(REPORT_CHARTS)))
     lines = []
     for run in runs:
         steps, tokens, values = logged_values(run, chart.id)
-        kept = downsample(values, segments(len(values), most))
+        kept = downsample(values, segments(len(values), max_segments))
         lines.append(
             CurveLine(
                 run=run.label,
                 logged=len(values),
-                values=_finite(values[kept]),
+                values=finite(values[kept].tolist()),
                 steps=steps[kept].tolist(),
                 tokens=tokens[kept].tolist(),
                 not_finite=int((~np.isfinite(values)).sum()),
@@ -104,40 +131,55 @@ def training_curve(runs: Sequence[RunRecord], chart: Chart) -> TrainingCurve:
     return TrainingCurve(**vars(chart), lines=lines)
 
 
-def _finite(values: np.ndarray) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values.tolist()]
-
-
 def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> list[SmoothCurve]:
-    """Return curves of the last half of the training loss, smoothed, and minus the baseline's."""
-    logged = {run.label: np.stack(logged_values(run, "loss")[1:]) for run in runs}
-    half = max((rows[0].max() for rows in logged.values() if rows.size), default=0) / 2
-    points = {x: rows[:, (rows[0] > half) & np.isfinite(rows[1])] for x, rows in logged.items()}
-    longest = max(rows.shape[1] for rows in points.values())
-    count = min(LATE_SEGMENTS, ALL_LATE // len(runs), longest // FEWEST_PER_SEGMENT)
-    if count < FEWEST_LATE:
+    """Smooth the last half of the training loss; a second figure is relative to the baseline.
+
+    `baseline`: labels of the runs whose mean is subtracted, none for no second figure; `name`: of
+    their architecture. No figures if the last half has too few logged steps.
+    """
+    # The finite losses of each run from half of the longest run's tokens on.
+    losses = {run.label: logged_values(run, "loss") for run in runs}
+    half = max((logged.tokens.max(initial=0) for logged in losses.values()), default=0) / 2
+    late_losses: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    for label, logged in losses.items():
+        kept = (logged.tokens > half) & np.isfinite(logged.values)
+        late_losses[label] = (logged.tokens[kept], logged.values[kept])
+
+    most_steps = max(len(tokens) for tokens, _ in late_losses.values())
+    num_segments = min(
+        LATE_SEGMENTS,
+        ALL_LATE_SEGMENTS // len(runs),
+        most_steps // MIN_STEPS_PER_SEGMENT,
+    )
+    if num_segments < MIN_LATE_SEGMENTS:
         return []
 
-    # The mean loss of each segment of equally many tokens.
-    edges = np.linspace(half, 2 * half, count + 1)
+    # The mean loss of each segment of equally many tokens; NaN if a run logged no step in it.
+    edges = np.linspace(half, 2 * half, num_segments + 1)
+    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
     means: dict[str, np.ndarray] = {}
     with np.errstate(invalid="ignore"):
-        for label, (tokens, losses) in points.items():
-            sums, _ = np.histogram(tokens, edges, weights=losses)
-            means[label] = sums / np.histogram(tokens, edges)[0]
-    places = ((edges[:-1] + edges[1:]) / 2).tolist()
+        for label, (tokens, values) in late_losses.items():
+            sums, _ = np.histogram(tokens, edges, weights=values)
+            counts, _ = np.histogram(tokens, edges)
+            means[label] = sums / counts
 
-    def drawn(title: str, values: Mapping[str, np.ndarray]) -> SmoothCurve:
-        lines = [RunLine(label, places, _finite(y)) for label, y in values.items()]
-        return SmoothCurve(title, ",.4f", False, lines)
+    def smooth_curve(title: str, values_by_run: Mapping[str, np.ndarray]) -> SmoothCurve:
+        lines = [
+            RunLine(run, middles, finite(values.tolist())) for run, values in values_by_run.items()
+        ]
+        return SmoothCurve(title, form=",.4f", log_scale=False, lines=lines)
 
-    curves = [drawn("The last half, smoothed", means)]
+    curves = [smooth_curve("The last half, smoothed", means)]
     if baseline:
-        of_baseline = np.ma.masked_invalid([means[label] for label in baseline])
-        mean = of_baseline.mean(axis=0).filled(np.nan)
-        less = {label: values - mean for label, values in means.items()}
-        curves.append(drawn(f"Smoothed, less {name}", less))
+        baseline_means = np.ma.masked_invalid([means[label] for label in baseline])
+        baseline_mean = baseline_means.mean(axis=0).filled(np.nan)
+        relative = {label: values - baseline_mean for label, values in means.items()}
+        curves.append(smooth_curve(f"Smoothed, less {name}", relative))
     return curves
+
+
+# -- scores over steps
 
 
 def score_cell(results: Results, task: str, metric: str) -> ScoreCell | None:
@@ -152,34 +194,55 @@ def score_cell(results: Results, task: str, metric: str) -> ScoreCell | None:
     )
 
 
+class _Scored(NamedTuple):
+    """What a score curve is of; `text` is the fingerprint of a held-out text, else ""."""
+
+    suite: str
+    task: str
+    metric: str
+    text: str
+
+
 def score_curves(runs: Sequence[RunRecord]) -> list[ScoreCurve]:
     """Return a curve per (suite, task, primary metric, text) that a run has at several steps."""
-    points: dict[tuple[str, str, str, str], dict[str, list[ScorePoint]]] = {}
+    points: dict[_Scored, dict[str, list[ScorePoint]]] = {}
     for run in runs:
-        # In order: a full result replaces a trial, the newest replaces all.
-        by_step = {(x.step, x.suite): x for x in run.evaluations}
-        for (step, suite), evaluation in sorted(by_step.items()):
-            tokens = tokens_at(run, step)
-            for task in evaluation.results.scores:
-                for metric in evaluation.primary_metrics(task) if evaluation.is_task(task) else ():
-                    cell = score_cell(evaluation.results, task, metric)
-                    if cell is not None:
-                        point = ScorePoint(step, tokens, evaluation.limit, cell)
-                        by_run = points.setdefault((suite, task, metric, evaluation.text), {})
-                        by_run.setdefault(run.label, []).append(point)
+        for scored, point in _score_points(run):
+            points.setdefault(scored, {}).setdefault(run.label, []).append(point)
 
     curves = []
-    texts = Counter(key[:3] for key in points)
-    for key in sorted(points, key=lambda key: evaluations.suite_order(key[0])):
-        suite, task, metric, text = key
-        lines = [ScoreLine(label, own) for label, own in points[key].items()]
-        if any(len(line.points) > 1 for line in lines):
-            label = f"{task} of text {text[:8]}" if texts[key[:3]] > 1 else task
-            curves.append(ScoreCurve(suite, printable(label), printable(metric), lines))
+    num_texts = Counter(scored[:3] for scored in points)
+    for scored in sorted(points, key=lambda scored: evaluations.suite_order(scored.suite)):
+        lines = [ScoreLine(label, line_points) for label, line_points in points[scored].items()]
+        if all(len(line.points) == 1 for line in lines):
+            continue
+        title = scored.task
+        if num_texts[scored[:3]] > 1:
+            title = f"{scored.task} of text {scored.text[:8]}"
+        curves.append(ScoreCurve(scored.suite, printable(title), printable(scored.metric), lines))
     return curves
 
 
-def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> HeldOutCurves | None:
+def _score_points(run: RunRecord) -> Iterator[tuple[_Scored, ScorePoint]]:
+    """Yield a run's primary scores by step."""
+    # In the order of evaluations a full result replaces a trial, and the newest replaces all.
+    by_step = {(x.step, x.suite): x for x in run.evaluations}
+    for (step, suite), evaluation in sorted(by_step.items()):
+        tokens = tokens_at(run, step)
+        for task in filter(evaluation.is_task, evaluation.results.scores):
+            for metric in evaluation.primary_metrics(task):
+                cell = score_cell(evaluation.results, task, metric)
+                if cell is not None:
+                    point = ScorePoint(step, tokens, evaluation.limit, cell)
+                    yield _Scored(suite, task, metric, evaluation.text), point
+
+
+# -- held-out loss
+
+
+def held_out_curves(
+    runs: Sequence[RunRecord], architectures: RunsByArchitecture
+) -> HeldOutCurves | None:
     """Return held-out loss over tokens, from the source and text with most lines and points.
 
     In bits per byte, or nats per token where no bytes are known. A line per architecture: mean,
@@ -190,23 +253,25 @@ def held_out_curves(runs: Sequence[RunRecord], architectures: Lines) -> HeldOutC
     for source, losses_of in HELD_OUT_SOURCES.items():
         for metric, unit in LOSS_UNITS.items():
             losses = {run: losses_of(run, metric) for run in runs}
-            whole = {run: evaluations.suite_losses(run, metric) for run in runs}
-            for text in sorted({text for of_run in losses.values() for _, text in of_run}):
+            whole_losses = {run: evaluations.suite_losses(run, metric) for run in runs}
+            texts = {text for run_losses in losses.values() for _, text in run_losses}
+            for text in sorted(texts):
                 lines = [
-                    line
+                    _held_out_line(label, labels, text, losses, whole_losses)
                     for label, labels in architectures.items()
-                    if (line := _held_out_line(label, labels, text, losses, whole))
                 ]
                 counted = evaluations.counted_losses(runs, text, metric)
-                candidates.append(HeldOutCurves(source, unit, lines, counted))
+                candidates.append(HeldOutCurves(source, unit, [*filter(None, lines)], counted))
 
     def size(curves: HeldOutCurves) -> tuple[int, int]:
         return len(curves.lines), sum(len(line.steps) for line in curves.lines)
 
+    # The first of equally large ones: the whole text before windows of it, bits before nats.
     best = max(candidates, key=size, default=None)
-    if not best or not best.lines:
+    if best is None or not best.lines:
         return None
-    if best.source == LOGGED and (windows := _scored_windows(runs)):
+    windows = _scored_windows(runs)
+    if best.source == LOGGED and windows:
         return replace(best, source=f"{windows:,} {LOGGED}")
     return best
 
@@ -215,35 +280,46 @@ Losses = Mapping[RunRecord, Mapping[evaluations.Scored, float]]
 
 
 def _held_out_line(
-    label: str, labels: Sequence[str], text: str, losses: Losses, whole: Losses
+    label: str, labels: Sequence[str], text: str, losses: Losses, whole_losses: Losses
 ) -> HeldOutLine | None:
     """Return the line of the runs `labels` that were scored on `text`; None without common steps.
 
     The mean on all of the text is that of every run at the last point; None if one lacks it.
     """
-    of_text = {
-        run: by_step
-        for run, scored in losses.items()
-        if run.label in labels
-        and (by_step := {step: loss for (step, of), loss in scored.items() if of == text})
-    }
-    if not of_text:
-        return None
-    common = sorted(set.intersection(*map(set, of_text.values())))
-    rows = {step: [by_step[step] for by_step in of_text.values()] for step in common}
-    rows = {step: row for step, row in rows.items() if all(map(math.isfinite, row))}
-    if not rows:
+    losses_by_step: dict[RunRecord, dict[int, float]] = {}
+    for run, run_losses in losses.items():
+        by_step = {step: loss for (step, scored), loss in run_losses.items() if scored == text}
+        if by_step and run.label in labels:
+            losses_by_step[run] = by_step
+    if not losses_by_step:
         return None
 
-    last = evaluations.Scored(max(rows), text)
-    last_whole = [whole[run][last] for run in whole if run.label in labels and last in whole[run]]
-    is_complete = len(last_whole) == len(of_text)
+    # A point is a step at which every run has a finite loss.
+    points: dict[int, list[float]] = {}
+    for step in sorted(set.intersection(*map(set, losses_by_step.values()))):
+        step_losses = [by_step[step] for by_step in losses_by_step.values()]
+        if all(map(math.isfinite, step_losses)):
+            points[step] = step_losses
+    if not points:
+        return None
+
+    last_scored = evaluations.Scored(max(points), text)
+    last_whole_losses = [
+        run_losses[last_scored]
+        for run, run_losses in whole_losses.items()
+        if run.label in labels and last_scored in run_losses
+    ]
+    whole_text = None
+    if len(last_whole_losses) == len(losses_by_step):
+        whole_text = statistics.fmean(last_whole_losses)
+
+    any_run = next(iter(losses_by_step))  # runs of an architecture have equal tokens at a step
     return HeldOutLine(
-        label,
-        [*rows],
-        [tokens_at(next(iter(of_text)), step) for step in rows],
-        *_spread([*rows.values()]),
-        statistics.fmean(last_whole) if is_complete else None,
+        label=label,
+        steps=[*points],
+        tokens=[tokens_at(any_run, step) for step in points],
+        **_spread([*points.values()])._asdict(),
+        whole_text=whole_text,
     )
 
 
@@ -256,18 +332,29 @@ def _scored_windows(runs: Sequence[RunRecord]) -> int | None:
     }
     if len(counts) != 1:
         return None
-    [(tokens, length)] = counts
-    return math.ceil(tokens / length) if tokens and length else None
+    [(tokens, seq_len)] = counts
+    return math.ceil(tokens / seq_len) if tokens and seq_len else None
 
 
-def _spread(points: Sequence[Sequence[float]]) -> tuple[list[Any], list[Any], list[Any], list[int]]:
-    """Return mean, minimum, maximum and number of the values at each point."""
-    return (
-        [statistics.fmean(values) if values else None for values in points],
-        [min(values, default=None) for values in points],
-        [max(values, default=None) for values in points],
-        [len(values) for values in points],
+class _Spread(NamedTuple):
+    """Mean, minimum and maximum of `n` runs at each point; None where `n` is 0."""
+
+    values: list[Any]
+    low: list[Any]
+    high: list[Any]
+    n: list[int]
+
+
+def _spread(points: Sequence[Sequence[float]]) -> _Spread:
+    return _Spread(
+        values=[statistics.fmean(values) if values else None for values in points],
+        low=[min(values, default=None) for values in points],
+        high=[max(values, default=None) for values in points],
+        n=[len(values) for values in points],
     )
+
+
+# -- accuracy over length
 
 
 class _Point(NamedTuple):
@@ -283,21 +370,21 @@ class _Point(NamedTuple):
 
 
 def length_figures(
-    runs: Sequence[RunRecord], architectures: Lines, steps: Mapping[str, Mapping[str, int]]
+    runs: Sequence[RunRecord],
+    architectures: RunsByArchitecture,
+    steps: Mapping[str, Mapping[str, int]],
 ) -> list[LengthFigure]:
     """Return birth-year probes over L (the paper's Figure 17, right) and Babilong over length.
 
     A line per architecture as in held_out_curves; `steps`: suite -> architecture -> step to show.
     """
-    owners = {name: label for label, names in architectures.items() for name in names}
     figures = []
     for title, unit, pattern in LENGTHS:
-        points = [
-            point
-            for run in runs
-            if run.label in owners
-            for point in _points(run, owners[run.label], pattern, steps)
-        ]
+        points: list[_Point] = []
+        for run in runs:
+            for label, drawn_runs in architectures.items():
+                if run.label in drawn_runs:
+                    points += _points(run, label, pattern, steps)
         if points:
             trials = {x.evaluation.run for x in points if x.evaluation.limit is not None}
             panels = _panels(points, list(architectures))
@@ -308,104 +395,131 @@ def length_figures(
 def _points(
     run: RunRecord, label: str, pattern: re.Pattern[str], steps: Mapping[str, Mapping[str, int]]
 ) -> list[_Point]:
-    """Return the scores of a run's trials and shown step; with the mean of Babilong's tasks."""
-    shown = {
-        x.suite: x
-        for x in run.evaluations
-        if x.limit or steps.get(x.suite, {}).get(label, x.step) == x.step
-    }
+    """Return a run's scores over length: of trials, and of the step shown for its architecture.
+
+    `pattern` matches the names of tasks as series and length. Babilong also has its mean.
+    """
+    evaluation_of: dict[str, Evaluation] = {}
+    for evaluation in run.evaluations:
+        shown_step = steps.get(evaluation.suite, {}).get(label, evaluation.step)
+        if evaluation.limit or evaluation.step == shown_step:
+            evaluation_of[evaluation.suite] = evaluation
+
+    # Losses are left out: they do not fit on an axis of shares.
     points: dict[tuple[str, str, int], _Point] = {}
-    for evaluation in shown.values():
+    for evaluation in evaluation_of.values():
         for task, metrics in evaluation.results.scores.items():
             match = pattern.fullmatch(task)
             if match is None:
                 continue
+            series, length = match[1], int(match[2])
             for metric, score in metrics.items():
                 if math.isfinite(score.number) and not is_loss(metric):
-                    key = match[1], metric, int(match[2])
-                    chance = evaluation.chance(task, metric)
-                    points[key] = _Point(label, evaluation, chance, score.number, *key)
+                    points[series, metric, length] = _Point(
+                        label=label,
+                        evaluation=evaluation,
+                        chance=evaluation.chance(task, metric),
+                        value=score.number,
+                        series=series,
+                        metric=metric,
+                        length=length,
+                    )
 
+    # The mean of Babilong's tasks, where all of them have a score; other series have other names.
     means = []
-    for metric, length in {key[1:] for key in points if pattern is BABILONG}:
-        parts = [points[key] for k in range(1, 6) if (key := (f"qa{k}", metric, length)) in points]
-        if len(parts) == 5:
-            value = statistics.fmean(part.value for part in parts)
-            means.append(parts[0]._replace(series=MEAN, value=value, chance=None))
+    for metric, length in {key[1:] for key in points}:
+        keys = [(task, metric, length) for task in AVERAGED_TASKS]
+        parts = [points[key] for key in keys if key in points]
+        if len(parts) == len(AVERAGED_TASKS):
+            mean = statistics.fmean(part.value for part in parts)
+            means.append(parts[0]._replace(series=MEAN, value=mean, chance=None))
     return [*points.values(), *means]
 
 
 def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel]:
+    """Return a panel per series and metric, with a line per architecture of `labels`."""
+    # The newest step of each architecture; a line whose step is not the first one's names it.
     steps: dict[str, int] = {}
-    for point in points:
-        steps[point.label] = max(point.evaluation.step, steps.get(point.label, 0))
-    first_step = next(steps[label] for label in labels if label in steps)
+    for label in labels:
+        label_steps = [point.evaluation.step for point in points if point.label == label]
+        if label_steps:
+            steps[label] = max(label_steps)
+    first_step = next(iter(steps.values()))
 
     # Exact scores before ranks, the mean before its tasks.
     names = {(point.series, point.metric) for point in points}
     panels = []
-    for series, metric in sorted(names, key=lambda x: (x[1] == "rank", x[0] != MEAN, x)):
-        shown = [x for x in points if (x.series, x.metric) == (series, metric)]
-        lengths = sorted({point.length for point in shown})
+    for series, metric in sorted(
+        names, key=lambda name: (name[1] == "rank", name[0] != MEAN, name)
+    ):
+        panel_points = [x for x in points if (x.series, x.metric) == (series, metric)]
+        lengths = sorted({point.length for point in panel_points})
+
         lines = []
-        for label in labels:
-            own = [point for point in shown if point.label == label]
-            values = [[x.value for x in own if x.length == length] for length in lengths]
-            step = None if steps.get(label) == first_step else steps.get(label)
-            if own:
-                lines.append(LengthLine(label, step, *_spread(values)))
-        chances = {point.chance for point in shown}
+        for label, step in steps.items():
+            line_points = [x for x in panel_points if x.label == label]
+            values = [[x.value for x in line_points if x.length == length] for length in lengths]
+            if line_points:
+                shown_step = None if step == first_step else step
+                lines.append(LengthLine(label, shown_step, **_spread(values)._asdict()))
+
+        # The level of chance, if all tasks of the panel declare the same.
+        chances = {point.chance for point in panel_points}
         chance = chances.pop() if len(chances) == 1 else None
         panels.append(LengthPanel(series, metric, lengths, chance, lines))
     return panels
 
 
+# -- plotly figures
+
+
 def _trace(
-    of: str, labels: Sequence[str], label: str, y: Any, *, form: str = "", **more: Any
+    of: str, labels: Sequence[str], label: str, y: Any, *, form: str = "", **attributes: Any
 ) -> Json:
     """Return a trace of the run or architecture `label`; y is rounded as `form` shows it."""
-    few = len(y) <= FEW_POINTS or None in y  # a value between two gaps needs a marker
-    mode = "lines+markers" if few else "lines"
+    needs_markers = len(y) <= FEW_POINTS or None in y  # a value between two gaps has no line
     numbers = rounded(np.array(y, float))
     if form:
-        numbers = [None if x is None else _shortest(format(x, form)) for x in numbers]
-    return {"mode": mode, "of": of, "number": labels.index(label), "y": numbers, **more}
-
-
-def _shortest(text: str) -> float | int:
-    number = float(text)
-    return int(number) if number.is_integer() else number
+        numbers = [None if x is None else shortest(format(x, form)) for x in numbers]
+    return {
+        "mode": "lines+markers" if needs_markers else "lines",
+        "of": of,
+        "number": labels.index(label),
+        "y": numbers,
+        **attributes,
+    }
 
 
 def _over_steps(steps: Sequence[int], tokens: Sequence[int]) -> Json:
     """Return both as differences, which are short; tokens as a multiple of steps, if they are."""
+    differences = {"steps": np.diff(steps, prepend=0).tolist()}
     per_step = tokens[0] / steps[0] if steps and steps[0] else 0
-    differences = {"steps": _differences(steps)}
-    if per_step and all(at == per_step * step for step, at in zip(steps, tokens, strict=True)):
-        return {**differences, "tokens_per_step": per_step}
-    return {**differences, "tokens": _differences(tokens)}
-
-
-def _differences(values: Sequence[int]) -> list[int]:
-    return np.diff(values, prepend=0).tolist()
+    if per_step and list(tokens) == [per_step * step for step in steps]:
+        return differences | {"tokens_per_step": per_step}
+    return differences | {"tokens": np.diff(tokens, prepend=0).tolist()}
 
 
 def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = False) -> Json:
-    """Return a figure as report.js draws it: what all traces share is there once, as `shared`."""
-    first, *others = traces or [{}]
-    shared = {
+    """Return a figure as report.js draws it; `over` names the x axis.
+
+    To keep pages small, what all traces have in common is there once, as "shared".
+    """
+    first_trace, *other_traces = traces or [{}]
+    common = {
         name: value
-        for name, value in first.items()
-        if all(name in x and x[name] == value for x in others)
+        for name, value in first_trace.items()
+        if all(name in trace and trace[name] == value for trace in other_traces)
     }
-    own = [{name: value for name, value in trace.items() if name not in shared} for trace in traces]
+    data = [
+        {name: value for name, value in trace.items() if name not in common} for trace in traces
+    ]
     template = f"%{{fullData.name}}: {hover}<extra></extra>"  # once for all traces
     layout = {
         "xaxis": {"title": {"text": over, "standoff": 4}, "exponentformat": "B"},
         "yaxis": {"type": "log" if log_scale else "linear", "exponentformat": "B"},
         "template": {"data": {"scatter": [{"hovertemplate": template}]}},
     }
-    return {"data": own, "shared": shared, "layout": layout}
+    return {"data": data, "shared": common, "layout": layout}
 
 
 def labels_of(content: ReportContent) -> dict[str, list[str]]:
@@ -419,23 +533,25 @@ def labels_of(content: ReportContent) -> dict[str, list[str]]:
 
 
 def draw_curve(curve: TrainingCurve, labels: Sequence[str]) -> list[Plot]:
-    form = curve.form.replace(",", "")
+    """Draw one field of the runs over tokens."""
+    form = curve.form.replace(",", "")  # of a JSON number, which has no thousands separators
     traces = []
     for line in curve.lines:
-        places = _over_steps(line.steps, line.tokens)
-        traces.append(_trace("run", labels, line.run, line.values, form=form, **places))
-    at = ", step %{customdata:,d}" if traces else ""
-    hover = f"<b>%{{y:{curve.form}}}</b>{at}"
+        x = _over_steps(line.steps, line.tokens)
+        traces.append(_trace("run", labels, line.run, line.values, form=form, **x))
+    at_step = ", step %{customdata:,d}" if traces else ""
+    hover = f"<b>%{{y:{curve.form}}}</b>{at_step}"
     return [(curve.title, "", _figure(traces, "tokens", hover, log_scale=curve.log_scale))]
 
 
 def draw_late_loss(curves: Sequence[SmoothCurve], labels: Sequence[str]) -> list[Plot]:
-    drawn: list[Plot] = []
+    """Draw the figures of `late_loss`."""
+    plots: list[Plot] = []
     for curve in curves:
         traces = [_trace("run", labels, x.run, x.values, x=x.tokens) for x in curve.lines]
         figure = _figure(traces, "tokens", f"<b>%{{y:{curve.form}}}</b>")
-        drawn.append((curve.title, "", figure))
-    return drawn
+        plots.append((curve.title, "", figure))
+    return plots
 
 
 def draw_scores(
@@ -444,14 +560,14 @@ def draw_scores(
     parts: Callable[[ScoreCell], Sequence[str]],
 ) -> dict[str, list[Plot]]:
     """Draw score curves by suite, trials as open circles; `parts` returns score, error, items."""
-    drawn: dict[str, list[Plot]] = {}
+    plots: dict[str, list[Plot]] = {}
     for curve in curves:
         has_tokens = all(point.tokens is not None for line in curve.lines for point in line.points)
         traces = [_score_trace(line, labels, parts, has_tokens) for line in curve.lines]
         hover = "<b>%{y:,.4f}</b> %{text}<br>%{customdata}"
         figure = _figure(traces, "tokens" if has_tokens else "step", hover)
-        drawn.setdefault(curve.suite, []).append((curve.task, curve.metric, figure))
-    return drawn
+        plots.setdefault(curve.suite, []).append((curve.task, curve.metric, figure))
+    return plots
 
 
 def _score_trace(
@@ -460,22 +576,25 @@ def _score_trace(
     parts: Callable[[ScoreCell], Sequence[str]],
     over_tokens: bool,
 ) -> Json:
-    errors, descriptions = list[str](), list[str]()
+    errors: list[str] = []
+    descriptions: list[str] = []
     for point in line.points:
-        _, error, items = parts(point.cell)
+        _, error, num_items = parts(point.cell)
         trial = "" if point.limit is None else "<br>trial of the first items"
         errors.append(error)
-        descriptions.append(f"step {point.step:,}, {items}{trial}")
-    more: Json = {"text": errors, "customdata": descriptions, "mode": "lines+markers"}
+        descriptions.append(f"step {point.step:,}, {num_items}{trial}")
+
+    attributes: Json = {"text": errors, "customdata": descriptions, "mode": "lines+markers"}
     if any(point.limit is not None for point in line.points):
         symbols = ["circle" if x.limit is None else "circle-open" for x in line.points]
-        more["marker"] = {"symbol": symbols}
+        attributes["marker"] = {"symbol": symbols}
     if len(labels) <= MAX_BARS:
         stderrs = np.array([_drawn(point.cell.stderr) for point in line.points], float)
-        more["error_y"] = {"array": rounded(np.nan_to_num(stderrs)), "visible": True}
-    more["x"] = [point.tokens if over_tokens else point.step for point in line.points]
+        attributes["error_y"] = {"array": rounded(np.nan_to_num(stderrs)), "visible": True}
+    attributes["x"] = [point.tokens if over_tokens else point.step for point in line.points]
+
     values = [_drawn(point.cell.value) for point in line.points]
-    return _trace("run", labels, line.run, values, form=".4f", **more)
+    return _trace("run", labels, line.run, values, form=".4f", **attributes)
 
 
 def _drawn(value: float | str | None) -> float | None:
@@ -483,67 +602,60 @@ def _drawn(value: float | str | None) -> float | None:
     return None if isinstance(value, str) else value
 
 
-def draw_published(shown: PublishedCurves, labels: Sequence[str]) -> list[Plot]:
-    """Draw own runs beside published models; a color is a run, or a model at several rates."""
-    names = [*labels, *shown.families]
-    drawn: list[Plot] = []
-    for plot in shown.plots:
+def draw_published(content: PublishedCurves, labels: Sequence[str]) -> list[Plot]:
+    """Draw the runs next to published models; a color is a run, or a model at several rates."""
+    names = [*labels, *content.families]
+
+    def trace(label: str, tokens: Sequence[float], values: Any, **attributes: Any) -> Json:
+        return _trace("published", names, label, values, **attributes, x=tokens)
+
+    plots: list[Plot] = []
+    for plot in content.plots:
         traces = [
-            _trace(
-                "published",
-                names,
-                line.family,
-                line.values,
-                name=line.model,
-                mode="lines",
-                x=line.tokens,
-            )
+            trace(line.family, line.tokens, line.values, name=line.model, mode="lines")
             for line in plot.lines
         ]
         traces += [
-            _trace(
-                "published",
-                names,
-                line.run,
-                line.values,
-                mode="lines+markers",
-                line={"width": 3},
-                x=line.tokens,
-            )
+            trace(line.run, line.tokens, line.values, mode="lines+markers", line={"width": 3})
             for line in plot.own
         ]
         figure = _figure(traces, "tokens", "<b>%{y:,.4f}</b> at %{x:.4s} tokens")
         figure["layout"]["hovermode"] = "closest"
         figure["layout"]["xaxis"]["type"] = "log"
-        drawn.append((plot.task, plot.metric, figure))
-    return drawn
+        plots.append((plot.task, plot.metric, figure))
+    return plots
 
 
 def draw_means(
     lines: Sequence[HeldOutLine | LengthLine | MeanLine],
-    places: Sequence[Sequence[Any]],
+    x_values: Sequence[Sequence[Any]],
     labels: Sequence[str],
     over: str,
     *,
     bands: bool = False,
 ) -> Json:
-    """Draw mean and range of each architecture's runs at the places of its line.
+    """Draw mean and range of each architecture's runs, at the x values of its line.
 
-    Ranges are bars, or `bands`; `over` names the places.
+    Ranges are error bars, or `bands`; `over` names the x axis.
     """
-    areas, traces = list[Json](), list[Json]()
-    for line, x in zip(lines, places, strict=True):
-        low, mean, high = (np.array(y, float) for y in (line.low, line.values, line.high))
+    areas: list[Json] = []
+    traces: list[Json] = []
+    for line, x in zip(lines, x_values, strict=True):
+        low = np.array(line.low, float)
+        mean = np.array(line.values, float)
+        high = np.array(line.high, float)
         has_range = max(line.n) > 1
-        more: Json = {"text": line.n}
+
+        attributes: Json = {"text": line.n}
         if not bands:
-            more["error_y"] = {
+            attributes["error_y"] = {
                 "symmetric": False,
                 "visible": has_range,
                 "array": rounded(high - mean),
                 "arrayminus": rounded(mean - low),
             }
         elif has_range:
+            # A closed outline: along the maxima, and back along the minima.
             area = _trace(
                 "entry",
                 labels,
@@ -556,12 +668,12 @@ def draw_means(
                 mode="lines",
             )
             areas.append(area)
-        traces.append(_trace("entry", labels, line.label, line.values, x=x, **more))
+        traces.append(_trace("entry", labels, line.label, line.values, x=x, **attributes))
     return _figure([*areas, *traces], over, "<b>%{y:.4f}</b>, %{text} run(s)")
 
 
 def draw_held_out(curves: HeldOutCurves, labels: Sequence[str]) -> Json:
-    """Draw `held_out_curves`, with a level line for each model that counts tokens."""
+    """Draw `held_out_curves`, with a horizontal line for each model that counts tokens."""
     figure = draw_means(curves.lines, [line.tokens for line in curves.lines], labels, "tokens")
     annotations = [
         {
@@ -576,8 +688,8 @@ def draw_held_out(curves: HeldOutCurves, labels: Sequence[str]) -> Json:
         }
         for name, loss in curves.counted.items()
     ]
-    levels = [_level(loss) for loss in curves.counted.values()]
-    figure["layout"] |= {"shapes": levels, "annotations": annotations}
+    shapes = [_horizontal_line(loss) for loss in curves.counted.values()]
+    figure["layout"] |= {"shapes": shapes, "annotations": annotations}
     return figure
 
 
@@ -585,41 +697,39 @@ def held_out_panel(curves: HeldOutCurves) -> Panel:
     """Return the figure of `held_out_curves` for papers and slides."""
     lines = []
     for line in curves.lines:
-        has_band = max(line.n) > 1
-        lines.append(
-            Line(
-                line.label,
-                np.array(line.tokens, float),
-                np.array(line.values, float),
-                np.array(line.low, float) if has_band else None,
-                np.array(line.high, float) if has_band else None,
-            )
-        )
+        low: np.ndarray | None = None
+        high: np.ndarray | None = None
+        if max(line.n) > 1:  # the band of several seeds
+            low = np.array(line.low, float)
+            high = np.array(line.high, float)
+        tokens = np.array(line.tokens, float)
+        lines.append(Line(line.label, tokens, np.array(line.values, float), low, high))
     return Panel(f"Held-out loss, {curves.unit}", lines, curves.counted)
 
 
-def _level(height: float) -> Json:
+def _horizontal_line(y: float) -> Json:
     """Return a dashed line over the whole width of a plot."""
     return {
         "type": "line",
         "xref": "paper",
         "x0": 0,
         "x1": 1,
-        "y0": height,
-        "y1": height,
+        "y0": y,
+        "y1": y,
         "line": {"dash": "dash", "width": 1.2},
     }
 
 
-def draw_lengths(shown: LengthFigure, labels: Sequence[str]) -> list[Plot]:
-    drawn: list[Plot] = []
-    for panel in shown.panels:
-        names = [str(length) for length in panel.lengths]
-        figure = draw_means(panel.lines, [names] * len(panel.lines), labels, shown.unit)
+def draw_lengths(content: LengthFigure, labels: Sequence[str]) -> list[Plot]:
+    """Draw the panels of a figure of `length_figures`, lengths evenly spaced."""
+    plots: list[Plot] = []
+    for panel in content.panels:
+        lengths = [str(length) for length in panel.lengths]
+        figure = draw_means(panel.lines, [lengths] * len(panel.lines), labels, content.unit)
         layout = figure["layout"]
-        layout["xaxis"] |= {"type": "category", "categoryarray": names}
-        layout["yaxis"] |= {"range": [-0.03, 1.03]}
+        layout["xaxis"] |= {"type": "category", "categoryarray": lengths}
+        layout["yaxis"] |= {"range": SHARE_RANGE}
         if panel.chance is not None:
-            layout["shapes"] = [_level(panel.chance)]
-        drawn.append((panel.series, panel.metric, figure))
-    return drawn
+            layout["shapes"] = [_horizontal_line(panel.chance)]
+        plots.append((panel.series, panel.metric, figure))
+    return plots

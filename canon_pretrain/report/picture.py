@@ -72,8 +72,9 @@ def draw(panels: Sequence[Panel], kind: Format) -> bytes:
     with matplotlib.rc_context(), warnings.catch_warnings():
         matplotlib.rcdefaults()  # not the user's settings
         matplotlib.rcParams.update(STYLE)
-        # a character that the font lacks is drawn as a box
+        # A character that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
+
         figure = Figure(figsize=(WIDTH * len(panels), HEIGHT), dpi=DPI, layout="constrained")
         charts = figure.subplots(1, len(panels), squeeze=False)[0]
         for chart, panel in zip(charts, panels, strict=True):
@@ -88,45 +89,49 @@ def _draw(chart: Any, panel: Panel) -> None:
     """Draw a panel on matplotlib's axes."""
     from matplotlib.ticker import EngFormatter
 
+    # A line per run, over the band of its seeds.
     handles = []
     for k, line in enumerate(panel.lines):
         color = COLORS[k % len(COLORS)]
         marked = _marked_points(line.y)
-        style = {"marker": "o", "markersize": 4, "markevery": marked} if marked else {}
-        [handle] = chart.plot(line.x, line.y, color=color, **style)
-        handles.append(handle)
+        markers = {"marker": "o", "markersize": 4, "markevery": marked} if marked else {}
+        handles += chart.plot(line.x, line.y, color=color, **markers)
         if line.low is not None and line.high is not None:
             chart.fill_between(line.x, line.low, line.high, color=color, alpha=0.2, linewidth=0)
 
+    # Dashed levels, with their names at the right end.
     for label, height in panel.levels.items():
         chart.axhline(height, color="#333333", linewidth=1, linestyle="--")
-        right_end = (1, height)
         chart.annotate(
             f"{label} {height:.3f}",
-            right_end,
+            (1, height),
             xycoords=("axes fraction", "data"),
             xytext=(0, 2),
             textcoords="offset points",
             horizontalalignment="right",
         )
 
-    # a run that has diverged is as long as its tokens, though its last values are not drawn
+    # A run that has diverged is as long as its tokens, though its last values are not drawn.
     tokens = np.concatenate([np.zeros(0), *(line.x for line in panel.lines)])
     if np.isfinite(tokens).any():
-        low, high = np.nanmin(tokens), np.nanmax(tokens)
-        margin = 0.04 * (high - low) or 1.0
+        low = np.nanmin(tokens)
+        high = np.nanmax(tokens)
+        margin = 0.04 * (high - low) or 1.0  # 1 token around a single point
         chart.set_xlim(low - margin, high + margin)
 
     chart.set_title(panel.title)
     chart.set_xlabel("tokens")
     chart.xaxis.set_major_formatter(EngFormatter(sep=""))
-    # given explicitly: matplotlib leaves out labels that begin with "_"
+    # Labels are passed explicitly: matplotlib leaves out those that begin with "_".
     labels = [line.label for line in panel.lines]
     if any(labels):
-        columns = len(labels) if len(labels) <= FEW_LABELS else 2
-        below = (0.5, -0.14)  # in parts of the chart's height: below the label of its axis
         chart.legend(
-            handles, labels, frameon=False, ncols=columns, loc="upper center", bbox_to_anchor=below
+            handles,
+            labels,
+            frameon=False,
+            ncols=len(labels) if len(labels) <= FEW_LABELS else 2,
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.14),  # in chart heights: below the label of the axis
         )
 
 
@@ -134,6 +139,6 @@ def _marked_points(values: np.ndarray) -> list[int]:
     """Return the points that a marker shows: all of a few, else those between two gaps."""
     if len(values) <= FEW_POINTS:
         return [*range(len(values))]
-    is_gap = np.concatenate([[True], ~np.isfinite(values), [True]])
-    is_lonely = ~is_gap[1:-1] & is_gap[:-2] & is_gap[2:]
-    return np.flatnonzero(is_lonely).tolist()
+    is_gap = np.concatenate([[True], ~np.isfinite(values), [True]])  # the ends count as gaps
+    is_alone = ~is_gap[1:-1] & is_gap[:-2] & is_gap[2:]
+    return np.flatnonzero(is_alone).tolist()

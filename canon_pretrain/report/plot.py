@@ -6,17 +6,18 @@ smooths and filters them. No torch.
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import printable, size
 from canon_pretrain.report import curves
+from canon_pretrain.report.content import finite
 from canon_pretrain.report.curves import CHARTS, FEW_POINTS, Band, Chart, Entry, rounded
 from canon_pretrain.report.record import Curve, RunRecord, exit_if_left_out, read_runs
 from canon_pretrain.run.folder import named_runs
@@ -25,23 +26,42 @@ from canon_pretrain.run.results import Score
 
 TEMPLATES = Path(__file__).parent / "templates"
 PAGE_ENDINGS = (".html", ".htm")
-MAX_SEGMENTS, TOTAL_SEGMENTS = 2000, 16_000  # per run and of all runs, so that pages stay small
+# Per run and of all runs, so that pages stay small.
+MAX_SEGMENTS = 2000
+TOTAL_SEGMENTS = 16_000
 
 VALIDATION = Chart(
     "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
 )
 TASK = Chart("task", "Synthetic task", "scores, or nats per token", ",.4f", smooth=False)
 SCORES = "score ± standard error over items"
-MARKS: dict[str, tuple[list[Any], dict[str, Any]]] = {
-    "gap": ([0.02], {"mode": "markers", "marker": {"symbol": "x", "size": 8}}),
-    "skip": ([0.06], {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 8}}),
-    "restart": ([0, 1, None], {"mode": "lines", "line": {"dash": "dot", "width": 1}}),
+
+
+class MarkStyle(NamedTuple):
+    """`heights` of a mark's points between bottom (0) and top (1); None ends a line."""
+
+    heights: list[float | None]
+    attributes: dict[str, Any]
+
+
+MARKS = {
+    "gap": MarkStyle([0.02], {"mode": "markers", "marker": {"symbol": "x", "size": 8}}),
+    "skip": MarkStyle([0.06], {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 8}}),
+    "restart": MarkStyle([0, 1, None], {"mode": "lines", "line": {"dash": "dot", "width": 1}}),
 }
-"""By role, the heights of a mark between bottom and top, and its style."""
+"""By role, as in the `meta` of a trace."""
 
 Json = dict[str, Any]
-StyledCurve = tuple[Curve | None, Json]  # with plotly attributes of its line
-Charts = list[tuple[Chart, Mapping[str, Sequence[StyledCurve]]]]
+
+
+class StyledCurve(NamedTuple):
+    """A run's curve, None if it has none, with plotly attributes of its line."""
+
+    curve: Curve | None
+    style: Json
+
+
+StyledCurves = Mapping[str, Sequence[StyledCurve]]  # name of a variant -> a curve per run
 
 
 def write_page(path: Path, content: Json) -> None:
@@ -54,81 +74,84 @@ def write_page(path: Path, content: Json) -> None:
 
 def page_content(runs: Sequence[RunRecord]) -> Json:
     """Return all content of the page, JSON values only."""
-    most = min(MAX_SEGMENTS, TOTAL_SEGMENTS // len(runs))
+    max_segments = min(MAX_SEGMENTS, TOTAL_SEGMENTS // len(runs))
     entries = curves.group_seeds(runs)
 
-    def drawn(charts: Charts) -> list[Json]:
-        shown = []
-        for chart, by_name in charts:
+    def charts(curves_of_charts: Iterable[tuple[Chart, StyledCurves]]) -> list[Json]:
+        """Draw the charts that a run has a curve of, in their variants."""
+        drawn = []
+        for chart, by_name in curves_of_charts:
             variants = [
-                {"name": name, "traces": list(_traces(chart, styled, runs, entries, most))}
+                {"name": name, "traces": list(_traces(chart, styled, runs, entries, max_segments))}
                 for name, styled in by_name.items()
                 if any(curve for curve, _ in styled)
             ]
             if variants:
-                shown.append(asdict(chart) | {"variants": variants})
-        return shown
+                drawn.append(asdict(chart) | {"variants": variants})
+        return drawn
 
-    training: Charts = [(x, {"": [(run.curve(x.id), {}) for run in runs]}) for x in CHARTS]
+    training = [
+        (chart, {"": [StyledCurve(run.curve(chart.id), {}) for run in runs]}) for chart in CHARTS
+    ]
     validation = {
         f"source {name}" if name else "all sources": styled
         for name, styled in _by_name([run.validation for run in runs]).items()
     }
-    evaluations: Charts = [
-        (VALIDATION, validation),
-        (TASK, _by_name([run.scores for run in runs])),
-    ]
+    evaluations = [(VALIDATION, validation), (TASK, _by_name([run.scores for run in runs]))]
     for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
         chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
         evaluations.append((chart, by_task))
+
     return {
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
         "runs": [{"label": run.label, "axis": curves.axis(run)} for run in runs],
         "entries": [entry._asdict() for entry in entries],
         "sections": [
-            {"title": "Training", "charts": drawn(training)},
-            {"title": "Evaluation", "charts": drawn(evaluations)},
+            {"title": "Training", "charts": charts(training)},
+            {"title": "Evaluation", "charts": charts(evaluations)},
         ],
-        "notes": [sentence for run in runs for sentence in _notes(run, most)],
+        "notes": [sentence for run in runs for sentence in _notes(run, max_segments)],
     }
 
 
-def _by_name(runs: Sequence[Mapping[str, Curve]]) -> dict[str, list[StyledCurve]]:
+def _by_name(curves_of_runs: Sequence[Mapping[str, Curve]]) -> dict[str, list[StyledCurve]]:
     """Return the curves of each name, one per run."""
-    names = dict.fromkeys(name for run_curves in runs for name in run_curves)
-    return {name: [(run_curves.get(name), {}) for run_curves in runs] for name in names}
+    names = dict.fromkeys(name for run_curves in curves_of_runs for name in run_curves)
+    return {
+        name: [StyledCurve(run_curves.get(name), {}) for run_curves in curves_of_runs]
+        for name in names
+    }
 
 
 def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]]:
     """Return suite -> "task, metric" -> the curve of full results per run."""
     by_suite: dict[str, dict[str, list[StyledCurve]]] = {}
     for k, run in enumerate(runs):
-        points: dict[tuple[str, str], dict[int, Score]] = {}
+        scores_by_step: dict[tuple[str, str], dict[int, Score]] = {}
         for (suite, step), results in sorted(run.latest.items()):
             if results.limit is not None:
                 continue
             for task, metrics in results.scores.items():
                 for metric, score in metrics.items():
                     name = printable(f"{task}, {metric}")
-                    points.setdefault((suite, name), {})[step] = score
-        for (suite, name), scores in points.items():
-            by_run = by_suite.setdefault(suite, {}).setdefault(name, [(None, {})] * len(runs))
-            by_run[k] = _score_curve(scores)
+                    scores_by_step.setdefault((suite, name), {})[step] = score
+
+        for (suite, name), scores in scores_by_step.items():
+            no_curves = [StyledCurve(None, {})] * len(runs)
+            curves_of_runs = by_suite.setdefault(suite, {}).setdefault(name, no_curves)
+            curves_of_runs[k] = _score_curve(scores)
     return by_suite
 
 
 def _score_curve(scores: Mapping[int, Score]) -> StyledCurve:
     """Return the curve of scores by step, with error bars."""
-    errors = [
-        score.stderr if score.stderr is not None and math.isfinite(score.stderr) else None
-        for score in scores.values()
-    ]
+    errors = [finite(score.stderr) for score in scores.values()]
     style = {
         "mode": "lines+markers",
         "error_y": {"array": [error or 0 for error in errors]},
         "text": ["" if error is None else f" ± {error:.2g}" for error in errors],
     }
-    return Curve.of((step, score.number) for step, score in scores.items()), style
+    return StyledCurve(Curve.of((step, score.number) for step, score in scores.items()), style)
 
 
 def _traces(
@@ -136,7 +159,7 @@ def _traces(
     styled: Sequence[StyledCurve],
     runs: Sequence[RunRecord],
     entries: Sequence[Entry],
-    most: int,
+    max_segments: int,
 ) -> Iterator[Json]:
     """Yield a line per run, a band per entry, and marks. templates/plot.js reads their `meta`:
 
@@ -144,33 +167,40 @@ def _traces(
     `runs`: whose tokens and hours place it. `role`: raw, smooth, band, mean, or a mark.
     """
     for number, entry in enumerate(entries):
-        band = Band.of([styled[k][0] for k in entry.runs], most)
+        band = Band.of([styled[k].curve for k in entry.runs], max_segments)
         if band is not None:
             yield from _band(chart, number, entry, band)
+
         for k in entry.runs:
             run = runs[k]
             curve, style = styled[k]
             if curve is None:
                 continue
-            bounds = curves.segments(len(curve.steps), most)
+
+            # The logged values, downsampled. A band replaces them while seeds are grouped.
+            bounds = curves.segments(len(curve.steps), max_segments)
             kept = curves.downsample(curve.values, bounds)
-            drawn = Curve(curve.steps[kept], curve.values[kept])
+            raw = Curve(curve.steps[kept], curve.values[kept])
             meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
-            yield _line(chart, run.label, drawn, meta, style)
+            yield _line(chart, run.label, raw, meta, style)
+
+            # plot.js smooths the means of segments, not single values.
             if chart.smooth:
-                steps, means, _, _ = curves.segment_statistics(curve, bounds)
-                finite = np.isfinite(means)
-                smooth = Curve(steps[finite], means[finite])
+                statistics = curves.segment_statistics(curve, bounds)
+                finite = np.isfinite(statistics.mean)
+                smooth = Curve(statistics.steps[finite], statistics.mean[finite])
                 yield _line(chart, run.label, smooth, meta | {"role": "smooth"}, {})
-            yield from _marks(chart, run, drawn, meta | {"entry": number})
+            yield from _marks(chart, run, raw, meta | {"entry": number})
 
 
 def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]:
+    """Yield the area of several seeds, and the line of their mean."""
     meta = {"entry": number, "run": None, "runs": entry.runs}
     low = rounded(band.low)
     high = rounded(band.high)
     members = [rounded(row) for row in band.members]
     mean = Curve(band.steps, band.mean)
+
     area = meta | {"role": "band", "low": low, "high": high, "members": members}
     yield _line(chart, entry.label, mean, area, {"fill": "toself", "hoverinfo": "skip"})
     text = [
@@ -181,6 +211,7 @@ def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]
 
 
 def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
+    """Return the trace of a line; a text in its `style` is shown on hovering."""
     text = "%{text}" if "text" in style else ""
     hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{text}"
     return {
@@ -204,43 +235,49 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[J
     ]
     yield from _mark("gap", run, gaps, meta)
 
-    skips = []
-    for skip in run.skips if chart.skips else ():
-        loss, norm, reason = (_escape(skip.get(name)) for name in ("loss", "grad_norm", "reason"))
-        text = f"<b>skipped</b> step {skip['step']:,}<br>{reason}<br>loss {loss}, norm {norm}"
-        skips.append((skip.step, text))
-    yield from _mark("skip", run, skips, meta)
+    if chart.skips:
+        skips = []
+        for skip in run.skips:
+            text = (
+                f"<b>skipped</b> step {skip['step']:,}<br>{_escape(skip.get('reason'))}<br>"
+                f"loss {_escape(skip.get('loss'))}, norm {_escape(skip.get('grad_norm'))}"
+            )
+            skips.append((skip.step, text))
+        yield from _mark("skip", run, skips, meta)
 
-    restarts = []
-    launches = run.clock.launches[1:] if chart.restarts else []
-    for launch in launches:
-        when = _escape((launch.time or "")[:16].replace("T", " "))
-        where = f"from step {launch.from_step:,}<br>on {launch.world_size or '?'} devices"
-        restarts.append((launch.from_step, f"<b>restart</b> {where}, {when}"))
-    hours = {
-        "training_hours": [launch.training_hours for launch in launches for _ in range(3)],
-        "wall_hours": [launch.wall_hours for launch in launches for _ in range(3)],
-    }
-    yield from _mark("restart", run, restarts, meta, {"at": hours})
+    if chart.restarts:
+        launches = run.clock.launches[1:]
+        restarts = []
+        for launch in launches:
+            time = _escape((launch.time or "")[:16].replace("T", " "))
+            text = (
+                f"<b>restart</b> from step {launch.from_step:,}<br>"
+                f"on {launch.world_size or '?'} devices, {time}"
+            )
+            restarts.append((launch.from_step, text))
+
+        # A step is at two times: of its training, and of the launch that continues from it.
+        points = MARKS["restart"].heights
+        hours = {
+            name: [getattr(launch, name) for launch in launches for _ in points]
+            for name in ("training_hours", "wall_hours")
+        }
+        yield from _mark("restart", run, restarts, meta | {"at": hours})
 
 
 def _mark(
-    role: str,
-    run: RunRecord,
-    marks: Sequence[tuple[int, str]],
-    meta: Json,
-    more: Json | None = None,
+    role: str, run: RunRecord, marks: Sequence[tuple[int, str]], meta: Json
 ) -> Iterator[Json]:
     """Yield the trace of one role of MARKS, if there are any marks: steps and texts."""
     if not marks:
         return
-    heights, style = MARKS[role]
+    heights, attributes = MARKS[role]
     yield {
         "type": "scatter",
         "name": run.label,
         "yaxis": "y2",
-        **style,
-        "meta": meta | {"role": role} | (more or {}),
+        **attributes,
+        "meta": meta | {"role": role},
         "x": [step for step, _ in marks for _ in heights],
         "y": heights * len(marks),
         "text": [text for _, text in marks for _ in heights],
@@ -255,10 +292,11 @@ def _escape(value: object) -> str:
     return escape(str(value or "–"), quote=False)
 
 
-def _notes(run: RunRecord, most: int) -> Iterator[str]:
+def _notes(run: RunRecord, max_segments: int) -> Iterator[str]:
     """Yield sentences on what of a run is not on the page."""
-    if (lines := len(run.clock.steps) - 1) > most:
-        yield f"{run.label}: {lines:,} logged steps are drawn as {most:,} segments"
+    num_steps = len(run.clock.steps) - 1  # the clock begins with step 0
+    if num_steps > max_segments:
+        yield f"{run.label}: {num_steps:,} logged steps are drawn as {max_segments:,} segments"
     if run.clock.training_hours is None:
         yield f"{run.label}: not shown over hours, as its log has no valid times"
     yield from (f"{run.label}: {sentence}" for sentence in run.notices)
@@ -287,7 +325,8 @@ def run(arguments: argparse.Namespace) -> int:
     content["notes"] += [f"{error}; it is left out" for error in errors]
     out.parent.mkdir(parents=True, exist_ok=True)
     write_page(out, content)
-    num_bytes = out.stat().st_size
-    print(f"plot: {out} ({len(runs)} run{'s' * (len(runs) > 1)}, {size(num_bytes)})")
+
+    num_runs = f"{len(runs)} run{'s' * (len(runs) > 1)}"
+    print(f"plot: {out} ({num_runs}, {size(out.stat().st_size)})")
     exit_if_left_out(errors)
     return 0

@@ -63,8 +63,19 @@ class Curve(NamedTuple):
     def of(cls, pairs: Iterable[tuple[int, float]]) -> "Curve | None":
         """Return the curve of (step, value) pairs, the last per step; None if there are none."""
         by_step = dict(sorted(dict(pairs).items()))
-        steps, values = np.array([*by_step], np.int64), np.array([*by_step.values()], np.float64)
-        return cls(steps, values) if by_step else None
+        if not by_step:
+            return None
+        return cls(
+            steps=np.array([*by_step], np.int64),
+            values=np.array([*by_step.values()], np.float64),
+        )
+
+
+class Failure(NamedTuple):
+    """Why the last launch failed, after which step."""
+
+    step: int
+    reason: str
 
 
 class Launch(NamedTuple):
@@ -99,7 +110,7 @@ class StoredResults(NamedTuple):
 
 
 class RunRecord:
-    """One run folder; `label` names it beside other runs."""
+    """One run folder; `label` names it among other runs."""
 
     def __init__(self, path: Path, label: str = "") -> None:
         self.folder = RunFolder(path)
@@ -107,7 +118,7 @@ class RunRecord:
 
     @classmethod
     def of_all(cls, paths: Sequence[Path]) -> "list[RunRecord]":
-        """Return the runs with unique labels. Raises UserError if one is given twice."""
+        """Return the runs with unique labels. Raises UserError if a path occurs twice."""
         return [cls(path, label) for path, label in zip(paths, unique_labels(paths), strict=True)]
 
     def _section(self, name: str) -> dict[str, Any]:
@@ -117,18 +128,20 @@ class RunRecord:
         return section
 
     def _check_types(self, settings: Mapping[str, Any]) -> None:
-        for name, kind in TYPES.items():
+        """Raise UserError if a setting of TYPES has another type; an integer is a float."""
+        for name, expected in TYPES.items():
             value = settings.get(name)
-            kinds = (int, float) if kind is float else (kind,)
-            if value is not None and type(value) not in kinds:
+            accepted = (int, float) if expected is float else (expected,)
+            if value is not None and type(value) not in accepted:
                 raise UnreadableFile(
                     self.folder.config_file,
-                    f"is damaged: {name} is {value!r:.40}, expected {kind.__name__}",
+                    f"is damaged: {name} is {value!r:.40}, expected {expected.__name__}",
                     field=name,
                 )
 
     @cached_property
     def identity(self) -> dict[str, Any]:
+        """The settings that make a run what it is, by dotted name."""
         identity = self._section("identity")
         self._check_types(identity)
         return identity
@@ -177,11 +190,11 @@ class RunRecord:
         return self.folder.done_file.exists()
 
     @property
-    def failure(self) -> tuple[int, str] | None:
-        """The step and reason if the last launch failed."""
+    def failure(self) -> Failure | None:
+        """Why the last launch failed; None if it did not."""
         with contextlib.suppress(UserError):  # log and results are usable without status.json
             if self.status and self.status.state == "failed" and not self.is_done:
-                return self.status.step, printable(self.status.reason)
+                return Failure(self.status.step, printable(self.status.reason))
         return None
 
     @cached_property
@@ -221,8 +234,12 @@ class RunRecord:
     @cached_property
     def own_validations(self) -> list[Event]:
         """The `validation` events on the run's own held-out text."""
-        own = self.identity.get(HELD_OUT)
-        return [event for event in self._events("validation") if event.get(HELD_OUT, own) == own]
+        own_text = self.identity.get(HELD_OUT)
+        return [
+            event
+            for event in self._events("validation")
+            if event.get(HELD_OUT, own_text) == own_text
+        ]
 
     @cached_property
     def validation(self) -> dict[str, Curve]:
@@ -246,12 +263,12 @@ class RunRecord:
 
     def _validation_curves(self, values_of: Callable[[Event], dict[str, Any]]) -> dict[str, Curve]:
         """Return the curves, by printable name, of the values of each validation."""
-        pairs: dict[str, list[tuple[int, float]]] = {}
+        points: dict[str, list[tuple[int, float]]] = {}
         for event in self.own_validations:
             for name, value in values_of(event).items():
                 if value is not None:
-                    pairs.setdefault(printable(name), []).append((event.step, value))
-        return {name: curve for name, points in pairs.items() if (curve := Curve.of(points))}
+                    points.setdefault(printable(name), []).append((event.step, value))
+        return {name: curve for name, pairs in points.items() if (curve := Curve.of(pairs))}
 
     @cached_property
     def samples(self) -> dict[str, dict[int, str | None]]:
@@ -259,7 +276,8 @@ class RunRecord:
         by_prompt: dict[str, dict[int, str | None]] = {}
         for event in self._events("samples"):
             for sample in event.get("samples") or ():
-                prompt, text = (printable(sample[name], "\n\t") for name in ("prompt", "text"))
+                prompt = printable(sample["prompt"], "\n\t")
+                text = printable(sample["text"], "\n\t")
                 by_step = by_prompt.setdefault(prompt, {})
                 by_step[event.step] = None if "reason" in event else text
         return by_prompt
@@ -278,35 +296,48 @@ class RunRecord:
     @cached_property
     def clock(self) -> Clock:
         events = self._events("step", *SEGMENT_EVENTS)
-        times = [unix_time(event.get("time")) / 3600 for event in events]
-        first = times[0] if times else 0.0
-        rows = [(0, 0, 0.0, 0.0)]
+        hours = [unix_time(event.get("time")) / 3600 for event in events]
+        first_hour = hours[0] if hours else 0.0
+        steps = [0]
+        tokens = [0]
+        training_hours = [0.0]
+        wall_hours = [0.0]
         launches: list[Launch] = []
-        began, base = first, 0.0  # of the current launch: its time, and training hours before it
-        for event, now in zip(events, times, strict=True):
-            last_step, _, training, wall = rows[-1]
+
+        # Of the current launch: the hour at which it began, and the training hours before it.
+        launch_hour = first_hour
+        hours_before = 0.0
+        for event, hour in zip(events, hours, strict=True):
             if event.kind != "step":
-                began, base = now, training
+                launch_hour = hour
+                hours_before = training_hours[-1]
                 launches.append(
                     Launch(
-                        event.from_step,
-                        event.get("time"),
-                        event.get("world_size"),
-                        base,
-                        now - first,
+                        from_step=event.from_step,
+                        time=event.get("time"),
+                        world_size=event.get("world_size"),
+                        training_hours=hours_before,
+                        wall_hours=hour - first_hour,
                     )
                 )
-            elif event.step > last_step:
-                # hours never decrease, even if the clock was set back
-                training = max(training, base + now - began)
-                wall = max(wall, now - first)
-                rows.append((event.step, event.tokens, training, wall))
+            elif event.step > steps[-1]:
+                steps.append(event.step)
+                tokens.append(event.tokens)
+                # Hours never decrease, even if the clock was set back.
+                training_hours.append(max(training_hours[-1], hours_before + hour - launch_hour))
+                wall_hours.append(max(wall_hours[-1], hour - first_hour))
 
-        steps, tokens, training_hours, wall_hours = (np.array(x) for x in zip(*rows, strict=True))
-        if all(map(math.isfinite, times)) and rows[-1][3] > 0:
-            return Clock(steps, tokens, training_hours, wall_hours, launches)
-        launches = [one._replace(training_hours=None, wall_hours=None) for one in launches]
-        return Clock(steps, tokens, None, None, launches)
+        clock = Clock(
+            np.array(steps),
+            np.array(tokens),
+            np.array(training_hours),
+            np.array(wall_hours),
+            launches,
+        )
+        if all(map(math.isfinite, hours)) and wall_hours[-1] > 0:
+            return clock
+        launches = [x._replace(training_hours=None, wall_hours=None) for x in launches]
+        return clock._replace(training_hours=None, wall_hours=None, launches=launches)
 
     @property
     def evaluations(self) -> list[Evaluation]:
@@ -330,7 +361,7 @@ class RunRecord:
     @property
     def latest(self) -> dict[tuple[str, int], Results]:
         """The result that counts, by suite and step: a complete one rather than a trial."""
-        return {(one.suite, one.step): one.results for one in self.evaluations}
+        return {(x.suite, x.step): x.results for x in self.evaluations}
 
     @cached_property
     def _results(self) -> StoredResults:
@@ -343,7 +374,10 @@ class RunRecord:
             except UserError as error:
                 stored.damaged.append(error)
                 continue
-            if owner := self._other_owner(evaluation.results.asked):
+
+            # A copied folder may have the results of another run.
+            owner = self._other_owner(evaluation.results.asked)
+            if owner is not None:
                 stored.left_out.append(f"{path} is left out: it belongs to {owner}.")
             else:
                 stored.evaluations.append(evaluation)
@@ -351,6 +385,7 @@ class RunRecord:
         return stored
 
     def _sort_key(self, evaluation: Evaluation) -> tuple[Any, ...]:
+        """Return the place in `evaluations`: of one suite and step, the last counts."""
         own_texts = str(self.identity.get(HELD_OUT)).split("+")
         return (
             evaluation.suite,
@@ -362,13 +397,17 @@ class RunRecord:
             (evaluation.folder / RESULTS).stat().st_mtime_ns,
         )
 
-    def _other_owner(self, asked: dict[str, Any]) -> str | None:
-        """Describe the run that the results belong to if it is another one, by run id and data."""
+    def _other_owner(self, options: dict[str, Any]) -> str | None:
+        """Describe the run that an evaluation belongs to; None if it is this one.
+
+        `options` of the evaluation have its run id and the fingerprint of its training data.
+        """
         path = self.folder.path
         run = read_run(self.folder)
-        if run is not None and asked.get("run_id") not in (None, run.run_id):
-            return f"run {asked['run_id']} ({asked['checkpoint']}), and {path} is run {run.run_id}"
-        data = asked["train_fingerprint"]
+        run_id = options.get("run_id")
+        if run is not None and run_id not in (None, run.run_id):
+            return f"run {run_id} ({options['checkpoint']}), and {path} is run {run.run_id}"
+        data = options["train_fingerprint"]
         own_data = self.identity.get("data_fingerprint")
         if data != own_data:
             return f"a model trained on data {data}, and {path} was trained on {own_data}"
@@ -378,17 +417,19 @@ class RunRecord:
     def notices(self) -> list[str]:
         """One sentence per item that is left out of the curves and evaluations."""
         sentences = [*self.left_out, *(f"{error}; it is left out" for error in self.damaged)]
-        if others := len(self._events("validation")) - len(self.own_validations):
-            sentences.append(f"{others} validation(s) on another held-out text are left out")
+        num_others = len(self._events("validation")) - len(self.own_validations)
+        if num_others:
+            sentences.append(f"{num_others} validation(s) on another held-out text are left out")
         return sentences
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[UserError]]:
     """Return the runs that can be read, with unique labels, and the errors of the others.
 
-    Raises the first error if no run can be read, and UserError if one is given twice.
+    Raises the first error if no run can be read, and UserError if a path occurs twice.
     """
-    runs, errors = list[RunRecord](), list[UserError]()
+    runs: list[RunRecord] = []
+    errors: list[UserError] = []
     for run in RunRecord.of_all(paths):
         try:
             run.check()
@@ -419,11 +460,15 @@ def is_outdated(folder: RunFolder, results: Results) -> bool:
         return False
 
 
-def differing_settings(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+def differing_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """Return the identity fields in which `runs` differ, with the value per run."""
     names = dict.fromkeys(name for run in runs for name in run.identity)
-    rows = [{"setting": name, "values": [run.identity.get(name) for run in runs]} for name in names]
-    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
+    settings = {name: [run.identity.get(name) for run in runs] for name in names}
+    return {
+        name: values
+        for name, values in settings.items()
+        if any(value != values[0] for value in values)
+    }
 
 
 def collapse_repeats(values: Iterable[Any]) -> list[Any]:
@@ -435,8 +480,10 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of nested dicts by dotted name; lists and {} are leaves."""
     leaves: dict[str, Any] = {}
     for name, inner in value.items():
-        is_leaf = not isinstance(inner, dict) or not inner
-        leaves |= {prefix + name: inner} if is_leaf else flatten(inner, f"{prefix}{name}.")
+        if isinstance(inner, dict) and inner:
+            leaves |= flatten(inner, f"{prefix}{name}.")
+        else:
+            leaves[prefix + name] = inner
     return leaves
 
 

@@ -6,7 +6,7 @@ templates/report.body.jinja has their order and the text around them.
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from canon_pretrain.report.content import (
     BETTER,
@@ -28,7 +28,6 @@ from canon_pretrain.report.content import (
     ScoreCell,
     Setting,
     SuiteContent,
-    SuiteRow,
     TaskScores,
     TrainingCurve,
     Verdict,
@@ -38,7 +37,8 @@ from canon_pretrain.run.results import GOLD_BITS, VALIDATION, format_bound
 
 MAX_ROWS = 1000  # browsers are slow with longer tables
 SHORT_COLUMNS = 13  # of the table of differences; the others are hidden, or missing if it is long
-FEWEST_FILTERED = 8  # rows of a table that can be searched
+MIN_FILTERED_ROWS = 8  # shorter tables cannot be searched
+SHA256_DIGITS = 64  # a text of this length is a fingerprint
 MISSING = "–"
 
 CHOSEN_TITLE = "Chosen learning rate per architecture, by validation loss"
@@ -90,8 +90,12 @@ class Table:
 # -- numbers
 
 
+def _formatted(value: float | None, form: str) -> str:
+    return MISSING if value is None else format(value, form)
+
+
 def number(value: float | None, decimals: int = 4) -> str:
-    return MISSING if value is None else f"{value:,.{decimals}f}"
+    return _formatted(value, f",.{decimals}f")
 
 
 def _decimals(value: float | None) -> int:
@@ -100,49 +104,67 @@ def _decimals(value: float | None) -> int:
 
 def rounded(value: float | str | None) -> str:
     """Return a score with 4 decimals, 2 from 100 on, or the name of a value that is not finite."""
-    return f"not finite ({value})" if isinstance(value, str) else number(value, _decimals(value))
+    if isinstance(value, str):
+        return f"not finite ({value})"
+    return number(value, _decimals(value))
 
 
 def signed(value: float | None) -> str:
-    return MISSING if value is None else f"{value:+,.{_decimals(value)}f}".replace("-", "−")
+    return _formatted(value, f"+,.{_decimals(value)}f").replace("-", "−")
 
 
 def interval(bounds: Sequence[float] | None) -> str:
-    return MISSING if bounds is None else f"{signed(bounds[0])} to {signed(bounds[1])}"
+    if bounds is None:
+        return MISSING
+    low, high = bounds
+    return f"{signed(low)} to {signed(high)}"
 
 
 def p_value(value: float | None) -> str:
-    return MISSING if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+    if value is not None and value < 1e-4:
+        return "< 0.0001"
+    return _formatted(value, ".4f")
 
 
-def percent(value: float | None) -> str:
-    return MISSING if value is None else f"{100 * value:.0f} %"
+def percent(share: float | None) -> str:
+    if share is None:
+        return MISSING
+    return f"{100 * share:.0f} %"
 
 
-def score_parts(cell: ScoreCell | None) -> tuple[str, str, str]:
-    """Return value, ± standard error or Wilson bound, and n = items; "" if unknown.
+class ScoreTexts(NamedTuple):
+    """A score, ± standard error or Wilson bound, and n = items; "" if unknown."""
 
-    A value that could not be computed has the reason instead of its error.
-    """
+    value: str
+    error: str = ""
+    num_items: str = ""
+
+
+def score_parts(cell: ScoreCell | None) -> ScoreTexts:
+    """Return a score as text; one that could not be computed has the reason instead of an error."""
     if cell is None:
-        return MISSING, "", ""
+        return ScoreTexts(MISSING)
 
-    error, value, stderr = "", cell.value, cell.stderr
+    value = cell.value
+    error = ""
     if value is None:
         error = cell.why
-    elif isinstance(value, str):  # not finite
-        error = ""
+    elif isinstance(value, str):
+        pass  # a value that is not finite has no error
     elif cell.bound is not None:
         error = format_bound(value, cell.bound)
-    elif stderr is not None:
-        error = f"± {stderr if isinstance(stderr, str) else number(stderr, _decimals(value))}"
+    elif isinstance(cell.stderr, str):
+        error = f"± {cell.stderr}"
+    elif cell.stderr is not None:
+        error = f"± {number(cell.stderr, _decimals(value))}"
 
-    items, count = "", cell.num_samples
-    if count is not None:
-        is_clustered = count and cell.num_sources and cell.num_sources < count
-        sources = f", {cell.num_sources:,} sources" if is_clustered else ""
-        items = f"n = {count:,}{sources}"
-    return rounded(cell.value), error, items
+    # Items of fewer sources, such as questions on one text, are not independent.
+    num_items = ""
+    if cell.num_samples is not None:
+        num_items = f"n = {cell.num_samples:,}"
+        if cell.num_sources and cell.num_sources < cell.num_samples:
+            num_items = f"{num_items}, {cell.num_sources:,} sources"
+    return ScoreTexts(rounded(value), error, num_items)
 
 
 # -- sentences
@@ -176,7 +198,10 @@ def failures(content: ReportContent) -> list[str]:
 
 
 def _step_note(step: int | None, suite_step: int | None = None) -> str:
-    return "" if step is None or step == suite_step else f"step {step:,}"
+    """Name the step of a cell, unless it is that of its whole table."""
+    if step is None or step == suite_step:
+        return ""
+    return f"step {step:,}"
 
 
 def _join(*parts: object) -> str:
@@ -214,10 +239,18 @@ def make_table(
     titles = [head.text for head in heads]
     options = []
     for title in filters:
-        at = titles.index(title)
-        options.append(Filter(title, at, sorted({cell_text(row[at]) for row in rows})))
-    shown = shown if more else None
-    return Table(name, heads, min(text, len(heads)), shown, options, more, rows)
+        column = titles.index(title)
+        values = {cell_text(row[column]) for row in rows}
+        options.append(Filter(title, column, sorted(values)))
+    return Table(
+        id=name,
+        columns=heads,
+        num_text=min(text, len(heads)),
+        num_shown=shown if more else None,
+        options=options,
+        more=more,
+        rows=rows,
+    )
 
 
 # -- the tables of a report
@@ -225,17 +258,18 @@ def make_table(
 
 def held_out(curves: HeldOutCurves) -> Table:
     """Return the last point of each architecture's held-out loss, with the range of its seeds."""
+    columns = [f"{curves.unit} of the held-out text", "last step", curves.source, "seeds"]
     rows: list[list[Cell]] = []
     for line in curves.lines:
         seeds = f"{number(line.low[-1])} to {number(line.high[-1])} ({line.n[-1]})"
-        last = [number(line.steps[-1], 0), number(line.values[-1]), seeds]
-        rows.append([line.label, *last, number(line.whole_text)])
+        rows.append([line.label, number(line.steps[-1], 0), number(line.values[-1]), seeds])
 
-    columns = ["last step", curves.source, "seeds", WHOLE_TEXT]
-    if all(line.whole_text in (None, line.values[-1]) for line in curves.lines):
-        del columns[-1]
-        rows = [row[:-1] for row in rows]
-    return make_table([f"{curves.unit} of the held-out text", *columns], rows)
+    # The loss on the whole text, unless it is unknown or says the same.
+    if any(line.whole_text not in (None, line.values[-1]) for line in curves.lines):
+        columns.append(WHOLE_TEXT)
+        for line, row in zip(curves.lines, rows, strict=True):
+            row.append(number(line.whole_text))
+    return make_table(columns, rows)
 
 
 def verdicts_by_architecture(comparison: Comparison) -> dict[str, dict[str, list[Verdict]]]:
@@ -243,8 +277,7 @@ def verdicts_by_architecture(comparison: Comparison) -> dict[str, dict[str, list
     by_architecture: dict[str, dict[str, list[Verdict]]] = {}
     for row in comparison.pairs:
         if row.suite != VALIDATION:
-            empty: dict[str, list[Verdict]] = {verdict: [] for verdict in VERDICTS}
-            by_verdict = by_architecture.setdefault(row.architecture, empty)
+            by_verdict = by_architecture.setdefault(row.architecture, {x: [] for x in VERDICTS})
             by_verdict[row.verdict].append(row)
     return by_architecture
 
@@ -256,10 +289,10 @@ def tally(comparison: Comparison) -> Table:
         cells = [make_cell(label, f"against {comparison.baseline}")]
         for verdict, judged in by_verdict.items():
             is_listed = verdict in (BETTER, WORSE)
-            listed = [f"{x.task} {x.metric} {signed(x.difference)}" for x in judged if is_listed]
-            cells.append(make_cell(str(len(judged)), *listed))
+            tasks = [f"{x.task} {x.metric} {signed(x.difference)}" for x in judged if is_listed]
+            cells.append(make_cell(str(len(judged)), *tasks))
 
-        # Perplexities have another scale.
+        # How small a difference could have been seen; perplexities have another scale.
         detectable = [
             row.detectable
             for row in by_verdict[WITHIN]
@@ -274,13 +307,15 @@ def tally(comparison: Comparison) -> Table:
 
 
 def reasons(comparison: Comparison) -> Table:
+    """Return why there is no verdict, and the options that the compared evaluations differ in."""
     rows: list[list[Cell]] = []
     outcomes: list[Verdict | Refusal] = [*comparison.pairs, *comparison.refused]
     for row in outcomes:
-        options = row.asked_differently if isinstance(row, Verdict) else ()
-        for reason in (row.why, *(f"different options: {x}" for x in options)):
-            if reason:
-                rows.append([row.architecture, _join(row.suite, row.task, row.metric), reason])
+        texts = [row.why] if row.why else []
+        if isinstance(row, Verdict):
+            texts += [f"different options: {x}" for x in row.asked_differently]
+        scored = _join(row.suite, row.task, row.metric)
+        rows += [[row.architecture, scored, text] for text in texts]
     return make_table(["architecture", "task", "why"], rows[:MAX_ROWS], "reasons", text=3)
 
 
@@ -290,13 +325,17 @@ def _verdict_cell(row: Verdict) -> Cell:
 
 
 def _seed_cell(row: Verdict) -> Cell:
-    seeds = row.seed_noise
-    return f"{rounded(seeds.sigma)} ({seeds.scale}), {seeds.source}" if seeds else MISSING
+    noise = row.seed_noise
+    if noise is None:
+        return MISSING
+    return f"{rounded(noise.sigma)} ({noise.scale}), {noise.source}"
 
 
 def _mcnemar_cell(row: Verdict) -> Cell:
     test = row.mcnemar
-    return f"{test.only_a} : {test.only_b}, p {p_value(test.p)}" if test else MISSING
+    if test is None:
+        return MISSING
+    return f"{test.only_a} : {test.only_b}, p {p_value(test.p)}"
 
 
 PAIR_COLUMNS: dict[str, Callable[[Verdict, Any], Cell]] = {
@@ -333,11 +372,13 @@ PAIR_COLUMNS: dict[str, Callable[[Verdict, Any], Cell]] = {
 def pairs(comparison: Comparison) -> Table:
     """Return a row per comparison; columns that say nothing are left out."""
     verdicts = [row.in_bits() for row in comparison.pairs]
-    is_long = len(verdicts) > MAX_ROWS
     cells = {
         name: [cell_of(row, comparison) for row in verdicts]
         for name, cell_of in PAIR_COLUMNS.items()
     }
+
+    # A long table has the short columns only; of another one, a control shows the others.
+    is_long = len(verdicts) > MAX_ROWS
     short = [*PAIR_COLUMNS][:SHORT_COLUMNS]
     columns = [
         name
@@ -355,28 +396,35 @@ def pairs(comparison: Comparison) -> Table:
         text=3,
         shown=sum(name in short for name in columns),
         more="" if is_long else "details",
-        filters=filters if len(verdicts) >= FEWEST_FILTERED else (),
+        filters=filters if len(verdicts) >= MIN_FILTERED_ROWS else (),
     )
 
 
-ScoreRow = tuple[TaskScores | SuiteRow, list[Cell]]  # scores of a task, and their cells
+class ScoreRow(NamedTuple):
+    """The primary scores of one task, a cell per architecture or run."""
+
+    task: str
+    metric: str
+    cells: list[Cell]
 
 
 def scores(content: ReportContent) -> list[tuple[str, Table]]:
-    """Return the tables of scores by architecture, and by run, with published ones beside them."""
-    comparison, runs = content.comparison, [run.label for run in content.runs]
+    """Return the tables of scores by architecture, and by run, next to published ones."""
+    comparison = content.comparison
+    runs = [run.label for run in content.runs]
     labels = [architecture.label for architecture in comparison.architectures]
-    titled: list[tuple[str, list[Column], list[ScoreRow]]] = []
-    for kind, title in (("chosen", CHOSEN_TITLE), ("best", BEST_TITLE)):
-        heads, rows, most_runs = _by_architecture(comparison.scores, labels, kind)
-        if kind == "chosen" or most_runs > 1:  # the best of one run is that run
-            titled.append((title, heads, rows))
+    tables = []
+
+    def add(title: str, heads: Sequence[Column], rows: Sequence[ScoreRow]) -> None:
+        tables.append((title, _score_table(title, heads, rows, comparison, content.anchors)))
+
+    add(CHOSEN_TITLE, *_by_architecture(comparison.scores, labels, "chosen"))
+    # The best of one run is that run.
+    if any(cell.best.num_runs > 1 for row in comparison.scores for cell in row.cells):
+        add(BEST_TITLE, *_by_architecture(comparison.scores, labels, "best"))
     if len(runs) > len(labels):
-        titled.append((EVERY_RUN_TITLE, [*runs], _every_run(content.suites, runs)))
-    return [
-        (title, _score_table(title, heads, rows, comparison, content.anchors))
-        for title, heads, rows in titled
-    ]
+        add(EVERY_RUN_TITLE, runs, _every_run(content.suites, runs))
+    return tables
 
 
 def _score_table(
@@ -386,105 +434,125 @@ def _score_table(
     comparison: Comparison,
     anchors: Anchors | None,
 ) -> Table:
+    """Return a table of scores; published ones are in columns that a control shows."""
     columns: list[Column] = ["task", *heads]
+    cells: list[list[Cell]] = [[make_cell(row.task, row.metric), *row.cells] for row in rows]
+    keys = [(row.task, row.metric) for row in rows]
+
+    # How well the task tells models of this size apart, as published.
     if comparison.decision:
         columns.append(("decision accuracy", f"published, at {comparison.decision.size}"))
-    accuracies = {(x.task, x.metric): comparison.decision_accuracy(x) for x in comparison.scores}
-    models = anchors.models if anchors else []
-    published = {(x.task, x.metric): x.values for x in anchors.rows} if anchors else {}
+        accuracies = {
+            (x.task, x.metric): comparison.decision_accuracy(x) for x in comparison.scores
+        }
+        for key, row_cells in zip(keys, cells, strict=True):
+            row_cells.append(percent(accuracies.get(key)))
 
-    shown: list[list[Cell]] = []
-    for row, cells in rows:
-        key = (row.task, row.metric)
-        decides = [percent(accuracies.get(key))] if comparison.decision else []
-        values = published.get(key, [None] * len(models))
-        shown.append([make_cell(*key), *cells, *decides, *map(rounded, values)])
+    # The scores of published models, which are hidden at first.
+    num_shown = len(columns)
+    if anchors:
+        columns += [(model, "published") for model in anchors.models]
+        published = {(x.task, x.metric): x.values for x in anchors.rows}
+        for key, row_cells in zip(keys, cells, strict=True):
+            row_cells += map(rounded, published.get(key, [None] * len(anchors.models)))
     return make_table(
-        [*columns, *((model, "published") for model in models)],
-        shown,
+        columns,
+        cells,
         title.split()[0].lower(),
-        shown=len(columns),
-        more="published scores" if models else "",
+        shown=num_shown,
+        more="published scores" if len(columns) > num_shown else "",
     )
 
 
 def _every_run(suites: Sequence[SuiteContent], runs: Sequence[str]) -> list[ScoreRow]:
     """Return the primary scores of every run."""
-    return [
-        (row, [score_parts(suite.by_run(row).get(run))[0] for run in runs])
-        for suite in suites
-        for row in suite.rows
-        if row.primary and suite.suite != VALIDATION
-    ]
+    rows = []
+    for suite in suites:
+        for row in suite.rows:
+            if row.primary and suite.suite != VALIDATION:
+                by_run = suite.by_run(row)
+                cells: list[Cell] = [score_parts(by_run.get(run)).value for run in runs]
+                rows.append(ScoreRow(row.task, row.metric, cells))
+    return rows
 
 
 def _by_architecture(
     scores: Sequence[TaskScores], labels: Sequence[str], kind: str
-) -> tuple[list[Column], list[ScoreRow], int]:
-    """Return the columns of architectures, the rows, and the largest number of runs of a cell.
+) -> tuple[list[Column], list[ScoreRow]]:
+    """Return the columns of architectures, and the rows; `kind`: chosen or best.
 
-    `kind`: chosen or best. A number of runs that a whole column shares is said once, at its head.
+    A number of runs that all cells of a column have is stated once, at its head.
     """
-    rows: list[ScoreRow] = [(row, []) for row in scores]
+    rows = [ScoreRow(row.task, row.metric, []) for row in scores]
     heads: list[Column] = []
-    most_runs = 0
     for label in labels:
         by_row = [next((x for x in row.cells if x.architecture == label), None) for row in scores]
-        shown = [getattr(cell, kind, None) for cell in by_row]
-        counts = {_num_runs(score): score.num_runs for score in shown if score}
-        most_runs = max(most_runs, *counts.values(), 0)
-        is_shared = len(counts) == 1
-        heads.append((label, next(iter(counts))) if is_shared else label)
-        for (_, cells), row, cell, score in zip(rows, scores, by_row, shown, strict=True):
-            note = _step_note(cell.step, row.suite_step) if cell else ""
-            cells.append(_score_cell(score, "" if is_shared else _num_runs(score), note))
-    return heads, rows, most_runs
+        shown_scores = [getattr(cell, kind, None) for cell in by_row]
+        counts = {_num_runs(score) for score in shown_scores if score}
+        common_count = counts.pop() if len(counts) == 1 else ""
+        heads.append((label, common_count))
+
+        for row, task, cell, score in zip(rows, scores, by_row, shown_scores, strict=True):
+            num_runs = "" if common_count else _num_runs(score)
+            step_note = _step_note(cell.step, task.suite_step) if cell else ""
+            row.cells.append(_score_cell(score, num_runs, step_note))
+    return heads, rows
 
 
 def _num_runs(score: MeanScore | BestScore | None) -> str:
     if score is None:
         return ""
-    is_mean = isinstance(score, MeanScore)
-    return f"{score.num_runs} run(s)" if is_mean else f"best of {score.num_runs}"
+    if isinstance(score, MeanScore):
+        return f"{score.num_runs} run(s)"
+    return f"best of {score.num_runs}"
 
 
-def _score_cell(score: MeanScore | BestScore | None, num_runs: str, note: str) -> Cell:
+def _score_cell(score: MeanScore | BestScore | None, num_runs: str, step_note: str) -> Cell:
     if score is None:
         return MISSING
     if isinstance(score, MeanScore):
         error = "" if score.stderr is None else f"± {rounded(score.stderr)}"
-        return make_cell(rounded(score.value), error, num_runs, note)
-    is_biased = score.bias and score.num_runs > 1
-    bias = f"biased by about {rounded(score.bias)}" if is_biased else ""
-    return make_cell(rounded(score.value), num_runs, bias, note)
+        return make_cell(rounded(score.value), error, num_runs, step_note)
+    bias = ""
+    if score.bias and score.num_runs > 1:
+        bias = f"biased by about {rounded(score.bias)}"
+    return make_cell(rounded(score.value), num_runs, bias, step_note)
 
 
 def published(curves: PublishedCurves) -> Table:
-    """Return the scores of own runs and of all published models, a row each."""
+    """Return the scores of our runs and of all published models, a row each."""
     rows: list[list[Cell]] = []
     for model in curves.models:
         cells: list[Cell] = [model.name, model.size, number(model.tokens, 0)]
-        for ends in model.values:
-            if ends is None:
+        for scores in model.values:
+            if scores is None:
                 cells.append(MISSING)
-            else:
-                now, last = map(rounded, ends)
-                cells.append(make_cell(now, last if ends[0] != ends[1] else ""))
+                continue
+            at_tokens, at_end = scores
+            small = rounded(at_end) if at_tokens != at_end else ""
+            cells.append(make_cell(rounded(at_tokens), small))
         rows.append(cells)
     columns: list[Column] = ["model", "size", "tokens", *curves.tasks]
     return make_table(columns, rows, "published", text=2, filters=["size"])
 
 
 def architectures(comparison: Comparison) -> Table:
+    """Return a row per architecture and learning rate, with the reason of the chosen one."""
     rows: list[list[Cell]] = []
-    for shown in comparison.architectures:
-        settings = _join(*(_setting(name, value) for name, value in shown.settings.items()))
-        has_chosen = any(recipe.chosen for recipe in shown.recipes)
-        for recipe in shown.recipes:
-            reason = shown.choice if recipe.chosen or not has_chosen else ""
-            loss = make_cell(number(recipe.loss), _step_note(shown.step))
-            rate, num_runs = str(recipe.learning_rate), str(len(recipe.runs))
-            rows.append([shown.label, settings, reason, rate, num_runs, loss])
+    for architecture in comparison.architectures:
+        settings = [_setting(name, value) for name, value in architecture.settings.items()]
+        has_chosen = any(recipe.chosen for recipe in architecture.recipes)
+        for recipe in architecture.recipes:
+            rows.append(
+                [
+                    architecture.label,
+                    _join(*settings),
+                    architecture.choice if recipe.chosen or not has_chosen else "",
+                    str(recipe.learning_rate),
+                    str(len(recipe.runs)),
+                    make_cell(number(recipe.loss), _step_note(architecture.step)),
+                ]
+            )
     columns = ["architecture", "settings", "chosen", "learning rate", "runs", "validation loss"]
     return make_table(columns, rows, "architectures", text=3)
 
@@ -496,6 +564,7 @@ def _setting(name: str, value: Any) -> str:
 
 
 def over_length(panel: LengthPanel) -> Table:
+    """Return the means of a panel, a column per length."""
     chance = "" if panel.chance is None else f"chance {number(panel.chance, 3)}"
     lengths = [number(length, 0) for length in panel.lengths]
     rows = [
@@ -509,35 +578,47 @@ def _value(value: Any) -> str:
     """Return a fact or setting as text; fingerprints are cut."""
     if isinstance(value, list):
         return ", ".join(map(_value, value)) or MISSING
-    text = MISSING if value in (None, "") else f"{value:,}" if type(value) is int else str(value)
-    return text[:12] + "…" if len(text) == 64 else text
+    if value in (None, ""):
+        return MISSING
+    if type(value) is int:  # True is an int, too
+        return f"{value:,}"
+    text = str(value)
+    return f"{text[:12]}…" if len(text) == SHA256_DIGITS else text
 
 
 def facts(runs: Sequence[RunContent]) -> Table:
-    head = ["", *(run.label for run in runs)]
+    """Return the state and facts of each run, a column each."""
+    columns = ["", *(run.label for run in runs)]
     rows = [["state", *map(state_text, runs)]]
     rows += [[name, *(_value(run.facts[name]) for run in runs)] for name in runs[0].facts]
-    return make_table(head, rows, text=len(head))
+    return make_table(columns, rows, text=len(columns))
 
 
 def settings(labels: Sequence[str], differing: Sequence[Setting]) -> Table:
+    """Return a row per setting, a column per run."""
     rows = [[row.setting, *map(_value, row.values)] for row in differing]
     return make_table(["setting", *labels], rows, "settings", text=1 + len(labels))
 
 
-def curve(shown: TrainingCurve) -> Table:
+def curve(content: TrainingCurve) -> Table:
+    """Return the last, lowest and highest value of each line that is drawn."""
     rows: list[list[Cell]] = []
-    for line in shown.lines:
+    for line in content.lines:
         points = zip(line.values, line.steps, strict=True)
         finite = [(value, step) for value, step in points if value is not None]
-        ends = (finite[-1], min(finite), max(finite)) if finite else ()
-        cells = [make_cell(format(value, shown.form), _step_note(step)) for value, step in ends]
-        rows.append([line.run, *(cells or [MISSING] * 3)])
+        cells: list[Cell] = [MISSING] * 3
+        if finite:
+            ends = (finite[-1], min(finite), max(finite))
+            cells = [
+                make_cell(format(value, content.form), _step_note(step)) for value, step in ends
+            ]
+        rows.append([line.run, *cells])
     return make_table(["run", "last", "lowest", "highest"], rows)
 
 
-def samples(shown: Samples, runs: Sequence[str]) -> Table:
-    rows = [[number(row.step, 0), *map(_text_cell, row.cells)] for row in shown.rows]
+def samples(content: Samples, runs: Sequence[str]) -> Table:
+    """Return the texts after one prompt, a row per step, a column per run."""
+    rows = [[number(row.step, 0), *map(_text_cell, row.cells)] for row in content.rows]
     return make_table(["step", *runs], rows, text=1 + len(runs))
 
 
@@ -549,24 +630,24 @@ def _text_cell(cell: SampleText | None) -> Cell:
     return make_cell(cell.text if cell.text.strip() else "(no text)", chip="text")
 
 
-def suite(shown: SuiteContent) -> Table:
+def suite(content: SuiteContent) -> Table:
+    """Return the scores on one suite, a column per run."""
     columns: list[Column] = ["task"]
-    for column in shown.columns:
+    for column in content.columns:
         trial = f"trial of {column.limit:,} items" if column.limit else ""
         columns.append((column.run, _join(_step_note(column.step), trial)))
 
     rows: list[list[Cell]] = []
-    for row in shown.rows:
-        # A number of items that all runs share is said once.
-        parts = [score_parts(cell) for cell in row.cells]
-        counts = {items for cell, (_, _, items) in zip(row.cells, parts, strict=True) if cell}
-        shared = counts.pop() if len(counts) == 1 and len(parts) > 1 else ""
+    for row in content.rows:
+        # A number of items that all runs have is stated once, at the task.
+        texts = [score_parts(cell) for cell in row.cells]
+        counts = {text.num_items for cell, text in zip(row.cells, texts, strict=True) if cell}
+        common_count = counts.pop() if len(counts) == 1 and len(texts) > 1 else ""
 
-        cells: list[Cell] = [make_cell(row.task, row.metric, shared)]
-        for cell, column, (value, error, items) in zip(
-            row.cells, shown.columns, parts, strict=True
-        ):
-            note = _step_note(column.step, shown.suite_step) if cell else ""
-            cells.append(make_cell(value, "" if shared else items, note, error=error))
+        cells = [make_cell(row.task, row.metric, common_count)]
+        for cell, column, text in zip(row.cells, content.columns, texts, strict=True):
+            num_items = "" if common_count else text.num_items
+            step_note = _step_note(column.step, content.suite_step) if cell else ""
+            cells.append(make_cell(text.value, num_items, step_note, error=text.error))
         rows.append(cells)
-    return make_table(columns, rows, f"suite-{shown.suite}")
+    return make_table(columns, rows, f"suite-{content.suite}")

@@ -1,4 +1,4 @@
-"""`canon run status RUN...`: the state of runs on one screen.
+"""`canon run status RUN...`: print the state of runs on one screen.
 
 Reads the small files of a run and the end of its log; writes nothing. Values of a damaged file are
 None, and `problems` names the file. No torch.
@@ -49,6 +49,10 @@ ACTIVE_STATES = (
     "hung",
 )
 
+# Fields of RunSummary that have the name of what they are read from: a step's event, status.json.
+STEP_FIELDS = ("step", "skipped_steps", "loss", "tokens", "tokens_per_second", "mfu")
+LAUNCH_FIELDS = ("checkpoint_failures", "world_size", "host", "job_id", "restart_count", "nodes")
+
 T = TypeVar("T")
 
 
@@ -73,7 +77,7 @@ NO_EVALUATIONS = EvaluationCounts()
 
 @dataclass
 class RunSummary:
-    """A run at one time, None if unknown; its fields are the keys of `status --json`."""
+    """The state of a run at one time, None if unknown; fields are the keys of `status --json`."""
 
     path: str
     state: str = "unknown"
@@ -108,9 +112,11 @@ def summarize_run(path: Path, now: datetime) -> RunSummary:
     problems: list[str] = []
     try:
         return _RunReader(RunRecord(path), now.astimezone(UTC), problems).summary()
+    except UserError as error:
+        problems.append(str(error))
     except Exception as error:  # an unexpected error in one run must not hide the others
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        return RunSummary(str(path), problems=[*problems, f"{kind}{error}"])
+        problems.append(f"{type(error).__name__}: {error}")
+    return RunSummary(str(path), problems=problems)
 
 
 class _RunReader:
@@ -121,8 +127,9 @@ class _RunReader:
         self.folder = run.folder
         self.now = now
         self.problems = problems
-        has_config = self.folder.config_file.exists()
-        self.config = (self._try_read(lambda: run.config) if has_config else None) or {}
+        self.config: dict[str, Any] = {}
+        if self.folder.config_file.exists():
+            self.config = self._try_read(lambda: run.config) or {}
         self.status = self._try_read(lambda: run.status)
         self.holder = self._try_read(lambda: read_holder(self.folder.lock_file))
 
@@ -143,6 +150,7 @@ class _RunReader:
         return max(0.0, age_s) if math.isfinite(age_s) else None
 
     def summary(self) -> RunSummary:
+        """Read all files of the run."""
         summary = RunSummary(str(self.folder.path), problems=self.problems)
         if not self.folder.status_file.exists():
             self.problems.append(f"no {self.folder.status_file.name}")
@@ -157,21 +165,18 @@ class _RunReader:
 
         # The last step in the log.
         events = self._try_read(lambda: read_tail(self.folder.log_file)) or []
-        last = next((event for event in reversed(events) if event.kind == "step"), Event())
-        for name in ("step", "skipped_steps", "loss", "tokens", "tokens_per_second", "mfu"):
-            setattr(summary, name, last.get(name))
-
+        last_step = next((event for event in reversed(events) if event.kind == "step"), Event())
+        for name in STEP_FIELDS:
+            setattr(summary, name, last_step.get(name))
         summary.steps = self._setting("training", "steps")
+
+        # status.json is written at each heartbeat.
         if self.status is not None:
             self._add_status(summary, self.status)
-
-        # seconds_per_step is of this launch; the log's last step may be older
         summary.state, summary.reason = self._state()
-        pace = self.status.seconds_per_step if self.status is not None else None
-        if summary.state in ACTIVE_STATES and pace is not None and math.isfinite(pace):
-            if summary.step is not None and summary.steps is not None:
-                summary.eta_s = max(summary.steps - summary.step, 0) * pace
+        summary.eta_s = self._eta_s(summary)
 
+        # What is saved and evaluated, and which process holds the run.
         summary.checkpoint = self._newest_checkpoint()
         summary.holder = str(self.holder) if self.holder else None
         evals = self.folder.path / EVALS
@@ -180,6 +185,18 @@ class _RunReader:
             pending=len([path for path in entries(evals / HOLDS) if path.suffix]),
         )
         return summary
+
+    def _eta_s(self, summary: RunSummary) -> float | None:
+        """Return the seconds to the last step, at the pace of this launch; None if it is over."""
+        if self.status is None or summary.state not in ACTIVE_STATES:
+            return None
+        # Not the pace in the log, whose last step may be of an earlier launch.
+        pace_s = self.status.seconds_per_step
+        if pace_s is None or not math.isfinite(pace_s):
+            return None
+        if summary.step is None or summary.steps is None:
+            return None
+        return max(summary.steps - summary.step, 0) * pace_s
 
     def _add_status(self, summary: RunSummary, status: Status) -> None:
         """Add what status.json says, which may be a heartbeat behind the log.
@@ -193,21 +210,19 @@ class _RunReader:
             summary.restarts = max(status.launches - 1, 0)
         summary.heartbeat_age_s = self._age_s(status.heartbeat)
         summary.written_age_s = self._age_s(status.written)
-        summary.checkpoint_failures = status.checkpoint_failures
-        summary.world_size = status.world_size
-        summary.host = status.host
-        summary.job_id = status.job_id
-        summary.restart_count = status.restart_count
-        summary.nodes = status.nodes
+        for name in LAUNCH_FIELDS:
+            setattr(summary, name, getattr(status, name))
 
     def _state(self) -> tuple[str, str | None]:
         """Return the state and its reason."""
         status = self.status
         is_done = self.run.is_done
         if status is None:
-            is_alive = self.holder is not None and process_lives(self.holder)
-            return "starting" if is_alive else "done" if is_done else "unknown", None
+            if self.holder is not None and process_lives(self.holder):
+                return "starting", None
+            return "done" if is_done else "unknown", None
 
+        # A running process may have died, or hang, without a last word in status.json.
         expiry_s = EXPIRY_HEARTBEATS * (self._setting("run", "heartbeat_s") or HEARTBEAT_S)
         state: str = health(status, self.now, dead_after_s=expiry_s)
         reason = status.reason or None
@@ -221,7 +236,8 @@ class _RunReader:
         elif state in ("slow", "hung"):
             reason = f"no progress for {_age(self._age_s(status.heartbeat))} ({status.phase})"
 
-        if is_done and state in ("dead", "failed"):  # each launch that trains removes DONE first
+        # A launch that trains removes DONE first: a failed one has not changed the result.
+        if is_done and state in ("dead", "failed"):
             return "done", f"a later launch is {state}: {reason}"
         return state, None if state == "done" else reason
 
@@ -256,19 +272,24 @@ def _age(seconds: float | None) -> str:
 
 def _cells(run: RunSummary) -> dict[str, str]:
     """Return one line of the table by column title."""
-    newest = "none"
-    if run.checkpoint is not None:
-        newest = f"{run.checkpoint.step:,} ({_age(run.checkpoint.age_s)} ago)"
-    failed = run.checkpoint_failures
-
     progress = ""
     if run.steps and run.step is not None:
         progress = f"{100 * run.step / run.steps:.1f} %"
 
-    evals = run.evaluations or NO_EVALUATIONS
+    checkpoint = "none"
+    if run.checkpoint is not None:
+        checkpoint = f"{run.checkpoint.step:,} ({_age(run.checkpoint.age_s)} ago)"
+    if run.checkpoint_failures:
+        checkpoint = f"{checkpoint}, then {run.checkpoint_failures} failed"
+
+    evals = ""
+    if run.evaluations is not None and run.evaluations != NO_EVALUATIONS:
+        evals = f"{run.evaluations.done}+{run.evaluations.pending}"
+
     job = run.job_id
     if job and run.restart_count:
         job = f"{job}.{run.restart_count}"
+
     return {
         "run": printable(run.path),
         "state": run.state,
@@ -280,19 +301,20 @@ def _cells(run: RunSummary) -> dict[str, str]:
         "MFU": format_number(run.mfu, ".1%"),
         "restarts": format_number(run.restarts),
         "skipped": format_number(run.skipped_steps),
-        "checkpoint": f"{newest}, then {failed} failed" if failed else newest,
+        "checkpoint": checkpoint,
         "heartbeat": _age(run.heartbeat_age_s),
-        "evals done+pending": f"{evals.done}+{evals.pending}" if evals != NO_EVALUATIONS else "",
+        "evals done+pending": evals,
         "job": " on ".join(filter(None, (job, run.nodes))),
     }
 
 
-NUM_FIRST = 7  # columns of the table in a narrow window; the others follow below it
+NARROW_COLUMNS = 7  # of the table in a narrow window; the others follow below it
 COLORS = {
     **dict.fromkeys(ACTIVE_STATES, "cyan"),
     **dict.fromkeys(("hung", "dead", "failed"), "bold red"),
     **dict.fromkeys(("slow", "stopped", "unknown"), "yellow"),
-    **{"training": "green", "done": "blue"},
+    "training": "green",
+    "done": "blue",
 }
 
 
@@ -308,30 +330,38 @@ def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
 
 
 def overview(runs: Sequence[RunSummary], console: Console) -> Group:
-    """Return the table of `runs` and the lines below it."""
+    """Return the table of `runs` and the lines below it.
+
+    Columns that are empty for all runs are left out. If the others do not fit into the window, the
+    table has the first NARROW_COLUMNS, and the lines below it have the rest.
+    """
+    # Try the table with every column that a run has a text in.
     rows = [_cells(run) for run in runs]
-    shown = [title for title in rows[0] if any(row[title] for row in rows)]
-    rest: list[str] = []
-    table = _table(rows, shown)
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    titles_below: list[str] = []
+    table = _table(rows, titles)
+
     unlimited = console.options.update_width(PIPED_WIDTH)
     if console.measure(table, options=unlimited).maximum > console.width:
-        first = list(rows[0])[:NUM_FIRST]
-        rest = [title for title in shown if title not in first]
-        table = _table(rows, first)
+        narrow_titles = list(rows[0])[:NARROW_COLUMNS]
+        titles_below = [title for title in titles if title not in narrow_titles]
+        table = _table(rows, narrow_titles)
 
     count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
     lines: list[Any] = [Text(f"{count}, {datetime.now(UTC):%F %T} UTC", "bold"), table]
+
+    # Below the table, a line for each run with cells that are left, or with something to explain.
     for run, row in zip(runs, rows, strict=True):
-        cells = ", ".join(f"{title.split()[0]} {row[title]}" for title in rest if row[title])
-        details = [cells] if cells else []
+        details = [
+            ", ".join(f"{title.split()[0]} {row[title]}" for title in titles_below if row[title])
+        ]
         if run.reason:
             details.append(f"{run.state}: {run.reason}")
         if run.state == "dead" and run.holder:
             details.append(f"lock held by {run.holder}")
-        details += filter(None, run.problems)
-        if details:
-            name = printable(run.path)
-            lines.append(Text(printable(f"{name}: {'; '.join(details)}"), overflow="fold"))
+        text = "; ".join(filter(None, [*details, *run.problems]))
+        if text:
+            lines.append(Text(printable(f"{printable(run.path)}: {text}"), overflow="fold"))
     return Group(*lines)
 
 
@@ -364,8 +394,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="a run folder, a folder of runs, or a pattern")
     add("--json", action="store_true", help="print one JSON document")
-    about = f"refresh every SECONDS (default {WATCH_S:g}) until Ctrl-C; give it after the runs"
-    add("--watch", nargs="?", type=float, const=WATCH_S, metavar="SECONDS", help=about)
+    add(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=WATCH_S,
+        metavar="SECONDS",
+        help=f"refresh every SECONDS (default {WATCH_S:g}) until Ctrl-C; pass it after the runs",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -384,21 +420,22 @@ def run(args: argparse.Namespace) -> int:
         time = datetime.now(UTC).isoformat(timespec="seconds")
         document = json_value({"time": time, "runs": runs})
         print(json.dumps(document, indent=2, ensure_ascii=False))
-    else:
-        if not console.is_terminal:
-            console = Console(width=PIPED_WIDTH, color_system=None)
-        console.print(overview(runs, console))
+        return 0
+
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH, color_system=None)
+    console.print(overview(runs, console))
     return 0
 
 
 def _watch(console: Console, args: argparse.Namespace) -> None:
     """Show the runs until Ctrl-C or SIGTERM; the last overview stays on the terminal."""
-    shown = overview(summarize_runs(args.runs), console)
-    # blocked and waited for: an exception while drawing would make rich lose its buffer
+    screen = overview(summarize_runs(args.runs), console)
+    # Signals are waited for: an exception while drawing would make rich lose its buffer.
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    with Live(shown, console=console, screen=True, auto_refresh=False) as live:
+    with Live(screen, console=console, screen=True, auto_refresh=False) as live:
         while not signal.sigtimedwait(signals, args.watch):
-            shown = overview(summarize_runs(args.runs), console)
-            live.update(shown, refresh=True)
-    console.print(shown)
+            screen = overview(summarize_runs(args.runs), console)
+            live.update(screen, refresh=True)
+    console.print(screen)

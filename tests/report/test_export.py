@@ -158,7 +158,7 @@ def test_tensorboard_is_followed_over_launches(tmp_path, monkeypatch):
         return {step: values["train/loss"] for step, values in curve.items()}
 
     def follow():
-        """Yield, at each call of `ended`, whether it has; the log does not exist at first."""
+        """Yield, at each call of `wait`, whether it has ended; the log does not exist at first."""
         for launched, last, good in ((0, 6, 4), (1, 8, 6)):
             yield False
             write_launch(run.path, launched)
