@@ -27,8 +27,7 @@ from typing import Any, BinaryIO
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST = 1 << 20
-TIMEOUT_S = 300.0
-"""For an answer of a ForkServer: the first one comes after the imports."""
+TIMEOUT_S = 300.0  # the first answer comes after the imports
 POLL_S = 0.2
 ADOPTION_POLL_S = 1e-3
 _libc = ctypes.CDLL(None)

@@ -67,8 +67,7 @@ def usage_error(program: str, message: str) -> UserError:
 class _DroppingFile(io.FileIO):
     """A file descriptor that drops what cannot be written."""
 
-    failure: OSError | None = None
-    """Of the first failed write."""
+    failure: OSError | None = None  # of the first failed write
 
     def write(self, data: Any) -> int:
         try:

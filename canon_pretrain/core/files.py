@@ -24,10 +24,8 @@ T = TypeVar("T")
 
 READ_BYTES = 1 << 20
 MAX_JSON_BYTES = 64 << 20
-MAX_LINE_BYTES = 16 << 20
-"""Of a line of JSON that we wrote; a longer one is damaged."""
-SUFFIX_BYTES = 4
-"""Of the random part of a temporary file's name, in hexadecimal."""
+MAX_LINE_BYTES = 16 << 20  # of a line of JSON that we wrote; a longer one is damaged
+SUFFIX_BYTES = 4  # of the random part of a temporary file's name, in hexadecimal
 
 
 class UnreadableFile(UserError):
@@ -51,17 +49,16 @@ def open_file(path: Path, mode: Literal["rb", "ab", "wb"]) -> BinaryIO:
 
     Raises OSError, ENXIO if the file is not regular.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            file: BinaryIO = stack.enter_context(open(path, mode, opener=open_nonblocking))
-            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # of a FIFO without a reader
-                raise
-            is_regular = False
-        if not is_regular:
-            raise OSError(errno.ENXIO, "not a regular file", str(path))
-        stack.pop_all()  # keeps the file open; on an error the stack has closed it
+    not_regular = OSError(errno.ENXIO, "not a regular file", str(path))
+    try:
+        file: BinaryIO = open(path, mode, opener=open_nonblocking)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # of a FIFO without a reader
+            raise not_regular from None
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise not_regular
     return file
 
 

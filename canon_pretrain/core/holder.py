@@ -22,13 +22,11 @@ from canon_pretrain.core.files import open_nonblocking, parse_record
 MAX_BYTES = 4096
 READ_ATTEMPTS = 3
 READ_PAUSE_S = 0.01
-START_TIME = 19
-"""Index of the start time in the fields of /proc/PID/stat from the third on (proc(5): 22)."""
+START_TIME = 19  # in the fields of /proc/PID/stat from the third on: number 22 in proc(5)
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+# prefixes of ids: of an unreadable lock file, and of a holder that is releasing the lock
 DAMAGED = "damaged-"
-"""Prefix of the id of an unreadable lock file."""
 LEAVING = "leaving-"
-"""Prefix of the id of a holder that is releasing the lock."""
 
 
 def utc_now() -> str:

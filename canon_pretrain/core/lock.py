@@ -31,21 +31,16 @@ from canon_pretrain.core.holder import Holder, link, process_lives, remove, temp
 
 HEARTBEAT_S = 10.0
 EXPIRY_HEARTBEATS = 6
-FRESH_HEARTBEATS = 2
-"""Heartbeats for which a check of ownership stays valid."""
-SETTLE_HEARTBEATS = 0.05
-"""Wait after a takeover: an NFS client may show the old file for a moment."""
-SLOW_READ_S = 1.0
-"""A slower read was blocked by the disk, and so may be the holder's heartbeat."""
-MAX_MISSING = 2
-"""Consecutive heartbeats that find no file before the lock is lost."""
+FRESH_HEARTBEATS = 2  # heartbeats for which a check of ownership stays valid
+SETTLE_HEARTBEATS = 0.05  # wait after a takeover: an NFS client may show the old file for a moment
+SLOW_READ_S = 1.0  # a slower read was blocked by the disk, and so may be the holder's heartbeat
+MAX_MISSING = 2  # consecutive heartbeats that find no file before the lock is lost
 JOIN_S = 5.0
 POLL_S = 0.05
 MAX_POLL_S = 1.0
 POLL_GROWTH = 1.2
 NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-LINK = ".link"
-"""Suffix of the LinkLock of a lock file."""
+LINK = ".link"  # suffix of the LinkLock of a lock file
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +53,7 @@ class LockSnapshot(NamedTuple):
 
     holder: Holder
     mtime_ns: int
-    chain: tuple[str, ...]
-    """Ids from the lock file to the holder's claim."""
+    chain: tuple[str, ...]  # ids from the lock file to the holder's claim
 
 
 def read_lock(path: Path) -> LockSnapshot | None:
@@ -133,23 +127,17 @@ class LinkLock:
         self._expiry_s = self.expiry_s or EXPIRY_HEARTBEATS * self.heartbeat_s
 
         # while the lock is requested
-        self.rival: LockSnapshot | None = None
-        """A holder whose heartbeat was observed."""
+        self.rival: LockSnapshot | None = None  # a holder whose heartbeat was observed
         self._last_snapshot: LockSnapshot | None = None
         self._last_read = time.monotonic()
-        self._silent_s = 0.0
-        """How long the holder has had no heartbeat."""
+        self._silent_s = 0.0  # since the holder's last heartbeat
 
         # while the lock is held
-        self.lost = False
-        """Permanently: taken over, or the file was missing at two heartbeats."""
-        self.failures = 0
-        """Consecutive heartbeats that could not be written."""
-        self._num_missing = 0
-        """Consecutive heartbeats that found no file."""
+        self.lost = False  # permanently: taken over, or the file was missing at two heartbeats
+        self.failures = 0  # consecutive heartbeats that could not be written
+        self._num_missing = 0  # consecutive heartbeats that found no file
         self._inode = 0
-        self._checked_at = _clock()
-        """When the last read that found our id began."""
+        self._checked_at = _clock()  # when the last read that found our id began
         self._stop = threading.Event()
         # two threads: a status file that hangs on a busy disk must not lose the lock
         self._threads = [
@@ -274,15 +262,12 @@ class LinkLock:
 
         # Remove the claims, unless another process has taken over from us: then it needs them.
         time.sleep(SETTLE_HEARTBEATS * self.heartbeat_s)
-        if not self._is_end_of_chain():
+        now = read_lock(self.path)
+        if now is None or now.holder.id != self.holder.id:
             return False
         for holder_id in snapshot.chain:
             remove(claim_of(self.path, holder_id))
         return True
-
-    def _is_end_of_chain(self) -> bool:
-        snapshot = read_lock(self.path)
-        return snapshot is not None and snapshot.holder.id == self.holder.id
 
     def _check_not_stopped(self, began: float) -> None:
         """Raise UserError if the takeover took longer than the expiry: we may be replaced."""

@@ -9,7 +9,7 @@ lists; no request to anywhere else.
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,33 +65,26 @@ def write_page(
     if not library.exists() or library.stat().st_size != len(source):
         write_atomic(library, source)
 
-    page = _render(templates, name, plotted, library.name, dark, values)
-    write_atomic(path, page.encode())
-
-
-def _render(
-    templates: Path, name: str, plotted: Any, library: str, dark: bool, values: Mapping[str, Any]
-) -> str:
-    """Return the page as HTML; `library` is the name of plotly's file."""
     sheets = [COMMON / "page.css", templates / f"{name}.css"]
     if dark:
         sheets.insert(1, COMMON / "dark.css")
     drawing_script = templates / f"{name}.js"
     if not drawing_script.exists():
         drawing_script = COMMON / "figures.js"
-    scripts = [path.read_text("utf-8") for path in (COMMON / "page.js", drawing_script)]
+    scripts = [script.read_text("utf-8") for script in (COMMON / "page.js", drawing_script)]
 
     # The Content-Security-Policy allows scripts by these hashes. Autoescape covers every value:
     # only our own files are marked as safe.
     digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
     sources = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
     template = environment(templates, autoescape=True).get_template(f"{name}.html")
-    return template.render(
+    page = template.render(
         **values,
         plotted=plotted,
-        library=library,
+        library=library.name,
         color_scheme="light dark" if dark else "light",
-        style=Markup("".join(path.read_text("utf-8") for path in sheets)),
+        style=Markup("".join(sheet.read_text("utf-8") for sheet in sheets)),
         scripts=[Markup(script) for script in scripts],
         script_hashes=Markup(" ".join(sources)),
     )
+    write_atomic(path, page.encode())

@@ -22,10 +22,8 @@ TERA = 1e12
 EXIT_CODE = "exit code"
 STEADY_PHASES = ("quiet step",)
 """In which nothing may be compiled, and the host may not wait."""
-SHOWN_LINES = 8
-"""Of the output of a process that ended without a report."""
-SHOWN_BYTES = 0.005 * GIB
-"""Smaller parts of the memory are not listed: they would be 0.00 GiB."""
+SHOWN_LINES = 8  # of the output of a process that ended without a report
+SHOWN_BYTES = 0.005 * GIB  # smaller parts of the memory would be listed as 0.00 GiB
 BLIND_SPOTS = (
     "Not seen: values, time, memory fragmentation, NCCL's buffers, other ranks, copies into memory "
     "that is not pinned, what flash-linear-attention computes (recurrences run chunked)"

@@ -48,7 +48,16 @@ class NoContext(contextlib.AbstractContextManager["NoContext"]):
 def _install_streams(tracker: Tracker) -> None:
     """Streams on which nothing runs: only synchronizing with the host is an event."""
 
-    class Stream(NoContext):
+    class Idle(NoContext):
+        """What a stream and an event have in common: nothing runs, all of it has ended."""
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            tracker.wait(f"{type(self).__name__}.synchronize")
+
+    class Stream(Idle):
         device = CUDA
         device_index = 0
         device_type = 1  # CUDA's number in c10
@@ -69,30 +78,15 @@ def _install_streams(tracker: Tracker) -> None:
         def record_event(self, event: Any = None) -> Any:
             return event or Event()
 
-        def query(self) -> bool:
-            return True
-
-        def synchronize(self) -> None:
-            tracker.wait("Stream.synchronize")
-
-    class Event:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
+    class Event(Idle):
         def record(self, stream: Any = None) -> "Event":
             return self
 
         def wait(self, stream: Any = None) -> None:
             pass
 
-        def query(self) -> bool:
-            return True
-
         def elapsed_time(self, other: Any) -> float:
             return 1.0
-
-        def synchronize(self) -> None:
-            tracker.wait("Event.synchronize")
 
     default = Stream()
     _replace(

@@ -18,8 +18,7 @@ from canon_pretrain.core.errors import UserError
 
 SOURCE = Path(__file__).with_name("hooks.cpp")
 COMPILE_TIMEOUT_S = 300.0
-SHOWN_CHARACTERS = 2000
-"""Of the end of a compiler's messages."""
+SHOWN_CHARACTERS = 2000  # of the end of a compiler's messages
 LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 GPU_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so")
 

@@ -97,13 +97,13 @@ def report_from(row: Mapping[str, Any]) -> Report:
 
 
 def _phase_from(fields: Mapping[str, Any]) -> Phase:
-    counters = {
-        declared.name: Counter(fields[declared.name])
-        for declared in dataclasses.fields(Phase)
-        if declared.default_factory is Counter
-    }
-    work = {name: _work_from(fields[name]) for name in ("compiled", "eager")}
-    return Phase(**{**fields, **counters, **work})
+    values = dict(fields)
+    for declared in dataclasses.fields(Phase):
+        if declared.default_factory is Counter:
+            values[declared.name] = Counter(values[declared.name])
+        elif declared.default_factory is Work:
+            values[declared.name] = _work_from(values[declared.name])
+    return Phase(**values)
 
 
 def _work_from(row: Mapping[str, Any]) -> Work:

@@ -3,7 +3,6 @@
 Everything is the real program but the GPU, the other ranks, and the data, which are random tokens.
 """
 
-import functools
 import tempfile
 import time
 import traceback
@@ -25,8 +24,7 @@ from canon_pretrain.machine.gpus import GPUS, GPUS_PER_NODE
 
 NUM_DOCUMENTS = 120
 DOCUMENT_TOKENS = 2500
-BYTES_PER_TOKEN = 4
-"""Of the text that the random tokens stand for."""
+BYTES_PER_TOKEN = 4  # of the text that the random tokens stand for
 TRACEBACK_CHARACTERS = 6000
 
 
@@ -198,7 +196,9 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
 
     trainer_class.advance = advance_as_phase  # type: ignore[method-assign]
     trainer_class._save_last = save_as_phase  # type: ignore[method-assign]
-    _make_phase(tracker, validation.CanonValidator, "validate", "validation")
+    validator_class = validation.CanonValidator
+    validate_as_phase = tracker.within("validation")(validator_class.validate)
+    validator_class.validate = validate_as_phase  # type: ignore[method-assign]
 
 
 def _fake_tensors_from_the_mesh_on(titan_trainer: Any, tracker: Tracker) -> None:
@@ -215,17 +215,6 @@ def _fake_tensors_from_the_mesh_on(titan_trainer: Any, tracker: Tracker) -> None
         return dims
 
     titan_trainer.init_distributed = init_and_fake
-
-
-def _make_phase(tracker: Tracker, owner: type, method: str, name: str) -> None:
-    original = getattr(owner, method)
-
-    @functools.wraps(original)
-    def run_as_phase(*args: Any, **kwargs: Any) -> Any:
-        with tracker.within(name):
-            return original(*args, **kwargs)
-
-    setattr(owner, method, run_as_phase)
 
 
 def _label_state(tracker: Tracker, trainer: Any) -> None:

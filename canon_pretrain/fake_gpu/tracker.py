@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 from canon_pretrain.fake_gpu.record import BETWEEN, Phase
 from canon_pretrain.kernels.traffic import launches_nothing, num_bytes_of, operator_work
 
-ALLOCATION_BYTES = 512
-"""CUDA's caching allocator rounds each block up to a multiple of this."""
+ALLOCATION_BYTES = 512  # CUDA's caching allocator rounds each block up to a multiple
 HERE = Path(__file__).parent
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
@@ -71,8 +70,7 @@ class Tracker(TorchDispatchMode):
         # of the live storages, by their address in C++
         self._sizes: dict[int, int] = {}
         self._part_of: dict[int, str] = {}
-        self._references: dict[int, Any] = {}
-        """Weak references, whose callback counts that the storage is freed."""
+        self._references: dict[int, Any] = {}  # weak, with a callback when it is freed
         self._began = time.monotonic()
         self.begin(BETWEEN)
 

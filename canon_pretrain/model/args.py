@@ -500,6 +500,17 @@ def flavor(name: str) -> ModelArgs:
     return FLAVORS[name]
 
 
+# what the paper changes for a mixer, and F / D for a feed-forward
+_MIXER_SIZES: dict[str, dict[str, Any]] = {
+    "gla": {"num_heads": 4},
+    "mamba2": {"num_heads": 16, "ffn": "none"},
+    "gated_deltanet": {"num_heads": 12, "expand_k": 0.75, "expand_v": 1.5},
+}
+_FFN_EXPANSION = {"standard": 4, "moe": 1}
+_WIDE_MIXERS = ("mamba2", "gated_deltanet")
+"""With 6 D^2 parameters, which a gated feed-forward of F = 2 D makes up to 12 D^2."""
+
+
 def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the sizes that the paper changes in the flavor `base` for a mixer or feed-forward.
 
@@ -507,30 +518,25 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
     which there are twice as many (appendix C).
     """
     sizes = dict(overrides)
-    dim = sizes.get("dim", base.dim)
     mixer = sizes.get("mixer", base.mixer)
     is_new_mixer = mixer != base.mixer
     if is_new_mixer:
-        num_heads = {"gla": 4, "mamba2": 16, "gated_deltanet": 12}
         has_canon_b = "B" in str(sizes.get("canon_set", base.canon_set)).upper()
-        sizes.setdefault("position", "nope")
+        defaults = {
+            "position": "nope",
+            "num_heads": base.num_heads,
+            "mixer_conv": mixer != "gla" and not has_canon_b,
+        }
         # ModelArgs refuses an unknown mixer
-        sizes.setdefault("num_heads", num_heads.get(mixer, base.num_heads))
-        sizes.setdefault("mixer_conv", mixer != "gla" and not has_canon_b)
-    if is_new_mixer and mixer == "gated_deltanet":
-        sizes.setdefault("expand_k", 0.75)
-        sizes.setdefault("expand_v", 1.5)
-    if is_new_mixer and mixer == "mamba2":
-        sizes.setdefault("ffn", "none")
+        sizes = defaults | _MIXER_SIZES.get(mixer, {}) | sizes
 
     ffn = sizes.get("ffn", base.ffn)
     is_new_ffn = ffn != base.ffn
     if is_new_ffn and ffn == "none":
         sizes.setdefault("num_layers", 2 * base.num_layers)
-    if is_new_mixer and mixer in ("mamba2", "gated_deltanet") and ffn == "gated":
-        sizes.setdefault("ffn_dim", 2 * dim)
-    if is_new_ffn and ffn == "standard":
-        sizes.setdefault("ffn_dim", 4 * dim)
-    if is_new_ffn and ffn == "moe":
-        sizes.setdefault("ffn_dim", dim)
+    expansion = _FFN_EXPANSION.get(ffn) if is_new_ffn else None
+    if is_new_mixer and mixer in _WIDE_MIXERS and ffn == "gated":
+        expansion = 2
+    if expansion is not None:
+        sizes.setdefault("ffn_dim", expansion * sizes.get("dim", base.dim))
     return sizes

@@ -26,22 +26,18 @@ from canon_pretrain.model.args import ModelArgs
 BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "fa3", "fa4")
 Mask = Tensor | BlockMask | None
 MAX_FLASH_HEAD_DIM = 256
-FLASH_TOLERANCE = 3e-2
-"""Of the largest value, for what FlashAttention computes in bfloat16; rounding is a tenth of it."""
 FLASH_TEST_TOKENS = 128
+FLASH_TOLERANCE = 3e-2  # of the largest value; bfloat16's rounding is a tenth of it
 
 
 class FlashImpl(NamedTuple):
     """A package that replaces SDPA's flash kernel."""
 
-    name: str
-    """In torch's registry."""
+    name: str  # in torch's registry
     package: str
     module: str
-    version: str
-    """What follows the package's name in a pip command."""
-    majors: tuple[int, ...]
-    """Major compute capabilities of the GPUs that it can train on."""
+    version: str  # what follows the package's name in a pip command
+    majors: tuple[int, ...]  # major compute capabilities of the GPUs that it can train on
 
 
 FLASH_IMPLS = {
@@ -115,8 +111,6 @@ class Attend(nn.Module):
 
         A BlockMask for flex attention, else bool [B or 1, H or 1, T, S].
         """
-        num_heads = self.args.num_heads
-        is_windowed = self.args.position == "h_alibi"
         offset = num_keys - num_queries
         name = self.implementation(device.type, masked=segments_BS is not None)
         if name == "flash_attn":
@@ -129,20 +123,18 @@ class Attend(nn.Module):
                 )
             return None
 
+        num_heads = self.args.num_heads
+        is_windowed = self.args.position == "h_alibi"
+
         def mask_mod(b: Any, h: Any, q: Any, s: Any) -> Any:
-            """Return whether query q + `offset` of head h may attend to key s in row b."""
-            distance = q + offset - s
-            is_visible = distance >= 0
-            if is_windowed:
-                is_visible = is_visible & _in_window(h, distance, num_heads)
-            if segments_BS is not None:
-                is_visible = is_visible & (segments_BS[b, q + offset] == segments_BS[b, s])
-            return is_visible
+            """Return whether the query at q + `offset` of head h may attend to key s in row b."""
+            return _is_visible(b, h, q + offset, s, segments_BS, num_heads if is_windowed else 0)
 
         # Flex attention for whole sequences; where tokens continue a cache, SDPA replaces it.
         num_rows = None if segments_BS is None else segments_BS.shape[0]
         if name == "flex" and offset == 0:
-            return _block_mask_maker(device)(
+            create = create_block_mask if device.type == "cpu" else _compiled(create_block_mask)
+            return create(
                 mask_mod,
                 num_rows,
                 num_heads if is_windowed else None,
@@ -155,12 +147,8 @@ class Attend(nn.Module):
         is_causal_only = segments_BS is None and not is_windowed
         if is_causal_only and (offset == 0 or num_queries == 1):
             return None
-        return mask_mod(
-            torch.arange(num_rows or 1, device=device).view(-1, 1, 1, 1),
-            torch.arange(num_heads, device=device).view(1, -1, 1, 1),
-            torch.arange(num_queries, device=device).view(1, 1, -1, 1),
-            torch.arange(num_keys, device=device).view(1, 1, 1, -1),
-        )
+        sizes = (num_rows or 1, num_heads, num_queries, num_keys)
+        return mask_mod(*(_indices(n, dim, device) for dim, n in enumerate(sizes)))
 
     def step_mask(self, position_1: Tensor, segments_BS: Tensor | None, num_keys: int) -> Tensor:
         """Return the mask of the token at `position_1` among keys that are not all read yet.
@@ -169,17 +157,18 @@ class Attend(nn.Module):
         """
         num_heads = self.args.num_heads
         device = position_1.device
-        distance_S = position_1 - torch.arange(num_keys, device=device)
-        is_visible = (distance_S >= 0)[None, None, None]
-        if self.args.position == "h_alibi":
-            heads_H11 = torch.arange(num_heads, device=device)[:, None, None]
-            is_visible = is_visible & _in_window(heads_H11, distance_S, num_heads)
-        if segments_BS is not None:
-            current_B1 = segments_BS.index_select(1, position_1)
-            is_visible = is_visible & (segments_BS == current_B1)[:, None, None]
+        is_windowed = self.args.position == "h_alibi"
+        keys_S = torch.arange(num_keys, device=device)
+        is_visible = _is_visible(
+            None if segments_BS is None else _indices(segments_BS.shape[0], 0, device),
+            _indices(num_heads, 1, device) if is_windowed else None,
+            position_1[None, None, None],
+            keys_S,
+            segments_BS,
+            num_heads if is_windowed else 0,
+        )
         if self.args.position == "alibi":
-            slopes_H11 = alibi_slopes(num_heads, device)[:, None, None]
-            return (-slopes_H11 * distance_S).masked_fill(~is_visible, -torch.inf)
+            return self._alibi_bias(position_1 - keys_S, is_visible)
         return is_visible
 
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
@@ -204,7 +193,11 @@ class Attend(nn.Module):
             k_BGSK = k_BGSK.to(score_dtype)
             v_BGSK = v_BGSK.to(score_dtype)
             if mask is None or mask.dtype == torch.bool:
-                mask = self._alibi_bias(q_BHTK, k_BGSK.shape[2], mask)
+                num_keys = k_BGSK.shape[2]
+                keys_S = torch.arange(num_keys, device=q_BHTK.device)
+                distance_TS = keys_S[num_keys - q_BHTK.shape[2] :, None] - keys_S
+                is_visible = distance_TS >= 0 if mask is None else mask
+                mask = self._alibi_bias(distance_TS, is_visible, score_dtype)
                 is_causal = False
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q_BHTK.dtype)
@@ -218,16 +211,12 @@ class Attend(nn.Module):
             )
         return y_BHTK.to(dtype)
 
-    def _alibi_bias(self, q_BHTK: Tensor, num_keys: int, mask: Tensor | None) -> Tensor:
-        """Return ALiBi's bias of the last T of `num_keys` tokens, -inf where `mask` is false."""
-        num_queries = q_BHTK.shape[2]
-        device = q_BHTK.device
-        keys_S = torch.arange(num_keys, device=device)
-        distance_TS = keys_S[num_keys - num_queries :, None] - keys_S
-        slopes_H11 = alibi_slopes(self.args.num_heads, device)[:, None, None]
-        bias_HTS = -slopes_H11.to(q_BHTK.dtype) * distance_TS
-        is_hidden = distance_TS < 0 if mask is None else ~mask
-        return bias_HTS.masked_fill(is_hidden, -torch.inf)
+    def _alibi_bias(
+        self, distance: Tensor, is_visible: Tensor, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return ALiBi's bias of the scores by head, [.., H, T, S]; -inf where not visible."""
+        slopes_H11 = alibi_slopes(self.args.num_heads, distance.device)[:, None, None].to(dtype)
+        return (-slopes_H11 * distance).masked_fill(~is_visible, -torch.inf)
 
     def _flex(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Any) -> Tensor:
         num_heads = self.args.num_heads
@@ -249,9 +238,28 @@ class Attend(nn.Module):
         )
 
 
-def _in_window(head: Any, distance: Any, num_heads: int) -> Any:
-    """Return what H-ALiBi lets a head see: head h < H / 2 the token and the h before it."""
-    return (head >= num_heads // 2) | (distance <= head)
+def _is_visible(
+    row: Any, head: Any, query: Any, key: Any, segments_BS: Tensor | None, num_window_heads: int
+) -> Any:
+    """Return whether the query of a row and head may attend to the key; arguments broadcast.
+
+    `query` and `key` are positions. With H-ALiBi (H heads, else 0) the first H / 2 heads have a
+    window: head h sees the token itself and the h before it.
+    """
+    distance = query - key
+    is_visible = distance >= 0
+    if num_window_heads:
+        is_visible = is_visible & ((head >= num_window_heads // 2) | (distance <= head))
+    if segments_BS is not None:
+        is_visible = is_visible & (segments_BS[row, query] == segments_BS[row, key])
+    return is_visible
+
+
+def _indices(num: int, dim: int, device: torch.device) -> Tensor:
+    """Return 0 .. num - 1 along `dim` of 4."""
+    shape = [1, 1, 1, 1]
+    shape[dim] = num
+    return torch.arange(num, device=device).view(shape)
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:
@@ -379,10 +387,6 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """Return 2^(-8h/H) for the heads h = 1 .. H, float32 [H] (Press et al. 2022, section 3)."""
     heads_H = torch.arange(1, num_heads + 1, device=device, dtype=torch.float32)
     return torch.exp2(-8.0 * heads_H / num_heads)
-
-
-def _block_mask_maker(device: torch.device) -> Callable[..., BlockMask]:
-    return create_block_mask if device.type == "cpu" else _compiled(create_block_mask)
 
 
 @functools.cache

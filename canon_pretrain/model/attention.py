@@ -90,10 +90,12 @@ class Rope(nn.Module):
     def forward(self, x_BTHK: Tensor, start: int | Tensor = 0) -> Tensor:
         """Return q or k rotated to the positions start, start + 1, ..; of one token if a tensor."""
         rope_heads = x_BTHK.shape[2] // self.args.rope_share
+        rows: slice | Tensor
         if isinstance(start, Tensor):
-            return apply_rope(x_BTHK, self.cos_TR[start], self.sin_TR[start], rope_heads)
-        stop = start + x_BTHK.shape[1]
-        return apply_rope(x_BTHK, self.cos_TR[start:stop], self.sin_TR[start:stop], rope_heads)
+            rows = start
+        else:
+            rows = slice(start, start + x_BTHK.shape[1])
+        return apply_rope(x_BTHK, self.cos_TR[rows], self.sin_TR[rows], rope_heads)
 
 
 class Attention(nn.Module):
@@ -116,12 +118,10 @@ class Attention(nn.Module):
         self.norm_eps = args.norm_eps
         self.q_norm: nn.RMSNorm | None = None
         self.k_norm: nn.RMSNorm | None = None
-        if args.qk_norm == "full":
-            self.q_norm = nn.RMSNorm(q_dim, eps=args.norm_eps)
-            self.k_norm = nn.RMSNorm(k_dim, eps=args.norm_eps)
-        elif args.qk_norm == "per_head":
-            self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
-            self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
+        if args.qk_norm != "none":
+            is_full = args.qk_norm == "full"
+            self.q_norm = nn.RMSNorm(q_dim if is_full else args.head_dim, eps=args.norm_eps)
+            self.k_norm = nn.RMSNorm(k_dim if is_full else args.head_dim, eps=args.norm_eps)
 
         self.canon_b = make_canon("B", args, canon_backend)
         self.rope = rope

@@ -76,10 +76,9 @@ class LayerCache:
         # [B, G, capacity, K], as the values: twice as fast to read as [B, capacity, G, K]
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        # by the letter of the site; empty before the first token
         self.canon: dict[str, CanonMemory | DynamicMemory] = {}
-        """By the letter of the site; empty before the first token."""
-        self.state: Tensor | None = None
-        """Of a recurrent mixer, [B, H, K, V]."""
+        self.state: Tensor | None = None  # of a recurrent mixer, [B, H, K, V]
 
     @property
     def next_position(self) -> int | Tensor:
@@ -91,31 +90,31 @@ class LayerCache:
 
         Once fixed, S is the capacity: the mask of the step hides what is not read yet.
         """
+        k_BGTK = k_BTGK.transpose(1, 2)
+        v_BGTK = v_BTGK.transpose(1, 2)
         if self._position is not None:
             assert self._keys is not None and self._values is not None
-            self._keys.index_copy_(2, self._position, k_BTGK.transpose(1, 2))
-            self._values.index_copy_(2, self._position, v_BTGK.transpose(1, 2))
+            self._keys.index_copy_(2, self._position, k_BGTK)
+            self._values.index_copy_(2, self._position, v_BGTK)
             return self._keys.transpose(1, 2), self._values.transpose(1, 2)
 
         stop = self.start + k_BTGK.shape[1]
-        self._keys = self._with_room(self._keys, k_BTGK, stop)
-        self._values = self._with_room(self._values, v_BTGK, stop)
-        self._keys[:, :, self.start : stop] = k_BTGK.transpose(1, 2)
-        self._values[:, :, self.start : stop] = v_BTGK.transpose(1, 2)
+        self._keys = self._with_room(self._keys, k_BGTK, stop)
+        self._values = self._with_room(self._values, v_BGTK, stop)
+        self._keys[:, :, self.start : stop] = k_BGTK
+        self._values[:, :, self.start : stop] = v_BGTK
         return self._keys[:, :, :stop].transpose(1, 2), self._values[:, :, :stop].transpose(1, 2)
 
-    def _with_room(self, buffer: Tensor | None, new_BTGK: Tensor, stop: int) -> Tensor:
+    def _with_room(self, buffer: Tensor | None, new_BGTK: Tensor, stop: int) -> Tensor:
         """Return `buffer` with capacity for `stop` tokens, at least doubled if it has to grow."""
-        if buffer is None:
-            capacity = max(stop, self._capacity)
-        elif stop > buffer.shape[2]:
-            capacity = max(stop, 2 * buffer.shape[2])
-        else:
+        old_capacity = 0 if buffer is None else buffer.shape[2]
+        if buffer is not None and old_capacity >= stop:
             return buffer
-        num_rows, _, num_heads, head_dim = new_BTGK.shape
-        larger = new_BTGK.new_empty(num_rows, num_heads, capacity, head_dim)
+        capacity = max(stop, 2 * old_capacity or self._capacity)
+        num_rows, num_heads, _, head_dim = new_BGTK.shape
+        larger = new_BGTK.new_empty(num_rows, num_heads, capacity, head_dim)
         if buffer is not None:
-            larger[:, :, : buffer.shape[2]] = buffer
+            larger[:, :, :old_capacity] = buffer
         return larger
 
     def fix(self, position: Tensor) -> None:
@@ -158,20 +157,14 @@ class Cache:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
         self.length = 0
         self.capacity = capacity
-        self.position: Tensor | None = None
-        """[1], `length` on the device, once the cache is fixed."""
-        self.next_document: Tensor | None = None
-        """int32 [B], the document of each row's next token, if the model masks documents."""
-        self._all_layers_read = True
-        """Whether all layers have read equally many tokens."""
-        self._steps: list[CanonStep] = []
-        """Those of all Canon sites for the last token, if it was read alone."""
-        self._segments: Tensor | None = None
-        """int32 [B, length]; None: each row is one segment."""
+        self.position: Tensor | None = None  # [1], `length` on the device; see fix()
+        self.next_document: Tensor | None = None  # int32 [B], that of each row's next token
+        self._all_layers_read = True  # equally many tokens
+        self._steps: list[CanonStep] = []  # of all Canon sites, if the last token was read alone
+        self._segments: Tensor | None = None  # int32 [B, length]; None: each row is one segment
+        # whether the last tokens came with segments, or surely continue the segment before them
         self._had_segments = False
-        """Whether the last tokens came with segments, ..."""
         self._is_continuation = False
-        """or surely continue the segment before them."""
 
     def append_segments(self, segments_BT: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
         """Append segments (None: no new one); return all so far, or None if there is one."""

@@ -26,11 +26,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
 """Several roundings: unfused backends round between norm, Canon and activation."""
 MAX_TOKENS = 1 << 15
 """Checked per micro-batch: 1.3 GB per activation of 1b3's feed-forward in float64."""
-HEAD_TOKENS = 8
-"""First tokens of each row, whose output gradients are amplified."""
+HEAD_TOKENS = 8  # first tokens of each row, whose output gradients are amplified
 HEAD_GAIN = 16
-SMALLEST_SCALE = 1e-3
-"""Of an error, over the largest value: where a token's values are smaller, this is enough."""
+SMALLEST_SCALE = 1e-3  # of an error, over the largest value: where a token's values are small
 TOKENS_PER_DOCUMENT = 4
 Run = Callable[..., Parts]
 
@@ -198,14 +196,18 @@ def compare(
     """
     # Forward and backward in the dtype of the inputs, with random gradients of the outputs.
     weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    outputs = run(*inputs, **_options(segments_BN))
+    outputs = run(*inputs, segments_BN=segments_BN)
     output_grads = [torch.randn_like(y) / HEAD_GAIN for y in outputs]
     for grad in output_grads:
         # amplify a row's first tokens: otherwise errors there vanish in the weight gradient
         grad[:, :HEAD_TOKENS] *= HEAD_GAIN
+    names = [f"input {i}" for i in range(len(inputs))] + [*weights]
     grads = torch.autograd.grad(
         outputs, [*inputs, *weights.values()], output_grads, allow_unused=True
     )
+    for name, grad in zip(names, grads, strict=True):
+        if grad is None:
+            raise CanonMismatch(f"there is no gradient of {name}")
     input_grads = grads[: len(inputs)]
     weight_grads = grads[len(inputs) :]
 
@@ -225,17 +227,17 @@ def compare(
         row = slice(i, i + 1)
         exact_inputs = [x[row].detach().double().requires_grad_() for x in inputs]
         row_segments = None if segments_BN is None else segments_BN[row]
-        exact_outputs = exact(*exact_inputs, **_options(row_segments))
+        exact_outputs = exact(*exact_inputs, segments_BN=row_segments)
         exact_grads = torch.autograd.grad(
             exact_outputs,
             [*exact_inputs, *exact_weights],
             [grad[row].double() for grad in output_grads],
         )
+        channels = range(2, inputs[0].ndim)  # each token has its own scale
         for j, (y, exact_y) in enumerate(zip(outputs, exact_outputs, strict=True)):
-            errors.append(_activation_error(f"output {j}", y, exact_y, row, tolerance))
-        for j, (grad, exact_grad) in enumerate(zip(input_grads, exact_grads, strict=False)):
-            name = f"gradient of input {j}"
-            errors.append(_activation_error(name, grad, exact_grad, row, tolerance))
+            errors.append(_error(f"output {j}", y[row], exact_y, range(2, y.ndim), tolerance))
+        for name, grad, exact_grad in zip(names, input_grads, exact_grads, strict=False):
+            errors.append(_error(f"gradient of {name}", grad[row], exact_grad, channels, tolerance))
         for total, exact_grad in zip(exact_weight_grads, exact_grads[len(inputs) :], strict=True):
             total += exact_grad
 
@@ -244,29 +246,14 @@ def compare(
     return max(errors)
 
 
-def _options(segments_BN: Segments) -> dict[str, Tensor]:
-    # a compiled module would have another graph with segments_BN = None
-    return {} if segments_BN is None else {"segments_BN": segments_BN}
-
-
-def _activation_error(
-    name: str, x: Tensor | None, exact: Tensor, row: slice, tolerance: float
-) -> float:
-    """Return the largest error of one row of activations, relative to each token's size."""
-    channel_dims = list(range(2, exact.ndim))
-    return _error(name, None if x is None else x[row], exact, channel_dims, tolerance)
-
-
-def _error(name: str, x: Tensor | None, exact: Tensor, dims: list[int], tolerance: float) -> float:
+def _error(name: str, x: Tensor, exact: Tensor, dims: Sequence[int], tolerance: float) -> float:
     """Return the largest error relative to the value and to the root mean square over `dims`.
 
     Raises CanonMismatch if it is larger than `tolerance`.
     """
-    if x is None:
-        raise CanonMismatch(f"there is no {name}")
-    scale = exact.square().mean(dims, keepdim=True).sqrt() + SMALLEST_SCALE * exact.abs().max()
-    relative = (x.double() - exact).abs() / (exact.abs() + scale).clamp(min=1e-30)
-    error = relative.max().item()
+    rms = exact.square().mean(list(dims), keepdim=True).sqrt()
+    scale = exact.abs() + (rms + SMALLEST_SCALE * exact.abs().max())
+    error = ((x.double() - exact).abs() / scale.clamp(min=1e-30)).max().item()  # 0 / 0 is 0
     if not error <= tolerance:  # NaN too
         raise CanonMismatch(f"{name} is {error:.2g} away from float64, expected {tolerance:.2g}")
     return error

@@ -10,8 +10,7 @@ DECAY_RANK = 16
 """Rank of GLA's gate of the decay."""
 DYNAMIC_RANK = 15
 """Rank of what a dynamic Canon filter adds to its taps."""
-STATE_BYTES = 4
-"""Recurrent states and Canon's sums are float32."""
+STATE_BYTES = 4  # recurrent states and Canon's sums are float32
 
 
 def num_parameters(args: ModelArgs) -> int:

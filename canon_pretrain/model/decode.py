@@ -72,7 +72,20 @@ def generate(
     draws_NT = None
     if generator is not None:
         draws_NT = _draw_numbers(generator, len(prompts), max(limits, default=0))
-    answers = _Answers(limits, eos_id, stop, on_end, on_token)
+    answers: list[list[int]] = [[] for _ in prompts]
+
+    def append(i: int, token: int, logp: float) -> bool:
+        """Append to answer i unless it is EOS; return whether the answer continues."""
+        if on_token is not None:
+            on_token(i, token, logp)
+        has_ended = token == eos_id
+        if not has_ended:
+            answers[i].append(token)
+            is_stopped = stop is not None and stop(i, answers[i])
+            has_ended = is_stopped or len(answers[i]) == limits[i]
+        if has_ended and on_end is not None:
+            on_end(i)
+        return not has_ended
 
     device = model.tok_embeddings.weight.device
     tokens_per_read = TOKENS_PER_READ.get(device.type, 1)
@@ -97,15 +110,13 @@ def generate(
 
             # what a row computed past its end is dropped
             for tokens_B, logps_B in zip(block.tokens_SB, block.logps_SB, strict=True):
-                live = [
-                    row for row in live if answers.append(batch[row], tokens_B[row], logps_B[row])
-                ]
+                live = [row for row in live if append(batch[row], tokens_B[row], logps_B[row])]
 
-            if live and decoder.wants_rows(len(live)):
+            if live and decoder.step.wants_rows(len(live), len(batch)):
                 decoder.select_rows(live)
                 batch = [batch[row] for row in live]
                 live = list(range(len(live)))
-    return answers.tokens
+    return answers
 
 
 class Sampling(NamedTuple):
@@ -129,39 +140,6 @@ def _draw_numbers(
     return draws_NT
 
 
-class _Answers:
-    """The tokens of each prompt's answer so far, and the callbacks of `generate`."""
-
-    def __init__(
-        self,
-        limits: Sequence[int],
-        eos_id: int | None,
-        stop: Callable[[int, list[int]], bool] | None,
-        on_end: Callable[[int], None] | None,
-        on_token: Callable[[int, int, float], None] | None,
-    ) -> None:
-        self.tokens: list[list[int]] = [[] for _ in limits]
-        self._limits = limits
-        self._eos_id = eos_id
-        self._stop = stop
-        self._on_end = on_end
-        self._on_token = on_token
-
-    def append(self, i: int, token: int, logp: float) -> bool:
-        """Append to answer i unless it is EOS; return whether the answer continues."""
-        if self._on_token is not None:
-            self._on_token(i, token, logp)
-        has_ended = token == self._eos_id
-        if not has_ended:
-            answer = self.tokens[i]
-            answer.append(token)
-            is_stopped = self._stop is not None and self._stop(i, answer)
-            has_ended = is_stopped or len(answer) == self._limits[i]
-        if has_ended and self._on_end is not None:
-            self._on_end(i)
-        return not has_ended
-
-
 class _Block(NamedTuple):
     """Tokens of all rows in S steps, and their log-probabilities (0 if nobody wants them)."""
 
@@ -172,8 +150,8 @@ class _Block(NamedTuple):
 class _BatchDecoder:
     """Generates the tokens of a batch in blocks; the host waits for the device once per block.
 
-    `tokens_per_pass`: prompt tokens that a forward pass reads. `draws_BT`: the numbers that choose
-    the tokens; None: the most likely ones.
+    `prompts`: the longest first. `tokens_per_pass`: prompt tokens that a forward pass reads.
+    `draws_BT`: the numbers that choose the tokens; None: the most likely tokens.
     """
 
     def __init__(
@@ -188,19 +166,16 @@ class _BatchDecoder:
         draws_BT: Tensor | None,
         has_logps: bool,
     ) -> None:
-        longest = len(prompts[0])
-        cache = Cache(model.args.num_layers, capacity=longest + limit)
+        cache = Cache(model.args.num_layers, capacity=len(prompts[0]) + limit)
         chunk = max(1, tokens_per_pass // len(prompts))
         self._logits_BV = _prefill(model, prompts, cache, chunk)
-        self._step = DecodeStep(model, cache, limit)
+        self.step = DecodeStep(model, cache, limit)
         self._tokens_B = torch.empty(0)
         self._vocab_size = vocab_size
         self._sampling = sampling
         self._draws_BT = draws_BT
         self._has_logps = has_logps
-        self._num_rows = len(prompts)
-        self.num_tokens = 0
-        """Generated so far, per row."""
+        self.num_tokens = 0  # generated so far, per row
 
     def decode(self, num_steps: int) -> _Block:
         """Generate `num_steps` tokens of each row. Raises UserError if logits are not finite."""
@@ -209,7 +184,7 @@ class _BatchDecoder:
         finite_S: list[Tensor] = []
         for _ in range(num_steps):
             if self.num_tokens:  # the first token is chosen by the prompt's logits
-                self._logits_BV = self._step(self._tokens_B)
+                self._logits_BV = self.step(self._tokens_B)
             logits_BV = self._logits_BV[:, : self._vocab_size]
             if self._draws_BT is None:
                 self._tokens_B = logits_BV.argmax(-1)
@@ -226,30 +201,18 @@ class _BatchDecoder:
         # the host waits here
         if finite_S:
             _check_finite(torch.stack(finite_S).all())
-        if logps_SB:
-            logps = torch.stack(logps_SB).tolist()
-        else:
-            logps = [[0.0] * self._num_rows] * num_steps
-        return _Block(_to_lists(tokens_SB), logps)
-
-    def wants_rows(self, num_live: int) -> bool:
-        """Return whether rows that have ended should be removed now."""
-        return self._step.wants_rows(num_live, self._num_rows)
+        tokens = torch.stack(tokens_SB).tolist()
+        if not logps_SB:
+            return _Block(tokens, [[0.0] * len(row) for row in tokens])
+        return _Block(tokens, torch.stack(logps_SB).tolist())
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows."""
         rows_N = to_device(torch.tensor(rows), self._tokens_B.device)
-        self._step.select_rows(rows_N)
+        self.step.select_rows(rows_N)
         self._tokens_B = self._tokens_B[rows_N]
         if self._draws_BT is not None:
             self._draws_BT = self._draws_BT[rows_N]
-        self._num_rows = len(rows)
-
-
-def _to_lists(tokens_SB: list[Tensor]) -> list[list[int]]:
-    if len(tokens_SB) == 1:  # saves a launch
-        return [tokens_SB[0].tolist()]
-    return torch.stack(tokens_SB).tolist()
 
 
 class DecodeStep:

@@ -22,12 +22,9 @@ MAMBA_STD = 0.1
 """Of Mamba2's embedding, `initializer_range` of its config."""
 STEP_RANGE = (1e-3, 1e-1)
 """Initial step sizes dt of Mamba2 and GatedDeltaNet for inputs of 0."""
-LARGEST_RATE = 16.0
-"""Of GatedDeltaNet's decays."""
-MIMETIC_STEP = 0.54
-"""softplus(0.54) = 1."""
-MIMETIC_RATE = 8.0
-"""A state decays by exp(-exp(-8)) per token."""
+LARGEST_RATE = 16.0  # of GatedDeltaNet's decays
+MIMETIC_STEP = 0.54  # softplus(0.54) = 1
+MIMETIC_RATE = 8.0  # a state decays by exp(-exp(-8)) per token
 # inserted into a parameter's name by torch.compile and activation checkpointing
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 

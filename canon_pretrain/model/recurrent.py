@@ -6,8 +6,6 @@ of tokens is in kernels/gla.py and kernels/delta.py.
 Shapes: B batch, T tokens, D hidden, H heads, K key width, V value width, N = T + Canon's reach.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,14 +33,6 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.up(self.down(x))
-
-
-class Heads(NamedTuple):
-    """q, k and v by head, [B, T, H, K] or [B, T, H, V]."""
-
-    q_BTHK: Tensor
-    k_BTHK: Tensor
-    v_BTHV: Tensor
 
 
 class GatedRecurrence(nn.Module):
@@ -80,11 +70,11 @@ class GatedRecurrence(nn.Module):
         for mix in (self.canon_b, self.conv1d):
             if mix is not None:
                 qkv = mix(qkv, context, x_q)
-        heads = Heads(*(part.unflatten(-1, (self.num_heads, -1)) for part in qkv))
+        q_BTHK, k_BTHK, v_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
 
         cache = context.cache
         o_BTHV, state = self.recurrence(
-            *self.inputs(heads, x_decays),
+            *self.inputs(q_BTHK, k_BTHK, v_BTHV, x_decays),
             **self.options,
             state=None if cache is None else cache.state,
             starts_BT=segment_starts(context.segments_BN, x_q.shape[1]),
@@ -98,7 +88,9 @@ class GatedRecurrence(nn.Module):
         y_BTHV = y_BTHV * F.silu(wide(self.wg(x_gate))).view_as(y_BTHV)
         return self.wo(y_BTHV.to(o_BTHV.dtype).flatten(-2))
 
-    def inputs(self, heads: Heads, x_decays: list[Tensor]) -> Parts:
+    def inputs(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, x_decays: list[Tensor]
+    ) -> Parts:
         """Return what the recurrence reads: q, k, v, log decays and perhaps step sizes.
 
         `x_decays`: the input x_BTD, for each linear layer that makes decays and step sizes.
@@ -122,9 +114,10 @@ class GLA(GatedRecurrence):
         self.elu = args.gla_feature_map == "elu"
         self.options = {"scale": args.key_dim**-0.5}
 
-    def inputs(self, heads: Heads, x_decays: list[Tensor]) -> Parts:
+    def inputs(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, x_decays: list[Tensor]
+    ) -> Parts:
         """Return q, k, v and the log decays, [B, T, H, K]; see `GatedRecurrence.inputs`."""
-        q_BTHK, k_BTHK, v_BTHV = heads
         if self.elu:
             q_BTHK = F.elu(q_BTHK) + 1
             k_BTHK = F.elu(k_BTHK) + 1
@@ -150,9 +143,10 @@ class GatedDeltaNet(GatedRecurrence):
         self.A_log = nn.Parameter(torch.empty(args.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(args.num_heads))
 
-    def inputs(self, heads: Heads, x_decays: list[Tensor]) -> Parts:
+    def inputs(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, x_decays: list[Tensor]
+    ) -> Parts:
         """Return q, k, v, log decays g and steps beta, [B, T, H]; see `GatedRecurrence.inputs`."""
-        q_BTHK, k_BTHK, v_BTHV = heads
         if self.conv1d is None:  # which has its own silu
             q_BTHK = F.silu(q_BTHK)
             k_BTHK = F.silu(k_BTHK)
