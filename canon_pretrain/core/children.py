@@ -47,11 +47,11 @@ def end_with_torchrun() -> None:
         end_with(os.getppid())
 
 
-def start_child(words: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+def start_child(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
     """Start a process in a new session that receives SIGTERM when this one ends."""
     parent = os.getpid()
     return subprocess.Popen(
-        words, start_new_session=True, preexec_fn=lambda: end_with(parent), **options
+        command, start_new_session=True, preexec_fn=lambda: end_with(parent), **options
     )
 
 
@@ -145,16 +145,16 @@ class ForkServer:
 
     def start(
         self,
-        words: Sequence[str],
+        arguments: Sequence[str],
         output: BinaryIO,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> ForkedChild | None:
-        """Run the server's function with `words` in a child. Raises OSError if the server ended.
+        """Run the server's function in a child. Raises OSError if the server ended.
 
         Returns None if `gives_up()` before the child has started: then close the server, and the
         child does not start.
         """
-        socket.send_fds(self._socket, [json.dumps(words).encode()], [output.fileno()])
+        socket.send_fds(self._socket, [json.dumps(arguments).encode()], [output.fileno()])
         deadline = time.monotonic() + TIMEOUT_S
         while not gives_up():
             try:

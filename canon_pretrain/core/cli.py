@@ -104,8 +104,7 @@ def _open(number: int, stream: TextIO) -> _PrintableStream:
 @contextlib.contextmanager
 def resilient_output() -> Iterator[None]:
     """Make sys.stdout and sys.stderr drop what cannot be written, within the block."""
-    stdout_before = sys.stdout
-    stderr_before = sys.stderr
+    before = (sys.stdout, sys.stderr)
     out = sys.__stdout__
     err = sys.__stderr__
     if out and err and sys.stdout is out:  # not replaced by a test
@@ -119,8 +118,7 @@ def resilient_output() -> Iterator[None]:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.stdout = stdout_before
-        sys.stderr = stderr_before
+        sys.stdout, sys.stderr = before
 
 
 def run_process(main: Callable[[], None]) -> None:

@@ -156,7 +156,7 @@ def read(path: Path) -> LockFile | None:
         time.sleep(READ_PAUSE_S)  # it may be half written
 
     # an id by content: it changes with the file, as a holder does
-    unknown = Holder(
+    damaged_holder = Holder(
         id=DAMAGED + hashlib.sha256(content).hexdigest()[:32],
         host="unknown",
         pid=0,
@@ -165,7 +165,7 @@ def read(path: Path) -> LockFile | None:
         restart_count=0,
         taken="an unknown time",
     )
-    return LockFile(unknown, mtime_ns)
+    return LockFile(damaged_holder, mtime_ns)
 
 
 @contextmanager

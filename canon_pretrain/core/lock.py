@@ -155,15 +155,15 @@ class LinkLock:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = cls(path, **options)
             while not lock.try_acquire():
-                if lock.rival is not None:
-                    age = age_s(path, lock.rival)
-                    holder = lock.rival.holder
+                rival = lock.rival
+                if rival is not None:
+                    age = age_s(path, rival)
                     raise UserError(
                         "lock.held",
-                        f"{path.parent} is in use by another launch ({holder}, last heartbeat "
-                        f"{age:.1f} s ago). Wait, or {hint}",
+                        f"{path.parent} is in use by another launch ({rival.holder}, last "
+                        f"heartbeat {age:.1f} s ago). Wait, or {hint}",
                         path=path,
-                        holder=holder,
+                        holder=rival.holder,
                     )
                 # several reads per heartbeat: a living holder is seen early
                 time.sleep(min(1.0, lock.heartbeat_s / 4))
@@ -391,7 +391,7 @@ class _Held(NamedTuple):
 @contextmanager
 def locked(
     path: Path,
-    what: str,
+    resource: str,
     *,
     patience_s: float = 0.0,
     on_wait: Callable[[], None] | None = None,
@@ -399,7 +399,7 @@ def locked(
     """Hold the lock file `path`, created if missing like its folder, while the block runs.
 
     Waits up to `patience_s` for another holder, after one call of `on_wait`, then raises UserError
-    naming `what`; also at the end of the block if another process took the lock during it.
+    naming the `resource`; also at the end of the block if another process took the lock during it.
     """
     deadline = time.monotonic() + patience_s
     poll_s = POLL_S
@@ -408,7 +408,7 @@ def locked(
         if time.monotonic() >= deadline:
             raise UserError(
                 "lock.held",
-                f"{what} is being built by another process ({path}); wait for it or stop it",
+                f"{resource} is being built by another process ({path}); wait for it or stop it",
                 path=path,
             )
         if on_wait:
@@ -426,7 +426,7 @@ def locked(
     if not was_owner:
         raise UserError(
             "lock.lost",
-            f"{what}: this process was stopped, and another one took {path}: start again",
+            f"{resource}: this process was stopped, and another one took {path}: start again",
             path=path,
         )
 

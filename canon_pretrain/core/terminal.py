@@ -46,11 +46,11 @@ class Console(rich.console.Console):
     """rich's Console, which filters text before adding colors."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        printable_segments = (
-            segment if segment.control else Segment(printable(segment.text, "\n\t"), segment.style)
-            for segment in buffer
+        segments = (
+            part if part.control else Segment(printable(part.text, "\n\t"), part.style)
+            for part in buffer
         )
-        return Rendered(super()._render_buffer(printable_segments))
+        return Rendered(super()._render_buffer(segments))
 
 
 class Progress:

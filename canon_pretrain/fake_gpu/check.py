@@ -14,6 +14,7 @@ from canon_pretrain.core.children import start_child
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.fake_gpu.record import BETWEEN, REPORT, Options, Phase, Report, report_from
+from canon_pretrain.kernels.work import Work
 from canon_pretrain.machine.gpus import GPUS
 
 GIB = 2**30
@@ -100,17 +101,18 @@ def warnings_of(report: Report) -> list[str]:
 
 def show_fake_run(report: Report, console: Console) -> None:
     """Print a report: verdict, memory, and a table of its phases."""
+    has_steps = report.micro_batch > 0  # else it ended before the first one
+    if has_steps:
+        console.print(
+            f"the trainer as rank 0 of {report.world_size} x {GPUS[report.gpu].name}, "
+            f"{report.micro_batch} x {report.seq_len} tokens per rank at once, "
+            f"in {report.seconds:.0f} s; GPUs are fake, nothing is computed"
+        )
     problems = problems_of(report)
-    if not report.micro_batch:  # it ended before the first step
-        _print_problems(problems, console)
+    for problem in problems:
+        console.print(f"[bold red]{problem}[/]")
+    if not has_steps:
         return
-
-    console.print(
-        f"the trainer as rank 0 of {report.world_size} x {GPUS[report.gpu].name}, "
-        f"{report.micro_batch} x {report.seq_len} tokens per rank at once, "
-        f"in {report.seconds:.0f} s; GPUs are fake, nothing is computed"
-    )
-    _print_problems(problems, console)
     if report.traceback:
         console.print(report.traceback, markup=False)
     if not problems:
@@ -127,11 +129,6 @@ def show_fake_run(report: Report, console: Console) -> None:
     for warning in warnings_of(report):
         console.print(f"[yellow]{warning}[/]")
     console.print(BLIND_SPOTS)
-
-
-def _print_problems(problems: list[str], console: Console) -> None:
-    for problem in problems:
-        console.print(f"[bold red]{problem}[/]")
 
 
 def _memory_line(report: Report) -> str:
@@ -160,13 +157,14 @@ def _phase_table(report: Report) -> Table:
 
 
 def _cells(phase: Phase, tokens: int) -> list[str]:
-    moved = phase.compiled.bytes_moved + phase.eager.bytes_moved
-    flops = phase.compiled.flops.total() + phase.eager.flops.total()
+    work = Work()
+    work.add(phase.compiled)
+    work.add(phase.eager)
     return [
         f"{phase.peak_bytes / GIB:.2f}",
-        f"{phase.compiled.launches + phase.eager.launches:,}",
-        f"{moved / max(1, tokens) / KIB:,.0f}",
-        f"{flops / TERA:,.1f}",
+        f"{work.launches:,}",
+        f"{work.bytes_moved / max(1, tokens) / KIB:,.0f}",
+        f"{work.flops.total() / TERA:,.1f}",
         f"{phase.collective_bytes.total() / GIB:.2f}",
         str(phase.waits.total()),
         str(len(phase.graphs)),

@@ -245,9 +245,10 @@ def _install_host_reads(tracker: Tracker) -> None:
         return read
 
     for name in ("tolist", "numpy"):
-        setattr(torch.Tensor, name, reader(name, getattr(torch.Tensor, name)))
+        read = reader(name, getattr(torch.Tensor, name))
+        setattr(torch.Tensor, name, read)
         if name in vars(FakeTensor):
-            setattr(FakeTensor, name, reader(name, getattr(torch.Tensor, name)))
+            setattr(FakeTensor, name, read)
 
 
 def _install_sharding(tracker: Tracker) -> None:

@@ -271,6 +271,5 @@ class EqualLoad:
         # the numbers of tokens that this rank sends to each rank, or receives: int64 [.., ranks]
         is_split = tensor.dtype == torch.int64 and tensor.shape[-1:] == (self._num_ranks,)
         if question == "tolist" and is_split and tensor.device.type == "cuda":
-            splits = [self._num_rows // self._num_ranks] * self._num_ranks
-            return splits if tensor.ndim == 1 else [splits] * len(tensor)
+            return filled(tensor.shape, self._num_rows // self._num_ranks)
         return None

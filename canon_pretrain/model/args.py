@@ -241,11 +241,6 @@ class ModelArgs:
         return {"partial_rope_a": 2, "partial_rope_b": 4}.get(self.position, 1)
 
     @property
-    def rope_heads(self) -> int:
-        """How many heads of q rotate: the first ones; 0 if positions are not rotary."""
-        return self.num_heads // self.rope_share if self.position in ROTARY else 0
-
-    @property
     def rope_dim(self) -> int:
         """How many dims of a rotating head rotate: the first ones; 0 if none does."""
         if self.position not in ROTARY:
@@ -507,8 +502,8 @@ _MIXER_SIZES: dict[str, dict[str, Any]] = {
     "gated_deltanet": {"num_heads": 12, "expand_k": 0.75, "expand_v": 1.5},
 }
 _FFN_EXPANSION = {"standard": 4, "moe": 1}
-_WIDE_MIXERS = ("mamba2", "gated_deltanet")
-"""With 6 D^2 parameters, which a gated feed-forward of F = 2 D makes up to 12 D^2."""
+# of 6 D^2 parameters, which a gated feed-forward of F = 2 D makes up to 12 D^2
+_SMALL_MIXERS = ("mamba2", "gated_deltanet")
 
 
 def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -535,7 +530,7 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if is_new_ffn and ffn == "none":
         sizes.setdefault("num_layers", 2 * base.num_layers)
     expansion = _FFN_EXPANSION.get(ffn) if is_new_ffn else None
-    if is_new_mixer and mixer in _WIDE_MIXERS and ffn == "gated":
+    if is_new_mixer and mixer in _SMALL_MIXERS and ffn == "gated":
         expansion = 2
     if expansion is not None:
         sizes.setdefault("ffn_dim", expansion * sizes.get("dim", base.dim))

@@ -157,9 +157,7 @@ class Attention(nn.Module):
             q, k = self._norm(q, k)
         if self.canon_b is not None:
             q, k, v = self.canon_b((q, k, v), context, source_BTD)
-        q_BTHK = q.unflatten(-1, (-1, self.head_dim))
-        k_BTGK = k.unflatten(-1, (-1, self.head_dim))
-        v_BTGK = v.unflatten(-1, (-1, self.head_dim))
+        q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         if self.qk_norm == "per_head":
             q_BTHK, k_BTGK = self._norm(q_BTHK, k_BTGK)
         if self.rope is not None:

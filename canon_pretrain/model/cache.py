@@ -33,12 +33,12 @@ class Context(NamedTuple):
     A NamedTuple: FSDP2, activation checkpointing and accelerate find the tensors in it.
     """
 
+    # from `Attend.mask`; None: causal attention, or a mixer without masks
     mask: Mask = None
-    """From `Attend.mask`; None: causal attention, or a mixer without masks."""
+    # int32, segments of the tokens and of the P before them; None: each row is one segment
     segments_BN: Tensor | None = None
-    """int32, segments of the tokens and of the P before them; None: each row is one segment."""
+    # the block's cache of the tokens before, to which these are added; None: these are all
     cache: "LayerCache | None" = None
-    """The block's cache of the tokens before, to which these are added; None: these are all."""
 
 
 NO_CONTEXT = Context()
@@ -132,22 +132,6 @@ class LayerCache:
         if self.state is not None:
             self.state = self.state[rows_N]
         self.canon = {site: memory.select_rows(rows_N) for site, memory in self.canon.items()}
-
-
-class Replaceable(NamedTuple):
-    """An attribute whose tensor, or list of tensors, a pass of one token replaces."""
-
-    owner: object
-    attribute: str
-
-    @property
-    def tensors(self) -> list[Tensor | None]:
-        value = getattr(self.owner, self.attribute)
-        return list(value) if isinstance(value, list) else [value]
-
-    def put_back(self, tensors: list[Tensor | None]) -> None:
-        is_list = isinstance(getattr(self.owner, self.attribute), list)
-        setattr(self.owner, self.attribute, tensors if is_list else tensors[0])
 
 
 class Cache:
@@ -248,22 +232,26 @@ class Cache:
 
     def replaced(self) -> list[list[Tensor | None]]:
         """Return the tensors that a pass replaces by new ones, for `keep`."""
-        return [replaceable.tensors for replaceable in self._replaceables()]
+        values = [getattr(owner, name) for owner, name in self._replaced_attributes()]
+        return [list(value) if isinstance(value, list) else [value] for value in values]
 
     def keep(self, earlier: list[list[Tensor | None]], *, copies: bool) -> None:
         """Put back the `earlier` tensors; with `copies`, with the values of the present ones."""
-        for replaceable, old_tensors in zip(self._replaceables(), earlier, strict=True):
-            for old, new in zip(old_tensors, replaceable.tensors, strict=True):
+        for (owner, name), old_tensors in zip(self._replaced_attributes(), earlier, strict=True):
+            value = getattr(owner, name)
+            is_list = isinstance(value, list)
+            for old, new in zip(old_tensors, value if is_list else [value], strict=True):
                 if copies and old is not None and new is not None and new is not old:
                     old.copy_(new)
-            replaceable.put_back(old_tensors)
+            setattr(owner, name, old_tensors if is_list else old_tensors[0])
 
-    def _replaceables(self) -> list[Replaceable]:
+    def _replaced_attributes(self) -> list[tuple[object, str]]:
+        """Return (owner, name) of each tensor, or list of tensors, that a pass replaces."""
         dynamic = [memory for memory in self._memories() if isinstance(memory, DynamicMemory)]
         return [
-            Replaceable(self, "next_document"),
-            *(Replaceable(layer, "state") for layer in self.layers),
-            *(Replaceable(memory, "windows") for memory in dynamic),
+            (self, "next_document"),
+            *((layer, "state") for layer in self.layers),
+            *((memory, "windows") for memory in dynamic),
         ]
 
     def undo_pass(self, earlier: list[list[Tensor | None]], length: int) -> None:

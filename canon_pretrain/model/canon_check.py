@@ -42,8 +42,7 @@ class Case(NamedTuple):
 
     name: str
     widths: tuple[int, ...]
-    build: Callable[[str], nn.Module]
-    """(canon backend) -> the module."""
+    build: Callable[[str], nn.Module]  # (canon backend) -> the module
 
 
 def training_cases(args: ModelArgs) -> list[Case]:
@@ -52,7 +51,7 @@ def training_cases(args: ModelArgs) -> list[Case]:
     mixer: type[Mixer] = RECURRENT_MIXERS.get(args.mixer, Attention)
     builders = {
         "A": lambda: norm_case("norm + A", args, "A", readers=mixer.readers),
-        "C": lambda: norm_case("norm + C", args, "C", adds=True, readers=2 if is_gated else 1),
+        "C": lambda: norm_case("norm + C", args, "C", readers=2 if is_gated else 1),
         "B": lambda: heads_case(args),
         "D": lambda: gate_case(args) if is_gated else canon_case("D", "D", (args.ffn_dim,), args),
     }
@@ -64,12 +63,10 @@ def canon_case(name: str, site: str, widths: tuple[int, ...], args: ModelArgs) -
     return Case(name, widths, lambda backend: _Parts(Canon(args, site, backend)))
 
 
-def norm_case(
-    name: str, args: ModelArgs, site: str, *, adds: bool = False, readers: int = 1
-) -> Case:
-    """Return Canon of a site after its norm; `adds`: with the sum before the norm."""
+def norm_case(name: str, args: ModelArgs, site: str, *, readers: int = 1) -> Case:
+    """Return Canon of a site after its norm, for C also after the sum before the norm."""
     widths = (args.dim, args.dim)
-    return Case(name, widths, lambda backend: _Norm(args, site, backend, adds, readers))
+    return Case(name, widths, lambda backend: _Norm(args, site, backend, readers))
 
 
 def heads_case(args: ModelArgs) -> Case:
@@ -94,11 +91,11 @@ class _Parts(nn.Module):
 
 
 class _Norm(nn.Module):
-    def __init__(self, args: ModelArgs, site: str, backend: str, adds: bool, readers: int) -> None:
+    def __init__(self, args: ModelArgs, site: str, backend: str, readers: int) -> None:
         super().__init__()
         self.norm = make_norm(args)
         self.canon = Canon(args, site, backend)
-        self.adds = adds
+        self.adds = site == "C"
         self.readers = readers
 
     def forward(self, h_BTD: Tensor, y_BTD: Tensor, segments_BN: Segments = None) -> Parts:

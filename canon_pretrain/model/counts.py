@@ -38,7 +38,11 @@ def routed_parameters(args: ModelArgs) -> int:
 def layer_parameters(args: ModelArgs) -> int:
     """Return the parameters of one block."""
     num_norms = 1 if args.ffn == "none" else 2
-    number = _mixer_parameters(args) + num_norms * _norm_parameters(args)
+    mixer_parameters = {
+        "attention": _attention_parameters,
+        "mamba2": _mamba2_parameters,
+    }.get(args.mixer, _gated_recurrence_parameters)
+    number = mixer_parameters(args) + num_norms * _norm_parameters(args)
 
     # Canon at all sites: taps, and with dynamic filters `up` (R per tap) and `down`
     taps = sum(args.canon_channels.values()) * args.canon_kernel
@@ -47,9 +51,8 @@ def layer_parameters(args: ModelArgs) -> int:
         number += DYNAMIC_RANK * (taps + args.dim * sum(args.canon_parts.values()))
 
     if args.ffn == "moe":
-        router = args.dim * args.num_experts
         num_experts = args.num_experts + args.num_shared_experts
-        number += router + num_experts * _expert_parameters(args)
+        number += num_experts * _expert_parameters(args) + args.dim * args.num_experts  # the router
     elif args.ffn != "none":
         number += args.dim * (args.ffn_in_dim + args.ffn_dim)
         if args.bias:
@@ -58,21 +61,11 @@ def layer_parameters(args: ModelArgs) -> int:
 
 
 def _norm_parameters(args: ModelArgs) -> int:
-    has_bias = args.bias and args.norm == "layernorm"
-    return 2 * args.dim if has_bias else args.dim
+    return 2 * args.dim if args.bias and args.norm == "layernorm" else args.dim
 
 
 def _expert_parameters(args: ModelArgs) -> int:
-    num_matrices = 3 if args.moe_gated else 2
-    return num_matrices * args.dim * args.ffn_dim
-
-
-def _mixer_parameters(args: ModelArgs) -> int:
-    if args.mixer == "attention":
-        return _attention_parameters(args)
-    if args.mixer == "mamba2":
-        return _mamba2_parameters(args)
-    return _gated_recurrence_parameters(args)
+    return (3 if args.moe_gated else 2) * args.dim * args.ffn_dim
 
 
 def _attention_parameters(args: ModelArgs) -> int:

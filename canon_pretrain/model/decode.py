@@ -202,9 +202,8 @@ class _BatchDecoder:
         if finite_S:
             _check_finite(torch.stack(finite_S).all())
         tokens = torch.stack(tokens_SB).tolist()
-        if not logps_SB:
-            return _Block(tokens, [[0.0] * len(row) for row in tokens])
-        return _Block(tokens, torch.stack(logps_SB).tolist())
+        logps = torch.stack(logps_SB).tolist() if logps_SB else [[0.0] * len(tokens[0])] * num_steps
+        return _Block(tokens, logps)
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows."""
@@ -399,12 +398,10 @@ def _check_prompts(
                 "generate.empty_prompt", f"prompt {i} is empty: begin with EOS", prompt=i
             )
 
-        smallest = min(prompt)
-        largest = max(prompt)
-        if smallest < 0 or largest >= args.vocab_size:
+        if not 0 <= min(prompt) <= max(prompt) < args.vocab_size:
             raise UserError(
                 "generate.token_ids",
-                f"prompt {i} has ids from {smallest} to {largest}, "
+                f"prompt {i} has ids from {min(prompt)} to {max(prompt)}, "
                 f"the model's are 0 to {args.vocab_size - 1}",
                 prompt=i,
             )

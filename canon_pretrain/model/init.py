@@ -25,6 +25,8 @@ STEP_RANGE = (1e-3, 1e-1)
 LARGEST_RATE = 16.0  # of GatedDeltaNet's decays
 MIMETIC_STEP = 0.54  # softplus(0.54) = 1
 MIMETIC_RATE = 8.0  # a state decays by exp(-exp(-8)) per token
+# name of a parameter -> kind and scale of its value
+VECTORS = {"bias": ("constant", 0.0), "D": ("constant", 1.0), "dt_bias": ("step", 0.0)}
 # inserted into a parameter's name by torch.compile and activation checkpointing
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -154,12 +156,10 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
         return value("normal", PAPER_STD)
 
     # vectors
-    if own_name == "bias":
-        return value("constant", 0.0)
-    if module.endswith("norm") or own_name == "D":
+    if own_name in VECTORS:
+        return value(*VECTORS[own_name])
+    if module.endswith("norm"):
         return value("constant", 1.0)
-    if own_name == "dt_bias":
-        return value("step", 0.0)
     if own_name == "A_log":
         return value("log_count" if args.mixer == "mamba2" else "log_uniform", LARGEST_RATE)
 

@@ -32,10 +32,9 @@ class Routed(NamedTuple):
     """What experts, and a block with experts, return in training."""
 
     y_BTD: Tensor
+    # int64 [E + 1]: the tokens of each expert, and the number of choices that are dropped
     load_E: Tensor
-    """int64 [E + 1]: the tokens of each expert, and the number of choices that are dropped."""
-    balance_B: Tensor
-    """How unevenly the experts of each row are chosen; see `MoE`."""
+    balance_B: Tensor  # how unevenly the experts of each row are chosen; see `MoE`
 
 
 class Router(nn.Module):
@@ -68,10 +67,10 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        num_experts, ffn_dim, dim = args.num_experts, args.ffn_dim, args.dim
-        self.w1 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
-        self.w2 = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
-        self.w3 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim)) if args.moe_gated else None
+        shape = (args.num_experts, args.ffn_dim, args.dim)
+        self.w1 = nn.Parameter(torch.empty(shape))
+        self.w2 = nn.Parameter(torch.empty(args.num_experts, args.dim, args.ffn_dim))
+        self.w3 = nn.Parameter(torch.empty(shape)) if args.moe_gated else None
         self.activation = args.ffn_activation
 
     def forward(self, x_SD: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
@@ -117,14 +116,13 @@ class MoE(nn.Module):
     def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor | Routed:
         """Return y_BTD, which is added to the residual stream; in training mode, `Routed`."""
         (x_BTD,) = per_reader(x_BTD, self.readers)
-        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        x_ND = x_BTD.flatten(0, 1)
         score_NE, gate_NK, expert_NK = self.router(x_ND)
 
         # In training, balance the load, and drop what exceeds the capacity.
         is_training = self.training and context.cache is None
         if is_training:
-            num_rows = x_BTD.shape[0]
-            chosen_BCE = F.one_hot(expert_NK.view(num_rows, -1), self.num_experts)
+            chosen_BCE = F.one_hot(expert_NK.view(len(x_BTD), -1), self.num_experts)
             balance_B = self._balance(chosen_BCE, score_NE)
             num_dropped = chosen_BCE.new_zeros(1)
             if self.capacity:
@@ -163,8 +161,7 @@ class MoE(nn.Module):
 
     def _apply_experts(self, x_ND: Tensor, expert_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens of each expert, int64 [E], and the experts' outputs, [N, K, D]."""
-        dim = x_ND.shape[1]
-        top_k = expert_NK.shape[1]
+        top_k = self.router.top_k
         expert_S = expert_NK.flatten()
         order_S = expert_S.argsort(stable=True)
         inverse_S = order_S.argsort()
@@ -172,9 +169,9 @@ class MoE(nn.Module):
         count_E = count_E.scatter_add(0, expert_S, torch.ones_like(expert_S))
 
         # a copy of each token per choice, sorted by expert; back in the order of the choices
-        x_SD = x_ND[:, None].expand(-1, top_k, -1).reshape(-1, dim)
+        x_SD = x_ND[:, None].expand(-1, top_k, -1).flatten(0, 1)
         y_SD = self.experts(_Permuted.apply(x_SD, order_S, inverse_S), count_E)
-        return count_E, _Permuted.apply(y_SD, inverse_S, order_S).view(-1, top_k, dim)
+        return count_E, _Permuted.apply(y_SD, inverse_S, order_S).unflatten(0, (-1, top_k))
 
 
 class _Permuted(torch.autograd.Function):

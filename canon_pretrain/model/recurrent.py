@@ -106,10 +106,8 @@ class GLA(GatedRecurrence):
 
     readers = 5
 
-    def __init__(
-        self, args: ModelArgs, canon_backend: str = "auto", mixer_backend: str = "auto"
-    ) -> None:
-        super().__init__(args, canon_backend, mixer_backend)
+    def __init__(self, args: ModelArgs, *backends: str) -> None:
+        super().__init__(args, *backends)
         self.gk = LowRank(args.dim, DECAY_RANK, args.mixer_parts[0])
         self.elu = args.gla_feature_map == "elu"
         self.options = {"scale": args.key_dim**-0.5}
@@ -134,10 +132,8 @@ class GatedDeltaNet(GatedRecurrence):
 
     readers = 6
 
-    def __init__(
-        self, args: ModelArgs, canon_backend: str = "auto", mixer_backend: str = "auto"
-    ) -> None:
-        super().__init__(args, canon_backend, mixer_backend)
+    def __init__(self, args: ModelArgs, *backends: str) -> None:
+        super().__init__(args, *backends)
         self.wa = nn.Linear(args.dim, args.num_heads, bias=False)
         self.wb = nn.Linear(args.dim, args.num_heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(args.num_heads))

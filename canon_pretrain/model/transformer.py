@@ -114,16 +114,26 @@ class TransformerBlock(nn.Module):
 
     def _mixer_input(self, h_BTD: Tensor, context: Context) -> tuple[Tensor, Stream]:
         """Return h and Canon-A(norm(h))."""
-        readers = self.attention.readers
         return add_norm_canon(
-            h_BTD, None, self.attention_norm, self.canon_a, context, readers=readers
+            h_BTD,
+            None,
+            self.attention_norm,
+            self.canon_a,
+            context,
+            readers=self.attention.readers,
         )
 
     def _ffn_input(self, h_BTD: Tensor, y_BTD: Tensor, context: Context) -> tuple[Tensor, Stream]:
         """Return h = h + y and Canon-C(norm(h))."""
         assert self.ffn_norm is not None and self.feed_forward is not None
-        readers = self.feed_forward.readers
-        return add_norm_canon(h_BTD, y_BTD, self.ffn_norm, self.canon_c, context, readers=readers)
+        return add_norm_canon(
+            h_BTD,
+            y_BTD,
+            self.ffn_norm,
+            self.canon_c,
+            context,
+            readers=self.feed_forward.readers,
+        )
 
 
 def make_feed_forward(args: ModelArgs, canon_backend: str = "auto") -> FeedForward | MoE:
@@ -361,9 +371,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return each token's document, int32 [B, T], counted on from the tokens in the cache."""
         eos_id = self.args.eos_id
-        if is_real_BT is not None:  # EOS used as padding ends no document
-            not_eos = eos_id + 1
-            tokens_BT = tokens_BT.masked_fill(~is_real_BT, not_eos)
+        if is_real_BT is not None:  # EOS used as padding ends no document: replace it
+            tokens_BT = tokens_BT.masked_fill(~is_real_BT, eos_id + 1)
         if cache is None:
             return document_numbers(tokens_BT, eos_id)
         segments_BT = document_numbers(tokens_BT, eos_id, cache.next_document)
