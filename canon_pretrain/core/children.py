@@ -133,6 +133,7 @@ class ForkServer:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(POLL_S)
+        # only the server keeps the other end: it is closed when the server ends
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -155,6 +156,8 @@ class ForkServer:
         child does not start.
         """
         socket.send_fds(self._socket, [json.dumps(arguments).encode()], [output.fileno()])
+
+        # poll, so that `gives_up` and signals are noticed
         deadline = time.monotonic() + TIMEOUT_S
         while not gives_up():
             try:
@@ -209,6 +212,8 @@ def _fork_for_driver(driver: int, output: int) -> bool:
     middle = os.getpid()
     if os.fork():
         os._exit(0)
+
+    # the child: wait until it is adopted
     while os.getppid() == middle:
         time.sleep(ADOPTION_POLL_S)
     end_with(driver)

@@ -113,6 +113,7 @@ def resilient_output() -> Iterator[None]:
                 stream.flush()
         sys.stdout = _open(STDOUT, out)
         sys.stderr = _open(STDERR, err)
+
     try:
         yield
     finally:
@@ -183,6 +184,7 @@ def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
         except UserError as error:
             exit_with(error)
         except OSError as error:
+            # an OSError without an errno was raised by our own code
             if error.strerror is None:
                 raise
             message = error.strerror

@@ -56,6 +56,7 @@ def open_file(path: Path, mode: Literal["rb", "ab", "wb"]) -> BinaryIO:
         if error.errno == errno.ENXIO:  # of a FIFO without a reader
             raise not_regular from None
         raise
+
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise not_regular
@@ -241,6 +242,7 @@ def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(SUFFIX_BYTES)}.tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary.mkdir(mode=0o700)
+
     try:
         for name, content in contents.items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)

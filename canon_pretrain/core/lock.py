@@ -345,6 +345,7 @@ class LinkLock:
                 self._num_missing = 0
                 self.failures = 0
         except FileNotFoundError:
+            # a client of a file server may not see it for a moment
             self._num_missing += 1
             if self._num_missing == MAX_MISSING:
                 self._mark_lost("the file is missing")
@@ -444,6 +445,7 @@ def remove_locks(folder: Path) -> None:
             for temporary in folder.glob(f"{name}{LINK}.*.tmp"):
                 temporary.unlink(missing_ok=True)
             held.release()
+
     with suppress(OSError):  # not empty: another run uses it
         folder.rmdir()
 

@@ -86,6 +86,7 @@ class Progress:
         if self._has_bar:
             self._bar.update(self._task, completed=share, description=text)
             return
+
         interval_s = 5.0 if elapsed < 60 else 30.0
         if final or now - self._last_line >= interval_s:
             self._last_line = now

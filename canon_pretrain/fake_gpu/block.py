@@ -102,6 +102,7 @@ def _count_kernels(generated: "Generated", tokens: int) -> dict[str, Any]:
             num_products += 1
         num_operators += kernel.name.startswith(OWN_OPERATORS)
         kib[kind] += kernel.num_bytes / tokens / KIB
+
     return {
         "launches": generated.num_launches,
         "operators": num_operators,

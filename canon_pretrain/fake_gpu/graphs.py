@@ -169,6 +169,7 @@ def _describe_outputs(graph: fx.GraphModule) -> list[Any]:
         if not isinstance(value, Tensor):
             outputs.append(value)
             continue
+        # a result may be a view; where its base has no value, it stands for itself
         base = base_of(node)
         if not isinstance(base.meta.get("val"), Tensor):
             base = node

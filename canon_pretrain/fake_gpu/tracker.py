@@ -140,6 +140,7 @@ class Tracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = _rounded(int(storage.nbytes()))
+
         if key not in self._sizes:
             self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
             self._part_of[key] = part

@@ -384,6 +384,7 @@ def _check_mixer(args: ModelArgs) -> None:
             f'mixer = "{args.mixer}" has no positions: set position = "nope", not '
             f'"{args.position}"',
         )
+
     for name, mixers in _MIXERS_OF.items():
         if args.mixer not in mixers:
             _refuse(args, [name], f"mixer = {' or '.join(mixers)}, not {args.mixer}")
@@ -401,6 +402,8 @@ def _check_ffn(args: ModelArgs) -> None:
         if args.ffn == "none":
             _refuse(args, ["ffn_activation"], 'a feed-forward, but ffn = "none"')
         return
+
+    # mixtures of experts
     if args.experts_per_token > args.num_experts:
         raise _out_of_range(
             "experts_per_token", args.experts_per_token, f"at most num_experts = {args.num_experts}"
@@ -427,6 +430,8 @@ def _check_canon(args: ModelArgs) -> None:
             f'canon_set = "{args.canon_set}": ffn = "moe" sends neighboring tokens to different '
             "experts, whose inner channels D could not mix: choose from A, B and C",
         )
+
+    # options of Canon
     if args.canon_filter == "dynamic" and not args.canon_trainable:
         _refuse(args, ["canon_trainable"], 'canon_filter = "static"')
     if not args.canon_set:

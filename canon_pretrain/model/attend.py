@@ -159,6 +159,7 @@ class Attend(nn.Module):
         device = position_1.device
         is_windowed = self.args.position == "h_alibi"
         keys_S = torch.arange(num_keys, device=device)
+        # an index that is not needed would be a launch per token
         is_visible = _is_visible(
             None if segments_BS is None else _indices(segments_BS.shape[0], 0, device),
             _indices(num_heads, 1, device) if is_windowed else None,
@@ -265,6 +266,8 @@ def _indices(num: int, dim: int, device: torch.device) -> Tensor:
 def check_backend(args: ModelArgs, backend: str) -> None:
     """Activate `backend`; raise UserError unless it supports `args` on this machine."""
     check_backend_fits(args, backend)
+
+    # what this machine lacks
     problem = None
     if backend == "flash_attn":
         problem = _flash_attn_problem()

@@ -157,10 +157,12 @@ class Cache:
         # tokens after marked padding are in another segment; otherwise all are 0
         self._is_continuation = segments_BT is None and not self._had_segments
         self._had_segments = segments_BT is not None
+
         if segments_BT is None:
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
         if self._segments is None:
             self._segments = segments_BT.new_zeros((tokens_BT.shape[0], self.length))
+
         if self.position is not None:
             return self._segments.index_copy_(1, self.position, segments_BT)
         self._segments = torch.cat((self._segments, segments_BT), dim=1)

@@ -126,6 +126,7 @@ class Canon(CausalFilter):
             residual=args.canon_residual,
             activation=args.canon_activation,
         )
+
         self.weight.requires_grad_(args.canon_trainable)
         nn.init.uniform_(self.weight, -args.canon_bound, args.canon_bound)
         self.down: nn.Parameter | None = None
@@ -179,6 +180,7 @@ class CanonGate(Canon):
         if context.cache is not None or self.up is not None:
             gate_BTF, up_BTF = super().forward(parts, context, source_BTD)
             return (ffn_activation(gate_BTF, self.relu2) * up_BTF,)
+
         gate_BTF, up_BTF = parts
         y_BTF = canon_gate(
             gate_BTF,

@@ -102,7 +102,7 @@ def generate(
         )
         # `live`: the rows of the cache whose answers continue
         live = list(range(len(batch)))
-        num_steps = 1
+        num_steps = 1  # for a short time to the first token
         while live:
             remaining = max(limits[batch[row]] for row in live) - decoder.num_tokens
             block = decoder.decode(min(num_steps, remaining))

@@ -35,6 +35,7 @@ class Mamba2(nn.Module):
         self.widths = args.mixer_parts  # of z, [x|B|C] and dt
         inner_dim = self.widths[0]
         self.ssm_widths = (inner_dim, args.state_dim, args.state_dim)  # of x, B and C
+
         self.in_proj = nn.Linear(args.dim, sum(self.widths), bias=False)
         self.canon_b = make_canon("B", args, canon_backend)
         self.conv1d = ShortConv(args, canon_backend, bias=True) if args.mixer_conv else None
@@ -50,6 +51,7 @@ class Mamba2(nn.Module):
         projected = self.in_proj(x_BTD)
         if self.canon_b is not None:
             (projected,) = self.canon_b((projected,), context, x_BTD)
+
         z_BTI, xbc, dt_BTH = projected.split(self.widths, dim=-1)
         if self.conv1d is not None:
             (xbc,) = self.conv1d((xbc,), context)

@@ -49,6 +49,7 @@ class GatedRecurrence(nn.Module):
         self.recurrence = recurrence(args.mixer, mixer_backend)
         self.num_heads = args.num_heads
         self.norm_eps = args.norm_eps
+
         k_dim, _, v_dim = args.mixer_parts
         self.wq = nn.Linear(args.dim, k_dim, bias=False)
         self.wk = nn.Linear(args.dim, k_dim, bias=False)
@@ -60,6 +61,8 @@ class GatedRecurrence(nn.Module):
             self.wg = nn.Linear(args.dim, v_dim, bias=False)
         self.o_norm = nn.RMSNorm(args.value_dim, eps=args.norm_eps)
         self.wo = nn.Linear(v_dim, args.dim, bias=False)
+
+        # q, k and v are mixed by one of these, or by neither
         self.conv1d = ShortConv(args, canon_backend) if args.mixer_conv else None
         self.canon_b = make_canon("B", args, canon_backend)
 

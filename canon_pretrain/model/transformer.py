@@ -392,6 +392,8 @@ class Transformer(nn.Module):
                 raise ValueError(f"{value.name} is on the meta device: call to_empty() first")
             else:
                 parameter.copy_(value.rows(0, value.shape[0]))
+
+        # buffers
         for bias in self.expert_biases():
             bias.zero_()
         if self.rope is not None:
