@@ -283,7 +283,8 @@ class Transformer(nn.Module):
             h_BTD = h_BTD.flatten(0, 1)[logits_at_M]
         else:
             h_BTD = h_BTD[:, -logits_to_keep:]  # all, if 0
-        output = self._head(self.norm(h_BTD), labels_BT, loss)
+        h_BTD = self.norm(h_BTD)  # its input is freed before the loss needs memory
+        output = self._head(h_BTD, labels_BT, loss)
         if labels_BT is None or not balances or self.args.moe_balance != "loss":
             return output
 
