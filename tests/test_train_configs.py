@@ -141,7 +141,7 @@ def test_the_other_runs_of_the_specification():
     assert (args.dim, args.num_heads, args.ffn_dim) == (2304, 24, 6144)
     released = job_of("released_1b")
     args, training = released.model_args, released.training
-    assert (args.ffn_dim, args.rope_heads, args.rope_dim) == (5632, 32, 16)
+    assert (args.ffn_dim, args.rope_share, args.rope_dim) == (5632, 1, 16)
     assert (args.qk_norm, args.init) == ("full", "lingua")
     schedule, optimizer = released.lr_scheduler, released.optimizer
     assert (optimizer.lr, optimizer.beta2, optimizer.eps) == (2e-3, 0.95, 1e-8)

@@ -23,16 +23,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# options of prctl(2)
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 MAX_REQUEST = 1 << 20
 TIMEOUT_S = 300.0  # the first answer comes after the imports
 POLL_S = 0.2
+ADOPTION_POLL_S = 1e-3
 _libc = ctypes.CDLL(None)
 
 
 def end_with(parent: int) -> None:
     """Receive SIGTERM when the process `parent` ends; exit if it has ended."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # it may have ended before the call, which then has no effect
     if os.getppid() != parent:
         os._exit(1)
 
@@ -43,11 +47,11 @@ def end_with_torchrun() -> None:
         end_with(os.getppid())
 
 
-def start_child(words: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
-    """Start a process in a session of its own that receives SIGTERM when this one ends."""
+def start_child(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+    """Start a process in a new session that receives SIGTERM when this one ends."""
     parent = os.getpid()
     return subprocess.Popen(
-        words, start_new_session=True, preexec_fn=lambda: end_with(parent), **options
+        command, start_new_session=True, preexec_fn=lambda: end_with(parent), **options
     )
 
 
@@ -61,14 +65,15 @@ def ending(code: int) -> str:
 
 def kill_tree(pid: int) -> None:
     """Kill a process and its descendants, which may be in other sessions."""
-    found = [pid]
-    for known in found:  # grows while it is read
+    # find all of them first: a child of a killed process is no longer its child
+    pids = [pid]
+    for parent in pids:  # grows while it is read
         with suppress(OSError):
-            for thread in Path(f"/proc/{known}/task").iterdir():
-                found += map(int, (thread / "children").read_text().split())
-    for known in found:
+            for thread in Path(f"/proc/{parent}/task").iterdir():
+                pids += map(int, (thread / "children").read_text().split())
+    for process in pids:
         with suppress(ProcessLookupError):
-            os.kill(known, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
 
 
 @contextmanager
@@ -79,7 +84,8 @@ def separate_sessions() -> Iterator[None]:
     the rank to save and stop, would kill them, and the step with them. A KeyboardInterrupt in the
     block kills those that run, as threads may wait for them.
     """
-    original, started = subprocess.Popen.__init__, weakref.WeakSet[Any]()
+    original = subprocess.Popen.__init__
+    started = weakref.WeakSet[Any]()
 
     def start_apart(process: Any, *arguments: Any, **options: Any) -> None:
         is_library = "start_new_session" not in options
@@ -127,6 +133,7 @@ class ForkServer:
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(POLL_S)
+        # only the server keeps the other end: it is closed when the server ends
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -139,16 +146,18 @@ class ForkServer:
 
     def start(
         self,
-        words: Sequence[str],
+        arguments: Sequence[str],
         output: BinaryIO,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> ForkedChild | None:
-        """Run the server's function with `words` in a child. Raises OSError if the server ended.
+        """Run the server's function in a child. Raises OSError if the server ended.
 
         Returns None if `gives_up()` before the child has started: then close the server, and the
         child does not start.
         """
-        socket.send_fds(self._socket, [json.dumps(words).encode()], [output.fileno()])
+        socket.send_fds(self._socket, [json.dumps(arguments).encode()], [output.fileno()])
+
+        # poll, so that `gives_up` and signals are noticed
         deadline = time.monotonic() + TIMEOUT_S
         while not gives_up():
             try:
@@ -177,22 +186,36 @@ def serve(function: Callable[[list[str]], None]) -> None:
     with socket.socket(fileno=os.dup(0)) as requests:
         while True:
             request, files, *_ = socket.recv_fds(requests, MAX_REQUEST, 1)
-            if not request:
+            if not request:  # the driver has closed its end
                 return
-            if middle := os.fork():
-                os.waitpid(middle, 0)
-                os.close(files[0])
-                continue
-            middle = os.getpid()
-            if os.fork() == 0:
+            if _fork_for_driver(driver, output=files[0]):
                 break
-            os._exit(0)  # the driver adopts the child
-        while os.getppid() == middle:
-            time.sleep(1e-3)
-        end_with(driver)
-        os.setsid()
         requests.sendall(str(os.getpid()).encode())
+
+    # In the child: no input, and both outputs to the file that came with the request.
     null = os.open(os.devnull, os.O_RDONLY)
     for number, file in enumerate((null, files[0], files[0])):
         os.dup2(file, number)
     function(json.loads(request))
+
+
+def _fork_for_driver(driver: int, output: int) -> bool:
+    """Fork a child of `driver`, in a new session; return True in the child, False in the server.
+
+    A process between the two ends at once, so that the driver, a subreaper, adopts the child.
+    """
+    middle = os.fork()
+    if middle:
+        os.waitpid(middle, 0)
+        os.close(output)
+        return False
+    middle = os.getpid()
+    if os.fork():
+        os._exit(0)
+
+    # the child: wait until it is adopted
+    while os.getppid() == middle:
+        time.sleep(ADOPTION_POLL_S)
+    end_with(driver)
+    os.setsid()
+    return True

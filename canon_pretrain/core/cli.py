@@ -17,6 +17,8 @@ from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.core.terminal import Rendered, printable
 
 EXIT_INTERRUPTED = 130
+STDOUT = 1
+STDERR = 2
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,22 +34,25 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse words, sys.argv if None."""
-        words: list[str] = []
-        for word in map(self._declared, sys.argv[1:] if args is None else args):
-            if words[-2:-1] == [self.settings] and "=" in word and not word.startswith("-"):
-                words.append(self.settings)
-            words.append(word)
-        return super().parse_known_args(words, namespace)
+        """Parse `args`, by default those of sys.argv."""
+        arguments: list[str] = []
+        for argument in map(self._as_declared, sys.argv[1:] if args is None else args):
+            # a further KEY=VALUE after `settings KEY=VALUE`: argparse needs the option again
+            is_setting = "=" in argument and not argument.startswith("-")
+            if is_setting and arguments[-2:-1] == [self.settings]:
+                arguments.append(self.settings)
+            arguments.append(argument)
+        return super().parse_known_args(arguments, namespace)
 
-    def _declared(self, word: str) -> str:
-        """Return a word with its option, if it is one, as it was declared."""
-        name, equals, value = word.partition("=")
-        if name.startswith("--") and name not in self._option_string_actions:
-            for option in self._option_string_actions:
-                if option.replace("_", "-") == name.replace("_", "-"):
-                    return f"{option}{equals}{value}"
-        return word
+    def _as_declared(self, argument: str) -> str:
+        """Return an argument with its option, if it has one, spelled as it was declared."""
+        name, equals, value = argument.partition("=")
+        if not name.startswith("--") or name in self._option_string_actions:
+            return argument
+        for option in self._option_string_actions:
+            if option.replace("_", "-") == name.replace("_", "-"):
+                return f"{option}{equals}{value}"
+        return argument
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
@@ -68,10 +73,13 @@ class _DroppingFile(io.FileIO):
         try:
             return super().write(data) or 0
         except OSError as error:
-            is_first, self.failure = self.failure is None, self.failure or error
-            if is_first and self.fileno() == 1 and not isinstance(error, BrokenPipeError):
+            is_first = self.failure is None
+            self.failure = self.failure or error
+            is_stdout = self.fileno() == STDOUT
+            if is_first and is_stdout and not isinstance(error, BrokenPipeError):
                 with contextlib.suppress(OSError):
-                    os.write(2, f"NOTE: stdout cannot be written to ({error})\n".encode())
+                    os.write(STDERR, f"NOTE: stdout cannot be written to ({error})\n".encode())
+            # as if all of it had been written
             return len(memoryview(data).cast("B"))
 
 
@@ -88,7 +96,7 @@ def _open(number: int, stream: TextIO) -> _PrintableStream:
         io.BufferedWriter(_DroppingFile(number, "w", closefd=False)),
         stream.encoding,
         "backslashreplace",
-        line_buffering=number == 2 or os.isatty(number),
+        line_buffering=number == STDERR or os.isatty(number),
         write_through=bool(getattr(stream, "write_through", False)),
     )
 
@@ -96,13 +104,16 @@ def _open(number: int, stream: TextIO) -> _PrintableStream:
 @contextlib.contextmanager
 def resilient_output() -> Iterator[None]:
     """Make sys.stdout and sys.stderr drop what cannot be written, within the block."""
-    before = sys.stdout, sys.stderr
-    out, err = sys.__stdout__, sys.__stderr__
+    before = (sys.stdout, sys.stderr)
+    out = sys.__stdout__
+    err = sys.__stderr__
     if out and err and sys.stdout is out:  # not replaced by a test
         for stream in (out, err):
             with contextlib.suppress(OSError):
                 stream.flush()
-        sys.stdout, sys.stderr = _open(1, out), _open(2, err)
+        sys.stdout = _open(STDOUT, out)
+        sys.stderr = _open(STDERR, err)
+
     try:
         yield
     finally:
@@ -135,7 +146,8 @@ def run_process(main: Callable[[], None]) -> None:
 
 def positive(text: str) -> int:
     """Parse an integer of at least 1, for argparse."""
-    if (number := int(text)) < 1:
+    number = int(text)
+    if number < 1:
         raise argparse.ArgumentTypeError(f"{number}, expected at least 1")
     return number
 
@@ -158,25 +170,37 @@ def check_encoding() -> None:
 
 @contextlib.contextmanager
 def command(*, prints: bool = False, interrupted: str = "") -> Iterator[None]:
-    """Run a command: UserError and OSError become one message and exit code 2."""
+    """Run a command: UserError and OSError become one message and exit code 2.
+
+    `prints`: what cannot be printed is such an error. `interrupted`: printed after Ctrl-C.
+    """
     with resilient_output():
         try:
             check_encoding()
             yield
             sys.stdout.flush()
-            raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-            failure = getattr(raw, "failure", None)
-            # a broken pipe is no error: `| head` has read enough
-            if prints and failure is not None and not isinstance(failure, BrokenPipeError):
-                raise UserError("file.os_error", f"stdout: {failure.strerror}")
+            if prints:
+                _check_printed()
         except UserError as error:
             exit_with(error)
         except OSError as error:
+            # an OSError without an errno was raised by our own code
             if error.strerror is None:
                 raise
-            parts = (str(part) for part in (error.filename, error.strerror) if part)
-            exit_with(UserError("file.os_error", ": ".join(parts), path=error.filename))
+            message = error.strerror
+            if error.filename:
+                message = f"{error.filename}: {message}"
+            exit_with(UserError("file.os_error", message, path=error.filename))
         except KeyboardInterrupt:
             if interrupted:
                 print(interrupted, file=sys.stderr)
             raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+def _check_printed() -> None:
+    """Raise UserError if stdout is a `_DroppingFile` that has dropped something."""
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    failure = getattr(raw, "failure", None)
+    # a broken pipe is no error: `| head` has read enough
+    if failure is not None and not isinstance(failure, BrokenPipeError):
+        raise UserError("file.os_error", f"stdout: {failure.strerror}")

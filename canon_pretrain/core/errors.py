@@ -13,34 +13,43 @@ EPILOG = "Errors print a code and exit with 2; the codes are in canon_pretrain/e
 class UserError(Exception):
     """Bad input, with a stable `code` and `fields`; `shared`: every rank raises the same.
 
-    The message names what was given, what was expected and what to do.
+    The message names the value, what is expected and the way out.
     """
 
     def __init__(self, code: str, message: str, *, shared: bool = False, **fields: object) -> None:
         super().__init__(code, message)
-        self.code, self.message, self.shared, self.fields = code, message, shared, fields
+        self.code = code
+        self.message = message
+        self.shared = shared
+        self.fields = fields
 
     def __str__(self) -> str:
         return self.message
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the most similar of `known`, or None."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), None)
+def nearest(name: str, choices: Iterable[str]) -> str | None:
+    """Return the most similar of `choices`, or None."""
+    matches = difflib.get_close_matches(name, sorted(choices), n=1)
+    return matches[0] if matches else None
 
 
-def suggestion(given: str, choices: Iterable[str]) -> str:
+def suggestion(value: str, choices: Iterable[str]) -> str:
     """Return ' Did you mean "..."?' with the nearest choice, or ""."""
-    near = nearest(given, choices)
-    return f' Did you mean "{near}"?' if near else ""
+    choice = nearest(value, choices)
+    return f' Did you mean "{choice}"?' if choice else ""
 
 
-def check_choice(name: str, given: str, choices: Iterable[str]) -> None:
-    """Raise UserError, with the nearest choice, unless `given` is one of `choices`."""
-    if given not in choices:
-        text = f'{name} = "{given}" is not known; expected one of {", ".join(choices)}.'
-        text += suggestion(given, choices)
-        raise UserError("config.unknown_choice", text, name=name, given=given, choices=[*choices])
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raise UserError, with the nearest choice, unless `value` is one of `choices`."""
+    if value not in choices:
+        raise UserError(
+            "config.unknown_choice",
+            f'{name} = "{value}" is not known; expected one of {", ".join(choices)}.'
+            f"{suggestion(value, choices)}",
+            name=name,
+            given=value,
+            choices=[*choices],
+        )
 
 
 _ERROR = re.compile(r"error\[[\w.]+\]: .*")
@@ -54,13 +63,16 @@ _OF_TORCHRUN = "ChildFailedError"
 def reason_in(output: str) -> str | None:
     """Return why the ranks that wrote `output` failed; None if it does not say.
 
-    The `error[...]` lines, wherever they stand, else the exception of rank 0, else the first one.
+    The `error[...]` lines, wherever they are, else the exception of rank 0, else the first one.
     """
-    if errors := dict.fromkeys(_ERROR.findall(output)):
-        return "\n".join(errors)
-    found = [pair for pair in _EXCEPTION.findall(output) if _OF_TORCHRUN not in pair[1]]
-    found.sort(key=lambda pair: pair[0] != "0")
-    return found[0][1] if found else None
+    error_lines = dict.fromkeys(_ERROR.findall(output))  # ranks may repeat one
+    if error_lines:
+        return "\n".join(error_lines)
+    exceptions = [
+        (rank, text) for rank, text in _EXCEPTION.findall(output) if _OF_TORCHRUN not in text
+    ]
+    exceptions.sort(key=lambda exception: exception[0] != "0")  # rank 0 comes first
+    return exceptions[0][1] if exceptions else None
 
 
 def exit_with(error: UserError) -> NoReturn:

@@ -21,10 +21,11 @@ def _classes(path: str) -> dict[str, ast.ClassDef]:
 def help_of(cls: type) -> dict[str, str]:
     """Return the string below each field in the source of a dataclass."""
     texts = {}
-    for declaration, text in pairwise(_classes(inspect.getfile(cls))[cls.__name__].body):
-        match declaration, text:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(words))):
-                texts[name] = inspect.cleandoc(words)
+    body = _classes(inspect.getfile(cls))[cls.__name__].body
+    for declaration, below in pairwise(body):
+        match declaration, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                texts[name] = inspect.cleandoc(text)
     return texts
 
 

@@ -25,6 +25,7 @@ T = TypeVar("T")
 READ_BYTES = 1 << 20
 MAX_JSON_BYTES = 64 << 20
 MAX_LINE_BYTES = 16 << 20  # of a line of JSON that we wrote; a longer one is damaged
+SUFFIX_BYTES = 4  # of the random part of a temporary file's name, in hexadecimal
 
 
 class UnreadableFile(UserError):
@@ -48,17 +49,17 @@ def open_file(path: Path, mode: Literal["rb", "ab", "wb"]) -> BinaryIO:
 
     Raises OSError, ENXIO if the file is not regular.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            file: BinaryIO = stack.enter_context(open(path, mode, opener=open_nonblocking))
-            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-        except OSError as error:
-            if error.errno != errno.ENXIO:  # of a FIFO without a reader
-                raise
-            is_regular = False
-        if not is_regular:
-            raise OSError(errno.ENXIO, "not a regular file", str(path))
-        stack.pop_all()  # keeps the file open
+    not_regular = OSError(errno.ENXIO, "not a regular file", str(path))
+    try:
+        file: BinaryIO = open(path, mode, opener=open_nonblocking)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # of a FIFO without a reader
+            raise not_regular from None
+        raise
+
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise not_regular
     return file
 
 
@@ -69,8 +70,9 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         with open_file(path, "rb") as file:
             yield file
     except OSError as error:
-        text = "is missing" if error.errno == errno.ENOENT else f"cannot be read: {error.strerror}"
-        raise UnreadableFile(path, text, error) from None
+        is_missing = error.errno == errno.ENOENT
+        fault = "is missing" if is_missing else f"cannot be read: {error.strerror}"
+        raise UnreadableFile(path, fault, error) from None
 
 
 @contextlib.contextmanager
@@ -79,9 +81,9 @@ def parsing(path: Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-        text = f"no {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         field = getattr(error, "field", None)
-        raise UnreadableFile(path, f"is damaged: {text}", field=field) from None
+        raise UnreadableFile(path, f"is damaged: {reason}", field=field) from None
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
@@ -96,9 +98,11 @@ def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[byt
     """Yield the lines of a regular file with line ends; a line that is too long becomes empty."""
     with open_regular(path) as file:
         while line := file.readline(max_line_bytes):
+            # skip the rest of a line that is too long, piece by piece
             is_cut = False
             while len(line) == max_line_bytes and not line.endswith(b"\n"):
-                is_cut, line = True, file.readline(max_line_bytes)
+                is_cut = True
+                line = file.readline(max_line_bytes)
             yield b"\n" if is_cut else line
 
 
@@ -111,9 +115,10 @@ def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def _finite(word: str) -> float:
-    if not math.isfinite(value := float(word)):
-        raise ValueError(f"{word[:40]} is not a finite number")
+def _finite(literal: str) -> float:
+    value = float(literal)
+    if not math.isfinite(value):
+        raise ValueError(f"{literal[:40]} is not a finite number")
     return value
 
 
@@ -122,7 +127,8 @@ def read_json(
 ) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UnreadableFile."""
     with parsing(path):
-        if isinstance(value := parse_json(read_bytes(path, max_bytes), finite=finite), dict):
+        value = parse_json(read_bytes(path, max_bytes), finite=finite)
+        if isinstance(value, dict):
             return value
         raise ValueError("it holds no JSON object")
 
@@ -140,10 +146,10 @@ def parse_record(content: bytes | str, kind: type[T], *, finite: bool = True) ->
     try:
         return _adapter(kind).validate_json(content, strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
-        given = "" if first["type"] == "missing" else f" (given: {first['input']!r:.60})"
-        wrong = ValueError(f"{field or 'it'}: {first['msg']}{given}")
+        fault = error.errors()[0]
+        field = ".".join(map(str, fault["loc"]))
+        shown_value = "" if fault["type"] == "missing" else f" (given: {fault['input']!r:.60})"
+        wrong = ValueError(f"{field or 'it'}: {fault['msg']}{shown_value}")
         wrong.field = field  # type: ignore[attr-defined]
         raise wrong from None
 
@@ -173,12 +179,13 @@ def fsync_folder(folder: Path) -> None:
 
 def rename(source: Path, target: Path) -> None:
     """`os.rename` that succeeds if a file server renamed but lost the reply."""
-    before = os.lstat(source)
+    source_stat = os.lstat(source)
     try:
         os.rename(source, target)
     except OSError:
-        is_moved = os.path.lexists(target) and os.path.samestat(before, os.lstat(target))
-        if not is_moved or os.path.lexists(source):
+        # the client repeats a request without reply, and the second one finds no source
+        is_target = os.path.lexists(target) and os.path.samestat(source_stat, os.lstat(target))
+        if not is_target or os.path.lexists(source):
             raise
 
 
@@ -214,7 +221,7 @@ def _write_new(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that a reader sees either the old file or the new one."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(SUFFIX_BYTES)}.tmp")
     try:
         with naming(path):
             _write_new(temporary, content)
@@ -232,9 +239,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
     """Write the new folder `target`, readable by this user only, atomically."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(SUFFIX_BYTES)}.tmp")
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary.mkdir(mode=0o700)
+
     try:
         for name, content in contents.items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
@@ -248,20 +256,23 @@ def write_folder(target: Path, contents: Mapping[str, bytes]) -> None:
 
 def remove_leftovers(folder: Path, name: str = "*") -> None:
     """Remove temporary files of killed `write_atomic` calls; the caller holds a lock on them."""
-    for left in folder.glob(f"{name}.{'[0-9a-f]' * 8}.tmp"):
-        left.unlink(missing_ok=True)
+    suffix = "[0-9a-f]" * (2 * SUFFIX_BYTES)
+    for leftover in folder.glob(f"{name}.{suffix}.tmp"):
+        leftover.unlink(missing_ok=True)
 
 
 def reserve(path: Path, num_bytes: int) -> None:
     """Create `path` with `num_bytes` of allocated disk space, without writing them."""
     with create_file(path) as file:
-        libc = ctypes.CDLL(None, use_errno=True)
         # not os.posix_fallocate, which writes every block if the file system can't allocate
-        if libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+        libc = ctypes.CDLL(None, use_errno=True)
+        mode = 0
+        offset = ctypes.c_int64(0)
+        if libc.fallocate(file.fileno(), mode, offset, ctypes.c_int64(num_bytes)):
             code = ctypes.get_errno()
             if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise OSError(code, os.strerror(code), str(path))
-            os.ftruncate(file.fileno(), num_bytes)
+            os.ftruncate(file.fileno(), num_bytes)  # of that size at least
         file.write(bytes(min(num_bytes, READ_BYTES)))
         file.flush()
         os.fsync(file.fileno())

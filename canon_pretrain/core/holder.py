@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -20,9 +20,13 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import open_nonblocking, parse_record
 
 MAX_BYTES = 4096
+READ_ATTEMPTS = 3
+READ_PAUSE_S = 0.01
+START_TIME = 19  # in the fields of /proc/PID/stat from the third on: number 22 in proc(5)
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-DAMAGED, LEAVING = "damaged-", "leaving-"
-"""Prefixes of ids: of an unreadable lock file, and of a holder that is releasing the lock."""
+# prefixes of ids: of an unreadable lock file, and of a holder that is releasing the lock
+DAMAGED = "damaged-"
+LEAVING = "leaving-"
 
 
 def utc_now() -> str:
@@ -62,9 +66,16 @@ class Holder:
     @classmethod
     def of_this_process(cls, environ: Mapping[str, str] = os.environ) -> "Holder":
         """Return this process under a new id; Slurm's variables in `environ` name its job."""
-        job, count = environ.get("SLURM_JOB_ID"), read_count(environ, "SLURM_RESTART_COUNT")
         pid = os.getpid()
-        return cls(uuid.uuid4().hex, host_name(environ), pid, boot_of(pid), job, count, utc_now())
+        return cls(
+            id=uuid.uuid4().hex,
+            host=host_name(environ),
+            pid=pid,
+            boot=boot_of(pid),
+            job_id=environ.get("SLURM_JOB_ID"),
+            restart_count=read_count(environ, "SLURM_RESTART_COUNT"),
+            taken=utc_now(),
+        )
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job_id} (restart {self.restart_count})" if self.job_id else ""
@@ -80,23 +91,28 @@ def boot_of(pid: int) -> str | None:
     """Return boot id/pid namespace/start time of `pid`; None if /proc hides them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{_stat(pid)[19]}"
+        namespace = os.readlink("/proc/self/ns/pid")
+        return f"{boot}/{namespace}/{_stat(pid)[START_TIME]}"
     except (OSError, IndexError):
         return None
 
 
 def process_lives(holder: Holder) -> bool | None:
     """Return whether the holder's process exists; None if unknown: on another machine."""
-    ours, theirs = boot_of(os.getpid()), holder.boot
-    if ours is None or theirs is None or holder.host != host_name():
+    our_boot = boot_of(os.getpid())
+    if our_boot is None or holder.boot is None or holder.host != host_name():
         return None
-    if ours.rpartition("/")[0] != theirs.rpartition("/")[0]:
+    # without the start times: the machine since it was booted, and the pid namespace
+    if our_boot.rpartition("/")[0] != holder.boot.rpartition("/")[0]:
         return None
     try:
         with suppress(PermissionError):  # another user's
             os.kill(holder.pid, 0)
-        if (found := boot_of(holder.pid)) != theirs:
-            return found is None  # it exists, and /proc hides it
+        boot = boot_of(holder.pid)
+        if boot is None:  # it exists, and /proc hides it
+            return True
+        if boot != holder.boot:  # another process has its pid now
+            return False
         # a zombie without live threads only waits for its parent
         is_zombie = _stat(holder.pid)[0] in "ZX"
         return not (is_zombie and len(os.listdir(f"/proc/{holder.pid}/task")) <= 1)
@@ -118,25 +134,43 @@ def parse(content: bytes) -> Holder | None:
     return None
 
 
-def read(path: Path) -> tuple[Holder, int] | None:
-    """Return the holder in a lock file and the file's mtime_ns; None if it does not exist."""
-    for _ in range(3):
+class LockFile(NamedTuple):
+    """What a lock file says: the holder, and its last heartbeat."""
+
+    holder: Holder
+    mtime_ns: int
+
+
+def read(path: Path) -> LockFile | None:
+    """Return the content of a lock file; None if it does not exist."""
+    for _ in range(READ_ATTEMPTS):
         try:
             with open(path, "rb", opener=open_nonblocking) as file:
                 content = file.read(MAX_BYTES) or b""
                 mtime_ns = os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
-        if (holder := parse(content)) is not None:
-            return holder, mtime_ns
-        time.sleep(0.01)  # it may be half written
-    name = DAMAGED + hashlib.sha256(content).hexdigest()[:32]
-    return Holder(name, "unknown", 0, None, None, 0, "an unknown time"), mtime_ns
+        holder = parse(content)
+        if holder is not None:
+            return LockFile(holder, mtime_ns)
+        time.sleep(READ_PAUSE_S)  # it may be half written
+
+    # an id by content: it changes with the file, as a holder does
+    damaged_holder = Holder(
+        id=DAMAGED + hashlib.sha256(content).hexdigest()[:32],
+        host="unknown",
+        pid=0,
+        boot=None,
+        job_id=None,
+        restart_count=0,
+        taken="an unknown time",
+    )
+    return LockFile(damaged_holder, mtime_ns)
 
 
 @contextmanager
 def temporary_file(path: Path, holder: Holder) -> Iterator[Path]:
-    """Write a lock file beside `path`, and remove it after the block."""
+    """Write a lock file next to `path`, and remove it after the block."""
     temporary = path.with_name(f"{path.name}.{holder.id}.tmp")
     try:
         temporary.write_bytes(content_of(holder))
@@ -155,6 +189,7 @@ def link(temporary: Path, name: Path) -> bool:
     except OSError as error:
         if error.errno not in NO_LINKS:
             raise
+        # a file system without hard links: readers may see the file half written
         try:
             with open(name, "xb") as file:
                 file.write(temporary.read_bytes())

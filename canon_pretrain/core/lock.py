@@ -34,8 +34,11 @@ EXPIRY_HEARTBEATS = 6
 FRESH_HEARTBEATS = 2  # heartbeats for which a check of ownership stays valid
 SETTLE_HEARTBEATS = 0.05  # wait after a takeover: an NFS client may show the old file for a moment
 SLOW_READ_S = 1.0  # a slower read was blocked by the disk, and so may be the holder's heartbeat
+MAX_MISSING = 2  # consecutive heartbeats that find no file before the lock is lost
 JOIN_S = 5.0
-POLL_S, MAX_POLL_S = 0.05, 1.0
+POLL_S = 0.05
+MAX_POLL_S = 1.0
+POLL_GROWTH = 1.2
 NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 LINK = ".link"  # suffix of the LinkLock of a lock file
 
@@ -55,11 +58,14 @@ class LockSnapshot(NamedTuple):
 
 def read_lock(path: Path) -> LockSnapshot | None:
     """Return the end of the chain that starts at `path`; None if `path` does not exist."""
-    snapshot, chain, name = None, [], path
-    while (found := files.read(name)) is not None and found[0].id not in chain:
-        chain.append(found[0].id)
-        snapshot = LockSnapshot(*found, tuple(chain))
-        name = claim_of(path, found[0].id)
+    snapshot = None
+    chain: list[str] = []
+    name = path
+    # an id that occurs again would make the chain endless
+    while (link_file := files.read(name)) is not None and link_file.holder.id not in chain:
+        chain.append(link_file.holder.id)
+        snapshot = LockSnapshot(link_file.holder, link_file.mtime_ns, tuple(chain))
+        name = claim_of(path, link_file.holder.id)
     return snapshot
 
 
@@ -86,15 +92,17 @@ def read_holder(path: Path) -> Holder | None:
 def live_holder(path: Path, expiry_s: float = EXPIRY_HEARTBEATS * HEARTBEAT_S) -> Holder | None:
     """Return the holder if its process or, on another machine, its heartbeat is alive."""
     began = _clock()
-    if (snapshot := read_lock(path)) is None:
+    snapshot = read_lock(path)
+    if snapshot is None:
         return None
-    lives = process_lives(snapshot.holder)
-    if lives is None:
-        lives = age_s(path, snapshot) <= expiry_s
-        if not lives and _clock() - began > SLOW_READ_S:  # the disk blocks the holder too
+    is_alive = process_lives(snapshot.holder)
+    if is_alive is None:  # on another machine
+        is_alive = age_s(path, snapshot) <= expiry_s
+        # a disk that blocked this read may have blocked the heartbeat too: wait for another one
+        if not is_alive and _clock() - began > SLOW_READ_S:
             time.sleep(HEARTBEAT_S)
-            lives = read_lock(path) != snapshot
-    return snapshot.holder if lives else None
+            is_alive = read_lock(path) != snapshot
+    return snapshot.holder if is_alive else None
 
 
 @dataclass(eq=False)
@@ -117,13 +125,18 @@ class LinkLock:
     def __post_init__(self) -> None:
         self._pid = os.getpid()
         self._expiry_s = self.expiry_s or EXPIRY_HEARTBEATS * self.heartbeat_s
+
+        # while the lock is requested
         self.rival: LockSnapshot | None = None  # a holder whose heartbeat was observed
-        self._seen: LockSnapshot | None = None
-        self._silent_s = 0.0
-        self._read_at = time.monotonic()
+        self._last_snapshot: LockSnapshot | None = None
+        self._last_read = time.monotonic()
+        self._silent_s = 0.0  # since the holder's last heartbeat
+
+        # while the lock is held
         self.lost = False  # permanently: taken over, or the file was missing at two heartbeats
         self.failures = 0  # consecutive heartbeats that could not be written
-        self._missing = self._inode = 0
+        self._num_missing = 0  # consecutive heartbeats that found no file
+        self._inode = 0
         self._checked_at = _clock()  # when the last read that found our id began
         self._stop = threading.Event()
         # two threads: a status file that hangs on a busy disk must not lose the lock
@@ -142,21 +155,25 @@ class LinkLock:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = cls(path, **options)
             while not lock.try_acquire():
-                if (rival := lock.rival) is not None:
-                    who = f"{rival.holder}, last heartbeat {age_s(path, rival):.1f} s ago"
+                rival = lock.rival
+                if rival is not None:
+                    age = age_s(path, rival)
                     raise UserError(
                         "lock.held",
-                        f"{path.parent} is in use by another launch ({who}). Wait, or {hint}",
+                        f"{path.parent} is in use by another launch ({rival.holder}, last "
+                        f"heartbeat {age:.1f} s ago). Wait, or {hint}",
                         path=path,
                         holder=rival.holder,
                     )
+                # several reads per heartbeat: a living holder is seen early
                 time.sleep(min(1.0, lock.heartbeat_s / 4))
         except OSError as error:
-            no_folder = isinstance(error, FileExistsError)  # raised by mkdir
-            why = "its folder is a file or a broken link" if no_folder else error.strerror
+            reason = error.strerror
+            if isinstance(error, FileExistsError):  # raised by mkdir
+                reason = "its folder is a file or a broken link"
             raise UserError(
                 "lock.unavailable",
-                f"the lock {path} cannot be created: {why}. Free space, or {hint}",
+                f"the lock {path} cannot be created: {reason}. Free space, or {hint}",
                 path=path,
                 errno=error.errno,
             ) from error
@@ -164,28 +181,19 @@ class LinkLock:
 
     def try_acquire(self) -> bool:
         """Take the lock if it is free or its holder is dead; return whether it is ours now."""
-        snapshot, before, now = read_lock(self.path), self._seen, time.monotonic()
+        before = self._last_snapshot
+        snapshot = self._last_snapshot = read_lock(self.path)
+        now = time.monotonic()
         # while the disk blocked this read, it blocked the holder's heartbeat too
-        passed_s = min(now - self._read_at, self.heartbeat_s)
-        self._seen, self._read_at = snapshot, now
+        passed_s = min(now - self._last_read, self.heartbeat_s)
+        self._last_read = now
         if snapshot is None:
             with temporary_file(self.path, self.holder) as temporary:
                 return link(temporary, self.path) and self._start_heartbeat()
+
         reason = self._takeover_reason(snapshot.holder)
         if reason is None:
-            self._silent_s += passed_s
-            if before is None:
-                self._silent_s, self.rival = 0.0, None
-                self.log(
-                    f"{self.path.parent} is locked by {snapshot.holder}; "
-                    f"waiting up to {self._expiry_s:.1f} s for a heartbeat"
-                )
-            elif snapshot != before and not any(
-                # a read that overlaps a release may return the holder again after LEAVING
-                one.holder.id.startswith(files.LEAVING)
-                for one in (snapshot, before)
-            ):
-                self._silent_s, self.rival = 0.0, snapshot
+            self._observe_heartbeat(snapshot, before, passed_s)
             if self._silent_s < self._expiry_s:
                 return False
             reason = f"no heartbeat in {self._expiry_s:.1f} s"
@@ -194,8 +202,31 @@ class LinkLock:
         self.log(f"{self.path.parent}: took over from {snapshot.holder}: {reason}")
         return self._start_heartbeat()
 
+    def _observe_heartbeat(
+        self, snapshot: LockSnapshot, before: LockSnapshot | None, passed_s: float
+    ) -> None:
+        """Count how long the holder is silent: the lock did not change between two reads."""
+        if before is None:
+            self._silent_s = 0.0
+            self.rival = None
+            self.log(
+                f"{self.path.parent} is locked by {snapshot.holder}; "
+                f"waiting up to {self._expiry_s:.1f} s for a heartbeat"
+            )
+            return
+        # a read that overlaps a release may return the holder again after LEAVING
+        is_leaving = any(
+            observed.holder.id.startswith(files.LEAVING) for observed in (snapshot, before)
+        )
+        if snapshot != before and not is_leaving:
+            self._silent_s = 0.0
+            self.rival = snapshot
+        else:
+            self._silent_s += passed_s
+
     def _start_heartbeat(self) -> bool:
-        self._inode, self._checked_at = self.path.stat().st_ino, _clock()
+        self._inode = self.path.stat().st_ino
+        self._checked_at = _clock()
         for thread in self._threads:
             thread.start()
         return True
@@ -211,7 +242,10 @@ class LinkLock:
         """Replace the holder of `snapshot`; False if it changed or another process was faster."""
         if read_lock(self.path) != snapshot:
             return False
-        began, claim = time.monotonic(), claim_of(self.path, snapshot.holder.id)
+        began = time.monotonic()
+        claim = claim_of(self.path, snapshot.holder.id)
+
+        # The claim: only one process can create it, and from then on holds the lock.
         with temporary_file(self.path, self.holder) as temporary:
             if not link(temporary, claim):
                 return False
@@ -225,6 +259,8 @@ class LinkLock:
             self._check_not_stopped(began)
             os.replace(temporary, self.path)
         self._check_not_stopped(began)
+
+        # Remove the claims, unless another process has taken over from us: then it needs them.
         time.sleep(SETTLE_HEARTBEATS * self.heartbeat_s)
         now = read_lock(self.path)
         if now is None or now.holder.id != self.holder.id:
@@ -235,10 +271,11 @@ class LinkLock:
 
     def _check_not_stopped(self, began: float) -> None:
         """Raise UserError if the takeover took longer than the expiry: we may be replaced."""
-        if (passed := time.monotonic() - began) > self._expiry_s:
+        passed_s = time.monotonic() - began
+        if passed_s > self._expiry_s:
             raise UserError(
                 "lock.lost",
-                f"this process was stopped for {passed:.0f} s taking {self.path}: start again",
+                f"this process was stopped for {passed_s:.0f} s taking {self.path}: start again",
                 path=self.path,
             )
 
@@ -252,6 +289,8 @@ class LinkLock:
         if holder is not None and holder.id == self.holder.id:
             self._checked_at = began
             return not self.lost
+        # a damaged file does not say who the holder is; where the file is missing, another process
+        # must have had the time to take the lock and remove it
         if holder is not None and not holder.id.startswith(files.DAMAGED):
             self._mark_lost(f"taken over by {holder}")
         elif holder is None and began - self._checked_at > self._expiry_s:
@@ -277,7 +316,7 @@ class LinkLock:
             self.log(f"{self.path} could not be removed ({error.strerror}); it will expire")
 
     def _remove_file(self) -> None:
-        """Remove the lock file; a claim on ourselves keeps others from taking over meanwhile."""
+        """Remove the lock file; a claim on ourselves keeps others from taking over during it."""
         claim = claim_of(self.path, self.holder.id)
         try:
             leaving = replace(self.holder, id=files.LEAVING + self.holder.id)
@@ -288,8 +327,8 @@ class LinkLock:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             # the disk is full: remove the file without a claim
-        found = files.read(self.path)
-        if found is not None and found[0].id == self.holder.id:
+        link_file = files.read(self.path)
+        if link_file is not None and link_file.holder.id == self.holder.id:
             self.path.unlink(missing_ok=True)
         remove(claim)
 
@@ -301,42 +340,59 @@ class LinkLock:
 
     def _write_heartbeat(self) -> None:
         """Update the file's mtime; errors are counted, and do not lose the lock."""
-        began = _clock()
         try:
-            with open(self.path, "r+b", buffering=0) as file:
-                if (found := files.parse(file.read())) is None:
-                    if os.fstat(file.fileno()).st_ino != self._inode:
-                        raise OSError(errno.EIO, "its content is damaged")
-                    file.truncate(0)
-                    os.pwrite(file.fileno(), files.content_of(self.holder), 0)
-                elif found.id != self.holder.id or claim_of(self.path, self.holder.id).exists():
-                    self._mark_lost("taken over by another launch")
-                    return
-                self._checked_at = began
-                os.utime(file.fileno())
-            self._missing = self.failures = 0
+            if self._touch_file():
+                self._num_missing = 0
+                self.failures = 0
         except FileNotFoundError:
-            self._missing += 1
-            if self._missing == 2:
+            # a client of a file server may not see it for a moment
+            self._num_missing += 1
+            if self._num_missing == MAX_MISSING:
                 self._mark_lost("the file is missing")
         except OSError as error:
-            self._missing, self.failures = 0, self.failures + 1
+            self._num_missing = 0
+            self.failures += 1
             if self.failures == 1:
                 self.log(f"heartbeat in {self.path} failed, continuing: {error.strerror}")
 
-    def _mark_lost(self, why: str) -> None:
+    def _touch_file(self) -> bool:
+        """Update the file's mtime; return whether it is still ours."""
+        began = _clock()
+        with open(self.path, "r+b", buffering=0) as file:
+            holder = files.parse(file.read())
+            if holder is None:
+                # if this is still our file, write it again
+                if os.fstat(file.fileno()).st_ino != self._inode:
+                    raise OSError(errno.EIO, "its content is damaged")
+                file.truncate(0)
+                os.pwrite(file.fileno(), files.content_of(self.holder), 0)
+            elif holder.id != self.holder.id or claim_of(self.path, self.holder.id).exists():
+                self._mark_lost("taken over by another launch")
+                return False
+            self._checked_at = began
+            os.utime(file.fileno())
+        return True
+
+    def _mark_lost(self, reason: str) -> None:
         if not self.lost:
             self.lost = True
-            self.log(f"{self.path} is lost: {why}; this launch must end")
+            self.log(f"{self.path} is lost: {reason}; this launch must end")
 
 
 # -- short critical sections
 
 
+class _Held(NamedTuple):
+    """A lock that this process has taken."""
+
+    is_owner: Callable[[], bool]
+    release: Callable[[], None]
+
+
 @contextmanager
 def locked(
     path: Path,
-    what: str,
+    resource: str,
     *,
     patience_s: float = 0.0,
     on_wait: Callable[[], None] | None = None,
@@ -344,31 +400,34 @@ def locked(
     """Hold the lock file `path`, created if missing like its folder, while the block runs.
 
     Waits up to `patience_s` for another holder, after one call of `on_wait`, then raises UserError
-    naming `what`; also at the end of the block if another process took the lock meanwhile.
+    naming the `resource`; also at the end of the block if another process took the lock during it.
     """
-    deadline, poll_s, link_lock = time.monotonic() + patience_s, POLL_S, _link_lock(path)
+    deadline = time.monotonic() + patience_s
+    poll_s = POLL_S
+    link_lock = _link_lock(path)
     while (held := _take(path, link_lock)) is None:
         if time.monotonic() >= deadline:
             raise UserError(
                 "lock.held",
-                f"{what} is being built by another process ({path}); wait for it or stop it",
+                f"{resource} is being built by another process ({path}); wait for it or stop it",
                 path=path,
             )
         if on_wait:
             on_wait()
             on_wait = None
         time.sleep(poll_s)
-        poll_s = min(MAX_POLL_S, 1.2 * poll_s)
-    is_owner, release = held
+        poll_s = min(MAX_POLL_S, POLL_GROWTH * poll_s)
+
     try:
         yield
     finally:
-        was_ours = is_owner()
-        release()
-    if not was_ours:
+        was_owner = held.is_owner()
+        held.release()
+    # a LinkLock can be taken from a process that was stopped for longer than the expiry
+    if not was_owner:
         raise UserError(
             "lock.lost",
-            f"{what}: this process was stopped, and another one took {path}: start again",
+            f"{resource}: this process was stopped, and another one took {path}: start again",
             path=path,
         )
 
@@ -377,11 +436,16 @@ def remove_locks(folder: Path) -> None:
     """Remove the lock files of `folder` that no process holds, and `folder` if it is then empty."""
     if not folder.is_dir():
         return
-    for name in {path.name.partition(LINK)[0] for path in folder.iterdir()}:
-        if (held := _take(folder / name, _link_lock(folder / name))) is not None:
-            for left in (folder / name, *folder.glob(f"{name}{LINK}.*.tmp")):
-                left.unlink(missing_ok=True)
-            held[1]()
+    names = {path.name.partition(LINK)[0] for path in folder.iterdir()}
+    for name in names:
+        path = folder / name
+        held = _take(path, _link_lock(path))
+        if held is not None:
+            path.unlink(missing_ok=True)
+            for temporary in folder.glob(f"{name}{LINK}.*.tmp"):
+                temporary.unlink(missing_ok=True)
+            held.release()
+
     with suppress(OSError):  # not empty: another run uses it
         folder.rmdir()
 
@@ -390,12 +454,13 @@ def _link_lock(path: Path) -> LinkLock:
     return LinkLock(path.with_name(path.name + LINK), log=logger.info)
 
 
-def _take(path: Path, link_lock: LinkLock) -> tuple[Callable[[], bool], Callable[[], None]] | None:
-    """Take `path`; return its ownership check and its release function; None if it is held."""
+def _take(path: Path, link_lock: LinkLock) -> _Held | None:
+    """Take `path` by flock, or else by `link_lock`; None if another process holds it."""
     while True:
         with suppress(FileExistsError):  # removed between mkdir and pathlib's check
             path.parent.mkdir(exist_ok=True)
-        with suppress(FileNotFoundError), ExitStack() as stack:  # removed meanwhile: retry
+        # FileNotFoundError: the folder or the file was removed in between; try again
+        with suppress(FileNotFoundError), ExitStack() as stack:
             file = stack.enter_context(open_file(path, "ab"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -404,7 +469,9 @@ def _take(path: Path, link_lock: LinkLock) -> tuple[Callable[[], bool], Callable
             except OSError as error:
                 if error.errno not in NO_FLOCK:
                     raise
-                return (link_lock.is_owner, link_lock.release) if link_lock.try_acquire() else None
-            # a lock on a file that was removed meanwhile excludes no one
+                if link_lock.try_acquire():
+                    return _Held(link_lock.is_owner, link_lock.release)
+                return None
+            # a lock on a file that was removed in between excludes no one
             if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
-                return lambda: True, stack.pop_all().close
+                return _Held(is_owner=lambda: True, release=stack.pop_all().close)

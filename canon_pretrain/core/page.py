@@ -2,14 +2,14 @@
 
 Without a NAME.js, templates/figures.js draws what is plotted: figures by the name of their place.
 
-A page is small and works offline: plotly.js lies beside it, once for all pages of a folder. Its
+A page is small and works offline: plotly.js is next to it, once for all pages of a folder. Its
 Content-Security-Policy allows scripts of the page's folder or site, and those whose hashes it
 lists; no request to anywhere else.
 """
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def environment(templates: Path, *, autoescape: bool, **filters: Callable[..., A
 
     Control characters of values are replaced: a page shows text of logs, configs and models.
     """
-    made = Environment(
+    page_environment = Environment(
         loader=FileSystemLoader([templates, COMMON]),
         autoescape=autoescape,
         undefined=StrictUndefined,
@@ -37,10 +37,14 @@ def environment(templates: Path, *, autoescape: bool, **filters: Callable[..., A
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    compact = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
-    made.policies["json.dumps_kwargs"] = compact
-    made.filters |= filters
-    return made
+    # JSON within a page: compact, and JavaScript has no NaN in JSON
+    page_environment.policies["json.dumps_kwargs"] = {
+        "allow_nan": False,
+        "ensure_ascii": False,
+        "separators": (",", ":"),
+    }
+    page_environment.filters |= filters
+    return page_environment
 
 
 def _without_controls(value: Any) -> Any:
@@ -52,7 +56,7 @@ def _without_controls(value: Any) -> Any:
 def write_page(
     path: Path, templates: Path, name: str, plotted: Any, *, dark: bool = True, **values: Any
 ) -> None:
-    """Write the page `name` of `templates` to `path`, and plotly.js beside it, once for all pages.
+    """Write the page `name` of `templates` to `path`, and plotly.js next to it, once for all.
 
     `values` are those of the template; `plotted` (JSON) is what its script draws.
     """
@@ -61,27 +65,26 @@ def write_page(
     if not library.exists() or library.stat().st_size != len(source):
         write_atomic(library, source)
 
-    page = _render(templates, name, plotted, library.name, dark, values)
-    write_atomic(path, page.encode())
+    sheets = [COMMON / "page.css", templates / f"{name}.css"]
+    if dark:
+        sheets.insert(1, COMMON / "dark.css")
+    drawing_script = templates / f"{name}.js"
+    if not drawing_script.exists():
+        drawing_script = COMMON / "figures.js"
+    scripts = [script.read_text("utf-8") for script in (COMMON / "page.js", drawing_script)]
 
-
-def _render(
-    templates: Path, name: str, plotted: Any, library: str, dark: bool, values: Mapping[str, Any]
-) -> str:
-    """Return the page as HTML; `library` is the name of plotly's file."""
-    # autoescape covers every value; only our own files are marked as safe
-    sheets = [COMMON / "page.css", *[COMMON / "dark.css"] * dark, templates / f"{name}.css"]
-    script = templates / f"{name}.js"
-    drawer = script if script.exists() else COMMON / "figures.js"
-    scripts = [path.read_text("utf-8") for path in (COMMON / "page.js", drawer)]
-    digests = [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in scripts]
+    # The Content-Security-Policy allows scripts by these hashes. Autoescape covers every value:
+    # only our own files are marked as safe.
+    digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
+    sources = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
     template = environment(templates, autoescape=True).get_template(f"{name}.html")
-    return template.render(
+    page = template.render(
         **values,
         plotted=plotted,
-        library=library,
+        library=library.name,
         color_scheme="light dark" if dark else "light",
-        style=Markup("".join(path.read_text("utf-8") for path in sheets)),
+        style=Markup("".join(sheet.read_text("utf-8") for sheet in sheets)),
         scripts=[Markup(script) for script in scripts],
-        script_hashes=Markup(" ".join(f"'sha256-{digest}'" for digest in digests)),
+        script_hashes=Markup(" ".join(sources)),
     )
+    write_atomic(path, page.encode())

@@ -18,15 +18,18 @@ def printable(text: str, keep: str = "") -> str:
     """Replace unprintable characters, except those in `keep`, by U+FFFD."""
     if text.isprintable():
         return text
+    # str.isprintable is false of all spaces but one
     spaces = {c for c in text if unicodedata.category(c) == "Zs"}
     return "".join(c if c.isprintable() or c in spaces or c in keep else "\ufffd" for c in text)
 
 
 def duration(seconds: float) -> str:
     """Return `seconds` in the largest fitting unit: 12 s, 12 min, 5.2 h, 3.1 d."""
-    for unit, scale in (("s", 1), ("min", 60)):
-        if seconds < 100 * scale:
-            return f"{seconds / scale:.0f} {unit}"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    if minutes < 100:
+        return f"{minutes:.0f} min"
     hours = seconds / 3600
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:,.1f} d"
 
@@ -43,8 +46,11 @@ class Console(rich.console.Console):
     """rich's Console, which filters text before adding colors."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        clean = (s if s.control else Segment(printable(s.text, "\n\t"), s.style) for s in buffer)
-        return Rendered(super()._render_buffer(clean))
+        segments = (
+            part if part.control else Segment(printable(part.text, "\n\t"), part.style)
+            for part in buffer
+        )
+        return Rendered(super()._render_buffer(segments))
 
 
 class Progress:
@@ -52,7 +58,8 @@ class Progress:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=True)
-        self._started = self._shown = time.monotonic()
+        self._started = time.monotonic()
+        self._last_line = self._started
         self._has_bar = self.console.is_terminal and not self.console.quiet
         self._bar = rich.progress.Progress(
             rich.progress.BarColumn(),
@@ -72,11 +79,15 @@ class Progress:
 
     def update(self, share: float, text: str, *, final: bool = False) -> None:
         """Show `text` and the time left; `share` in [0, 1] is the fraction done."""
-        elapsed = time.monotonic() - self._started
+        now = time.monotonic()
+        elapsed = now - self._started
         if 0 < share < 1 and elapsed > 1:
             text = f"{text}, about {duration(elapsed / share * (1 - share))} left"
         if self._has_bar:
             self._bar.update(self._task, completed=share, description=text)
-        elif final or time.monotonic() - self._shown >= (5.0 if elapsed < 60 else 30.0):
-            self._shown = time.monotonic()
+            return
+
+        interval_s = 5.0 if elapsed < 60 else 30.0
+        if final or now - self._last_line >= interval_s:
+            self._last_line = now
             self.console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -14,14 +14,17 @@ from canon_pretrain.core.children import start_child
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.fake_gpu.record import BETWEEN, REPORT, Options, Phase, Report, report_from
+from canon_pretrain.kernels.work import Work
 from canon_pretrain.machine.gpus import GPUS
 
 GIB = 2**30
 KIB = 2**10
 TERA = 1e12
 EXIT_CODE = "exit code"
-STEPS_OF_INTEREST = ("quiet step",)
+STEADY_PHASES = ("quiet step",)
 """In which nothing may be compiled, and the host may not wait."""
+SHOWN_LINES = 8  # of the output of a process that ended without a report
+SHOWN_BYTES = 0.005 * GIB  # smaller parts of the memory would be listed as 0.00 GiB
 BLIND_SPOTS = (
     "Not seen: values, time, memory fragmentation, NCCL's buffers, other ranks, copies into memory "
     "that is not pinned, what flash-linear-attention computes (recurrences run chunked)"
@@ -35,33 +38,36 @@ def run_in_subprocess(arguments: Sequence[str], options: Options) -> Report:
     the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="fake_gpu.") as folder:
-        path = Path(folder) / "report.json"
-        log = Path(folder) / "output"
-        words = [sys.executable, "-m", "canon_pretrain.fake_gpu", json.dumps(vars(options))]
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {REPORT: str(path)}
-        with log.open("wb") as output:
+        report_path = Path(folder) / "report.json"
+        log_path = Path(folder) / "output"
+        with log_path.open("wb") as output:
             child = start_child(
-                [*words, *arguments],
+                [
+                    sys.executable,
+                    *("-m", "canon_pretrain.fake_gpu"),
+                    json.dumps(vars(options)),
+                    *arguments,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={"OMP_NUM_THREADS": "1"} | os.environ | {REPORT: str(report_path)},
             )
-            code = child.wait()
-        text = log.read_text(errors="replace")
-        if path.exists():
-            report = report_from(json.loads(path.read_text()))
-            if report.error.startswith(EXIT_CODE):  # the trainer has printed why
-                reason = reason_in(text) or report.error
-                report.error = reason.removeprefix("error: ")
-            return report
+            exit_code = child.wait()
 
-        last_lines = "\n".join(text.splitlines()[-8:])
-        raise UserError(
-            "fake_gpu.failed",
-            f"the fake run ended with exit code {code}: {reason_in(text) or last_lines}",
-            exit_code=code,
-        )
+        log = log_path.read_text(errors="replace")
+        if not report_path.exists():
+            last_lines = "\n".join(log.splitlines()[-SHOWN_LINES:])
+            raise UserError(
+                "fake_gpu.failed",
+                f"the fake run ended with exit code {exit_code}: {reason_in(log) or last_lines}",
+                exit_code=exit_code,
+            )
+        report = report_from(json.loads(report_path.read_text()))
+        if report.error.startswith(EXIT_CODE):  # the trainer has printed why
+            reason = reason_in(log) or report.error
+            report.error = reason.removeprefix("error: ")
+        return report
 
 
 def problems_of(report: Report) -> list[str]:
@@ -83,7 +89,7 @@ def warnings_of(report: Report) -> list[str]:
     warnings = []
     for phase in report.phases:
         warnings += [f"graph break, {phase.name}: {text}" for text in phase.graph_breaks]
-        if phase.name not in STEPS_OF_INTEREST:
+        if phase.name not in STEADY_PHASES:
             continue
         warnings += [f"recompiled, {phase.name}: {text}" for text in phase.recompiles]
         warnings += [
@@ -95,31 +101,24 @@ def warnings_of(report: Report) -> list[str]:
 
 def show_fake_run(report: Report, console: Console) -> None:
     """Print a report: verdict, memory, and a table of its phases."""
-    gpu = GPUS[report.gpu]
-    if not report.micro_batch:  # it ended before the first step
-        for problem in problems_of(report):
-            console.print(f"[bold red]{problem}[/]")
-        return
-    console.print(
-        f"the trainer as rank 0 of {report.world_size} x {gpu.name}, "
-        f"{report.micro_batch} x {report.seq_len} tokens per rank at once, "
-        f"in {report.seconds:.0f} s; GPUs are fake, nothing is computed"
-    )
+    has_steps = report.micro_batch > 0  # else it ended before the first one
+    if has_steps:
+        console.print(
+            f"the trainer as rank 0 of {report.world_size} x {GPUS[report.gpu].name}, "
+            f"{report.micro_batch} x {report.seq_len} tokens per rank at once, "
+            f"in {report.seconds:.0f} s; GPUs are fake, nothing is computed"
+        )
     problems = problems_of(report)
     for problem in problems:
         console.print(f"[bold red]{problem}[/]")
+    if not has_steps:
+        return
     if report.traceback:
         console.print(report.traceback, markup=False)
     if not problems:
         console.print("[green]runs[/]")
 
-    peak = max(report.phases, key=lambda phase: phase.peak_bytes)
-    parts = sorted(peak.peak_parts.items(), key=lambda part: -part[1])
-    shown = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts if size > 0.005 * GIB)
-    console.print(
-        f"peak memory: {peak.peak_bytes / GIB:.2f} of {report.memory_bytes / GIB:.1f} GiB, "
-        f"in the {peak.name}: {shown}"
-    )
+    console.print(_memory_line(report))
     if report.step_seconds:
         slow, likely, fast = (1000 * seconds for seconds in report.step_seconds)
         console.print(
@@ -130,6 +129,19 @@ def show_fake_run(report: Report, console: Console) -> None:
     for warning in warnings_of(report):
         console.print(f"[yellow]{warning}[/]")
     console.print(BLIND_SPOTS)
+
+
+def _memory_line(report: Report) -> str:
+    """Return the peak of the memory, when it is reached, and its parts, the largest first."""
+    peak = max(report.phases, key=lambda phase: phase.peak_bytes)
+    parts = sorted(peak.peak_parts.items(), key=lambda part: -part[1])
+    listed = ", ".join(
+        f"{name} {num_bytes / GIB:.2f}" for name, num_bytes in parts if num_bytes > SHOWN_BYTES
+    )
+    return (
+        f"peak memory: {peak.peak_bytes / GIB:.2f} of {report.memory_bytes / GIB:.1f} GiB, "
+        f"in the {peak.name}: {listed}"
+    )
 
 
 def _phase_table(report: Report) -> Table:
@@ -145,13 +157,14 @@ def _phase_table(report: Report) -> Table:
 
 
 def _cells(phase: Phase, tokens: int) -> list[str]:
-    moved = phase.compiled.bytes_moved + phase.eager.bytes_moved
-    flops = phase.compiled.flops.total() + phase.eager.flops.total()
+    work = Work()
+    work.add(phase.compiled)
+    work.add(phase.eager)
     return [
         f"{phase.peak_bytes / GIB:.2f}",
-        f"{phase.compiled.launches + phase.eager.launches:,}",
-        f"{moved / max(1, tokens) / KIB:,.0f}",
-        f"{flops / TERA:,.1f}",
+        f"{work.launches:,}",
+        f"{work.bytes_moved / max(1, tokens) / KIB:,.0f}",
+        f"{work.flops.total() / TERA:,.1f}",
         f"{phase.collective_bytes.total() / GIB:.2f}",
         str(phase.waits.total()),
         str(len(phase.graphs)),

@@ -48,8 +48,20 @@ class NoContext(contextlib.AbstractContextManager["NoContext"]):
 def _install_streams(tracker: Tracker) -> None:
     """Streams on which nothing runs: only synchronizing with the host is an event."""
 
-    class Stream(NoContext):
-        device, device_index, device_type, priority = CUDA, 0, 1, 0
+    class Idle(NoContext):
+        """What a stream and an event have in common: nothing runs, all of it has ended."""
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            tracker.wait(f"{type(self).__name__}.synchronize")
+
+    class Stream(Idle):
+        device = CUDA
+        device_index = 0
+        device_type = 1  # CUDA's number in c10
+        priority = 0
 
         @property
         def stream_id(self) -> int:
@@ -66,30 +78,15 @@ def _install_streams(tracker: Tracker) -> None:
         def record_event(self, event: Any = None) -> Any:
             return event or Event()
 
-        def query(self) -> bool:
-            return True
-
-        def synchronize(self) -> None:
-            tracker.wait("Stream.synchronize")
-
-    class Event:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
+    class Event(Idle):
         def record(self, stream: Any = None) -> "Event":
             return self
 
         def wait(self, stream: Any = None) -> None:
             pass
 
-        def query(self) -> bool:
-            return True
-
         def elapsed_time(self, other: Any) -> float:
             return 1.0
-
-        def synchronize(self) -> None:
-            tracker.wait("Event.synchronize")
 
     default = Stream()
     _replace(
@@ -131,6 +128,8 @@ def _install_queries(gpu: Gpu, num_devices: int) -> None:
 
 
 def _install_memory(gpu: Gpu, tracker: Tracker) -> None:
+    """Memory statistics are the tracker's, which sees what is allocated, resized and freed."""
+
     def memory_stats(device: Any = None) -> dict[str, int]:
         peak = tracker.phase.peak_bytes
         stats = {
@@ -151,6 +150,7 @@ def _install_memory(gpu: Gpu, tracker: Tracker) -> None:
         empty_cache=lambda: None,
         mem_get_info=lambda device=None: (gpu.memory_bytes - tracker.current, gpu.memory_bytes),
     )
+    # pinning would ask for a CUDA context
     _replace(torch.Tensor, pin_memory=lambda self, *args: self, is_pinned=lambda self, *args: False)
 
     resize = torch.UntypedStorage.resize_
@@ -181,6 +181,7 @@ def _install_random_state() -> None:
 
 
 def _install_compilers(gpu: Gpu, num_devices: int) -> None:
+    """Inductor, dynamo and Triton compile for the GPU, as far as source code."""
     import torch._inductor.config as inductor
     import torch._subclasses.fake_tensor as fake_tensor
     import triton
@@ -195,6 +196,7 @@ def _install_compilers(gpu: Gpu, num_devices: int) -> None:
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
     _replace(fake_tensor, init_gpu_context=lambda device: None)
 
+    # what dynamo and Inductor ask about the device
     major, minor = gpu.capability
     properties = gpu.properties
     answers: dict[str, Any] = {
@@ -217,6 +219,7 @@ def _install_compilers(gpu: Gpu, num_devices: int) -> None:
         current_device=staticmethod(lambda: 0),
     )
 
+    # Triton's driver, which would need the GPU's library
     triton.runtime.driver._active = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, properties.warp_size),
         get_current_device=lambda: 0,
@@ -242,9 +245,10 @@ def _install_host_reads(tracker: Tracker) -> None:
         return read
 
     for name in ("tolist", "numpy"):
-        _replace(torch.Tensor, **{name: reader(name, getattr(torch.Tensor, name))})
+        read = reader(name, getattr(torch.Tensor, name))
+        setattr(torch.Tensor, name, read)
         if name in vars(FakeTensor):
-            _replace(FakeTensor, **{name: reader(name, getattr(torch.Tensor, name))})
+            setattr(FakeTensor, name, read)
 
 
 def _install_sharding(tracker: Tracker) -> None:

@@ -107,12 +107,14 @@ class GraphCompiler:
         if key not in self._lowered:
             with self.tracker.paused():  # passes run the graph on fake tensors to learn shapes
                 self._lowered[key] = lower(copy.deepcopy(graph), is_backward, is_inference)
-        lowered = self._lowered[key]
 
-        outputs = _describe_outputs(graph)
-        self.tracker.phase.graphs.append(f"{'backward' if is_backward else 'forward'} {key[:8]}")
+        direction = "backward" if is_backward else "forward"
+        self.tracker.phase.graphs.append(f"{direction} {key[:8]}")
         return _runner(
-            lowered, outputs, "gradients" if is_backward else "activations", self.tracker
+            self._lowered[key],
+            _describe_outputs(graph),
+            part="gradients" if is_backward else "activations",
+            tracker=self.tracker,
         )
 
 
@@ -125,52 +127,53 @@ def _artifact_loggers() -> list[str]:
 
 def _digest(graph: fx.GraphModule) -> str:
     """Return a key that is equal for graphs with equal code, shapes and dtypes."""
-    values = [node.meta.get("val") for node in graph.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in _placeholders(graph)]
     shapes = [(value.shape, value.dtype) for value in values if isinstance(value, Tensor)]
     return hashlib.sha256(f"{graph.code}{shapes}".encode()).hexdigest()
 
 
 def lower(graph: fx.GraphModule, is_backward: bool, is_inference: bool) -> Lowered:
     """Generate the code of `graph`, and return what it costs."""
-    inputs = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    inputs = [node.meta["val"] for node in _placeholders(graph)]
     # a graph without inputs, such as that of a block mask, has fake results only
     values = [node.meta.get("val") for node in graph.graph.nodes]
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
-    flops = count_products(graph)
-    recurrences = recurrence_work(graph)
+    # counted before the code is generated, which changes the graph
+    work = Work(flops=count_products(graph))
+    work.add(recurrence_work(graph))
+
     generated = generate_code(
         graph, inputs, mode, is_backward=is_backward, is_inference=is_inference
     )
     kernels = [kernel for kernel in generated.kernels if not is_recurrence(kernel.name)]
-
-    # Costs by kind.
-    work = Work(flops=flops)
-    work.add(recurrences)
-    work.launches += generated.num_launches + sum(bool(k.name) for k in kernels)
-    is_product = [k.name.startswith(PRODUCTS) for k in kernels]
-    for kernel, product in zip(kernels, is_product, strict=True):
-        if product:
+    work.launches += generated.num_launches + sum(bool(kernel.name) for kernel in kernels)
+    for kernel in kernels:
+        if kernel.name.startswith(PRODUCTS):
             work.product_bytes += kernel.num_bytes
         else:
             work.bytes_moved += kernel.num_bytes
     return Lowered(work, temporary_bytes(generated))
 
 
+def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in graph.graph.nodes if node.op == "placeholder"]
+
+
 def _describe_outputs(graph: fx.GraphModule) -> list[Any]:
     """Return an `Output` for each tensor that a graph returns; other values as they are."""
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    places = {node: index for index, node in enumerate(placeholders)}
+    input_indices = {node: index for index, node in enumerate(_placeholders(graph))}
     outputs: list[Any] = []
     for node in results_of(graph):
         value = node.meta["val"] if isinstance(node, fx.Node) else node
         if not isinstance(value, Tensor):
             outputs.append(value)
             continue
+        # a result may be a view; where its base has no value, it stands for itself
         base = base_of(node)
         if not isinstance(base.meta.get("val"), Tensor):
             base = node
-        outputs.append(Output(value, base, places.get(base)))
+        outputs.append(Output(value, base, input_indices.get(base)))
     return outputs
 
 
@@ -185,19 +188,21 @@ def _runner(
         tracker.phase.compiled.add(lowered.work)
         tracker.count_temporary("temporaries of a compiled graph", lowered.temporary_bytes)
 
-        results: list[Any] = []
+        # a storage that several results share is allocated once
         storages: dict[fx.Node, Tensor] = {}
-        for output in outputs:
-            if not isinstance(output, Output):
-                results.append(output)
-            elif output.input_index is not None:
-                results.append(_view_of(inputs[output.input_index], output))
-            else:
-                if output.base not in storages:
-                    storages[output.base] = _allocate(output.base.meta["val"])
-                    tracker.observe(storages[output.base], part)
-                results.append(_view_of(storages[output.base], output))
-        return results
+
+        def storage_of(output: Output) -> Tensor:
+            if output.input_index is not None:
+                return inputs[output.input_index]
+            if output.base not in storages:
+                storages[output.base] = _allocate(output.base.meta["val"])
+                tracker.observe(storages[output.base], part)
+            return storages[output.base]
+
+        return [
+            _view_of(storage_of(output), output) if isinstance(output, Output) else output
+            for output in outputs
+        ]
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -18,6 +18,7 @@ from canon_pretrain.core.errors import UserError
 
 SOURCE = Path(__file__).with_name("hooks.cpp")
 COMPILE_TIMEOUT_S = 300.0
+SHOWN_CHARACTERS = 2000  # of the end of a compiler's messages
 LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 GPU_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so")
 
@@ -31,7 +32,8 @@ def torch_folder() -> Path:
 
 def build() -> Path:
     """Return the compiled hooks, from the cache if they are there. Raises UserError."""
-    torch, torch_version = torch_folder(), version("torch")
+    torch = torch_folder()
+    torch_version = version("torch")
     if any((torch / "lib" / name).exists() for name in GPU_LIBRARIES):
         raise UserError(
             "fake_gpu.torch",
@@ -42,11 +44,12 @@ def build() -> Path:
         )
 
     digest = hashlib.sha256(SOURCE.read_bytes() + torch_version.encode()).hexdigest()[:16]
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    library = Path(home) / "canon_pretrain" / "fake_gpu" / f"hooks-{digest}.so"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    library = cache / "canon_pretrain" / "fake_gpu" / f"hooks-{digest}.so"
     if library.exists():
         return library
 
+    # renamed when complete: other processes may build it at the same time
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         unfinished = Path(scratch) / library.name
@@ -57,10 +60,10 @@ def build() -> Path:
 
 def _compile(torch: Path, library: Path) -> None:
     """Compile hooks.cpp into `library`. Raises UserError."""
-    compiler = os.environ.get("CXX", "c++")  # may be two words, such as ccache g++
+    compiler = os.environ.get("CXX", "c++")
     include = torch / "include"
-    words = [
-        *shlex.split(compiler),
+    command = [
+        *shlex.split(compiler),  # may be two words, such as ccache g++
         *("-O1", "-shared", "-fPIC", "-std=c++20"),
         *(f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
         str(SOURCE),
@@ -68,7 +71,7 @@ def _compile(torch: Path, library: Path) -> None:
         *(f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"),
     ]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(
             "fake_gpu.compiler",
@@ -76,10 +79,11 @@ def _compile(torch: Path, library: Path) -> None:
             "(Debian: apt-get install g++), or set CXX",
             compiler=compiler,
         ) from None
+
     if done.returncode:
         raise UserError(
             "fake_gpu.compiler",
-            f"{compiler} cannot compile {SOURCE}:\n{done.stderr[-2000:]}",
+            f"{compiler} cannot compile {SOURCE}:\n{done.stderr[-SHOWN_CHARACTERS:]}",
             compiler=compiler,
         )
 

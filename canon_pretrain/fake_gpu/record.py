@@ -1,5 +1,6 @@
 """The record of a fake run: what a phase of the program did, and the whole report."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
@@ -91,16 +92,18 @@ def to_plain(value: Any) -> Any:
 
 def report_from(row: Mapping[str, Any]) -> Report:
     """Return the report that `to_plain` wrote."""
-    phases = []
-    for fields in row["phases"]:
-        counters = {
-            name: Counter(value)
-            for name, value in fields.items()
-            if isinstance(value, dict) and name not in ("compiled", "eager", "peak_parts")
-        }
-        work = {name: _work_from(fields[name]) for name in ("compiled", "eager")}
-        phases.append(Phase(**{**fields, **counters, **work}))
+    phases = [_phase_from(fields) for fields in row["phases"]]
     return Report(**{**row, "phases": phases})
+
+
+def _phase_from(fields: Mapping[str, Any]) -> Phase:
+    values = dict(fields)
+    for declared in dataclasses.fields(Phase):
+        if declared.default_factory is Counter:
+            values[declared.name] = Counter(values[declared.name])
+        elif declared.default_factory is Work:
+            values[declared.name] = _work_from(values[declared.name])
+    return Phase(**values)
 
 
 def _work_from(row: Mapping[str, Any]) -> Work:

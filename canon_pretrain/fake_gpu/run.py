@@ -3,7 +3,6 @@
 Everything is the real program but the GPU, the other ranks, and the data, which are random tokens.
 """
 
-import functools
 import tempfile
 import time
 import traceback
@@ -23,7 +22,9 @@ from canon_pretrain.fake_gpu.tracker import Answer, Tracker, calling_line, fille
 from canon_pretrain.kernels.work import Work
 from canon_pretrain.machine.gpus import GPUS, GPUS_PER_NODE
 
-NUM_DOCUMENTS, DOCUMENT_TOKENS = 120, 2500
+NUM_DOCUMENTS = 120
+DOCUMENT_TOKENS = 2500
+BYTES_PER_TOKEN = 4  # of the text that the random tokens stand for
 TRACEBACK_CHARACTERS = 6000
 
 
@@ -49,20 +50,22 @@ class FakeNode:
 
         Other errors are part of the report.
         """
-        begin = time.monotonic()
-        tracker = self.tracker
-        memory_bytes = GPUS[self.gpu].memory_bytes
-        report = Report(list(arguments), self.gpu, options.world_size, memory_bytes)
+        started = time.monotonic()
+        report = Report(
+            arguments=list(arguments),
+            gpu=self.gpu,
+            world_size=options.world_size,
+            memory_bytes=GPUS[self.gpu].memory_bytes,
+        )
         world.set_environment(options.world_size)
-        _observe_trainer(tracker, options, report)
+        _observe_trainer(self.tracker, options, report)
         with tempfile.TemporaryDirectory(prefix="fake_gpu.") as folder:
-            words = _complete(arguments, options, Path(folder))
-            _train(words, report)
-        tracker.end()
+            _train(_complete(arguments, options, Path(folder)), report)
+        self.tracker.end()
 
-        report.phases = tracker.phases
+        report.phases = self.tracker.phases
         report.step_seconds = _step_seconds(report)
-        report.seconds = time.monotonic() - begin
+        report.seconds = time.monotonic() - started
         return report
 
 
@@ -76,12 +79,14 @@ def _step_seconds(report: Report) -> list[float]:
     work = Work()
     work.add(quiet.compiled)
     work.add(quiet.eager)
-    exchanged = quiet.collective_bytes.total()
-    in_node = report.world_size <= GPUS_PER_NODE
+
+    # FSDP2 exchanges over all ranks: within one node, or else at the network's speed
+    num_bytes = quiet.collective_bytes.total()
+    is_one_node = report.world_size <= GPUS_PER_NODE
     counts = StepCounts(
         work=work,
-        node_bytes=exchanged if in_node else 0,
-        network_bytes=0 if in_node else exchanged,
+        node_bytes=num_bytes if is_one_node else 0,
+        network_bytes=0 if is_one_node else num_bytes,
         num_blocks=report.num_blocks,
     )
     return [*step_seconds(counts, GPUS[report.gpu])]
@@ -92,24 +97,25 @@ def _complete(arguments: Sequence[str], options: Options, folder: Path) -> list[
     from canon_pretrain.titan.command_line import parse_job
 
     job = parse_job(arguments, quiet=True)
-    words = [
+    num_steps = str(len(STEP_NAMES))
+    completed = [
         *arguments,
         "--force",
         *("--job.dump_folder", str(folder / "run")),
-        *("--run.stop_at", str(len(STEP_NAMES))),
-        *("--metrics.log_freq", str(len(STEP_NAMES))),
+        *("--run.stop_at", num_steps),
+        *("--metrics.log_freq", num_steps),
         *("--checkpoint.interval", "1000000"),  # saves are phases of their own
-        *("--validation.windows", str(options.world_size)),  # a pass
+        *("--validation.windows", str(options.world_size)),  # one pass
         *("--metrics.no-enable_wandb", "--metrics.no-enable_tensorboard"),
     ]
     if job.task is None:
         write_random_shards(folder / "data", job.model_args.vocab_size)
-        words += ["--data.path", str(folder / "data")]
+        completed += ["--data.path", str(folder / "data")]
     if job.model_args.mixer != "attention":
-        words += ["--model.mixer_backend", "chunked"]  # fla would be compared with it
+        completed += ["--model.mixer_backend", "chunked"]  # fla would be compared with it
     if job.samples.interval:
-        words += ["--samples.interval", "0"]  # random tokens have no tokenizer
-    return words
+        completed += ["--samples.interval", "0"]  # random tokens have no tokenizer
+    return completed
 
 
 def write_random_shards(folder: Path, vocab_size: int) -> None:
@@ -128,17 +134,17 @@ def write_random_shards(folder: Path, vocab_size: int) -> None:
             documents,
             vocab_size=vocab_size,
             eos_id=eos_id,
-            num_bytes=[4 * DOCUMENT_TOKENS] * NUM_DOCUMENTS,
+            num_bytes=[BYTES_PER_TOKEN * DOCUMENT_TOKENS] * NUM_DOCUMENTS,
             tokenizer_sha256="0" * 64,
         )
 
 
-def _train(words: list[str], report: Report) -> None:
+def _train(arguments: list[str], report: Report) -> None:
     """Run the training command, and report why it failed, if it did."""
     from canon_pretrain import train
 
     try:
-        train.main(words)
+        train.main(arguments)
     except SystemExit as error:
         if error.code:
             report.error = f"exit code {error.code}"
@@ -165,21 +171,9 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
     launch.check_room = lambda *args, **kwargs: None
     tracker.answers += [_validation_answer(tracker), EqualLoad(parallelize.ExpertExchange)]
 
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    init_distributed = torchtitan.train.Trainer.init_distributed
-
-    def init_and_fake(self: Any) -> Any:
-        dims = init_distributed(self)
-        dims.build_mesh()
-        # from here on all tensors are fake; the process ends within
-        fake.__enter__()
-        tracker.__enter__()
-        return dims
-
-    torchtitan.train.Trainer.init_distributed = init_and_fake
-
-    cls = trainer.CanonTrainer
-    advance = cls.advance
+    _fake_tensors_from_the_mesh_on(torchtitan.train.Trainer, tracker)
+    trainer_class = trainer.CanonTrainer
+    advance = trainer_class.advance
     step_names = iter(STEP_NAMES)
 
     def advance_as_phase(self: Any, data: Any) -> Any:
@@ -200,33 +194,41 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
                     self.checkpointer.states | self.checkpointer._model.state_dict()
                 )
 
-    cls.advance = advance_as_phase  # type: ignore[method-assign]
-    cls._save_last = save_as_phase  # type: ignore[method-assign]
-    _make_phase(tracker, validation.CanonValidator, "validate", "validation")
+    trainer_class.advance = advance_as_phase  # type: ignore[method-assign]
+    trainer_class._save_last = save_as_phase  # type: ignore[method-assign]
+    validator_class = validation.CanonValidator
+    validate_as_phase = tracker.within("validation")(validator_class.validate)
+    validator_class.validate = validate_as_phase  # type: ignore[method-assign]
 
 
-def _make_phase(tracker: Tracker, owner: type, method: str, name: str) -> None:
-    original = getattr(owner, method)
+def _fake_tensors_from_the_mesh_on(titan_trainer: Any, tracker: Tracker) -> None:
+    """Make all tensors fake once the trainer has its mesh, which is made of real ones."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    init_distributed = titan_trainer.init_distributed
 
-    @functools.wraps(original)
-    def run_as_phase(*args: Any, **kwargs: Any) -> Any:
-        with tracker.within(name):
-            return original(*args, **kwargs)
+    def init_and_fake(self: Any) -> Any:
+        dims = init_distributed(self)
+        dims.build_mesh()
+        # the process ends within both modes
+        fake.__enter__()
+        tracker.__enter__()
+        return dims
 
-    setattr(owner, method, run_as_phase)
+    titan_trainer.init_distributed = init_and_fake
 
 
 def _label_state(tracker: Tracker, trainer: Any) -> None:
     """Tell the tracker which storages are the weights and the optimizer's moments."""
-    tracker.label("weights", (p for part in trainer.model_parts for p in part.parameters()))
-    states = [
+    parameters = [parameter for part in trainer.model_parts for parameter in part.parameters()]
+    moments = [
         value
         for optimizer in trainer.optimizers
         for state in optimizer.state.values()
         for value in state.values()
         if isinstance(value, Tensor)
     ]
-    tracker.label("optimizer (two moments)", states)
+    tracker.label("weights", parameters)
+    tracker.label("optimizer (two moments)", moments)
 
 
 def _check_backend(job: Any, backend: str, *details: Any) -> Any:
@@ -252,22 +254,24 @@ class EqualLoad:
     """Answer what ranks with experts ask each other: all experts have equally many tokens."""
 
     def __init__(self, exchange: type) -> None:
-        self._num_rows = self._num_ranks = 0
+        self._num_rows = 0
+        self._num_ranks = 0
         dispatch = exchange._token_dispatch  # type: ignore[attr-defined]
 
-        def observed(exchange: Any, module: Any, inputs: Any, mesh: Any) -> Any:
-            self._num_rows, self._num_ranks = len(inputs[0]), mesh.size()
+        def observed_dispatch(exchange: Any, module: Any, inputs: Any, mesh: Any) -> Any:
+            self._num_rows = len(inputs[0])
+            self._num_ranks = mesh.size()
             return dispatch(exchange, module, inputs, mesh)
 
-        exchange._token_dispatch = observed  # type: ignore[attr-defined]
+        exchange._token_dispatch = observed_dispatch  # type: ignore[attr-defined]
 
     def __call__(self, tensor: Tensor, question: str) -> Any:
-        if not self._num_ranks:
+        if not self._num_ranks:  # no experts, or none yet
             return None
         if question == "repeat_interleave":
             return self._num_rows
+        # the numbers of tokens that this rank sends to each rank, or receives: int64 [.., ranks]
         is_split = tensor.dtype == torch.int64 and tensor.shape[-1:] == (self._num_ranks,)
         if question == "tolist" and is_split and tensor.device.type == "cuda":
-            splits = [self._num_rows // self._num_ranks] * self._num_ranks
-            return splits if tensor.ndim == 1 else [splits] * len(tensor)
+            return filled(tensor.shape, self._num_rows // self._num_ranks)
         return None

@@ -23,13 +23,14 @@ from torch.utils._pytree import tree_leaves
 from canon_pretrain.fake_gpu.record import BETWEEN, Phase
 from canon_pretrain.kernels.traffic import launches_nothing, num_bytes_of, operator_work
 
-ALLOCATION_BYTES = 512
+ALLOCATION_BYTES = 512  # CUDA's caching allocator rounds each block up to a multiple
 HERE = Path(__file__).parent
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 OTHER = "other"
 COLLECTIVES = ("c10d", "_c10d_functional")
-TO_COPY, COPY = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
+TO_COPY = torch.ops.aten._to_copy.default
+COPY = torch.ops.aten.copy_.default
 EQUAL = torch.ops.aten.equal.default
 FILL = torch.ops.aten.fill_.Tensor
 SCALAR = torch.ops.aten._local_scalar_dense.default
@@ -66,9 +67,10 @@ class Tracker(TorchDispatchMode):
         self.phases: list[Phase] = []
         self.answers: list[Answer] = []
         self._is_paused = False
+        # of the live storages, by their address in C++
         self._sizes: dict[int, int] = {}
         self._part_of: dict[int, str] = {}
-        self._references: dict[int, Any] = {}
+        self._references: dict[int, Any] = {}  # weak, with a callback when it is freed
         self._began = time.monotonic()
         self.begin(BETWEEN)
 
@@ -125,11 +127,11 @@ class Tracker(TorchDispatchMode):
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             key = local.untyped_storage()._cdata
-            if key in self._sizes:
-                size = self._sizes[key]
-                self.parts[self._part_of[key]] -= size
-                self.parts[part] += size
-                self._part_of[key] = part
+            if key not in self._sizes:
+                continue
+            self.parts[self._part_of[key]] -= self._sizes[key]
+            self.parts[part] += self._sizes[key]
+            self._part_of[key] = part
 
     def observe(self, tensor: Tensor, part: str) -> None:
         """Count the storage of a CUDA tensor as `part`; OTHER does not change what it was."""
@@ -138,6 +140,7 @@ class Tracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = _rounded(int(storage.nbytes()))
+
         if key not in self._sizes:
             self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
             self._part_of[key] = part
@@ -181,11 +184,13 @@ class Tracker(TorchDispatchMode):
         if question == "repeat_interleave":
             return tensor.numel()
 
-        default: float | bool | int = 1
+        default: float | bool | int
         if tensor.dtype.is_floating_point:
             default = 0.0
         elif tensor.dtype == torch.bool:
             default = False
+        else:
+            default = 1
         return default if question == "item" else filled(tensor.shape, default)
 
     def __torch_dispatch__(
@@ -195,9 +200,10 @@ class Tracker(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **kwargs)
         # the operators on a DTensor's local tensors come here by themselves
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
             return NotImplemented
 
+        # such as flex attention: a graph of operators, which are not counted one by one
         if isinstance(func, torch._ops.HigherOrderOperator):
             output = func(*args, **kwargs)
             if not is_tracing():
@@ -209,16 +215,17 @@ class Tracker(TorchDispatchMode):
         if is_tracing():
             return func(*args, **kwargs)
 
+        # Operators whose result depends on values, which fake tensors do not have.
         if func is SCALAR:
             if args[0].device.type == "cuda":
                 self.wait("item()")
             return self.answer(args[0], "item")
         self._record_waits(func, args, kwargs)
+        if func is EQUAL:
+            return True
         if func is REPEAT and kwargs.get("output_size") is None:
             kwargs = kwargs | {"output_size": self.answer(args[0], "repeat_interleave")}
 
-        if func is EQUAL:
-            return True
         output = func(*args, **kwargs)
         self._record_work(func, args, kwargs, output)
         self._observe_all(output, _part_made_by(func))
@@ -234,8 +241,7 @@ class Tracker(TorchDispatchMode):
         if func in (TO_COPY, COPY):
             self._record_copy(func, args, kwargs)
             return
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        if all(tensor.device.type != "cuda" for tensor in tensors):
+        if all(tensor.device.type != "cuda" for tensor in _tensors_in(args)):
             return
 
         name = func.name()
@@ -253,7 +259,8 @@ class Tracker(TorchDispatchMode):
     def _record_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a copy between host and device for which the host waits."""
         if func is COPY:  # target, source[, non_blocking]
-            source, target = args[1].device, args[0].device
+            target = args[0].device
+            source = args[1].device
             is_async = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         else:
             source = args[0].device
@@ -265,20 +272,24 @@ class Tracker(TorchDispatchMode):
     def _record_work(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        phase, namespace = self.phase, func.namespace
         if launches_nothing(func):
             return
-        tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
+        tensors = _tensors_in((args, kwargs, output))
         if not any(tensor.device.type == "cuda" for tensor in tensors):
             return
 
-        if namespace in COLLECTIVES:
-            if "wait_tensor" not in func.name():
-                phase.collectives[func.name()] += 1
-                phase.collective_bytes[func.name()] += max(map(num_bytes_of, tensors))
-            return
-        phase.eager_operators[func.name()] += 1
-        phase.eager.add(operator_work(func, args, kwargs, output))
+        phase = self.phase
+        name = func.name()
+        if func.namespace not in COLLECTIVES:
+            phase.eager_operators[name] += 1
+            phase.eager.add(operator_work(func, args, kwargs, output))
+        elif "wait_tensor" not in name:
+            phase.collectives[name] += 1
+            phase.collective_bytes[name] += max(map(num_bytes_of, tensors))
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def filled(shape: Iterable[int], value: Any) -> Any:
@@ -311,17 +322,18 @@ def calling_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
 
     By default these are the callers'.
     """
-    frames = traceback.extract_stack()[:-1] if frames is None else frames
-    own = [frame for frame in frames if _is_own(frame.filename)]
-    if not (own or frames):
+    if frames is None:
+        frames = traceback.extract_stack()[:-1]
+    if not frames:
         return ""
-    frame = own[-1] if own else frames[-1]
-    parts = Path(frame.filename).parts[-3:]
-    return f"{'/'.join(parts)}:{frame.lineno} {frame.name}"
+    relevant = [frame for frame in frames if _is_relevant(frame.filename)]
+    innermost = relevant[-1] if relevant else frames[-1]
+    parts = Path(innermost.filename).parts[-3:]
+    return f"{'/'.join(parts)}:{innermost.lineno} {innermost.name}"
 
 
-def _is_own(filename: str) -> bool:
-    """Return whether a file is no library's, torchtitan's excepted, and not of this package."""
+def _is_relevant(filename: str) -> bool:
+    """Return whether a file is torchtitan's or no library's, and not in this folder."""
     if "/site-packages/" in filename:
         return "/site-packages/torchtitan/" in filename
     is_standard = filename.startswith((STANDARD_LIBRARY, "<"))
@@ -336,12 +348,11 @@ def check_devices(func: Any, args: tuple[Any, ...]) -> None:
     """
     if torch.Tag.pointwise in func.tags or func in (TO_COPY, COPY, FILL) or launches_nothing(func):
         return
-    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-    on_gpu = [tensor for tensor in tensors if tensor.device.type == "cuda"]
-    scalars = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.ndim == 0]
-    if not on_gpu or not scalars:
-        return
-    raise RuntimeError(
-        "Expected all tensors to be on the same device, but found at least two devices, "
-        f"cuda:0 and cpu! (when checking arguments of {func})"
-    )
+    tensors = _tensors_in(args)
+    has_gpu_tensor = any(tensor.device.type == "cuda" for tensor in tensors)
+    has_cpu_scalar = any(tensor.device.type == "cpu" and tensor.ndim == 0 for tensor in tensors)
+    if has_gpu_tensor and has_cpu_scalar:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"cuda:0 and cpu! (when checking arguments of {func})"
+        )

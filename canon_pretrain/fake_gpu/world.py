@@ -27,43 +27,48 @@ def set_environment(world_size: int) -> None:
 
 def install() -> None:
     """Make torch.distributed create fake groups, in which all ranks have what this one has."""
-    init, new_group = dist.init_process_group, dist.new_group
+    init_real_group = dist.init_process_group
+    make_real_group = dist.new_group
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         world_size = int(os.environ["WORLD_SIZE"])
-        init("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+        init_real_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
 
-    def fake_group(*args: Any, **kwargs: Any) -> Any:
+    def new_group(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("timeout", None)
-        return new_group(*args, **kwargs | {"backend": "fake"})
+        return make_real_group(*args, **kwargs | {"backend": "fake"})
 
-    def all_gather_object(gathered: list[Any], own: Any, *args: Any, **kwargs: Any) -> None:
-        gathered[:] = [own] * len(gathered)
+    def all_gather_object(gathered: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
+        gathered[:] = [value] * len(gathered)
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
+    def do_nothing(*args: Any, **kwargs: Any) -> None:
         pass
 
+    # callers have imported these functions from either module
     modules: list[Any] = [dist, distributed_c10d]
     for module in modules:
         module.init_process_group = init_process_group
-        module.new_group = fake_group
-        module.broadcast_object_list = nothing
+        module.new_group = new_group
+        module.broadcast_object_list = do_nothing
         module.all_gather_object = all_gather_object
-        module.barrier = nothing
-    distributed_c10d._set_pg_timeout = nothing
+        module.barrier = do_nothing
+    distributed_c10d._set_pg_timeout = do_nothing
 
     # a mesh is made of real tensors, also within FakeTensorMode
     device_mesh.init_device_mesh = _without_modes(device_mesh.init_device_mesh)
     for name in ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten"):
-        if (method := vars(DeviceMesh).get(name)) is not None:
+        method = vars(DeviceMesh).get(name)
+        if method is not None:  # not in every version of torch
             setattr(DeviceMesh, name, _without_modes(method))
 
 
 def _without_modes(method: Any) -> Any:
-    raw = method.__func__ if isinstance(method, staticmethod) else method
+    """Return a function or (static) method that runs with real tensors."""
+    is_static = isinstance(method, staticmethod)
+    function = method.__func__ if is_static else method
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            return raw(*args, **kwargs)
+            return function(*args, **kwargs)
 
-    return staticmethod(run) if isinstance(method, staticmethod) else run
+    return staticmethod(run) if is_static else run

@@ -148,7 +148,8 @@ class ModelArgs:
 
     def __post_init__(self) -> None:
         letters = "".join(sorted(self.canon_set.upper()))
-        if not set(letters) <= set(CANON_SITES) or len(set(letters)) < len(letters):
+        has_repeats = len(set(letters)) < len(letters)
+        if has_repeats or not set(letters) <= set(CANON_SITES):
             raise UserError(
                 "model.canon_set",
                 f'canon_set = "{self.canon_set}": expected each of the sites A, B, C and D at most '
@@ -160,6 +161,7 @@ class ModelArgs:
         if self.num_kv_heads == self.num_heads:
             object.__setattr__(self, "num_kv_heads", 0)
         _check(self)
+        # 0 is a quarter; only once head_dim is known to be valid
         if 4 * self.partial_rope_dim == self.head_dim:
             object.__setattr__(self, "partial_rope_dim", 0)
 
@@ -224,7 +226,7 @@ class ModelArgs:
 
     @property
     def canon_parts(self) -> dict[str, int]:
-        """Of how many linear layers each of this model's Canon sites mixes the outputs, or 1."""
+        """Number of linear-layer outputs that each of this model's Canon sites mixes."""
         parts = {"B": 1 if self.mixer == "mamba2" else 3, "D": 2 if self.ffn == "gated" else 1}
         return {site: parts.get(site, 1) for site in self.canon_set}
 
@@ -239,27 +241,24 @@ class ModelArgs:
         return {"partial_rope_a": 2, "partial_rope_b": 4}.get(self.position, 1)
 
     @property
-    def rope_heads(self) -> int:
-        """How many heads of q rotate: the first ones; 0 if positions are not rotary."""
-        return self.num_heads // self.rope_share if self.position in ROTARY else 0
-
-    @property
     def rope_dim(self) -> int:
         """How many dims of a rotating head rotate: the first ones; 0 if none does."""
+        if self.position not in ROTARY:
+            return 0
         if self.partial_rope_dim:
             return self.partial_rope_dim
         divisor = {"partial_rope_a": 2, "partial_rope_c": 4}.get(self.position, 1)
-        return self.head_dim // divisor if self.position in ROTARY else 0
+        return self.head_dim // divisor
 
 
 def _marks(kind: type) -> dict[str, Any]:
-    """Return the mark of type `kind` in the annotation of each field of ModelArgs that has one."""
-    return {
-        name: mark
-        for name, hint in get_type_hints(ModelArgs, include_extras=True).items()
-        for mark in getattr(hint, "__metadata__", ())
-        if isinstance(mark, kind)
-    }
+    """Return what is of type `kind` in the annotations of ModelArgs, by field."""
+    marks = {}
+    for name, hint in get_type_hints(ModelArgs, include_extras=True).items():
+        for mark in getattr(hint, "__metadata__", ()):
+            if isinstance(mark, kind):
+                marks[name] = mark
+    return marks
 
 
 RANGES: Mapping[str, Range] = MappingProxyType(_marks(Range))
@@ -294,7 +293,8 @@ _CANON_FIELDS = ("canon_residual", "canon_activation", "canon_trainable", "canon
 def _check(args: ModelArgs) -> None:
     # Each field alone
     for name, range_ in RANGES.items():
-        if not range_.contains(value := getattr(args, name)):
+        value = getattr(args, name)
+        if not range_.contains(value):
             raise _out_of_range(name, value, range_.expected)
     for name, choices in CHOICES.items():
         check_choice(name, getattr(args, name), choices)
@@ -352,20 +352,18 @@ def _check_position(args: ModelArgs) -> None:
                 f"an even number below the head dim, {args.head_dim}, or 0 for a quarter",
             )
 
-    # position -> divisors of the number of heads and of the head dim
-    divisors = {
-        "rope": (1, 2),
-        "h_alibi": (2, 1),
-        "partial_rope_a": (2, 4),
-        "partial_rope_b": (4, 2),
-        "partial_rope_c": (1, 2 if args.partial_rope_dim else 8),
-    }
-    heads_divisor, dims_divisor = divisors.get(args.position, (1, 1))
+    # one in `rope_share` heads rotates, of q and of k; half of H-ALiBi's heads have a window
+    heads_divisor = 2 if args.position == "h_alibi" else args.rope_share
     if args.position == "h_alibi" or not args.num_kv_heads:
         _divide_for_position(args, "num_heads", args.num_heads, heads_divisor)
     else:
         _divide_for_position(args, "num_kv_heads", args.num_kv_heads, heads_divisor)
-    _divide_for_position(args, "head_dim", args.head_dim, dims_divisor)
+
+    # dims rotate in pairs: all, the half (a), or a quarter (c)
+    dims_divisor = {"rope": 2, "partial_rope_a": 4, "partial_rope_b": 2, "partial_rope_c": 8}
+    if args.partial_rope_dim:
+        dims_divisor["partial_rope_c"] = 2
+    _divide_for_position(args, "head_dim", args.head_dim, dims_divisor.get(args.position, 1))
 
 
 def _divide_for_position(args: ModelArgs, name: str, number: int, divisor: int) -> None:
@@ -386,13 +384,14 @@ def _check_mixer(args: ModelArgs) -> None:
             f'mixer = "{args.mixer}" has no positions: set position = "nope", not '
             f'"{args.position}"',
         )
+
     for name, mixers in _MIXERS_OF.items():
         if args.mixer not in mixers:
             _refuse(args, [name], f"mixer = {' or '.join(mixers)}, not {args.mixer}")
     if args.mixer_conv and "B" in args.canon_set:
         raise _conflict(
             "mixer_conv",
-            "mixer_conv = true beside Canon-B, which replaces it: set mixer_conv = false, or "
+            "mixer_conv = true with Canon-B, which replaces it: set mixer_conv = false, or "
             "canon_set without B",
         )
 
@@ -403,6 +402,8 @@ def _check_ffn(args: ModelArgs) -> None:
         if args.ffn == "none":
             _refuse(args, ["ffn_activation"], 'a feed-forward, but ffn = "none"')
         return
+
+    # mixtures of experts
     if args.experts_per_token > args.num_experts:
         raise _out_of_range(
             "experts_per_token", args.experts_per_token, f"at most num_experts = {args.num_experts}"
@@ -429,21 +430,23 @@ def _check_canon(args: ModelArgs) -> None:
             f'canon_set = "{args.canon_set}": ffn = "moe" sends neighboring tokens to different '
             "experts, whose inner channels D could not mix: choose from A, B and C",
         )
+
+    # options of Canon
     if args.canon_filter == "dynamic" and not args.canon_trainable:
         _refuse(args, ["canon_trainable"], 'canon_filter = "static"')
     if not args.canon_set:
-        needed = 'Canon layers, but canon_set = ""'
-        if not args.mixer_conv:
-            _refuse(args, ["canon_kernel"], needed)
-        _refuse(args, _CANON_FIELDS, needed)
+        requirement = 'Canon layers, but canon_set = ""'
+        if not args.mixer_conv:  # the native conv1d has canon_kernel taps too
+            _refuse(args, ["canon_kernel"], requirement)
+        _refuse(args, _CANON_FIELDS, requirement)
 
 
-def _refuse(args: ModelArgs, names: Iterable[str], needed: str) -> None:
-    """Raise UserError if one of the fields is not its default, because it needs something else."""
+def _refuse(args: ModelArgs, names: Iterable[str], requirement: str) -> None:
+    """Raise UserError if a field is not its default: its option needs the `requirement`."""
     for name in names:
         value = getattr(args, name)
         if value != getattr(ModelArgs, name):
-            raise _conflict(name, f"{name} = {str(value).lower()} needs {needed}")
+            raise _conflict(name, f"{name} = {str(value).lower()} needs {requirement}")
 
 
 def _conflict(name: str, message: str) -> UserError:
@@ -456,27 +459,31 @@ def _out_of_range(name: str, value: float, expected: str) -> UserError:
     )
 
 
+def _flavor(
+    vocab_size: int, num_layers: int, dim: int, num_heads: int, ffn_dim: int, max_seq_len: int
+) -> ModelArgs:
+    return ModelArgs(
+        vocab_size, num_layers, dim, num_heads, ffn_dim=ffn_dim, max_seq_len=max_seq_len
+    )
+
+
 # The paper's F = 8D/3 is rounded up to a multiple of 8: Canon-D's fast kernels need that.
-_SIZES = {
-    # name: V, L, D, H, F, tokens
-    "debug": (512, 2, 64, 4, 176, 128),
-    "quickstart": (2048, 3, 128, 4, 344, 256),
-    "4M": (2000, 4, 256, 4, 768, 512),  # the TinyStories ablation
-    "162M": (32000, 16, 768, 8, 2048, 4096),  # Llama medium
-    # the synthetic tasks' sizes, section 3
-    "8L512D": (32000, 8, 512, 8, 1368, 4096),
-    "8L768D": (32000, 8, 768, 12, 2048, 4096),
-    "12L512D": (32000, 12, 512, 8, 1368, 4096),
-    "12L768D": (32000, 12, 768, 12, 2048, 4096),
-    "1b3": (32000, 24, 2048, 32, 5504, 4096),  # section 9 and appendix B
-    # the released LlamaCanon checkpoints are wider
-    "1b3_released": (32000, 24, 2048, 32, 5632, 4096),
-    "1b7": (32000, 24, 2304, 24, 6144, 4096),  # SlimPajama, 300B tokens
-}
 FLAVORS: Mapping[str, ModelArgs] = MappingProxyType(
     {
-        name: ModelArgs(vocab, layers, dim, heads, ffn_dim=width, max_seq_len=length)
-        for name, (vocab, layers, dim, heads, width, length) in _SIZES.items()
+        # V, L, D, H, F, tokens
+        "debug": _flavor(512, 2, 64, 4, 176, 128),
+        "quickstart": _flavor(2048, 3, 128, 4, 344, 256),
+        "4M": _flavor(2000, 4, 256, 4, 768, 512),  # the TinyStories ablation
+        "162M": _flavor(32000, 16, 768, 8, 2048, 4096),  # Llama medium
+        # the synthetic tasks' sizes, section 3
+        "8L512D": _flavor(32000, 8, 512, 8, 1368, 4096),
+        "8L768D": _flavor(32000, 8, 768, 12, 2048, 4096),
+        "12L512D": _flavor(32000, 12, 512, 8, 1368, 4096),
+        "12L768D": _flavor(32000, 12, 768, 12, 2048, 4096),
+        "1b3": _flavor(32000, 24, 2048, 32, 5504, 4096),  # section 9 and appendix B
+        # the released LlamaCanon checkpoints are wider
+        "1b3_released": _flavor(32000, 24, 2048, 32, 5632, 4096),
+        "1b7": _flavor(32000, 24, 2304, 24, 6144, 4096),  # SlimPajama, 300B tokens
     }
 )
 
@@ -493,6 +500,17 @@ def flavor(name: str) -> ModelArgs:
     return FLAVORS[name]
 
 
+# what the paper changes for a mixer, and F / D for a feed-forward
+_MIXER_SIZES: dict[str, dict[str, Any]] = {
+    "gla": {"num_heads": 4},
+    "mamba2": {"num_heads": 16, "ffn": "none"},
+    "gated_deltanet": {"num_heads": 12, "expand_k": 0.75, "expand_v": 1.5},
+}
+_FFN_EXPANSION = {"standard": 4, "moe": 1}
+# of 6 D^2 parameters, which a gated feed-forward of F = 2 D makes up to 12 D^2
+_SMALL_MIXERS = ("mamba2", "gated_deltanet")
+
+
 def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Fill in the sizes that the paper changes in the flavor `base` for a mixer or feed-forward.
 
@@ -500,27 +518,25 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
     which there are twice as many (appendix C).
     """
     sizes = dict(overrides)
-    dim = sizes.get("dim", base.dim)
     mixer = sizes.get("mixer", base.mixer)
-    if mixer != base.mixer:
-        heads = {"gla": 4, "mamba2": 16, "gated_deltanet": 12}
+    is_new_mixer = mixer != base.mixer
+    if is_new_mixer:
         has_canon_b = "B" in str(sizes.get("canon_set", base.canon_set)).upper()
-        sizes.setdefault("position", "nope")
-        sizes.setdefault("num_heads", heads.get(mixer, base.num_heads))  # refused by ModelArgs
-        sizes.setdefault("mixer_conv", mixer != "gla" and not has_canon_b)
-    if mixer == "gated_deltanet" != base.mixer:
-        sizes.setdefault("expand_k", 0.75)
-        sizes.setdefault("expand_v", 1.5)
-    if mixer == "mamba2" != base.mixer:
-        sizes.setdefault("ffn", "none")
+        defaults = {
+            "position": "nope",
+            "num_heads": base.num_heads,
+            "mixer_conv": mixer != "gla" and not has_canon_b,
+        }
+        # ModelArgs refuses an unknown mixer
+        sizes = defaults | _MIXER_SIZES.get(mixer, {}) | sizes
 
     ffn = sizes.get("ffn", base.ffn)
-    if ffn == "none" != base.ffn:
+    is_new_ffn = ffn != base.ffn
+    if is_new_ffn and ffn == "none":
         sizes.setdefault("num_layers", 2 * base.num_layers)
-    if mixer in ("mamba2", "gated_deltanet") and mixer != base.mixer and ffn == "gated":
-        sizes.setdefault("ffn_dim", 2 * dim)
-    if ffn == "standard" != base.ffn:
-        sizes.setdefault("ffn_dim", 4 * dim)
-    if ffn == "moe" != base.ffn:
-        sizes.setdefault("ffn_dim", dim)
+    expansion = _FFN_EXPANSION.get(ffn) if is_new_ffn else None
+    if is_new_mixer and mixer in _SMALL_MIXERS and ffn == "gated":
+        expansion = 2
+    if expansion is not None:
+        sizes.setdefault("ffn_dim", expansion * sizes.get("dim", base.dim))
     return sizes

@@ -8,17 +8,16 @@ rotated pairs of a head (rope_dim / 2).
 """
 
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import triton_kernels
-from canon_pretrain.kernels.compiled import Segments
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.attend import Attend, Mask
-from canon_pretrain.model.cache import Memory
-from canon_pretrain.model.canon import CanonOfParts, Stream, make_canon, per_reader
+from canon_pretrain.model.attend import Attend
+from canon_pretrain.model.cache import NO_CONTEXT, Context
+from canon_pretrain.model.canon import Canon, Stream, make_canon, per_reader
 
 
 def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -37,18 +36,26 @@ def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, T
 def apply_rope(x_BTHK: Tensor, cos_TR: Tensor, sin_TR: Tensor, rope_heads: int) -> Tensor:
     """Rotate pairs (a, b) of the first 2R dims of `rope_heads` heads, in float32; copy the rest."""
     rope_dim = 2 * cos_TR.shape[1]
-    heads, still_heads = x_BTHK[:, :, :rope_heads], x_BTHK[:, :, rope_heads:]
-    moving, still_dims = heads[..., :rope_dim], heads[..., rope_dim:]
-    pairs = moving.to(torch.promote_types(x_BTHK.dtype, torch.float32)).unflatten(-1, (-1, 2))
-    first, second = pairs.unbind(-1)
-    cos, sin = cos_TR[:, None], sin_TR[:, None]  # broadcast over the heads
-    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
-    y = turned.flatten(-2).to(x_BTHK.dtype)
-    if still_dims.shape[3]:
-        y = torch.cat((y, still_dims), dim=3)
-    if still_heads.shape[2]:
-        y = torch.cat((y, still_heads), dim=2)
-    return y
+    rotating_heads = x_BTHK[:, :, :rope_heads]
+    other_heads = x_BTHK[:, :, rope_heads:]
+    rotating_dims = rotating_heads[..., :rope_dim]
+    other_dims = rotating_heads[..., rope_dim:]
+
+    # (a, b) -> (a cos - b sin, a sin + b cos)
+    dtype = torch.promote_types(x_BTHK.dtype, torch.float32)
+    a_BTHR, b_BTHR = rotating_dims.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    cos_T1R = cos_TR[:, None]
+    sin_T1R = sin_TR[:, None]
+    rotated = torch.stack(
+        (a_BTHR * cos_T1R - b_BTHR * sin_T1R, a_BTHR * sin_T1R + b_BTHR * cos_T1R), dim=-1
+    )
+
+    y_BTHK = rotated.flatten(-2).to(x_BTHK.dtype)
+    if other_dims.shape[3]:
+        y_BTHK = torch.cat((y_BTHK, other_dims), dim=3)
+    if other_heads.shape[2]:
+        y_BTHK = torch.cat((y_BTHK, other_heads), dim=2)
+    return y_BTHK
 
 
 class Rope(nn.Module):
@@ -69,8 +76,9 @@ class Rope(nn.Module):
         """Compute the tables on `device`, as after `to_empty`."""
         # computed on the CPU and copied, for the same bits on every machine
         args = self.args
-        tables = rope_tables(args.max_seq_len, args.rope_dim, args.rope_theta)
-        self.cos_TR, self.sin_TR = (table.to(device) for table in tables)
+        cos_TR, sin_TR = rope_tables(args.max_seq_len, args.rope_dim, args.rope_theta)
+        self.cos_TR = cos_TR.to(device)
+        self.sin_TR = sin_TR.to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -80,12 +88,14 @@ class Rope(nn.Module):
         return self
 
     def forward(self, x_BTHK: Tensor, start: int | Tensor = 0) -> Tensor:
-        """Return q or k rotated to the positions start, start + 1, ..; a tensor [1] is of one."""
+        """Return q or k rotated to the positions start, start + 1, ..; of one token if a tensor."""
         rope_heads = x_BTHK.shape[2] // self.args.rope_share
+        rows: slice | Tensor
         if isinstance(start, Tensor):
-            return apply_rope(x_BTHK, self.cos_TR[start], self.sin_TR[start], rope_heads)
-        stop = start + x_BTHK.shape[1]
-        return apply_rope(x_BTHK, self.cos_TR[start:stop], self.sin_TR[start:stop], rope_heads)
+            rows = start
+        else:
+            rows = slice(start, start + x_BTHK.shape[1])
+        return apply_rope(x_BTHK, self.cos_TR[rows], self.sin_TR[rows], rope_heads)
 
 
 class Attention(nn.Module):
@@ -103,62 +113,88 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, k_dim, bias=args.bias)
         self.wv = nn.Linear(args.dim, v_dim, bias=args.bias)
         self.wo = nn.Linear(q_dim, args.dim, bias=args.bias)
-        self.qk_norm, self.norm_eps = args.qk_norm, args.norm_eps
-        q_width, k_width = {"full": (q_dim, k_dim)}.get(args.qk_norm, (args.head_dim,) * 2)
-        has_norm = args.qk_norm != "none"
-        self.q_norm = nn.RMSNorm(q_width, eps=args.norm_eps) if has_norm else None
-        self.k_norm = nn.RMSNorm(k_width, eps=args.norm_eps) if has_norm else None
-        self.canon_b = make_canon(CanonOfParts, "B", args, canon_backend)
-        self.rope, self.attend = rope, attend
 
-    def forward(
-        self, x_BTD: Stream, mask: Mask = None, segments_BN: Segments = None, cache: Memory = None
-    ) -> Tensor:
-        """Return what the block adds to its residual stream, [B, T, D]; see `TransformerBlock`."""
-        x_q, x_k, x_v = per_reader(x_BTD, 3)
+        self.qk_norm = args.qk_norm
+        self.norm_eps = args.norm_eps
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
+        if args.qk_norm != "none":
+            is_full = args.qk_norm == "full"
+            self.q_norm = nn.RMSNorm(q_dim if is_full else args.head_dim, eps=args.norm_eps)
+            self.k_norm = nn.RMSNorm(k_dim if is_full else args.head_dim, eps=args.norm_eps)
+
+        self.canon_b = make_canon("B", args, canon_backend)
+        self.rope = rope
+        self.attend = attend
+
+    def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor:
+        """Return what is added to the residual stream, [B, T, D]."""
+        x_q, x_k, x_v = per_reader(x_BTD, self.readers)
         q_BTHK, k_BSGK, v_BSGK = self.heads(
-            self.wq(x_q), self.wk(x_k), self.wv(x_v), segments_BN, cache, x_q
+            self.wq(x_q), self.wk(x_k), self.wv(x_v), context, source_BTD=x_q
         )
-        if cache is not None:
-            k_BSGK, v_BSGK = cache.append(k_BSGK, v_BSGK)
-        return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, mask).flatten(-2))
+        if context.cache is not None:
+            k_BSGK, v_BSGK = context.cache.append(k_BSGK, v_BSGK)
+        return self.wo(self.attend(q_BTHK, k_BSGK, v_BSGK, context.mask).flatten(-2))
 
     def heads(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        segments_BN: Segments,
-        cache: Memory,
+        context: Context = NO_CONTEXT,
         source_BTD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q_BTHK, k_BTGK and v_BTGK for attention, from the projections of `source_BTD`."""
-        # in an export, an adapter (PEFT) may wrap canon_b
-        if cache is None and isinstance(self.canon_b, CanonOfParts):
-            if kernels := triton_kernels(self.canon_b.backend, q):
-                options = self.canon_b.options(segments_BN) | {"qk_norm": self.qk_norm}
-                if self.q_norm is not None and self.k_norm is not None:
-                    options |= {"q_gain": self.q_norm.weight, "k_gain": self.k_norm.weight}
-                if self.rope is not None:
-                    options["rope_share"] = self.rope.args.rope_share
-                    options["cos_TR"] = self.rope.cos_TR[: q.shape[1]]
-                    options["sin_TR"] = self.rope.sin_TR[: q.shape[1]]
-                options |= {"head_dim": self.head_dim, "eps": self.norm_eps}
-                return kernels.canon_qkv_triton(q, k, v, self.canon_b.weight, **options)
-        q, k = self._norm("full", q, k)
+        """Return q_BTHK, k_BTGK and v_BTGK for attention, from the projections of `source_BTD`.
+
+        q is [B, T, H K], k and v are [B, T, G K].
+        """
+        fused = self._fused_heads(q, k, v, context)
+        if fused is not None:
+            return fused
+
+        if self.qk_norm == "full":
+            q, k = self._norm(q, k)
         if self.canon_b is not None:
-            q, k, v = self.canon_b((q, k, v), segments_BN, cache, source_BTD)
+            q, k, v = self.canon_b((q, k, v), context, source_BTD)
         q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
-        q_BTHK, k_BTGK = self._norm("per_head", q_BTHK, k_BTGK)
+        if self.qk_norm == "per_head":
+            q_BTHK, k_BTGK = self._norm(q_BTHK, k_BTGK)
         if self.rope is not None:
-            start: int | Tensor = 0
-            if cache is not None:
-                start = cache.start if cache.position is None else cache.position
-            q_BTHK, k_BTGK = self.rope(q_BTHK, start), self.rope(k_BTGK, start)
+            start = 0 if context.cache is None else context.cache.next_position
+            q_BTHK = self.rope(q_BTHK, start)
+            k_BTGK = self.rope(k_BTGK, start)
         return q_BTHK, k_BTGK, v_BTGK
 
-    def _norm(self, scope: str, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply QK-norm if the model's is of this `scope`."""
-        if self.qk_norm != scope or self.q_norm is None or self.k_norm is None:
-            return q, k
+    def _norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(q), self.k_norm(k)
+
+    def _fused_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return what `heads` does, by the Triton kernels; None if they can't compute it."""
+        # in an export, an adapter (PEFT) may wrap canon_b: then its forward must run
+        if context.cache is not None or not isinstance(self.canon_b, Canon):
+            return None
+        kernels = triton_kernels(self.canon_b.backend, q)
+        if kernels is None:
+            return None
+
+        options: dict[str, Any] = self.canon_b.options(context.segments_BN)
+        if self.q_norm is not None and self.k_norm is not None:
+            options |= {"q_gain": self.q_norm.weight, "k_gain": self.k_norm.weight}
+        if self.rope is not None:
+            options["rope_share"] = self.rope.args.rope_share
+            options["cos_TR"] = self.rope.cos_TR[: q.shape[1]]
+            options["sin_TR"] = self.rope.sin_TR[: q.shape[1]]
+        return kernels.canon_qkv_triton(
+            q,
+            k,
+            v,
+            self.canon_b.weight,
+            head_dim=self.head_dim,
+            qk_norm=self.qk_norm,
+            eps=self.norm_eps,
+            **options,
+        )

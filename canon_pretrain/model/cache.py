@@ -1,28 +1,47 @@
-"""A model's cache for generation: segments, keys, values and Canon's state.
+"""What a block receives beside the hidden state, and a model's cache for generation.
 
-Canon's state is what the last K - 1 inputs of every site add to the next outputs, or, with dynamic
-filters, these inputs (kernels/decode_step.py).
+The cache holds segments, keys, values and Canon's state: what the last K - 1 inputs of every site
+add to the next outputs or, with dynamic filters, these inputs (kernels/decode_step.py).
 
 Attention and Canon mix a token only with earlier ones of its segment: a document if the model masks
 documents, else the row; padding is its own segment.
 
 Shapes: B rows, T new tokens, S tokens so far, G key-value heads, K head dim, C channels, P previous
-tokens in Canon's window.
+tokens in Canon's window, N = P + T.
 """
 
 import copy
-from typing import Any
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.decode_step import CanonMemory, CanonStep, DynamicMemory, group_steps
+from canon_pretrain.model.attend import Mask
 
 FIRST_CAPACITY = 64
 PADDING = -1
 BEFORE_START = -2
 """The segment of positions before the first token, which no token has."""
+
+
+class Context(NamedTuple):
+    """What every module of a block needs to know about earlier tokens.
+
+    A NamedTuple: FSDP2, activation checkpointing and accelerate find the tensors in it.
+    """
+
+    # from `Attend.mask`; None: causal attention, or a mixer without masks
+    mask: Mask = None
+    # int32, segments of the tokens and of the P before them; None: each row is one segment
+    segments_BN: Tensor | None = None
+    # the block's cache of the tokens before, to which these are added; None: these are all
+    cache: "LayerCache | None" = None
+
+
+NO_CONTEXT = Context()
 
 
 def document_numbers(tokens_BT: Tensor, eos_id: int, first_B: Tensor | None = None) -> Tensor:
@@ -33,10 +52,10 @@ def document_numbers(tokens_BT: Tensor, eos_id: int, first_B: Tensor | None = No
 
 
 def window_segments(segments_BS: Tensor, num_tokens: int, reach: int) -> Tensor:
-    """Return the last `num_tokens` segments and `reach` before them, int32 [B, P + T]."""
-    missing = max(0, num_tokens + reach - segments_BS.shape[1])
-    last = segments_BS[:, max(0, segments_BS.shape[1] - num_tokens - reach) :]
-    return torch.nn.functional.pad(last, (missing, 0), value=BEFORE_START)
+    """Return the last `num_tokens` segments and `reach` before them, int32 [B, N]."""
+    start = segments_BS.shape[1] - num_tokens - reach
+    window_BN = segments_BS[:, max(0, start) :]
+    return F.pad(window_BN, (max(0, -start), 0), value=BEFORE_START)
 
 
 def segment_starts(segments_BN: Tensor | None, num_tokens: int) -> Tensor | None:
@@ -48,60 +67,71 @@ def segment_starts(segments_BN: Tensor | None, num_tokens: int) -> Tensor | None
 
 
 class LayerCache:
-    """The cache of one block. `start`: tokens before those now being read."""
+    """The cache of one block. `start`: number of tokens before those that are being read."""
 
     def __init__(self, capacity: int = FIRST_CAPACITY) -> None:
-        self.start, self._capacity = 0, capacity
-        self.position: Tensor | None = None  # see Cache.fix
+        self.start = 0
+        self._capacity = capacity
+        self._position: Tensor | None = None
         # [B, G, capacity, K], as the values: twice as fast to read as [B, capacity, G, K]
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+        # by the letter of the site; empty before the first token
         self.canon: dict[str, CanonMemory | DynamicMemory] = {}
-        """By the letter of the site; empty until it has read a token."""
-        self.state: Tensor | None = None  # of a linear mixer, [B, H, K, V]
+        self.state: Tensor | None = None  # of a recurrent mixer, [B, H, K, V]
+
+    @property
+    def next_position(self) -> int | Tensor:
+        """Position of the token that is read next; once fixed, a tensor [1] on the device."""
+        return self.start if self._position is None else self._position
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values; return all so far, [B, S, G, K] each; once fixed, all room."""
-        if self.position is not None:
+        """Append keys and values; return all so far, [B, S, G, K] each.
+
+        Once fixed, S is the capacity: the mask of the step hides what is not read yet.
+        """
+        k_BGTK = k_BTGK.transpose(1, 2)
+        v_BGTK = v_BTGK.transpose(1, 2)
+        if self._position is not None:
             assert self._keys is not None and self._values is not None
-            self._keys.index_copy_(2, self.position, k_BTGK.transpose(1, 2))
-            self._values.index_copy_(2, self.position, v_BTGK.transpose(1, 2))
+            self._keys.index_copy_(2, self._position, k_BGTK)
+            self._values.index_copy_(2, self._position, v_BGTK)
             return self._keys.transpose(1, 2), self._values.transpose(1, 2)
 
         stop = self.start + k_BTGK.shape[1]
-        self._keys = self._grown(self._keys, k_BTGK, stop)
-        self._values = self._grown(self._values, v_BTGK, stop)
-        self._keys[:, :, self.start : stop] = k_BTGK.transpose(1, 2)
-        self._values[:, :, self.start : stop] = v_BTGK.transpose(1, 2)
+        self._keys = self._with_room(self._keys, k_BGTK, stop)
+        self._values = self._with_room(self._values, v_BGTK, stop)
+        self._keys[:, :, self.start : stop] = k_BGTK
+        self._values[:, :, self.start : stop] = v_BGTK
         return self._keys[:, :, :stop].transpose(1, 2), self._values[:, :, :stop].transpose(1, 2)
 
-    def _grown(self, held: Tensor | None, new_BTGK: Tensor, stop: int) -> Tensor:
-        """Return `held` with capacity for `stop` tokens, at least doubled if it has to grow."""
-        if held is not None and held.shape[2] >= stop:
-            return held
-        capacity = max(stop, self._capacity if held is None else 2 * held.shape[2])
-        num_rows, _, num_heads, head_dim = new_BTGK.shape
-        grown = new_BTGK.new_empty(num_rows, num_heads, capacity, head_dim)
-        if held is not None:
-            grown[:, :, : held.shape[2]] = held
-        return grown
+    def _with_room(self, buffer: Tensor | None, new_BGTK: Tensor, stop: int) -> Tensor:
+        """Return `buffer` with capacity for `stop` tokens, at least doubled if it has to grow."""
+        old_capacity = 0 if buffer is None else buffer.shape[2]
+        if buffer is not None and old_capacity >= stop:
+            return buffer
+        capacity = max(stop, 2 * old_capacity or self._capacity)
+        num_rows, num_heads, _, head_dim = new_BGTK.shape
+        larger = new_BGTK.new_empty(num_rows, num_heads, capacity, head_dim)
+        if buffer is not None:
+            larger[:, :, :old_capacity] = buffer
+        return larger
 
     def fix(self, position: Tensor) -> None:
         """Write the next tokens in place, at `position`; see Cache.fix."""
-        self.position = position
-        for held in (self._keys, self._values):
-            if held is not None:  # masked scores of what is not read yet must be finite
-                held[:, :, self.start :] = 0
+        self._position = position
+        for buffer in (self._keys, self._values):
+            if buffer is not None:  # masked scores of what is not read yet must be finite
+                buffer[:, :, self.start :] = 0
 
     def select_rows(self, rows_N: Tensor) -> None:
         """Keep these rows, in this order; repeats are allowed."""
         if self._keys is not None and self._values is not None:
-            self._keys, self._values = self._keys[rows_N], self._values[rows_N]
-        self.state = None if self.state is None else self.state[rows_N]
+            self._keys = self._keys[rows_N]
+            self._values = self._values[rows_N]
+        if self.state is not None:
+            self.state = self.state[rows_N]
         self.canon = {site: memory.select_rows(rows_N) for site, memory in self.canon.items()}
-
-
-Memory = LayerCache | None
 
 
 class Cache:
@@ -109,13 +139,16 @@ class Cache:
 
     def __init__(self, num_layers: int, capacity: int = FIRST_CAPACITY) -> None:
         self.layers = [LayerCache(capacity) for _ in range(num_layers)]
-        self.length, self.capacity = 0, capacity
-        self.position: Tensor | None = None  # see fix()
+        self.length = 0
+        self.capacity = capacity
+        self.position: Tensor | None = None  # [1], `length` on the device; see fix()
+        self.next_document: Tensor | None = None  # int32 [B], that of each row's next token
         self._all_layers_read = True  # equally many tokens
-        self._steps: list[CanonStep] = []  # of the last token, if it was read alone
-        self._segments: Tensor | None = None  # int32 [B, length]; None: one segment
-        self._had_segments = self._is_continuation = False  # the last tokens
-        self.next_document: Tensor | None = None  # int32 [B]
+        self._steps: list[CanonStep] = []  # of all Canon sites, if the last token was read alone
+        self._segments: Tensor | None = None  # int32 [B, length]; None: each row is one segment
+        # whether the last tokens came with segments, or surely continue the segment before them
+        self._had_segments = False
+        self._is_continuation = False
 
     def append_segments(self, segments_BT: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
         """Append segments (None: no new one); return all so far, or None if there is one."""
@@ -124,10 +157,12 @@ class Cache:
         # tokens after marked padding are in another segment; otherwise all are 0
         self._is_continuation = segments_BT is None and not self._had_segments
         self._had_segments = segments_BT is not None
+
         if segments_BT is None:
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
         if self._segments is None:
             self._segments = segments_BT.new_zeros((tokens_BT.shape[0], self.length))
+
         if self.position is not None:
             return self._segments.index_copy_(1, self.position, segments_BT)
         self._segments = torch.cat((self._segments, segments_BT), dim=1)
@@ -138,12 +173,16 @@ class Cache:
         if self._segments is None or self._is_continuation:
             return None
         if self.position is not None:
-            places_N = self.position + torch.arange(-reach, 1, device=self.position.device)
-            segments_BN = self._segments[:, places_N.clamp(min=0)]
-            return segments_BN.masked_fill(places_N < 0, BEFORE_START)
+            offsets_N = torch.arange(-reach, 1, device=self.position.device)
+            positions_N = self.position + offsets_N
+            segments_BN = self._segments[:, positions_N.clamp(min=0)]
+            return segments_BN.masked_fill(positions_N < 0, BEFORE_START)
+
         segments_BN = window_segments(self._segments, num_tokens, reach)
+        # a single token is faster without segments: worth that the host looks at them
         if num_tokens == 1 and not torch.compiler.is_compiling():
-            return None if torch.equal(segments_BN[:, -1], segments_BN[:, -2]) else segments_BN
+            if torch.equal(segments_BN[:, -1], segments_BN[:, -2]):
+                return None
         return segments_BN
 
     def begin(self, num_tokens: int, segments_BN: Tensor | None) -> None:
@@ -156,9 +195,11 @@ class Cache:
         self._all_layers_read = False
         for layer in self.layers:
             layer.start = self.length
-        if num_tokens == 1 and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-            memories = [memory for layer in self.layers for memory in layer.canon.values()]
-            static = [memory for memory in memories if isinstance(memory, CanonMemory)]
+
+        # all static Canon sites read a single token in one launch
+        is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if num_tokens == 1 and not is_traced:
+            static = [memory for memory in self._memories() if isinstance(memory, CanonMemory)]
             self._steps = group_steps(static, self._steps)
         else:
             self._steps = []
@@ -174,6 +215,9 @@ class Cache:
             self.position.add_(num_tokens)
         self._all_layers_read = True
 
+    def _memories(self) -> list[CanonMemory | DynamicMemory]:
+        return [memory for layer in self.layers for memory in layer.canon.values()]
+
     def fix(self, device: torch.device) -> None:
         """From now on read one token at a time, in place, up to `capacity` tokens.
 
@@ -186,33 +230,37 @@ class Cache:
             layer.fix(self.position)
         if self._segments is not None:
             room = self.capacity - self.length
-            self._segments = torch.nn.functional.pad(self._segments, (0, room), value=BEFORE_START)
+            self._segments = F.pad(self._segments, (0, room), value=BEFORE_START)
 
     def replaced(self) -> list[list[Tensor | None]]:
         """Return the tensors that a pass replaces by new ones, for `keep`."""
-        return [list(value) if isinstance(value, list) else [value] for *_, value in self._slots()]
+        values = [getattr(owner, name) for owner, name in self._replaced_attributes()]
+        return [list(value) if isinstance(value, list) else [value] for value in values]
 
     def keep(self, earlier: list[list[Tensor | None]], *, copies: bool) -> None:
         """Put back the `earlier` tensors; with `copies`, with the values of the present ones."""
-        for (owner, name, value), tensors in zip(self._slots(), earlier, strict=True):
-            news = value if isinstance(value, list) else [value]
-            for old, new in zip(tensors, news, strict=True):
+        for (owner, name), old_tensors in zip(self._replaced_attributes(), earlier, strict=True):
+            value = getattr(owner, name)
+            is_list = isinstance(value, list)
+            for old, new in zip(old_tensors, value if is_list else [value], strict=True):
                 if copies and old is not None and new is not None and new is not old:
                     old.copy_(new)
-            setattr(owner, name, tensors if isinstance(value, list) else tensors[0])
+            setattr(owner, name, old_tensors if is_list else old_tensors[0])
 
-    def _slots(self) -> list[tuple[object, str, Any]]:
-        """Return (owner, attribute, value) of what a pass of one token replaces."""
-        owners: list[tuple[object, str]] = [(self, "next_document")]
-        owners += [(layer, "state") for layer in self.layers]
-        memories = [memory for layer in self.layers for memory in layer.canon.values()]
-        owners += [(each, "windows") for each in memories if isinstance(each, DynamicMemory)]
-        return [(owner, name, getattr(owner, name)) for owner, name in owners]
+    def _replaced_attributes(self) -> list[tuple[object, str]]:
+        """Return (owner, name) of each tensor, or list of tensors, that a pass replaces."""
+        dynamic = [memory for memory in self._memories() if isinstance(memory, DynamicMemory)]
+        return [
+            (self, "next_document"),
+            *((layer, "state") for layer in self.layers),
+            *((memory, "windows") for memory in dynamic),
+        ]
 
     def undo_pass(self, earlier: list[list[Tensor | None]], length: int) -> None:
-        """Forget a pass that has computed nothing, as one that was captured."""
+        """Forget a pass that has computed nothing, such as one that was captured."""
         self.keep(earlier, copies=False)
-        self.length, self._all_layers_read = length, True
+        self.length = length
+        self._all_layers_read = True
 
     def branch(self, rows_N: Tensor) -> "Cache":
         """Return a new cache of these rows (int64; repeats allowed)."""

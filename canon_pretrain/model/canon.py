@@ -6,7 +6,7 @@ feed-forward, D on its inner projections (paper, section 4).
 Dynamic filters (`canon_filter`) are those of Sieberling et al., arXiv 2606.03825, in the low-rank
 form of its code (github.com/OliverSieberling/dynamic-conv1d): tap i of token t and channel c is
 W[c, i] + sum_r up[c, r, i] (down s_t)_r, R = 15, without nonlinearity; s is the input of the linear
-layer whose outputs are mixed, and every such layer (wq, wk, wv, ..) has filters of its own. Initial
+layer whose outputs are mixed, and every such layer (wq, wk, wv, ..) has its own filters. Initial
 values are the code's: W as Canon's, down U(-D^-1/2, D^-1/2), up 0. Assumed, since we had the code
 and not the paper's text: at A and C, which the code lacks, s is the site's own input; Mamba2's
 in_proj is one layer; residual and activation are Canon's options (the code: residual, none).
@@ -14,7 +14,7 @@ in_proj is one layer; residual and activation are Canon's options (the code: res
 Shapes: B batch, T tokens, D hidden, C channels, K taps of the kernel, R rank, N = K - 1 + T.
 """
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,85 +30,53 @@ from canon_pretrain.kernels.backends import (
 from canon_pretrain.kernels.compiled import Segments
 from canon_pretrain.kernels.decode_step import CanonMemory, DynamicMemory, Parts
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import LayerCache, Memory
+from canon_pretrain.model.cache import NO_CONTEXT, Context, LayerCache
 from canon_pretrain.model.counts import DYNAMIC_RANK
 
 Stream = Tensor | Parts
+"""The input of a mixer or feed-forward: x_BTD, or a copy of it per reader (`per_reader`)."""
 
 
-class Canon(nn.Module):
-    """The Canon layer of `site`, a letter of args.canon_set.
+class CausalFilter(nn.Module):
+    """Mix each token with the K - 1 before it in its segment, per channel.
 
-    `weight` is [C, 1, K] as in a depthwise `nn.Conv1d`: the last tap is the current token's.
-    Dynamic filters add `up` [C, R, K] and `down`, R rows for each part that the site mixes.
+    `weight` is [C, 1, K] as in a depthwise `nn.Conv1d`: the last tap is the current token's. The C
+    channels are those of all tensors that are mixed. `site` is the filter's key in a LayerCache.
     """
 
-    def __init__(self, args: ModelArgs, site: str, backend: str = "auto") -> None:
+    def __init__(
+        self,
+        site: str,
+        num_channels: int,
+        num_taps: int,
+        backend: str,
+        *,
+        residual: bool,
+        activation: bool,
+    ) -> None:
         super().__init__()
-        dynamic = args.canon_filter == "dynamic"
         self.site = site
-        self.backend = resolve_backend(backend, args.canon_kernel, dynamic=dynamic)
-        self.residual = args.canon_residual
-        self.activation = args.canon_activation
-        channels, num_taps = args.canon_channels[site], args.canon_kernel
-        weight = torch.empty(channels, 1, num_taps)
-        self.weight = nn.Parameter(weight, requires_grad=args.canon_trainable)
-        nn.init.uniform_(self.weight, -args.canon_bound, args.canon_bound)
-        self.down: nn.Parameter | None = None
-        self.up: nn.Parameter | None = None
-        if dynamic:
-            self.down = nn.Parameter(torch.empty(DYNAMIC_RANK * args.canon_parts[site], args.dim))
-            self.up = nn.Parameter(torch.empty(channels, DYNAMIC_RANK, num_taps))
+        self.backend = backend
+        self.residual = residual
+        self.activation = activation
+        self.weight = nn.Parameter(torch.empty(num_channels, 1, num_taps))
 
     def forward(
-        self,
-        x_BTC: Tensor,
-        segments_BN: Segments = None,
-        cache: Memory = None,
-        source_BTD: Tensor | None = None,
-    ) -> Tensor:
-        """Return y_BTC of equation 4.1, in the dtype of x.
-
-        `segments_BN` (int32): the segments of the tokens and of the K - 1 before them, if a row has
-        several. `cache`: this block's cache of the tokens before x; x is added to it. `source_BTD`:
-        what dynamic filters depend on, x by default.
-        """
-        if self.up is not None:
-            source_BTD = x_BTC if source_BTD is None else source_BTD
-            return self._dynamic((x_BTC,), segments_BN, cache, source_BTD)[0]
-        if cache is not None:
-            return self._read((x_BTC,), segments_BN, cache)[0]
-        return canon(x_BTC, self.weight, **self.options(segments_BN), backend=self.backend)
-
-    def _dynamic(
-        self, parts: Parts, segments_BN: Segments, cache: Memory, source_BTD: Tensor | None
+        self, parts: Parts, context: Context = NO_CONTEXT, source_BTD: Tensor | None = None
     ) -> Parts:
-        """Mix with taps that depend on `source_BTD`; the static ones are one more rank, z = 1."""
-        assert self.down is not None and source_BTD is not None
+        """Return y_BTC of equation 4.1 for each x_BTC of `parts`, in its dtype.
 
-        def weights() -> tuple[Tensor, ...]:
-            assert self.up is not None
-            weight_CRK = torch.cat((self.up, self.weight), dim=1)
-            return weight_CRK.split([part.shape[-1] for part in parts])
-
-        zs = F.linear(source_BTD, self.down).split(DYNAMIC_RANK, dim=-1)
-        zs = tuple(F.pad(z_BTR, (0, 1), value=1.0) for z_BTR in zs)
-        options = self.options(segments_BN) | {"backend": self.backend}
-        if cache is not None:
-            memory = cache.canon.setdefault(self.site, DynamicMemory())
-            assert isinstance(memory, DynamicMemory)
-            return memory.read(parts, weights, zs, **options)
-        each = zip(parts, weights(), zs, strict=True)
-        return tuple(canon(x, weight, z_BTR=z_BTR, **options) for x, weight, z_BTR in each)
-
-    def _read(self, parts: Parts, segments_BN: Segments, cache: LayerCache) -> Parts:
-        memory = cache.canon.get(self.site)
-        assert not isinstance(memory, DynamicMemory)
-        if memory is None:
-            memory = cache.canon[self.site] = CanonMemory(
-                parts[0], self.weight, residual=self.residual, activation=self.activation
-            )
-        return memory.read(parts, self.weight, segments_BN, self.backend)
+        With a cache, the tokens are added to it. `source_BTD` is what dynamic filters depend on.
+        """
+        segments_BN = context.segments_BN
+        if context.cache is not None:
+            memory = self._static_memory(context.cache, parts[0])
+            return memory.read(parts, self.weight, segments_BN, self.backend)
+        weights = self._split_by_part(self.weight, parts)
+        return tuple(
+            canon(x_BTC, weight_C1K, **self.options(segments_BN), backend=self.backend)
+            for x_BTC, weight_C1K in zip(parts, weights, strict=True)
+        )
 
     def options(self, segments_BN: Segments) -> dict[str, Any]:
         """Return the options of every kernel: residual, activation, segments."""
@@ -123,109 +91,177 @@ class Canon(nn.Module):
             "segments_BN": segments_BN,
         }
 
+    def _static_memory(self, cache: LayerCache, x_BTC: Tensor) -> CanonMemory:
+        """Return this filter's memory in `cache`, empty before the first token."""
+        memory = cache.canon.get(self.site)
+        if memory is None:
+            memory = cache.canon[self.site] = CanonMemory(
+                x_BTC, self.weight, residual=self.residual, activation=self.activation
+            )
+        assert isinstance(memory, CanonMemory)
+        return memory
 
-class CanonOfParts(Canon):
-    """One Canon layer over several tensors, each with its own rows of the weight."""
+    @staticmethod
+    def _split_by_part(weight: Tensor, parts: Parts) -> Parts:
+        """Split [C, ..] into the rows of each part's channels."""
+        if len(parts) == 1:
+            return (weight,)
+        return weight.split([part.shape[-1] for part in parts])
 
-    def forward(  # type: ignore[override]
-        self,
-        parts: Parts,
-        segments_BN: Segments = None,
-        cache: Memory = None,
-        source_BTD: Tensor | None = None,
+
+class Canon(CausalFilter):
+    """The Canon layer of `site`, a letter of args.canon_set.
+
+    Dynamic filters add `up` [C, R, K] and `down`, R rows for each part that the site mixes.
+    """
+
+    def __init__(self, args: ModelArgs, site: str, backend: str = "auto") -> None:
+        is_dynamic = args.canon_filter == "dynamic"
+        channels = args.canon_channels[site]
+        super().__init__(
+            site,
+            channels,
+            args.canon_kernel,
+            resolve_backend(backend, args.canon_kernel, dynamic=is_dynamic),
+            residual=args.canon_residual,
+            activation=args.canon_activation,
+        )
+
+        self.weight.requires_grad_(args.canon_trainable)
+        nn.init.uniform_(self.weight, -args.canon_bound, args.canon_bound)
+        self.down: nn.Parameter | None = None
+        self.up: nn.Parameter | None = None
+        if is_dynamic:
+            self.down = nn.Parameter(torch.empty(DYNAMIC_RANK * args.canon_parts[site], args.dim))
+            self.up = nn.Parameter(torch.empty(channels, DYNAMIC_RANK, args.canon_kernel))
+
+    def forward(
+        self, parts: Parts, context: Context = NO_CONTEXT, source_BTD: Tensor | None = None
     ) -> Parts:
-        """Return y_BTC of each part; see `Canon.forward`."""
-        if self.up is not None:
-            return self._dynamic(parts, segments_BN, cache, source_BTD)
-        if cache is not None:
-            return self._read(parts, segments_BN, cache)
-        weights = self.weight.split([part.shape[-1] for part in parts])
+        """Return y_BTC for each part; `source_BTD` is the first part if it is not passed."""
+        if self.down is None or self.up is None:
+            return super().forward(parts, context)
+        source_BTD = parts[0] if source_BTD is None else source_BTD
+        return self._mix_dynamically(parts, context, source_BTD, self.down, self.up)
+
+    def _mix_dynamically(
+        self, parts: Parts, context: Context, source_BTD: Tensor, down: Tensor, up: Tensor
+    ) -> Parts:
+        """Mix with taps sum_r z_r weight[:, r]: the static taps are one more rank, with z = 1."""
+
+        def weights() -> Parts:
+            return self._split_by_part(torch.cat((up, self.weight), dim=1), parts)
+
+        z_parts = F.linear(source_BTD, down).split(DYNAMIC_RANK, dim=-1)
+        zs = tuple(F.pad(z_BTR, (0, 1), value=1.0) for z_BTR in z_parts)
+        options = self.options(context.segments_BN) | {"backend": self.backend}
+        if context.cache is not None:
+            memory = context.cache.canon.setdefault(self.site, DynamicMemory())
+            assert isinstance(memory, DynamicMemory)
+            return memory.read(parts, weights, zs, **options)
         return tuple(
-            canon(part, weight, **self.options(segments_BN), backend=self.backend)
-            for part, weight in zip(parts, weights, strict=True)
+            canon(x_BTC, weight_CRK, z_BTR=z_BTR, **options)
+            for x_BTC, weight_CRK, z_BTR in zip(parts, weights(), zs, strict=True)
         )
 
 
-class ShortConv(CanonOfParts):
-    """The native conv1d of a recurrent mixer: silu(conv(x) + bias), no residual."""
-
-    def __init__(self, args: ModelArgs, backend: str = "auto", *, bias: bool = False) -> None:
-        nn.Module.__init__(self)
-        self.site, self.backend = "conv1d", resolve_backend(backend, args.canon_kernel)
-        self.residual, self.activation = False, not bias
-        self.down = self.up = None
-        self.weight = nn.Parameter(torch.empty(args.conv_channels, 1, args.canon_kernel))
-        self.bias = nn.Parameter(torch.empty(args.conv_channels)) if bias else None
-
-    def forward(  # type: ignore[override]
-        self,
-        parts: Parts,
-        segments_BN: Segments = None,
-        cache: Memory = None,
-        source_BTD: Tensor | None = None,
-    ) -> Parts:
-        """Return each part convolved; see `Canon.forward`."""
-        parts = super().forward(parts, segments_BN, cache)
-        if self.bias is None:
-            return parts
-        biases = self.bias.split([part.shape[-1] for part in parts])
-        return tuple(F.silu(part + bias) for part, bias in zip(parts, biases, strict=True))
-
-
-class CanonGate(CanonOfParts):
+class CanonGate(Canon):
     """Canon-D of a gated feed-forward, with the gate."""
 
     def __init__(self, args: ModelArgs, site: str = "D", backend: str = "auto") -> None:
         super().__init__(args, site, backend)
         self.relu2 = args.ffn_activation == "relu2"
 
-    def forward(  # type: ignore[override]
-        self,
-        parts: tuple[Tensor, Tensor],
-        segments_BN: Segments = None,
-        cache: Memory = None,
-        source_BTD: Tensor | None = None,
-    ) -> Tensor:
-        """Return act(Canon(gate)) * Canon(up), [B, T, F], of the parts (gate, up)."""
-        if cache is not None or self.up is not None:
-            gate_BTF, up_BTF = super().forward(parts, segments_BN, cache, source_BTD)
-            return ffn_activation(gate_BTF, self.relu2) * up_BTF
-        options = self.options(segments_BN) | {"relu2": self.relu2, "backend": self.backend}
-        return canon_gate(*parts, self.weight, **options)
+    def forward(
+        self, parts: Parts, context: Context = NO_CONTEXT, source_BTD: Tensor | None = None
+    ) -> Parts:
+        """Return one part, act(Canon(gate)) * Canon(up), [B, T, F], of the parts (gate, up)."""
+        # the fused kernels have neither a cache nor dynamic filters
+        if context.cache is not None or self.up is not None:
+            gate_BTF, up_BTF = super().forward(parts, context, source_BTD)
+            return (ffn_activation(gate_BTF, self.relu2) * up_BTF,)
+
+        gate_BTF, up_BTF = parts
+        y_BTF = canon_gate(
+            gate_BTF,
+            up_BTF,
+            self.weight,
+            relu2=self.relu2,
+            backend=self.backend,
+            **self.options(context.segments_BN),
+        )
+        return (y_BTF,)
 
 
-def norm_canon(
+class ShortConv(CausalFilter):
+    """The native conv1d of a recurrent mixer: silu(conv(x) + bias), no residual."""
+
+    def __init__(self, args: ModelArgs, backend: str = "auto", *, bias: bool = False) -> None:
+        super().__init__(
+            "conv1d",
+            args.conv_channels,
+            args.canon_kernel,
+            resolve_backend(backend, args.canon_kernel),
+            residual=False,
+            activation=not bias,  # silu comes after the bias, which the kernels do not have
+        )
+        self.bias = nn.Parameter(torch.empty(args.conv_channels)) if bias else None
+
+    def forward(
+        self, parts: Parts, context: Context = NO_CONTEXT, source_BTD: Tensor | None = None
+    ) -> Parts:
+        """Return each part convolved; see `CausalFilter.forward`."""
+        parts = super().forward(parts, context)
+        if self.bias is None:
+            return parts
+        biases = self._split_by_part(self.bias, parts)
+        return tuple(F.silu(part + bias) for part, bias in zip(parts, biases, strict=True))
+
+
+def make_canon(site: str, args: ModelArgs, backend: str) -> Canon | None:
+    """Return the Canon layer of `site` ("A" to "D"); None if `args` have none."""
+    if site not in args.canon_set:
+        return None
+    kind = CanonGate if site == "D" and args.ffn == "gated" else Canon
+    return kind(args, site, backend)
+
+
+def add_norm_canon(
+    h_BTD: Tensor,
+    added_BTD: Tensor | None,
     norm: nn.RMSNorm | nn.LayerNorm,
     canon: nn.Module | None,
-    h_BTD: Tensor,
-    added_BTD: Tensor | None = None,
-    segments_BN: Segments = None,
-    cache: Memory = None,
+    context: Context,
     *,
     readers: int = 1,
 ) -> tuple[Tensor, Stream]:
-    """Return h + added and Canon(norm(h + added)), [B, T, D]; if fused, once per reader."""
-    # in an export, an adapter (PEFT) may wrap `canon`
-    if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and cache is None:
-        if fused := triton_kernels(canon.backend, h_BTD):
-            options = canon.options(segments_BN) | {"added_BTD": added_BTD, "readers": readers}
-            h_BTD, *x_BTD = fused.norm_canon_stream_triton(
-                h_BTD, norm.weight, canon.weight, eps=norm.eps, **options
+    """Return h = h + added and x = Canon(norm(h)), [B, T, D], by one fused kernel if possible.
+
+    The kernel returns a copy of x for each of the `readers`, the linear layers that x is passed to:
+    so it also adds up their gradients. Pass x through `per_reader`.
+    """
+    # in an export, an adapter (PEFT) may wrap `canon`: then its forward must run
+    if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and context.cache is None:
+        if kernels := triton_kernels(canon.backend, h_BTD):
+            h_BTD, *xs_BTD = kernels.norm_canon_stream_triton(
+                h_BTD,
+                norm.weight,
+                canon.weight,
+                eps=norm.eps,
+                added_BTD=added_BTD,
+                readers=readers,
+                **canon.options(context.segments_BN),
             )
-            return h_BTD, tuple(x_BTD)
-    h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
-    y_BTD = norm(h_BTD)
-    return h_BTD, y_BTD if canon is None else canon(y_BTD, segments_BN, cache)
+            return h_BTD, tuple(xs_BTD)
+
+    if added_BTD is not None:
+        h_BTD = h_BTD + added_BTD
+    x_BTD = norm(h_BTD)
+    if canon is not None:
+        (x_BTD,) = canon((x_BTD,), context)
+    return h_BTD, x_BTD
 
 
 def per_reader(x_BTD: Stream, readers: int) -> Parts:
-    """Return x once per reader, as `norm_canon` returned it."""
+    """Return x once per reader: the copies of `add_norm_canon`, or x itself that often."""
     return x_BTD if isinstance(x_BTD, tuple) else (x_BTD,) * readers
-
-
-CanonT = TypeVar("CanonT", bound=Canon)
-
-
-def make_canon(kind: type[CanonT], site: str, args: ModelArgs, backend: str) -> CanonT | None:
-    """Return the Canon layer of `site` ("A" to "D") as a `kind`; None if `args` have none."""
-    return kind(args, site, backend) if site in args.canon_set else None

@@ -10,18 +10,22 @@ DECAY_RANK = 16
 """Rank of GLA's gate of the decay."""
 DYNAMIC_RANK = 15
 """Rank of what a dynamic Canon filter adds to its taps."""
+STATE_BYTES = 4  # recurrent states and Canon's sums are float32
 
 
 def num_parameters(args: ModelArgs) -> int:
     """Return N, the parameters of `Transformer(args)`, in closed form; those of cst-Canon too."""
-    ends = (1 if args.tie_embeddings else 2) * args.vocab_size * args.dim
+    num_ends = 1 if args.tie_embeddings else 2
+    ends = num_ends * args.vocab_size * args.dim
     return ends + _norm_parameters(args) + args.num_layers * layer_parameters(args)
 
 
 def active_parameters(args: ModelArgs) -> int:
     """Return the parameters that one token is computed with: of its own experts only."""
-    idle = args.num_experts - args.experts_per_token if args.ffn == "moe" else 0
-    return num_parameters(args) - args.num_layers * idle * _expert_parameters(args)
+    if args.ffn != "moe":
+        return num_parameters(args)
+    num_idle = args.num_experts - args.experts_per_token
+    return num_parameters(args) - args.num_layers * num_idle * _expert_parameters(args)
 
 
 def routed_parameters(args: ModelArgs) -> int:
@@ -33,48 +37,69 @@ def routed_parameters(args: ModelArgs) -> int:
 
 def layer_parameters(args: ModelArgs) -> int:
     """Return the parameters of one block."""
-    norms = 1 if args.ffn == "none" else 2
-    layer = _mixer_parameters(args) + norms * _norm_parameters(args)
+    num_norms = 1 if args.ffn == "none" else 2
+    mixer_parameters = {
+        "attention": _attention_parameters,
+        "mamba2": _mamba2_parameters,
+    }.get(args.mixer, _gated_recurrence_parameters)
+    number = mixer_parameters(args) + num_norms * _norm_parameters(args)
+
+    # Canon at all sites: taps, and with dynamic filters `up` (R per tap) and `down`
     taps = sum(args.canon_channels.values()) * args.canon_kernel
-    layer += taps
+    number += taps
     if args.canon_filter == "dynamic":
-        layer += DYNAMIC_RANK * (taps + args.dim * sum(args.canon_parts.values()))
+        number += DYNAMIC_RANK * (taps + args.dim * sum(args.canon_parts.values()))
+
     if args.ffn == "moe":
-        experts = args.num_experts + args.num_shared_experts
-        layer += args.dim * args.num_experts + experts * _expert_parameters(args)
+        num_experts = args.num_experts + args.num_shared_experts
+        number += num_experts * _expert_parameters(args) + args.dim * args.num_experts  # the router
     elif args.ffn != "none":
-        layer += args.dim * (args.ffn_in_dim + args.ffn_dim)
-        layer += args.bias * (args.ffn_in_dim + args.dim)
-    return layer
+        number += args.dim * (args.ffn_in_dim + args.ffn_dim)
+        if args.bias:
+            number += args.ffn_in_dim + args.dim
+    return number
 
 
 def _norm_parameters(args: ModelArgs) -> int:
-    return args.dim * (1 + (args.bias and args.norm == "layernorm"))
+    return 2 * args.dim if args.bias and args.norm == "layernorm" else args.dim
 
 
 def _expert_parameters(args: ModelArgs) -> int:
     return (3 if args.moe_gated else 2) * args.dim * args.ffn_dim
 
 
-def _mixer_parameters(args: ModelArgs) -> int:
-    dim, heads = args.dim, args.num_heads
-    if args.mixer == "attention":
-        q_dim, k_dim, v_dim = args.qkv_dims
-        number = dim * (2 * q_dim + k_dim + v_dim)
-        number += {"none": 0, "full": q_dim + k_dim, "per_head": 2 * args.head_dim}[args.qk_norm]
-        return number + args.bias * (q_dim + k_dim + v_dim + dim)
-    conv = args.conv_channels * args.canon_kernel * args.mixer_conv
-    if args.mixer == "mamba2":
-        inner = heads * args.value_dim
-        conv += args.conv_channels * args.mixer_conv  # its biases
-        return dim * (sum(args.mixer_parts) + inner) + 3 * heads + inner + conv
+def _attention_parameters(args: ModelArgs) -> int:
+    q_dim, k_dim, v_dim = args.qkv_dims
+    number = args.dim * (2 * q_dim + k_dim + v_dim)  # wo is as large as wq
+    if args.qk_norm == "full":
+        number += q_dim + k_dim
+    elif args.qk_norm == "per_head":
+        number += 2 * args.head_dim
+    if args.bias:
+        number += q_dim + k_dim + v_dim + args.dim
+    return number
+
+
+def _mamba2_parameters(args: ModelArgs) -> int:
+    inner_dim = args.num_heads * args.value_dim
+    projections = args.dim * (sum(args.mixer_parts) + inner_dim)
+    number = projections + 3 * args.num_heads + inner_dim  # dt_bias, A_log and D; the norm
+    if args.mixer_conv:
+        number += args.conv_channels * (args.canon_kernel + 1)  # taps and bias
+    return number
+
+
+def _gated_recurrence_parameters(args: ModelArgs) -> int:
+    dim = args.dim
     k_dim, _, v_dim = args.mixer_parts
+    number = dim * (2 * k_dim + 2 * v_dim) + args.value_dim  # wq, wk, wv, wo; the norm
     rank = args.output_gate_rank
-    gate = rank * (dim + v_dim) + v_dim if rank else dim * v_dim
-    number = dim * (2 * k_dim + 2 * v_dim) + gate + args.value_dim + conv
+    number += rank * (dim + v_dim) + v_dim if rank else dim * v_dim
+    if args.mixer_conv:
+        number += args.conv_channels * args.canon_kernel
     if args.mixer == "gla":
         return number + DECAY_RANK * (dim + k_dim) + k_dim
-    return number + 2 * dim * heads + 2 * heads
+    return number + 2 * dim * args.num_heads + 2 * args.num_heads  # wa, wb; A_log, dt_bias
 
 
 def flops_per_token(args: ModelArgs, seq_len: int) -> int:
@@ -84,11 +109,12 @@ def flops_per_token(args: ModelArgs, seq_len: int) -> int:
     T keys and values: 12 L H K V, and 18 for the delta rule, which reads it once more; chunks do
     more.
     """
+    # a tied embedding is also the output matrix
     embedding = 0 if args.tie_embeddings else args.vocab_size * args.dim
     if args.mixer == "attention":
         mixing = 12 * args.num_heads * args.head_dim * seq_len
     else:
-        mixing = _per_state(args) * state_size(args)
+        mixing = _flops_per_state_element(args) * state_size(args)
     return 6 * (active_parameters(args) - embedding) + args.num_layers * mixing
 
 
@@ -96,10 +122,11 @@ def flops_formula(args: ModelArgs) -> str:
     """Return the formula of `flops_per_token`."""
     if args.mixer == "attention":
         return "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halved"
-    return f"6(N - embeddings) + {_per_state(args)}LHKV, a recurrence of states; chunks do more"
+    factor = _flops_per_state_element(args)
+    return f"6(N - embeddings) + {factor}LHKV, a recurrence of states; chunks do more"
 
 
-def _per_state(args: ModelArgs) -> int:
+def _flops_per_state_element(args: ModelArgs) -> int:
     return 18 if args.mixer == "gated_deltanet" else 12
 
 
@@ -116,8 +143,13 @@ def state_bytes(args: ModelArgs, itemsize: int) -> tuple[int, int]:
     Per token: keys and values, of `itemsize` bytes. Per row, in float32: states, and the sums of
     Canon and of the native conv1d; inputs of dynamic Canon, of `itemsize` bytes.
     """
-    kv = sum(args.qkv_dims[1:]) * itemsize if args.mixer == "attention" else 0
-    row = 4 * args.conv_channels * args.mixer_conv
-    row += (4 if args.canon_filter == "static" else itemsize) * sum(args.canon_channels.values())
-    row = 4 * state_size(args) + (args.canon_kernel - 1) * row
-    return args.num_layers * kv, args.num_layers * row
+    _, k_dim, v_dim = args.qkv_dims
+    per_token = (k_dim + v_dim) * itemsize if args.mixer == "attention" else 0
+
+    # for each of the K - 1 tokens in reach
+    canon_itemsize = STATE_BYTES if args.canon_filter == "static" else itemsize
+    per_reached_token = canon_itemsize * sum(args.canon_channels.values())
+    if args.mixer_conv:
+        per_reached_token += STATE_BYTES * args.conv_channels
+    per_row = STATE_BYTES * state_size(args) + (args.canon_kernel - 1) * per_reached_token
+    return args.num_layers * per_token, args.num_layers * per_row

@@ -7,11 +7,12 @@ The cache holds 2 L G K numbers per token (keys and values) and L C K float32 nu
 (Canon's sums; C channels of all sites of a block, K taps). For `1b3` that is 384 KiB per token in
 float32, half of it in bfloat16, so 3 GiB at the default `batch_tokens`, and 7.8 MiB per row.
 
-Shapes: B rows, T tokens, V vocabulary, N prompts.
+Shapes: B rows, T tokens, V vocabulary, N prompts, S steps between two reads of the host.
 """
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ BATCH_TOKENS = 8192
 TOKENS_PER_READ = {"cuda": 16}
 """Tokens of each row that are generated before the host reads them, by device (others: 1)."""
 FIXED_DEVICES = ("cuda",)
+"""Where steps are written in place, into a cache of fixed size, so that they can be captured."""
 MIN_FIXED_STEPS = 32
 """A capture takes about as long as some tens of steps save."""
 
@@ -66,85 +68,150 @@ def generate(
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     _check_prompts(model, prompts, limits)
     _check_sampling(temperature, top_k, top_p, generator)
-    draws_NT = torch.empty(0)
+    sampling = Sampling(temperature, top_k, top_p)
+    draws_NT = None
     if generator is not None:
-        shape = (len(prompts), max(limits, default=0))
-        each = [generator] if isinstance(generator, torch.Generator) else generator
-        draws_NT = torch.empty(shape, dtype=torch.float64, device=each[0].device)
-        for draws, one in zip(draws_NT.tensor_split(len(each)), each, strict=True):
-            draws.uniform_(generator=one)
+        draws_NT = _draw_numbers(generator, len(prompts), max(limits, default=0))
     answers: list[list[int]] = [[] for _ in prompts]
 
     def append(i: int, token: int, logp: float) -> bool:
         """Append to answer i unless it is EOS; return whether the answer continues."""
-        ends = token == eos_id
         if on_token is not None:
             on_token(i, token, logp)
-        if not ends:
+        has_ended = token == eos_id
+        if not has_ended:
             answers[i].append(token)
-            stopped = stop is not None and stop(i, answers[i])
-            ends = stopped or len(answers[i]) == limits[i]
-        if ends and on_end is not None:
+            is_stopped = stop is not None and stop(i, answers[i])
+            has_ended = is_stopped or len(answers[i]) == limits[i]
+        if has_ended and on_end is not None:
             on_end(i)
-        return not ends
+        return not has_ended
 
     device = model.tok_embeddings.weight.device
+    tokens_per_read = TOKENS_PER_READ.get(device.type, 1)
     for batch in batches(prompts, limits, batch_tokens, model.args.max_seq_len):
-        limit = max(limits[i] for i in batch)
-        cache = Cache(model.args.num_layers, capacity=len(prompts[batch[0]]) + limit)
-        chunk = max(1, min(batch_tokens, read_tokens or batch_tokens) // len(batch))
-        logits_BV = _prefill(model, [prompts[i] for i in batch], cache, chunk)
-        step = DecodeStep(model, cache, limit)
-        draws_BT = draws_NT[batch].to(device) if temperature else draws_NT
-
+        decoder = _BatchDecoder(
+            model,
+            [prompts[i] for i in batch],
+            limit=max(limits[i] for i in batch),
+            tokens_per_pass=min(batch_tokens, read_tokens or batch_tokens),
+            vocab_size=vocab_size,
+            sampling=sampling,
+            draws_BT=None if draws_NT is None else draws_NT[batch].to(device),
+            has_logps=on_token is not None,
+        )
         # `live`: the rows of the cache whose answers continue
-        live, num_tokens, num_steps = list(range(len(batch))), 0, 1
-        tokens_B = torch.empty(0)
+        live = list(range(len(batch)))
+        num_steps = 1  # for a short time to the first token
         while live:
-            tokens_SB: list[Tensor] = []
-            logs_SB: list[Tensor] = []
-            finite_S: list[Tensor] = []
-            for _ in range(min(num_steps, max(limits[batch[row]] for row in live) - num_tokens)):
-                if num_tokens:
-                    logits_BV = step(tokens_B)
-                known_BV = logits_BV[:, :vocab_size]
-                if temperature == 0:
-                    tokens_B = known_BV.argmax(-1)
-                else:
-                    draws_B = draws_BT[:, num_tokens]
-                    tokens_B, is_finite = _draw(known_BV, draws_B, temperature, top_k, top_p)
-                    finite_S.append(is_finite)
-                tokens_SB.append(tokens_B)
-                if on_token is not None:
-                    logs_BV = logits_BV.double().log_softmax(-1)
-                    logs_SB.append(logs_BV.gather(-1, tokens_B[:, None])[:, 0])
-                num_tokens += 1
+            remaining = max(limits[batch[row]] for row in live) - decoder.num_tokens
+            block = decoder.decode(min(num_steps, remaining))
+            num_steps = tokens_per_read
 
-            # the host waits here; what a row computed past its end is dropped
-            if finite_S:
-                _check_finite(torch.stack(finite_S).all())
-            logs = torch.stack(logs_SB).tolist() if logs_SB else []
-            for place, tokens in enumerate(_read(tokens_SB)):
-                live = [
-                    row
-                    for row in live
-                    if append(batch[row], tokens[row], logs[place][row] if logs else 0.0)
-                ]
-            num_steps = TOKENS_PER_READ.get(device.type, 1)
+            # what a row computed past its end is dropped
+            for tokens_B, logps_B in zip(block.tokens_SB, block.logps_SB, strict=True):
+                live = [row for row in live if append(batch[row], tokens_B[row], logps_B[row])]
 
-            if live and step.wants_rows(len(live), len(batch)):
-                rows_N = to_device(torch.tensor(live), device)
-                step.select_rows(rows_N)
-                tokens_B = tokens_B[rows_N]
-                draws_BT = draws_BT[rows_N] if temperature else draws_BT
-                batch, live = [batch[row] for row in live], list(range(len(live)))
+            if live and decoder.step.wants_rows(len(live), len(batch)):
+                decoder.select_rows(live)
+                batch = [batch[row] for row in live]
+                live = list(range(len(live)))
     return answers
 
 
-def _read(tokens_SB: list[Tensor]) -> list[list[int]]:
-    if len(tokens_SB) == 1:
-        return [tokens_SB[0].tolist()]
-    return torch.stack(tokens_SB).tolist()
+class Sampling(NamedTuple):
+    """How a token is chosen; see `generate`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+def _draw_numbers(
+    generator: torch.Generator | Sequence[torch.Generator], num_prompts: int, num_tokens: int
+) -> Tensor:
+    """Return a number in [0, 1) for each prompt and position, float64 [N, T]."""
+    generators = [generator] if isinstance(generator, torch.Generator) else generator
+    device = generators[0].device
+    draws_NT = torch.empty((num_prompts, num_tokens), dtype=torch.float64, device=device)
+    chunks = draws_NT.tensor_split(len(generators))
+    for chunk, chunk_generator in zip(chunks, generators, strict=True):
+        chunk.uniform_(generator=chunk_generator)
+    return draws_NT
+
+
+class _Block(NamedTuple):
+    """Tokens of all rows in S steps, and their log-probabilities (0 if nobody wants them)."""
+
+    tokens_SB: list[list[int]]
+    logps_SB: list[list[float]]
+
+
+class _BatchDecoder:
+    """Generates the tokens of a batch in blocks; the host waits for the device once per block.
+
+    `prompts`: the longest first. `tokens_per_pass`: prompt tokens that a forward pass reads.
+    `draws_BT`: the numbers that choose the tokens; None: the most likely tokens.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        prompts: Sequence[Sequence[int]],
+        *,
+        limit: int,
+        tokens_per_pass: int,
+        vocab_size: int | None,
+        sampling: Sampling,
+        draws_BT: Tensor | None,
+        has_logps: bool,
+    ) -> None:
+        cache = Cache(model.args.num_layers, capacity=len(prompts[0]) + limit)
+        chunk = max(1, tokens_per_pass // len(prompts))
+        self._logits_BV = _prefill(model, prompts, cache, chunk)
+        self.step = DecodeStep(model, cache, limit)
+        self._tokens_B = torch.empty(0)
+        self._vocab_size = vocab_size
+        self._sampling = sampling
+        self._draws_BT = draws_BT
+        self._has_logps = has_logps
+        self.num_tokens = 0  # generated so far, per row
+
+    def decode(self, num_steps: int) -> _Block:
+        """Generate `num_steps` tokens of each row. Raises UserError if logits are not finite."""
+        tokens_SB: list[Tensor] = []
+        logps_SB: list[Tensor] = []
+        finite_S: list[Tensor] = []
+        for _ in range(num_steps):
+            if self.num_tokens:  # the first token is chosen by the prompt's logits
+                self._logits_BV = self.step(self._tokens_B)
+            logits_BV = self._logits_BV[:, : self._vocab_size]
+            if self._draws_BT is None:
+                self._tokens_B = logits_BV.argmax(-1)
+            else:
+                draws_B = self._draws_BT[:, self.num_tokens]
+                self._tokens_B, is_finite = _draw(logits_BV, draws_B, self._sampling)
+                finite_S.append(is_finite)
+            tokens_SB.append(self._tokens_B)
+            if self._has_logps:
+                logps_BV = self._logits_BV.double().log_softmax(-1)
+                logps_SB.append(logps_BV.gather(-1, self._tokens_B[:, None])[:, 0])
+            self.num_tokens += 1
+
+        # the host waits here
+        if finite_S:
+            _check_finite(torch.stack(finite_S).all())
+        tokens = torch.stack(tokens_SB).tolist()
+        logps = torch.stack(logps_SB).tolist() if logps_SB else [[0.0] * len(tokens[0])] * num_steps
+        return _Block(tokens, logps)
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep these rows."""
+        rows_N = to_device(torch.tensor(rows), self._tokens_B.device)
+        self.step.select_rows(rows_N)
+        self._tokens_B = self._tokens_B[rows_N]
+        if self._draws_BT is not None:
+            self._draws_BT = self._draws_BT[rows_N]
 
 
 class DecodeStep:
@@ -155,11 +222,13 @@ class DecodeStep:
     """
 
     def __init__(self, model: Transformer, cache: Cache, num_steps: int) -> None:
-        self._model, self._cache = model, cache
-        self._device = (weight := model.tok_embeddings.weight).device
-        is_long = num_steps >= MIN_FIXED_STEPS and self._device.type in FIXED_DEVICES
-        # the collectives of a sharded model are not captured
-        self._is_fixed = is_long and not hasattr(weight, "to_local")
+        weight = model.tok_embeddings.weight
+        self._model = model
+        self._cache = cache
+        self._device = weight.device
+        is_worth_it = num_steps >= MIN_FIXED_STEPS and self._device.type in FIXED_DEVICES
+        is_sharded = hasattr(weight, "to_local")  # its collectives are not captured
+        self._is_fixed = is_worth_it and not is_sharded
         self._can_capture = self._is_fixed and self._device.type == "cuda"
         self._forget()
 
@@ -172,6 +241,8 @@ class DecodeStep:
             return self._model(tokens_B[:, None], cache=self._cache)[:, -1]
         if self._cache.position is None:
             self._cache.fix(self._device)
+
+        # the first pass is not captured: it allocates what the later ones write in place
         if self._tokens_B1 is None:
             self._tokens_B1 = tokens_B[:, None].clone()
             self._logits_BV = self._pass(self._tokens_B1)
@@ -188,14 +259,15 @@ class DecodeStep:
 
     def _pass(self, tokens_B1: Tensor) -> Tensor:
         """Read the tokens, in place: the cache holds the same tensors afterwards."""
-        held = self._cache.replaced()
+        tensors = self._cache.replaced()
         logits_BV = self._model(tokens_B1, cache=self._cache)[:, -1]
-        self._cache.keep(held, copies=True)
+        self._cache.keep(tensors, copies=True)
         return logits_BV
 
     def _capture(self, tokens_B1: Tensor) -> None:
         graph = torch.cuda.CUDAGraph()
-        held, length = self._cache.replaced(), self._cache.length
+        tensors = self._cache.replaced()
+        length = self._cache.length
         try:
             # other threads, such as one that pins batches, may call CUDA during the capture
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -205,7 +277,7 @@ class DecodeStep:
             self._can_capture = False
             warnings.warn(f"decoding without a CUDA graph: {error}", stacklevel=2)
         # nothing was computed
-        self._cache.undo_pass(held, length)
+        self._cache.undo_pass(tensors, length)
 
     def wants_rows(self, num_live: int, num_rows: int) -> bool:
         """Return whether rows that have ended should be removed now."""
@@ -227,7 +299,7 @@ def sample(
     logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
 ) -> Tensor:
     """Return the first id whose cumulative probability exceeds `draws_B` in [0, 1), int64 [B]."""
-    ids_B, is_finite = _draw(logits_BV, draws_B, temperature, top_k, top_p)
+    ids_B, is_finite = _draw(logits_BV, draws_B, Sampling(temperature, top_k, top_p))
     _check_finite(is_finite)
     return ids_B
 
@@ -237,40 +309,45 @@ def _check_finite(is_finite: Tensor) -> None:
         raise UserError("generate.logits_not_finite", "the model's logits are not finite")
 
 
-def _draw(
-    logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
-) -> tuple[Tensor, Tensor]:
+def _draw(logits_BV: Tensor, draws_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Return what `sample` does, and whether the logits are finite, without waiting for either."""
-    ranked_BV, ids_BV = (logits_BV.double() / temperature).sort(descending=True, stable=True)
-    if top_k:
-        ranked_BV[:, top_k:] = -torch.inf
+    scaled_BV = logits_BV.double() / sampling.temperature
+    ranked_BV, ids_BV = scaled_BV.sort(descending=True, stable=True)
+    if sampling.top_k:
+        ranked_BV[:, sampling.top_k :] = -torch.inf
     probs_BV = ranked_BV.softmax(-1)
     # keep a token if the sum of those before it is below top_p: the first one always
-    probs_BV = probs_BV.masked_fill(probs_BV.cumsum(-1) - probs_BV >= top_p, 0.0)
+    sums_before_BV = probs_BV.cumsum(-1) - probs_BV
+    probs_BV = probs_BV.masked_fill(sums_before_BV >= sampling.top_p, 0.0)
+
+    # the inverse of the cumulative distribution, over the ids in their order
     sums_BV = torch.zeros_like(probs_BV).scatter(-1, ids_BV, probs_BV).cumsum(-1)
     total_B1 = sums_BV[:, -1:]
     # the product may round up to the total, which no sum exceeds
     below_B1 = total_B1.nextafter(torch.zeros_like(total_B1))
-    wanted_B1 = torch.minimum(draws_B[:, None] * total_B1, below_B1)
-    found_B = torch.searchsorted(sums_BV, wanted_B1, right=True)[:, 0]
-    # of NaN, no id is found
-    return found_B.clamp(max=logits_BV.shape[1] - 1), total_B1.isfinite().all()
+    target_B1 = torch.minimum(draws_B[:, None] * total_B1, below_B1)
+    drawn_B = torch.searchsorted(sums_BV, target_B1, right=True)[:, 0]
+    # for NaN, the search ends past the last id
+    return drawn_B.clamp(max=logits_BV.shape[1] - 1), total_B1.isfinite().all()
 
 
 def _prefill(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk: int) -> Tensor:
     """Read prompts into an empty `cache`, `chunk` tokens of each at a time; return logits_BV."""
+    device = model.tok_embeddings.weight.device
     longest = max(map(len, rows))
+    padding = longest - min(map(len, rows))
     tokens_BT = torch.zeros((len(rows), longest), dtype=torch.long)
     is_real_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
     for row, tokens_T, is_real_T in zip(rows, tokens_BT, is_real_BT, strict=True):
         tokens_T[longest - len(row) :] = torch.as_tensor(row)
         is_real_T[longest - len(row) :] = True
-    device = model.tok_embeddings.weight.device
-    padding = longest - min(map(len, rows))
-    tokens_BT, is_real_BT = to_device(tokens_BT, device), to_device(is_real_BT, device)
+
+    tokens_BT = to_device(tokens_BT, device)
+    is_real_BT = to_device(is_real_BT, device)
     logits_B1V = torch.empty(0)
     for start in range(0, longest, chunk):
         part = slice(start, start + chunk)
+        # attention is faster without a mask
         is_real = is_real_BT[:, part] if start < padding else None
         logits_B1V = model(tokens_BT[:, part], is_real_BT=is_real, cache=cache, logits_to_keep=1)
     return logits_B1V[:, -1]
@@ -281,15 +358,19 @@ def batches(
 ) -> Iterator[list[int]]:
     """Yield the indices of each batch's prompts, the longest first; padding counts."""
     batch: list[int] = []
-    longest = limit = 0
+    longest = 0
+    limit = 0
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
-        room = longest + max(limit, limits[i])
+        num_tokens = longest + max(limit, limits[i])
+        is_full = (len(batch) + 1) * num_tokens > batch_tokens
         # the last token of an answer is not read
-        if batch and ((len(batch) + 1) * room > batch_tokens or room - 1 > max_seq_len):
+        is_too_long = num_tokens - 1 > max_seq_len
+        if batch and (is_full or is_too_long):
             yield batch
             batch = []
         if not batch:
-            longest, limit = len(prompts[i]), 0
+            longest = len(prompts[i])
+            limit = 0
         batch.append(i)
         limit = max(limit, limits[i])
     if batch:
@@ -316,26 +397,32 @@ def _check_prompts(
             raise UserError(
                 "generate.empty_prompt", f"prompt {i} is empty: begin with EOS", prompt=i
             )
+
         if not 0 <= min(prompt) <= max(prompt) < args.vocab_size:
             raise UserError(
                 "generate.token_ids",
-                f"prompt {i} has ids from "
-                f"{min(prompt)} to {max(prompt)}, the model's are 0 to {args.vocab_size - 1}",
+                f"prompt {i} has ids from {min(prompt)} to {max(prompt)}, "
+                f"the model's are 0 to {args.vocab_size - 1}",
                 prompt=i,
             )
-        if len(prompt) + limit - 1 > args.max_seq_len:  # the last one is not read
-            size = f"{len(prompt)} tokens with {limit} new ones"
+
+        # the last new token is not read
+        if len(prompt) + limit - 1 > args.max_seq_len:
             raise UserError(
                 "model.sequence_too_long",
-                f"prompt {i} of {size} is longer than max_seq_len = {args.max_seq_len}",
+                f"prompt {i} of {len(prompt)} tokens with {limit} new ones is longer than "
+                f"max_seq_len = {args.max_seq_len}",
                 prompt=i,
             )
 
 
 def _check_sampling(temperature: float, top_k: int, top_p: float, generator: object) -> None:
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-        given = f"temperature {temperature}, top_k {top_k}, top_p {top_p}"
-        raise UserError("generate.sampling", f"{given}: expected >= 0, >= 0, and > 0 up to 1")
+        raise UserError(
+            "generate.sampling",
+            f"temperature {temperature}, top_k {top_k}, top_p {top_p}: "
+            "expected >= 0, >= 0, and > 0 up to 1",
+        )
     if temperature > 0 and generator is None:
         raise UserError("generate.sampling", "a temperature above 0 needs a torch.Generator")
     if temperature == 0 and (top_k or top_p < 1 or generator is not None):

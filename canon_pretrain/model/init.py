@@ -20,11 +20,13 @@ TRUNCATE_SIGMAS = 3.0
 PAPER_STD = 0.02
 MAMBA_STD = 0.1
 """Of Mamba2's embedding, `initializer_range` of its config."""
-STEP_RANGE = 1e-3, 1e-1
+STEP_RANGE = (1e-3, 1e-1)
 """Initial step sizes dt of Mamba2 and GatedDeltaNet for inputs of 0."""
-LARGEST_RATE = 16.0
-MIMETIC_STEP, MIMETIC_RATE = 0.54, 8.0
-"""softplus(0.54) = 1; a state decays by exp(-exp(-8)) per token."""
+LARGEST_RATE = 16.0  # of GatedDeltaNet's decays
+MIMETIC_STEP = 0.54  # softplus(0.54) = 1
+MIMETIC_RATE = 8.0  # a state decays by exp(-exp(-8)) per token
+# name of a parameter -> kind and scale of its value
+VECTORS = {"bias": ("constant", 0.0), "D": ("constant", 1.0), "dt_bias": ("step", 0.0)}
 # inserted into a parameter's name by torch.compile and activation checkpointing
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -36,7 +38,7 @@ class InitialValue:
     `kind`: `constant` scale; `normal` N(0, scale); `truncated_normal` the same, cut at 3 sigma;
     `uniform` U(-scale, scale); `log_uniform` log U(0, scale); `log_count` log(row + 1); `step`, of
     which softplus is log-uniform in STEP_RANGE; `last_tap`, a convolution that changes nothing.
-    `parts`: values of the rows one after the other; the others' fields are then unused.
+    `parts`: the values of consecutive rows, instead of `kind` and `scale`.
     """
 
     name: str
@@ -53,23 +55,21 @@ class InitialValue:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return the rows [start, stop) of dim 0, float32 on the CPU."""
+        if self.parts:
+            return self._rows_of_parts(start, stop)
+
         size = (stop - start, *self.shape[1:])
         if self.kind == "log_count":
             return torch.arange(start + 1, stop + 1, device="cpu", dtype=torch.float32).log()
-        if self.kind in ("constant", "last_tap"):
-            fill = self.scale if self.kind == "constant" else 0.0
-            values = torch.full(size, fill, device="cpu", dtype=torch.float32)
-            if self.kind == "last_tap":
-                values[..., -1] = 1.0
+        if self.kind == "constant":
+            return torch.full(size, self.scale, device="cpu", dtype=torch.float32)
+        if self.kind == "last_tap":
+            values = torch.zeros(size, device="cpu", dtype=torch.float32)
+            values[..., -1] = 1.0
             return values
+
+        # Random values are drawn in whole blocks: a row does not depend on where its shard begins.
         values = torch.empty(size, device="cpu", dtype=torch.float32)
-        first = 0
-        for part in self.parts:
-            low, high = (min(max(row - first, 0), part.shape[0]) for row in (start, stop))
-            values[first + low - start : first + high - start] = part.rows(low, high)
-            first += part.shape[0]
-        if self.parts:
-            return values
         row = start
         while row < stop:
             index, skip = divmod(row, self.rows_per_block)
@@ -78,7 +78,20 @@ class InitialValue:
             row += count
         return values
 
+    def _rows_of_parts(self, start: int, stop: int) -> Tensor:
+        rows = []
+        for part in self.parts:
+            num_rows = part.shape[0]
+            low = min(max(start, 0), num_rows)
+            high = min(max(stop, 0), num_rows)
+            rows.append(part.rows(low, high))
+            # as seen from the next part
+            start -= num_rows
+            stop -= num_rows
+        return torch.cat(rows)
+
     def _block(self, index: int) -> Tensor:
+        """Return a block of random rows, by a generator of its own."""
         rows = min(self.rows_per_block, self.shape[0] - index * self.rows_per_block)
         block = torch.empty((rows, *self.shape[1:]), device="cpu", dtype=torch.float32)
         digest = hashlib.sha256(f"{self.seed}/{self.name}/{index}".encode()).digest()
@@ -91,8 +104,9 @@ class InitialValue:
         if self.kind == "log_uniform":
             return block.uniform_(0.0, self.scale, generator=generator).log()
         if self.kind == "step":
-            low, high = (math.log(step) for step in STEP_RANGE)
-            steps = block.uniform_(low, high, generator=generator).exp()
+            smallest, largest = STEP_RANGE
+            logs = block.uniform_(math.log(smallest), math.log(largest), generator=generator)
+            steps = logs.exp()
             return steps + (-torch.expm1(-steps)).log()  # softplus inverted
         bound = TRUNCATE_SIGMAS * self.scale
         return torch.nn.init.trunc_normal_(
@@ -122,37 +136,49 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     """
     name = plain_name(name)
     value = partial(InitialValue, name, torch.Size(shape), args.init_seed)
-    module, own = name.rsplit(".", 2)[-2:] if "." in name else ("", name)
-    if args.mimetic_init and (found := _mimetic(args, name, shape, value)):
-        return found
-    if module.startswith("canon_") and own in ("up", "down"):
-        return value("constant", 0.0) if own == "up" else value("uniform", shape[-1] ** -0.5)
-    if module == "conv1d" and args.mixer != "mamba2":
-        return value("normal", PAPER_STD)
-    if module.startswith("canon_") or module == "conv1d":
+    path, _, own_name = name.rpartition(".")
+    module = path.rpartition(".")[2]
+    if args.mimetic_init:
+        mimetic = _mimetic_value(args, name, shape, value)
+        if mimetic is not None:
+            return mimetic
+
+    # convolutions
+    if module.startswith("canon_"):
+        if own_name == "up":
+            return value("constant", 0.0)
+        if own_name == "down":
+            return value("uniform", shape[-1] ** -0.5)
         return value("uniform", args.canon_bound)
-    if own == "bias":
-        return value("constant", 0.0)
-    if module.endswith("norm") or own == "D":
+    if module == "conv1d":
+        if args.mixer == "mamba2":
+            return value("uniform", args.canon_bound)
+        return value("normal", PAPER_STD)
+
+    # vectors
+    if own_name in VECTORS:
+        return value(*VECTORS[own_name])
+    if module.endswith("norm"):
         return value("constant", 1.0)
-    if own == "dt_bias":
-        return value("step", 0.0)
-    if own == "A_log":
+    if own_name == "A_log":
         return value("log_count" if args.mixer == "mamba2" else "log_uniform", LARGEST_RATE)
-    if len(shape) < 2 or own not in ("weight", "w1", "w2", "w3"):
+
+    # matrices
+    if len(shape) < 2 or own_name not in ("weight", "w1", "w2", "w3"):
         raise ValueError(f"no initialization for {name} of shape {tuple(shape)}")
     if args.init == "lingua":
         return value("truncated_normal", shape[-1] ** -0.5)
     if args.mixer == "mamba2":
-        is_embedding = module == "tok_embeddings"
-        law = ("normal", MAMBA_STD) if is_embedding else ("uniform", shape[-1] ** -0.5)
-        return value(*law)
+        if module == "tok_embeddings":
+            return value("normal", MAMBA_STD)
+        return value("uniform", shape[-1] ** -0.5)
     if args.output_gate_rank and module in ("down", "up"):
+        # the product of rank r has the deviation sqrt(r) std^2 = PAPER_STD
         return value("normal", (PAPER_STD * min(shape) ** -0.5) ** 0.5)
     return value("normal", PAPER_STD)
 
 
-def _mimetic(
+def _mimetic_value(
     args: ModelArgs, name: str, shape: torch.Size, value: Callable[..., InitialValue]
 ) -> InitialValue | None:
     """Return Mamba2's mimetic initial value (Trockman et al., arXiv 2410.11135), if it has one.
@@ -161,20 +187,22 @@ def _mimetic(
     (both the same rows, of variance 1/S), a convolution that changes nothing. The paper's c = 8 is
     read as A = -exp(-8).
     """
-    path, _, own = name.rpartition(".")
-    if own == "A_log":
+    path, _, own_name = name.rpartition(".")
+    if own_name == "A_log":
         return value("constant", -MIMETIC_RATE)
-    if own == "dt_bias":
+    if own_name == "dt_bias":
         return value("constant", MIMETIC_STEP)
     if path.endswith("conv1d"):
-        return value("constant", 0.0) if own == "bias" else value("last_tap", 0.0)
+        return value("constant", 0.0) if own_name == "bias" else value("last_tap", 0.0)
     if not path.endswith("in_proj"):
         return None
+
+    # the rows of in_proj are those of z and x, B, C and dt
     usual = initial_value(replace(args, mimetic_init=False), name, shape)
-    rows = {"zx": 4 * args.dim, "bc": args.state_dim, "dt": args.num_heads}
-    zx, bc, dt = (
-        replace(usual, name=f"{name}/{part}", shape=torch.Size((count, args.dim)))
-        for part, count in rows.items()
-    )
-    bc = replace(bc, kind="normal", scale=args.state_dim**-0.5)
-    return value("parts", 0.0, (zx, bc, bc, dt))
+
+    def part(suffix: str, num_rows: int) -> InitialValue:
+        part_shape = torch.Size((num_rows, args.dim))
+        return replace(usual, name=f"{name}/{suffix}", shape=part_shape)
+
+    bc = replace(part("bc", args.state_dim), kind="normal", scale=args.state_dim**-0.5)
+    return value("parts", 0.0, (part("zx", 4 * args.dim), bc, bc, part("dt", args.num_heads)))

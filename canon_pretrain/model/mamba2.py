@@ -12,11 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import recurrence
-from canon_pretrain.kernels.compiled import Segments, sum_dtype
+from canon_pretrain.kernels.compiled import sum_dtype
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.attend import Mask
-from canon_pretrain.model.cache import Memory, segment_starts
-from canon_pretrain.model.canon import Canon, ShortConv, Stream, make_canon, per_reader
+from canon_pretrain.model.cache import NO_CONTEXT, Context, segment_starts
+from canon_pretrain.model.canon import ShortConv, Stream, make_canon, per_reader
 
 
 class Mamba2(nn.Module):
@@ -32,39 +31,49 @@ class Mamba2(nn.Module):
     ) -> None:
         super().__init__()
         self.recurrence = recurrence("mamba2", mixer_backend)
-        self.head_dim, self.widths = args.value_dim, args.mixer_parts
-        inner = self.widths[0]
-        self.ssm_widths = (inner, args.state_dim, args.state_dim)
+        self.head_dim = args.value_dim
+        self.widths = args.mixer_parts  # of z, [x|B|C] and dt
+        inner_dim = self.widths[0]
+        self.ssm_widths = (inner_dim, args.state_dim, args.state_dim)  # of x, B and C
+
         self.in_proj = nn.Linear(args.dim, sum(self.widths), bias=False)
-        self.canon_b = make_canon(Canon, "B", args, canon_backend)
+        self.canon_b = make_canon("B", args, canon_backend)
         self.conv1d = ShortConv(args, canon_backend, bias=True) if args.mixer_conv else None
         self.dt_bias = nn.Parameter(torch.empty(args.num_heads))
         self.A_log = nn.Parameter(torch.empty(args.num_heads))
         self.D = nn.Parameter(torch.empty(args.num_heads))
-        self.norm = nn.RMSNorm(inner, eps=args.norm_eps)
-        self.out_proj = nn.Linear(inner, args.dim, bias=False)
+        self.norm = nn.RMSNorm(inner_dim, eps=args.norm_eps)
+        self.out_proj = nn.Linear(inner_dim, args.dim, bias=False)
 
-    def forward(
-        self, x_BTD: Stream, mask: Mask = None, segments_BN: Segments = None, cache: Memory = None
-    ) -> Tensor:
-        """Return what the block adds to its residual stream, [B, T, D]; `mask` is not needed."""
-        (x_BTD,) = per_reader(x_BTD, 1)
+    def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor:
+        """Return what is added to the residual stream, [B, T, D]."""
+        (x_BTD,) = per_reader(x_BTD, self.readers)
         projected = self.in_proj(x_BTD)
         if self.canon_b is not None:
-            projected = self.canon_b(projected, segments_BN, cache, x_BTD)
-        z_BTI, inputs, dt_BTH = projected.split(self.widths, dim=-1)
+            (projected,) = self.canon_b((projected,), context, x_BTD)
+
+        z_BTI, xbc, dt_BTH = projected.split(self.widths, dim=-1)
         if self.conv1d is not None:
-            (inputs,) = self.conv1d((inputs,), segments_BN, cache)
-        x_BTI, b_BTS, c_BTS = inputs.split(self.ssm_widths, dim=-1)
+            (xbc,) = self.conv1d((xbc,), context)
+        x_BTI, b_BTS, c_BTS = xbc.split(self.ssm_widths, dim=-1)
+
+        # The state-space recurrence: step sizes dt and rates A are computed in `sum_dtype`.
         dtype = sum_dtype(x_BTD)
         dt_BTH = F.softplus(dt_BTH.to(dtype) + self.dt_bias.to(dtype))
-        x_BTHP, A_H = x_BTI.unflatten(-1, (-1, self.head_dim)), -self.A_log.to(dtype).exp()
-        state = None if cache is None else cache.state
-        starts_BT = segment_starts(segments_BN, x_BTD.shape[1])
+        A_H = -self.A_log.to(dtype).exp()
+        cache = context.cache
         y_BTHP, state = self.recurrence(
-            x_BTHP, dt_BTH, A_H, b_BTS, c_BTS, self.D, state=state, starts_BT=starts_BT
+            x_BTI.unflatten(-1, (-1, self.head_dim)),
+            dt_BTH,
+            A_H,
+            b_BTS,
+            c_BTS,
+            self.D,
+            state=None if cache is None else cache.state,
+            starts_BT=segment_starts(context.segments_BN, x_BTD.shape[1]),
         )
         if cache is not None:
             cache.state = state
+
         gated_BTI = y_BTHP.flatten(-2).to(dtype) * F.silu(z_BTI.to(dtype))
         return self.out_proj(self.norm(gated_BTI.to(x_BTD.dtype)))

@@ -5,12 +5,13 @@ The parameters have the layout of torchtitan's models/moe, so that its ExpertPar
 graph.
 
 Shapes: B rows, T tokens, N = B T, D hidden, F width of an expert, E experts, K experts per token,
-S = N K tokens, one per choice.
+C = T K choices of a row, S = N K tokens, one per choice.
 """
 
+import itertools
 import math
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +19,22 @@ from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import ffn_activation
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import Memory
-from canon_pretrain.model.canon import Stream
+from canon_pretrain.model.cache import NO_CONTEXT, Context
+from canon_pretrain.model.canon import Stream, per_reader
 
-Routed = tuple[Tensor, Tensor, Tensor]
-"""y_BTD; int64 [E + 1], the tokens of each expert and those dropped; the balance of each row."""
 # by module: registering a name again frees the operator that an exported copy, or the package, uses
 OPERATORS = "canon_pretrain::" + re.sub(r"\W", "_", __name__, flags=re.ASCII)
 ALIGNMENT = 8
 """CUDA's grouped product reads rows at multiples of 16 bytes: 8 values in bfloat16."""
+
+
+class Routed(NamedTuple):
+    """What experts, and a block with experts, return in training."""
+
+    y_BTD: Tensor
+    # int64 [E + 1]: the tokens of each expert, and the number of choices that are dropped
+    load_E: Tensor
+    balance_B: Tensor  # how unevenly the experts of each row are chosen; see `MoE`
 
 
 class Router(nn.Module):
@@ -59,26 +67,30 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        shape = args.num_experts, args.ffn_dim, args.dim
+        shape = (args.num_experts, args.ffn_dim, args.dim)
         self.w1 = nn.Parameter(torch.empty(shape))
-        self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1]))
+        self.w2 = nn.Parameter(torch.empty(args.num_experts, args.dim, args.ffn_dim))
         self.w3 = nn.Parameter(torch.empty(shape)) if args.moe_gated else None
         self.activation = args.ffn_activation
 
     def forward(self, x_SD: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Return y [S, D] of tokens that are sorted by expert."""
         ends_E = num_tokens_per_expert.cumsum(dim=0, dtype=torch.int32)
-        inner_SF = grouped_linear(x_SD, _own(self.w1), ends_E)
-        if self.activation == "gelu":
-            inner_SF = F.gelu(inner_SF, approximate="tanh")
-        else:
-            inner_SF = ffn_activation(inner_SF, self.activation == "relu2")
+        inner_SF = grouped_linear(x_SD, _local(self.w1), ends_E)
+        inner_SF = activate(inner_SF, self.activation)
         if self.w3 is not None:
-            inner_SF = inner_SF * grouped_linear(x_SD, _own(self.w3), ends_E)
-        return grouped_linear(inner_SF, _own(self.w2), ends_E)
+            inner_SF = inner_SF * grouped_linear(x_SD, _local(self.w3), ends_E)
+        return grouped_linear(inner_SF, _local(self.w2), ends_E)
 
 
-def _own(weight: Tensor) -> Tensor:
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Return silu, relu squared ("relu2") or GPT-2's gelu of x."""
+    if activation == "gelu":
+        return F.gelu(x, approximate="tanh")
+    return ffn_activation(x, activation == "relu2")
+
+
+def _local(weight: Tensor) -> Tensor:
     """Return this rank's experts of a weight that is sharded by expert."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
@@ -95,47 +107,71 @@ class MoE(nn.Module):
 
     def __init__(self, args: ModelArgs, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
-        self.router, self.experts = Router(args), GroupedExperts(args)
+        self.router = Router(args)
+        self.experts = GroupedExperts(args)
         self.shared_experts = shared_experts
-        self.num_experts, self.capacity = args.num_experts, args.moe_capacity
+        self.num_experts = args.num_experts
+        self.capacity = args.moe_capacity
 
-    def forward(
-        self, x_BTD: Stream, segments_BN: Tensor | None = None, cache: Memory = None
-    ) -> Tensor | Routed:
-        """Return y_BTD, the addition to the residual stream; in training mode, `Routed`.
-
-        The balance of a row is E sum_e f_e P_e (Fedus et al. 2021): f_e is the fraction of choices
-        for expert e, P_e its mean probability. It is 1 if all are equal.
-        """
-        x_BTD = x_BTD[0] if isinstance(x_BTD, tuple) else x_BTD
-        num_rows, num_tokens, dim = x_BTD.shape
-        x_ND = x_BTD.reshape(-1, dim)
+    def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor | Routed:
+        """Return y_BTD, which is added to the residual stream; in training mode, `Routed`."""
+        (x_BTD,) = per_reader(x_BTD, self.readers)
+        x_ND = x_BTD.flatten(0, 1)
         score_NE, gate_NK, expert_NK = self.router(x_ND)
-        top_k, is_routed = expert_NK.shape[1], self.training and cache is None
-        if is_routed:
-            chosen_BSE = F.one_hot(expert_NK.view(num_rows, -1), self.num_experts)
-            fraction_BE = chosen_BSE.sum(dim=1) / (num_tokens * top_k)
-            mean_BE = score_NE.view(num_rows, num_tokens, -1).mean(dim=1)
-            balance_B = self.num_experts * (fraction_BE * mean_BE).sum(dim=1)
-            dropped_1 = chosen_BSE.new_zeros(1)
+
+        # In training, balance the load, and drop what exceeds the capacity.
+        is_training = self.training and context.cache is None
+        if is_training:
+            chosen_BCE = F.one_hot(expert_NK.view(len(x_BTD), -1), self.num_experts)
+            balance_B = self._balance(chosen_BCE, score_NE)
+            num_dropped = chosen_BCE.new_zeros(1)
             if self.capacity:
-                most = math.ceil(self.capacity * top_k * num_tokens / self.num_experts)
-                is_kept_BS = (chosen_BSE.cumsum(dim=1) * chosen_BSE).sum(dim=2) <= most
-                gate_NK = gate_NK * is_kept_BS.view(-1, top_k)  # computed, but not added
-                dropped_1 = (~is_kept_BS).sum()[None]
-        expert_S = expert_NK.flatten()
-        order_S = expert_S.argsort(stable=True)
-        place_S = order_S.argsort()
-        count_E = expert_S.new_zeros(self.num_experts)
-        count_E = count_E.scatter_add(0, expert_S, torch.ones_like(expert_S))
-        x_SD = x_ND[:, None].expand(-1, top_k, -1).reshape(-1, dim)
-        y_SD = self.experts(_Permuted.apply(x_SD, order_S, place_S), count_E)
-        y_NKD = _Permuted.apply(y_SD, place_S, order_S).view(-1, top_k, dim)
+                is_kept_NK = self._is_kept(chosen_BCE).view_as(gate_NK)
+                gate_NK = gate_NK * is_kept_NK  # computed, but not added
+                num_dropped = (~is_kept_NK).sum()[None]
+
+        count_E, y_NKD = self._apply_experts(x_ND, expert_NK)
         y_ND = (gate_NK[..., None] * y_NKD).sum(dim=1).to(x_ND.dtype)
         if self.shared_experts is not None:
             y_ND = y_ND + self.shared_experts(x_ND)
         y_BTD = y_ND.view_as(x_BTD)
-        return (y_BTD, torch.cat((count_E, dropped_1)), balance_B) if is_routed else y_BTD
+        if is_training:
+            return Routed(y_BTD, torch.cat((count_E, num_dropped)), balance_B)
+        return y_BTD
+
+    def _balance(self, chosen_BCE: Tensor, score_NE: Tensor) -> Tensor:
+        """Return the balance of each row, E sum_e f_e P_e (Fedus et al. 2021), [B].
+
+        f_e is the fraction of the row's choices C = T K for expert e, P_e its mean probability. It
+        is 1 if all are equal.
+        """
+        num_rows, num_choices, _ = chosen_BCE.shape
+        fraction_BE = chosen_BCE.sum(dim=1) / num_choices
+        mean_BE = score_NE.view(num_rows, -1, self.num_experts).mean(dim=1)
+        return self.num_experts * (fraction_BE * mean_BE).sum(dim=1)
+
+    def _is_kept(self, chosen_BCE: Tensor) -> Tensor:
+        """Return which choices are within their expert's capacity, bool [B, C]."""
+        top_k = self.router.top_k
+        num_tokens = chosen_BCE.shape[1] // top_k
+        max_choices = math.ceil(self.capacity * top_k * num_tokens / self.num_experts)
+        # the rank of each choice among those of its row for the same expert, from 1 on
+        rank_BC = (chosen_BCE.cumsum(dim=1) * chosen_BCE).sum(dim=2)
+        return rank_BC <= max_choices
+
+    def _apply_experts(self, x_ND: Tensor, expert_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tokens of each expert, int64 [E], and the experts' outputs, [N, K, D]."""
+        top_k = self.router.top_k
+        expert_S = expert_NK.flatten()
+        order_S = expert_S.argsort(stable=True)
+        inverse_S = order_S.argsort()
+        count_E = expert_S.new_zeros(self.num_experts)
+        count_E = count_E.scatter_add(0, expert_S, torch.ones_like(expert_S))
+
+        # a copy of each token per choice, sorted by expert; back in the order of the choices
+        x_SD = x_ND[:, None].expand(-1, top_k, -1).flatten(0, 1)
+        y_SD = self.experts(_Permuted.apply(x_SD, order_S, inverse_S), count_E)
+        return count_E, _Permuted.apply(y_SD, inverse_S, order_S).unflatten(0, (-1, top_k))
 
 
 class _Permuted(torch.autograd.Function):
@@ -166,8 +202,8 @@ def _grouped_linear(x_SD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     In torch 2.13, a graph accepts torch._grouped_mm in bfloat16 only.
     """
     y_SF = x_SD.new_zeros(len(x_SD), weight_EFD.shape[1])
-    for e, (start, end) in enumerate(_groups(ends_E)):
-        torch.mm(x_SD[start:end], weight_EFD[e].T, out=y_SF[start:end])
+    for e, rows in enumerate(_rows_by_expert(ends_E)):
+        torch.mm(x_SD[rows], weight_EFD[e].T, out=y_SF[rows])
     return y_SF
 
 
@@ -175,16 +211,16 @@ def _grouped_linear(x_SD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
 def _grouped_linear_backward(
     grad_SF: Tensor, x_SD: Tensor, weight_EFD: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    dx_SD, dweight_EFD = torch.zeros_like(x_SD), torch.empty_like(weight_EFD)
-    for e, (start, end) in enumerate(_groups(ends_E)):
-        torch.mm(grad_SF[start:end], weight_EFD[e], out=dx_SD[start:end])
-        torch.mm(grad_SF[start:end].T, x_SD[start:end], out=dweight_EFD[e])  # 0 for no token
+    dx_SD = torch.zeros_like(x_SD)
+    dweight_EFD = torch.empty_like(weight_EFD)
+    for e, rows in enumerate(_rows_by_expert(ends_E)):
+        torch.mm(grad_SF[rows], weight_EFD[e], out=dx_SD[rows])
+        torch.mm(grad_SF[rows].T, x_SD[rows], out=dweight_EFD[e])  # 0 for no token
     return dx_SD, dweight_EFD
 
 
-def _groups(ends_E: Tensor) -> list[tuple[int, int]]:
-    ends = ends_E.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
+def _rows_by_expert(ends_E: Tensor) -> list[slice]:
+    return [slice(start, end) for start, end in itertools.pairwise([0, *ends_E.tolist()])]
 
 
 @_grouped_linear.register_fake

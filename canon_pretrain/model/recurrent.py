@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.kernels.backends import recurrence
-from canon_pretrain.kernels.compiled import Segments, sum_dtype
+from canon_pretrain.kernels.compiled import sum_dtype
 from canon_pretrain.kernels.decode_step import Parts
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.attend import Mask
-from canon_pretrain.model.cache import Memory, segment_starts
-from canon_pretrain.model.canon import CanonOfParts, ShortConv, Stream, make_canon, per_reader
+from canon_pretrain.model.cache import NO_CONTEXT, Context, segment_starts
+from canon_pretrain.model.canon import ShortConv, Stream, make_canon, per_reader
 from canon_pretrain.model.counts import DECAY_RANK
 
 DECAY_NORMALIZER = 16
@@ -40,49 +39,65 @@ class GatedRecurrence(nn.Module):
     """q, k, v -> conv1d or Canon-B -> heads -> recurrence -> RMSNorm times silu(gate) -> wo."""
 
     readers: int
+    options: dict[str, float] = {}
+    """Options of the recurrence."""
 
     def __init__(
         self, args: ModelArgs, canon_backend: str = "auto", mixer_backend: str = "auto"
     ) -> None:
         super().__init__()
         self.recurrence = recurrence(args.mixer, mixer_backend)
-        self.scale: dict[str, float] = {}
-        self.num_heads, self.norm_eps = args.num_heads, args.norm_eps
+        self.num_heads = args.num_heads
+        self.norm_eps = args.norm_eps
+
         k_dim, _, v_dim = args.mixer_parts
         self.wq = nn.Linear(args.dim, k_dim, bias=False)
         self.wk = nn.Linear(args.dim, k_dim, bias=False)
         self.wv = nn.Linear(args.dim, v_dim, bias=False)
-        rank = args.output_gate_rank
-        full = not rank
-        self.wg = nn.Linear(args.dim, v_dim, bias=False) if full else LowRank(args.dim, rank, v_dim)
+        self.wg: nn.Module
+        if args.output_gate_rank:
+            self.wg = LowRank(args.dim, args.output_gate_rank, v_dim)
+        else:
+            self.wg = nn.Linear(args.dim, v_dim, bias=False)
         self.o_norm = nn.RMSNorm(args.value_dim, eps=args.norm_eps)
         self.wo = nn.Linear(v_dim, args.dim, bias=False)
-        self.conv1d = ShortConv(args, canon_backend) if args.mixer_conv else None
-        self.canon_b = make_canon(CanonOfParts, "B", args, canon_backend)
 
-    def forward(
-        self, x_BTD: Stream, mask: Mask = None, segments_BN: Segments = None, cache: Memory = None
-    ) -> Tensor:
-        """Return what the block adds to its residual stream, [B, T, D]; `mask` is not needed."""
-        x_q, x_k, x_v, x_gate, *x_own = per_reader(x_BTD, self.readers)
-        qkv = self.wq(x_q), self.wk(x_k), self.wv(x_v)
+        # q, k and v are mixed by one of these, or by neither
+        self.conv1d = ShortConv(args, canon_backend) if args.mixer_conv else None
+        self.canon_b = make_canon("B", args, canon_backend)
+
+    def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor:
+        """Return what is added to the residual stream, [B, T, D]."""
+        x_q, x_k, x_v, x_gate, *x_decays = per_reader(x_BTD, self.readers)
+        qkv: Parts = (self.wq(x_q), self.wk(x_k), self.wv(x_v))
         for mix in (self.canon_b, self.conv1d):
             if mix is not None:
-                qkv = mix(qkv, segments_BN, cache, x_q)
-        heads = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
-        state = None if cache is None else cache.state
-        starts_BT = segment_starts(segments_BN, x_q.shape[1])
-        given = self.inputs(*heads, *x_own)
-        o_BTHV, state = self.recurrence(*given, **self.scale, state=state, starts_BT=starts_BT)
+                qkv = mix(qkv, context, x_q)
+        q_BTHK, k_BTHK, v_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
+
+        cache = context.cache
+        o_BTHV, state = self.recurrence(
+            *self.inputs(q_BTHK, k_BTHK, v_BTHV, x_decays),
+            **self.options,
+            state=None if cache is None else cache.state,
+            starts_BT=segment_starts(context.segments_BN, x_q.shape[1]),
+        )
         if cache is not None:
             cache.state = state
-        y, gain = wide(o_BTHV), wide(self.o_norm.weight)
-        y = F.rms_norm(y, y.shape[3:], gain, self.norm_eps)
-        y = y * F.silu(wide(self.wg(x_gate))).view_as(y)
-        return self.wo(y.to(o_BTHV.dtype).flatten(-2))
 
-    def inputs(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, *x_own: Tensor) -> Parts:
-        """Return what the recurrence reads; `x_own` are the layer's further reads of x."""
+        # y = o_norm(o) * silu(wg x), in `sum_dtype`
+        y_BTHV = wide(o_BTHV)
+        y_BTHV = F.rms_norm(y_BTHV, y_BTHV.shape[3:], wide(self.o_norm.weight), self.norm_eps)
+        y_BTHV = y_BTHV * F.silu(wide(self.wg(x_gate))).view_as(y_BTHV)
+        return self.wo(y_BTHV.to(o_BTHV.dtype).flatten(-2))
+
+    def inputs(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, x_decays: list[Tensor]
+    ) -> Parts:
+        """Return what the recurrence reads: q, k, v, log decays and perhaps step sizes.
+
+        `x_decays`: the input x_BTD, for each linear layer that makes decays and step sizes.
+        """
         raise NotImplementedError
 
 
@@ -98,13 +113,17 @@ class GLA(GatedRecurrence):
         super().__init__(args, *backends)
         self.gk = LowRank(args.dim, DECAY_RANK, args.mixer_parts[0])
         self.elu = args.gla_feature_map == "elu"
-        self.scale = {"scale": args.key_dim**-0.5}
+        self.options = {"scale": args.key_dim**-0.5}
 
-    def inputs(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, *x_own: Tensor) -> Parts:
-        """Return q, k, v and the decays; see `GatedRecurrence.inputs`."""
+    def inputs(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, x_decays: list[Tensor]
+    ) -> Parts:
+        """Return q, k, v and the log decays, [B, T, H, K]; see `GatedRecurrence.inputs`."""
         if self.elu:
-            q_BTHK, k_BTHK = F.elu(q_BTHK) + 1, F.elu(k_BTHK) + 1
-        log_decay = F.logsigmoid(wide(self.gk(x_own[0]))) / DECAY_NORMALIZER
+            q_BTHK = F.elu(q_BTHK) + 1
+            k_BTHK = F.elu(k_BTHK) + 1
+        (x_BTD,) = x_decays
+        log_decay = F.logsigmoid(wide(self.gk(x_BTD))) / DECAY_NORMALIZER
         return q_BTHK, k_BTHK, v_BTHV, log_decay.view_as(k_BTHK)
 
 
@@ -123,13 +142,17 @@ class GatedDeltaNet(GatedRecurrence):
         self.A_log = nn.Parameter(torch.empty(args.num_heads))
         self.dt_bias = nn.Parameter(torch.empty(args.num_heads))
 
-    def inputs(self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, *x_own: Tensor) -> Parts:
-        """Return q, k, v, decays and steps; see `GatedRecurrence.inputs`."""
+    def inputs(
+        self, q_BTHK: Tensor, k_BTHK: Tensor, v_BTHV: Tensor, x_decays: list[Tensor]
+    ) -> Parts:
+        """Return q, k, v, log decays g and steps beta, [B, T, H]; see `GatedRecurrence.inputs`."""
         if self.conv1d is None:  # which has its own silu
-            q_BTHK, k_BTHK, v_BTHV = F.silu(q_BTHK), F.silu(k_BTHK), F.silu(v_BTHV)
-        x_a, x_b = x_own
-        g_BTH = F.softplus(wide(self.wa(x_a)) + wide(self.dt_bias))
-        g_BTH = -wide(self.A_log).exp() * g_BTH
+            q_BTHK = F.silu(q_BTHK)
+            k_BTHK = F.silu(k_BTHK)
+            v_BTHV = F.silu(v_BTHV)
+        x_a, x_b = x_decays
+        softplus_BTH = F.softplus(wide(self.wa(x_a)) + wide(self.dt_bias))
+        g_BTH = -wide(self.A_log).exp() * softplus_BTH
         beta_BTH = wide(self.wb(x_b)).sigmoid()
         return _unit(q_BTHK), _unit(k_BTHK), v_BTHV, g_BTH, beta_BTH
 
@@ -141,5 +164,5 @@ def _unit(x_BTHK: Tensor) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in `sum_dtype`."""
+    """Return x in `sum_dtype`: float32, or float64 as it is."""
     return x.to(sum_dtype(x))

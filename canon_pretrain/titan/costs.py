@@ -30,7 +30,7 @@ from canon_pretrain.kernels.work import Work
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Rope
-from canon_pretrain.model.cache import window_segments
+from canon_pretrain.model.cache import Context, window_segments
 from canon_pretrain.model.transformer import Head, HeadLoss, TransformerBlock, make_norm
 from canon_pretrain.titan.job_config import CanonJobConfig
 
@@ -71,7 +71,7 @@ def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
         if args.document_mask and args.reach:
             ids_BT = torch.zeros(shape, dtype=torch.int32)
             segments_BN = window_segments(ids_BT, args.max_seq_len, args.reach)
-        return count_saved(lambda: block(h_BTD, None, segments_BN), block)
+        return count_saved(lambda: block(h_BTD, Context(segments_BN=segments_BN)), block)
 
 
 def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: HeadLoss) -> int:
@@ -232,7 +232,8 @@ def trace_block(
             segments_BN = torch.empty(micro_batch, num_near, dtype=torch.int32, device=device)
 
         # Forward, then backward, which compiles the second graph.
-        results = torch.compile(block, backend=backend, fullgraph=True)(h_BTD, None, segments_BN)
+        compiled = torch.compile(block, backend=backend, fullgraph=True)
+        results = compiled(h_BTD, Context(segments_BN=segments_BN))
         # blocks with experts also return their loads, and a loss
         differentiable = [x for x in tree_leaves(results) if x.requires_grad]
         torch.autograd.backward(differentiable, [torch.empty_like(x) for x in differentiable])

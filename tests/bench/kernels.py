@@ -63,6 +63,37 @@ def passes(
 # -- canon
 
 
+@dataclasses.dataclass(frozen=True)
+class BenchCase:
+    """A case, and the least elements per token that forward and backward must move."""
+
+    case: Case
+    moved: tuple[int, int]
+
+
+def bench_cases(args: ModelArgs) -> list[BenchCase]:
+    """Return each site of a gated model alone and with its neighbors."""
+    args = dataclasses.replace(args, canon_set="ABCD")
+    dim, qkv, ffn = args.dim, args.qkv_dims, (args.ffn_dim, args.ffn_dim)
+
+    def of_canon(case: Case) -> BenchCase:
+        # forward reads x and writes y; backward reads dy and x, and writes dx
+        return BenchCase(case, (2 * sum(case.widths), 3 * sum(case.widths)))
+
+    cases = [
+        of_canon(canon_check.canon_case("A, C", "A", (dim,), args)),
+        of_canon(canon_check.canon_case("B", "B", qkv, args)),
+        of_canon(canon_check.canon_case("D", "D", ffn, args)),
+        # forward reads both and writes both; backward reads their gradients and h, and writes dh
+        BenchCase(canon_check.norm_case("norm + A, C", args, "A"), (4 * dim, 4 * dim)),
+    ]
+    if args.rope_dim:
+        cases.append(of_canon(canon_check.heads_case(args)))
+    # forward reads gate and up, and writes their product; backward reads the three, writes two
+    cases.append(BenchCase(canon_check.gate_case(args), (3 * args.ffn_dim, 5 * args.ffn_dim)))
+    return cases
+
+
 def add_canon_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = {"cuda": (16, 4096), "cpu": (4, 1024)}
     names = ("backends", *SHAPE_AND_TIMING)
@@ -75,9 +106,10 @@ def measure_canon(arguments: argparse.Namespace, machine: Machine, log: Log) -> 
     backends, missing = variants.available_backends(arguments.backends, work)
     rows: list[dict[str, Any]] = []
 
-    def measure_case(case: Case, base: Timed, timed: Timed) -> None:
+    def measure_case(bench_case: BenchCase, base: Timed, timed: Timed) -> None:
+        case = bench_case.case
         error = canon_check.compare(case, timed.module, timed.compiled, timed.inputs)
-        for direction, moved in zip(("forward", "backward"), case.moved, strict=True):
+        for direction, moved in zip(("forward", "backward"), bench_case.moved, strict=True):
             steps = (one.passes[direction]() for one in (base, timed))
             found = compare_steps(*steps, pairs=arguments.pairs, block_s=arguments.block_seconds)
             least = moved * work.micro_batch * work.num_tokens * work.dtype.itemsize
@@ -89,7 +121,8 @@ def measure_canon(arguments: argparse.Namespace, machine: Machine, log: Log) -> 
 
     # backward is repeated on the buffers that one forward pass saved
     with torch._functorch.config.patch(donated_buffer=False):
-        for case in canon_check.bench_cases(work.args):
+        for bench_case in bench_cases(work.args):
+            case = bench_case.case
             shape = (work.micro_batch, work.num_tokens)
             inputs = canon_check.make_inputs(case, shape, work.dtype, work.device)
             base = Timed(case, "reference", inputs)
@@ -97,7 +130,8 @@ def measure_canon(arguments: argparse.Namespace, machine: Machine, log: Log) -> 
                 try:
                     with variants.failures_as_not_measured(backend):
                         same = backend == base.backend
-                        measure_case(case, base, base if same else Timed(case, backend, inputs))
+                        timed = base if same else Timed(case, backend, inputs)
+                        measure_case(bench_case, base, timed)
                 except (NotMeasured, canon_check.CanonMismatch) as why:
                     missing[f"{case.name} by {backend}"] = str(why)
     peaks = machine.peaks(work.dtype)

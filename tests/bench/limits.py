@@ -138,7 +138,8 @@ def min_block_bytes(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]
     """
     dim, width = args.dim, args.ffn_dim
     gated = args.ffn == "gated"
-    rotated = args.rope_heads * args.head_dim * (args.num_heads + args.kv_heads) // args.num_heads
+    rope_heads = args.num_heads // args.rope_share if args.rope_dim else 0
+    rotated = rope_heads * args.head_dim * (args.num_heads + args.kv_heads) // args.num_heads
     changed = sum(args.qkv_dims[:2]) if args.qk_norm != "none" else rotated
     kept = args.qk_norm != "none"
     if "B" in args.canon_set:

@@ -16,6 +16,7 @@ from canon_pretrain.kernels.backends import check_mixer_backend
 from canon_pretrain.kernels.fla_mixers import FORMS, MIXERS, check_mixer
 from canon_pretrain.kernels.recurrences import CHUNKED
 from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.cache import Context
 from canon_pretrain.model.transformer import TransformerBlock
 from tests.canon_inputs import randoms
 from tests.support import refused
@@ -194,7 +195,7 @@ def test_a_block_compiles_to_one_graph(mixer):
     torch._dynamo.reset()
     results = []
     for each in (chunked, torch.compile(block, fullgraph=True, backend="aot_eager")):
-        y = each(x, None, segments.int())
+        y = each(x, Context(segments_BN=segments.int()))
         results.append([y, *torch.autograd.grad(y.square().sum(), [*each.parameters()])])
     assert calls == ["sequences"] * 2
     for one, other in zip(*results, strict=True):

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from canon_pretrain.model.args import MIXERS, ModelArgs, fill_sizes, flavor
 from canon_pretrain.model.attention import Rope
@@ -45,7 +46,7 @@ def test_blocks_receive_no_float_but_the_hidden_state(changes):
     model(torch.zeros(1, 3, dtype=torch.int64))
     assert len(seen) == BASE.num_layers
     for others, kwargs in seen:
-        tensors = [other for other in others if isinstance(other, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
         assert not kwargs and len(tensors) == (2 if changes else 0)
         assert not any(tensor.is_floating_point() for tensor in tensors)
 
