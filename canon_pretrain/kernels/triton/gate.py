@@ -32,21 +32,24 @@ def canon_gate_forward_kernel(
     taps: tl.constexpr, residual: tl.constexpr, activation: tl.constexpr, seg: tl.constexpr,
     relu2: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
+    channels = tl.program_id(0) * block + tl.arange(0, block)
+
     # Let all pointers begin at the run.
     start, segment_start, low, high, length = window.own_run(num_tokens, run, taps)
-    gate += start * width
-    up += start * width
-    inner += start * width
+    skipped = start * width
+    gate += skipped
+    up += skipped
+    inner += skipped
     segments += segment_start
 
-    channels = tl.program_id(0) * block + tl.arange(0, block)
     mask = channels < width
     w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
     weight += width * taps
     v0, v1, v2, v3 = window.load_taps(weight, channels, mask, taps)
 
-    a1, a2, a3 = window.zero_rows(block)
-    b1, b2, b3 = window.zero_rows(block)
+    zeros = tl.zeros([block], tl.float32)
+    a1, a2, a3 = zeros, zeros, zeros
+    b1, b2, b3 = zeros, zeros, zeros
     g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
     g2, g3 = g1, g1
     for i in tl.range(0, length + window.REACH, num_stages=stages):
@@ -82,29 +85,32 @@ def canon_gate_backward_kernel(
     taps: tl.constexpr, residual: tl.constexpr, activation: tl.constexpr, seg: tl.constexpr,
     relu2: tl.constexpr, want_sums: tl.constexpr, block: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
+    channels = tl.program_id(0) * block + tl.arange(0, block)
+
     # Let all pointers begin at the run.
     start, segment_start, low, high, length = window.own_run(num_tokens, run, taps)
-    dinner += start * width
-    gate += start * width
-    up += start * width
-    dgate += start * width
-    dup += start * width
+    skipped = start * width
+    dinner += skipped
+    gate += skipped
+    up += skipped
+    dgate += skipped
+    dup += skipped
     segments += segment_start
 
-    channels = tl.program_id(0) * block + tl.arange(0, block)
     mask = channels < width
     w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
     weight += width * taps
     v0, v1, v2, v3 = window.load_taps(weight, channels, mask, taps)
 
-    a1, a2, a3 = window.zero_rows(block)
-    b1, b2, b3 = window.zero_rows(block)
-    c1, c2, c3 = window.zero_rows(block)
-    d1, d2, d3 = window.zero_rows(block)
-    e1, e2, e3 = window.zero_rows(block)
-    f1, f2, f3 = window.zero_rows(block)
-    p0, p1, p2, p3 = window.zero_sums(block)
-    q0, q1, q2, q3 = window.zero_sums(block)
+    zeros = tl.zeros([block], tl.float32)
+    a1, a2, a3 = zeros, zeros, zeros
+    b1, b2, b3 = zeros, zeros, zeros
+    c1, c2, c3 = zeros, zeros, zeros
+    d1, d2, d3 = zeros, zeros, zeros
+    e1, e2, e3 = zeros, zeros, zeros
+    f1, f2, f3 = zeros, zeros, zeros
+    p0, p1, p2, p3 = zeros, zeros, zeros, zeros
+    q0, q1, q2, q3 = zeros, zeros, zeros, zeros
     g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
     g2, g3 = g1, g1
     for i in tl.range(0, length + 2 * window.REACH, num_stages=stages):

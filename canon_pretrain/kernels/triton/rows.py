@@ -100,10 +100,11 @@ def canon_rows_forward_kernel(
 
     # Let all pointers begin at the run; cos and sin have one row of a sequence.
     start, segment_start, low, high, length = window.own_run(num_tokens, run, taps)
-    x += start * width
-    added += start * width
-    y += start * width
-    total += start * width
+    skipped = start * width
+    x += skipped
+    added += skipped
+    y += skipped
+    total += skipped
     rstd += start
     segments += segment_start
     if rope:
@@ -118,7 +119,8 @@ def canon_rows_forward_kernel(
         w2 = w2 * scale
         w3 = w3 * scale
 
-    x1, x2, x3 = window.zero_rows(block)
+    zeros = tl.zeros([block], tl.float32)
+    x1, x2, x3 = zeros, zeros, zeros
     g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
     g2, g3 = g1, g1
     # Two rows ahead by hand: Triton 3.6 to 3.9 do not pipeline a loop with a single load
@@ -187,12 +189,13 @@ def canon_rows_backward_kernel(
 
     # Let all pointers begin at the run; cos and sin have one row of a sequence.
     start, segment_start, low, high, length = window.own_run(num_tokens, run, taps)
-    dy += start * width
-    dy1 += start * width
-    dy2 += start * width
-    x += start * width
-    more += start * width
-    dx += start * width
+    skipped = start * width
+    dy += skipped
+    dy1 += skipped
+    dy2 += skipped
+    x += skipped
+    more += skipped
+    dx += skipped
     rstd += start
     segments += segment_start
     if rope:
@@ -207,11 +210,11 @@ def canon_rows_backward_kernel(
         w2 = w2 * scale
         w3 = w3 * scale
 
-    x1, x2, x3 = window.zero_rows(block)
-    d1, d2, d3 = window.zero_rows(block)
-    e1, e2, e3 = window.zero_rows(block)
-    s0, s1, s2, s3 = window.zero_sums(block)
-    s_more = tl.zeros([block], tl.float32)
+    zeros = tl.zeros([block], tl.float32)
+    x1, x2, x3 = zeros, zeros, zeros
+    d1, d2, d3 = zeros, zeros, zeros
+    e1, e2, e3 = zeros, zeros, zeros
+    s0, s1, s2, s3, s_more = zeros, zeros, zeros, zeros, zeros
     # The convolution's output is needed if something nonlinear is after it: then the window of
     # inputs is filled first. Otherwise x is read at s only.
     again: tl.constexpr = activation or norm == PER_HEAD

@@ -25,24 +25,10 @@ def own_run(num_tokens, run, taps: tl.constexpr):
     """The run's first token (of all rows) and segment, and its low, high and length."""
     first_token = tl.program_id(1) * run
     row = tl.program_id(2).to(tl.int64)
-    start = row * num_tokens + first_token
-    segment_start = row * (num_tokens + taps - 1) + first_token
     length = tl.minimum(run, num_tokens - first_token)
+    segment_start = row * (num_tokens + taps - 1) + first_token
+    start = row * num_tokens + first_token
     return start, segment_start, -first_token, num_tokens - first_token, length
-
-
-@triton.jit
-def zero_rows(block: tl.constexpr):
-    """The rows x1 .. x3 before the first token that a program reads."""
-    zeros = tl.zeros([block], tl.float32)
-    return zeros, zeros, zeros
-
-
-@triton.jit
-def zero_sums(block: tl.constexpr):
-    """s0 .. s3, to which `add_products` adds."""
-    zeros = tl.zeros([block], tl.float32)
-    return zeros, zeros, zeros, zeros
 
 
 @triton.jit
