@@ -13,12 +13,23 @@ EOS_TOKEN = "</s>"
 
 def id_tokenizer(vocab_size: int) -> bytes:
     """Return the tokenizer.json of `vocab_size` ids."""
-    no = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    eos = {
+        "id": 0,
+        "content": EOS_TOKEN,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     content = {
         "version": "1.0",
-        **dict.fromkeys(parts),
-        "added_tokens": [{"id": 0, "content": EOS_TOKEN, **no, "special": True}],
+        "truncation": None,
+        "padding": None,
+        "normalizer": None,
+        "post_processor": None,
+        "decoder": None,
+        "added_tokens": [eos],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": _vocab(vocab_size), "unk_token": EOS_TOKEN},
     }
@@ -42,10 +53,13 @@ class IdTokenizer:
     """Reader of such a tokenizer.json. Unlike `tokenizers`, it refuses other words."""
 
     method = "decimal ids"
-    bos_id, eos_id, eos_token = -1, 0, EOS_TOKEN
+    bos_id = -1
+    eos_id = 0
+    eos_token = EOS_TOKEN
 
     def __init__(self, model: bytes, name: str) -> None:
-        self._name, self.vocab_size = name, len(json.loads(model)["model"]["vocab"])
+        self._name = name
+        self.vocab_size = len(json.loads(model)["model"]["vocab"])
 
     def encode(self, text: str) -> np.ndarray:
         words = text.split()
