@@ -100,8 +100,8 @@ class BlockReader:
         """Fill `out`, int64 [count], with a shard's ids from `start` on. Raises ShardError."""
         path = self._folder / f"{name}.bin"
         if name not in self._crcs:
-            content = read_checked(path.with_suffix(".crc"), files.crc.sha256)
-            self._crcs[name] = np.frombuffer(content, dtype="<u4")
+            crcs = read_checked(path.with_suffix(".crc"), files.crc.sha256)
+            self._crcs[name] = np.frombuffer(crcs, dtype="<u4")
 
         # Bytes position .. end of the file are the ids; whole blocks are read, for their CRCs.
         width = self._width

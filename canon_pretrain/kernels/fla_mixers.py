@@ -184,8 +184,7 @@ def _call(
 @fla_forward.register_fake
 def _(heads: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     k, v = heads[1:3]
-    num_rows, _, num_heads, value_width = v.shape
-    state_shape = (num_rows, num_heads, k.shape[3], value_width)
+    state_shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     return v.new_empty(v.shape), v.new_empty(state_shape, dtype=torch.float32)
 
 

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""Canon with what is beside it at sites A, B and C, in one kernel: norms, rotation, the stream.
+"""Canon with its neighbors at sites A, B and C, in one kernel: norms, rotation, the stream.
 
 One forward and one backward body; a site is a choice of loads and epilogues:
 
