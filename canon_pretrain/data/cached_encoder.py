@@ -47,13 +47,13 @@ _NORMALIZER_SPEC = 3
 _PIECE_TEXT = 1
 _PIECE_TYPE = 3
 _SETTINGS = {
-    (_TRAINER_SPEC, 3): "model_type",
-    (_TRAINER_SPEC, 24): "space_is_suffix",
-    (_TRAINER_SPEC, 35): "byte_fallback",
-    (_NORMALIZER_SPEC, 2): "normalizes",
-    (_NORMALIZER_SPEC, 3): "dummy_prefix",
-    (_NORMALIZER_SPEC, 4): "drops_spaces",
-    (_NORMALIZER_SPEC, 5): "escapes_spaces",
+    _TRAINER_SPEC: {3: "model_type", 24: "space_is_suffix", 35: "byte_fallback"},
+    _NORMALIZER_SPEC: {
+        2: "normalizes",
+        3: "dummy_prefix",
+        4: "drops_spaces",
+        5: "escapes_spaces",
+    },
 }
 
 # Wire types of protobuf.
@@ -85,10 +85,9 @@ class SentencePieceInfo:
         for number, value in _fields(model):
             if number == _PIECES:
                 info._add_token(dict(_fields(value)))
-            elif number in (_TRAINER_SPEC, _NORMALIZER_SPEC):
+            elif number in _SETTINGS:
                 for inner_number, setting in _fields(value):
-                    name = _SETTINGS.get((number, inner_number))
-                    if name is not None:
+                    if name := _SETTINGS[number].get(inner_number):
                         setattr(info, name, setting if name == "model_type" else bool(setting))
         return info
 

@@ -166,7 +166,6 @@ def _gate_backward_on_gpu(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor, Tensor,
     gate_taps_KF, up_taps_KF = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
     num_tokens = gate_BTF.shape[1]
     num_taps = len(gate_taps_KF)
-    sums_dtype = gate_taps_KF.dtype
     num_recomputed = num_taps if num_taps <= _RECOMPUTED_TAPS else 1
 
     # [j]: the inputs of token t - j
@@ -182,30 +181,30 @@ def _gate_backward_on_gpu(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor, Tensor,
         gate = _mix([gates[j - i] for j in range(num_taps)], gate_taps_KF, masks)
         up = _mix([ups[j - i] for j in range(num_taps)], up_taps_KF, masks)
         act, slope = _act_and_slope(gate, ctx.relu2)
-        dinner = _shift(dinner_BTF, -i).to(sums_dtype)  # 0 past the last token
+        dinner = _shift(dinner_BTF, -i).to(gate_taps_KF.dtype)  # 0 past the last token
         dgates.append(dinner * up * slope)
         dups.append(dinner * act)
-    dgate_BTF = dgates[0].to(gate_BTF.dtype)
-    dup_BTF = dups[0].to(gate_BTF.dtype)
-    for i in range(num_recomputed, num_taps):
-        dgates.append(_shift(dgate_BTF, -i))
-        dups.append(_shift(dup_BTF, -i))
+    streams = ((gate_taps_KF, gates, dgates), (up_taps_KF, ups, dups))
+    for _, _, dconvs in streams:
+        rounded_BTF = dconvs[0].to(gate_BTF.dtype)
+        dconvs += [_shift(rounded_BTF, -i) for i in range(num_recomputed, num_taps)]
 
     masks = _shift_masks(segments_BN, num_tokens, num_taps, transposed=True)
-    gate_grad_BTF = _mix(dgates, gate_taps_KF, masks).to(gate_BTF.dtype)
-    up_grad_BTF = _mix(dups, up_taps_KF, masks).to(gate_BTF.dtype)
+    dgate_BTF, dup_BTF = (
+        _mix(dconvs, taps_KF, masks).to(gate_BTF.dtype) for taps_KF, _, dconvs in streams
+    )
     if not ctx.needs_input_grad[2]:
-        return gate_grad_BTF, up_grad_BTF, None
+        return dgate_BTF, dup_BTF, None
 
     # Tap K-1-j of the weight multiplies the input of token t - j.
     masks = _shift_masks(segments_BN, num_tokens, num_taps)
     products = []
-    for dconv, inputs in ((dgates[0], gates), (dups[0], ups)):
+    for _, inputs, dconvs in streams:
         for j in reversed(range(num_taps)):
-            products.append(masked(dconv * inputs[j].to(sums_dtype), masks[j]))
+            products.append(masked(dconvs[0] * inputs[j].to(dconvs[0].dtype), masks[j]))
     sums_F1X = _token_sums(products)  # the taps of gate, then of up
     dweight_C1K = torch.cat(sums_F1X.split(num_taps, dim=2))
-    return gate_grad_BTF, up_grad_BTF, dweight_C1K.to(weight_C1K.dtype)
+    return dgate_BTF, dup_BTF, dweight_C1K.to(weight_C1K.dtype)
 
 
 def _gate_taps(gate_BTF: Tensor, weight_C1K: Tensor, residual: bool) -> tuple[Tensor, ...]:
@@ -313,31 +312,25 @@ def _convolve_in_pieces(
     x_BTC = x_BTC.to(taps_KC.dtype)
     num_tokens = x_BTC.shape[1]
     reach = len(taps_KC) - 1
-    js = range(reach + 1)
+    if transposed and segments_BN is not None:
+        segments_BN = F.pad(segments_BN, (0, reach))  # any segment: x is 0 there
+    offsets = [j if transposed else -j for j in range(reach + 1)]
 
-    def piece(terms: list[Tensor], first_token: int) -> Tensor:
-        position = reach + first_token  # in segments
-        others = [position + j if transposed else position - j for j in js]
-        length = terms[0].shape[1]
-        masks = [same_segment(segments_BN, position, other, length) for other in others]
+    def piece(tokens_BMC: Tensor, first: int, length: int) -> Tensor:
+        """Mix `length` tokens from `first` on; `tokens` begin with the earliest that they read."""
+        position = reach + first  # in segments
+        earliest = min(offsets)
+        masks = [same_segment(segments_BN, position, position + k, length) for k in offsets]
+        terms = [tokens_BMC[:, k - earliest : k - earliest + length] for k in offsets]
         return _mix(terms, taps_KC, masks)
 
     if transposed:
-        if segments_BN is not None:
-            segments_BN = F.pad(segments_BN, (0, reach))  # any segment: x is 0 there
         cut = max(0, num_tokens - reach)
-        padded_BMC = F.pad(x_BTC[:, cut:], (0, 0, 0, reach))
-        border = piece([padded_BMC[:, j : j + num_tokens - cut] for j in js], cut)
-        if cut == 0:
-            return [border]
-        return [piece([x_BTC[:, j : j + cut] for j in js], 0), border]
-
+        border = piece(F.pad(x_BTC[:, cut:], (0, 0, 0, reach)), cut, num_tokens - cut)
+        return [piece(x_BTC, 0, cut), border] if cut else [border]
     cut = min(reach, num_tokens)
-    padded_BMC = F.pad(x_BTC[:, :cut], (0, 0, reach, 0))
-    border = piece([padded_BMC[:, reach - j : reach - j + cut] for j in js], 0)
-    if cut == num_tokens:
-        return [border]
-    return [border, piece([x_BTC[:, reach - j : num_tokens - j] for j in js], reach)]
+    border = piece(F.pad(x_BTC[:, :cut], (0, 0, reach, 0)), 0, cut)
+    return [border, piece(x_BTC, cut, num_tokens - cut)] if cut < num_tokens else [border]
 
 
 def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Segments) -> Tensor:

@@ -10,6 +10,7 @@ N = K state, P = V head dim.
 
 import importlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,18 +44,10 @@ def fla_problem(mixer: str, key_dim: int) -> str | None:
     return package_problem("fla", MIXERS[mixer])
 
 
-def fits(v_BTHV: Tensor) -> bool:
-    """Return whether the package computes such values; a single token needs no chunks."""
-    is_supported = v_BTHV.device.type in packages.DEVICE_TYPES and v_BTHV.dtype in packages.DTYPES
-    return is_supported and v_BTHV.shape[1] > 1
-
-
 def gla(
     *heads: Tensor, scale: float, state: Tensor | None = None, starts_BT: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `chunked_gla`."""
-    if not fits(heads[2]):
-        return CHUNKED["gla"](*heads, scale=scale, state=state, starts_BT=starts_BT)
     return _recur("gla", scale, heads, state, starts_BT)
 
 
@@ -70,10 +63,6 @@ def ssd(
     starts_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `chunked_ssd`."""
-    if not fits(x_BTHP):
-        return CHUNKED["mamba2"](
-            x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state=state, starts_BT=starts_BT
-        )
     k_BTHN = dt_BTH[..., None] * B_BTN[:, :, None]
     q_BTHN = C_BTN[:, :, None].expand_as(k_BTHN)
     heads = (q_BTHN, k_BTHN, x_BTHP, dt_BTH * A_H)
@@ -83,13 +72,20 @@ def ssd(
 
 def delta(*heads: Tensor, state: Tensor | None, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute `chunked_delta`."""
-    if not fits(heads[2]):
-        return CHUNKED["gated_deltanet"](*heads, state=state, starts_BT=starts_BT)
     key_width = heads[1].shape[3]
     return _recur("gated_deltanet", key_width**-0.5, heads, state, starts_BT)
 
 
-FORMS: dict[str, Recurrence] = {"gla": gla, "mamba2": ssd, "gated_deltanet": delta}
+def _package_or_chunked(mixer: str, *heads: Tensor, **past: Any) -> tuple[Tensor, Tensor]:
+    """Compute the chunked form for values that the package does not support, and single tokens."""
+    v_BTHV = heads[0] if mixer == "mamba2" else heads[2]
+    is_supported = v_BTHV.device.type in packages.DEVICE_TYPES and v_BTHV.dtype in packages.DTYPES
+    form = _PACKAGE[mixer] if is_supported and v_BTHV.shape[1] > 1 else CHUNKED[mixer]
+    return form(*heads, **past)
+
+
+_PACKAGE: dict[str, Recurrence] = {"gla": gla, "mamba2": ssd, "gated_deltanet": delta}
+FORMS: dict[str, Recurrence] = {mixer: partial(_package_or_chunked, mixer) for mixer in _PACKAGE}
 
 
 def _recur(
