@@ -62,14 +62,14 @@ class IdTokenizer:
         self.vocab_size = len(json.loads(model)["model"]["vocab"])
 
     def encode(self, text: str) -> np.ndarray:
-        words = text.split()
-        if not all(word.isdecimal() and 0 < int(word) < self.vocab_size for word in words):
+        numbers = text.split()
+        if not all(number.isdecimal() and 0 < int(number) < self.vocab_size for number in numbers):
             raise UserError(
                 "tokenizer.not_ids",
                 f"tokenizer {self._name}: {text[:40]!r} is not a text of ids from 1 to "
                 f"{self.vocab_size - 1}: this model knows no words",
             )
-        return np.array([int(word) for word in words], dtype=np.int64)
+        return np.array([int(number) for number in numbers], dtype=np.int64)
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(str(i) for i in ids if i != self.eos_id)

@@ -52,10 +52,12 @@ class Windows(Protocol):
         """Raise UserError if there are no such windows."""
 
     def read(
-        self, seed: int, samples: range, own: slice, order: Order, seq_len: int
+        self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
     ) -> tuple[np.ndarray, list[int]]:
-        """Return the windows `samples[own]`, int64 [n, seq_len + 1], and how many of `samples`
-        each source has."""
+        """Return the windows `samples[rank_samples]`, int64 [n, seq_len + 1].
+
+        Also return how many of `samples`, those of all ranks, each source has.
+        """
 
 
 class BatchLoader:

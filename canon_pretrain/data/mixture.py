@@ -45,8 +45,8 @@ def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
             "data.weights",
             f"data.weights has a share of {float(min(shares)):.3g}, too small to be drawn",
         )
-    words = [math.floor(end * (1 << 64)) for end in itertools.accumulate(shares)]
-    return np.array(words[:-1], dtype=np.uint64)
+    ends = [math.floor(end * (1 << 64)) for end in itertools.accumulate(shares)]
+    return np.array(ends[:-1], dtype=np.uint64)
 
 
 def check_order(order: str, num_sources: int) -> None:
@@ -103,9 +103,9 @@ class Mixture(AbstractContextManager["Mixture"]):
         sources = [TokenShards.open(Path(folder) / "train") for folder in folders]
         return cls(sources, weights, short_names([str(folder) for folder in folders]))
 
-    def draw(self, words: np.ndarray) -> np.ndarray:
-        """Return the source index of each of `words`, uint64 [n]; int64 [n]."""
-        return np.searchsorted(self._thresholds, words, side="right")
+    def draw(self, random_words: np.ndarray) -> np.ndarray:
+        """Return the source index of each of `random_words`, uint64 [n]; int64 [n]."""
+        return np.searchsorted(self._thresholds, random_words, side="right")
 
     def check(self, order: str, seq_len: int) -> None:
         check_order(order, len(self.sources))
@@ -113,24 +113,25 @@ class Mixture(AbstractContextManager["Mixture"]):
             check_length(source.num_tokens, seq_len, str(source.folder))
 
     def read(
-        self, seed: int, samples: range, own: slice, order: Order, seq_len: int
+        self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
     ) -> tuple[np.ndarray, list[int]]:
-        """Return the windows `samples[own]`, and the windows of `samples` per source."""
-        draws, counts = self._draw(seed, samples, own, order, seq_len)
+        """Return the windows `samples[rank_samples]`, and the windows of `samples` per source."""
+        draws, counts = self._draw(seed, samples, rank_samples, order, seq_len)
         batch = np.empty((len(draws), seq_len + 1), dtype=np.int64)
         for window, (source, offset) in zip(batch, draws, strict=True):
             source.read_into(window, offset)
         return batch, counts
 
     def _draw(
-        self, seed: int, samples: range, own: slice, order: Order, seq_len: int
+        self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
     ) -> tuple[list[tuple[TokenShards, int]], list[int]]:
-        """Return the (source, offset)s of `samples[own]`, and the windows per source."""
+        """Return the (source, offset)s of `samples[rank_samples]`, and the windows per source."""
         sources = self.sources
         if order == "permute":
             source = sources[0]
             draws = [
-                (source, permuted_offset(seed, i, source.num_tokens, seq_len)) for i in samples[own]
+                (source, permuted_offset(seed, i, source.num_tokens, seq_len))
+                for i in samples[rank_samples]
             ]
             return draws, [len(samples)]
 
@@ -138,7 +139,9 @@ class Mixture(AbstractContextManager["Mixture"]):
         blocks = philox_blocks(seed, samples.start, len(samples))
         indices = self.draw(blocks[:, 1])
         draws = []
-        for index, word in zip(indices[own], blocks[own, 0].tolist(), strict=True):
+        for index, word in zip(
+            indices[rank_samples], blocks[rank_samples, 0].tolist(), strict=True
+        ):
             source = sources[index]
             draws.append((source, offset_of_word(word, source.num_tokens, seq_len)))
         return draws, np.bincount(indices, minlength=len(sources)).tolist()

@@ -162,25 +162,25 @@ def make_manifest(
     # Prefix sums; of the last shard, what the cut leaves.
     entries: list[ShardEntry] = []
     tokens = documents = text_bytes = 0
-    for named in records:
-        record = named.record
+    for commit in records:
+        record = commit.record
         if record.version != version:
-            raise ValueError(f"{named.name} is of version {record.version}, not {version}")
+            raise ValueError(f"{commit.name} is of version {record.version}, not {version}")
         counts = Cut(record.tokens, record.documents, record.text_bytes)
-        if cut is not None and named is records[-1]:
+        if cut is not None and commit is records[-1]:
             is_inside = 0 < cut.tokens < record.tokens and 0 < cut.documents < record.documents
             if not is_inside or cut.text_bytes > record.text_bytes:
                 raise ValueError(f"{cut} in a shard of {counts}")
             counts = cut
         entries.append(
             ShardEntry(
-                name=named.name,
+                name=commit.name,
                 first_token=tokens,
                 first_document=documents,
                 tokens=counts.tokens,
                 documents=counts.documents,
                 text_bytes=counts.text_bytes,
-                mark_sha256=named.sha256,
+                mark_sha256=commit.sha256,
             )
         )
         tokens += counts.tokens
@@ -261,13 +261,13 @@ class TokenShards(AbstractContextManager["TokenShards"]):
             )
 
         shards = []
-        for entry, named in zip(manifest.parts, records, strict=True):
-            for file in shard_sizes(folder, named):
+        for entry, commit in zip(manifest.parts, records, strict=True):
+            for file in shard_sizes(folder, commit):
                 if file.actual_size != file.size:
                     is_missing = file.actual_size is None
                     problem = "is missing" if is_missing else f"{file.actual_size} bytes"
                     raise blocks.shard_error(file.path, f"{problem}, expected {file.size} bytes")
-            shards.append(Shard(folder, entry, named.record.files))
+            shards.append(Shard(folder, entry, commit.record.files))
         return cls(folder, manifest, tuple(shards))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -355,9 +355,9 @@ class FileSize(NamedTuple):
     actual_size: int | None
 
 
-def shard_sizes(folder: Path, named: NamedRecord) -> Iterator[FileSize]:
+def shard_sizes(folder: Path, commit: NamedRecord) -> Iterator[FileSize]:
     """Yield the sizes of each file of a shard."""
-    for suffix, info in vars(named.record.files).items():
-        path = folder / f"{named.name}.{suffix}"
+    for suffix, info in vars(commit.record.files).items():
+        path = folder / f"{commit.name}.{suffix}"
         actual_size = path.stat().st_size if path.exists() else None
         yield FileSize(path, info.size, actual_size)

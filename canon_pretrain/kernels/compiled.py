@@ -138,21 +138,22 @@ class _CanonGate(torch.autograd.Function):
             # The zeros per channel keep this in one loop with the line above; otherwise inductor
             # would flatten it, and store act and slope for a second loop
             dups.append((dinner * act + zeros_F).to(dtype))
-        dgate_BTF = _join(dgates)
-        dup_BTF = _join(dups)
+        streams = (
+            (_join(dgates), gate_BTF, gate_taps_KF),
+            (_join(dups), up_BTF, up_taps_KF),
+        )
 
         dweight_C1K = None
         if ctx.needs_input_grad[2]:
-            num_taps = len(gate_taps_KF)
-            gate_sums_F1K = weight_sums(dgate_BTF, gate_BTF, num_taps, segments_BN)
-            up_sums_F1K = weight_sums(dup_BTF, up_BTF, num_taps, segments_BN)
-            dweight_C1K = torch.cat((gate_sums_F1K, up_sums_F1K)).to(weight_C1K.dtype)
-
-        # The gradients of the inputs.
-        gate_pieces = convolve(dgate_BTF, gate_taps_KF, segments_BN, transposed=True)
-        dgate_BTF = rounded(gate_pieces, None, dtype)
-        up_pieces = convolve(dup_BTF, up_taps_KF, segments_BN, transposed=True)
-        dup_BTF = rounded(up_pieces, None, dtype)
+            sums = [
+                weight_sums(dconv_BTF, x_BTF, len(taps_KF), segments_BN)
+                for dconv_BTF, x_BTF, taps_KF in streams
+            ]
+            dweight_C1K = torch.cat(sums).to(weight_C1K.dtype)
+        dgate_BTF, dup_BTF = (
+            rounded(convolve(dconv_BTF, taps_KF, segments_BN, transposed=True), None, dtype)
+            for dconv_BTF, _, taps_KF in streams
+        )
         return dgate_BTF, dup_BTF, dweight_C1K, None, None, None
 
 
@@ -300,7 +301,7 @@ def _convolve_in_place(
         later = slice(j, None)
         earlier = slice(num_tokens - j)
         target, source = (earlier, later) if transposed else (later, earlier)
-        is_same = same_segment(segments_BN, reach + j, reach, num_tokens - j)
+        is_same = continues_segment(segments_BN, num_tokens, reach, j)
         y_BTC[:, target].addcmul_(masked(x_BTC[:, source], is_same), taps_KC[reach - j])
     return y_BTC
 
@@ -352,7 +353,7 @@ def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Segmen
     sums = [x_BTC.new_zeros(x_BTC.shape[2])] * num_taps
     for j in range(min(num_taps, num_tokens)):
         product = d_BTC[:, j:] * x_BTC[:, : num_tokens - j]
-        is_same = same_segment(segments_BN, reach + j, reach, num_tokens - j)
+        is_same = continues_segment(segments_BN, num_tokens, reach, j)
         if is_same is not None:
             product *= is_same
         sums[j] = product.sum((0, 1))
@@ -443,6 +444,11 @@ def same_segment(segments_BN: Segments, start: int, other: int, length: int) -> 
         else:
             ranges.append(segments_BN[:, begin : begin + length])
     return (ranges[0] == ranges[1])[..., None]
+
+
+def continues_segment(segments_BN: Segments, num_tokens: int, reach: int, j: int) -> Tensor | None:
+    """Return whether tokens t + j and t share a segment, [B, T - j, 1]."""
+    return same_segment(segments_BN, reach + j, reach, num_tokens - j)
 
 
 def _shift_masks(

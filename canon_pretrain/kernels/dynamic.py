@@ -14,9 +14,9 @@ from torch import Tensor
 
 from canon_pretrain.kernels.compiled import (
     Segments,
+    continues_segment,
     masked,
     rounded,
-    same_segment,
     silu_slope,
     sum_dtype,
 )
@@ -78,7 +78,7 @@ class _Dynamic(torch.autograd.Function):
         for j in range(min(num_taps, num_tokens)):
             tap = num_taps - 1 - j
             weight_CR = weight_KCR[tap]
-            is_same = same_segment(segments_BN, num_taps - 1 + j, num_taps - 1, num_tokens - j)
+            is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
             z_BMR = z_BTR[:, j:]
             dconv_BMC = masked(dconv_BTC[:, j:], is_same)
             taps_BMC = _taps(z_BMR, weight_CR, recompute=True).to(dtype)
@@ -105,7 +105,7 @@ def _convolve(
     num_taps = len(weight_KCR)
     y_BTC = torch.zeros_like(x_BTC, dtype=dtype)
     for j in range(min(num_taps, num_tokens)):
-        is_same = same_segment(segments_BN, num_taps - 1 + j, num_taps - 1, num_tokens - j)
+        is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
         taps_BMC = _taps(z_BTR[:, j:], weight_KCR[num_taps - 1 - j], recompute=recompute).to(dtype)
         y_BTC = _add(y_BTC, j, masked(taps_BMC * x_BTC[:, : num_tokens - j], is_same))
     return y_BTC

@@ -56,6 +56,19 @@ def load_scale(gain, channels, dim, mask, norm: tl.constexpr):
 
 
 @triton.jit
+def load_scaled_taps(weight, gain, channels, dim, mask, taps: tl.constexpr, norm: tl.constexpr):
+    """w0 .. w3, with the full norm's gain as a factor, and the norm's gain."""
+    w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
+    scale = load_scale(gain, channels, dim, mask, norm)
+    if norm == FULL:
+        w0 = w0 * scale
+        w1 = w1 * scale
+        w2 = w2 * scale
+        w3 = w3 * scale
+    return w0, w1, w2, w3, scale
+
+
+@triton.jit
 def head_sums(x, dims: tl.constexpr):
     """The sum over each head's dims, for each of them."""
     by_head = tl.reshape(x, [x.shape[0] // dims, dims])
@@ -111,13 +124,7 @@ def canon_rows_forward_kernel(
         cos -= low * rope_pairs
         sin -= low * rope_pairs
 
-    w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
-    scale = load_scale(gain, channels, dim, mask, norm)
-    if norm == FULL:
-        w0 = w0 * scale
-        w1 = w1 * scale
-        w2 = w2 * scale
-        w3 = w3 * scale
+    w0, w1, w2, w3, scale = load_scaled_taps(weight, gain, channels, dim, mask, taps, norm)
 
     zeros = tl.zeros([block], tl.float32)
     x1, x2, x3 = zeros, zeros, zeros
@@ -202,13 +209,7 @@ def canon_rows_backward_kernel(
         cos -= low * rope_pairs
         sin -= low * rope_pairs
 
-    w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
-    scale = load_scale(gain, channels, dim, mask, norm)
-    if norm == FULL:
-        w0 = w0 * scale
-        w1 = w1 * scale
-        w2 = w2 * scale
-        w3 = w3 * scale
+    w0, w1, w2, w3, scale = load_scaled_taps(weight, gain, channels, dim, mask, taps, norm)
 
     zeros = tl.zeros([block], tl.float32)
     x1, x2, x3 = zeros, zeros, zeros
