@@ -79,9 +79,9 @@ def read_small(path: Path) -> bytes:
 def read_checked(path: Path, sha256: str) -> bytes:
     """Return the content of a .docs or .crc file. Raises ShardError if its hash differs."""
     content = read_small(path)
-    found = hashlib.sha256(content).hexdigest()
-    if found != sha256:
-        raise shard_error(path, f"sha256 {found[:16]}..., expected {sha256[:16]}...")
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != sha256:
+        raise shard_error(path, f"sha256 {actual[:16]}..., expected {sha256[:16]}...")
     return content
 
 
@@ -98,29 +98,43 @@ class BlockReader:
 
     def read(self, name: str, files: ShardFiles, start: int, out: np.ndarray) -> None:
         """Fill `out`, int64 [count], with a shard's ids from `start` on. Raises ShardError."""
-        path, width, size = self._folder / f"{name}.bin", self._width, files.bin.size
+        path = self._folder / f"{name}.bin"
         if name not in self._crcs:
-            known = read_checked(path.with_suffix(".crc"), files.crc.sha256)
-            self._crcs[name] = np.frombuffer(known, dtype="<u4")
-        at, end = start * width, (start + len(out)) * width
+            crcs = read_checked(path.with_suffix(".crc"), files.crc.sha256)
+            self._crcs[name] = np.frombuffer(crcs, dtype="<u4")
+
+        # Bytes position .. end of the file are the ids; whole blocks are read, for their CRCs.
+        width = self._width
+        position = start * width
+        end = (start + len(out)) * width
+        last_block_end = -(-end // BLOCK_BYTES) * BLOCK_BYTES
         done = 0
-        while at < end:
-            first_block = at // BLOCK_BYTES
+        while position < end:
+            first_block = position // BLOCK_BYTES
             begin = first_block * BLOCK_BYTES
-            whole_blocks = -(-end // BLOCK_BYTES) * BLOCK_BYTES
-            stop = min(whole_blocks, begin + BUFFER_BYTES, size)
+            stop = min(last_block_end, begin + BUFFER_BYTES, files.bin.size)
             content = self._buffer[: stop - begin]
             self._fill(path, content, begin)
-            for block, found in enumerate(block_crcs(content), first_block):
-                if found != (expected := self._crcs[name][block]):
-                    where = f"64-KiB block {block} (byte {block * BLOCK_BYTES})"
-                    raise shard_error(
-                        path, f"{where} has CRC32 {found:08x}, expected {expected:08x}", block=block
-                    )
-            ids = self._ids[(at - begin) // width : (min(end, stop) - begin) // width]
+            self._check(path, content, first_block, self._crcs[name])
+
+            ids = self._ids[(position - begin) // width : (min(end, stop) - begin) // width]
             out[done : done + len(ids)] = ids
             done += len(ids)
-            at = begin + BUFFER_BYTES
+            position = begin + BUFFER_BYTES
+
+    def _check(
+        self, path: Path, content: memoryview, first_block: int, expected_crcs: np.ndarray
+    ) -> None:
+        """Raise ShardError if a block of `content` is not as it was written."""
+        for block, crc in enumerate(block_crcs(content), first_block):
+            expected = expected_crcs[block]
+            if crc != expected:
+                raise shard_error(
+                    path,
+                    f"64-KiB block {block} (byte {block * BLOCK_BYTES}) has CRC32 {crc:08x}, "
+                    f"expected {expected:08x}",
+                    block=block,
+                )
 
     def close(self) -> None:
         while self._descriptors:
@@ -133,11 +147,11 @@ class BlockReader:
             descriptor = self._open(path)
             while done < len(buffer):
                 # preadv may return fewer bytes; only 0 is the end of the file
-                got = os.preadv(descriptor, [buffer[done:]], offset + done)
-                if got == 0:
+                num_read = os.preadv(descriptor, [buffer[done:]], offset + done)
+                if num_read == 0:
                     end = offset + done
                     raise shard_error(path, f"truncated to {end} bytes while open", end=end)
-                done += got
+                done += num_read
         except OSError as error:
             raise ShardError(
                 "shard.unreadable",
@@ -149,8 +163,10 @@ class BlockReader:
         """Return a descriptor of a .bin file; close the oldest one above MAX_OPEN_FILES."""
         if path.name not in self._descriptors:
             if len(self._descriptors) >= MAX_OPEN_FILES:
-                os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            self._descriptors[path.name] = descriptor = os.open(path, os.O_RDONLY)
+                oldest = next(iter(self._descriptors))
+                os.close(self._descriptors.pop(oldest))
+            descriptor = os.open(path, os.O_RDONLY)
+            self._descriptors[path.name] = descriptor
             if hasattr(os, "posix_fadvise"):  # windows are random: read-ahead would be wasted
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return self._descriptors[path.name]

@@ -19,6 +19,7 @@ import numpy as np
 SPACE = "\u2581"
 """The format's symbol for a space; in a text the two are equal."""
 
+# Types of a model and of its tokens in sentencepiece_model.proto.
 _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 # For documents of 30 MB, encoders take several times as long per character, and GBs.
@@ -32,23 +33,34 @@ PROBE_TEXT = (
 CAPACITY = 1 << 18
 # Longer words seldom repeat.
 MAX_WORD = 48
-# Ids are stored as bytes: joining those is several times faster than chaining lists.
+# Ids are stored as bytes: joining bytes is several times faster than chaining lists.
 _STORED = np.dtype("=u4")
 
 _WORDS = re.compile(r" *[^ ]+| +").findall
 _WORDS_AND_NEWLINES = re.compile(r" *[^ \n]+|\n+| +").findall
 _RUNS = re.compile(r" *[A-Za-z]+| *[^ A-Za-z]+| +").findall
 
-# message and field numbers of sentencepiece_model.proto
+# Field numbers of sentencepiece_model.proto: of ModelProto, and in its messages.
+_PIECES = 1
+_TRAINER_SPEC = 2
+_NORMALIZER_SPEC = 3
+_PIECE_TEXT = 1
+_PIECE_TYPE = 3
 _SETTINGS = {
-    (2, 3): "model_type",
-    (2, 24): "space_is_suffix",
-    (2, 35): "byte_fallback",
-    (3, 2): "normalizes",
-    (3, 3): "dummy_prefix",
-    (3, 4): "drops_spaces",
-    (3, 5): "escapes_spaces",
+    _TRAINER_SPEC: {3: "model_type", 24: "space_is_suffix", 35: "byte_fallback"},
+    _NORMALIZER_SPEC: {
+        2: "normalizes",
+        3: "dummy_prefix",
+        4: "drops_spaces",
+        5: "escapes_spaces",
+    },
 }
+
+# Wire types of protobuf.
+_VARINT = 0
+_EIGHT_BYTES = 1
+_BYTES = 2  # after their length
+_FOUR_BYTES = 5
 
 
 @dataclass
@@ -71,19 +83,20 @@ class SentencePieceInfo:
         """Parse a .model file, without SentencePiece's module that needs an exact protobuf."""
         info = cls()
         for number, value in _fields(model):
-            if number == 1:
+            if number == _PIECES:
                 info._add_token(dict(_fields(value)))
-            for inner, setting in _fields(value) if number in (2, 3) else ():
-                if name := _SETTINGS.get((number, inner)):
-                    setattr(info, name, setting if name == "model_type" else bool(setting))
+            elif number in _SETTINGS:
+                for inner_number, setting in _fields(value):
+                    if name := _SETTINGS[number].get(inner_number):
+                        setattr(info, name, setting if name == "model_type" else bool(setting))
         return info
 
     def _add_token(self, fields: dict[int, Any]) -> None:
-        kind = fields.get(3, _NORMAL)
+        kind = fields.get(_PIECE_TYPE, _NORMAL)
         if kind == _BYTE:
             self.num_bytes += 1
         elif kind not in (_UNKNOWN, _CONTROL):  # never matched in a text
-            text = fields[1].decode()
+            text = fields[_PIECE_TEXT].decode()
             self.tokens.append(text)
             if kind != _NORMAL:
                 self.user_defined.append(text)
@@ -99,55 +112,62 @@ class SentencePieceInfo:
             "its spaces end words": self.space_is_suffix,
             f"it has user-defined or unused tokens {self.user_defined[:1]}": self.user_defined,
         }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of each field of a protobuf message; int for varints, else bytes."""
-    at = 0
-    while at < len(message):
-        tag, at = _varint(message, at)
+    position = 0
+    while position < len(message):
+        tag, position = _varint(message, position)
+        number, wire_type = tag >> 3, tag & 7
         value: Any
-        value, end = _varint(message, at) if tag & 7 in (0, 2) else (0, at)
-        if tag & 7:  # the length of bytes, else a fixed size
-            size = {1: 8, 5: 4}.get(tag & 7, value)
-            value, end = message[end : end + size], end + size
-        yield tag >> 3, value
-        at = end
+        if wire_type == _VARINT:
+            value, position = _varint(message, position)
+        else:
+            if wire_type == _BYTES:
+                size, position = _varint(message, position)
+            else:
+                size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(wire_type, 0)
+            value = message[position : position + size]
+            position += size
+        yield number, value
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """Return the number at `position`, in 7 bits a byte from the lowest, and the next position."""
     value = shift = 0
-    while (byte := message[at]) & 128:
+    while (byte := message[position]) & 128:  # more bytes follow
         value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-    return value | byte << shift, at + 1
+        shift += 7
+        position += 1
+    return value | byte << shift, position + 1
 
 
 class CutPoints:
     """Where texts can be cut: between characters that no token has side by side."""
 
     def __init__(self, tokens: list[str]) -> None:
-        pairs = {token[at : at + 2] for token in tokens for at in range(len(token) - 1)}
-        spaces = {pair.replace(SPACE, " ") for pair in pairs}
-        self.pairs = frozenset(pairs | spaces)
+        token_pairs = {token[i : i + 2] for token in tokens for i in range(len(token) - 1)}
+        text_pairs = {pair.replace(SPACE, " ") for pair in token_pairs}
+        self.pairs = frozenset(token_pairs | text_pairs)
         # cuts are exact before each run of spaces, before and after each run of newlines, and
         # where ASCII letters begin (unless after a space) or end
-        self.before_spaces = not any(pair[1] == " " != pair[0] for pair in spaces)
-        self.around_newlines = not any("\n" in pair and pair != "\n\n" for pair in spaces)
+        self.before_spaces = not any(pair[1] == " " != pair[0] for pair in text_pairs)
+        self.around_newlines = not any("\n" in pair and pair != "\n\n" for pair in text_pairs)
         self.around_letters = not any(
-            _is_letter(pair[0]) != _is_letter(pair[1]) and pair[0] != " " for pair in spaces
+            _is_letter(pair[0]) != _is_letter(pair[1]) and pair[0] != " " for pair in text_pairs
         )
 
     def cut(self, text: str, size: int) -> Iterator[str]:
         """Yield `text` in slices of `size` characters, longer if no cut is exact there."""
         start = 0
         while len(text) - start > size:
-            at = start + size
-            while at < len(text) and text[at - 1 : at + 1] in self.pairs:
-                at += 1
-            yield text[start:at]
-            start = at
+            end = start + size
+            while end < len(text) and text[end - 1 : end + 1] in self.pairs:
+                end += 1
+            yield text[start:end]
+            start = end
         if start < len(text):
             yield text[start:]
 
@@ -173,24 +193,31 @@ class CachedEncoder:
         slice_characters: int = SLICE_CHARACTERS,
         capacity: int = CAPACITY,
     ) -> None:
-        def encode_bytes(text: str) -> bytes:
-            return np.array(encode(text), dtype=_STORED).tobytes()
-
-        def encode_runs(word: str) -> bytes:
-            return b"".join(map(runs.__getitem__, _RUNS(word)))
-
-        def encode_words(text: str) -> bytes:
-            return b"".join(map(words.__getitem__, split(text)))
-
         self._prefix = prefix
         self._cuts = CutPoints(tokens)
         self._slice_characters = slice_characters
-        runs = _WordCache(encode_bytes, capacity)
-        words = _WordCache(encode_runs if self._cuts.around_letters else encode_bytes, capacity)
-        split = _WORDS_AND_NEWLINES if self._cuts.around_newlines else _WORDS
-        self._encode_slice, self.method = encode_bytes, "slices"
+
+        def encode_bytes(text: str) -> bytes:
+            return np.array(encode(text), dtype=_STORED).tobytes()
+
+        run_cache = _WordCache(encode_bytes, capacity)
+
+        def encode_runs(word: str) -> bytes:
+            return b"".join(map(run_cache.__getitem__, _RUNS(word)))
+
+        encode_word = encode_runs if self._cuts.around_letters else encode_bytes
+        word_cache = _WordCache(encode_word, capacity)
+        split_words = _WORDS_AND_NEWLINES if self._cuts.around_newlines else _WORDS
+
+        def encode_words(text: str) -> bytes:
+            return b"".join(map(word_cache.__getitem__, split_words(text)))
+
         if self._cuts.before_spaces:
-            self._encode_slice, self.method = encode_words, "word cache"
+            self._encode_slice = encode_words
+            self.method = "word cache"
+        else:
+            self._encode_slice = encode_bytes
+            self.method = "slices"
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of `text`, int64 [tokens]."""
@@ -208,13 +235,13 @@ class _WordCache(dict[str, bytes]):
         super().__init__()
         self._compute = compute
         self._capacity = capacity
-        self._old: dict[str, bytes] = {}
+        self._older_words: dict[str, bytes] = {}
 
     def __missing__(self, word: str) -> bytes:
-        ids = self._old.get(word) or self._compute(word)
+        ids = self._older_words.get(word) or self._compute(word)
         if len(word) <= MAX_WORD:
             if len(self) >= self._capacity:
-                self._old = dict(self)
+                self._older_words = dict(self)
                 self.clear()
             self[word] = ids
         return ids

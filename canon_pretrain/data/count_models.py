@@ -9,9 +9,13 @@ from canon_pretrain.data.held_out import open_held_out, windows
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.data.shards import TokenShards
 
-COUNTED_TOKENS, SCORED_TOKENS = 1 << 22, 1 << 18
-"""Limits of `count_losses`: half a CPU second and 170 MB with vocabularies of 1,024 and 32,000."""
-BLOCK_TOKENS, WINDOW_TOKENS = 1 << 15, 1 << 12
+# Limits of `count_losses`: half a CPU second and 170 MB with vocabularies of 1,024 and 32,000.
+COUNTED_TOKENS = 1 << 22
+SCORED_TOKENS = 1 << 18
+BLOCK_TOKENS = 1 << 15
+"""Tokens that are counted in a row."""
+WINDOW_TOKENS = 1 << 12
+"""Tokens that are scored in a row."""
 
 
 class CountModels:
@@ -30,29 +34,38 @@ class CountModels:
         self.unigram = (counts + 1.0) / (counts.sum() + vocab_size)
         pairs = tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
         self.pairs, self.pair_counts = np.unique(pairs, return_counts=True)
-        first = self.pairs // vocab_size
-        self.context = np.bincount(first, weights=self.pair_counts, minlength=vocab_size)
-        self.followers = np.bincount(first, minlength=vocab_size)
+        # of each token a: c(a) before another token, and the number of tokens that follow it
+        contexts = self.pairs // vocab_size
+        self.context_counts = np.bincount(contexts, weights=self.pair_counts, minlength=vocab_size)
+        self.num_followers = np.bincount(contexts, minlength=vocab_size)
 
     def nats(self, tokens: np.ndarray) -> np.ndarray:
         """Return the unigram's and the bigram's summed negative log-likelihood of tokens[1:]."""
-        first, second = tokens[:-1], tokens[1:]
-        pairs = first.astype(np.int64) * self.vocab_size + second
-        place = np.searchsorted(self.pairs, pairs)
-        place[place == self.pairs.size] = 0
-        seen = np.where(self.pairs[place] == pairs, self.pair_counts[place], 0)
-        context = self.context[first]
-        safe = np.maximum(context, 1)
-        direct = np.maximum(seen - self.discount, 0) / safe
-        backoff = np.where(context > 0, self.discount * self.followers[first] / safe, 1.0)
-        unigram = self.unigram[second]
-        return -np.array([np.log(unigram).sum(), np.log(direct + backoff * unigram).sum()])
+        contexts = tokens[:-1]
+        targets = tokens[1:]
+
+        # c(ab): pairs are sorted; a pair that was not counted has the count 0.
+        pairs = contexts.astype(np.int64) * self.vocab_size + targets
+        indices = np.searchsorted(self.pairs, pairs)
+        indices[indices == self.pairs.size] = 0
+        pair_counts = np.where(self.pairs[indices] == pairs, self.pair_counts[indices], 0)
+
+        # p(b|a) = direct + backoff * p(b); after a context that was not counted it is p(b).
+        context_counts = self.context_counts[contexts]
+        divisors = np.maximum(context_counts, 1)
+        direct = np.maximum(pair_counts - self.discount, 0) / divisors
+        discounted = self.discount * self.num_followers[contexts] / divisors
+        backoff = np.where(context_counts > 0, discounted, 1.0)
+        unigram = self.unigram[targets]
+        bigram = direct + backoff * unigram
+        return -np.array([np.log(unigram).sum(), np.log(bigram).sum()])
 
     def score(
         self, split: TokenShards, window_tokens: int, limit: int | None = None
     ) -> tuple[np.ndarray, int]:
         """Return the summed nats of both models and the tokens, over `limit` windows or all."""
-        nats, num_tokens = np.zeros(2), 0
+        nats = np.zeros(2)
+        num_tokens = 0
         for offset, size in windows(split.num_tokens, window_tokens, limit):
             nats += self.nats(split.read(offset, size))
             num_tokens += size - 1
@@ -82,15 +95,17 @@ def count_losses(text: Mixture) -> CountLosses | None:
         return None
 
     # Count a part of each source.
-    parts = []
+    counted_blocks = []
     for source, share in zip(text.sources, text.shares, strict=True):
         with copy.copy(source) as reader:  # with files and a buffer of its own
-            parts.append(spread_tokens(reader, max(1, int(share * COUNTED_TOKENS))))
-    tokens = np.concatenate(parts)
+            limit = max(1, int(share * COUNTED_TOKENS))
+            counted_blocks.append(spread_tokens(reader, limit))
+    tokens = np.concatenate(counted_blocks)
     models = CountModels(tokens, text.vocab_size)
 
     # The mean over a text whose sources have these shares.
-    nats_per_token, num_scored = np.zeros(2), 0
+    nats_per_token = np.zeros(2)
+    num_scored = 0
     for split, share in zip(splits, text.shares, strict=True):
         with split:
             limit = max(1, int(share * SCORED_TOKENS) // WINDOW_TOKENS)
@@ -108,6 +123,8 @@ def spread_tokens(shards: TokenShards, limit: int) -> np.ndarray:
     size = min(BLOCK_TOKENS, limit)
     num_blocks = -(-shards.num_tokens // size)
     num_read = min(num_blocks, limit // size)
-    starts = [index * num_blocks // num_read * size for index in range(num_read)]
-    blocks = [shards.read(at, min(size, shards.num_tokens - at)) for at in starts]
+    blocks = []
+    for index in range(num_read):
+        start = index * num_blocks // num_read * size
+        blocks.append(shards.read(start, min(size, shards.num_tokens - start)))
     return np.concatenate(blocks)

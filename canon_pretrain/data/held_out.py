@@ -27,9 +27,14 @@ def held_out_loss(
     nats: Sequence[float], counts: Sequence[int], bytes_per_token: Sequence[float]
 ) -> HeldOutLoss:
     """Return the loss from each source's summed NLL, token count and bytes per token."""
-    total, tokens = math.fsum(nats), sum(counts)
-    num_bytes = sum(n * width for n, width in zip(counts, bytes_per_token, strict=True))
-    return HeldOutLoss(total / tokens, tokens, total / math.log(2) / num_bytes)
+    total_nats = math.fsum(nats)
+    num_tokens = sum(counts)
+    num_bytes = sum(count * width for count, width in zip(counts, bytes_per_token, strict=True))
+    return HeldOutLoss(
+        nats_per_token=total_nats / num_tokens,
+        num_tokens=num_tokens,
+        bits_per_byte=total_nats / math.log(2) / num_bytes,
+    )
 
 
 def count_windows(num_tokens: int, seq_len: int) -> int:
@@ -39,21 +44,21 @@ def count_windows(num_tokens: int, seq_len: int) -> int:
 
 def windows(num_tokens: int, seq_len: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
     """Yield (offset, count) of the windows in order, or of `limit` evenly spaced ones."""
-    total = count_windows(num_tokens, seq_len)
-    chosen = total if limit is None else min(limit, total)
-    for k in range(chosen):
-        offset = k * total // chosen * seq_len
+    num_windows = count_windows(num_tokens, seq_len)
+    num_chosen = num_windows if limit is None else min(limit, num_windows)
+    for k in range(num_chosen):
+        offset = k * num_windows // num_chosen * seq_len
         yield offset, min(seq_len + 1, num_tokens - offset)
 
 
 def divide_windows(total: int, shares: Sequence[Fraction], available: Sequence[int]) -> list[int]:
     """Divide `total` windows by share (largest remainder): at least 1, at most `available`."""
-    exact = [total * share for share in shares]
-    counts = [math.floor(value) for value in exact]
-    order = sorted(range(len(exact)), key=lambda k: (counts[k] - exact[k], k))
-    for k in order[: total - sum(counts)]:
+    exact_counts = [total * share for share in shares]
+    counts = [math.floor(exact) for exact in exact_counts]
+    by_remainder = sorted(range(len(counts)), key=lambda k: (counts[k] - exact_counts[k], k))
+    for k in by_remainder[: total - sum(counts)]:
         counts[k] += 1
-    return [min(max(1, count), most) for count, most in zip(counts, available, strict=True)]
+    return [min(max(1, count), limit) for count, limit in zip(counts, available, strict=True)]
 
 
 def open_held_out(data: str | Path) -> TokenShards | None:

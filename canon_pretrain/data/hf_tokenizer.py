@@ -38,6 +38,7 @@ _LLAMA_NORMALIZER = {
 }
 RANDOM_OPTIONS = ("dropout", "alpha", "nbest_size")
 """Options of a model that draw one of the splits of a word: of BPE, and of Unigram."""
+# With one of these, a word's tokens are not those of its merges alone.
 _OTHER_BPE = ("ignore_merges", "continuing_subword_prefix", "end_of_word_suffix")
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -65,9 +66,9 @@ class SplitEncoder:
         """Return the ids of `text`, int64 [tokens]."""
         ids: list[int] = []
         start = 0
-        while found := _CUT.search(text, start + self._slice_characters):
-            ids += self._encode(text[start : found.end()])
-            start = found.end()
+        while letter := _CUT.search(text, start + self._slice_characters):
+            ids += self._encode(text[start : letter.end()])
+            start = letter.end()
         return np.array(ids + self._encode(text[start:]), dtype=np.int64)
 
 
@@ -88,48 +89,52 @@ class HFTokenizer:
             raise UserError(
                 "tokenizer.unreadable", f"tokenizer {name}: not a tokenizer.json: {error!r}"
             ) from None
-        known = added if eos is not None else EOS_NAMES
-        found = [token for token, i in added.items() if token in known and eos in (None, token, i)]
-        if len(found) != 1:
-            wanted = "an EOS by name" if eos is None else repr(eos)
-            there = f"{len(found)} of its added tokens ({', '.join(list(added)[:8])})"
-            raise UserError(
-                "tokenizer.eos",
-                f"tokenizer {name}: {there} are {wanted}, expected one; give --eos TOKEN",
-                found=len(found),
-            )
-        self.eos_token, self.eos_id = found[0], added[found[0]]
+        self.eos_token = _eos_token(added, name, eos)
+        self.eos_id = added[self.eos_token]
         self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
+        self._special = [i for i in {self.eos_id, self.bos_id} if i >= 0]
+
+        # The package's tokenizer, without matching of EOS and BOS in texts and without random
+        # splits: matching can be turned off for special tokens only.
         for entry in content["added_tokens"]:
             if entry["id"] in (self.eos_id, self.bos_id):
-                entry["special"] = True  # matching can be turned off for special tokens only
-        content, ignored = without_random_options(content)
+                entry["special"] = True
+        content, ignored_options = without_random_options(content)
         self._tokenizer = _load(content, name)
         # ids may have gaps, so the number of tokens could be too small
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self._special = [i for i in {self.eos_id, self.bos_id} if i >= 0]
-        self._encoder: CachedEncoder | SplitEncoder | None = None
-        faster: CachedEncoder | SplitEncoder | None = None
-        if (unprefixed := llama_2_without_prefix(content)) is not None:
-            raw = _load(unprefixed, name)
-            merges = content["model"]["merges"]
-            tokens = ["".join(m.split(" ") if isinstance(m, str) else m) for m in merges]
-            faster = CachedEncoder(partial(_ids, raw), tokens, " ")
-        elif has_known_split(content):
-            faster = SplitEncoder(partial(_ids, self._tokenizer))
-        if faster and np.array_equal(faster.encode(PROBE_TEXT), _ids(self._tokenizer, PROBE_TEXT)):
-            self._encoder = faster
+
+        # Slices, if they have the ids of the whole text here.
+        self._encoder = self._slice_encoder(content)
+        if self._encoder:
+            slice_ids = self._encoder.encode(PROBE_TEXT)
+            if not np.array_equal(slice_ids, _ids(self._tokenizer, PROBE_TEXT)):
+                self._encoder = None
         self.method = f"tokenizers, {self._encoder.method if self._encoder else 'whole texts'}"
-        if ignored:
-            self.method += f"; ignores {', '.join(ignored)}, which splits words at random"
+        if ignored_options:
+            self.method += f"; ignores {', '.join(ignored_options)}, which splits words at random"
+
+        # No text may have the ids of EOS or BOS, or lose a character.
         for token in (str(self._tokenizer.id_to_token(i)) for i in self._special):
             for probe in (token, f"a{token}b", f" {token} "):
                 self.encode(probe)
         if not len(self.encode(_RARE_CHARACTER)):
             raise UserError(
                 "tokenizer.drops_text",
-                f"tokenizer {name}: drops characters; give one with byte fallback or <unk>",
+                f"tokenizer {name}: drops characters; choose one with byte fallback or <unk>",
             )
+
+    def _slice_encoder(self, content: dict[str, Any]) -> CachedEncoder | SplitEncoder | None:
+        """Return an encoder of slices for the two known kinds of files; None for others."""
+        if has_known_split(content):
+            return SplitEncoder(partial(_ids, self._tokenizer))
+        unprefixed = llama_2_without_prefix(content)
+        if unprefixed is None:
+            return None
+        # merges are "a b" or, in later versions, ["a", "b"]
+        merges = content["model"]["merges"]
+        tokens = ["".join(m.split(" ") if isinstance(m, str) else m) for m in merges]
+        return CachedEncoder(partial(_ids, _load(unprefixed, self._name)), tokens, " ")
 
     def encode(self, text: str) -> np.ndarray:
         if self._encoder is None:
@@ -139,12 +144,30 @@ class HFTokenizer:
         if any((tokens == special).any() for special in self._special):
             raise UserError(
                 "tokenizer.eos_in_text",
-                f"tokenizer {self._name}: gives text the ids of EOS or BOS; choose another",
+                f"tokenizer {self._name}: encodes text to the ids of EOS or BOS; choose another",
             )
         return tokens
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _eos_token(added: dict[str, int], name: str, eos: str | int | None) -> str:
+    """Return the added token that is `eos` (text or id), or else has a common name of EOS."""
+    if eos is None:
+        expected = "an EOS by name"
+        matches = [token for token in added if token in EOS_NAMES]
+    else:
+        expected = repr(eos)
+        matches = [token for token, i in added.items() if eos in (token, i)]
+    if len(matches) != 1:
+        raise UserError(
+            "tokenizer.eos",
+            f"tokenizer {name}: {len(matches)} of its added tokens "
+            f"({', '.join(list(added)[:8])}) are {expected}, expected one; pass --eos TOKEN",
+            found=len(matches),
+        )
+    return matches[0]
 
 
 def _load(content: dict[str, Any], name: str) -> tokenizers.Tokenizer:

@@ -40,7 +40,7 @@ class HubFile(NamedTuple):
 
 @dataclass(frozen=True)
 class HubHints:
-    """Ends of a command's messages: how to give another revision, and work without the hub."""
+    """Ends of a command's messages: how to pass another revision, and work without the hub."""
 
     revision: str
     without_hub: str
@@ -51,14 +51,15 @@ def find_commit(repo: str, revision: str | None, hints: HubHints) -> str:
     from huggingface_hub import HfApi
 
     with hub_errors(repo, revision or "main", hints):
-        found = HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_S).sha
-    if not found or (revision and COMMIT.fullmatch(revision) and found != revision):
+        commit = HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_S).sha
+    is_commit = revision is not None and COMMIT.fullmatch(revision)
+    if not commit or (is_commit and commit != revision):
         raise UserError(
             "hub.unexpected",
-            f"{repo}: requested {revision}, the hub (HF_ENDPOINT) returned {found}",
+            f"{repo}: requested {revision}, the hub (HF_ENDPOINT) returned {commit}",
             repo=repo,
         )
-    return found
+    return commit
 
 
 def snapshot_folder(repo: str, commit: str) -> Path:
@@ -82,14 +83,11 @@ class _Listing:
 
 def list_files(repo: str, commit: str, folder: str, hints: HubHints) -> list[HubFile]:
     """Return all files below `folder`, unsorted. Raises UserError."""
-    kept = (
-        snapshot_folder(repo, commit).parents[1]
-        / f"listing-{commit}-{folder.replace('/', '--')}.json"
-    )
-    try:
-        return list(read_record(kept, _Listing).files)
-    except UnreadableFile:
-        pass  # list it again
+    repo_cache = snapshot_folder(repo, commit).parents[1]
+    saved_listing = repo_cache / f"listing-{commit}-{folder.replace('/', '--')}.json"
+    with suppress(UnreadableFile):  # then list it again
+        return list(read_record(saved_listing, _Listing).files)
+
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
@@ -103,8 +101,8 @@ def list_files(repo: str, commit: str, folder: str, hints: HubHints) -> list[Hub
             for entry in entries
             if isinstance(entry, RepoFile)
         )
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, asdict(_Listing(1, listing)))
+        repo_cache.mkdir(parents=True, exist_ok=True)
+        write_json(saved_listing, asdict(_Listing(1, listing)))
     return list(listing)
 
 
@@ -112,19 +110,25 @@ def fetch(repo: str, commit: str, root: Path, files: Sequence[HubFile], hints: H
     """Download those of `files` that are not in `root`, the commit's folder. Raises UserError."""
     from huggingface_hub import hf_hub_download
 
-    for known in files:
-        path = root / known.path
-        if not path.exists():
-            if (free := free_bytes(root)) < known.size:
-                needed = f"{known.path} needs {size(known.size)}"
-                raise HubUnavailable(
-                    "disk.full",
-                    f"{root}: {size(free)} free, {needed}; free some space or set HF_HOME",
-                    path=root,
-                )
-            place: dict[str, Any] = {"revision": commit, "cache_dir": root.parents[2]}
-            with hub_errors(repo, commit, hints, known.path):
-                hf_hub_download(repo, known.path, repo_type="dataset", **place)
+    for file in files:
+        if (root / file.path).exists():
+            continue
+        free = free_bytes(root)
+        if free < file.size:
+            raise HubUnavailable(
+                "disk.full",
+                f"{root}: {size(free)} free, {file.path} needs {size(file.size)}; "
+                "free some space or set HF_HOME",
+                path=root,
+            )
+        with hub_errors(repo, commit, hints, file.path):
+            hf_hub_download(
+                repo,
+                file.path,
+                repo_type="dataset",
+                revision=commit,
+                cache_dir=root.parents[2],
+            )
 
 
 def known_hashes(root: Path, paths: dict[str, Path]) -> tuple[str, dict[str, str]]:
@@ -133,17 +137,22 @@ def known_hashes(root: Path, paths: dict[str, Path]) -> tuple[str, dict[str, str
     hashes = {}
     for path, file in paths.items():
         commit = sha256 = ""
+        # In the cache a file is a link from its commit's folder to a blob named by its hash.
         if file.is_symlink() and root.parent.name == "snapshots":
             blob = Path(os.readlink(file))
             if blob.parent.name == "blobs":
-                commit, sha256 = root.name, blob.name
+                commit = root.name
+                sha256 = blob.name
+
+        # With local_dir the first two lines of a file next to it are commit and hash.
         if not COMMIT.fullmatch(commit):
             metadata = root / ".cache" / "huggingface" / "download" / f"{path}.metadata"
             with suppress(OSError, ValueError):
                 commit, sha256 = metadata.read_text().split("\n")[:2]
-        is_known = COMMIT.fullmatch(commit) is not None
-        commits.add(commit if is_known else "")
-        if is_known and SHA256.fullmatch(sha256):
+
+        is_commit = COMMIT.fullmatch(commit) is not None
+        commits.add(commit if is_commit else "")
+        if is_commit and SHA256.fullmatch(sha256):
             hashes[path] = sha256
     return (commits.pop() if len(commits) == 1 else ""), hashes
 
@@ -164,14 +173,8 @@ def hub_errors(
     try:
         yield
     except (transport_error(), OSError, *BAD_ANSWER, *unexpected) as error:
-        what = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
-        raise _user_error(
-            error,
-            hints,
-            unexpected,
-            what,
-            f"({type(error).__name__}: {' '.join(str(error).split())[:300]})",
-        ) from None
+        source = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
+        raise _user_error(error, hints, unexpected, source) from None
 
 
 def transport_error() -> Any:
@@ -202,36 +205,38 @@ def causes_of(error: BaseException) -> list[BaseException]:
 
 
 def _user_error(
-    error: Exception,
-    hints: HubHints,
-    unexpected: tuple[type[Exception], ...],
-    what: str,
-    detail: str,
+    error: Exception, hints: HubHints, unexpected: tuple[type[Exception], ...], source: str
 ) -> UserError:
     """Classify `error` by its causes, because `datasets` wraps the hub's errors."""
     from huggingface_hub import constants, errors
 
-    def message(problem: str) -> str:
-        return f"{what}: {problem} {detail}"
-
+    detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
     causes = causes_of(error)
 
-    def is_any(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(one, kinds) for one in causes)
+    def message(problem: str) -> str:
+        return f"{source}: {problem} {detail}"
 
-    full = (errno.ENOSPC, errno.EDQUOT)
-    # `datasets` checks the free space first and raises a bare OSError
-    bare = "Not enough disk space"
-    if any(getattr(one, "errno", None) in full or str(one).startswith(bare) for one in causes):
-        problem = (
-            "the disk is full, here or in huggingface_hub's cache; free some space or set HF_HOME"
-        )
-        return HubUnavailable("disk.full", message(problem))
-    replies = [one.response for one in causes if isinstance(one, errors.HfHubHTTPError)]
-    if isinstance(error, BAD_ANSWER) or any(map(is_page, replies)):
+    def is_any(kind: type[BaseException]) -> bool:
+        return any(isinstance(cause, kind) for cause in causes)
+
+    # The disk: `datasets` checks the free space first and raises a bare OSError.
+    disk_full = (errno.ENOSPC, errno.EDQUOT)
+    for cause in causes:
+        is_bare = str(cause).startswith("Not enough disk space")
+        if is_bare or getattr(cause, "errno", None) in disk_full:
+            problem = "the disk is full, here or in huggingface_hub's cache"
+            return HubUnavailable(
+                "disk.full", message(f"{problem}; free some space or set HF_HOME")
+            )
+
+    # A page of another server, such as a proxy.
+    responses = [cause.response for cause in causes if isinstance(cause, errors.HfHubHTTPError)]
+    if isinstance(error, BAD_ANSWER) or any(map(is_page, responses)):
         return UserError("hub.unexpected", message(f"{NOT_THE_HUB}, {hints.without_hub}"))
-    login = f"log in (HF_TOKEN), {hints.without_hub}"
+
+    # The hub's own reply. LocalEntryNotFoundError is the error without a network.
     if not is_any(errors.LocalEntryNotFoundError):
+        login = f"log in (HF_TOKEN), {hints.without_hub}"
         if is_any(errors.GatedRepoError):
             return UserError("hub.no_access", message(f"accept its terms and {login}"))
         if is_any(errors.RevisionNotFoundError):
@@ -246,9 +251,12 @@ def _user_error(
         status = error.response.status_code
         problem = f"the hub returned status {status}; run the same command again later"
         return UserError("hub.http_error", message(problem), status=status)
+
     if isinstance(error, OSError) and error.filename:
         problem = f"{error.filename}: {error.strerror}; set HF_HOME to a folder of yours"
         return UserError("hub.cache", message(problem), path=error.filename)
-    why = " (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
-    problem = f"the hub cannot be reached{why}; {hints.without_hub}"
+    offline = ""
+    if constants.HF_HUB_OFFLINE:
+        offline = " (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set)"
+    problem = f"the hub cannot be reached{offline}; {hints.without_hub}"
     return HubUnavailable("hub.unavailable", message(problem))

@@ -13,12 +13,23 @@ EOS_TOKEN = "</s>"
 
 def id_tokenizer(vocab_size: int) -> bytes:
     """Return the tokenizer.json of `vocab_size` ids."""
-    no = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    eos = {
+        "id": 0,
+        "content": EOS_TOKEN,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     content = {
         "version": "1.0",
-        **dict.fromkeys(parts),
-        "added_tokens": [{"id": 0, "content": EOS_TOKEN, **no, "special": True}],
+        "truncation": None,
+        "padding": None,
+        "normalizer": None,
+        "post_processor": None,
+        "decoder": None,
+        "added_tokens": [eos],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": _vocab(vocab_size), "unk_token": EOS_TOKEN},
     }
@@ -42,20 +53,23 @@ class IdTokenizer:
     """Reader of such a tokenizer.json. Unlike `tokenizers`, it refuses other words."""
 
     method = "decimal ids"
-    bos_id, eos_id, eos_token = -1, 0, EOS_TOKEN
+    bos_id = -1
+    eos_id = 0
+    eos_token = EOS_TOKEN
 
     def __init__(self, model: bytes, name: str) -> None:
-        self._name, self.vocab_size = name, len(json.loads(model)["model"]["vocab"])
+        self._name = name
+        self.vocab_size = len(json.loads(model)["model"]["vocab"])
 
     def encode(self, text: str) -> np.ndarray:
-        words = text.split()
-        if not all(word.isdecimal() and 0 < int(word) < self.vocab_size for word in words):
+        numbers = text.split()
+        if not all(number.isdecimal() and 0 < int(number) < self.vocab_size for number in numbers):
             raise UserError(
                 "tokenizer.not_ids",
                 f"tokenizer {self._name}: {text[:40]!r} is not a text of ids from 1 to "
                 f"{self.vocab_size - 1}: this model knows no words",
             )
-        return np.array([int(word) for word in words], dtype=np.int64)
+        return np.array([int(number) for number in numbers], dtype=np.int64)
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(str(i) for i in ids if i != self.eos_id)

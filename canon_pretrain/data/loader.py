@@ -52,10 +52,12 @@ class Windows(Protocol):
         """Raise UserError if there are no such windows."""
 
     def read(
-        self, seed: int, samples: range, own: slice, order: Order, seq_len: int
+        self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
     ) -> tuple[np.ndarray, list[int]]:
-        """Return the windows `samples[own]`, int64 [n, seq_len + 1], and how many of `samples`
-        each source has."""
+        """Return the windows `samples[rank_samples]`, int64 [n, seq_len + 1].
+
+        Also return how many of `samples`, those of all ranks, each source has.
+        """
 
 
 class BatchLoader:
@@ -78,8 +80,12 @@ class BatchLoader:
         dp_world_size: int = 1,
     ) -> None:
         assert 0 <= dp_rank < dp_world_size, (dp_rank, dp_world_size)
-        batch_sizes = {"global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
-        for name, value in {"seq_len": seq_len, **batch_sizes}.items():
+        positive = {
+            "seq_len": seq_len,
+            "global_batch_size": global_batch_size,
+            "local_batch_size": local_batch_size,
+        }
+        for name, value in positive.items():
             if value < 1:
                 raise UserError(
                     "data.out_of_range", f"{name} is {value}, expected at least 1", name=name
@@ -90,20 +96,28 @@ class BatchLoader:
                 f"data_seed is {data_seed}, expected 0 to 2**64 - 1",
                 name="data_seed",
             )
-        self._round = dp_world_size * local_batch_size
-        if global_batch_size % self._round:
+        micro_batch = dp_world_size * local_batch_size
+        if global_batch_size % micro_batch:
             raise UserError(
                 "data.batch_size",
                 f"global_batch_size {global_batch_size} is not a multiple of "
                 f"dp_world_size {dp_world_size} * local_batch_size {local_batch_size}",
             )
+
         self._data = Mixture([data]) if isinstance(data, TokenShards) else data
         self._data.check(order, seq_len)
-        self._order, self.is_masked = order, self._data.is_masked
-        self._seed, self._seq_len, self._rank = data_seed, seq_len, dp_rank
-        self._global_batch, self._local_batch = global_batch_size, local_batch_size
-        self.next_sample = self._origin = 0
+        self.is_masked = self._data.is_masked
         self.source_names = self._data.names
+        self._order = order
+        self._seed = data_seed
+        self._seq_len = seq_len
+        self._rank = dp_rank
+        self._global_batch = global_batch_size
+        self._micro_batch = micro_batch  # samples of a micro-batch on all ranks
+        self._local_batch = local_batch_size
+
+        self.next_sample = 0
+        self._origin = 0
         self.source_tokens = [0] * len(self.source_names)
 
     @property
@@ -113,13 +127,15 @@ class BatchLoader:
 
     def next_batch(self) -> np.ndarray:
         """Return the next micro-batch, int64 [local_batch_size, seq_len + 1]. Raises ShardError."""
-        samples = range(self.next_sample, self.next_sample + self._round)
+        samples = range(self.next_sample, self.next_sample + self._micro_batch)
         begin = self._rank * self._local_batch
-        own = slice(begin, begin + self._local_batch)
-        batch, counts = self._data.read(self._seed, samples, own, self._order, self._seq_len)
-        self.next_sample += self._round
-        for index, windows in enumerate(counts):
-            self.source_tokens[index] += windows * self._seq_len
+        rank_samples = slice(begin, begin + self._local_batch)
+        batch, window_counts = self._data.read(
+            self._seed, samples, rank_samples, self._order, self._seq_len
+        )
+        self.next_sample += self._micro_batch
+        for index, num_windows in enumerate(window_counts):
+            self.source_tokens[index] += num_windows * self._seq_len
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,21 +158,25 @@ class BatchLoader:
         changed = [field for field in _IDENTITY if state.get(field) != current[field]]
         for field in changed:
             if field not in allow:
-                values = f"{current[field]!r}, in the checkpoint {state.get(field)!r}"
                 raise UserError(
                     "data.order_changed",
-                    f"the data order changed: {field} is {values}; set it back",
+                    f"the data order changed: {field} is {current[field]!r}, "
+                    f"in the checkpoint {state.get(field)!r}; set it back",
                     field=field,
                 )
+
+        # Changed data or batches begin a new order of steps here.
         next_sample = state["next_sample"]
         origin = next_sample if changed else state["origin"]
-        if (next_sample - origin) % self._round:
-            place = f"sample {next_sample - origin}, not a multiple of {self._round}"
+        if (next_sample - origin) % self._micro_batch:
             raise UserError(
                 "data.inside_step",
-                f"the checkpoint is inside a step (at {place}); resume at its world size",
+                f"the checkpoint is inside a step (at sample {next_sample - origin}, not a "
+                f"multiple of {self._micro_batch}); resume at its world size",
             )
-        is_new_data = "fingerprint" in changed
-        counts = [0] * len(self.source_tokens) if is_new_data else state["source_tokens"]
-        self.source_tokens = list(counts)
-        self.next_sample, self._origin = next_sample, origin
+        if "fingerprint" in changed:
+            self.source_tokens = [0] * len(self.source_names)
+        else:
+            self.source_tokens = list(state["source_tokens"])
+        self.next_sample = next_sample
+        self._origin = origin

@@ -45,8 +45,8 @@ def thresholds(shares: Sequence[Fraction]) -> np.ndarray:
             "data.weights",
             f"data.weights has a share of {float(min(shares)):.3g}, too small to be drawn",
         )
-    ends = itertools.accumulate(shares)
-    return np.array([math.floor(end * (1 << 64)) for end in ends][:-1], dtype=np.uint64)
+    ends = [math.floor(end * (1 << 64)) for end in itertools.accumulate(shares)]
+    return np.array(ends[:-1], dtype=np.uint64)
 
 
 def check_order(order: str, num_sources: int) -> None:
@@ -75,22 +75,27 @@ class Mixture(AbstractContextManager["Mixture"]):
                 "data.weights",
                 f"data.weights has {len(weights)} numbers for {len(sources)} folders",
             )
-        exact = [exact_weight(weight) for weight in weights]
+        exact_weights = [exact_weight(weight) for weight in weights]
         self.sources = tuple(sources)
-        self.shares = tuple(weight / sum(exact) for weight in exact)
+        self.shares = tuple(weight / sum(exact_weights) for weight in exact_weights)
         self.names = tuple(names or short_names([str(source.folder) for source in sources]))
         self._thresholds = thresholds(self.shares)
-        for one, other in itertools.combinations(sources, 2):
-            _check_pair(one, other)
-        first = self.sources[0]
-        self.vocab_size, self.eos_id = first.vocab_size, first.eos_id
-        self.tokenizer_sha256 = first.tokenizer_sha256
+        for source, other in itertools.combinations(sources, 2):
+            _check_pair(source, other)
+
+        # Ids mean the same in all sources.
+        self.vocab_size = sources[0].vocab_size
+        self.eos_id = sources[0].eos_id
+        self.tokenizer_sha256 = sources[0].tokenizer_sha256
         self.num_tokens = sum(source.num_tokens for source in self.sources)
-        self.fingerprint = first.fingerprint
+
+        self.fingerprint = sources[0].fingerprint
         if len(sources) > 1:  # of each source's fingerprint and share, in order
-            pairs = zip(self.sources, self.shares, strict=True)
-            parts = [[source.fingerprint, str(share)] for source, share in pairs]
-            self.fingerprint = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+            identity = [
+                [source.fingerprint, str(share)]
+                for source, share in zip(self.sources, self.shares, strict=True)
+            ]
+            self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @classmethod
     def open(cls, folders: Sequence[str | Path], weights: Sequence[float] = (1.0,)) -> Self:
@@ -98,9 +103,9 @@ class Mixture(AbstractContextManager["Mixture"]):
         sources = [TokenShards.open(Path(folder) / "train") for folder in folders]
         return cls(sources, weights, short_names([str(folder) for folder in folders]))
 
-    def draw(self, words: np.ndarray) -> np.ndarray:
-        """Return the source index of each of `words`, uint64 [n]; int64 [n]."""
-        return np.searchsorted(self._thresholds, words, side="right")
+    def draw(self, random_words: np.ndarray) -> np.ndarray:
+        """Return the source index of each of `random_words`, uint64 [n]; int64 [n]."""
+        return np.searchsorted(self._thresholds, random_words, side="right")
 
     def check(self, order: str, seq_len: int) -> None:
         check_order(order, len(self.sources))
@@ -108,31 +113,38 @@ class Mixture(AbstractContextManager["Mixture"]):
             check_length(source.num_tokens, seq_len, str(source.folder))
 
     def read(
-        self, seed: int, samples: range, own: slice, order: Order, seq_len: int
+        self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
     ) -> tuple[np.ndarray, list[int]]:
-        """Return the windows `samples[own]`, and the windows of `samples` per source."""
-        places, counts = self._draw(seed, samples, own, order, seq_len)
-        batch = np.empty((len(places), seq_len + 1), dtype=np.int64)
-        for window, (source, offset) in zip(batch, places, strict=True):
+        """Return the windows `samples[rank_samples]`, and the windows of `samples` per source."""
+        draws, counts = self._draw(seed, samples, rank_samples, order, seq_len)
+        batch = np.empty((len(draws), seq_len + 1), dtype=np.int64)
+        for window, (source, offset) in zip(batch, draws, strict=True):
             source.read_into(window, offset)
         return batch, counts
 
     def _draw(
-        self, seed: int, samples: range, own: slice, order: Order, seq_len: int
+        self, seed: int, samples: range, rank_samples: slice, order: Order, seq_len: int
     ) -> tuple[list[tuple[TokenShards, int]], list[int]]:
-        """Return the (source, offset)s of `samples[own]`, and the windows per source."""
+        """Return the (source, offset)s of `samples[rank_samples]`, and the windows per source."""
         sources = self.sources
         if order == "permute":
-            length = sources[0].num_tokens
-            offsets = [permuted_offset(seed, i, length, seq_len) for i in samples[own]]
-            return [(sources[0], offset) for offset in offsets], [len(samples)]
+            source = sources[0]
+            draws = [
+                (source, permuted_offset(seed, i, source.num_tokens, seq_len))
+                for i in samples[rank_samples]
+            ]
+            return draws, [len(samples)]
+
+        # Every rank draws the sources of all samples, which it counts.
         blocks = philox_blocks(seed, samples.start, len(samples))
         indices = self.draw(blocks[:, 1])
-        chosen = [sources[index] for index in indices[own]]
-        return [
-            (source, offset_of_word(word, source.num_tokens, seq_len))
-            for source, word in zip(chosen, blocks[own, 0].tolist(), strict=True)
-        ], np.bincount(indices, minlength=len(sources)).tolist()
+        draws = []
+        for index, word in zip(
+            indices[rank_samples], blocks[rank_samples, 0].tolist(), strict=True
+        ):
+            source = sources[index]
+            draws.append((source, offset_of_word(word, source.num_tokens, seq_len)))
+        return draws, np.bincount(indices, minlength=len(sources)).tolist()
 
     def close(self) -> None:
         """Close the files; reading opens them again."""
@@ -143,19 +155,21 @@ class Mixture(AbstractContextManager["Mixture"]):
         self.close()
 
 
-def _check_pair(one: TokenShards, other: TokenShards) -> None:
+def _check_pair(source: TokenShards, other: TokenShards) -> None:
+    """Raise UserError if two sources cannot be mixed."""
     for field in ("tokenizer_sha256", "vocab_size", "eos_id"):
-        first, second = getattr(one, field), getattr(other, field)
-        if first != second:
-            values = f"{first!r} in {one.folder}, {second!r} in {other.folder}"
+        value, other_value = getattr(source, field), getattr(other, field)
+        if value != other_value:
             raise UserError(
                 "data.tokenizers_differ",
-                f"{field} is {values}; build all folders with one tokenizer",
+                f"{field} is {value!r} in {source.folder}, {other_value!r} in {other.folder}; "
+                "build all folders with one tokenizer",
                 field=field,
             )
-    if one.fingerprint == other.fingerprint:
+    if source.fingerprint == other.fingerprint:
         raise UserError(
-            "data.same_twice", f"{one.folder} and {other.folder} hold the same data; give it once"
+            "data.same_twice",
+            f"{source.folder} and {other.folder} hold the same data; pass it once",
         )
 
 

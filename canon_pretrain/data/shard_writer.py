@@ -28,9 +28,14 @@ class _ShardFile:
 
     def __init__(self, path: Path, first_row: int) -> None:
         self.path = path
-        self.first_row = self.last_row = first_row
-        self.size = self.tokens = self.text_bytes = self.max_id = 0
-        self.ends, self.byte_ends = array("Q"), array("Q")
+        self.first_row = first_row
+        self.last_row = first_row
+        self.size = 0
+        self.tokens = 0
+        self.text_bytes = 0
+        self.max_id = 0
+        self.ends = array("Q")
+        self.byte_ends = array("Q")
         self.groups: dict[str, tuple[int, int, int]] = {}
         self.repaired: Counter[str] = Counter()
         self._crcs: list[np.ndarray] = [np.empty(0, dtype="<u4")]
@@ -46,27 +51,30 @@ class _ShardFile:
 
     def _flush(self, count: int) -> None:
         if count:
-            block = bytes(self._pending[:count])
+            content = bytes(self._pending[:count])
             del self._pending[:count]
-            self._crcs.append(block_crcs(block))
-            self._digest.update(block)
-            self._file.write(block)
+            self._crcs.append(block_crcs(content))
+            self._digest.update(content)
+            self._file.write(content)
             self.size += count
 
     def publish(self, version: int) -> ShardFiles:
+        """Rename the .bin file into place, then write the others."""
         self._flush(len(self._pending))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         files.publish(self._temporary, self.path.with_name(f"{self.path.name}.bin"))
         ends = self.ends if version == shards.WITHOUT_BYTE_ENDS else self.ends + self.byte_ends
-        facts = {"bin": FileInfo(self.size, self._digest.hexdigest())}
-        small = {"docs": np.array(ends, dtype="<u8"), "crc": np.concatenate(self._crcs)}
-        for suffix, values in small.items():
-            content = values.tobytes()
-            files.write_atomic(self.path.with_name(f"{self.path.name}.{suffix}"), content)
-            facts[suffix] = FileInfo(len(content), hashlib.sha256(content).hexdigest())
-        return ShardFiles(**facts)
+        return ShardFiles(
+            bin=FileInfo(self.size, self._digest.hexdigest()),
+            docs=self._write(".docs", np.array(ends, dtype="<u8").tobytes()),
+            crc=self._write(".crc", np.concatenate(self._crcs).tobytes()),
+        )
+
+    def _write(self, suffix: str, content: bytes) -> FileInfo:
+        files.write_atomic(self.path.with_name(f"{self.path.name}{suffix}"), content)
+        return FileInfo(len(content), hashlib.sha256(content).hexdigest())
 
     def abandon(self) -> None:
         with suppress(OSError):  # on a full disk, closing tries to write once more
@@ -94,8 +102,10 @@ class ShardWriter:
                 f"eos_id {eos_id} is outside the vocabulary of {vocab_size}",
                 given=eos_id,
             )
-        self._folder, self._input_group = folder, input_group
-        self._vocab_size, self._dtype = vocab_size, shards.dtype_for(vocab_size)
+        self._folder = folder
+        self._input_group = input_group
+        self._vocab_size = vocab_size
+        self._dtype = shards.dtype_for(vocab_size)
         self._plan_sha256 = plan_sha256
         self._max_shard_tokens = max_shard_tokens
         self._version = version
@@ -110,35 +120,40 @@ class ShardWriter:
         `row` is its row in the input group, `group` the group that it is counted in, `repaired` the
         reason if its text differs from the input. Raises ShardError.
         """
-        count = len(ids)
-        where, most = f"row {row} of input group {self._input_group}", self._max_shard_tokens
-        if not 0 < count <= most:
+        num_tokens = len(ids)
+        max_tokens = self._max_shard_tokens
+        document = f"row {row} of input group {self._input_group}"
+        if not 0 < num_tokens <= max_tokens:
             raise ShardError(
                 "data.document_length",
-                f"{where}: a document of {count} tokens, expected 1 to {most}; split or drop it",
-                given=count,
+                f"{document}: a document of {num_tokens} tokens, expected 1 to {max_tokens}; "
+                "split or drop it",
+                given=num_tokens,
             )
-        low, high = int(ids.min()), int(ids.max())
+
         # before the cast: NumPy would silently store 70000 as uint16 4464
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self._vocab_size:
-            bad = low if low < 0 else high
+            bad_id = low if low < 0 else high
             raise ShardError(
                 "data.outside_vocab",
-                f"{where}: token id {bad} is outside the vocabulary of {self._vocab_size}",
-                given=bad,
+                f"{document}: token id {bad_id} is outside the vocabulary of {self._vocab_size}",
+                given=bad_id,
             )
-        if self._shard and self._shard.tokens + count > most:
+
+        # A document is in one shard.
+        if self._shard and self._shard.tokens + num_tokens > max_tokens:
             self._commit(self._shard, {}, {}, last=False)
-        shard = self._shard = self._shard or self._new_shard(row)
+        shard = self._open_shard(row)
         shard.add(ids.astype(self._dtype).tobytes())
-        shard.tokens += count
+        shard.tokens += num_tokens
         shard.text_bytes += num_bytes
         shard.ends.append(shard.tokens)
         shard.byte_ends.append(shard.text_bytes)
         shard.max_id = max(shard.max_id, high)
         shard.last_row = row + 1
-        documents, tokens, size = shard.groups.get(group, (0, 0, 0))
-        shard.groups[group] = (documents + 1, tokens + count, size + num_bytes)
+        documents, tokens, text_bytes = shard.groups.get(group, (0, 0, 0))
+        shard.groups[group] = (documents + 1, tokens + num_tokens, text_bytes + num_bytes)
         if repaired:
             shard.repaired[repaired] += 1
 
@@ -146,8 +161,7 @@ class ShardWriter:
         self, skipped: Mapping[str, int] | None = None, inputs: Mapping[str, str] | None = None
     ) -> None:
         """Commit the input group; `skipped` counts rows by reason, `inputs` maps path to sha256."""
-        shard = self._shard = self._shard or self._new_shard(0)
-        self._commit(shard, skipped or {}, inputs or {}, last=True)
+        self._commit(self._open_shard(0), skipped or {}, inputs or {}, last=True)
 
     def __enter__(self) -> Self:
         return self
@@ -157,8 +171,12 @@ class ShardWriter:
             self._shard.abandon()
             self._shard = None
 
-    def _new_shard(self, row: int) -> _ShardFile:
-        return _ShardFile(self._folder / shard_name(self._input_group, self._num_shards), row)
+    def _open_shard(self, row: int) -> _ShardFile:
+        """Return the open shard, or a new one that begins with `row`."""
+        if self._shard is None:
+            name = shard_name(self._input_group, self._num_shards)
+            self._shard = _ShardFile(self._folder / name, row)
+        return self._shard
 
     def _commit(
         self,
@@ -194,24 +212,26 @@ class ShardWriter:
 def committed_records(folder: Path, group: int, plan_sha256: str) -> list[CommitRecord] | None:
     """Return an input group's commit records; None unless it is complete and of this plan."""
     try:
-        named = read_commits(folder, [group])
+        commits = read_commits(folder, [group])
     except ShardError:
         return None
-    sizes = (size for one in named for size in shards.shard_sizes(folder, one))
-    is_ours = all(one.record.plan_sha256 == plan_sha256 for one in named)
-    is_whole = is_ours and all(known == size for _, known, size in sizes)
-    return [one.record for one in named] if is_whole else None
+    for commit in commits:
+        if commit.record.plan_sha256 != plan_sha256:
+            return None
+        if any(file.actual_size != file.size for file in shards.shard_sizes(folder, commit)):
+            return None
+    return [commit.record for commit in commits]
 
 
 def read_commits(folder: Path, input_groups: Iterable[int]) -> list[NamedRecord]:
     """Return the commit records of these input groups. Raises ShardError for an incomplete one."""
-    found: list[NamedRecord] = []
+    commits: list[NamedRecord] = []
     for group in input_groups:
         shard = 0
-        while shard == 0 or not found[-1].record.last_in_unit:
-            found.append(shards.read_commit(folder, shard_name(group, shard)))
+        while shard == 0 or not commits[-1].record.last_in_unit:
+            commits.append(shards.read_commit(folder, shard_name(group, shard)))
             shard += 1
-    return found
+    return commits
 
 
 def remove_changed_records(folder: Path) -> None:
@@ -224,9 +244,9 @@ def remove_changed_records(folder: Path) -> None:
 
 
 def remove_input_group(folder: Path, group: int) -> None:
-    """Remove an input group's files: commit records first, so that it never looks complete."""
+    """Remove an input group's files, in an order in which it never looks complete."""
     paths = folder.glob(f"part-{group:05d}-*")
-    for path in sorted(paths, key=lambda path: ".json" not in path.name):
+    for path in sorted(paths, key=lambda path: ".json" not in path.name):  # records first
         path.unlink()
 
 

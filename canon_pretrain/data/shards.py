@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -117,11 +117,20 @@ class Manifest:
 
     def matches(self, records: Sequence[NamedRecord]) -> bool:
         """Return whether this is the manifest of the shards with these commit records."""
-        names = "vocab_size eos_id tokenizer_sha256 plan_sha256 version limits cut".split()
         try:
-            return make_manifest(records, **{name: getattr(self, name) for name in names}) == self
+            manifest = make_manifest(
+                records,
+                vocab_size=self.vocab_size,
+                eos_id=self.eos_id,
+                tokenizer_sha256=self.tokenizer_sha256,
+                plan_sha256=self.plan_sha256,
+                version=self.version,
+                limits=self.limits,
+                cut=self.cut,
+            )
         except ValueError:
             return False
+        return manifest == self
 
 
 def dtype_for(vocab_size: int) -> np.dtype:
@@ -150,32 +159,35 @@ def make_manifest(
     Header, cut and records determine the fingerprint. Raises ValueError for a record of another
     version, or a cut that is not inside the last shard.
     """
+    # Prefix sums; of the last shard, what the cut leaves.
     entries: list[ShardEntry] = []
     tokens = documents = text_bytes = 0
-    for named in records:
-        record = named.record
+    for commit in records:
+        record = commit.record
         if record.version != version:
-            raise ValueError(f"{named.name} is of version {record.version}, not {version}")
-        kept = Cut(record.tokens, record.documents, record.text_bytes)
-        if cut is not None and named is records[-1]:
+            raise ValueError(f"{commit.name} is of version {record.version}, not {version}")
+        counts = Cut(record.tokens, record.documents, record.text_bytes)
+        if cut is not None and commit is records[-1]:
             is_inside = 0 < cut.tokens < record.tokens and 0 < cut.documents < record.documents
             if not is_inside or cut.text_bytes > record.text_bytes:
-                raise ValueError(f"{cut} in a shard of {kept}")
-            kept = cut
+                raise ValueError(f"{cut} in a shard of {counts}")
+            counts = cut
         entries.append(
             ShardEntry(
-                named.name,
-                tokens,
-                documents,
-                kept.tokens,
-                kept.documents,
-                kept.text_bytes,
-                named.sha256,
+                name=commit.name,
+                first_token=tokens,
+                first_document=documents,
+                tokens=counts.tokens,
+                documents=counts.documents,
+                text_bytes=counts.text_bytes,
+                mark_sha256=commit.sha256,
             )
         )
-        tokens += kept.tokens
-        documents += kept.documents
-        text_bytes += kept.text_bytes
+        tokens += counts.tokens
+        documents += counts.documents
+        text_bytes += counts.text_bytes
+
+    no_limits: dict[str, int | None] = {"max_documents": None, "max_tokens": None}
     identity: dict[str, Any] = {
         "format": FORMAT,
         "version": version,
@@ -185,12 +197,12 @@ def make_manifest(
         "tokenizer_sha256": tokenizer_sha256,
         "plan_sha256": plan_sha256,
         # shards and cut determine the stream: equal cuts by different limits share a fingerprint
-        "limits": {"max_documents": None, "max_tokens": None},
+        "limits": no_limits,
         "cut": None if cut is None else asdict(cut),
     }
     hashed = json.dumps([identity, [entry.mark_sha256 for entry in entries]])
     return Manifest(
-        **identity | {"limits": identity["limits"] | (limits or {}), "cut": cut},
+        **identity | {"limits": no_limits | (limits or {}), "cut": cut},
         fingerprint=hashlib.sha256(hashed.encode()).hexdigest(),
         num_tokens=tokens,
         num_documents=documents,
@@ -223,9 +235,12 @@ class TokenShards(AbstractContextManager["TokenShards"]):
     def __init__(self, folder: Path, manifest: Manifest, shards: tuple[Shard, ...]) -> None:
         self.folder = folder
         self.shards = shards
-        self.num_tokens, self.num_documents = manifest.num_tokens, manifest.num_documents
-        self.num_bytes, self.fingerprint = manifest.num_bytes, manifest.fingerprint
-        self.vocab_size, self.eos_id = manifest.vocab_size, manifest.eos_id
+        self.num_tokens = manifest.num_tokens
+        self.num_documents = manifest.num_documents
+        self.num_bytes = manifest.num_bytes
+        self.fingerprint = manifest.fingerprint
+        self.vocab_size = manifest.vocab_size
+        self.eos_id = manifest.eos_id
         self.tokenizer_sha256 = manifest.tokenizer_sha256
         self._manifest = manifest
         self._starts = [shard.entry.first_token for shard in shards]
@@ -244,13 +259,15 @@ class TokenShards(AbstractContextManager["TokenShards"]):
                 f"{path}: does not match its commit records; delete it and {REBUILD_HINT}",
                 path=path,
             )
+
         shards = []
-        for entry, named in zip(manifest.parts, records, strict=True):
-            for path, known, found in shard_sizes(folder, named):
-                if found != known:
-                    size = "is missing" if found is None else f"{found} bytes"
-                    raise blocks.shard_error(path, f"{size}, expected {known} bytes")
-            shards.append(Shard(folder, entry, named.record.files))
+        for entry, commit in zip(manifest.parts, records, strict=True):
+            for file in shard_sizes(folder, commit):
+                if file.actual_size != file.size:
+                    is_missing = file.actual_size is None
+                    problem = "is missing" if is_missing else f"{file.actual_size} bytes"
+                    raise blocks.shard_error(file.path, f"{problem}, expected {file.size} bytes")
+            shards.append(Shard(folder, entry, commit.record.files))
         return cls(folder, manifest, tuple(shards))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -265,17 +282,20 @@ class TokenShards(AbstractContextManager["TokenShards"]):
 
     def read_into(self, tokens: np.ndarray, offset: int) -> None:
         """Read into `tokens`, int64 [count]; its content is undefined after an error."""
-        count, done = len(tokens), 0
+        count = len(tokens)
         if offset < 0 or offset + count > self.num_tokens:
-            window = f"[{offset}, {offset + count})"
-            raise ValueError(f"tokens {window} of {self.folder}, which has {self.num_tokens}")
+            raise ValueError(
+                f"tokens [{offset}, {offset + count}) of {self.folder}, which has {self.num_tokens}"
+            )
         index = bisect_right(self._starts, offset) - 1
+        done = 0
         while done < count:
-            shard, entry = self.shards[index], self.shards[index].entry
+            shard = self.shards[index]
+            entry = shard.entry
             start = offset + done - entry.first_token
-            take = min(count - done, entry.tokens - start)
-            self._blocks.read(entry.name, shard.files, start, tokens[done : done + take])
-            done += take
+            num_read = min(count - done, entry.tokens - start)
+            self._blocks.read(entry.name, shard.files, start, tokens[done : done + num_read])
+            done += num_read
             index += 1
 
     def document_ends(self) -> np.ndarray:
@@ -318,17 +338,26 @@ def read_commit(folder: Path, name: str, sha256: str = "") -> NamedRecord:
     """Return a shard's commit record. Raises ShardError, also unless its hash is `sha256` or ""."""
     path = folder / f"{name}.json"
     content = blocks.read_small(path)
-    found = hashlib.sha256(content).hexdigest()
-    if sha256 and found != sha256:
+    actual_sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 and actual_sha256 != sha256:
         raise blocks.shard_error(path, "the hash of this commit record is not the manifest's")
     try:
-        return NamedRecord(name, found, parse_record(content, CommitRecord))
+        return NamedRecord(name, actual_sha256, parse_record(content, CommitRecord))
     except ValueError as error:
         raise blocks.shard_error(path, f"not a commit record ({error})") from None
 
 
-def shard_sizes(folder: Path, named: NamedRecord) -> Iterator[tuple[Path, int, int | None]]:
-    """Yield each file of a shard, its size in the commit record and on disk (None if missing)."""
-    for suffix, known in vars(named.record.files).items():
-        path = folder / f"{named.name}.{suffix}"
-        yield path, known.size, path.stat().st_size if path.exists() else None
+class FileSize(NamedTuple):
+    """A file of a shard, its size in the commit record and on disk (None if missing)."""
+
+    path: Path
+    size: int
+    actual_size: int | None
+
+
+def shard_sizes(folder: Path, commit: NamedRecord) -> Iterator[FileSize]:
+    """Yield the sizes of each file of a shard."""
+    for suffix, info in vars(commit.record.files).items():
+        path = folder / f"{commit.name}.{suffix}"
+        actual_size = path.stat().st_size if path.exists() else None
+        yield FileSize(path, info.size, actual_size)

@@ -30,7 +30,7 @@ _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceModel:
-    """Encoder of a SentencePiece .model. Raises UserError, also if `eos` is not its own."""
+    """Encoder of a SentencePiece .model. Raises UserError, also if `eos` is not the model's."""
 
     def __init__(self, model: bytes, name: str, eos: str | int | None = None) -> None:
         try:
@@ -46,28 +46,32 @@ class SentencePieceModel:
         if self.eos_id < 0:
             raise UserError(
                 "tokenizer.eos",
-                f"tokenizer {name}: has no EOS; give a model trained with an eos_id",
+                f"tokenizer {name}: has no EOS; pass a model trained with an eos_id",
                 found=0,
             )
         self.eos_token: str = self._processor.id_to_piece(self.eos_id)
         if eos not in (None, self.eos_id, self.eos_token):
-            own = f"{self.eos_token} (id {self.eos_id})"
             raise UserError(
                 "tokenizer.eos",
-                f"tokenizer {name}: EOS is {own}, not {eos!r}; do not give it",
+                f"tokenizer {name}: EOS is {self.eos_token} (id {self.eos_id}), not {eos!r}; "
+                "do not pass it",
                 found=1,
             )
+
+        # Slices, if they have the ids of the whole text here.
+        self._encoder = None
         info = SentencePieceInfo.read(model)
-        self._encoder, reason = None, info.whole_text_reason()
+        reason = info.whole_text_reason()
         if not reason:
-            raw = sentencepiece.SentencePieceProcessor(model_proto=model + _NO_DUMMY_PREFIX)
-            encoder = CachedEncoder(raw.encode, info.tokens, " " if info.dummy_prefix else "")
+            unprefixed = sentencepiece.SentencePieceProcessor(model_proto=model + _NO_DUMMY_PREFIX)
+            prefix = " " if info.dummy_prefix else ""
+            encoder = CachedEncoder(unprefixed.encode, info.tokens, prefix)
             if np.array_equal(encoder.encode(PROBE_TEXT), self.encode(PROBE_TEXT)):
                 self._encoder = encoder
             else:
-                reason = "this sentencepiece gives a text other ids than its slices"
-        how = self._encoder.method if self._encoder else f"whole texts: {reason}"
-        self.method = f"sentencepiece, {how}"
+                reason = "this sentencepiece encodes a text to other ids than its slices"
+        method = self._encoder.method if self._encoder else f"whole texts: {reason}"
+        self.method = f"sentencepiece, {method}"
 
     def encode(self, text: str) -> np.ndarray:
         if self._encoder is not None:
@@ -93,20 +97,27 @@ class Tokenizer:
         if not model:
             raise UserError(
                 "tokenizer.unreadable",
-                f"tokenizer {name}: the file is empty; give a {' or '.join(FILE_NAMES)}",
+                f"tokenizer {name}: the file is empty; pass a {' or '.join(FILE_NAMES)}",
             )
+
         # the first byte of a SentencePiece model is 10, the tag of its first token
         is_json = model[:1] == b"{"
         self.file_name = HF_FILE if is_json else SENTENCEPIECE_FILE
         reader: SentencePieceModel | HFTokenizer | IdTokenizer
         if is_id_tokenizer(model):
             reader = IdTokenizer(model, name)
+        elif is_json:
+            reader = HFTokenizer(model, name, eos)
         else:
-            reader = (HFTokenizer if is_json else SentencePieceModel)(model, name, eos)
+            reader = SentencePieceModel(model, name, eos)
+
         self._reader = reader
-        self.model, self.sha256 = model, hashlib.sha256(model).hexdigest()
-        self.vocab_size, self.method = reader.vocab_size, reader.method
-        self.bos_id, self.eos_id = reader.bos_id, reader.eos_id
+        self.model = model
+        self.sha256 = hashlib.sha256(model).hexdigest()
+        self.vocab_size = reader.vocab_size
+        self.method = reader.method
+        self.bos_id = reader.bos_id
+        self.eos_id = reader.eos_id
         self.eos_token = reader.eos_token
 
     @classmethod
@@ -117,7 +128,7 @@ class Tokenizer:
         except OSError as error:
             raise UserError(
                 "tokenizer.unreadable",
-                f"tokenizer {path}: {error.strerror}; give the path of "
+                f"tokenizer {path}: {error.strerror}; pass the path of "
                 f"a SentencePiece {SENTENCEPIECE_FILE} or an HF {HF_FILE}",
             ) from None
         return cls(model, str(path), eos=eos)
@@ -129,17 +140,18 @@ class Tokenizer:
         An export may have a SentencePiece model and its conversion: then it is the model. Raises
         UserError.
         """
-        there = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
-        if (Path(folder) / HF_CONFIG_FILE).is_file():
-            there = there[:1]
-        if len(there) != 1:
-            names = " and ".join(path.name for path in there) or "no tokenizer"
+        paths = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
+        is_export = (Path(folder) / HF_CONFIG_FILE).is_file()
+        if is_export:
+            paths = paths[:1]
+        if len(paths) != 1:
+            names = " and ".join(path.name for path in paths) or "no tokenizer"
             raise UserError(
                 "tokenizer.not_one",
                 f"{folder}: has {names}, expected one of {' and '.join(FILE_NAMES)}",
-                found=len(there),
+                found=len(paths),
             )
-        return cls.load(there[0], eos=eos)
+        return cls.load(paths[0], eos=eos)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of `text` without BOS and EOS, int64 [tokens]."""
@@ -156,4 +168,5 @@ class Tokenizer:
 
 def load_tokenizer(path: Path, *, eos: str | int | None = None) -> Tokenizer:
     """Load a tokenizer file, or the one in a data folder. Raises UserError."""
-    return (Tokenizer.find if Path(path).is_dir() else Tokenizer.load)(Path(path), eos=eos)
+    load = Tokenizer.find if Path(path).is_dir() else Tokenizer.load
+    return load(Path(path), eos=eos)

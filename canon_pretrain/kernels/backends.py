@@ -59,21 +59,29 @@ def canon_reference(
             f"Canon got x of shape {tuple(x.shape)} and a weight of shape "
             f"{tuple(weight_CRK.shape)}; expected [B, T, C] and [C, {rank}, K] with the same C."
         )
-    num_tokens, num_taps, dtype = x.shape[1], weight_CRK.shape[2], x.dtype
+    num_tokens = x.shape[1]
+    num_taps = weight_CRK.shape[2]
+    dtype = x.dtype
     x = x.to(sum_dtype(x))
-    taps = weight_CRK[:, 0].to(x.dtype)
-    if z_BTR is not None:
+
+    # The taps of all tokens, [C, K], or of each, [B, T, C, K].
+    if z_BTR is None:
+        taps = weight_CRK[:, 0].to(x.dtype)
+    else:
         taps = torch.einsum("btr,crk->btck", z_BTR.to(x.dtype), weight_CRK.to(x.dtype))
+
     # one pad for all taps: with a pad per tap autograd saves a copy of each, 1.75x slower
-    padded = F.pad(x, (0, 0, num_taps - 1, 0))
+    padded_BNC = F.pad(x, (0, 0, num_taps - 1, 0))
     y = taps[..., -1] * x
     for j in range(1, num_taps):
         start = num_taps - 1 - j
-        shifted = padded[:, start : start + num_tokens]
+        shifted = padded_BNC[:, start : start + num_tokens]
         if segments_BN is not None:
-            own = segments_BN[:, num_taps - 1 :] == segments_BN[:, start : start + num_tokens]
-            shifted = shifted * own[..., None]
+            segments_BT = segments_BN[:, num_taps - 1 :]
+            is_same_BT = segments_BT == segments_BN[:, start : start + num_tokens]
+            shifted = shifted * is_same_BT[..., None]
         y = y + taps[..., start] * shifted
+
     if activation:
         y = F.silu(y)
     if residual:
@@ -83,17 +91,21 @@ def canon_reference(
 
 def resolve_backend(backend: str, num_taps: int = 0, *, dynamic: bool = False) -> str:
     """Return the backend: `compiled` for `auto` and for a kernel that it does not support."""
-    too_wide = backend == "triton" and num_taps > TRITON_TAPS
-    unsupported = too_wide or (dynamic and backend in OPTIONAL)
-    return "compiled" if backend == "auto" or unsupported else backend
+    is_too_wide = backend == "triton" and num_taps > TRITON_TAPS
+    if backend == "auto" or is_too_wide or (dynamic and backend in OPTIONAL):
+        return "compiled"
+    return backend
 
 
 def compile_options(device_type: str, backend: str) -> dict[str, Any]:
     """Return `options` of torch.compile for a block: on a GPU without intermediates (NOTES.md)."""
     if device_type != "cuda" or resolve_backend(backend) != "compiled":
         return {}
-    reads = dict.fromkeys(("realize_acc_reads_threshold", "realize_reads_threshold"), 128)
-    return {**reads, "realize_opcount_threshold": 1000}
+    return {
+        "realize_acc_reads_threshold": 128,
+        "realize_reads_threshold": 128,
+        "realize_opcount_threshold": 1000,
+    }
 
 
 def check_canon_backend(backend: str, device_type: str | None = None) -> None:
@@ -124,13 +136,15 @@ def backend_problem(
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if device_type == "cpu":
-        hint = "on a CPU Triton needs TRITON_INTERPRET=1, which is slow and for tests"
-        return None if _is_interpreted() else hint
+        if _is_interpreted():
+            return None
+        return "on a CPU Triton needs TRITON_INTERPRET=1, which is slow and for tests"
     if device_type != "cuda":
         return f'the Triton kernels run on "cuda", not on "{device_type}"'
     if not torch.cuda.is_available():
         return "no CUDA device is available"
-    if (capability := torch.cuda.get_device_capability()) < TRITON_CAPABILITY:
+    capability = torch.cuda.get_device_capability()
+    if capability < TRITON_CAPABILITY:
         return f"the GPU's compute capability is {capability}, below {TRITON_CAPABILITY}"
     return None
 
@@ -183,16 +197,17 @@ def triton_kernels(backend: str, x: Tensor) -> Any:
     """Return the module of the Triton kernels, or None if they can't compute `x`."""
     if backend != "triton" or x.dtype not in TRITON_DTYPES:
         return None
-    runs = x.device.type == "cuda" or (x.device.type == "cpu" and _is_interpreted())
-    return _module(backend) if runs else None
+    if x.device.type == "cuda" or (x.device.type == "cpu" and _is_interpreted()):
+        return _module(backend)
+    return None
 
 
 def canon(x_BTC: Tensor, weight_C1K: Tensor, *, backend: str = "auto", **options: Any) -> Tensor:
     """Compute `canon_reference` by `backend`, or by `compiled` if it does not support the input."""
-    if backend == "reference":
-        return canon_reference(x_BTC, weight_C1K, **options)
     y_BTC: Tensor
-    if options.get("z_BTR") is not None:
+    if backend == "reference":
+        y_BTC = canon_reference(x_BTC, weight_C1K, **options)
+    elif options.get("z_BTR") is not None:
         y_BTC = canon_dynamic(x_BTC, weight_C1K, **options)
     elif fused := triton_kernels(backend, x_BTC):
         y_BTC = fused.canon_triton(x_BTC, weight_C1K, **options)
@@ -217,14 +232,16 @@ def canon_gate(
     """Compute act(canon(gate)) * canon(up), [B, T, F]; the weight's first F rows are gate's."""
     options: dict[str, Any] = {"residual": residual, "segments_BN": segments_BN}
     if fused := triton_kernels(backend, gate_BTF):
-        options |= {"activation": activation, "relu2": relu2}
-        return fused.canon_gate_triton(gate_BTF, up_BTF, weight_C1K, **options)
+        return fused.canon_gate_triton(
+            gate_BTF, up_BTF, weight_C1K, activation=activation, relu2=relu2, **options
+        )
     if resolve_backend(backend) == "compiled" and not activation:
         return canon_gate_compiled(gate_BTF, up_BTF, weight_C1K, relu2=relu2, **options)
+
+    # Canon of both parts, then the gate.
     gate_weight, up_weight = weight_C1K.split((gate_BTF.shape[-1], up_BTF.shape[-1]))
-    options |= {"activation": activation, "backend": backend}
-    gate_BTF = canon(gate_BTF, gate_weight, **options)
-    up_BTF = canon(up_BTF, up_weight, **options)
+    gate_BTF = canon(gate_BTF, gate_weight, activation=activation, backend=backend, **options)
+    up_BTF = canon(up_BTF, up_weight, activation=activation, backend=backend, **options)
     return ffn_activation(gate_BTF, relu2) * up_BTF
 
 

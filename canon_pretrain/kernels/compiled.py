@@ -26,13 +26,14 @@ CHUNK = 16
 _CUDA_CHUNKS = (256, 128, 64, 32)
 """The same on a GPU: the first that divides the sequence length."""
 _RECOMPUTED_TAPS = 4
+"""Up to so many taps, the gate's backward on a GPU is one kernel that recomputes each token."""
 
 
 def canon_compiled(
     x: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool, segments_BN: Segments = None
 ) -> Tensor:
     """Compute `canon_reference` up to the order of additions; gradients are deterministic."""
-    return _Canon.apply(x, weight_C1K, segments_BN, (residual, activation))
+    return _Canon.apply(x, weight_C1K, segments_BN, residual, activation)
 
 
 def canon_gate_compiled(
@@ -45,16 +46,22 @@ def canon_gate_compiled(
     segments_BN: Tensor | None = None,
 ) -> Tensor:
     """Compute act(canon(gate)) * canon(up), [B, T, F], rounded once; the weight is [2F, 1, K]."""
-    return _CanonGate.apply(gate_BTF, up_BTF, weight_C1K, segments_BN, (residual, relu2))
+    return _CanonGate.apply(gate_BTF, up_BTF, weight_C1K, segments_BN, residual, relu2)
 
 
 class _Canon(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BTC: Tensor, weight_C1K: Tensor, segments_BN: Segments, kind: tuple[bool, bool]
+        ctx: Any,
+        x_BTC: Tensor,
+        weight_C1K: Tensor,
+        segments_BN: Segments,
+        residual: bool,
+        activation: bool,
     ) -> Tensor:
         ctx.save_for_backward(x_BTC, weight_C1K, segments_BN)
-        ctx.residual, ctx.activation = residual, activation = kind
+        ctx.residual = residual
+        ctx.activation = activation
         pieces = convolve(x_BTC, _taps_of(weight_C1K, sum_dtype(x_BTC)), segments_BN)
         if activation:
             pieces = [F.silu(piece) for piece in pieces]
@@ -63,103 +70,142 @@ class _Canon(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BTC, weight_C1K, segments_BN = ctx.saved_tensors
+        (dy_BTC,) = grads
         dtype = sum_dtype(x_BTC)
         taps_KC = _taps_of(weight_C1K, dtype)
-        inner = grads[0]
+
+        # The gradient of the convolution, which the activation needs again.
+        dconv_BTC = dy_BTC
         if ctx.activation:
-            pieces = convolve(x_BTC, taps_KC, segments_BN, recompute=True)
-            given = inner.to(dtype).split([piece.shape[1] for piece in pieces], dim=1)
-            slopes = [silu_slope(piece, piece.sigmoid()) for piece in pieces]
-            inner = _join([dy * slope for dy, slope in zip(given, slopes, strict=True)])
-        dx = weight_grad = None
+            convs = convolve(x_BTC, taps_KC, segments_BN, recompute=True)
+            dys = dy_BTC.to(dtype).split([conv.shape[1] for conv in convs], dim=1)
+            slopes = [silu_slope(conv, conv.sigmoid()) for conv in convs]
+            dconv_BTC = _join([dy * slope for dy, slope in zip(dys, slopes, strict=True)])
+
+        dx_BTC = dweight_C1K = None
         if ctx.needs_input_grad[0]:
-            pieces = convolve(inner, taps_KC, segments_BN, transposed=True)
-            dx = rounded(pieces, grads[0] if ctx.residual else None, x_BTC.dtype)
+            pieces = convolve(dconv_BTC, taps_KC, segments_BN, transposed=True)
+            dx_BTC = rounded(pieces, dy_BTC if ctx.residual else None, x_BTC.dtype)
         if ctx.needs_input_grad[1]:
-            weight_grad = weight_sums(inner, x_BTC, len(taps_KC), segments_BN)
-            weight_grad = weight_grad.to(weight_C1K.dtype)
-        return dx, weight_grad, None, None
+            dweight_C1K = weight_sums(dconv_BTC, x_BTC, len(taps_KC), segments_BN)
+            dweight_C1K = dweight_C1K.to(weight_C1K.dtype)
+        return dx_BTC, dweight_C1K, None, None, None
 
 
 class _CanonGate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_BTF: Tensor, up_BTF: Tensor, weight: Tensor, segments: Segments, kind: Any
+        ctx: Any,
+        gate_BTF: Tensor,
+        up_BTF: Tensor,
+        weight_C1K: Tensor,
+        segments_BN: Segments,
+        residual: bool,
+        relu2: bool,
     ) -> Tensor:
-        ctx.save_for_backward(gate_BTF, up_BTF, weight, segments)
-        ctx.residual, ctx.relu2 = residual, relu2 = kind
-        taps = zip((gate_BTF, up_BTF), _gate_taps(gate_BTF, weight, residual), strict=True)
-        gates, ups = (convolve(x, each, segments) for x, each in taps)
-        act = (lambda g: F.relu(g).square()) if relu2 else F.silu
-        pairs = zip(gates, ups, strict=True)
-        return _join([(act(gate) * up).to(gate_BTF.dtype) for gate, up in pairs])
+        ctx.save_for_backward(gate_BTF, up_BTF, weight_C1K, segments_BN)
+        ctx.residual = residual
+        ctx.relu2 = relu2
+        gate_taps_KF, up_taps_KF = _gate_taps(gate_BTF, weight_C1K, residual)
+        gates = convolve(gate_BTF, gate_taps_KF, segments_BN)
+        ups = convolve(up_BTF, up_taps_KF, segments_BN)
+
+        inner = []
+        for gate, up in zip(gates, ups, strict=True):
+            act = F.relu(gate).square() if relu2 else F.silu(gate)
+            inner.append((act * up).to(gate_BTF.dtype))
+        return _join(inner)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_BTF, up_BTF, weight_C1K, segments_BN = ctx.saved_tensors
+        (dinner_BTF,) = grads
         if torch.compiler.is_compiling() and is_cuda(gate_BTF):
-            return *_gate_backward_on_gpu(ctx, grads[0]), None, None
-        gate_taps, up_taps = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
-        gates = convolve(gate_BTF, gate_taps, segments_BN)
-        ups = convolve(up_BTF, up_taps, segments_BN)
-        dinner = grads[0].to(gate_taps.dtype).split([piece.shape[1] for piece in gates], dim=1)
-        dgates, dups = [], []
-        zeros = up_taps[0].clamp(0, 0)  # inductor simplifies 0 * up_taps[0]
-        for gate, up, d in zip(gates, ups, dinner, strict=True):
+            return *_gate_backward_on_gpu(ctx, dinner_BTF), None, None, None
+        dtype = gate_BTF.dtype
+        gate_taps_KF, up_taps_KF = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
+        gates = convolve(gate_BTF, gate_taps_KF, segments_BN)
+        ups = convolve(up_BTF, up_taps_KF, segments_BN)
+
+        # The gradients of both convolutions.
+        dinners = dinner_BTF.to(gate_taps_KF.dtype).split([gate.shape[1] for gate in gates], dim=1)
+        dgates = []
+        dups = []
+        zeros_F = up_taps_KF[0].clamp(0, 0)  # inductor simplifies 0 * up_taps[0]
+        for gate, up, dinner in zip(gates, ups, dinners, strict=True):
             act, slope = _act_and_slope(gate, ctx.relu2)
-            dgates.append((d * up * slope).to(gate_BTF.dtype))
+            dgates.append((dinner * up * slope).to(dtype))
             # The zeros per channel keep this in one loop with the line above; otherwise inductor
             # would flatten it, and store act and slope for a second loop
-            dups.append((d * act + zeros).to(gate_BTF.dtype))
-        parts = (_join(dgates), gate_BTF, gate_taps), (_join(dups), up_BTF, up_taps)
-        weight_grad = None
-        if ctx.needs_input_grad[2]:
-            sums = [weight_sums(d, x, len(taps), segments_BN) for d, x, taps in parts]
-            weight_grad = torch.cat(sums).to(weight_C1K.dtype)
-        inputs = [
-            rounded(convolve(d, taps, segments_BN, transposed=True), None, gate_BTF.dtype)
-            for d, _, taps in parts
-        ]
-        return *inputs, weight_grad, None, None
-
-
-def _gate_backward_on_gpu(ctx: Any, dy_BTF: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of gate, up and the weight; up to `_RECOMPUTED_TAPS` in one kernel."""
-    gate_BTF, up_BTF, weight_C1K, segments_BN = ctx.saved_tensors
-    taps = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
-    num_tokens, num_taps, dtype = gate_BTF.shape[1], len(taps[0]), taps[0].dtype
-    js = range(num_taps)
-    aheads = num_taps if num_taps <= _RECOMPUTED_TAPS else 1
-    shifted = [
-        {j: _shift(x, j, recompute=True) for j in range(1 - aheads, num_taps)}
-        for x in (gate_BTF, up_BTF)
-    ]
-    inner = []  # of gate and of up, for the token i after each
-    for i in range(aheads):
-        owns = [_same_shifted(segments_BN, num_tokens, j, ahead=i) for j in js]
-        gate, up = (
-            _mix([x[j - i] for j in js], each, owns) for x, each in zip(shifted, taps, strict=True)
+            dups.append((dinner * act + zeros_F).to(dtype))
+        streams = (
+            (_join(dgates), gate_BTF, gate_taps_KF),
+            (_join(dups), up_BTF, up_taps_KF),
         )
+
+        dweight_C1K = None
+        if ctx.needs_input_grad[2]:
+            sums = [
+                weight_sums(dconv_BTF, x_BTF, len(taps_KF), segments_BN)
+                for dconv_BTF, x_BTF, taps_KF in streams
+            ]
+            dweight_C1K = torch.cat(sums).to(weight_C1K.dtype)
+        dgate_BTF, dup_BTF = (
+            rounded(convolve(dconv_BTF, taps_KF, segments_BN, transposed=True), None, dtype)
+            for dconv_BTF, _, taps_KF in streams
+        )
+        return dgate_BTF, dup_BTF, dweight_C1K, None, None, None
+
+
+def _gate_backward_on_gpu(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of gate, up and the weight; up to `_RECOMPUTED_TAPS` in one kernel.
+
+    A kernel without intermediates computes the gradients of both convolutions again at each of the
+    tokens t .. t + K - 1 that token t is mixed into. With more taps those at t are stored.
+    """
+    gate_BTF, up_BTF, weight_C1K, segments_BN = ctx.saved_tensors
+    gate_taps_KF, up_taps_KF = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
+    num_tokens = gate_BTF.shape[1]
+    num_taps = len(gate_taps_KF)
+    num_recomputed = num_taps if num_taps <= _RECOMPUTED_TAPS else 1
+
+    # [j]: the inputs of token t - j
+    js = range(1 - num_recomputed, num_taps)
+    gates = {j: _shift(gate_BTF, j, recompute=True) for j in js}
+    ups = {j: _shift(up_BTF, j, recompute=True) for j in js}
+
+    # [i]: the gradients of the convolutions of token t + i
+    dgates = []
+    dups = []
+    for i in range(num_recomputed):
+        masks = _shift_masks(segments_BN, num_tokens, num_taps, ahead=i)
+        gate = _mix([gates[j - i] for j in range(num_taps)], gate_taps_KF, masks)
+        up = _mix([ups[j - i] for j in range(num_taps)], up_taps_KF, masks)
         act, slope = _act_and_slope(gate, ctx.relu2)
-        d = _shift(dy_BTF, -i).to(dtype)  # 0 past the last token
-        inner.append((d * up * slope, d * act))
-    rounded = [d.to(gate_BTF.dtype) for d in inner[0]]
-    later = [tuple(_shift(d, -i) for d in rounded) for i in range(aheads, num_taps)]
-    owns = [_same_shifted(segments_BN, num_tokens, j, ahead=j) for j in js]
-    inputs = [
-        _mix(terms, each, owns).to(gate_BTF.dtype)
-        for terms, each in zip(zip(*inner, *later, strict=True), taps, strict=True)
-    ]
+        dinner = _shift(dinner_BTF, -i).to(gate_taps_KF.dtype)  # 0 past the last token
+        dgates.append(dinner * up * slope)
+        dups.append(dinner * act)
+    streams = ((gate_taps_KF, gates, dgates), (up_taps_KF, ups, dups))
+    for _, _, dconvs in streams:
+        rounded_BTF = dconvs[0].to(gate_BTF.dtype)
+        dconvs += [_shift(rounded_BTF, -i) for i in range(num_recomputed, num_taps)]
+
+    masks = _shift_masks(segments_BN, num_tokens, num_taps, transposed=True)
+    dgate_BTF, dup_BTF = (
+        _mix(dconvs, taps_KF, masks).to(gate_BTF.dtype) for taps_KF, _, dconvs in streams
+    )
     if not ctx.needs_input_grad[2]:
-        return *inputs, None
-    owns = [_same_shifted(segments_BN, num_tokens, j) for j in js]
-    products = [
-        masked(d * x[j].to(dtype), owns[j])
-        for d, x in zip(inner[0], shifted, strict=True)
-        for j in reversed(js)
-    ]
-    weight_grad = torch.cat(_token_sums(products).split(num_taps, dim=2))
-    return *inputs, weight_grad.to(weight_C1K.dtype)
+        return dgate_BTF, dup_BTF, None
+
+    # Tap K-1-j of the weight multiplies the input of token t - j.
+    masks = _shift_masks(segments_BN, num_tokens, num_taps)
+    products = []
+    for _, inputs, dconvs in streams:
+        for j in reversed(range(num_taps)):
+            products.append(masked(dconvs[0] * inputs[j].to(dconvs[0].dtype), masks[j]))
+    sums_F1X = _token_sums(products)  # the taps of gate, then of up
+    dweight_C1K = torch.cat(sums_F1X.split(num_taps, dim=2))
+    return dgate_BTF, dup_BTF, dweight_C1K.to(weight_C1K.dtype)
 
 
 def _gate_taps(gate_BTF: Tensor, weight_C1K: Tensor, residual: bool) -> tuple[Tensor, ...]:
@@ -167,7 +213,7 @@ def _gate_taps(gate_BTF: Tensor, weight_C1K: Tensor, residual: bool) -> tuple[Te
     weights = weight_C1K.split(gate_BTF.shape[2])
     taps = tuple(_taps_of(weight, sum_dtype(gate_BTF)) for weight in weights)
     if residual:
-        taps = tuple(torch.cat((each[:-1], each[-1:] + 1)) for each in taps)
+        taps = tuple(torch.cat((taps_KF[:-1], taps_KF[-1:] + 1)) for taps_KF in taps)
     return taps
 
 
@@ -189,11 +235,12 @@ def _join(pieces: list[Tensor]) -> Tensor:
 def rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the concatenated pieces plus `residual`, rounded to `dtype` once."""
     if residual is not None:
-        parts = residual.split([piece.shape[1] for piece in pieces], dim=1)
+        residuals = residual.split([piece.shape[1] for piece in pieces], dim=1)
+        pairs = zip(residuals, pieces, strict=True)
         if torch.compiler.is_compiling():
-            pieces = [part + piece for part, piece in zip(parts, pieces, strict=True)]
+            pieces = [residual + piece for residual, piece in pairs]
         else:  # in place: nothing else uses the pieces
-            pieces = [piece.add_(part) for part, piece in zip(parts, pieces, strict=True)]
+            pieces = [piece.add_(residual) for residual, piece in pairs]
     return _join([piece.to(dtype) for piece in pieces])
 
 
@@ -230,90 +277,132 @@ def convolve(
 
     `transposed`: of x_{t+j}. `recompute`: in backward; see `_shift`.
     """
-    x = x_BTC.to(taps_KC.dtype)
-    num_tokens, reach = x.shape[1], len(taps_KC) - 1
-    js = range(reach + 1)
     if not torch.compiler.is_compiling():
-        y = taps_KC[-1] * x
-        for j in range(1, min(reach, num_tokens - 1) + 1):
-            later, earlier = slice(j, None), slice(num_tokens - j)
-            to, source = (earlier, later) if transposed else (later, earlier)
-            own = same_segment(segments_BN, reach + j, reach, num_tokens - j)
-            y[:, to].addcmul_(masked(x[:, source], own), taps_KC[reach - j])
-        return [y]
-    if is_cuda(x):
-        terms = [_shift(x_BTC, -j if transposed else j, recompute=recompute) for j in js]
-        owns = [_same_shifted(segments_BN, num_tokens, j, ahead=j if transposed else 0) for j in js]
-        return [_mix(terms, taps_KC, owns)]
-    # (tokens, first token of the piece, its length), the padded border first
+        return [_convolve_in_place(x_BTC, taps_KC, segments_BN, transposed)]
+    if not is_cuda(x_BTC):
+        return _convolve_in_pieces(x_BTC, taps_KC, segments_BN, transposed)
+
+    num_tokens = x_BTC.shape[1]
+    num_taps = len(taps_KC)
+    direction = -1 if transposed else 1
+    terms = [_shift(x_BTC, direction * j, recompute=recompute) for j in range(num_taps)]
+    masks = _shift_masks(segments_BN, num_tokens, num_taps, transposed=transposed)
+    return [_mix(terms, taps_KC, masks)]
+
+
+def _convolve_in_place(
+    x_BTC: Tensor, taps_KC: Tensor, segments_BN: Segments, transposed: bool
+) -> Tensor:
+    x_BTC = x_BTC.to(taps_KC.dtype)
+    num_tokens = x_BTC.shape[1]
+    reach = len(taps_KC) - 1
+    y_BTC = taps_KC[-1] * x_BTC
+    for j in range(1, min(reach, num_tokens - 1) + 1):
+        later = slice(j, None)
+        earlier = slice(num_tokens - j)
+        target, source = (earlier, later) if transposed else (later, earlier)
+        is_same = continues_segment(segments_BN, num_tokens, reach, j)
+        y_BTC[:, target].addcmul_(masked(x_BTC[:, source], is_same), taps_KC[reach - j])
+    return y_BTC
+
+
+def _convolve_in_pieces(
+    x_BTC: Tensor, taps_KC: Tensor, segments_BN: Segments, transposed: bool
+) -> list[Tensor]:
+    """Mix the P tokens at the border, which need padding, apart from the others."""
+    x_BTC = x_BTC.to(taps_KC.dtype)
+    num_tokens = x_BTC.shape[1]
+    reach = len(taps_KC) - 1
+    if transposed and segments_BN is not None:
+        segments_BN = F.pad(segments_BN, (0, reach))  # any segment: x is 0 there
+    offsets = [j if transposed else -j for j in range(reach + 1)]
+
+    def piece(tokens_BMC: Tensor, first: int, length: int) -> Tensor:
+        """Mix `length` tokens from `first` on; `tokens` begin with the earliest that they read."""
+        position = reach + first  # in segments
+        earliest = min(offsets)
+        masks = [same_segment(segments_BN, position, position + k, length) for k in offsets]
+        terms = [tokens_BMC[:, k - earliest : k - earliest + length] for k in offsets]
+        return _mix(terms, taps_KC, masks)
+
     if transposed:
-        if segments_BN is not None:
-            segments_BN = F.pad(segments_BN, (0, reach))  # any segment: x is 0 there
-        cut, starts = max(0, num_tokens - reach), list(js)
-        pieces = [(F.pad(x[:, cut:], (0, 0, 0, reach)), cut, num_tokens - cut), (x, 0, cut)]
-    else:
-        cut, starts = min(reach, num_tokens), [reach - j for j in js]
-        pieces = [(F.pad(x[:, :cut], (0, 0, reach, 0)), 0, cut), (x, reach, num_tokens - reach)]
-    sums = []
-    for tokens, first, length in pieces:
-        if length > 0:
-            place = reach + first
-            others = [place + j if transposed else place - j for j in js]
-            owns = [same_segment(segments_BN, place, other, length) for other in others]
-            terms = [tokens[:, start : start + length] for start in starts]
-            sums.append(_mix(terms, taps_KC, owns))
-    return sums[::-1] if transposed else sums
+        cut = max(0, num_tokens - reach)
+        border = piece(F.pad(x_BTC[:, cut:], (0, 0, 0, reach)), cut, num_tokens - cut)
+        return [piece(x_BTC, 0, cut), border] if cut else [border]
+    cut = min(reach, num_tokens)
+    border = piece(F.pad(x_BTC[:, :cut], (0, 0, reach, 0)), 0, cut)
+    return [border, piece(x_BTC, cut, num_tokens - cut)] if cut < num_tokens else [border]
 
 
-def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Tensor | None) -> Tensor:
+def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Segments) -> Tensor:
     """Return sum_{b,t} d_{t+j} * x_t, the gradient of tap K-1-j, as [C, 1, K]."""
     dtype = sum_dtype(x_BTC)
-    d, x = d_BTC.to(dtype), x_BTC.to(dtype)
-    num_tokens, reach = x.shape[1], num_taps - 1
-    if not torch.compiler.is_compiling():
-        sums = [x.new_zeros(x.shape[2])] * num_taps
-        for j in range(min(num_taps, num_tokens)):
-            product = d[:, j:] * x[:, : num_tokens - j]
-            own = same_segment(segments_BN, reach + j, reach, num_tokens - j)
-            if own is not None:
-                product *= own
-            sums[j] = product.sum((0, 1))
-        return torch.stack(sums[::-1], dim=1)[:, None]
-    if is_cuda(x):
-        products = []
-        for j in reversed(range(num_taps)):
-            own = _same_shifted(segments_BN, num_tokens, j, ahead=j)
-            products.append(masked(_shift(d_BTC, -j).to(dtype) * x, own))
+    x_BTC = x_BTC.to(dtype)
+    num_tokens = x_BTC.shape[1]
+    if torch.compiler.is_compiling():
+        if not is_cuda(x_BTC):
+            return _weight_sums_in_chunks(d_BTC.to(dtype), x_BTC, num_taps, segments_BN)
+        masks = _shift_masks(segments_BN, num_tokens, num_taps, transposed=True)
+        products = [
+            masked(_shift(d_BTC, -j).to(dtype) * x_BTC, masks[j]) for j in reversed(range(num_taps))
+        ]
         return torch.stack([product.sum((0, 1)) for product in products], dim=1)[:, None]
+
+    d_BTC = d_BTC.to(dtype)
+    reach = num_taps - 1
+    sums = [x_BTC.new_zeros(x_BTC.shape[2])] * num_taps
+    for j in range(min(num_taps, num_tokens)):
+        product = d_BTC[:, j:] * x_BTC[:, : num_tokens - j]
+        is_same = continues_segment(segments_BN, num_tokens, reach, j)
+        if is_same is not None:
+            product *= is_same
+        sums[j] = product.sum((0, 1))
+    return torch.stack(sums[::-1], dim=1)[:, None]
+
+
+def _weight_sums_in_chunks(
+    d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Segments
+) -> Tensor:
+    """Sum each chunk of tokens, then the chunks.
+
+    inductor's CPU code reduces all tokens for 16 channels at a time: chunks stay in cache.
+    """
+    num_rows, num_tokens, num_channels = x_BTC.shape
+    reach = num_taps - 1
     if segments_BN is not None:
         segments_BN = F.pad(segments_BN, (0, reach))
 
-    def product_of(d: Tensor, x: Tensor, place: int, j: int) -> Tensor:
-        own = same_segment(segments_BN, place, place + j, x.shape[1])
-        return masked(d[:, j : j + x.shape[1]] * x, own)
+    def product(d_BTC: Tensor, x_BTC: Tensor, first_token: int, j: int) -> Tensor:
+        length = x_BTC.shape[1]
+        position = reach + first_token  # in segments
+        is_same = same_segment(segments_BN, position, position + j, length)
+        return masked(d_BTC[:, j : j + length] * x_BTC, is_same)
 
-    # inductor's CPU code reduces all tokens for 16 channels at a time: chunks stay in cache
-    chunk = CHUNK if x.device.type == "cpu" else 0
-    whole = max(0, num_tokens - reach) // chunk * chunk if chunk else 0
-    border, rest, js = F.pad(d[:, whole:], (0, 0, 0, reach)), x[:, whole:], range(num_taps)
-    sums_KC = torch.stack([product_of(border, rest, reach + whole, j).sum((0, 1)) for j in js])
+    # The last tokens, for which d is padded, and what is left over by the chunks.
+    whole = max(0, num_tokens - reach) // CHUNK * CHUNK
+    padded_d = F.pad(d_BTC[:, whole:], (0, 0, 0, reach))
+    last_x = x_BTC[:, whole:]
+    sums_KC = torch.stack(
+        [product(padded_d, last_x, whole, j).sum((0, 1)) for j in range(num_taps)]
+    )
     if whole:
-        shape = (x.shape[0], whole // chunk, chunk, x.shape[2])
-        chunks = [product_of(d, x[:, :whole], reach, j).view(shape).sum(2) for j in js]
-        sums_KC = sums_KC + torch.stack(chunks).sum((1, 2))
+        shape = (num_rows, whole // CHUNK, CHUNK, num_channels)
+        products = [product(d_BTC, x_BTC[:, :whole], 0, j) for j in range(num_taps)]
+        chunk_sums = torch.stack([product.view(shape).sum(2) for product in products])
+        sums_KC = sums_KC + chunk_sums.sum((1, 2))
     return sums_KC.flip(0).T[:, None]
 
 
 def _token_sums(products: Sequence[Tensor]) -> Tensor:
     """Sum each [B, T, C] of `products` over its tokens, [C, 1, products]: two launches on a GPU."""
-    num_tokens, channels = products[0].shape[1:]
-    chunks = [chunk for chunk in _CUDA_CHUNKS if num_tokens % chunk == 0]
-    if not chunks:
-        sums = torch.stack([product.sum((0, 1)) for product in products])
+    num_tokens, num_channels = products[0].shape[1:]
+    chunk = next((chunk for chunk in _CUDA_CHUNKS if num_tokens % chunk == 0), None)
+    if chunk is None:
+        sums_XC = torch.stack([product.sum((0, 1)) for product in products])
     else:
-        parts = [product.reshape(-1, chunks[0], channels).sum(1) for product in products]
-        sums = torch.stack(parts).sum(1)
-    return sums.T[:, None]
+        chunk_sums = [product.reshape(-1, chunk, num_channels).sum(1) for product in products]
+        sums_XC = torch.stack(chunk_sums).sum(1)
+    return sums_XC.T[:, None]
 
 
 def _shift(x_BTC: Tensor, j: int, *, recompute: bool = False) -> Tensor:
@@ -327,35 +416,58 @@ def _shift(x_BTC: Tensor, j: int, *, recompute: bool = False) -> Tensor:
     return F.pad(x_BTC, (0, 0, j, -j))
 
 
-def _mix(terms: Sequence[Tensor], taps_KC: Tensor, owns: Sequence[Tensor | None]) -> Tensor:
-    """Return sum_j taps[K-1-j] * terms[j], without a term where owns[j] is false."""
+def _mix(terms: Sequence[Tensor], taps_KC: Tensor, masks: Sequence[Tensor | None]) -> Tensor:
+    """Return sum_j taps[K-1-j] * terms[j], without a term where masks[j] is false."""
     y = taps_KC[-1] * terms[0].to(taps_KC.dtype)
     for j in range(1, len(terms)):
-        y = y + masked(taps_KC[-1 - j] * terms[j].to(taps_KC.dtype), owns[j])
+        y = y + masked(taps_KC[-1 - j] * terms[j].to(taps_KC.dtype), masks[j])
     return y
 
 
-def masked(x: Tensor, own: Tensor | None) -> Tensor:
-    return x if own is None else x * own
+def masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else x * mask
 
 
-def same_segment(segments_BN: Tensor | None, place: int, other: int, length: int) -> Tensor | None:
-    """Return whether `length` places from `place` and `other` share a segment; None if all do."""
-    if segments_BN is None or place == other:
+def same_segment(segments_BN: Segments, start: int, other: int, length: int) -> Tensor | None:
+    """Compare the segments of `length` positions from `start` with those from `other` on.
+
+    Positions count from the first of the N; past the last one is any segment. Return bool [B,
+    length, 1], or None if all are the same.
+    """
+    if segments_BN is None or start == other:
         return None
-    ends = []
-    for start in (place, other):
-        missing = start + length - segments_BN.shape[1]
+    ranges = []
+    for begin in (start, other):
+        missing = begin + length - segments_BN.shape[1]
         if missing > 0:
-            ends.append(F.pad(segments_BN, (-start, missing)))
+            ranges.append(F.pad(segments_BN, (-begin, missing)))
         else:
-            ends.append(segments_BN[:, start : start + length])
-    return (ends[0] == ends[1])[..., None]
+            ranges.append(segments_BN[:, begin : begin + length])
+    return (ranges[0] == ranges[1])[..., None]
 
 
-def _same_shifted(segments_BN: Segments, num_tokens: int, j: int, ahead: int = 0) -> Tensor | None:
-    """Return `same_segment` of tokens t + `ahead` and t + `ahead` - j, [B, T, 1]."""
+def continues_segment(segments_BN: Segments, num_tokens: int, reach: int, j: int) -> Tensor | None:
+    """Return whether tokens t + j and t share a segment, [B, T - j, 1]."""
+    return same_segment(segments_BN, reach + j, reach, num_tokens - j)
+
+
+def _shift_masks(
+    segments_BN: Segments,
+    num_tokens: int,
+    num_taps: int,
+    *,
+    ahead: int = 0,
+    transposed: bool = False,
+) -> list[Tensor | None]:
+    """Return by j whether tokens t + `ahead` and t + `ahead` - j share a segment, [B, T, 1].
+
+    `transposed`: t + j and t.
+    """
     if segments_BN is None:
-        return None
-    place = segments_BN.shape[1] - num_tokens + min(ahead, num_tokens - 1)
-    return same_segment(segments_BN, place, place - j, num_tokens)
+        return [None] * num_taps
+    masks = []
+    for j in range(num_taps):
+        offset = min(j if transposed else ahead, num_tokens - 1)
+        position = num_taps - 1 + offset
+        masks.append(same_segment(segments_BN, position, position - j, num_tokens))
+    return masks

@@ -1,4 +1,4 @@
-"""Canon with a cache; `model/cache.py` holds a `CanonMemory` per site.
+"""Canon with a cache of earlier tokens; `model/cache.py` holds a `CanonMemory` per site.
 
 The state is not the last inputs, but what the tokens so far add to each of the next P outputs. All
 sites process a single token together (`CanonStep`), because launches dominate its time (NOTES.md).
@@ -10,7 +10,7 @@ P = K - 1, N = P + T.
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,16 @@ from canon_pretrain.kernels.backends import canon
 from canon_pretrain.kernels.compiled import Segments, sum_dtype
 
 Parts = tuple[Tensor, ...]
+"""Tensors that one Canon site mixes together, such as q, k and v, [B, T, C] of different widths."""
+
+
+class _StepSlice(NamedTuple):
+    """The channels of one part in a `CanonStep`."""
+
+    sum_B1C: Tensor
+    """What earlier tokens add to the next output."""
+    tap_11C: Tensor
+    """The current token's tap."""
 
 
 class CanonMemory:
@@ -28,7 +38,8 @@ class CanonMemory:
     def __init__(
         self, x_BTC: Tensor, weight_C1K: Tensor, *, residual: bool, activation: bool
     ) -> None:
-        self._residual, self._activation = residual, activation
+        self._residual = residual
+        self._activation = activation
         self._taps_K11C = self._taps(weight_C1K, x_BTC)
         num_channels, _, num_taps = weight_C1K.shape
         self._reach = num_taps - 1
@@ -38,8 +49,7 @@ class CanonMemory:
         self._has_tokens = False
         self._step: CanonStep | None = None
         self._slot = 0
-        # in `_step`, per part: what earlier tokens add to its output, and the current token's tap
-        self._own: list[tuple[Tensor, Tensor]] = []
+        self._step_slices: list[_StepSlice] = []  # per part
 
     def _taps(self, weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
         """Return the taps, the current token's first, [K, 1, 1, C]."""
@@ -54,60 +64,78 @@ class CanonMemory:
         """Append `parts`, in the last segment if None; return their outputs."""
         if self._step is not None:
             if self._step.is_open and not torch.compiler.is_compiling():
-                return self._step_parts(self._step, parts)
+                return self._read_in_step(self._step, parts)
             self._step.is_stale = True
         self._widths = [part.shape[2] for part in parts]
         if torch.is_grad_enabled():  # the weight may be another tensor than at first
             self._taps_K11C = self._taps(weight_C1K, parts[0])
-        num_tokens, reach = parts[0].shape[1], self._reach
+        num_tokens = parts[0].shape[1]
+        reach = self._reach
         if not num_tokens:
             return parts
         if num_tokens <= reach:
             return _split(self._read_one_by_one(_concat(parts), segments_BN), parts)
-        weights = weight_C1K.split(self._widths)
-        options: dict[str, Any] = {"residual": self._residual, "activation": self._activation}
-        options |= {"segments_BN": segments_BN, "backend": backend}
-        pairs = zip(parts, weights, strict=True)
-        outputs = tuple(canon(part, weight, **options) for part, weight in pairs)
+
+        # Many tokens: mix them with each other, then add what earlier tokens add to the first P.
+        outputs = tuple(
+            canon(
+                part,
+                weight,
+                residual=self._residual,
+                activation=self._activation,
+                segments_BN=segments_BN,
+                backend=backend,
+            )
+            for part, weight in zip(parts, weight_C1K.split(self._widths), strict=True)
+        )
         if self._has_tokens:
             outputs = self._after_past(parts, outputs, segments_BN)
-        last = num_tokens - reach
-        tail_BN = None if segments_BN is None else segments_BN[:, last:]
+
+        # Only the last P tokens add to the next outputs.
+        start = num_tokens - reach
+        tail_BN = None if segments_BN is None else segments_BN[:, start:]
+        tail_BPC = _concat([part[:, start:] for part in parts])
         self._sums_PB1C = torch.zeros_like(self._sums_PB1C)
-        for i, x_B1C in enumerate(_concat([part[:, last:] for part in parts]).split(1, dim=1)):
+        for i, x_B1C in enumerate(tail_BPC.split(1, dim=1)):
             self._add(x_B1C, _continues_segment(tail_BN, i, reach))
         return outputs
 
     def _after_past(self, parts: Parts, outputs: Parts, segments_BN: Segments) -> Parts:
-        """Add the contribution of earlier tokens to `outputs`."""
+        """Add what earlier tokens add to the first P tokens of `outputs`."""
         reach = self._reach
         differentiable = torch.is_grad_enabled()
+
+        # A sum of outputs that are not rounded, and not yet activated.
         is_exact = parts[0].dtype == self._sums_PB1C.dtype and not self._activation
         if segments_BN is None and is_exact and not differentiable:
             past_BPC = self._sums_PB1C[:, :, 0].transpose(0, 1)
             for y_BTC, past in zip(outputs, _split(past_BPC, parts), strict=True):
                 y_BTC[:, :reach].add_(past)
             return outputs
-        first_BPC = self._read_one_by_one(_concat([part[:, :reach] for part in parts]), segments_BN)
-        pairs = list(zip(_split(first_BPC, parts), outputs, strict=True))
+
+        # Otherwise compute these tokens again, one by one.
+        x_BPC = _concat([part[:, :reach] for part in parts])
+        y_BPC = self._read_one_by_one(x_BPC, segments_BN)
+        pairs = list(zip(_split(y_BPC, parts), outputs, strict=True))
         if differentiable:
-            return tuple(torch.cat((first, y[:, reach:]), dim=1) for first, y in pairs)
-        for first, y_BTC in pairs:
-            y_BTC[:, :reach] = first
+            return tuple(torch.cat((head, y_BTC[:, reach:]), dim=1) for head, y_BTC in pairs)
+        for head, y_BTC in pairs:
+            y_BTC[:, :reach] = head
         return outputs
 
     def select_rows(self, rows_N: Tensor) -> "CanonMemory":
         """Return a new memory of these rows, in this order."""
-        other = copy.copy(self)
-        other._sums_PB1C, other._step = self._sums_PB1C[:, rows_N], None
-        return other
+        selected = copy.copy(self)
+        selected._sums_PB1C = self._sums_PB1C[:, rows_N]
+        selected._step = None
+        return selected
 
     def _read_one_by_one(self, x_BTC: Tensor, segments_BN: Tensor | None) -> Tensor:
-        steps = []
+        outputs = []
         for i, x_B1C in enumerate(x_BTC.split(1, dim=1)):
             y_B1C = self._add(x_B1C, _continues_segment(segments_BN, i, self._reach))
-            steps.append(self._activated(y_B1C, x_B1C))
-        return steps[0] if len(steps) == 1 else torch.cat(steps, dim=1)
+            outputs.append(self._activated(y_B1C, x_B1C))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     def _add(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
         """Append one token; return its sum. `same_B11`: whether the segment continues, per row."""
@@ -124,21 +152,25 @@ class CanonMemory:
         self._sums_PB1C = window_KB1C[1:]
         return window_KB1C[0]
 
-    def _step_parts(self, step: "CanonStep", parts: Parts) -> Parts:
+    def _read_in_step(self, step: "CanonStep", parts: Parts) -> Parts:
+        """Return the outputs of a token that `step.end` will append."""
         step.inputs[self._slot] = parts
         step.num_read += 1
-        pairs = zip(parts, self._own, strict=True)
-        if self._activation:
-            return tuple(self._activated(torch.addcmul(s, x, tap), x) for x, (s, tap) in pairs)
-        if parts[0].dtype == self._taps_K11C.dtype:
-            return tuple([torch.addcmul(s, x, tap) for x, (s, tap) in pairs])
-        # rounded by the same kernel
-        return tuple([torch.addcmul(s, x, tap, out=torch.empty_like(x)) for x, (s, tap) in pairs])
+        is_rounded = parts[0].dtype != self._taps_K11C.dtype
+        outputs = []
+        for x, (sum_B1C, tap_11C) in zip(parts, self._step_slices, strict=True):
+            if self._activation:
+                outputs.append(self._activated(torch.addcmul(sum_B1C, x, tap_11C), x))
+            else:
+                out = torch.empty_like(x) if is_rounded else None  # rounded by the same kernel
+                outputs.append(torch.addcmul(sum_B1C, x, tap_11C, out=out))
+        return tuple(outputs)
 
     def _activated(self, y_B1C: Tensor, x_B1C: Tensor) -> Tensor:
         if self._activation:
             y_B1C = F.silu(y_B1C)
-            y_B1C = y_B1C + x_B1C if self._residual else y_B1C
+            if self._residual:
+                y_B1C = y_B1C + x_B1C
         return y_B1C.to(x_B1C.dtype)
 
 
@@ -147,7 +179,7 @@ class DynamicMemory:
 
     def __init__(self) -> None:
         self.windows: list[Tensor] = []  # per part, [B, P, C]
-        self._flat: list[Tensor] = []  # per part, the weight for a single token, [R, K C]
+        self._flat_weights: list[Tensor] = []  # per part, for a single token, [R, K C]
 
     def read(
         self,
@@ -161,21 +193,26 @@ class DynamicMemory:
         is_frozen = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if is_frozen and self.windows and parts[0].shape[1] == 1 and segments_BN is None:
             return self._read_one(parts, weights, zs, **options)
-        found, self._flat = weights(), []  # the weight may be another tensor than at first
-        reach = found[0].shape[2] - 1
+        part_weights = weights()
+        self._flat_weights = []  # the weight may be another tensor than at first
+        reach = part_weights[0].shape[2] - 1
         if not self.windows:
             self.windows = [part.new_zeros(len(part), reach, part.shape[2]) for part in parts]
+
         if segments_BN is not None:
-            is_own_BN1 = (segments_BN[:, -reach:] == segments_BN[:, -1:])[..., None]
             options["segments_BN"] = F.pad(segments_BN, (reach, 0))
-        outputs, pairs = [], zip(parts, self.windows, strict=True)
-        tokens = [torch.cat((window, part), dim=1) for part, window in pairs]
-        for x_BNC, weight, z_BTR in zip(tokens, found, zs, strict=True):
-            z_BNR = F.pad(z_BTR, (0, 0, reach, 0))
-            outputs.append(canon(x_BNC, weight, z_BTR=z_BNR, **options)[:, reach:])
-        self.windows = [x_BNC[:, x_BNC.shape[1] - reach :] for x_BNC in tokens]
+        windows, outputs = [], []
+        for i, part in enumerate(parts):
+            x_BNC = torch.cat((self.windows[i], part), dim=1)
+            z_BNR = F.pad(zs[i], (0, 0, reach, 0))
+            y_BNC = canon(x_BNC, part_weights[i], z_BTR=z_BNR, **options)
+            outputs.append(y_BNC[:, reach:])
+            windows.append(x_BNC[:, x_BNC.shape[1] - reach :])
+
         if segments_BN is not None:
-            self.windows = [window * is_own_BN1 for window in self.windows]
+            is_last_BP1 = (segments_BN[:, -reach:] == segments_BN[:, -1:])[..., None]
+            windows = [window * is_last_BP1 for window in windows]
+        self.windows = windows
         return tuple(outputs)
 
     def _read_one(
@@ -188,24 +225,28 @@ class DynamicMemory:
         activation: bool,
         backend: str,
     ) -> Parts:
-        if not self._flat:
-            self._flat = [weight.permute(1, 2, 0).flatten(1) for weight in weights()]
+        if not self._flat_weights:
+            self._flat_weights = [weight.permute(1, 2, 0).flatten(1) for weight in weights()]
         outputs = []
-        for i, (x_B1C, z_B1R, flat) in enumerate(zip(parts, zs, self._flat, strict=True)):
+        for i, (x_B1C, z_B1R) in enumerate(zip(parts, zs, strict=True)):
             x_BKC = torch.cat((self.windows[i], x_B1C), dim=1)
             self.windows[i] = x_BKC[:, 1:]
-            taps_BKC = (z_B1R[:, 0] @ flat).view(x_BKC.shape).to(sum_dtype(x_B1C))
+            taps_BX = z_B1R[:, 0] @ self._flat_weights[i]
+            taps_BKC = taps_BX.view(x_BKC.shape).to(sum_dtype(x_B1C))
             y_B1C = (taps_BKC * x_BKC).sum(1, keepdim=True)
-            y_B1C = F.silu(y_B1C) if activation else y_B1C
-            outputs.append((y_B1C + x_B1C if residual else y_B1C).to(x_B1C.dtype))
+            if activation:
+                y_B1C = F.silu(y_B1C)
+            if residual:
+                y_B1C = y_B1C + x_B1C
+            outputs.append(y_B1C.to(x_B1C.dtype))
         return tuple(outputs)
 
     def select_rows(self, rows_N: Tensor) -> "DynamicMemory":
         """Return a new memory of these rows, in this order."""
-        other = DynamicMemory()
-        other.windows = [window[rows_N] for window in self.windows]
-        other._flat = self._flat
-        return other
+        selected = DynamicMemory()
+        selected.windows = [window[rows_N] for window in self.windows]
+        selected._flat_weights = self._flat_weights
+        return selected
 
 
 class CanonStep:
@@ -213,22 +254,30 @@ class CanonStep:
 
     def __init__(self, memories: Sequence[CanonMemory]) -> None:
         self.memories = memories
-        self.is_open = self.is_stale = False
-        self.inputs: list[tuple[Tensor, ...] | None] = []
+        self.is_open = False
+        self.is_stale = False
+        self.inputs: list[Parts | None] = []
         self.num_read = 0
         sums_PB1C = torch.cat([memory._sums_PB1C for memory in memories], dim=-1)
-        self._taps = torch.cat([memory._taps_K11C for memory in memories], dim=-1).unbind()
+        taps_K11C = torch.cat([memory._taps_K11C for memory in memories], dim=-1)
         self._sums = sums_PB1C.unbind()
+        self._taps = taps_K11C.unbind()
         self._x_B1C = torch.empty_like(self._sums[0])
+
+        # Every memory becomes a view of its channels.
         stop = 0
         for slot, memory in enumerate(memories):
             start = stop
-            memory._own = []
+            memory._step_slices = []
             for width in memory._widths:
-                part, stop = slice(stop, stop + width), stop + width
-                memory._own.append((self._sums[0][..., part], self._taps[0][..., part]))
+                channels = slice(stop, stop + width)
+                memory._step_slices.append(
+                    _StepSlice(self._sums[0][..., channels], self._taps[0][..., channels])
+                )
+                stop += width
             memory._sums_PB1C = sums_PB1C[..., start:stop]
-            memory._step, memory._slot = self, slot
+            memory._step = self
+            memory._slot = slot
 
     def begin(self, segments_BN: Tensor | None) -> None:
         """Start a token; `segments_BN` as for `CanonMemory.read`."""
@@ -236,7 +285,8 @@ class CanonStep:
         if same_B11 is not None:
             for sum_B1C in self._sums:
                 sum_B1C.mul_(same_B11)
-        self.is_open, self.num_read = True, 0
+        self.is_open = True
+        self.num_read = 0
         self.inputs = [None] * len(self.memories)
 
     def end(self) -> None:
@@ -245,13 +295,15 @@ class CanonStep:
         if self.num_read != len(self.memories):
             # some sites were left out, or read by a compiled block
             self.is_stale = True
-            for memory, given in zip(self.memories, self.inputs, strict=True):
-                if given is not None:
-                    memory._add(_concat(given), None)
+            for memory, parts in zip(self.memories, self.inputs, strict=True):
+                if parts is not None:
+                    memory._add(_concat(parts), None)
             return
+
         sums, taps, x_B1C = self._sums, self._taps, self._x_B1C
         torch.cat([part for parts in self.inputs for part in parts or ()], dim=-1, out=x_B1C)
         self.inputs = []
+        # The sums move up by one output, in place.
         for i in range(1, len(sums)):
             torch.addcmul(sums[i], x_B1C, taps[i], out=sums[i - 1])
         torch.mul(x_B1C, taps[-1], out=sums[-1])
@@ -259,22 +311,24 @@ class CanonStep:
 
 def group_steps(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> list[CanonStep]:
     """Return the steps of all `memories`, one per device and dtype; the `earlier` ones if valid."""
-    held = [memory for step in earlier for memory in step.memories if not step.is_stale]
-    if len(held) == len(memories) and all(a is b for a, b in zip(held, memories, strict=True)):
+    grouped = [memory for step in earlier for memory in step.memories if not step.is_stale]
+    pairs = zip(grouped, memories, strict=False)
+    if len(grouped) == len(memories) and all(memory is other for memory, other in pairs):
         return earlier
-    kinds: dict[object, list[CanonMemory]] = {}
+
+    groups: dict[object, list[CanonMemory]] = {}
     for memory in memories:
         sums = memory._sums_PB1C
-        kinds.setdefault((sums.device, sums.dtype), []).append(memory)
-    return [CanonStep(group) for group in kinds.values()]
+        groups.setdefault((sums.device, sums.dtype), []).append(memory)
+    return [CanonStep(group) for group in groups.values()]
 
 
 def _continues_segment(segments_BN: Tensor | None, token: int, reach: int) -> Tensor | None:
     """Return whether `token` is in its predecessor's segment, bool [B, 1, 1]; None if always."""
     if segments_BN is None:
         return None
-    place = reach + token
-    return (segments_BN[:, place] == segments_BN[:, place - 1])[:, None, None]
+    position = reach + token
+    return (segments_BN[:, position] == segments_BN[:, position - 1])[:, None, None]
 
 
 def _concat(parts: Parts | list[Tensor]) -> Tensor:

@@ -11,8 +11,8 @@ form). With d_ij, the product of the decays of tokens j+1 .. i, and d_i of token
 Products of decays are at most 1: exponentials of differences of sums of logs. The sums are float64,
 because after a strong decay differences of float32 sums are inexact.
 
-Shapes: B batch, T tokens, H heads, K key width, V value width, N chunks, C tokens of a chunk,
-R rows (B H).
+Shapes: B batch, T tokens, H heads, K key width, V value width, N chunks, M = N + 1 states between
+them, C tokens of a chunk, R rows (B H).
 """
 
 import re
@@ -27,6 +27,7 @@ from canon_pretrain.kernels.compiled import sum_dtype
 # by module: registering a name again frees the operator that an exported copy, or the package, uses
 OPERATORS = "canon_pretrain::" + re.sub(r"\W", "_", __name__, flags=re.ASCII)
 CHUNK = 64
+"""Tokens of a chunk."""
 STRONGEST = -1000.0
 """Log decays below this, such as -inf at a start, count as this; its exponential is exactly 0."""
 
@@ -60,32 +61,50 @@ def chunked_delta(
         g_BTH = g_BTH.masked_fill(starts_BT[..., None], -torch.inf)
     if num_tokens == 1:
         return _step(q_BTHK.to(dtype) * scale, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
-    size = min(chunk, num_tokens)
-    added = -num_tokens % size
 
-    def chunks(x: Tensor) -> Tensor:
-        """Return x [B, T, H, ..] as [N, R, C, ..], padded with zeros, which change no state."""
-        ends = (0, 0) * (x.ndim - 2)
-        x = F.pad(x, (*ends, 0, added)) if added else x
-        x = x.unflatten(1, (-1, size)).transpose(2, 3).transpose(0, 1)
-        return x.flatten(1, 2)
+    chunk = min(chunk, num_tokens)
+    k_NRCK = _by_chunks(k_BTHK.to(dtype), chunk)
+    q_NRCK = _by_chunks(q_BTHK.to(dtype), chunk) * scale
+    beta_k_NRCK = k_NRCK * _by_chunks(beta_BTH.to(dtype), chunk)[..., None]
 
-    k = chunks(k_BTHK.to(dtype))
-    q = chunks(q_BTHK.to(dtype)) * scale
-    write = k * chunks(beta_BTH.to(dtype))[..., None]
-    sums = chunks(g_BTH.clamp(min=STRONGEST).double()).cumsum(-1)
-    later = k.new_ones((size, size), dtype=torch.bool).triu(1)
-    between = (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf)
-    between, from_state = between.to(dtype).exp(), sums.to(dtype).exp()[..., None]
-    to_end = between[..., -1, :, None]
+    # The products of decays d_ij between tokens, d_i from the chunk's start, and to its end.
+    sums_NRC = _by_chunks(g_BTH.clamp(min=STRONGEST).double(), chunk).cumsum(-1)
+    is_later_CC = k_NRCK.new_ones((chunk, chunk), dtype=torch.bool).triu(1)
+    logs_NRCC = sums_NRC[..., :, None] - sums_NRC[..., None, :]
+    between_NRCC = logs_NRCC.masked_fill(is_later_CC, -torch.inf).to(dtype).exp()
+    from_start_NRC1 = sums_NRC.to(dtype).exp()[..., None]
+    to_end_NRC1 = between_NRCC[..., -1, :, None]
 
-    system, value = (k @ write.mT * between).tril(-1), chunks(v_BTHV.to(dtype))
-    at_end, state = from_state[..., -1:, :], state_BHKV.flatten(0, 1)
-    z, states, _ = _scan(system, value, k * from_state, write * to_end, at_end, state)
-    o = (q @ write.mT * between) @ z + (q * from_state) @ states[:-1]
-    o = o.unflatten(1, (num_rows, num_heads)).transpose(0, 1).transpose(2, 3).flatten(1, 2)
+    # z_i + sum_{j<i} d_ij b_j (k_i k_j^T) z_j = v_i - d_i k_i S, chunk by chunk.
+    system_NRCC = (k_NRCK @ beta_k_NRCK.mT * between_NRCC).tril(-1)
+    v_NRCV = _by_chunks(v_BTHV.to(dtype), chunk)
+    decay_NR11 = from_start_NRC1[..., -1:, :]
+    state_RKV = state_BHKV.flatten(0, 1)
+    z_NRCV, states_MRKV, _ = _scan(
+        system_NRCC,
+        v_NRCV,
+        k_NRCK * from_start_NRC1,
+        beta_k_NRCK * to_end_NRC1,
+        decay_NR11,
+        state_RKV,
+    )
+
+    # o_i = scale q_i (sum_{j<=i} d_ij b_j k_j^T z_j + d_i S)
+    scores_NRCC = q_NRCK @ beta_k_NRCK.mT * between_NRCC
+    o_NRCV = scores_NRCC @ z_NRCV + (q_NRCK * from_start_NRC1) @ states_MRKV[:-1]
+    o_NBHCV = o_NRCV.unflatten(1, (num_rows, num_heads))
+    o_BTHV = o_NBHCV.transpose(0, 1).transpose(2, 3).flatten(1, 2)[:, :num_tokens]
     # not a view of all states
-    return o[:, :num_tokens].to(v_BTHV.dtype), states[-1].clone().view_as(state_BHKV)
+    return o_BTHV.to(v_BTHV.dtype), states_MRKV[-1].clone().view_as(state_BHKV)
+
+
+def _by_chunks(x_BTHX: Tensor, chunk: int) -> Tensor:
+    """Return x [B, T, H, ..] as [N, R, C, ..], padded with zeros, which change no state."""
+    if missing := -x_BTHX.shape[1] % chunk:
+        no_padding = (0, 0) * (x_BTHX.ndim - 2)
+        x_BTHX = F.pad(x_BTHX, (*no_padding, 0, missing))
+    x_BNHCX = x_BTHX.unflatten(1, (-1, chunk)).transpose(2, 3)
+    return x_BNHCX.transpose(0, 1).flatten(1, 2)
 
 
 def _step(
@@ -98,16 +117,25 @@ def _step(
 ) -> tuple[Tensor, Tensor]:
     """Return o_B1HV and the next state by the formula itself; q is scaled."""
     dtype = state_BHKV.dtype
-    q, k, v = (x.to(dtype).flatten(0, 2)[:, None] for x in (q_B1HK, k_B1HK, v_B1HV))
-    decay, beta = (x.to(dtype).reshape(-1, 1, 1) for x in (g_B1H.exp(), beta_B1H))
-    decayed = decay * state_BHKV.flatten(0, 1)
-    state = torch.baddbmm(decayed, k.mT, beta * torch.baddbmm(v, k, decayed, alpha=-1))
-    return torch.bmm(q, state).view_as(v_B1HV).to(v_B1HV.dtype), state.view_as(state_BHKV)
+    q_R1K, k_R1K, v_R1V = (x.to(dtype).flatten(0, 2)[:, None] for x in (q_B1HK, k_B1HK, v_B1HV))
+    a_R11, b_R11 = (x.to(dtype).reshape(-1, 1, 1) for x in (g_B1H.exp(), beta_B1H))
+
+    # z = v - k (a S),    S' = a S + b k^T z
+    decayed_RKV = a_R11 * state_BHKV.flatten(0, 1)
+    z_R1V = torch.baddbmm(v_R1V, k_R1K, decayed_RKV, alpha=-1)
+    state_RKV = torch.baddbmm(decayed_RKV, k_R1K.mT, b_R11 * z_R1V)
+    o_R1V = torch.bmm(q_R1K, state_RKV)
+    return o_R1V.view_as(v_B1HV).to(v_B1HV.dtype), state_RKV.view_as(state_BHKV)
 
 
 @torch.library.custom_op(f"{OPERATORS}_delta_scan", mutates_args=())
 def _scan(
-    system: Tensor, value: Tensor, read: Tensor, write: Tensor, decay: Tensor, state: Tensor
+    system_NRCC: Tensor,
+    value_NRCV: Tensor,
+    read_NRCK: Tensor,
+    write_NRCK: Tensor,
+    decay_NR11: Tensor,
+    state_RKV: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Solve the chunks one after the other; an operator, so that no graph has a loop of N.
 
@@ -115,44 +143,60 @@ def _scan(
 
     Return z [N, R, C, V], S [N + 1, R, K, V] and the inverses, for backward.
     """
-    identity = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
+    num_chunks, _, chunk, _ = value_NRCV.shape
+    identity_CC = torch.eye(chunk, dtype=system_NRCC.dtype, device=system_NRCC.device)
     # transposed, because the solver returns columns
-    inverse = torch.linalg.solve_triangular(
-        system.mT, identity.expand_as(system), upper=True, unitriangular=True
+    inverse_NRCC = torch.linalg.solve_triangular(
+        system_NRCC.mT, identity_CC.expand_as(system_NRCC), upper=True, unitriangular=True
     ).mT.contiguous()
-    z, states = _empty(value), state.new_empty(len(value) + 1, *state.shape)
-    states[0] = state
-    for n in range(len(value)):
-        error = torch.baddbmm(value[n], read[n], states[n], alpha=-1)
-        torch.bmm(inverse[n], error, out=z[n])
-        torch.baddbmm(decay[n] * states[n], write[n].mT, z[n], out=states[n + 1])
-    return z, states, inverse
+
+    z_NRCV = _empty(value_NRCV)
+    states_MRKV = state_RKV.new_empty(num_chunks + 1, *state_RKV.shape)
+    states_MRKV[0] = state_RKV
+    for n in range(num_chunks):
+        error_RCV = torch.baddbmm(value_NRCV[n], read_NRCK[n], states_MRKV[n], alpha=-1)
+        torch.bmm(inverse_NRCC[n], error_RCV, out=z_NRCV[n])
+        decayed_RKV = decay_NR11[n] * states_MRKV[n]
+        torch.baddbmm(decayed_RKV, write_NRCK[n].mT, z_NRCV[n], out=states_MRKV[n + 1])
+    return z_NRCV, states_MRKV, inverse_NRCC
 
 
 @torch.library.custom_op(f"{OPERATORS}_delta_scan_backward", mutates_args=())
 def _scan_backward(
-    dz: Tensor,
-    dstates: Tensor,
-    z: Tensor,
-    states: Tensor,
-    inverse: Tensor,
-    read: Tensor,
-    write: Tensor,
-    decay: Tensor,
+    dz_NRCV: Tensor,
+    dstates_MRKV: Tensor,
+    z_NRCV: Tensor,
+    states_MRKV: Tensor,
+    inverse_NRCC: Tensor,
+    read_NRCK: Tensor,
+    write_NRCK: Tensor,
+    decay_NR11: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the inputs of `_scan` from those of z and S."""
-    dvalue, dnext = _empty(dz), _empty(dstates)
-    dnext[-1] = dstates[-1]
-    for n in reversed(range(len(dz))):
-        derror = torch.baddbmm(dz[n], write[n], dnext[n + 1])
-        torch.bmm(inverse[n].mT, derror, out=dvalue[n])
-        carried = torch.addcmul(dstates[n], decay[n], dnext[n + 1])
-        torch.baddbmm(carried, read[n].mT, dvalue[n], alpha=-1, out=dnext[n])
-    before, after = states[:-1], dnext[1:]
-    dsystem = (dvalue @ z.mT).neg_()
-    dread, dwrite = (dvalue @ before.mT).neg_(), z @ after.mT
-    ddecay = (before * after).sum((-2, -1), keepdim=True)
-    return dsystem, dvalue, dread, dwrite, ddecay, dnext[0].clone()
+    # From the last chunk to the first: those of value, and of S with all that comes after it.
+    dvalue_NRCV = _empty(dz_NRCV)
+    dtotal_MRKV = _empty(dstates_MRKV)
+    dtotal_MRKV[-1] = dstates_MRKV[-1]
+    for n in reversed(range(len(dz_NRCV))):
+        dsolved_RCV = torch.baddbmm(dz_NRCV[n], write_NRCK[n], dtotal_MRKV[n + 1])
+        torch.bmm(inverse_NRCC[n].mT, dsolved_RCV, out=dvalue_NRCV[n])
+        carried_RKV = torch.addcmul(dstates_MRKV[n], decay_NR11[n], dtotal_MRKV[n + 1])
+        torch.baddbmm(carried_RKV, read_NRCK[n].mT, dvalue_NRCV[n], alpha=-1, out=dtotal_MRKV[n])
+
+    before_NRKV = states_MRKV[:-1]
+    dafter_NRKV = dtotal_MRKV[1:]
+    dsystem_NRCC = (dvalue_NRCV @ z_NRCV.mT).neg_()
+    dread_NRCK = (dvalue_NRCV @ before_NRKV.mT).neg_()
+    dwrite_NRCK = z_NRCV @ dafter_NRKV.mT
+    ddecay_NR11 = (before_NRKV * dafter_NRKV).sum((-2, -1), keepdim=True)
+    return (
+        dsystem_NRCC,
+        dvalue_NRCV,
+        dread_NRCK,
+        dwrite_NRCK,
+        ddecay_NR11,
+        dtotal_MRKV[0].clone(),
+    )
 
 
 @_scan.register_fake
@@ -164,9 +208,15 @@ def _(
 
 @_scan_backward.register_fake
 def _(
-    dz: Tensor, dstates: Tensor, z: Tensor, states: Tensor, inverse: Tensor, *rest: Tensor
+    dz: Tensor,
+    dstates: Tensor,
+    z: Tensor,
+    states: Tensor,
+    inverse: Tensor,
+    read: Tensor,
+    write: Tensor,
+    decay: Tensor,
 ) -> tuple[Tensor, ...]:
-    read, write, decay = rest
     shapes = (x.shape for x in (inverse, dz, read, write, decay))
     return tuple(dz.new_empty(shape) for shape in (*shapes, dstates.shape[1:]))
 
@@ -176,7 +226,8 @@ def _empty(x: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output, *inputs[2:5])
+    _, _, read, write, decay, _ = inputs
+    ctx.save_for_backward(*output, read, write, decay)
 
 
 def _differentiate(ctx: Any, dz: Tensor, dstates: Tensor, _: Tensor) -> tuple[Tensor, ...]:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from canon_pretrain.kernels.compiled import (
     Segments,
+    continues_segment,
     masked,
     rounded,
-    same_segment,
     silu_slope,
     sum_dtype,
 )
@@ -38,53 +38,76 @@ def canon_dynamic(
     # [K, C, R]: one tap's matrix is contiguous
     weight_KCR = weight_CRK.permute(2, 0, 1).to(x_BTC.dtype).contiguous()
     z_BTR = z_BTR.to(x_BTC.dtype)
-    return _Dynamic.apply(x_BTC, z_BTR, weight_KCR, segments_BN, (residual, activation))
+    return _Dynamic.apply(x_BTC, z_BTR, weight_KCR, segments_BN, residual, activation)
 
 
 class _Dynamic(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BTC: Tensor, z_BTR: Tensor, weight_KCR: Tensor, segments: Segments, kind: Any
+        ctx: Any,
+        x_BTC: Tensor,
+        z_BTR: Tensor,
+        weight_KCR: Tensor,
+        segments_BN: Segments,
+        residual: bool,
+        activation: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x_BTC, z_BTR, weight_KCR, segments)
-        ctx.residual, ctx.activation = residual, activation = kind
-        y_BTC = _sums(x_BTC, z_BTR, weight_KCR, segments)
+        ctx.save_for_backward(x_BTC, z_BTR, weight_KCR, segments_BN)
+        ctx.residual = residual
+        ctx.activation = activation
+        conv_BTC = _convolve(x_BTC, z_BTR, weight_KCR, segments_BN)
         if activation:
-            y_BTC = F.silu(y_BTC)
-        return rounded([y_BTC], x_BTC if residual else None, x_BTC.dtype)
+            conv_BTC = F.silu(conv_BTC)
+        return rounded([conv_BTC], x_BTC if residual else None, x_BTC.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_BTC, z_BTR, weight_KCR, segments_BN = ctx.saved_tensors
-        dtype, num_tokens, num_taps = sum_dtype(x_BTC), x_BTC.shape[1], len(weight_KCR)
-        d_BTC = grads[0].to(dtype)
-        dx = d_BTC.clone() if ctx.residual else torch.zeros_like(d_BTC)
+        dtype = sum_dtype(x_BTC)
+        num_tokens = x_BTC.shape[1]
+        num_taps = len(weight_KCR)
+        dconv_BTC = grads[0].to(dtype)
+        dx_BTC = dconv_BTC.clone() if ctx.residual else torch.zeros_like(dconv_BTC)
         if ctx.activation:
-            y_BTC = _sums(x_BTC, z_BTR, weight_KCR, segments_BN, recompute=True)
-            d_BTC = d_BTC * silu_slope(y_BTC, y_BTC.sigmoid())
-        dz = torch.zeros_like(z_BTR, dtype=dtype)
+            conv_BTC = _convolve(x_BTC, z_BTR, weight_KCR, segments_BN, recompute=True)
+            dconv_BTC = dconv_BTC * silu_slope(conv_BTC, conv_BTC.sigmoid())
+
+        # Tap K-1-j, W = z_t weight^T, mixes x_{t-j} into token t, for M = T - j tokens.
+        dz_BTR = torch.zeros_like(z_BTR, dtype=dtype)
         dweights = [torch.zeros_like(weight_KCR[0])] * num_taps
         for j in range(min(num_taps, num_tokens)):
-            own = same_segment(segments_BN, num_taps - 1 + j, num_taps - 1, num_tokens - j)
-            weight_CR, later = weight_KCR[num_taps - 1 - j], z_BTR[:, j:]
-            d = masked(d_BTC[:, j:], own)
-            dx = _add(dx, 0, _taps(later, weight_CR, recompute=True).to(dtype) * d)
-            d = (d * x_BTC[:, : num_tokens - j]).to(z_BTR.dtype)  # of the taps
-            dz = _add(dz, j, (d @ weight_CR).to(dtype))
-            dweights[num_taps - 1 - j] = d.flatten(0, 1).T @ later.flatten(0, 1)
-        return dx.to(x_BTC.dtype), dz.to(z_BTR.dtype), torch.stack(dweights), None, None
+            tap = num_taps - 1 - j
+            weight_CR = weight_KCR[tap]
+            is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
+            z_BMR = z_BTR[:, j:]
+            dconv_BMC = masked(dconv_BTC[:, j:], is_same)
+            taps_BMC = _taps(z_BMR, weight_CR, recompute=True).to(dtype)
+            dx_BTC = _add(dx_BTC, 0, taps_BMC * dconv_BMC)
+            dtaps_BMC = (dconv_BMC * x_BTC[:, : num_tokens - j]).to(z_BTR.dtype)
+            dz_BTR = _add(dz_BTR, j, (dtaps_BMC @ weight_CR).to(dtype))
+            dweights[tap] = dtaps_BMC.flatten(0, 1).T @ z_BMR.flatten(0, 1)
+
+        dx_BTC = dx_BTC.to(x_BTC.dtype)
+        return dx_BTC, dz_BTR.to(z_BTR.dtype), torch.stack(dweights), None, None, None
 
 
-def _sums(
-    x_BTC: Tensor, z_BTR: Tensor, weight_KCR: Tensor, segments: Segments, *, recompute: bool = False
+def _convolve(
+    x_BTC: Tensor,
+    z_BTR: Tensor,
+    weight_KCR: Tensor,
+    segments_BN: Segments,
+    *,
+    recompute: bool = False,
 ) -> Tensor:
     """Return the sum over the taps, in float32."""
-    dtype, num_tokens, num_taps = sum_dtype(x_BTC), x_BTC.shape[1], len(weight_KCR)
+    dtype = sum_dtype(x_BTC)
+    num_tokens = x_BTC.shape[1]
+    num_taps = len(weight_KCR)
     y_BTC = torch.zeros_like(x_BTC, dtype=dtype)
     for j in range(min(num_taps, num_tokens)):
-        own = same_segment(segments, num_taps - 1 + j, num_taps - 1, num_tokens - j)
-        taps = _taps(z_BTR[:, j:], weight_KCR[num_taps - 1 - j], recompute=recompute).to(dtype)
-        y_BTC = _add(y_BTC, j, masked(taps * x_BTC[:, : num_tokens - j], own))
+        is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
+        taps_BMC = _taps(z_BTR[:, j:], weight_KCR[num_taps - 1 - j], recompute=recompute).to(dtype)
+        y_BTC = _add(y_BTC, j, masked(taps_BMC * x_BTC[:, : num_tokens - j], is_same))
     return y_BTC
 
 
@@ -98,10 +121,10 @@ def _taps(z_BTR: Tensor, weight_CR: Tensor, *, recompute: bool) -> Tensor:
     return F.linear(z_BTR, weight_CR)
 
 
-def _add(total_BTC: Tensor, first: int, part: Tensor) -> Tensor:
-    """Return the total, in place in eager mode, plus `part` at the tokens from `first` on."""
-    last = first + part.shape[1]
+def _add(total_BTC: Tensor, start: int, added_BMC: Tensor) -> Tensor:
+    """Return the total, in place in eager mode, plus `added` at the tokens from `start` on."""
+    stop = start + added_BMC.shape[1]
     if torch.compiler.is_compiling():
-        return total_BTC + F.pad(part, (0, 0, first, total_BTC.shape[1] - last))
-    total_BTC[:, first:last] += part
+        return total_BTC + F.pad(added_BMC, (0, 0, start, total_BTC.shape[1] - stop))
+    total_BTC[:, start:stop] += added_BMC
     return total_BTC

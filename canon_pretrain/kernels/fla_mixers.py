@@ -9,6 +9,8 @@ N = K state, P = V head dim.
 """
 
 import importlib
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +31,8 @@ MIXERS = {
 }
 MAX_DELTA_KEYS = 256
 """The widest key of the package's delta rule."""
-WORST_ERROR = 2**-4
+MAX_ERROR = 2**-4
 """Of the startup check, over the largest value: products are in bfloat16 or TF32."""
-Given = Tensor | None
 
 
 def fla_problem(mixer: str, key_dim: int) -> str | None:
@@ -43,46 +44,56 @@ def fla_problem(mixer: str, key_dim: int) -> str | None:
     return package_problem("fla", MIXERS[mixer])
 
 
-def fits(v_BTHV: Tensor) -> bool:
-    """Return whether the package computes such values; a single token needs no chunks."""
-    here = v_BTHV.device.type in packages.DEVICE_TYPES and v_BTHV.dtype in packages.DTYPES
-    return here and v_BTHV.shape[1] > 1
-
-
 def gla(
-    *heads: Tensor, scale: float, state: Given = None, starts_BT: Given = None
+    *heads: Tensor, scale: float, state: Tensor | None = None, starts_BT: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `chunked_gla`."""
-    if not fits(heads[2]):
-        return CHUNKED["gla"](*heads, scale=scale, state=state, starts_BT=starts_BT)
     return _recur("gla", scale, heads, state, starts_BT)
 
 
 def ssd(
-    x_BTHP: Tensor, dt_BTH: Tensor, A_H: Tensor, *b_c_d: Tensor, state: Given, starts_BT: Given
+    x_BTHP: Tensor,
+    dt_BTH: Tensor,
+    A_H: Tensor,
+    B_BTN: Tensor,
+    C_BTN: Tensor,
+    D_H: Tensor,
+    *,
+    state: Tensor | None,
+    starts_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `chunked_ssd`."""
-    if not fits(x_BTHP):
-        return CHUNKED["mamba2"](x_BTHP, dt_BTH, A_H, *b_c_d, state=state, starts_BT=starts_BT)
-    B_BTN, C_BTN, D_H = b_c_d
     k_BTHN = dt_BTH[..., None] * B_BTN[:, :, None]
-    heads = C_BTN[:, :, None].expand_as(k_BTHN), k_BTHN, x_BTHP, dt_BTH * A_H
+    q_BTHN = C_BTN[:, :, None].expand_as(k_BTHN)
+    heads = (q_BTHN, k_BTHN, x_BTHP, dt_BTH * A_H)
     y_BTHP, final_BHNP = _recur("mamba2", 1.0, heads, state, starts_BT)
     return y_BTHP + (D_H[:, None] * x_BTHP).to(y_BTHP.dtype), final_BHNP
 
 
-def delta(*heads: Tensor, state: Given, starts_BT: Given) -> tuple[Tensor, Tensor]:
+def delta(*heads: Tensor, state: Tensor | None, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute `chunked_delta`."""
-    if not fits(heads[2]):
-        return CHUNKED["gated_deltanet"](*heads, state=state, starts_BT=starts_BT)
-    return _recur("gated_deltanet", heads[1].shape[3] ** -0.5, heads, state, starts_BT)
+    key_width = heads[1].shape[3]
+    return _recur("gated_deltanet", key_width**-0.5, heads, state, starts_BT)
 
 
-FORMS: dict[str, Recurrence] = {"gla": gla, "mamba2": ssd, "gated_deltanet": delta}
+def _package_or_chunked(mixer: str, *heads: Tensor, **past: Any) -> tuple[Tensor, Tensor]:
+    """Compute the chunked form for values that the package does not support, and single tokens."""
+    v_BTHV = heads[0] if mixer == "mamba2" else heads[2]
+    is_supported = v_BTHV.device.type in packages.DEVICE_TYPES and v_BTHV.dtype in packages.DTYPES
+    form = _PACKAGE[mixer] if is_supported and v_BTHV.shape[1] > 1 else CHUNKED[mixer]
+    return form(*heads, **past)
+
+
+_PACKAGE: dict[str, Recurrence] = {"gla": gla, "mamba2": ssd, "gated_deltanet": delta}
+FORMS: dict[str, Recurrence] = {mixer: partial(_package_or_chunked, mixer) for mixer in _PACKAGE}
 
 
 def _recur(
-    mixer: str, scale: float, heads: tuple[Tensor, ...], state: Given, starts_BT: Given
+    mixer: str,
+    scale: float,
+    heads: tuple[Tensor, ...],
+    state: Tensor | None,
+    starts_BT: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, log_decay, *beta = heads
     # one dtype for the products; decays and states are float32
@@ -92,7 +103,7 @@ def _recur(
 
 @torch.library.custom_op("canon_pretrain::fla_mixer", mutates_args=())
 def fla_forward(
-    heads: list[Tensor], state: Given, starts: Given, mixer: str, scale: float
+    heads: list[Tensor], state: Tensor | None, starts: Tensor | None, mixer: str, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, T, H, V] in the dtype of v, and the state after the last token, float32.
 
@@ -107,73 +118,89 @@ def fla_backward(
     do: Tensor,
     dfinal: Tensor,
     heads: list[Tensor],
-    state: Given,
-    starts: Given,
+    state: Tensor | None,
+    starts: Tensor | None,
     mixer: str,
     scale: float,
 ) -> list[Tensor]:
-    """Return the gradients of `heads` and, if given, of `state`."""
-    key = torch._C.DispatchKey
+    """Return the gradients of `heads` and, unless it is None, of `state`."""
     # the dispatcher disables autograd inside an operator
+    keys = torch._C.DispatchKey
     with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
-        for each in (key.AutogradFunctionality, key.ADInplaceOrView):
-            torch._C._dispatch_tls_set_dispatch_key_excluded(each, False)
-        wanted = [x.detach().requires_grad_() for x in _present(heads, state)]
-        first = None if state is None else wanted[-1]
-        found = _call(wanted[: len(heads)], first, starts, mixer, scale)
-        grads = torch.autograd.grad(found, wanted, (do.contiguous(), dfinal.contiguous()))
+        for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+        inputs = [x.detach().requires_grad_() for x in _present(heads, state)]
+        leaf_state = None if state is None else inputs[-1]
+        outputs = _call(inputs[: len(heads)], leaf_state, starts, mixer, scale)
+        grads = torch.autograd.grad(outputs, inputs, (do.contiguous(), dfinal.contiguous()))
     return [grad.contiguous() for grad in grads]
 
 
-def _present(heads: list[Tensor], state: Given) -> list[Tensor]:
+def _present(heads: list[Tensor], state: Tensor | None) -> list[Tensor]:
     return heads if state is None else [*heads, state]
 
 
 def _call(
-    heads: list[Tensor], state: Given, starts_BT: Given, mixer: str, scale: float
+    heads: list[Tensor],
+    state: Tensor | None,
+    starts_BT: Tensor | None,
+    mixer: str,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Call the package; the segments of all rows are sequences of one row (`cu_seqlens`)."""
     package = MIXERS[mixer]
-    run = getattr(importlib.import_module(package.functions), package.needed[0])
-    names = ("q", "k", "v", "g", "beta")
-    options: dict[str, Any] = {"scale": scale, "initial_state": state, "output_final_state": True}
+    forward = getattr(importlib.import_module(package.functions), package.needed[0])
+    names = ("q", "k", "v", "g", "beta")[: len(heads)]
     if starts_BT is None:
-        return run(**dict(zip(names, heads, strict=False)), **options)
+        arguments = dict(zip(names, heads, strict=True))
+        return forward(**arguments, scale=scale, initial_state=state, output_final_state=True)
+
     begins_BT = starts_BT.clone()
     begins_BT[:, 0] = True
     sequence_BT = begins_BT.flatten().cumsum(0).view_as(begins_BT) - 1
     begins_S = begins_BT.flatten().nonzero().flatten()
-    options["cu_seqlens"] = F.pad(begins_S, (0, 1), value=begins_BT.numel())
+    initial_states = None
     if state is not None:  # of a row's first sequence, unless the row starts with a start
-        before = state * ~starts_BT[:, :1, None, None]
-        states = state.new_zeros(len(begins_S), *state.shape[1:])
-        options["initial_state"] = states.index_copy(0, sequence_BT[:, 0], before)
-    flat = (x.flatten(0, 1)[None] for x in heads)
-    o, finals = run(**dict(zip(names, flat, strict=False)), **options)
-    return o.view_as(heads[2]), finals[sequence_BT[:, -1]]
+        row_states = state * ~starts_BT[:, :1, None, None]
+        no_states = state.new_zeros(len(begins_S), *state.shape[1:])
+        initial_states = no_states.index_copy(0, sequence_BT[:, 0], row_states)
+
+    flat_heads = [x.flatten(0, 1)[None] for x in heads]
+    o, final_states = forward(
+        **dict(zip(names, flat_heads, strict=True)),
+        scale=scale,
+        initial_state=initial_states,
+        output_final_state=True,
+        cu_seqlens=F.pad(begins_S, (0, 1), value=begins_BT.numel()),
+    )
+    v_BTHV = heads[2]
+    return o.view_as(v_BTHV), final_states[sequence_BT[:, -1]]
 
 
 @fla_forward.register_fake
 def _(heads: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     k, v = heads[1:3]
-    state_shape = v.shape[0], v.shape[2], k.shape[3], v.shape[3]
+    state_shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     return v.new_empty(v.shape), v.new_empty(state_shape, dtype=torch.float32)
 
 
 @fla_backward.register_fake
-def _(do: Tensor, dfinal: Tensor, heads: list[Tensor], state: Given, *_: Any) -> list[Tensor]:
+def _(
+    do: Tensor, dfinal: Tensor, heads: list[Tensor], state: Tensor | None, *_: Any
+) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in _present(heads, state)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     heads, state, starts, mixer, scale = inputs
     ctx.save_for_backward(state, starts, *heads)
-    ctx.how = mixer, scale
+    ctx.mixer = mixer
+    ctx.scale = scale
 
 
 def _backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
     state, starts, *heads = ctx.saved_tensors
-    grads = fla_backward(do, dfinal, heads, state, starts, *ctx.how)
+    grads = fla_backward(do, dfinal, heads, state, starts, ctx.mixer, ctx.scale)
     return grads[: len(heads)], None if state is None else grads[-1], None, None, None
 
 
@@ -189,34 +216,63 @@ def check_mixer(
     """
     if problem := fla_problem(mixer, key_dim):
         return problem
-    generator, shape = torch.Generator().manual_seed(0), (2, 150, 2)
+    heads, state, starts_BT = _probe_inputs(mixer, key_dim, value_dim, dtype, device)
+    exact_heads = [x.float() for x in heads]
+    try:
+        results = _values_and_gradients(FORMS[mixer], mixer, heads, state, starts_BT)
+        exact_results = _values_and_gradients(CHUNKED[mixer], mixer, exact_heads, state, starts_BT)
+    except Exception as error:  # of Triton, its compiler, the driver
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+    for number, (result, exact) in enumerate(zip(results, exact_results, strict=True)):
+        distance = ((result.float() - exact).abs().max() / exact.abs().max()).item()
+        if not distance <= MAX_ERROR:  # NaN too
+            return f"result {number} is {distance:.2g} away from the chunked form's"
+    return None
+
+
+def _probe_inputs(
+    mixer: str, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """Draw the heads, the state and the starts of two rows of 150 tokens with two heads."""
+    num_rows, num_tokens, num_heads = 2, 150, 2
+    shape = (num_rows, num_tokens, num_heads)
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device="cpu").to(device)
 
-    q, k = (F.normalize(normal(*shape, key_dim), dim=-1).to(dtype) for _ in range(2))
-    v, state = normal(*shape, value_dim).to(dtype), normal(2, 2, key_dim, value_dim)
-    log = F.logsigmoid(normal(*shape, key_dim))
-    gate = log[..., 0]
-    starts_BT = torch.arange(shape[1], device=device).expand(shape[:2]) == 70
-    heads = {
-        "gla": (q, k, v, log),
-        "mamba2": (v, -gate, gate[0, 0], k[:, :, 0], q[:, :, 0], gate[0, 1]),
-        "gated_deltanet": (q, k, v, gate, gate.exp()),
-    }[mixer]
+    q = F.normalize(normal(*shape, key_dim), dim=-1).to(dtype)
+    k = F.normalize(normal(*shape, key_dim), dim=-1).to(dtype)
+    v = normal(*shape, value_dim).to(dtype)
+    state = normal(num_rows, num_heads, key_dim, value_dim)
+    log_decay = F.logsigmoid(normal(*shape, key_dim))
+    starts_BT = torch.arange(num_tokens, device=device).expand(num_rows, num_tokens) == 70
+
+    log_decay_BTH = log_decay[..., 0]
+    heads: dict[str, tuple[Tensor, ...]] = {
+        "gla": (q, k, v, log_decay),
+        # x, dt, A, B, C, D
+        "mamba2": (
+            v,
+            -log_decay_BTH,
+            log_decay_BTH[0, 0],
+            k[:, :, 0],
+            q[:, :, 0],
+            log_decay_BTH[0, 1],
+        ),
+        "gated_deltanet": (q, k, v, log_decay_BTH, log_decay_BTH.exp()),
+    }
+    return heads[mixer], state, starts_BT
+
+
+def _values_and_gradients(
+    form: Recurrence, mixer: str, heads: Sequence[Tensor], state: Tensor, starts_BT: Tensor
+) -> list[Tensor]:
+    """Return outputs, the last state, and the gradients of half the sum of their squares."""
+    inputs = [x.detach().clone().requires_grad_() for x in (*heads, state)]
     options = {"scale": 0.5} if mixer == "gla" else {}
-    results: list[list[Tensor]] = []
-    try:
-        for form, cast in ((FORMS[mixer], False), (CHUNKED[mixer], True)):
-            given = [x.float() if cast else x for x in (*heads, state)]
-            given = [x.detach().clone().requires_grad_() for x in given]
-            found = form(*given[:-1], state=given[-1], starts_BT=starts_BT, **options)
-            grads = [y.detach() for y in found]
-            results.append([*found, *torch.autograd.grad(found, given, grads)])
-    except Exception as why:  # of Triton, its compiler, the driver
-        return f"{type(why).__name__}: {next(iter(str(why).strip().splitlines()), '')}"
-    for number, (ours, true) in enumerate(zip(*results, strict=True)):
-        error = ((ours.float() - true).abs().max() / true.abs().max()).item()
-        if not error <= WORST_ERROR:  # NaN too
-            return f"result {number} is {error:.2g} away from the chunked form's"
-    return None
+    outputs = form(*inputs[:-1], state=inputs[-1], starts_BT=starts_BT, **options)
+    output_grads = [y.detach() for y in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, output_grads)]

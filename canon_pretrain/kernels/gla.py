@@ -14,7 +14,7 @@ Z = N B H, R = B H, P pairs of blocks in a chunk, S tokens of a block (C = 2 P S
 """
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,22 @@ from canon_pretrain.kernels.compiled import sum_dtype
 OPERATORS = "canon_pretrain::" + re.sub(r"\W", "_", __name__, flags=re.ASCII)
 CHUNK = 64
 """Tokens of a chunk, a power of two; on a CPU 32 is as fast, with twice the states."""
-Pairs = list[tuple[Tensor, Tensor]]
-"""Per block size 1, 2, 4, ..: of the second and the first block of each pair, [Z, P, S, K]."""
+
+
+class _Pair(NamedTuple):
+    """Values of the second and of the first block of each pair, for one block size S."""
+
+    second_ZPSK: Tensor
+    first_ZPSK: Tensor
+
+
+class _Decays(NamedTuple):
+    """Decays of a chunk: sums of logs since it began and until its end, and those in pairs."""
+
+    log_since_ZCK: Tensor
+    log_until_ZCK: Tensor
+    pairs: list[_Pair]
+    """Per block size 1, 2, 4, ..; not logs."""
 
 
 def chunked_gla(
@@ -54,25 +68,39 @@ def chunked_gla(
         log_decay_BTHK = log_decay_BTHK.masked_fill(starts_BT[..., None, None], -torch.inf)
     if state is None:
         state = v_BTHV.new_zeros((batch, heads, key_dim, v_BTHV.shape[3]), dtype=sum_dtype(v_BTHV))
+
     if num_tokens == 1:
         return _step(q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, scale, state)
-    chunk = min(chunk, 1 << (num_tokens - 1).bit_length())
-    found: tuple[Tensor, Tensor]
-    found = _GLA.apply(q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, state, (scale, chunk))
-    return found
+    chunk = min(chunk, 1 << (num_tokens - 1).bit_length())  # a power of two that holds all tokens
+    outputs: tuple[Tensor, Tensor]
+    outputs = _GLA.apply(q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, state, scale, chunk)
+    return outputs
 
 
 def _step(
-    q_B1HK: Tensor, k_B1HK: Tensor, v_B1HV: Tensor, log_decay_B1HK: Tensor, scale: float, s: Tensor
+    q_B1HK: Tensor,
+    k_B1HK: Tensor,
+    v_B1HV: Tensor,
+    log_decay_B1HK: Tensor,
+    scale: float,
+    state_BHKV: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Read one token after the state `s`."""
-    q, k, v, log_decay = (x[:, 0].to(s.dtype) for x in (q_B1HK, k_B1HK, v_B1HV, log_decay_B1HK))
-    s = log_decay.exp()[..., None] * s + k[..., None] * v[..., None, :]
-    o_BH1V = scale * q[..., None, :] @ s
-    return o_BH1V.transpose(1, 2).to(v_B1HV.dtype), s
+    """Compute the recurrence for one token by the formula itself."""
+    q_BHK, k_BHK, v_BHV, log_decay_BHK = (
+        x[:, 0].to(state_BHKV.dtype) for x in (q_B1HK, k_B1HK, v_B1HV, log_decay_B1HK)
+    )
+    added_BHKV = k_BHK[..., None] * v_BHV[..., None, :]
+    state_BHKV = log_decay_BHK.exp()[..., None] * state_BHKV + added_BHKV
+    o_BH1V = scale * q_BHK[..., None, :] @ state_BHKV
+    return o_BH1V.transpose(1, 2).to(v_B1HV.dtype), state_BHKV
 
 
 class _GLA(torch.autograd.Function):
+    """The chunked recurrence. With S and S' the states before and after a chunk:
+
+    o = scale (q exp(since) S + scores v),    S' = exp(since at the end) S + (k exp(until))^T v
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -81,59 +109,86 @@ class _GLA(torch.autograd.Function):
         v_BTHV: Tensor,
         log_decay_BTHK: Tensor,
         state_BHKV: Tensor,
-        how: tuple[float, int],
+        scale: float,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        inputs = q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK
+        inputs = (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK)
         ctx.save_for_backward(*inputs, state_BHKV)
-        ctx.scale, ctx.chunk = how
-        q_ZCK, k_ZCK, v_ZCV, log_decay_ZCK = (_split(x, ctx.chunk) for x in inputs)
-        since_ZCK, until_ZCK, decays = _decays(log_decay_ZCK)
-        sums_ZKV = (k_ZCK * until_ZCK.exp()).mT @ v_ZCV
-        states_NRKV = _scan(since_ZCK[:, -1], sums_ZKV, state_BHKV)
-        scores_ZCC = _scores(q_ZCK, k_ZCK, _decayed(q_ZCK, k_ZCK, decays))
-        earlier_ZCV = (q_ZCK * since_ZCK.exp()) @ states_NRKV[:-1].flatten(0, 1)
-        o_ZCV = ctx.scale * (earlier_ZCV + scores_ZCC @ v_ZCV)
+        ctx.scale = scale
+        ctx.chunk = chunk
+        q_ZCK, k_ZCK, v_ZCV, log_decay_ZCK = (_split(x, chunk) for x in inputs)
+
+        decays = _decays(log_decay_ZCK)
+        added_ZKV = (k_ZCK * decays.log_until_ZCK.exp()).mT @ v_ZCV
+        states_NRKV = _scan(decays.log_since_ZCK[:, -1], added_ZKV, state_BHKV)
+
+        scores_ZCC = _scores(q_ZCK, k_ZCK, _decayed(q_ZCK, k_ZCK, decays.pairs))
+        earlier_ZCV = (q_ZCK * decays.log_since_ZCK.exp()) @ states_NRKV[:-1].flatten(0, 1)
+        o_ZCV = scale * (earlier_ZCV + scores_ZCC @ v_ZCV)
         # not a view of all states
         return _join(o_ZCV, v_BTHV), states_NRKV[-1].view_as(state_BHKV).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, state_BHKV = ctx.saved_tensors
+        q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, state_BHKV = ctx.saved_tensors
+        inputs = (q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK)
+        do_BTHV, dfinal_BHKV = grads
         q_ZCK, k_ZCK, v_ZCV, log_decay_ZCK = (_split(x, ctx.chunk) for x in inputs)
-        do_ZCV = ctx.scale * _split(grads[0], ctx.chunk)
-        since_ZCK, until_ZCK, decays = _decays(log_decay_ZCK)
-        decay_ZK = since_ZCK[:, -1]
-        since_ZCK, until_ZCK = since_ZCK.exp(), until_ZCK.exp()
+        do_ZCV = ctx.scale * _split(do_BTHV, ctx.chunk)
+        decays = _decays(log_decay_ZCK)
+        log_total_ZK = decays.log_since_ZCK[:, -1]
+        since_ZCK = decays.log_since_ZCK.exp()
+        until_ZCK = decays.log_until_ZCK.exp()
 
+        # The states again, and their gradients: the same recurrence, backward in time.
         k_until_ZCK = k_ZCK * until_ZCK
-        states_NRKV = _scan(decay_ZK, k_until_ZCK.mT @ v_ZCV, state_BHKV)
-        sums_ZKV = (q_ZCK * since_ZCK).mT @ do_ZCV
-        dstates_NRKV = _scan(decay_ZK, sums_ZKV, grads[1], reverse=True)
-        end_ZKV, dend_ZKV = states_NRKV[1:].flatten(0, 1), dstates_NRKV[1:].flatten(0, 1)
+        states_NRKV = _scan(log_total_ZK, k_until_ZCK.mT @ v_ZCV, state_BHKV)
+        dadded_ZKV = (q_ZCK * since_ZCK).mT @ do_ZCV
+        dstates_NRKV = _scan(log_total_ZK, dadded_ZKV, dfinal_BHKV, reverse=True)
+        end_ZKV = states_NRKV[1:].flatten(0, 1)
+        dend_ZKV = dstates_NRKV[1:].flatten(0, 1)
+
+        # What passes through the states before and after the chunk, and all of dv.
         dq_ZCK = since_ZCK * (do_ZCV @ states_NRKV[:-1].flatten(0, 1).mT)
         dk_ZCK = until_ZCK * (v_ZCV @ dend_ZKV.mT)
-
-        decayed = _decayed(q_ZCK, k_ZCK, decays)
+        decayed = _decayed(q_ZCK, k_ZCK, decays.pairs)
         dv_ZCV = _scores(q_ZCK, k_ZCK, decayed).mT @ do_ZCV + k_until_ZCK @ dend_ZKV
-        d_ZPSS = (do_ZCV @ v_ZCV.mT)[:, None]
-        for (since, until), (q, k) in zip(reversed(decays), reversed(decayed), strict=True):
-            size = since.shape[2]
-            d = d_ZPSS[:, :, size:, :size]
-            dq_ZCK = dq_ZCK + F.pad(since * (d @ k), (0, 0, size, 0)).flatten(1, 2)
-            dk_ZCK = dk_ZCK + F.pad(until * (d.mT @ q), (0, 0, 0, size)).flatten(1, 2)
-            blocks = d_ZPSS[:, :, :size, :size], d_ZPSS[:, :, size:, size:]
-            d_ZPSS = torch.stack(blocks, dim=2).flatten(1, 2)
 
+        # What passes through the scores: undo the joins of `_scores`, the largest blocks first.
+        # A pair's lower left quarter is the product of its second and first block.
+        dscores_ZPSS = (do_ZCV @ v_ZCV.mT)[:, None]
+        for decay, pair in zip(reversed(decays.pairs), reversed(decayed), strict=True):
+            size = decay.second_ZPSK.shape[2]
+            dproduct_ZPSS = dscores_ZPSS[:, :, size:, :size]
+            dsecond_ZPSK = decay.second_ZPSK * (dproduct_ZPSS @ pair.first_ZPSK)
+            dfirst_ZPSK = decay.first_ZPSK * (dproduct_ZPSS.mT @ pair.second_ZPSK)
+            dq_ZCK = dq_ZCK + F.pad(dsecond_ZPSK, (0, 0, size, 0)).flatten(1, 2)
+            dk_ZCK = dk_ZCK + F.pad(dfirst_ZPSK, (0, 0, 0, size)).flatten(1, 2)
+            upper_left = dscores_ZPSS[:, :, :size, :size]
+            lower_right = dscores_ZPSS[:, :, size:, size:]
+            dscores_ZPSS = torch.stack((upper_left, lower_right), dim=2).flatten(1, 2)
+
+        # Log decays: sums of q dq - k dk, and of S dS at the end, up to the next start.
         at_end_Z1K = (end_ZKV * dend_ZKV).sum(-1)[:, None]
         change_ZCK = torch.cat((q_ZCK * dq_ZCK - k_ZCK * dk_ZCK, at_end_Z1K), dim=1)
         document_ZC = F.pad(log_decay_ZCK.isneginf().all(-1), (0, 1)).cumsum(1)
         is_later_ZCC = (document_ZC[:, :-1, None] == document_ZC[:, None]).triu()
-        dlog_ZCK = is_later_ZCC.to(change_ZCK.dtype) @ change_ZCK
-        diagonal_ZC1 = d_ZPSS[..., 0]
-        dq_ZCK, dk_ZCK = dq_ZCK + diagonal_ZC1 * k_ZCK, dk_ZCK + diagonal_ZC1 * q_ZCK
-        parts = zip((dq_ZCK, dk_ZCK, dv_ZCV, dlog_ZCK), inputs, strict=True)
-        return *(_join(d, x) for d, x in parts), dstates_NRKV[0].view_as(state_BHKV), None
+        dlog_decay_ZCK = is_later_ZCC.to(change_ZCK.dtype) @ change_ZCK
+
+        # The diagonal of the scores, which no decay changes.
+        ddiagonal_ZC1 = dscores_ZPSS[..., 0]
+        dq_ZCK = dq_ZCK + ddiagonal_ZC1 * k_ZCK
+        dk_ZCK = dk_ZCK + ddiagonal_ZC1 * q_ZCK
+        return (
+            _join(dq_ZCK, q_BTHK),
+            _join(dk_ZCK, k_BTHK),
+            _join(dv_ZCV, v_BTHV),
+            _join(dlog_decay_ZCK, log_decay_BTHK),
+            dstates_NRKV[0].view_as(state_BHKV),
+            None,
+            None,
+        )
 
 
 def _split(x_BTHK: Tensor, chunk: int) -> Tensor:
@@ -150,35 +205,41 @@ def _join(x_ZCK: Tensor, like_BTHK: Tensor) -> Tensor:
     return x_BTHK.to(like_BTHK.dtype)
 
 
-def _decays(log_decay_ZCK: Tensor) -> tuple[Tensor, Tensor, Pairs]:
-    """Return log decays since each chunk began and until its end, and decays within pairs.
+def _decays(log_decay_ZCK: Tensor) -> _Decays:
+    """Sum log decays over blocks of 1, 2, 4, .. tokens, and collect the decays of each pair.
 
     In the second block of a pair: decays since the block began, the token's own included; in the
     first: until the block's end, the token's own excluded.
     """
-    since_ZPSK, pairs = log_decay_ZCK[:, :, None], []
+    since_ZPSK = log_decay_ZCK[:, :, None]
     until_ZPSK = torch.zeros_like(since_ZPSK)
+    pairs = []
     while since_ZPSK.shape[1] > 1:
-        first, second = since_ZPSK[:, 0::2], since_ZPSK[:, 1::2]
+        since_first, since_second = since_ZPSK[:, 0::2], since_ZPSK[:, 1::2]
         until_first, until_second = until_ZPSK[:, 0::2], until_ZPSK[:, 1::2]
-        pairs.append((second.exp(), until_first.exp()))
-        since_ZPSK = torch.cat((first, second + first[:, :, -1:]), dim=2)
-        until_ZPSK = torch.cat((until_first + second[:, :, -1:], until_second), dim=2)
-    return since_ZPSK[:, 0], until_ZPSK[:, 0], pairs
+        pairs.append(_Pair(second_ZPSK=since_second.exp(), first_ZPSK=until_first.exp()))
+        since_ZPSK = torch.cat((since_first, since_second + since_first[:, :, -1:]), dim=2)
+        until_ZPSK = torch.cat((until_first + since_second[:, :, -1:], until_second), dim=2)
+    return _Decays(since_ZPSK[:, 0], until_ZPSK[:, 0], pairs)
 
 
-def _decayed(q_ZCK: Tensor, k_ZCK: Tensor, decays: Pairs) -> Pairs:
+def _decayed(q_ZCK: Tensor, k_ZCK: Tensor, pair_decays: list[_Pair]) -> list[_Pair]:
     """Return q of the second block and k of the first block of each pair, decayed."""
     decayed = []
-    for since, until in decays:
-        shape = (-1, 2, since.shape[2])
-        q_ZPSK, k_ZPSK = q_ZCK.unflatten(1, shape)[:, :, 1], k_ZCK.unflatten(1, shape)[:, :, 0]
-        decayed.append((q_ZPSK * since, k_ZPSK * until))
+    for decay in pair_decays:
+        shape = (-1, 2, decay.second_ZPSK.shape[2])
+        q_ZPSK = q_ZCK.unflatten(1, shape)[:, :, 1]
+        k_ZPSK = k_ZCK.unflatten(1, shape)[:, :, 0]
+        decayed.append(_Pair(q_ZPSK * decay.second_ZPSK, k_ZPSK * decay.first_ZPSK))
     return decayed
 
 
-def _scores(q_ZCK: Tensor, k_ZCK: Tensor, decayed: Pairs) -> Tensor:
-    """Return sum_K q_t k_s exp(log decays after s until t), 0 where s > t, [Z, C, C]."""
+def _scores(q_ZCK: Tensor, k_ZCK: Tensor, decayed: list[_Pair]) -> Tensor:
+    """Return sum_K q_t k_s exp(log decays after s until t), 0 where s > t, [Z, C, C].
+
+    From the diagonal, blocks of one token, to the whole chunk: two neighbors and the product of the
+    second's queries with the first's keys are a block of twice the size.
+    """
     scores_ZPSS = (q_ZCK * k_ZCK).sum(-1)[..., None, None]
     for q_ZPSK, k_ZPSK in decayed:
         upper = F.pad(scores_ZPSS[:, 0::2], (0, scores_ZPSS.shape[3]))
@@ -188,30 +249,30 @@ def _scores(q_ZCK: Tensor, k_ZCK: Tensor, decayed: Pairs) -> Tensor:
 
 
 def _scan(
-    log_decay_ZK: Tensor, sums_ZKV: Tensor, state_BHKV: Tensor, *, reverse: bool = False
+    log_decay_ZK: Tensor, added_ZKV: Tensor, state_BHKV: Tensor, *, reverse: bool = False
 ) -> Tensor:
     """Return the N + 1 states between chunks, [N + 1, R, K, V]; `state_BHKV` is the first.
 
-    The next state is exp(log_decay) state + sums. `reverse`: from the last state to the first.
+    The next state is exp(log_decay) state + added. `reverse`: from the last state to the first.
     """
     state_RKV = state_BHKV.flatten(0, 1)
     decay_NRK1 = log_decay_ZK.exp().unflatten(0, (-1, len(state_RKV)))[..., None]
-    sums_NRKV = sums_ZKV.unflatten(0, (-1, len(state_RKV)))
-    return _states(decay_NRK1, sums_NRKV, state_RKV, reverse)
+    added_NRKV = added_ZKV.unflatten(0, (-1, len(state_RKV)))
+    return _states(decay_NRK1, added_NRKV, state_RKV, reverse)
 
 
 @torch.library.custom_op(f"{OPERATORS}_gla_states", mutates_args=())
-def _states(decay_NRK1: Tensor, sums_NRKV: Tensor, state_RKV: Tensor, reverse: bool) -> Tensor:
+def _states(decay_NRK1: Tensor, added_NRKV: Tensor, state_RKV: Tensor, reverse: bool) -> Tensor:
     """Compute the chunks one after the other; an operator, so that no graph has a loop of N."""
-    num_chunks = len(sums_NRKV)
-    states_NRKV = sums_NRKV.new_empty(num_chunks + 1, *state_RKV.shape)
+    num_chunks = len(added_NRKV)
+    states_NRKV = added_NRKV.new_empty(num_chunks + 1, *state_RKV.shape)
     states_NRKV[-1 if reverse else 0] = state_RKV
     for n in reversed(range(num_chunks)) if reverse else range(num_chunks):
         before, after = (n + 1, n) if reverse else (n, n + 1)
-        torch.addcmul(sums_NRKV[n], decay_NRK1[n], states_NRKV[before], out=states_NRKV[after])
+        torch.addcmul(added_NRKV[n], decay_NRK1[n], states_NRKV[before], out=states_NRKV[after])
     return states_NRKV
 
 
 @_states.register_fake
-def _(decay_NRK1: Tensor, sums_NRKV: Tensor, state_RKV: Tensor, reverse: bool) -> Tensor:
-    return sums_NRKV.new_empty(sums_NRKV.shape[0] + 1, *state_RKV.shape)
+def _(decay_NRK1: Tensor, added_NRKV: Tensor, state_RKV: Tensor, reverse: bool) -> Tensor:
+    return added_NRKV.new_empty(added_NRKV.shape[0] + 1, *state_RKV.shape)

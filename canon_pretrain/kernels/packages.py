@@ -19,32 +19,36 @@ from canon_pretrain.kernels.compiled import Segments, canon_compiled
 DEVICE_TYPES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CONV1D_TAPS = (2, 3, 4)
+CONV1D_ALIGNMENT = 8
+"""The number of channels must be a multiple of this."""
 
 
 class Package(NamedTuple):
-    """A package's functions, for Canon forward and backward, and how to install it."""
+    """A package's functions, and how to install it."""
 
     module: str
     functions: str
+    """The module of the functions."""
     needed: tuple[str, ...]
+    """Names of functions; of Canon: forward, then backward."""
     first_version: tuple[int, int]
     install: str
 
 
 PACKAGES = {
     "causal_conv1d": Package(
-        "causal_conv1d",
-        "causal_conv1d.cpp_functions",
-        ("causal_conv1d_fwd_function", "causal_conv1d_bwd_function"),
-        (1, 6),  # earlier versions sum the weight's gradient by atomics
-        "pip install --no-build-isolation 'causal-conv1d>=1.6,<2'",
+        module="causal_conv1d",
+        functions="causal_conv1d.cpp_functions",
+        needed=("causal_conv1d_fwd_function", "causal_conv1d_bwd_function"),
+        first_version=(1, 6),  # earlier versions sum the weight's gradient by atomics
+        install="pip install --no-build-isolation 'causal-conv1d>=1.6,<2'",
     ),
     "fla": Package(
-        "fla",
-        "fla.modules.causal_conv1d",
-        ("causal_conv1d_fwd", "causal_conv1d_bwd"),
-        (0, 6),  # autotunes: its weight gradient may differ between processes
-        "pip install 'fla-core>=0.6,<0.7'",
+        module="fla",
+        functions="fla.modules.causal_conv1d",
+        needed=("causal_conv1d_fwd", "causal_conv1d_bwd"),
+        first_version=(0, 6),  # autotunes: its weight gradient may differ between processes
+        install="pip install 'fla-core>=0.6,<0.7'",
     ),
 }
 
@@ -52,6 +56,8 @@ PACKAGES = {
 def package_problem(backend: str, package: Package | None = None) -> str | None:
     """Return why the package of `backend` is unavailable, or None; runs no kernel."""
     package = package or PACKAGES[backend]
+
+    # Is it installed, with these functions, in a version that we know?
     if importlib.util.find_spec(package.module) is None:
         return f"the package {package.module} is not installed: {package.install}"
     try:
@@ -63,6 +69,7 @@ def package_problem(backend: str, package: Package | None = None) -> str | None:
         return f"the package {package.module} can't be imported: {type(error).__name__}: {error}"
     if is_old:
         return f"{package.module} {version} is too old: {package.install}"
+
     by_atomics = os.environ.get("CAUSAL_CONV1D_DETERMINISTIC", "").startswith("0")
     if backend == "causal_conv1d" and by_atomics:
         return "CAUSAL_CONV1D_DETERMINISTIC=0 is set, so weight gradients would differ; unset it"
@@ -72,16 +79,36 @@ def package_problem(backend: str, package: Package | None = None) -> str | None:
 
 
 def canon_by_package(
-    backend: str, x_BTC: Tensor, weight_C1K: Tensor, segments_BN: Segments = None, **kind: bool
+    backend: str,
+    x_BTC: Tensor,
+    weight_C1K: Tensor,
+    segments_BN: Segments = None,
+    *,
+    residual: bool,
+    activation: bool,
 ) -> Tensor:
     """Compute `canon_reference` by a package, or by `canon_compiled` if unsupported."""
-    fits = x_BTC.device.type in DEVICE_TYPES and weight_C1K.device == x_BTC.device
-    fits &= x_BTC.dtype in DTYPES and weight_C1K.dtype in DTYPES and x_BTC.numel() > 0
-    supported = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % 8 == 0
-    if not fits or not (segments_BN is None if backend == "fla" else supported):
-        return canon_compiled(x_BTC, weight_C1K, segments_BN=segments_BN, **kind)
+    is_supported = (
+        x_BTC.device.type in DEVICE_TYPES
+        and weight_C1K.device == x_BTC.device
+        and x_BTC.dtype in DTYPES
+        and weight_C1K.dtype in DTYPES
+        and x_BTC.numel() > 0
+    )
+    if backend == "fla":
+        is_supported = is_supported and segments_BN is None
+    else:
+        fits = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % CONV1D_ALIGNMENT == 0
+        is_supported = is_supported and fits
+    if not is_supported:
+        return canon_compiled(
+            x_BTC,
+            weight_C1K,
+            residual=residual,
+            activation=activation,
+            segments_BN=segments_BN,
+        )
 
-    residual, activation = kind["residual"], kind["activation"]
     taps_CK = weight_C1K[:, 0].float()
     if residual and not activation:  # the residual adds 1 to the current token's tap
         taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (taps_CK.shape[1] - 1, 0))
@@ -97,15 +124,22 @@ def package_forward(
     x_BTC: Tensor, taps_CK: Tensor, segments_BT: Segments, backend: str, adds: bool, silu: bool
 ) -> Tensor:
     """Return [x +] [silu of] the convolution, contiguous, in x's dtype; segments are int32 >= 0."""
-    run = _function(backend, 0)
+    forward = _function(backend, 0)
     if backend == "fla":
         x_BTC = x_BTC.contiguous()
-        residual, activation = x_BTC if adds else None, "silu" if silu else None
         y_BTC: Tensor
-        y_BTC, _ = run(x=x_BTC, weight=taps_CK, bias=None, residual=residual, activation=activation)
+        y_BTC, _ = forward(
+            x=x_BTC,
+            weight=taps_CK,
+            bias=None,
+            residual=x_BTC if adds else None,
+            activation="silu" if silu else None,
+        )
         return y_BTC
-    segments = None if segments_BT is None else segments_BT.contiguous()
-    y_BCT = run(_channels_last(x_BTC), taps_CK, None, segments, None, None, silu)
+
+    segments_BT = None if segments_BT is None else segments_BT.contiguous()
+    # x, weight, bias, seq_idx, initial_states, final_states_out, silu_activation
+    y_BCT = forward(_channels_last(x_BTC), taps_CK, None, segments_BT, None, None, silu)
     y_BTC = y_BCT.transpose(1, 2).contiguous()
     return x_BTC + y_BTC if adds else y_BTC
 
@@ -115,25 +149,31 @@ def package_backward(
     dy: Tensor, x: Tensor, taps: Tensor, segments: Segments, backend: str, adds: bool, silu: bool
 ) -> tuple[Tensor, Tensor]:
     """Return dx_BTC in the dtype of x, and dtaps_CK in float32."""
-    run = _function(backend, 1)
+    backward = _function(backend, 1)
     if backend == "fla":
         x, dy = x.contiguous(), dy.contiguous()
         with torch.cuda.device_of(x):  # Triton launches on the current device
             activation = "silu" if silu else None
-            dx_BTC, dtaps_CK, *_ = run(x=x, dy=dy, dht=None, weight=taps, activation=activation)
+            dx_BTC, dtaps_CK, *_ = backward(
+                x=x, dy=dy, dht=None, weight=taps, activation=activation
+            )
         return dx_BTC + dy if adds else dx_BTC, dtaps_CK
+
     dx_BTC = x.new_empty(x.shape)
     segments = None if segments is None else segments.contiguous()
     x_BCT, dy_BCT, dx_BCT = map(_channels_last, (x, dy, dx_BTC))
 
     # deterministic only under this flag; use_deterministic_algorithms also sets inductor's options
-    wanted = torch.are_deterministic_algorithms_enabled()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
-        _, dtaps_CK, *_ = run(x_BCT, taps, None, dy_BCT, segments, None, None, dx_BCT, False, silu)
+        # x, weight, bias, dout, seq_idx, initial_states, dfinal_states, dx, return_dinitial, silu
+        _, dtaps_CK, *_ = backward(
+            x_BCT, taps, None, dy_BCT, segments, None, None, dx_BCT, False, silu
+        )
     finally:
-        torch._C._set_deterministic_algorithms(wanted, warn_only=warn_only)
+        torch._C._set_deterministic_algorithms(was_deterministic, warn_only=warn_only)
     return dx_BTC + dy if adds else dx_BTC, dtaps_CK
 
 
@@ -154,8 +194,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
     dx_BTC, dtaps_CK = package_backward(dy_BTC, *ctx.saved_tensors, *ctx.options)
-    wants_x, wants_taps = ctx.needs_input_grad[:2]
-    return dx_BTC if wants_x else None, dtaps_CK if wants_taps else None, None, None, None, None
+    needs_x, needs_taps, *_ = ctx.needs_input_grad
+    return dx_BTC if needs_x else None, dtaps_CK if needs_taps else None, None, None, None, None
 
 
 package_forward.register_autograd(_backward, setup_context=_save)

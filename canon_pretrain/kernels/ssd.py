@@ -49,131 +49,208 @@ def chunked_ssd(
     `starts_BT`: bool; no state is carried over to these tokens. B and C are shared by all heads.
     """
     if state is None:
-        shape = x_BTHP.shape[0], x_BTHP.shape[2], B_BTN.shape[2], x_BTHP.shape[3]
+        num_rows, _, num_heads, head_dim = x_BTHP.shape
+        shape = (num_rows, num_heads, B_BTN.shape[2], head_dim)
         state = x_BTHP.new_zeros(shape, dtype=sum_dtype(x_BTHP))
-    given = x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state
+
     if x_BTHP.shape[1] == 1:
-        return _step(starts_BT, *given)
-    return _Ssd.apply(chunk, starts_BT, *given)
+        return _step(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state, starts_BT)
+    return _Ssd.apply(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state, starts_BT, chunk)
 
 
-def _step(starts_BT: Tensor | None, *given: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the recurrence for one token, [B, 1, ..]."""
-    x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state_BHNP = given
-    dtype = sum_dtype(x_BTHP)
-    x_BHP, dt_BH, b_BN, c_BN = (v[:, 0].to(dtype) for v in (x_BTHP, dt_BTH, B_BTN, C_BTN))
+def _step(
+    x_B1HP: Tensor,
+    dt_B1H: Tensor,
+    A_H: Tensor,
+    B_B1N: Tensor,
+    C_B1N: Tensor,
+    D_H: Tensor,
+    state_BHNP: Tensor,
+    starts_B1: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute the recurrence for one token by the formula itself."""
+    dtype = sum_dtype(x_B1HP)
+    x_BHP, dt_BH, b_BN, c_BN = (v[:, 0].to(dtype) for v in (x_B1HP, dt_B1H, B_B1N, C_B1N))
+
+    # S_t = exp(dt_t A) S_{t-1} + dt_t B_t^T x_t
     decay_BH = (dt_BH * A_H.to(dtype)).exp()
-    if starts_BT is not None:
-        decay_BH = decay_BH.masked_fill(starts_BT, 0)
+    if starts_B1 is not None:
+        decay_BH = decay_BH.masked_fill(starts_B1, 0)
     added_BHNP = b_BN[:, None, :, None] * (dt_BH[..., None] * x_BHP)[:, :, None]
     state_BHNP = decay_BH[..., None, None] * state_BHNP + added_BHNP
+
+    # y_t = C_t S_t + D x_t
     y_BHP = (c_BN[:, None, None] @ state_BHNP)[:, :, 0] + D_H.to(dtype)[:, None] * x_BHP
-    return y_BHP[:, None].to(x_BTHP.dtype), state_BHNP
+    return y_BHP[:, None].to(x_B1HP.dtype), state_BHNP
 
 
 class _Ssd(torch.autograd.Function):
+    """The chunked recurrence. With S and S' the states before and after a chunk, and `_Chunks`:
+
+    y = M x + c_from_start S + D x,    S' = exp(total) S + b_to_end^T x
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, chunk: int, starts_BT: Tensor | None, *given: Tensor
+        ctx: Any,
+        x_BTHP: Tensor,
+        dt_BTH: Tensor,
+        A_H: Tensor,
+        B_BTN: Tensor,
+        C_BTN: Tensor,
+        D_H: Tensor,
+        state_BHNP: Tensor,
+        starts_BT: Tensor | None,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(starts_BT, *given)
+        ctx.save_for_backward(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state_BHNP, starts_BT)
         ctx.chunk = chunk
-        k = _Chunks.of(chunk, starts_BT, *given[:5])
-        before, final_BHNP = _states(k.sums[..., -1], k.b_to_end.mT @ k.x, given[6])
-        y = k.mixing @ k.x + k.c_from_start @ before
-        y = y + given[5].to(y.dtype)[:, None, None, None] * k.x
-        return _by_tokens(y, given[0]), final_BHNP.clone()  # not a view of all states
+
+        chunks = _Chunks.split(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, starts_BT, chunk)
+        x_BHCLP = chunks.x_BHCLP
+        added_BHCNP = chunks.b_to_end.mT @ x_BHCLP
+        before_BHCNP, final_BHNP = _states(chunks.total_BHC, added_BHCNP, state_BHNP)
+
+        y_BHCLP = chunks.mixing @ x_BHCLP + chunks.c_from_start @ before_BHCNP
+        y_BHCLP = y_BHCLP + D_H.to(y_BHCLP.dtype)[:, None, None, None] * x_BHCLP
+        return _by_tokens(y_BHCLP, x_BTHP), final_BHNP.clone()  # not a view of all states
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        starts_BT, *given, state_BHNP = ctx.saved_tensors
-        x_BTHP, dt_BTH, A_H, B_BTN, _, D_H = given
-        k = _Chunks.of(ctx.chunk, starts_BT, *given[:5])
-        b_to_end, c_from_start, total_BHC = k.b_to_end, k.c_from_start, k.sums[..., -1]
-        before, _ = _states(total_BHC, b_to_end.mT @ k.x, state_BHNP)
-        dy = _by_chunks(grads[0].to(k.x.dtype), ctx.chunk)
-        # the gradients of the states after the chunks: the same recurrence, backward in time
-        dafter, dstate = _states(total_BHC.flip(2), (c_from_start.mT @ dy).flip(2), grads[1])
-        dafter = dafter.flip(2)
-        dx = k.mixing.mT @ dy + b_to_end @ dafter
+        x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state_BHNP, starts_BT = ctx.saved_tensors
+        dy_BTHP, dfinal_BHNP = grads
+        chunks = _Chunks.split(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, starts_BT, ctx.chunk)
+        x, b, c = chunks.x_BHCLP, chunks.b_B1CLN, chunks.c_B1CLN
+        total_BHC = chunks.total_BHC
+        b_to_end, c_from_start = chunks.b_to_end, chunks.c_from_start  # [B, H, C, L, N]
+        dy = _by_chunks(dy_BTHP.to(x.dtype), ctx.chunk)
+
+        # The states again, and their gradients: the same recurrence, backward in time.
+        before_BHCNP, _ = _states(total_BHC, b_to_end.mT @ x, state_BHNP)
+        dadded_BHCNP = c_from_start.mT @ dy
+        dafter_BHCNP, dstate_BHNP = _states(total_BHC.flip(2), dadded_BHCNP.flip(2), dfinal_BHNP)
+        dafter_BHCNP = dafter_BHCNP.flip(2)
+
+        dx = chunks.mixing.mT @ dy + b_to_end @ dafter_BHCNP
         dx = dx + D_H.to(dx.dtype)[:, None, None, None] * dy
 
-        dmixing = (dy @ k.x.mT) * _decays(k.sums, k.x.dtype)  # but for the factor dt
-        dscores = (dmixing * k.dt[..., None, :]).sum(1, keepdim=True)
-        db_to_end, dc_from_start = k.x @ dafter.mT, dy @ before.mT
-        dc = dscores @ k.b + (dc_from_start * k.from_start[..., None]).sum(1, keepdim=True)
-        db = dscores.mT @ k.c + (db_to_end * (k.to_end * k.dt)[..., None]).sum(1, keepdim=True)
+        # M_ls = (c_l b_s) decay_ls dt_s. Here is dM_ls decay_ls, without the factor dt_s.
+        dmixing_BHCLL = (dy @ x.mT) * _decays(chunks.sums_BHCL, x.dtype)
+        dscores_B1CLL = (dmixing_BHCLL * chunks.dt_BHCL[..., None, :]).sum(1, keepdim=True)
+        db_to_end = x @ dafter_BHCNP.mT
+        dc_from_start = dy @ before_BHCNP.mT
+        dc = dscores_B1CLL @ b
+        dc = dc + (dc_from_start * chunks.from_start[..., None]).sum(1, keepdim=True)
+        db = dscores_B1CLL.mT @ c
+        db = db + (db_to_end * (chunks.to_end * chunks.dt_BHCL)[..., None]).sum(1, keepdim=True)
 
-        # float64: row sums minus column sums, of which the same terms cancel
-        wide, dt = torch.float64, k.dt.double()
-        product = dmixing * (k.c @ k.b.mT)
-        by_source = product.sum(-2, dtype=wide)
-        by_end = ((db_to_end * k.b).sum(-1) * k.to_end).double()
-        dsums = (product.double() * dt[..., None, :]).sum(-1) - dt * (by_source + by_end)
-        dsums = dsums + (dc_from_start * k.c).sum(-1) * k.from_start
-        at_end = (dt * by_end).sum(-1) + total_BHC.exp() * (before * dafter).sum((-2, -1))
-        # up to the next cut, after which the sum is 0 but for rounding
-        dsums = dsums + F.pad(at_end[..., None], (dsums.shape[-1] - 1, 0))
-        part = k.is_cut.cumsum(-1)
-        is_later = (part[..., None] == part[..., None, :]).triu()
-        dlog = (is_later * dsums[..., None, :]).sum(-1).masked_fill(k.is_cut, 0)
-        ddt = by_source + by_end + dlog * A_H.to(wide)[:, None, None]
-        dA_H, dD_H = (dlog * dt).sum((0, 2, 3)), (dy * k.x).sum((0, 2, 3, 4))
-        dx_BTHP, ddt_BTH1 = _by_tokens(dx, x_BTHP), _by_tokens(ddt[..., None], dt_BTH[..., None])
-        db_BTN, dc_BTN = (_by_tokens(d, B_BTN[:, :, None])[:, :, 0] for d in (db, dc))
-        by_head = dA_H.to(A_H.dtype), dD_H.to(D_H.dtype)
-        grads_given = dx_BTHP, ddt_BTH1[..., 0], by_head[0], db_BTN, dc_BTN, by_head[1], dstate
-        return None, None, *grads_given
+        # Of the sums of log decays: sum_l adds to row l of M, is subtracted from column l and from
+        # token l's decay to the end, and is the decay from the start. In float64, since rows and
+        # columns have the same terms, which cancel.
+        dt_BHCL = chunks.dt_BHCL.double()
+        product_BHCLL = dmixing_BHCLL * (c @ b.mT)
+        ddt_mixing_BHCL = product_BHCLL.sum(-2, dtype=torch.float64)
+        ddt_to_end_BHCL = ((db_to_end * b).sum(-1) * chunks.to_end).double()
+        dsums_BHCL = (product_BHCLL.double() * dt_BHCL[..., None, :]).sum(-1)
+        dsums_BHCL = dsums_BHCL - dt_BHCL * (ddt_mixing_BHCL + ddt_to_end_BHCL)
+        dsums_BHCL = dsums_BHCL + (dc_from_start * c).sum(-1) * chunks.from_start
+
+        # The chunk's total is its last sum.
+        dtotal_BHC = (dt_BHCL * ddt_to_end_BHCL).sum(-1)
+        dtotal_BHC = dtotal_BHC + total_BHC.exp() * (before_BHCNP * dafter_BHCNP).sum((-2, -1))
+        dsums_BHCL = dsums_BHCL + F.pad(dtotal_BHC[..., None], (dsums_BHCL.shape[-1] - 1, 0))
+
+        # A log decay is in the sums of its token and of later ones, but not past the next cut,
+        # after which their gradients add up to 0 but for rounding.
+        document_BHCL = chunks.is_cut_BHCL.cumsum(-1)
+        is_later_BHCLL = (document_BHCL[..., None] == document_BHCL[..., None, :]).triu()
+        dlog_BHCL = (is_later_BHCLL * dsums_BHCL[..., None, :]).sum(-1)
+        dlog_BHCL = dlog_BHCL.masked_fill(chunks.is_cut_BHCL, 0)
+
+        # log = dt A
+        ddt_BHCL = ddt_mixing_BHCL + ddt_to_end_BHCL + dlog_BHCL * A_H.double()[:, None, None]
+        dA_H = (dlog_BHCL * dt_BHCL).sum((0, 2, 3))
+        dD_H = (dy * x).sum((0, 2, 3, 4))
+        return (
+            _by_tokens(dx, x_BTHP),
+            _by_tokens(ddt_BHCL[..., None], dt_BTH[..., None])[..., 0],
+            dA_H.to(A_H.dtype),
+            _by_tokens(db, B_BTN[:, :, None])[:, :, 0],
+            _by_tokens(dc, B_BTN[:, :, None])[:, :, 0],
+            dD_H.to(D_H.dtype),
+            dstate_BHNP,
+            None,
+            None,
+        )
 
 
 class _Chunks(NamedTuple):
     """The inputs by chunks, in `sum_dtype`, and the decays between tokens of a chunk."""
 
-    x: Tensor  # [B, H, C, L, P]
-    dt: Tensor  # [B, H, C, L], as `is_cut`
-    b: Tensor  # [B, 1, C, L, N], as `c`
-    c: Tensor
-    is_cut: Tensor
-    sums: Tensor
-    """Of the log decays of a chunk up to each token, [B, H, C, L], float64."""
+    x_BHCLP: Tensor
+    dt_BHCL: Tensor
+    b_B1CLN: Tensor
+    c_B1CLN: Tensor
+    is_cut_BHCL: Tensor
+    sums_BHCL: Tensor
+    """Of the log decays of a chunk up to each token, float64."""
 
     @classmethod
-    def of(cls, chunk: int, starts_BT: Tensor | None, x_BTHP: Tensor, *rest: Tensor) -> "_Chunks":
-        dt_BTH, A_H, B_BTN, C_BTN = rest
+    def split(
+        cls,
+        x_BTHP: Tensor,
+        dt_BTH: Tensor,
+        A_H: Tensor,
+        B_BTN: Tensor,
+        C_BTN: Tensor,
+        starts_BT: Tensor | None,
+        chunk: int,
+    ) -> "_Chunks":
         x, dt, b, c = (
-            _by_chunks(v.to(sum_dtype(x_BTHP)), chunk)
-            for v in (x_BTHP, dt_BTH[..., None], B_BTN[:, :, None], C_BTN[:, :, None])
+            _by_chunks(v_BTHX.to(sum_dtype(x_BTHP)), chunk)
+            for v_BTHX in (x_BTHP, dt_BTH[..., None], B_BTN[:, :, None], C_BTN[:, :, None])
         )
-        log = dt[..., 0].double() * A_H.double()[:, None, None]
-        is_cut = log < CUT
+        dt_BHCL = dt[..., 0]
+
+        log_BHCL = dt_BHCL.double() * A_H.double()[:, None, None]
+        is_cut_BHCL = log_BHCL < CUT
         if starts_BT is not None:
-            is_cut = is_cut | _by_chunks(starts_BT[:, :, None, None], chunk)[..., 0]
-        return cls(x, dt[..., 0], b, c, is_cut, log.masked_fill(is_cut, CUT).cumsum(-1))
+            is_start_B1CL = _by_chunks(starts_BT[:, :, None, None], chunk)[..., 0]
+            is_cut_BHCL = is_cut_BHCL | is_start_B1CL
+        sums_BHCL = log_BHCL.masked_fill(is_cut_BHCL, CUT).cumsum(-1)
+        return cls(x, dt_BHCL, b, c, is_cut_BHCL, sums_BHCL)
+
+    @property
+    def total_BHC(self) -> Tensor:
+        """The log decay of the whole chunk."""
+        return self.sums_BHCL[..., -1]
 
     @property
     def from_start(self) -> Tensor:
         """The decay from before the chunk to each token, [B, H, C, L]."""
-        return self.sums.exp().to(self.x.dtype)
+        return self.sums_BHCL.exp().to(self.x_BHCLP.dtype)
 
     @property
     def to_end(self) -> Tensor:
         """The decay from each token to the chunk's last, [B, H, C, L]."""
-        return (self.sums[..., -1:] - self.sums).exp().to(self.x.dtype)
+        return (self.sums_BHCL[..., -1:] - self.sums_BHCL).exp().to(self.x_BHCLP.dtype)
 
     @property
     def b_to_end(self) -> Tensor:
         """The factors of x in the state after the chunk, [B, H, C, L, N]."""
-        return (self.to_end * self.dt)[..., None] * self.b
+        return (self.to_end * self.dt_BHCL)[..., None] * self.b_B1CLN
 
     @property
     def c_from_start(self) -> Tensor:
         """The factors of the state before the chunk in y, [B, H, C, L, N]."""
-        return self.from_start[..., None] * self.c
+        return self.from_start[..., None] * self.c_B1CLN
 
     @property
     def mixing(self) -> Tensor:
-        """The factors of x_s in y_l, [B, H, C, L, L]."""
-        return (self.c @ self.b.mT) * _decays(self.sums, self.x.dtype) * self.dt[..., None, :]
+        """The factors M of x_s in y_l, [B, H, C, L, L]."""
+        scores_B1CLL = self.c_B1CLN @ self.b_B1CLN.mT
+        decays_BHCLL = _decays(self.sums_BHCL, self.x_BHCLP.dtype)
+        return scores_B1CLL * decays_BHCLL * self.dt_BHCL[..., None, :]
 
 
 def _by_chunks(v_BTHX: Tensor, chunk: int) -> Tensor:
@@ -194,30 +271,43 @@ def _by_tokens(v_BHCLX: Tensor, like_BTHX: Tensor) -> Tensor:
 def _decays(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Return exp(sums_i - sums_j) for j <= i, else 0: [.., I, J] from [.., I]."""
     differences = (sums[..., :, None] - sums[..., None, :]).to(dtype)
-    later = sums.new_ones(differences.shape[-2:], dtype=torch.bool).triu(1)
-    return differences.masked_fill(later, -torch.inf).exp()
+    is_later = sums.new_ones(differences.shape[-2:], dtype=torch.bool).triu(1)
+    return differences.masked_fill(is_later, -torch.inf).exp()
 
 
-def _states(log_BHC: Tensor, added: Tensor, first_BHNP: Tensor) -> tuple[Tensor, Tensor]:
+def _states(log_BHC: Tensor, added_BHCNP: Tensor, first_BHNP: Tensor) -> tuple[Tensor, Tensor]:
     """Return the states before each chunk, [B, H, C, N, P], and after the last.
 
-    A chunk multiplies the state by exp(log) and adds `added` [B, H, C, N, P].
+    A chunk multiplies the state by exp(log) and adds `added`. More than GROUP chunks are cut into
+    groups, whose states follow the same recurrence.
     """
     num_rows, num_heads, num_chunks = log_BHC.shape
+    state_shape = added_BHCNP.shape[3:]
+
+    # One group: the state before chunk i is a decayed sum of `first` and of what each j < i adds.
     if num_chunks <= GROUP:
-        terms = torch.cat((first_BHNP[:, :, None], added), dim=2)
-        decays = _decays(F.pad(log_BHC, (1, 0)).cumsum(-1), added.dtype)
+        terms = torch.cat((first_BHNP[:, :, None], added_BHCNP), dim=2)
+        decays = _decays(F.pad(log_BHC, (1, 0)).cumsum(-1), added_BHCNP.dtype)
         states = (decays @ terms.flatten(3)).view_as(terms)
         return states[:, :, :-1], states[:, :, -1]
+
     if missing := -num_chunks % GROUP:
         log_BHC = F.pad(log_BHC, (0, missing))
-        added = F.pad(added, (0, 0, 0, 0, 0, missing))
-    shape, log_BHGJ = added.shape[3:], log_BHC.unflatten(2, (-1, GROUP))
-    sums = log_BHGJ.cumsum(-1)
-    to_end = (sums[..., -1:] - sums).exp().to(added.dtype)
-    of_groups = to_end[..., None, :] @ added.unflatten(2, (-1, GROUP)).flatten(4)
-    before, last = _states(sums[..., -1], of_groups[..., 0, :].unflatten(3, shape), first_BHNP)
-    # each group by itself, as further heads
-    log_BHC, added = log_BHGJ.flatten(1, 2), added.view(num_rows, -1, GROUP, *shape)
-    states, _ = _states(log_BHC, added, before.flatten(1, 2))
-    return states.reshape(num_rows, num_heads, -1, *shape)[:, :, :num_chunks], last
+        added_BHCNP = F.pad(added_BHCNP, (0, 0, 0, 0, 0, missing))
+
+    # What each group G of J chunks adds, and from that the states before the groups.
+    log_BHGJ = log_BHC.unflatten(2, (-1, GROUP))
+    sums_BHGJ = log_BHGJ.cumsum(-1)
+    to_end_BHGJ = (sums_BHGJ[..., -1:] - sums_BHGJ).exp().to(added_BHCNP.dtype)
+    added_BHGJX = added_BHCNP.unflatten(2, (-1, GROUP)).flatten(4)
+    added_BHGX = (to_end_BHGJ[..., None, :] @ added_BHGJX)[..., 0, :]
+    added_BHGNP = added_BHGX.unflatten(3, state_shape)
+    before_BHGNP, last_BHNP = _states(sums_BHGJ[..., -1], added_BHGNP, first_BHNP)
+
+    # The states in each group by itself, as of further heads.
+    states, _ = _states(
+        log_BHGJ.flatten(1, 2),
+        added_BHCNP.view(num_rows, -1, GROUP, *state_shape),
+        before_BHGNP.flatten(1, 2),
+    )
+    return states.reshape(num_rows, num_heads, -1, *state_shape)[:, :, :num_chunks], last_BHNP

@@ -1,4 +1,4 @@
-"""What a compiled graph costs: products, bytes and launches, counted or estimated without a GPU."""
+"""Cost of a compiled graph: products, bytes and launches, counted or estimated without a GPU."""
 
 import math
 import operator
@@ -18,13 +18,29 @@ from canon_pretrain.kernels.work import Work
 
 GROUPED = torch.ops.aten._grouped_mm
 CONSTANTS = frozenset(
-    "arange empty full full_like iota lift_fresh_copy new_empty new_full new_zeros ones ones_like "
-    "scalar_tensor zeros zeros_like".split()
+    {
+        "arange",
+        "empty",
+        "full",
+        "full_like",
+        "iota",
+        "lift_fresh_copy",
+        "new_empty",
+        "new_full",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "scalar_tensor",
+        "zeros",
+        "zeros_like",
+    }
 )
 """Operators whose results a kernel makes itself."""
-STORED = frozenset("amax amin cat cumsum max mean min prod sum var_mean".split())
+STORED = frozenset(
+    {"amax", "amin", "cat", "cumsum", "max", "mean", "min", "prod", "sum", "var_mean"}
+)
 """Operators whose results are written to memory before others read them."""
-MOST_INLINED_READS = 4
+MAX_INLINED_READS = 4
 """A value that several others use is stored, not computed again, if it reads more tensors."""
 NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::_unsafe_view", "prim::", "profiler::")
 OVERWRITING = ("aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::fill_")
@@ -144,15 +160,15 @@ def recurrence_work(graph: fx.GraphModule) -> Work:
 
     They run on the fake tensors of `graph`.
     """
-    counted = _EagerWork()
+    eager_work = _EagerWork()
     for node in graph.graph.nodes:
         if not _is_recurrence(node):
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
         body = OPDEFS[node.target._schema.name]._init_fn
-        with node.all_input_nodes[0].meta["val"].fake_mode, counted:
+        with node.all_input_nodes[0].meta["val"].fake_mode, eager_work:
             body(*args, **kwargs)
-    return counted.work
+    return eager_work.work
 
 
 def is_recurrence(operator_name: str) -> bool:
@@ -206,13 +222,14 @@ def estimate_work(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]
     if a product, an opaque operator or the caller needs it, or if STORED names its operator. Stored
     values share a kernel if they read one tensor in the same order, or one reads the other as it
     is, and if as many calls come before them. Values with `constant_shapes` (those of parameters,
-    and of their gradients) move no bytes: few beside those of the tokens.
+    and of their gradients) move no bytes: few next to those of the tokens.
     """
     schedule = _Schedule(graph, constant_shapes)
     kernels = schedule.kernels()
     written = schedule.needed.copy()
     num_bytes = 0.0
 
+    # A kernel reads each tensor once, in whatever orders.
     for kernel in kernels:
         by_source: dict[fx.Node, float] = {}
         for read, size in kernel.reads.items():
@@ -223,15 +240,17 @@ def estimate_work(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]
 
     # of these, what is computed here: not an input, nor a call's result
     num_bytes += sum(schedule.bytes_of(node) for node in written & schedule.reads.keys())
+
+    # Calls: products, and operators that are one kernel each.
     products = [call for call in schedule.calls if _is_product(call)]
-    own_kernels = [
+    operators = [
         call
         for call in schedule.calls
         if not (_is_product(call) or _is_opaque(call) or _is_recurrence(call))
     ]
     work = Work(
-        launches=len(kernels) + len(products) + len(own_kernels),
-        bytes_moved=num_bytes + sum(map(schedule.bytes_of_call, own_kernels)),
+        launches=len(kernels) + len(products) + len(operators),
+        bytes_moved=num_bytes + sum(map(schedule.bytes_of_call, operators)),
         product_bytes=sum(map(schedule.bytes_of_call, products)),
         flops=count_products(graph),
     )
@@ -274,7 +293,7 @@ class _Schedule:
             reads = self._reads_of(node)
             self.reads[node] = reads
             num_large = sum(num_bytes > SMALL_BYTES for num_bytes in reads.values())
-            is_reused = len(node.users) > 1 and num_large > MOST_INLINED_READS
+            is_reused = len(node.users) > 1 and num_large > MAX_INLINED_READS
             if node in self.needed or _name(node) in STORED or is_reused:
                 self.stored.append(node)
                 self._ready[node] = self._depth(read.source for read in reads)
@@ -284,20 +303,20 @@ class _Schedule:
 
     def _reads_of(self, node: fx.Node) -> dict[Read, float]:
         """Return what computing a node reads from memory, through the nodes inlined into it."""
-        found: dict[Read, float] = {}
+        reads: dict[Read, float] = {}
         for used in node.all_input_nodes:
             source = base_of(used)
             order = _order_of(used)
             is_inlined = source in self.reads and source not in self._ready
             if is_inlined:
                 for read, num_bytes in self.reads[source].items():
-                    deeper = Read(read.source, order + read.order)
-                    found[deeper] = max(num_bytes, found.get(deeper, 0))
+                    inlined_read = Read(read.source, order + read.order)
+                    reads[inlined_read] = max(num_bytes, reads.get(inlined_read, 0))
             elif not _is_constant(source):
                 read = Read(source, order)
                 num_bytes = min(self.bytes_of(used), self.bytes_of(source))
-                found[read] = max(num_bytes, found.get(read, 0))
-        return found
+                reads[read] = max(num_bytes, reads.get(read, 0))
+        return reads
 
     def kernels(self) -> list[_Kernel]:
         """Return the stored values in groups that share a kernel."""

@@ -41,22 +41,26 @@ _PLANS = {
     "gate backward": (1056, 4),
     "whole row": (264, 8),
 }
-_BLOCK = 256
+_BLOCK = 256  # at most so many channels, unless a program has a whole row
 _MIN_RUN = 16  # the halo is 3 tokens a run
 _MAX_RUN = 8192  # a kernel counts the elements of its run in 32 bits
 
 
 def choose_blocks(kind: str, num_rows: int, num_tokens: int, width: int) -> Blocks:
     """Return the blocks of a kernel of `kind` (of _PLANS) for x[num_rows, num_tokens, width]."""
-    programs, per_thread = _PLANS[kind]
+    num_programs, per_thread = _PLANS[kind]
     block = max(32, triton.next_power_of_2(width))
     if kind != "whole row":
         block = min(_BLOCK, block)
-    across = max(1, triton.cdiv(width, block) * num_rows)
-    runs = max(1, programs // across)
-    run = min(max(_MIN_RUN, triton.cdiv(num_tokens, runs)), _MAX_RUN)
-    least = 4 if kind == "whole row" else 1
-    return Blocks(block, run, min(16, max(least, block // (32 * per_thread))))
+
+    # As many runs as make up the programs, next to those across rows and channels.
+    programs_across = max(1, triton.cdiv(width, block) * num_rows)
+    num_runs = max(1, num_programs // programs_across)
+    run = min(max(_MIN_RUN, triton.cdiv(num_tokens, num_runs)), _MAX_RUN)
+
+    min_warps = 4 if kind == "whole row" else 1
+    warps = min(16, max(min_warps, block // (32 * per_thread)))  # of 32 threads each
+    return Blocks(block, run, warps)
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -69,7 +73,10 @@ def pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor.contiguous()
 
 
-_CHANNELS, _PROGRAMS = 32, 32
+_CHANNELS = 32
+"""Channels of a program that adds up the sums of all programs."""
+_PROGRAMS = 32
+"""Programs whose sums it reads at a time."""
 
 
 @triton.jit
@@ -78,33 +85,42 @@ def canon_sums_kernel(
     taps: tl.constexpr, num_sums: tl.constexpr, residual: tl.constexpr, norm: tl.constexpr,
     block: tl.constexpr, programs: tl.constexpr,
 ):  # fmt: skip
+    """Add up sums[P, S, C] over P; write the gradients of taps and, with `norm`, of the gain.
+
+    dW_j = g S_j,    dg = residual S_0 + sum_j W_j S_j    (rows.py; g is 1 without `norm`)
+    """
     channels = tl.program_id(0) * block + tl.arange(0, block)
     mask = channels < width
     # the residual's own sum, if there is one
     of_residual: tl.constexpr = taps if num_sums > taps else 0
     if norm:
         scale = tl.load(gain + channels, mask=mask, other=0.0).to(tl.float32)
-        through = tl.zeros([block], tl.float32)
+        gain_gradient = tl.zeros([block], tl.float32)
+
     for j in tl.static_range(num_sums):
+        # S_j, in the order of the programs
         total = tl.zeros([programs, block], tl.float32)
         for start in range(0, num_programs, programs):
             program = start + tl.arange(0, programs)
-            at = (program.to(tl.int64)[:, None] * num_sums + j) * width + channels[None, :]
-            inside = (program[:, None] < num_programs) & mask[None, :]
-            total += tl.load(sums + at, mask=inside, other=0.0)
+            offsets = (program.to(tl.int64)[:, None] * num_sums + j) * width + channels[None, :]
+            exists = (program[:, None] < num_programs) & mask[None, :]
+            total += tl.load(sums + offsets, mask=exists, other=0.0)
         s = tl.sum(total, axis=0)
+
         if norm:
             if residual:
                 if j == of_residual:
-                    through += s
+                    gain_gradient += s
         if j < taps:
             tap = channels * taps + (taps - 1 - j)
             if norm:
-                through += s * tl.load(weight + tap, mask=mask, other=0.0).to(tl.float32)
+                w = tl.load(weight + tap, mask=mask, other=0.0).to(tl.float32)
+                gain_gradient += s * w
                 s *= scale
             tl.store(dweight + tap, s.to(dweight.dtype.element_ty), mask=mask)
+
     if norm:
-        tl.store(dgain + channels, through.to(dgain.dtype.element_ty), mask=mask)
+        tl.store(dgain + channels, gain_gradient.to(dgain.dtype.element_ty), mask=mask)
 
 
 def weight_gradient(
@@ -113,14 +129,25 @@ def weight_gradient(
     """Return the gradients of the weight and of the gain (empty without one), in their dtypes."""
     num_programs, num_sums, width = sums_PSC.shape
     dweight = torch.empty_like(weight_C1K)
-    gain = weight_C1K if gain_C is None else gain_C
+    gain = weight_C1K if gain_C is None else gain_C  # any pointer
     dgain = weight_C1K.new_empty(0) if gain_C is None else torch.empty_like(gain_C)
     if width:
         with on_device(sums_PSC):
             canon_sums_kernel[(triton.cdiv(width, _CHANNELS),)](
-                sums_PSC, weight_C1K, gain, dweight, dgain, num_programs, width,
-                taps=weight_C1K.shape[2], num_sums=num_sums, residual=residual,
-                norm=gain_C is not None, block=_CHANNELS, programs=_PROGRAMS, num_warps=4,
+                sums_PSC,
+                weight_C1K,
+                gain,
+                dweight,
+                dgain,
+                num_programs,
+                width,
+                taps=weight_C1K.shape[2],
+                num_sums=num_sums,
+                residual=residual,
+                norm=gain_C is not None,
+                block=_CHANNELS,
+                programs=_PROGRAMS,
+                num_warps=4,
                 enable_fp_fusion=True,
-            )  # fmt: skip
+            )
     return dweight, dgain

@@ -1,4 +1,4 @@
-"""Canon by Triton kernels: alone, and with what is beside it at each site of a block.
+"""Canon by Triton kernels: alone, and with its neighbors at each site of a block.
 
 All take float32, bfloat16 and float16, add in float32, and round once at the end. Weight gradients
 are the same bits in every run.
@@ -7,7 +7,7 @@ Shapes: B batch, T tokens, D hidden, C channels, K taps (head dim in [B, T, H, K
 key-value heads, X = H K, Y = G K, F ffn dim, R rotated pairs of a head, N = taps - 1 + T.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,17 @@ from canon_pretrain.kernels.triton.rows import MAX_READERS, NORMS, canon_rows, c
 
 MAX_ROW = 4096
 """The most elements of a row that one program holds for a norm; wider ones take PyTorch's norm."""
+
+
+class _RowOptions(NamedTuple):
+    """Arguments of `canon_rows` that are not tensors, in its order."""
+
+    head_dim: int
+    rope_heads: int
+    residual: bool
+    activation: bool
+    norm: str
+    eps: float
 
 
 class _CanonRows(torch.autograd.Function):
@@ -37,30 +48,48 @@ class _CanonRows(torch.autograd.Function):
         segments_BN: Tensor | None,
         cos_TR: Tensor | None,
         sin_TR: Tensor | None,
-        options: tuple[int, int, bool, bool, str, float],
+        options: _RowOptions,
         readers: int,
     ) -> Tensor | tuple[Tensor, ...]:
         y_BTC, rstd_BT, sum_BTC = canon_rows(
             h_BTC, weight_C1K, gain, segments_BN, added_BTC, cos_TR, sin_TR, *options
         )
-        kept = h_BTC if added_BTC is None else sum_BTC
-        ctx.save_for_backward(kept, weight_C1K, gain, segments_BN, cos_TR, sin_TR, rstd_BT)
-        ctx.options, ctx.streams = options, readers > 0
+        input_BTC = h_BTC if added_BTC is None else sum_BTC
+        ctx.save_for_backward(input_BTC, weight_C1K, gain, segments_BN, cos_TR, sin_TR, rstd_BT)
+        ctx.options = options
+        ctx.has_stream = readers > 0
         if not readers:
             return y_BTC
-        stream = h_BTC.view_as(h_BTC) if added_BTC is None else sum_BTC
-        return stream, y_BTC, *(y_BTC.view_as(y_BTC) for _ in range(readers - 1))
+
+        # A result for each reader, so that backward receives the gradient of each.
+        stream_BTC = h_BTC.view_as(h_BTC) if added_BTC is None else sum_BTC
+        return stream_BTC, y_BTC, *(y_BTC.view_as(y_BTC) for _ in range(readers - 1))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dh_BTC, dys_BTC = (grads[0], grads[1:]) if ctx.streams else (None, grads)
-        need_h, need_added, need_weight, need_gain = ctx.needs_input_grad[:4]
-        want_sums = need_weight or need_gain
-        dh, dweight, dgain = canon_rows_backward(
-            list(dys_BTC), *ctx.saved_tensors, dh_BTC, *ctx.options, want_sums
+        dstream_BTC = None
+        dys_BTC = list(grads)
+        if ctx.has_stream:
+            dstream_BTC, *dys_BTC = grads
+        needs_h, needs_added, needs_weight, needs_gain, *_ = ctx.needs_input_grad
+        dh_BTC, dweight, dgain = canon_rows_backward(
+            dys_BTC,
+            *ctx.saved_tensors,
+            dstream_BTC,
+            *ctx.options,
+            want_sums=needs_weight or needs_gain,
         )
-        found = (dh, need_h), (dh, need_added), (dweight, need_weight), (dgain, need_gain)
-        return *(grad if needed else None for grad, needed in found), *(None,) * 5
+        return (
+            dh_BTC if needs_h else None,
+            dh_BTC if needs_added else None,
+            dweight if needs_weight else None,
+            dgain if needs_gain else None,
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def canon_triton(
@@ -78,7 +107,7 @@ def canon_triton(
     head_dim: int = 0,
     rope_heads: int = 0,
 ) -> Tensor:
-    """Compute `canon_reference` of a whole sequence, with what is beside it.
+    """Compute `canon_reference` of a whole sequence, with its neighbors.
 
     `norm` "full": RMSNorm before Canon (A, C, QK-norm), with a gain of x's width. "per_head":
     RMSNorm of each head after Canon, with a gain of a head's width. `cos_TR`, `sin_TR` (float32):
@@ -86,13 +115,16 @@ def canon_triton(
     """
     width = x_BTC.shape[-1]
     _check("canon_triton", x_BTC, weight_C1K, width, segments_BN)
-    size = width if norm == "full" else head_dim
-    if norm != "none" and (gain is None or gain.shape != (size,)):
-        raise ValueError(f'norm "{norm}" needs a gain of shape ({size},)')
+    gain_width = width if norm == "full" else head_dim
+    if norm != "none" and (gain is None or gain.shape != (gain_width,)):
+        raise ValueError(f'norm "{norm}" needs a gain of shape ({gain_width},)')
+
     if norm == "full" and width > MAX_ROW:
         assert gain is not None
-        x_BTC, gain, norm = F.rms_norm(x_BTC, (width,), gain.to(x_BTC.dtype), eps), None, "none"
-    options = (head_dim, rope_heads, residual, activation, norm, eps)
+        x_BTC = F.rms_norm(x_BTC, (width,), gain.to(x_BTC.dtype), eps)
+        gain = None
+        norm = "none"
+    options = _RowOptions(head_dim, rope_heads, residual, activation, norm, eps)
     return _CanonRows.apply(x_BTC, None, weight_C1K, gain, segments_BN, cos_TR, sin_TR, options, 0)
 
 
@@ -114,7 +146,8 @@ def norm_canon_stream_triton(
     """
     width = h_BTD.shape[-1]
     if width > MAX_ROW:
-        h_BTD = h_BTD if added_BTD is None else h_BTD + added_BTD
+        if added_BTD is not None:
+            h_BTD = h_BTD + added_BTD
         y_BTD = canon_triton(
             h_BTD,
             weight_D1K,
@@ -126,23 +159,20 @@ def norm_canon_stream_triton(
             eps=eps,
         )
         return h_BTD, *(y_BTD,) * readers
+
     _check("norm_canon_stream_triton", h_BTD, weight_D1K, width, segments_BN)
-    if (
-        gain_D.shape != (width,)
-        or readers < 1
-        or (
-            added_BTD is not None
-            and (added_BTD.shape, added_BTD.dtype) != (h_BTD.shape, h_BTD.dtype)
-        )
-    ):
+    added_fits = added_BTD is None or (
+        added_BTD.shape == h_BTD.shape and added_BTD.dtype == h_BTD.dtype
+    )
+    if gain_D.shape != (width,) or readers < 1 or not added_fits:
         raise ValueError(f"expected a reader, a gain [{width}], added like h")
-    options = (0, 0, residual, activation, "full", eps)
+    options = _RowOptions(0, 0, residual, activation, "full", eps)
     fused_readers = min(readers, MAX_READERS)
     stream_BTD, *results = _CanonRows.apply(
         h_BTD, added_BTD, weight_D1K, gain_D, segments_BN, None, None, options, fused_readers
     )
-    shared = [results[-1]] * (readers - len(results))
-    return stream_BTD, *results, *shared
+    further_results = [results[-1]] * (readers - fused_readers)
+    return stream_BTD, *results, *further_results
 
 
 def canon_qkv_triton(
@@ -165,19 +195,23 @@ def canon_qkv_triton(
     Its other `options` are for all parts. One in `rope_share` heads of q and of k rotates.
     """
     check_choice("qk_norm", qk_norm, NORMS)
-    options |= {"head_dim": head_dim}
+    options["head_dim"] = head_dim
     widths = [part.shape[-1] for part in (q_BTX, k_BTY, v_BTY)]
     _check("canon_qkv_triton", q_BTX, weight_C1K, sum(widths), options.get("segments_BN"))
     q_weight, k_weight, v_weight = weight_C1K.split(widths)
-    mixed = []
-    for x, weight, gain in ((q_BTX, q_weight, q_gain), (k_BTY, k_weight, k_gain)):
-        beside = options | {"norm": qk_norm, "gain": gain}
+
+    def normed_and_rotated(x: Tensor, weight: Tensor, gain: Tensor | None) -> Tensor:
+        rope_options: dict[str, Any] = {}
         if cos_TR is not None:
-            beside["rope_heads"] = x.shape[-1] // head_dim // rope_share
-            beside |= {"cos_TR": cos_TR, "sin_TR": sin_TR}
-        mixed.append(canon_triton(x, weight, **beside))
-    mixed.append(canon_triton(v_BTY, v_weight, **options))
-    q_BTHK, k_BTGK, v_BTGK = (y.unflatten(-1, (-1, head_dim)) for y in mixed)
+            num_heads = x.shape[-1] // head_dim
+            rope_options = {"cos_TR": cos_TR, "sin_TR": sin_TR}
+            rope_options["rope_heads"] = num_heads // rope_share
+        return canon_triton(x, weight, norm=qk_norm, gain=gain, **rope_options, **options)
+
+    q_BTX = normed_and_rotated(q_BTX, q_weight, q_gain)
+    k_BTY = normed_and_rotated(k_BTY, k_weight, k_gain)
+    v_BTY = canon_triton(v_BTY, v_weight, **options)
+    q_BTHK, k_BTGK, v_BTGK = (y.unflatten(-1, (-1, head_dim)) for y in (q_BTX, k_BTY, v_BTY))
     return q_BTHK, k_BTGK, v_BTGK
 
 
@@ -202,13 +236,13 @@ def _check(
     name: str, x_BTC: Tensor, weight_C1K: Tensor, width: int, segments_BN: Tensor | None
 ) -> None:
     """Raise ValueError if shapes do not fit: a kernel would read past their ends."""
-    taps = weight_C1K.shape[-1]
-    fits = x_BTC.ndim == 3 and weight_C1K.shape == (width, 1, taps) and taps in (2, 3, 4)
+    num_taps = weight_C1K.shape[-1]
+    fits = x_BTC.ndim == 3 and weight_C1K.shape == (width, 1, num_taps) and num_taps in (2, 3, 4)
     if fits and segments_BN is not None:
-        fits = segments_BN.shape == (x_BTC.shape[0], taps - 1 + x_BTC.shape[1])
+        fits = segments_BN.shape == (x_BTC.shape[0], num_taps - 1 + x_BTC.shape[1])
     if not fits:
-        given = [tuple(t.shape) for t in (x_BTC, weight_C1K, segments_BN) if t is not None]
+        shapes = [tuple(t.shape) for t in (x_BTC, weight_C1K, segments_BN) if t is not None]
         raise ValueError(
-            f"{name} got x, weight and segments of shapes {given}; expected "
+            f"{name} got x, weight and segments of shapes {shapes}; expected "
             f"[B, T, C], [{width}, 1, taps], 2 to 4 taps, and [B, taps - 1 + T]"
         )

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""Canon with what is beside it at sites A, B and C, in one kernel: norms, rotation, the stream.
+"""Canon with its neighbors at sites A, B and C, in one kernel: norms, rotation, the stream.
 
 One forward and one backward body; a site is a choice of loads and epilogues:
 
@@ -17,10 +17,19 @@ convolution's gradient.
 
 Shapes: B batch, T tokens, C channels, K taps, R rotated pairs of a head, P programs along B and T,
 S sums (K; one more for the residual behind an activation, or for the gain per head), N = K - 1 + T.
+
+Names in the kernels are those of window.py; for the token 0 to 3 places before token t also
+
+    d0 .. d3  the gradient of the convolution
+    e0 .. e3  the gradient of Canon's result, which the residual passes on
+    s0 .. s3  the sums S_j, and s_more the one more
+
+A block of channels is whole heads, each padded to `dims` channels, a power of two; `inside` are
+those of the `head_dim` that exist (None if all do), `dim` a channel's place in its head.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,6 +56,19 @@ def load_scale(gain, channels, dim, mask, norm: tl.constexpr):
 
 
 @triton.jit
+def load_scaled_taps(weight, gain, channels, dim, mask, taps: tl.constexpr, norm: tl.constexpr):
+    """w0 .. w3, with the full norm's gain as a factor, and the norm's gain."""
+    w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
+    scale = load_scale(gain, channels, dim, mask, norm)
+    if norm == FULL:
+        w0 = w0 * scale
+        w1 = w1 * scale
+        w2 = w2 * scale
+        w3 = w3 * scale
+    return w0, w1, w2, w3, scale
+
+
+@triton.jit
 def head_sums(x, dims: tl.constexpr):
     """The sum over each head's dims, for each of them."""
     by_head = tl.reshape(x, [x.shape[0] // dims, dims])
@@ -60,12 +82,14 @@ def rotate(
     block: tl.constexpr,
 ):  # fmt: skip
     """Turn the pairs (0, 1), (2, 3), .. of each head by token t's angles times `sign`."""
-    place = tl.arange(0, block // 2)
-    pair = place % (dims // 2)
-    head = tl.program_id(0) * (block // dims) + place // (dims // 2)
+    pairs_in_block = tl.arange(0, block // 2)
+    pair = pairs_in_block % (dims // 2)
+    head = tl.program_id(0) * (block // dims) + pairs_in_block // (dims // 2)
+    # Only the first pairs of the first heads rotate: others by an angle of 0.
     mask = (pair < window.limit(t, start, stop, rope_pairs)) & (head < rope_heads)
     c = tl.load(cos + t * rope_pairs + pair, mask=mask, other=1.0)
     s = tl.load(sin + t * rope_pairs + pair, mask=mask, other=0.0) * sign
+
     a, b = tl.split(tl.reshape(x, [block // 2, 2]))
     return tl.reshape(tl.join(a * c - b * s, a * s + b * c), [block])
 
@@ -86,17 +110,22 @@ def canon_rows_forward_kernel(
         inside = dim < head_dim
         channels = (channels // dims) * head_dim + dim
         mask = (channels < width) & inside
-    start, place, low, high, length = window.own_run(num_tokens, run, taps)
+
+    # Let all pointers begin at the run; cos and sin have one row of a sequence.
+    start, segment_start, low, high, length = window.own_run(num_tokens, run, taps)
     skipped = start * width
-    x, added, y, total = x + skipped, added + skipped, y + skipped, total + skipped
-    rstd, segments = rstd + start, segments + place
+    x += skipped
+    added += skipped
+    y += skipped
+    total += skipped
+    rstd += start
+    segments += segment_start
     if rope:
         cos -= low * rope_pairs
         sin -= low * rope_pairs
-    w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
-    scale = load_scale(gain, channels, dim, mask, norm)
-    if norm == FULL:
-        w0, w1, w2, w3 = w0 * scale, w1 * scale, w2 * scale, w3 * scale
+
+    w0, w1, w2, w3, scale = load_scaled_taps(weight, gain, channels, dim, mask, taps, norm)
+
     zeros = tl.zeros([block], tl.float32)
     x1, x2, x3 = zeros, zeros, zeros
     g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
@@ -119,10 +148,13 @@ def canon_rows_forward_kernel(
             window.store_row(total, t, 0, length, width, channels, x0, inside)
             more0, more1 = more1, more2
         g0 = window.load_segment(segments, t, low, high, taps, seg)
+
+        # The full norm comes before Canon; its gain is in the taps.
         if norm == FULL:
             r = tl.rsqrt(tl.sum(x0 * x0, axis=0) / width + eps)
             x0 *= r
             tl.store(rstd + t, r, mask=t >= 0)
+
         z = window.mix(x0, x1, x2, x3, w0, w1, w2, w3, g0, g1, g2, g3, taps, seg)
         if activation:
             z = window.silu(z)
@@ -131,11 +163,14 @@ def canon_rows_forward_kernel(
                 z += scale * x0
             else:
                 z += x0
+
+        # The norm per head and the rotation come after it.
         if norm == PER_HEAD:
             z *= tl.rsqrt(head_sums(z * z, dims) / head_dim + eps) * scale
         if rope:
             z = rotate(z, cos, sin, t, 0, length, rope_pairs, rope_heads, 1.0, dims, block)
         window.store_row(y, t, 0, length, width, channels, z, inside)
+
         x3, x2, x1 = x2, x1, x0
         g3, g2, g1 = g2, g1, g0
         next0, next1 = next1, next2
@@ -158,24 +193,31 @@ def canon_rows_backward_kernel(
         inside = dim < head_dim
         channels = (channels // dims) * head_dim + dim
         mask = (channels < width) & inside
-    start, place, low, high, length = window.own_run(num_tokens, run, taps)
+
+    # Let all pointers begin at the run; cos and sin have one row of a sequence.
+    start, segment_start, low, high, length = window.own_run(num_tokens, run, taps)
     skipped = start * width
-    dy, dy1, dy2 = dy + skipped, dy1 + skipped, dy2 + skipped
-    x, more, dx = x + skipped, more + skipped, dx + skipped
-    rstd, segments = rstd + start, segments + place
+    dy += skipped
+    dy1 += skipped
+    dy2 += skipped
+    x += skipped
+    more += skipped
+    dx += skipped
+    rstd += start
+    segments += segment_start
     if rope:
         cos -= low * rope_pairs
         sin -= low * rope_pairs
-    w0, w1, w2, w3 = window.load_taps(weight, channels, mask, taps)
-    scale = load_scale(gain, channels, dim, mask, norm)
-    if norm == FULL:
-        w0, w1, w2, w3 = w0 * scale, w1 * scale, w2 * scale, w3 * scale
+
+    w0, w1, w2, w3, scale = load_scaled_taps(weight, gain, channels, dim, mask, taps, norm)
+
     zeros = tl.zeros([block], tl.float32)
-    x1, x2, x3 = zeros, zeros, zeros  # inputs of the tokens before t
-    d1, d2, d3 = zeros, zeros, zeros  # gradients of their convolutions
-    e1, e2, e3 = zeros, zeros, zeros  # gradients of their residuals
+    x1, x2, x3 = zeros, zeros, zeros
+    d1, d2, d3 = zeros, zeros, zeros
+    e1, e2, e3 = zeros, zeros, zeros
     s0, s1, s2, s3, s_more = zeros, zeros, zeros, zeros, zeros
-    # the convolution's output is needed if something nonlinear is after it
+    # The convolution's output is needed if something nonlinear is after it: then the window of
+    # inputs is filled first. Otherwise x is read at s only.
     again: tl.constexpr = activation or norm == PER_HEAD
     begin = 0
     if again:
@@ -185,6 +227,8 @@ def canon_rows_backward_kernel(
     for i in tl.range(0, length + window.REACH - begin, num_stages=stages):
         t = begin + i
         s = t - window.REACH  # the token whose gradient is complete with t's
+
+        # The gradient of Canon's result at t: of all readers, before the rotation.
         e0 = window.load_row(dy, t, 0, high, width, channels, inside)
         if grads > 1:
             e0 += window.load_row(dy1, t, 0, high, width, channels, inside)
@@ -193,6 +237,8 @@ def canon_rows_backward_kernel(
         g0 = window.load_segment(segments, t, low, high, taps, seg)
         if rope:
             e0 = rotate(e0, cos, sin, t, 0, high, rope_pairs, rope_heads, -1.0, dims, block)
+
+        # The gradient of the convolution at t, and Canon's input at s.
         if again:
             x0 = window.load_row(x, t, low, high, width, channels, inside)
             if norm == FULL:
@@ -204,6 +250,7 @@ def canon_rows_backward_kernel(
                     u = window.silu(z)
                 if residual:
                     u += x0
+                # u r is the normalized head: de = r (g e - u r mean(g e u r))
                 r = tl.rsqrt(head_sums(u * u, dims) / head_dim + eps)
                 u *= r
                 s_more += tl.where(t < length, e0 * u, 0.0)
@@ -219,6 +266,8 @@ def canon_rows_backward_kernel(
             at_s = window.load_row(x, s, 0, length, width, channels, inside)
             if norm == FULL:
                 at_s *= tl.load(rstd + s, mask=s >= 0, other=0.0)
+
+        # The gradient of x at s: the transposed sum over s .. t, then the full norm's.
         z = window.mix(d3, d2, d1, d0, w0, w1, w2, w3, g3, g2, g1, g0, taps, seg)
         if residual:
             if norm == FULL:
@@ -231,15 +280,18 @@ def canon_rows_backward_kernel(
         if adds:
             z += window.load_row(more, s, 0, length, width, channels, inside)
         window.store_row(dx, s, 0, length, width, channels, z, inside)
+
         if num_sums > 0:
             s0, s1, s2, s3 = window.add_products(
                 s0, s1, s2, s3, at_s, d3, d2, d1, d0, g3, g2, g1, g0, taps, seg
             )
             if norm == FULL and activation:
                 s_more += at_s * e3
+
         d3, d2, d1 = d2, d1, d0
         e3, e2, e1 = e2, e1, e0
         g3, g2, g1 = g2, g1, g0
+
     if num_sums > 0:
         program = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         sums += program * num_sums * width
@@ -265,29 +317,36 @@ def canon_rows(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return y_BTC of x + added; 1 / rms [B, T] (full norm) and x + added, rounded, or [0]."""
-    x, added = x_BTC.contiguous(), blocks.pointer(added_BTC, x_BTC)
-    y, rstd, sum_BTC = _canon_rows_like(x, weight_C1K, gain, None, added_BTC, norm, eps)
+    x = x_BTC.contiguous()
+    y, rstd, total = _canon_rows_like(x, weight_C1K, gain, None, added_BTC, norm, eps)
     if x.numel():
-        plan, grid, options = _launch("forward", x, weight_C1K, cos_TR, head_dim, norm)
+        launch = _launch(
+            "forward", x, weight_C1K, gain, segments_BN, cos_TR, sin_TR, head_dim, norm
+        )
         with blocks.on_device(x):
-            canon_rows_forward_kernel[grid](
-                x, added, weight_C1K.contiguous(),
-                *(blocks.pointer(each, x) for each in (gain, cos_TR, sin_TR, segments_BN)),
-                y, rstd, sum_BTC, *x.shape[1:],
-                plan.run, eps, cos_TR.shape[1] if cos_TR is not None else 0, rope_heads,
-                residual=residual, activation=activation, seg=segments_BN is not None,
-                adds=added_BTC is not None, **options,
-            )  # fmt: skip
-    return y, rstd, sum_BTC
+            canon_rows_forward_kernel[launch.grid](
+                added=blocks.pointer(added_BTC, x),
+                y=y,
+                rstd=rstd,
+                total=total,
+                eps=eps,
+                rope_heads=rope_heads,
+                residual=residual,
+                activation=activation,
+                adds=added_BTC is not None,
+                **launch.arguments,
+            )
+    return y, rstd, total
 
 
 @canon_rows.register_fake
 def _canon_rows_like(
-    x: Tensor, weight: Tensor, gain: Any, segments: Any, added: Tensor | None, *others: Any
+    x: Tensor, weight: Tensor, gain: Any, segments: Any, added: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    norm = others[-2]
+    *_, norm, _eps = options
     rstd = x.new_empty(x.shape[:2] if norm == "full" else (0,), dtype=torch.float32)
-    return x.new_empty(x.shape), rstd, x.new_empty(x.shape if added is not None else (0,))
+    total = x.new_empty(x.shape if added is not None else (0,))
+    return x.new_empty(x.shape), rstd, total
 
 
 @torch.library.custom_op("canon_pretrain::canon_rows_backward", mutates_args=())
@@ -313,59 +372,122 @@ def canon_rows_backward(
 
     `dys`: of y, by reader. Without `want_sums` the last two are empty, as is the last without gain.
     """
-    x, weight = x_BTC.contiguous(), weight_C1K.contiguous()
-    plan, grid, options = _launch("backward", x, weight, cos_TR, head_dim, norm)
+    x = x_BTC.contiguous()
+    weight = weight_C1K.contiguous()
+    launch = _launch("backward", x, weight, gain, segments_BN, cos_TR, sin_TR, head_dim, norm)
     stages = blocks.STAGES
-    if len(dys_BTC) > 1 and plan.block > 2048:
+    if len(dys_BTC) > 1 and launch.plan.block > 2048:
         stages = 2  # five rows per stage must fit in shared memory
         if activation:  # and in registers
             dys_BTC = [sum(dys_BTC[1:], dys_BTC[0])]
-    dys = [*(dy.contiguous() for dy in dys_BTC), x, x][:MAX_READERS]
+    # any pointers for the readers that are not there
+    dy, dy1, dy2 = [*(dy.contiguous() for dy in dys_BTC), x, x][:MAX_READERS]
+
     dx = torch.empty_like(x)
-    num_sums = weight.shape[2] + (norm == "per_head" or norm == "full" and activation)
-    shape = (grid[1] * grid[2], num_sums, x.shape[2]) if want_sums else (0,)
-    sums_PSC = x.new_empty(shape, dtype=torch.float32)
+    has_one_more = norm == "per_head" or (norm == "full" and activation)
+    num_sums = weight.shape[2] + has_one_more
+    _, runs, num_rows = launch.grid
+    sums_shape = (runs * num_rows, num_sums, x.shape[2]) if want_sums else (0,)
+    sums_PSC = x.new_empty(sums_shape, dtype=torch.float32)
     if x.numel():
         with blocks.on_device(x):
-            canon_rows_backward_kernel[grid](
-                *dys, x, weight,
-                *(blocks.pointer(each, x) for each in (gain, cos_TR, sin_TR, segments_BN)),
-                rstd_BT, blocks.pointer(more_BTC, x), dx, sums_PSC, *x.shape[1:],
-                plan.run, eps, cos_TR.shape[1] if cos_TR is not None else 0, rope_heads,
-                residual=residual, activation=activation, seg=segments_BN is not None,
-                adds=more_BTC is not None, grads=len(dys_BTC),
-                num_sums=num_sums if want_sums else 0, stages=stages, **options,
-            )  # fmt: skip
+            canon_rows_backward_kernel[launch.grid](
+                dy=dy,
+                dy1=dy1,
+                dy2=dy2,
+                rstd=rstd_BT,
+                more=blocks.pointer(more_BTC, x),
+                dx=dx,
+                sums=sums_PSC,
+                eps=eps,
+                rope_heads=rope_heads,
+                residual=residual,
+                activation=activation,
+                adds=more_BTC is not None,
+                grads=len(dys_BTC),
+                num_sums=num_sums if want_sums else 0,
+                stages=stages,
+                **launch.arguments,
+            )
     if not want_sums:
         return dx, weight.new_empty(0), weight.new_empty(0)
+
     full_gain = blocks.pointer(gain, x) if norm == "full" else None
     dweight, dgain = blocks.weight_gradient(sums_PSC, weight, full_gain, residual=residual)
     if norm == "per_head" and gain is not None:
+        # the last sum, over programs and heads
         dgain = sums_PSC[:, -1].sum(0).view(-1, head_dim).sum(0).to(gain.dtype)
     return dx, dweight, dgain
 
 
 @canon_rows_backward.register_fake
 def _canon_rows_backward_like(
-    dys: Any, x: Tensor, weight: Tensor, gain: Tensor | None, *others: Any
+    dys: Any, x: Tensor, weight: Tensor, gain: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    want_sums = others[-1]
+    *_, want_sums = options
+    dweight = weight.new_empty(weight.shape if want_sums else (0,))
     dgain = weight.new_empty(0) if gain is None or not want_sums else gain.new_empty(gain.shape)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape if want_sums else (0,)), dgain
+    return x.new_empty(x.shape), dweight, dgain
+
+
+class _Launch(NamedTuple):
+    plan: blocks.Blocks
+    grid: tuple[int, int, int]
+    """Blocks of channels, runs, rows."""
+    arguments: dict[str, Any]
+    """Those that both kernels take."""
 
 
 def _launch(
-    kind: str, x_BTC: Tensor, weight_C1K: Tensor, cos_TR: Tensor | None, head_dim: int, norm: str
-) -> tuple[blocks.Blocks, tuple[int, int, int], dict[str, Any]]:
-    num_rows, num_tokens, width = x_BTC.shape
-    by_heads = cos_TR is not None or norm == "per_head"
+    kind: str,
+    x: Tensor,
+    weight_C1K: Tensor,
+    gain: Tensor | None,
+    segments_BN: Tensor | None,
+    cos_TR: Tensor | None,
+    sin_TR: Tensor | None,
+    head_dim: int,
+    norm: str,
+) -> _Launch:
+    num_rows, num_tokens, width = x.shape
+    has_rope = cos_TR is not None
+
+    # A head is padded to `dims`, a power of two; without heads every channel is one.
+    by_heads = has_rope or norm == "per_head"
+    if not by_heads:
+        head_dim = 1
     dims = max(2, triton.next_power_of_2(head_dim)) if by_heads else 1
-    all_heads = width // head_dim if by_heads else width
-    padded = triton.next_power_of_2(all_heads) * dims
-    sized = ("whole row", padded) if norm == "full" else (kind, width)
-    plan = blocks.choose_blocks(sized[0], num_rows, num_tokens, sized[1])
-    block = max(dims, min(plan.block, padded)) if by_heads else plan.block
-    grid = triton.cdiv(all_heads, block // dims), triton.cdiv(num_tokens, plan.run), num_rows
-    options = {"taps": weight_C1K.shape[2], "norm": NORMS[norm], "rope": cos_TR is not None}
-    options |= {"head_dim": head_dim if by_heads else 1, "dims": dims, "block": block}
-    return plan, grid, options | {"num_warps": plan.warps, "enable_fp_fusion": True}
+    num_heads = width // head_dim
+    padded_width = triton.next_power_of_2(num_heads) * dims
+
+    if norm == "full":
+        plan = blocks.choose_blocks("whole row", num_rows, num_tokens, padded_width)
+    else:
+        plan = blocks.choose_blocks(kind, num_rows, num_tokens, width)
+    block = max(dims, min(plan.block, padded_width)) if by_heads else plan.block
+    grid = (triton.cdiv(num_heads, block // dims), triton.cdiv(num_tokens, plan.run), num_rows)
+    return _Launch(
+        plan,
+        grid,
+        {
+            "x": x,
+            "weight": weight_C1K.contiguous(),
+            "gain": blocks.pointer(gain, x),
+            "cos": blocks.pointer(cos_TR, x),
+            "sin": blocks.pointer(sin_TR, x),
+            "segments": blocks.pointer(segments_BN, x),
+            "num_tokens": num_tokens,
+            "width": width,
+            "run": plan.run,
+            "rope_pairs": cos_TR.shape[1] if cos_TR is not None else 0,
+            "taps": weight_C1K.shape[2],
+            "seg": segments_BN is not None,
+            "norm": NORMS[norm],
+            "rope": has_rope,
+            "head_dim": head_dim,
+            "dims": dims,
+            "block": block,
+            "num_warps": plan.warps,
+            "enable_fp_fusion": True,
+        },
+    )

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False
-"""What the kernels of this folder share: a program's tokens, one token's row, the rolling window.
+"""Parts of all kernels in this folder: a program's tokens, one token's row, the rolling window.
 
 A program has a run of tokens and some channels, and walks the run token by token. The K - 1 rows
 before (in backward: after) a token stay in registers, so each value is read from memory once,
@@ -17,16 +17,18 @@ import triton
 import triton.language as tl
 
 REACH = tl.constexpr(3)
+"""Tokens of the window before the current one, whatever the number of taps."""
 
 
 @triton.jit
 def own_run(num_tokens, run, taps: tl.constexpr):
     """The run's first token (of all rows) and segment, and its low, high and length."""
-    first = tl.program_id(1) * run
+    first_token = tl.program_id(1) * run
     row = tl.program_id(2).to(tl.int64)
-    length = tl.minimum(run, num_tokens - first)
-    place = row * (num_tokens + taps - 1) + first
-    return row * num_tokens + first, place, -first, num_tokens - first, length
+    length = tl.minimum(run, num_tokens - first_token)
+    segment_start = row * (num_tokens + taps - 1) + first_token
+    start = row * num_tokens + first_token
+    return start, segment_start, -first_token, num_tokens - first_token, length
 
 
 @triton.jit
@@ -83,8 +85,8 @@ def store_row(y, t, start, stop, width, channels, value, inside=None):
 def load_tap(weight, channels, mask, j: tl.constexpr, taps: tl.constexpr):
     """Tap w_j of weight[C, 1, taps], whose last one is the token's own; zeros past the width."""
     if j < taps:
-        place = weight + channels * taps + (taps - 1 - j)
-        return tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        pointers = weight + channels * taps + (taps - 1 - j)
+        return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     else:
         return tl.zeros(channels.shape, tl.float32)
 
@@ -92,8 +94,10 @@ def load_tap(weight, channels, mask, j: tl.constexpr, taps: tl.constexpr):
 @triton.jit
 def load_taps(weight, channels, mask, taps: tl.constexpr):
     """w0 .. w3."""
-    w0, w1 = load_tap(weight, channels, mask, 0, taps), load_tap(weight, channels, mask, 1, taps)
-    w2, w3 = load_tap(weight, channels, mask, 2, taps), load_tap(weight, channels, mask, 3, taps)
+    w0 = load_tap(weight, channels, mask, 0, taps)
+    w1 = load_tap(weight, channels, mask, 1, taps)
+    w2 = load_tap(weight, channels, mask, 2, taps)
+    w3 = load_tap(weight, channels, mask, 3, taps)
     return w0, w1, w2, w3
 
 
