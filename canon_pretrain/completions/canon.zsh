@@ -375,7 +375,7 @@ _shtab_canon_eval_submit_options=(
   "--retries[how often a failed job is submitted again (default\: 2)]:R:"
   "--interval-s[seconds between two polls (default\: 60)]:interval_s:"
   "--report[folder of the report (default\: RUN\/report\; of several runs .\/report)]:DIR:_files"
-  "--change[replace the options in schedule.json by those given]"
+  "--change[replace the options in schedule.json by those of this call]"
   "*--sbatch[a flag for each job, such as --sbatch\=--partition\=short (repeatable)]:FLAG:"
   "--trust-task-files[use task files outside eval\/tasks, which are code, without a prompt]"
   "--data[folder of the run\'s shards if they were moved]:data:_files"
