@@ -392,7 +392,7 @@ def _begin(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
 
     # not resolved: RUN/checkpoint may be a link to a larger disk
-    run, checkpoint = find_checkpoint(Path(os.path.abspath(arguments.checkpoint)))
+    checkpoint, run = find_checkpoint(Path(os.path.abspath(arguments.checkpoint)))
     leases = leases_of(run.path, checkpoint.name, arguments.suite)
     start = start_job(leases, arguments.job, arguments.lease, arguments.restarts)
     if start.exit_code:
