@@ -163,7 +163,8 @@ def run(arguments: argparse.Namespace) -> None:
     elif arguments.suites:
         split_suites(arguments.suites)  # unknown suites are reported before missing runs
 
-    # The options of this call, checked; all others are those of the stored requests.
+    # The options of this call, checked; all others are those of the stored requests. Suites that
+    # are stored already are not checked again.
     requests = [read_request(run, change=arguments.change) for run in runs]
     stored_suites = [suite for request in requests if request for suite in request.suites]
     options = {
@@ -176,20 +177,19 @@ def run(arguments: argparse.Namespace) -> None:
     options = {name: value for name, value in options.items() if value is not None}
     if not read_only:
         _confirm_task_files(options.get("suites", stored_suites), arguments)
-    watched = [
-        Schedule(
-            run,
-            update_request(run, options, change=arguments.change, keep=not read_only),
-        )
-        for run in runs
-    ]
+    watched: list[Schedule] = []
+    for run in runs:
+        request = update_request(run, options, change=arguments.change, keep=not read_only)
+        watched.append(Schedule(run, request))
 
-    report = arguments.report or (folders[0] / "report" if len(folders) == 1 else Path("report"))
+    # Watch the runs, or show what a watcher would do.
+    default_report = folders[0] / "report" if len(folders) == 1 else Path("report")
+    default_max_in_flight = 1 if arguments.local else MAX_IN_FLIGHT
     watcher = Watcher(
         watched,
         _queue(needed=not (arguments.local or read_only)),
-        Path(os.path.abspath(report)),
-        max_in_flight=arguments.max_in_flight or (1 if arguments.local else MAX_IN_FLIGHT),
+        Path(os.path.abspath(arguments.report or default_report)),
+        max_in_flight=arguments.max_in_flight or default_max_in_flight,
         local=arguments.local,
         console=Console(),
         absent=absent,
@@ -322,8 +322,9 @@ class Watcher:
         job_state, _, reason = report.leases.judge(report.leases.current(), self.queue)
         if job_state is not None:
             return ReportState(job_state, reason)
-        is_given_up = num_attempts(report.leases) > self.schedules[0].request.retries
-        return ReportState("failed" if is_given_up else "waiting", reason)
+        if num_attempts(report.leases) > self.schedules[0].request.retries:
+            return ReportState("failed", reason)
+        return ReportState("waiting", reason)
 
     def is_stalled(self, overview: Overview) -> bool:
         """Return whether nothing is left to do here, and no launch trains any of the runs."""
@@ -354,13 +355,12 @@ class Watcher:
             schedule.is_finished(entries) for schedule, entries in overview
         )
 
-    def _start_due(self, overview: Overview) -> tuple[JobSpec, Lease] | None:
-        """Submit jobs up to the limit, oldest steps first, and the report after the last one.
+    def _due_jobs(self, overview: Overview) -> list[JobSpec]:
+        """Return jobs up to the limit, oldest steps first, or the report after the last one."""
+        if self._is_evaluated(overview):
+            return [self._report_job()] if self.report_state().state == "waiting" else []
 
-        With `local`, submit nothing: claim the first, and return it with its claim.
-        """
-        states = [entry.state for entry in all_entries(overview)]
-        num_in_flight = sum(state in ACTIVE_STATES for state in states)
+        num_in_flight = sum(entry.state in ACTIVE_STATES for entry in all_entries(overview))
         waiting = [
             (entry, schedule)
             for schedule, entries in overview
@@ -368,15 +368,13 @@ class Watcher:
             if entry.state == "waiting"
         ]
         waiting.sort(key=lambda pair: pair[0].step)
-        due = [
-            self._evaluation_job(schedule, entry)
-            for entry, schedule in waiting[: max(0, self.max_in_flight - num_in_flight)]
-        ]
-        if self._is_evaluated(overview) and self.report_state().state == "waiting":
-            due.append(self._report_job())
+        room = max(0, self.max_in_flight - num_in_flight)
+        return [self._evaluation_job(schedule, entry) for entry, schedule in waiting[:room]]
 
-        # The claim comes first: if this watcher dies, the next one finds the job by its name.
-        for job in due:
+    def _start_due(self, overview: Overview) -> tuple[JobSpec, Lease] | None:
+        """Submit the due jobs. With `local`, claim the first, and return it with its claim."""
+        for job in self._due_jobs(overview):
+            # the claim comes first: if this watcher dies, the next one finds the job by its name
             last = job.leases.current()
             lease = new_lease(
                 1 if last is None else last.number + 1,
@@ -423,6 +421,7 @@ class Watcher:
 
     def _submit(self, job: JobSpec, lease: Lease) -> None:
         """Submit a claimed job and record its id; end the claim if sbatch refuses it."""
+        # in a path, sbatch replaces %j by the job's id, and %% by %
         log = f"{str(job.log_folder).replace('%', '%%')}/slurm-%j.log"
         if "\\" in log:  # sbatch treats it as an escape
             log = "/dev/null"
@@ -444,6 +443,7 @@ class Watcher:
         environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
         process = start_child(command, env=environ, stdin=subprocess.DEVNULL)
         try:
+            # until it ends, show other watchers that this one is alive
             while process.poll() is None:
                 try:
                     process.wait(BEAT_S)
@@ -489,18 +489,20 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
                 raise
             watcher.log(f"{error}; retrying in {arguments.interval_s:.0f} s")
         else:
-            is_finished = watcher.is_finished(overview)
-            is_stalled = arguments.local and watcher.is_stalled(overview)
-            num_stalled = num_stalled + 1 if is_stalled else 0
-            if num_stalled > 1 and not is_finished:
-                watcher.settle()
-                continue
-            if is_finished:
+            if watcher.is_finished(overview):
                 watcher.log("finished")
                 has_failed = any(entry.state == "failed" for entry in all_entries(overview))
                 if has_failed or watcher.report_state().state != "done":
                     raise SystemExit(1)
                 return
+
+            if arguments.local and watcher.is_stalled(overview):
+                num_stalled += 1
+            else:
+                num_stalled = 0
+            if num_stalled > 1:
+                watcher.settle()  # and poll again, without waiting
+                continue
             if arguments.once:
                 return
 

@@ -17,7 +17,7 @@ from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.results import BITS, COUNT_MODELS, NATS, VALIDATION, Score, TaskResult
 from canon_pretrain.stats.noise import MIN_CLUSTERS, Clusters, mean_variance
-from eval.harness import Remember, TaskPlan, no_memory
+from eval.harness import Remember, TaskPlan
 from eval.model.lm import CanonLM
 
 METRICS = (BITS, NATS)
@@ -33,7 +33,7 @@ def validation_task(
 ) -> TaskPlan:
     """Return the suite's one task: losses of the model and of count models of `train`."""
 
-    def evaluate(lm: CanonLM, remember: Remember = no_memory) -> dict[str, TaskResult]:
+    def evaluate(lm: CanonLM, remember: Remember) -> dict[str, TaskResult]:
         loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
         results = {VALIDATION: _task_result(loss, documents)}
         log("counting the training shards' unigrams and bigrams")
