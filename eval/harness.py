@@ -69,6 +69,7 @@ def open_tasks(
             )
             specs = [_task_spec(name, path)] if only is None else only
 
+            # The task file of each task, whose content counts as part of the task.
             plans: dict[str, TaskPlan] = {}
             for key, task in manager.load(specs)["tasks"].items():
                 task_path = path
@@ -85,6 +86,7 @@ def open_tasks(
             # a task file names YAML, templates, Python and data sets: anything may be raised
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
+
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             remedy = ""
             if isinstance(error, ConnectionError):

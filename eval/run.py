@@ -190,8 +190,11 @@ class Evaluation:
             "tasks": {task: plan.description for task, plan in tasks.items()},
         }
 
-        if arguments.out is not None:
-            folder = arguments.out / name if num_suites > 1 else arguments.out
+        # The folder of the results: of several suites in --out, one each.
+        if arguments.out is not None and num_suites > 1:
+            folder = arguments.out / name
+        elif arguments.out is not None:
+            folder = arguments.out
         elif target.folder is not None and target.evals is not None:
             folder = results_folder(target.folder, settings)
         else:
@@ -215,6 +218,8 @@ class Evaluation:
             **dict(arguments.option),
         }
         only = None
+
+        # The run's synthetic task, or its frozen probes: of a suite those that fit, or one task.
         if task_folder(path) == "playground":
             metadata["identity"] = self.target.trained_on
         if task_folder(path) == "birth_year":
@@ -236,7 +241,8 @@ class Evaluation:
         if fitting.left_out:
             self.log(f"probes left out: {'; '.join(fitting.left_out)}")
         # two tasks per set: the greedy answer, and the rank of its years
-        return [task for x in fitting.sets for task in (x.name, f"{x.name}_rank")]
+        names = [probe_set.name for probe_set in fitting.sets]
+        return [task for name in names for task in (name, f"{name}_rank")]
 
     def _report_stored(self, plan: SuitePlan) -> bool:
         """Report stored results of the same settings and return whether there are any."""
@@ -434,11 +440,8 @@ def _loss_table(target: str, results: Results) -> Table:
         source = f" of {num_documents:,} document{'s' * (num_documents != 1)}"
     num_tokens = results.num_samples[VALIDATION]
     title = f"held-out loss over {num_tokens:,} tokens{source}: {target}"
+    table = _new_table(title, ["model"], ["nats/token", "+-", "bits/byte"])
 
-    table = Table(title=Text(title), title_justify="left")
-    table.add_column("model", no_wrap=True)
-    for column in ("nats/token", "+-", "bits/byte"):
-        table.add_column(column, justify="right", no_wrap=True)
     bits_and_names = [(scores[BITS].number, name) for name, scores in results.scores.items()]
     for bits, name in sorted(bits_and_names):
         model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
@@ -449,19 +452,26 @@ def _loss_table(target: str, results: Results) -> Table:
 
 def _score_table(target: str, results: Results) -> Table:
     """Return the metrics of a suite's tasks."""
-    limit = results.limit
-    trial = "" if limit is None else f"; only the first {limit:,} items"
+    title = f"{results.suite}: {target}"
+    if results.limit is not None:
+        title = f"{title}; only the first {results.limit:,} items"
+    table = _new_table(title, ["task", "metric"], ["score", "+-", "items"])
 
-    table = Table(title=Text(f"{results.suite}: {target}{trial}"), title_justify="left")
-    for column in ("task", "metric"):
-        table.add_column(column, no_wrap=True)
-    for column in ("score", "+-", "items"):
-        table.add_column(column, justify="right", no_wrap=True)
     for task, metrics in results.scores.items():
         for metric, score in metrics.items():
             value = "none" if score.value is None else f"{score.value:.4f}"
             num_items = f"{results.num_samples[task]:,}"
             table.add_row(Text(task), Text(metric), value, _format_noise(score), num_items)
+    return table
+
+
+def _new_table(title: str, text_columns: list[str], number_columns: list[str]) -> Table:
+    """Return an empty table; its columns of numbers are justified to the right."""
+    table = Table(title=Text(title), title_justify="left")
+    for column in text_columns:
+        table.add_column(column, no_wrap=True)
+    for column in number_columns:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

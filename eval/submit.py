@@ -482,9 +482,10 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
     while True:
         if any(RunFolder(run).config_file.exists() for run in watcher.absent):
             return run(arguments)  # a run has started: add its schedule
+
         try:
             overview = watcher.poll()
-        except UserError as error:  # as if Slurm does not answer
+        except UserError as error:  # such as Slurm not answering
             if arguments.once:
                 raise
             watcher.log(f"{error}; retrying in {arguments.interval_s:.0f} s")
@@ -525,6 +526,7 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
 
     console = watcher.console
     report = watcher.report_state()
+
     if arguments.json:
         content = {
             "runs": {

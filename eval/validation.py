@@ -97,6 +97,7 @@ def model_loss(
         for document, score in zip(tokens_of_window, window_scores, strict=True):
             nats[document].append(-score)
 
+    # The mean over all tokens, as in the trainer.
     total_nats = math.fsum(chain.from_iterable(nats.values()))
     bytes_per_token = shards.num_bytes / shards.num_tokens
     loss = held_out_loss([total_nats], [num_tokens.total()], [bytes_per_token])
@@ -128,7 +129,7 @@ def relative_error(documents: Sequence[Mapping[str, Any]]) -> float | None:
 
     Tokens of a document are not independent, so it is over the records of documents.
     """
-    # columns: nats, and the number of tokens
+    # Columns: nats, and the number of tokens.
     sums_D2 = np.array([record["nats_per_token"] for record in documents], float).reshape(-1, 2)
     if len(sums_D2) < MIN_CLUSTERS or not np.isfinite(sums_D2).all() or not sums_D2[:, 0].any():
         return None

@@ -293,7 +293,11 @@ def _prune(retention: Retention, extra: list[Path]) -> Pruned:
 def _print_pruned(pruned: Pruned, arguments: Namespace) -> None:
     """Print what was deleted, or would be with --dry-run; errors on standard error."""
     outcome = pruned.outcome
-    would = "would be " if arguments.dry_run else ""
+    would = ""
+    unchanged = ""
+    if arguments.dry_run:
+        would = "would be "
+        unchanged = "; nothing changed"
 
     for path in pruned.deleted:
         print(f"{path} {would}deleted")
@@ -307,8 +311,6 @@ def _print_pruned(pruned: Pruned, arguments: Namespace) -> None:
     if len(outcome.kept) < arguments.keep:
         too_few = f", fewer than --keep {arguments.keep}: no checkpoint is deleted"
     print(f"verified and kept: {kept}{too_few}")
-
-    unchanged = "; nothing changed" if arguments.dry_run else ""
     print(f"{size(pruned.bytes_freed)} {would}freed{unchanged}")
     for error in pruned.errors:
         print(f"error: {error}", file=sys.stderr)

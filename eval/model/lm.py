@@ -54,8 +54,10 @@ def request_cost(request: Instance) -> int:
         options = normalize_gen_kwargs(request.args[1], DEFAULT_GEN_TOKENS)
         return cost + NEW_TOKEN_COST * options["max_gen_toks"]
     if request.request_type == "loglikelihood":
-        choice_cost = len(request.args[1])
-        return choice_cost + (cost if request.idx == 0 else 1)
+        # the first choice has the cost of the context
+        if request.idx > 0:
+            cost = 1
+        return cost + len(request.args[1])
     return cost
 
 
@@ -161,6 +163,7 @@ class CanonLM(TemplateLM):
 
     def _request_pair(self, request: Instance) -> Pair:
         """Return the tokens of a request; EOS precedes those of a context without any."""
+        # The boundary between the two may not be one between tokens: lm_eval's rule decides.
         context, continuation = request.args
         if context:
             before, after = self._encode_pair(context, continuation)
@@ -173,6 +176,7 @@ class CanonLM(TemplateLM):
             before = [self.prefix_token_id]
             if after[:1] == before:  # the text begins with EOS already
                 after = after[1:]
+
         if not after and continuation:
             raise UserError(
                 "eval.continuation",
@@ -181,6 +185,7 @@ class CanonLM(TemplateLM):
                 given=0,
                 expected=self.max_length,
             )
+
         pair = self._pair(before + after, len(after))
         if len(pair.tokens) < len(before + after):
             self.truncated.add(request.doc_id)
@@ -391,7 +396,10 @@ class CanonLM(TemplateLM):
 
         # Each sampled answer has its own generator, so that it does not depend on its batch.
         temperature = prompts[0].temperature
-        generators = [sample_generator(*prompt.sample) for prompt in prompts]
+        generators = None
+        if temperature:
+            generators = [sample_generator(*prompt.sample) for prompt in prompts]
+
         answers = generate(
             self.model,
             [prompt.context for prompt in prompts],
@@ -399,7 +407,7 @@ class CanonLM(TemplateLM):
             eos_id=self.eot_token_id,
             stop=is_complete if any(prompt.until for prompt in prompts) else None,
             temperature=temperature,
-            generator=generators if temperature else None,
+            generator=generators,
             vocab_size=self.text_tokenizer.vocab_size,
             batch_tokens=batch_tokens,
             read_tokens=self.read_tokens,
@@ -428,6 +436,7 @@ def generation_request(
             f"generation options {options}: expected until, max_gen_toks, temperature",
         )
 
+    # The prompt keeps its end, and leaves room for the longest answer.
     max_tokens = options["max_gen_toks"]
     room = max_length - max_tokens
     if room < 1:

@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, V vocabulary, M positions whose logits are needed, N s
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from os.path import commonprefix
 from typing import NamedTuple, TypeVar
 
@@ -165,18 +165,18 @@ class Planner:
 
     def _shared_batches(self, groups: Sequence[PrefixGroup], step: int) -> list[Batch]:
         """Return batches of equal prefix length; the rest of a prefix is read with each row."""
+        # down to a multiple of `step`
         shortened = [PrefixGroup(max(1, n // step * step), rows) for n, rows in groups]
         shortened.sort(key=lambda group: (-group.prefix, -max(len(r.tokens) for r in group.rows)))
 
         # the other half of the cache is for the rows that continue
         room = min(self.batch_tokens // 2, self.read_tokens)
         batches: list[Batch] = []
-        for prefix, rows in shortened:
-            last = batches[-1] if batches else Batch(0, [])
-            if last.prefix == prefix and (len(last.groups) + 1) * prefix <= room:
-                last.groups.append(rows)
-            else:
-                batches.append(Batch(prefix, [rows]))
+        for prefix, same_prefix in groupby(shortened, key=lambda group: group.prefix):
+            row_groups = [rows for _, rows in same_prefix]
+            per_batch = max(1, room // prefix)
+            for start in range(0, len(row_groups), per_batch):
+                batches.append(Batch(prefix, row_groups[start : start + per_batch]))
         return batches
 
 

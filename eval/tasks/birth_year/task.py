@@ -240,7 +240,7 @@ def load(
 ) -> dict[str, datasets.Dataset]:
     """Return the split `test`, the probes of one frozen set: lm_eval's `custom_dataset`."""
     staged = staged_folder(metadata.get("staged"))
-    folder = Path(probes) if probes else staged / "probes"
+    folder = Path(probes or staged / "probes")
     junk = str(metadata.get("junk") or "")
 
     frozen = _frozen_sets(folder, task_tokenizer(metadata), junk, staged).get(probe_set)

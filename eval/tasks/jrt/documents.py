@@ -318,7 +318,7 @@ def _item(
     # Cut the field around the answers, unless none are to be searched.
     part = cut(
         row[options.context] or "",
-        answers if options.answers else None,
+        answers or None,
         tokenizer,
         limit=options.num_tokens,
         alternatives=_texts(row.get(ALTERNATIVE)),
