@@ -237,14 +237,16 @@ def quiet_harness() -> Iterator[None]:
     tqdm = lm_eval.api.task.tqdm
     are_bars_disabled = datasets.are_progress_bars_disabled()
     compile_template = TEMPLATES.from_string
+
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()
 
-    # Seed as lm_eval does, and silence it.
+    # Seed as lm_eval does.
     random.seed(PYTHON_SEED)
     np.random.seed(OTHER_SEED)
     torch.manual_seed(OTHER_SEED)
+
     log.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     lm_eval.api.task.tqdm = lambda items, **_: items

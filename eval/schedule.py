@@ -88,6 +88,7 @@ def to_argv(options: dict[str, Any]) -> list[str]:
     for name, default in vars(_parse_options([])).items():
         value = options[name]
         if isinstance(value, list):  # of --option NAME=VALUE
+            # a job has another working directory
             for key, text in value:
                 absolute = os.path.abspath(text) if is_file(text) else text
                 argv += [f"--{name}", f"{key}={absolute}"]
@@ -127,6 +128,7 @@ def update_request(
     with lock_schedule(run) if keep else nullcontext():
         stored = read_request(run, change=change)
         request = replace(stored or Request(list(SUITES)), **options)
+
         # two watchers with different requests would hold and release the same checkpoints
         if stored is not None and request != stored and not change:
             name = next(name for name in options if getattr(stored, name) != options[name])
@@ -136,6 +138,7 @@ def update_request(
                 "options to keep it, or replace it with --change",
                 field=name,
             )
+
         if keep and request != stored:
             write_json(path, asdict(request))
     return request
@@ -238,7 +241,8 @@ class Schedule:
             try:
                 results = read_results(path)
             except UserError:
-                continue
+                continue  # damaged, or of an older version
+
             # not a trial (--limit), not with other options, not of a checkpoint replaced since
             if (
                 (results.suite, results.step, results.limit) == (name, step, None)

@@ -162,6 +162,8 @@ def parse_pins(pins: Sequence[str]) -> dict[str, str]:
                 f"--pin {pin}: expected KEY=COMMIT with the commit's 40 hex digits",
                 given=pin,
             )
+
+        # several data sets may be of one repository
         repository = data_set(key).path
         if commits.setdefault(repository, commit) != commit:
             raise UserError("stage.pin", f"--pin {pin}: two commits for {repository}", given=pin)
@@ -182,6 +184,7 @@ def _process_each(
             line = f"error[{error.code}]: {error}"
             failed.append(data.key)
         print(f"[{number}/{len(chosen)}] {data.key}: {line}", flush=True)
+
     if failed:
         raise UserError(
             "stage.incomplete",

@@ -104,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print the states as JSON")
     add("--is-finished", action="store_true", help="exit with code 0 if nothing is left, else 1")
 
+    # How a watcher works.
     add(
         "--max-in-flight",
         type=int,
@@ -205,11 +206,13 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
     files = [s for s in suites if is_task_file(s) and not Path(s).resolve().is_relative_to(TASKS)]
     if not files or arguments.trust_task_files:
         return
+
     warning = f"{', '.join(dict.fromkeys(files))}: a task file is code, which can run any command"
     answer = ""
     if sys.stdin.isatty():
         with contextlib.suppress(EOFError):
             answer = input(f"{warning}. Let the jobs use it? [y/N] ")
+
     if answer.strip().lower() not in ("y", "yes"):
         raise UserError(
             "submit.untrusted_task",
@@ -228,6 +231,8 @@ def _queue(*, needed: bool) -> Slurm:
             "Slurm commands not found (sbatch, squeue, scontrol). Pass --local, or run on a login "
             "node",
         )
+
+    # Without Slurm, the states of jobs are unknown, but those of results are not.
     try:
         slurm.refresh()
     except UserError:
@@ -336,6 +341,7 @@ class Watcher:
         for run in self.absent:
             self.log(f"{run}: not started, not waited for")
         self.absent = ()
+
         for schedule in self.schedules:
             if not schedule.run.done_file.exists():
                 schedule.settle()
@@ -344,6 +350,7 @@ class Watcher:
                     f"{schedule.run.path}: no launch trains it, evaluated to step {newest:,}; "
                     "once it is resumed, the same command evaluates the rest"
                 )
+
         if not any(schedule.steps for schedule in self.schedules):
             raise UserError(
                 "submit.no_checkpoint",
@@ -410,6 +417,7 @@ class Watcher:
         ]
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
         folder = self.out / "leases" / digest
+
         return JobSpec(
             name=_plain(f"eval-report-{self.schedules[0].run.path.name}"),
             leases=Leases(folder),
@@ -426,6 +434,7 @@ class Watcher:
         if "\\" in log:  # sbatch treats it as an escape
             log = "/dev/null"
         flags = [f"--job-name={lease.name}", f"--output={log}", *job.flags]
+
         try:
             job_id = self.queue.submit(job.script, job.argv(lease), flags)
         except SlurmTimeout:
@@ -433,6 +442,7 @@ class Watcher:
         except UserError as error:
             job.leases.record(lease, ended=f"given back: {error}")
             raise
+
         job.leases.record(lease, job=job_id)
         self.log(f"job {job_id}: {job.name}")
 
@@ -442,6 +452,7 @@ class Watcher:
         command = ["bash", str(SCRIPTS / job.script), "--local", *job.argv(lease)]
         environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
         process = start_child(command, env=environ, stdin=subprocess.DEVNULL)
+
         try:
             # until it ends, show other watchers that this one is alive
             while process.poll() is None:
@@ -460,6 +471,7 @@ class Watcher:
                     process.wait()
                 job.leases.record(lease, job=None, ended="given back: interrupted")
             raise
+
         job.leases.record(lease, ended=f"exit code {process.returncode}")
 
 

@@ -96,10 +96,12 @@ def split_suites(text: str, stored: Collection[str] = ()) -> list[str]:
         if name == ALL:
             suites += SUITES
             continue
+
         suite = os.path.abspath(name) if is_task_file(name) else name
         if suite not in stored:
-            find_suite(name)
+            find_suite(name)  # raises if there is none
         suites.append(suite)
+
     if not suites:
         raise UserError(
             "eval.unknown_suite",

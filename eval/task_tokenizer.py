@@ -61,6 +61,7 @@ def _of_data(folder: Path) -> TaskTokenizer:
         tokenizer = load_tokenizer(folder, eos=eos)
     except UserError as error:
         raise UserError("eval.task_tokenizer", f"{error}; {TOKENIZER_HINT}") from None
+
     return TaskTokenizer(
         sha256=tokenizer.sha256,
         encode=lambda text: tokenizer.encode(text).tolist(),

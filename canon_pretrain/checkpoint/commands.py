@@ -110,9 +110,12 @@ def _find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
         return path, CheckpointFolder.of_run(run)
     if (path / CHECKPOINTS).is_dir():
         return path, CheckpointFolder(path / CHECKPOINTS)
+
+    # not a run folder, but maybe that of its checkpoints
     folder = CheckpointFolder(path)
     if folder.steps() or folder.unfinished() or folder.leftovers() or folder.quarantined():
         return path.absolute().parent, folder
+
     raise UserError(
         "checkpoint.none",
         f"{path} has no config.json, {CHECKPOINTS}/ or step-N: expected a run folder",

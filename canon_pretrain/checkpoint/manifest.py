@@ -174,6 +174,7 @@ def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
     faults = find_faults(folder, manifest, hashes=hashes, workers=workers)
     if folder.name != f"step-{manifest.step}":
         faults.insert(0, f"its manifest is that of step {manifest.step}")
+
     if faults:
         raise DamagedCheckpoint(
             "checkpoint.damaged",

@@ -180,6 +180,8 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
         for name, entry in _stored_weights(checkpoint).items()
     }
     load_no_dist(weights, checkpoint)
+
+    # The manifest names the content of the full checkpoint, so that results of both are the same.
     save_no_dist(
         weights,
         temporary,

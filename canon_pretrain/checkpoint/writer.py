@@ -162,6 +162,8 @@ class VerifiedWriter(dcp.FileSystemWriter):
         # it exists; on NFS this refreshes another node's view of the parent folder
         self.temporary.mkdir(exist_ok=True)
         results = super().write_data(plan, planner).value()
+
+        # torch collects these results on the coordinator, where `finish` takes the files out
         for name, entry in self._hashing_files.written.items():
             results.append(
                 _WrittenFile(
@@ -172,6 +174,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
                     entry=entry,
                 )
             )
+
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -196,11 +196,14 @@ def _split(rows: list[Row]) -> tuple[list[PrefixGroup], list[Row]]:
     """Return the groups of sorted rows whose shared prefix saves enough, and the other rows."""
     if not rows:
         return [], []
+
     overlaps = [len(commonprefix([a.tokens, b.tokens])) for a, b in pairwise(rows)]
+
     groups: list[PrefixGroup] = []
     single_rows: list[Row] = []
     for start, stop, prefix in _best_partition(overlaps, 0, len(rows)).spans:
         group = rows[start:stop]
+        # the prefix is read once instead of once per row
         if (len(group) - 1) * prefix > MIN_SAVED * sum(len(row.tokens) for row in group):
             groups.append(PrefixGroup(prefix, group))
         else:

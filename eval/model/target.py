@@ -109,12 +109,16 @@ class EvalTarget:
         """Raise UserError unless the held-out text is the run's, or `chosen` on purpose."""
         shards = self.held_out_shards
         train = self.train_shards
+
+        # The count models of the training shards are scored on its tokens.
         _check_hash(
             "tokenizer",
             shards.tokenizer_sha256,
             [train.tokenizer_sha256],
             f"{shards.folder} was written with another tokenizer than {train.folder}",
         )
+
+        # The text of training, or one of several; older runs do not record it.
         if chosen is None and self.recorded_held_out:
             _check_hash(
                 "held_out",
@@ -234,6 +238,7 @@ class RecordedData:
                 f"{run.path} was trained on a mixture: choose one of "
                 f"{', '.join(map(str, self.mixture))} with --data",
             )
+
         if not self.path.is_dir():
             raise UserError(
                 "eval.data_moved",
@@ -251,6 +256,7 @@ class RecordedData:
             with contextlib.closing(Mixture.open(self.mixture, self.weights)) as mixture:
                 if fingerprint in {source.fingerprint for source in mixture.sources}:
                     fingerprint = mixture.fingerprint
+
         _check_hash(
             "data",
             fingerprint,

@@ -49,6 +49,7 @@ def _assigned_values(module: ast.Module) -> dict[str, Any]:
                 try:
                     values[name] = _value(node, values)
                 except ValueError:
+                    # no text: the name no longer has an earlier one either
                     values.pop(name, None)
             case ast.FunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom():
                 pass

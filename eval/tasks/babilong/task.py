@@ -146,6 +146,7 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
     try:
         if str(source) == LM_EVAL:
             return _of_sections({task: _lm_eval_section(task)}, task)
+
         text = Path(source or OWN_PROMPTS).read_text(encoding="utf-8")
         if str(source).endswith(".py"):
             return _of_release(text, task)
@@ -153,6 +154,7 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
     except OSError as error:
         raise UserError("babilong.prompts", f"{label}: {error.strerror}") from None
     except (UserError, SyntaxError, ValueError, TypeError, LookupError, *PARSER_ERRORS) as error:
+        # the message of a KeyError is the name only
         lacks = "has no " if isinstance(error, KeyError) else ""
         raise UserError(
             "babilong.prompts",

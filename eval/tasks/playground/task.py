@@ -46,6 +46,8 @@ class Playground(lm_eval.api.task.Task):
         self.task, args = _find_task(self._metadata)
         self._num_parameters = num_parameters(args)
         super().__init__()
+
+        # lm_eval reads the options of generation from the config
         temperature = self.task.temperature
         self._config = TaskConfig(
             task=config["task"],
