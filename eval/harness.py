@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import lm_eval.api.task
@@ -43,24 +43,16 @@ Remember = Callable[[Callable[[], TaskAnswers]], TaskAnswers]
 """Returns stored answers of a task, or calls its argument and stores what it returns."""
 
 
-def no_memory(ask_model: Callable[[], TaskAnswers]) -> TaskAnswers:
-    """Ask the model, and store nothing."""
-    return ask_model()
-
-
-class RunTask(Protocol):
-    """Evaluates one task: returns results by name of the reported task."""
-
-    def __call__(self, lm: CanonLM, remember: Remember = ...) -> dict[str, TaskResult]: ...
-
-
 @dataclass(frozen=True)
 class TaskPlan:
-    """One task: what its scores depend on, the cost of its requests, and how to evaluate it."""
+    """One task: what its scores depend on, and the cost of its requests.
+
+    `run` evaluates it, and returns results by the name of the task in reports.
+    """
 
     description: dict[str, Any]
     cost: int
-    run: RunTask
+    run: Callable[[CanonLM, Remember], dict[str, TaskResult]]
 
 
 def open_tasks(
@@ -69,10 +61,17 @@ def open_tasks(
     """Return the tasks of a YAML file by name, in a group's order; `only`: these."""
     with quiet_harness():
         try:
-            manager, spec = _load_manager(name, path, metadata)
-            tasks = manager.load([spec] if only is None else only)["tasks"]
+            folders = _task_folders(name, path)
+            manager = TaskManager(
+                include_path=[str(folder) for folder in folders],
+                include_defaults=not folders,
+                metadata=dict(metadata),
+            )
+            specs = [_task_spec(name, path)] if only is None else only
+
+            # The task file of each task, whose content counts as part of the task.
             plans: dict[str, TaskPlan] = {}
-            for key, task in tasks.items():
+            for key, task in manager.load(specs)["tasks"].items():
                 task_path = path
                 # a group of lm_eval may have its tasks in other files
                 if path.is_relative_to(harness_tasks()) and key in manager.task_index:
@@ -87,6 +86,7 @@ def open_tasks(
             # a task file names YAML, templates, Python and data sets: anything may be raised
             if isinstance(error.__cause__, UserError):
                 raise error.__cause__ from None
+
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             remedy = ""
             if isinstance(error, ConnectionError):
@@ -98,34 +98,37 @@ def open_tasks(
             ) from error
 
 
-def _load_manager(
-    name: str, path: Path, metadata: Mapping[str, Any]
-) -> tuple[TaskManager, str | dict[str, Any]]:
-    """Return lm_eval's task manager, and the spec by which it loads the task `name` of a file."""
-    spec: str | dict[str, Any] = name
+def _task_folders(name: str, path: Path) -> list[Path]:
+    """Return the folders of task files that lm_eval reads for a file; empty: all of its own."""
     if path.is_relative_to(harness_tasks()):
         # a task needs only its folder; the members of a group may be in any folder
-        folders = [path.parent] if harness_names()[name].kind == "task" else []
-    else:
-        folders = [harness_tasks() / folder for folder in HARNESS_FOLDERS] + [TASKS]
-        if not path.resolve().is_relative_to(TASKS):
-            folders.append(path.resolve().parent)  # a user's group names tasks in its folder
+        return [path.parent] if harness_names()[name].kind == "task" else []
 
-        group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
-        if not group:
-            spec = str(path)
-        elif name != group[1]:  # one member, with the group's settings
-            content: dict[str, Any] = load_yaml(path)
-            members = [t for t in content["task"] if isinstance(t, dict) and t["task"] == name]
-            # lm_eval finds a group by its name only
-            spec = {**content, "task": members} if members else group[1]
+    folders = [harness_tasks() / folder for folder in HARNESS_FOLDERS]
+    folders.append(TASKS)
+    folder = path.resolve().parent
+    if not folder.is_relative_to(TASKS):
+        folders.append(folder)  # a user's group names tasks in its folder
+    return folders
 
-    manager = TaskManager(
-        include_path=[str(folder) for folder in folders],
-        include_defaults=not folders,
-        metadata=dict(metadata),
-    )
-    return manager, spec
+
+def _task_spec(name: str, path: Path) -> str | dict[str, Any]:
+    """Return the spec by which lm_eval loads the task or group `name` of a file."""
+    if path.is_relative_to(harness_tasks()):
+        return name
+    group = re.search(r"^group:[ \t]+(\S+)", path.read_text(), re.MULTILINE)
+    if not group:
+        return str(path)
+
+    # One member of a group, with the group's settings.
+    group_name = group[1]
+    if name != group_name:
+        content: dict[str, Any] = load_yaml(path)
+        members = [t for t in content["task"] if isinstance(t, dict) and t["task"] == name]
+        if members:
+            return {**content, "task": members}
+    # lm_eval finds a group by its name only
+    return group_name
 
 
 def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan:
@@ -137,6 +140,7 @@ def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan
     for unsupported in ("UNSAFE_CODE", "MULTIMODAL"):
         if getattr(task, unsupported, False):
             raise UserError("eval.task_file", f"{name}: {unsupported} tasks are not supported")
+
     if task.get_config("num_fewshot") is None:
         task.set_config(key="num_fewshot", value=0)
     if isinstance(task, ConfigurableTask) and task.get_config("num_fewshot") > 0:
@@ -150,6 +154,7 @@ def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan
     cost = sum(map(request_cost, task.instances))
     task._instances = None
 
+    # The metrics to report first, and in which direction they improve.
     higher_is_better = {metric: bool(up) for metric, up in task.higher_is_better().items()}
     metadata = task.config.metadata or {}
     primary = metadata.get("primary") or list(higher_is_better)[:1]
@@ -157,6 +162,7 @@ def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan
     if is_multiple_choice(task):
         higher_is_better[GOLD_BITS] = False
         primary.append(GOLD_BITS)
+
     description = {
         "version": task.VERSION,
         "primary": primary,
@@ -169,7 +175,7 @@ def _make_plan(name: str, task: Task, path: Path, limit: int | None) -> TaskPlan
         "requests_sha256": _sha256(json.dumps(values, default=str) for values in requests),
     }
 
-    def run(lm: CanonLM, remember: Remember = no_memory) -> dict[str, TaskResult]:
+    def run(lm: CanonLM, remember: Remember) -> dict[str, TaskResult]:
         return {name: evaluate_task(lm, task, limit, remember)}
 
     return TaskPlan(description, max(1, cost), run)
@@ -207,9 +213,7 @@ def build_requests(task: Task, limit: int | None) -> None:
         task.build_all_requests(limit=limit, rank=0, world_size=1)
 
 
-def evaluate_task(
-    lm: CanonLM, task: Task, limit: int | None, remember: Remember = no_memory
-) -> TaskResult:
+def evaluate_task(lm: CanonLM, task: Task, limit: int | None, remember: Remember) -> TaskResult:
     """Return the scores and item records of `lm` on the first `limit` items of a task."""
     build_requests(task, limit)
     with quiet_harness():
@@ -233,13 +237,16 @@ def quiet_harness() -> Iterator[None]:
     tqdm = lm_eval.api.task.tqdm
     are_bars_disabled = datasets.are_progress_bars_disabled()
     compile_template = TEMPLATES.from_string
+
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()
 
+    # Seed as lm_eval does.
     random.seed(PYTHON_SEED)
     np.random.seed(OTHER_SEED)
     torch.manual_seed(OTHER_SEED)
+
     log.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     lm_eval.api.task.tqdm = lambda items, **_: items

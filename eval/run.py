@@ -25,7 +25,6 @@ from canon_pretrain.run.results import (
     BITS,
     NATS,
     RESULTS,
-    Failures,
     PartialResults,
     Results,
     Score,
@@ -91,6 +90,7 @@ def evaluate(arguments: argparse.Namespace, suites: Mapping[str, Path | None]) -
     if arguments.out and len(arguments.checkpoint) > 1:
         raise UserError("option.conflict", "--out is for one --checkpoint", option="--out")
     check_cuda()
+
     problems: list[str] = []
     # on an error, exit without waiting for busy ranks
     with Ranks.from_environment() as ranks:
@@ -153,6 +153,8 @@ class Evaluation:
         lm.batch_tokens = self.arguments.batch_tokens or batch_tokens_for(
             lm, self.target.evals or self.arguments.out, self.log
         )
+
+        # Evaluate suite by suite, each with its own maximum length.
         with Progress(self.console) as progress:
             total = TotalProgress(progress, sum(plan.cost for plan in missing))
             for plan in missing:
@@ -166,6 +168,8 @@ class Evaluation:
         arguments = self.arguments
         suite_options = suite_settings(name, arguments, target.seq_len)
         max_length = suite_options["max_length"]
+
+        # The suite's tasks: `validation` reads shards, all others are lm_eval's.
         if path is None:
             target.check_held_out(arguments.held_out)
             task = validation_task(
@@ -186,8 +190,11 @@ class Evaluation:
             "tasks": {task: plan.description for task, plan in tasks.items()},
         }
 
-        if arguments.out is not None:
-            folder = arguments.out / name if num_suites > 1 else arguments.out
+        # The folder of the results: of several suites in --out, one each.
+        if arguments.out is not None and num_suites > 1:
+            folder = arguments.out / name
+        elif arguments.out is not None:
+            folder = arguments.out
         elif target.folder is not None and target.evals is not None:
             folder = results_folder(target.folder, settings)
         else:
@@ -211,6 +218,8 @@ class Evaluation:
             **dict(arguments.option),
         }
         only = None
+
+        # The run's synthetic task, or its frozen probes: of a suite those that fit, or one task.
         if task_folder(path) == "playground":
             metadata["identity"] = self.target.trained_on
         if task_folder(path) == "birth_year":
@@ -232,7 +241,8 @@ class Evaluation:
         if fitting.left_out:
             self.log(f"probes left out: {'; '.join(fitting.left_out)}")
         # two tasks per set: the greedy answer, and the rank of its years
-        return [task for x in fitting.sets for task in (x.name, f"{x.name}_rank")]
+        names = [probe_set.name for probe_set in fitting.sets]
+        return [task for name in names for task in (name, f"{name}_rank")]
 
     def _report_stored(self, plan: SuitePlan) -> bool:
         """Report stored results of the same settings and return whether there are any."""
@@ -246,22 +256,23 @@ class Evaluation:
         """Return the results in the plan's folder if they answer the same question."""
         try:
             results = read_results(plan.folder / RESULTS)
-            before = question_of(results.asked)
-            now = question_of(plan.settings)
-            if before == now:
-                read_samples(plan.folder)
+            stored = question_of(results.asked)
+            asked_now = question_of(plan.settings)
+            if stored == asked_now:
+                read_samples(plan.folder)  # raises if they are damaged
                 return results
         except UserError:
             return None  # missing, damaged or of an older version: evaluated again
         if self.arguments.out is None:
             return None
 
-        # a folder chosen by the user: do not overwrite other results
-        name = next(n for n in sorted({*before, *now}) if before.get(n) != now.get(n))
+        # A folder chosen by the user: do not overwrite other results.
+        names = sorted({*stored, *asked_now})
+        name = next(name for name in names if stored.get(name) != asked_now.get(name))
         raise UserError(
             "eval.other_results",
-            f"--out {plan.folder} holds other results ({name} {before.get(name)!r}, not "
-            f"{now.get(name)!r}): choose another folder",
+            f"--out {plan.folder} holds other results ({name} {stored.get(name)!r}, not "
+            f"{asked_now.get(name)!r}): choose another folder",
             field=name,
         )
 
@@ -269,6 +280,7 @@ class Evaluation:
         """Evaluate a suite, store and report its results, unless another process just did."""
         unfinished = PartialResults(plan.folder, plan.settings)
         with ExitStack() as locks:
+            # one process at a time evaluates into a folder
             if self.ranks.rank == 0:
                 with report_disk_errors(plan.folder):
                     locks.enter_context(unfinished.hold(self.log))
@@ -300,9 +312,11 @@ class Evaluation:
                 total.skip(task.cost)
                 results[name] = finished[name]
                 continue
+
             label = name if name == plan.name else f"{plan.name} {name}"
             lm.on_done = partial(total.advance, label)
             results |= task.run(lm, partial(self._remember, plan, unfinished, name, total))
+            # the result of the only task is written with the suite's
             if self.ranks.rank == 0 and len(plan.tasks) > 1:
                 with report_disk_errors(plan.folder):
                     unfinished.add(name, results[name])
@@ -335,6 +349,7 @@ class Evaluation:
         self.log(f"{origin} {plan.folder / RESULTS}")
         self._problems += results.problems()
 
+        # --must-beat: the loss of a count model, which `validation` has scored too.
         rival = self.arguments.must_beat
         if rival is None or plan.name != VALIDATION:
             return
@@ -354,28 +369,29 @@ def merge_tasks(
 ) -> tuple[Results, dict[str, list[dict[str, Any]]]]:
     """Return results and samples by reported task, of which lm_eval's tasks may be parts."""
     results = Results(asked=dict(settings), scores={}, num_samples={})
-    records: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
+    records_by_item: dict[str, dict[tuple[int, str], dict[str, Any]]] = {}
     for name, part in task_results.items():
         reported = results.tasks.get(name, {}).get("part_of", name)
         results.scores.setdefault(reported, {}).update(part.scores)
         results.num_samples.setdefault(reported, part.num_samples)
 
-        # the parts have the same items: not their sum, but the worst part
-        results.truncated[reported] = max(results.truncated.get(reported, 0), part.truncated)
-        results.failures[reported] = max(
-            results.failures.get(reported, Failures()),
-            part.failures,
-            key=lambda failures: failures.count,
-        )
+        # The parts have the same items: report the worst part, not the sum.
+        truncated = results.truncated.get(reported, 0)
+        results.truncated[reported] = max(truncated, part.truncated)
+        failures = results.failures.setdefault(reported, part.failures)
+        if part.failures.count > failures.count:
+            results.failures[reported] = part.failures
 
-        by_item = records.setdefault(reported, {})
+        # One record per item, with the fields of all parts. The first part's prompt hash counts.
+        records = records_by_item.setdefault(reported, {})
         for record in part.samples:
-            merged = by_item.setdefault((record["doc_id"], record["filter"]), {})
-            merged.update({**record, **merged})  # the first task's prompt hash counts
+            merged = records.setdefault((record["doc_id"], record["filter"]), {})
+            for field, value in record.items():
+                merged.setdefault(field, value)
 
-    samples = {name: [*by_item.values()] for name, by_item in records.items()}
-    for name, items in samples.items():
-        results.num_sources[name] = len({source_of_record(record) for record in items})
+    samples = {name: list(records.values()) for name, records in records_by_item.items()}
+    for name, item_records in samples.items():
+        results.num_sources[name] = len(set(map(source_of_record, item_records)))
     return results, samples
 
 
@@ -400,6 +416,7 @@ def print_results(console: Console, target: str, results: Results) -> None:
     else:
         console.print(_score_table(target, results))
 
+    # Below the table: what its scores lack, and which documents they are of.
     notes = [
         f"{task}: {count:,} of {results.num_samples[task]:,} contexts were cut to "
         f"{results.asked['max_length']} tokens"
@@ -423,11 +440,8 @@ def _loss_table(target: str, results: Results) -> Table:
         source = f" of {num_documents:,} document{'s' * (num_documents != 1)}"
     num_tokens = results.num_samples[VALIDATION]
     title = f"held-out loss over {num_tokens:,} tokens{source}: {target}"
+    table = _new_table(title, ["model"], ["nats/token", "+-", "bits/byte"])
 
-    table = Table(title=Text(title), title_justify="left")
-    table.add_column("model", no_wrap=True)
-    for column in ("nats/token", "+-", "bits/byte"):
-        table.add_column(column, justify="right", no_wrap=True)
     bits_and_names = [(scores[BITS].number, name) for name, scores in results.scores.items()]
     for bits, name in sorted(bits_and_names):
         model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
@@ -438,19 +452,26 @@ def _loss_table(target: str, results: Results) -> Table:
 
 def _score_table(target: str, results: Results) -> Table:
     """Return the metrics of a suite's tasks."""
-    limit = results.limit
-    trial = "" if limit is None else f"; only the first {limit:,} items"
+    title = f"{results.suite}: {target}"
+    if results.limit is not None:
+        title = f"{title}; only the first {results.limit:,} items"
+    table = _new_table(title, ["task", "metric"], ["score", "+-", "items"])
 
-    table = Table(title=Text(f"{results.suite}: {target}{trial}"), title_justify="left")
-    for column in ("task", "metric"):
-        table.add_column(column, no_wrap=True)
-    for column in ("score", "+-", "items"):
-        table.add_column(column, justify="right", no_wrap=True)
     for task, metrics in results.scores.items():
         for metric, score in metrics.items():
             value = "none" if score.value is None else f"{score.value:.4f}"
             num_items = f"{results.num_samples[task]:,}"
             table.add_row(Text(task), Text(metric), value, _format_noise(score), num_items)
+    return table
+
+
+def _new_table(title: str, text_columns: list[str], number_columns: list[str]) -> Table:
+    """Return an empty table; its columns of numbers are justified to the right."""
+    table = Table(title=Text(title), title_justify="left")
+    for column in text_columns:
+        table.add_column(column, no_wrap=True)
+    for column in number_columns:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

@@ -11,6 +11,7 @@ from eval.suite_names import VALIDATION, find_suite, split_suites, task_folder
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval run`."""
+    # A positional argument, or an option of the same name.
     checkpoint = parser.add_mutually_exclusive_group(required=True)
     checkpoint.add_argument(
         "checkpoint",
@@ -24,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     checkpoint.add_argument(
         "--checkpoint", type=Path, nargs="+", metavar="RUN", help=argparse.SUPPRESS
     )
+
+    # What to evaluate it on, and where to store the results.
     parser.add_argument(
         "--suite",
         required=True,
@@ -49,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_evaluation_options(parser: argparse._ActionsContainer) -> None:
     """Add the options that `eval run` and `eval submit` share."""
     add = parser.add_argument
+
+    # Where the data is.
     add("--data", type=Path, help="folder of the run's shards if they were moved")
     add(
         "--held-out",
@@ -62,6 +67,8 @@ def add_evaluation_options(parser: argparse._ActionsContainer) -> None:
         metavar="DIR",
         help="folder of `canon eval stage` (default: $CANON_EVAL_DATA, else outputs/eval_data)",
     )
+
+    # How the model reads it.
     add(
         "--max-length",
         type=int,
@@ -80,6 +87,8 @@ def add_evaluation_options(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help="tokens in a forward pass (default: found once per device, then stored)",
     )
+
+    # Options of some suites only.
     add(
         "--junk",
         type=Path,

@@ -73,6 +73,7 @@ def matches_options(
     """Return whether results with `recorded` settings are those of `eval run` with `argv`."""
     options = _parse_options(argv)
     settings = suite_settings(suite_name(suite), options, seq_len)
+    # settings that are not set must not be recorded either
     expected = {"options": None, "junk": None, **settings}
     if options.held_out is not None and suite == "validation":
         expected["held_out_fingerprint"] = open_validation(options.held_out).fingerprint
@@ -87,12 +88,16 @@ def to_argv(options: dict[str, Any]) -> list[str]:
     for name, default in vars(_parse_options([])).items():
         value = options[name]
         if isinstance(value, list):  # of --option NAME=VALUE
+            # a job has another working directory
             for key, text in value:
-                argv += [f"--{name}", f"{key}={os.path.abspath(text) if is_file(text) else text}"]
+                absolute = os.path.abspath(text) if is_file(text) else text
+                argv += [f"--{name}", f"{key}={absolute}"]
         elif value is True:
             argv.append(f"--{name}")
+        elif isinstance(value, Path):
+            argv += [f"--{name}", os.path.abspath(value)]
         elif value != default:
-            argv += [f"--{name}", os.path.abspath(value) if isinstance(value, Path) else str(value)]
+            argv += [f"--{name}", str(value)]
     return argv
 
 
@@ -123,6 +128,7 @@ def update_request(
     with lock_schedule(run) if keep else nullcontext():
         stored = read_request(run, change=change)
         request = replace(stored or Request(list(SUITES)), **options)
+
         # two watchers with different requests would hold and release the same checkpoints
         if stored is not None and request != stored and not change:
             name = next(name for name in options if getattr(stored, name) != options[name])
@@ -132,6 +138,7 @@ def update_request(
                 "options to keep it, or replace it with --change",
                 field=name,
             )
+
         if keep and request != stored:
             write_json(path, asdict(request))
     return request
@@ -173,11 +180,15 @@ class Schedule:
         training = config.get("training", {})
         self._seq_len = int(training.get("seq_len", 0))
         last_step = int(training.get("steps", 0))
-        checkpoint = config.get("checkpoint", {})
-        interval = int(checkpoint.get("interval", 1))
-        num_kept = checkpoint.get("keep_latest_k", 0)
-        self.max_waiting = num_kept and num_kept + checkpoint.get("max_held", 4)
 
+        # The trainer keeps the newest checkpoints, and the weights of some that are held.
+        checkpoint = config.get("checkpoint", {})
+        self.max_waiting = checkpoint.get("keep_latest_k", 0)
+        if self.max_waiting:
+            self.max_waiting += checkpoint.get("max_held", 4)
+
+        # The steps to evaluate: multiples of `every` that are saved, and the last step.
+        interval = int(checkpoint.get("interval", 1))
         every = request.every or interval
         if every < 1 or every % interval:
             raise UserError(
@@ -207,9 +218,8 @@ class Schedule:
         entries: list[Entry] = []
         for step in self.steps:
             checkpoint = self._checkpoint_state(step, newest)
-            entries += [
-                self._entry(step, suite, checkpoint, queue) for suite in self.request.suites
-            ]
+            for suite in self.request.suites:
+                entries.append(self._entry(step, suite, checkpoint, queue))
         return entries
 
     def options_for(self, suite: str) -> list[str]:
@@ -231,7 +241,8 @@ class Schedule:
             try:
                 results = read_results(path)
             except UserError:
-                continue
+                continue  # damaged, or of an older version
+
             # not a trial (--limit), not with other options, not of a checkpoint replaced since
             if (
                 (results.suite, results.step, results.limit) == (name, step, None)
@@ -256,10 +267,12 @@ class Schedule:
         """Return the state of the step's checkpoint; `newest`: the newest step that is saved."""
         path = self.checkpoints.step_path(step)
         if not path.is_dir():
+            # it returns soon if it is just being replaced by its weights
             is_replaced = path.with_name(f".replaced-{path.name}") in self.checkpoints.leftovers()
             if is_replaced or (step > newest and not self.run.done_file.exists()):
                 return CheckpointState("to come")
             return CheckpointState("missing", "its checkpoint was removed")
+
         try:
             verify(path, hashes=False)  # the job verifies the hashes
         except DamagedCheckpoint as error:
@@ -274,6 +287,7 @@ class Schedule:
         if self.has_results(step, suite):
             return Entry(step, suite, "done", lease, num_attempts(leases))
 
+        # No results: a job may have the work, or has failed too often.
         job_state, lease, reason = leases.judge(lease, queue, self._expiry_s)
         # after `judge`, which records a job that it found by its name
         attempts = num_attempts(leases)
@@ -313,6 +327,7 @@ class JobStart(NamedTuple):
 
 def start_job(leases: Leases, job: str, lease_id: str | None, max_restarts: int) -> JobStart:
     """Record a job's start; refuse it without its lease, or after restarts without progress."""
+    # Only the job with the current lease may work.
     if lease_id is not None:
         current = leases.current()
         if current is None or current.id != lease_id:
@@ -322,22 +337,24 @@ def start_job(leases: Leases, job: str, lease_id: str | None, max_restarts: int)
         if current.job is None:
             leases.record(current, job=job)  # its watcher was killed before recording it
 
+    # Progress is measured in files. A job may have several suites: the folder is named `a,b` then.
+    folder = leases.folder.parent
+    num_files = 0
+    for suite in folder.name.split(","):
+        for pattern in PROGRESS_FILES:
+            num_files += len(list(folder.with_name(suite).glob(pattern)))
+
+    # Compare with the last start of this job, if it is a restart.
     path = leases.folder / "restarts.json"
     before = Restarts()
     with suppress(UnreadableFile):
         before = read_record(path, Restarts)
-    # a job may have several suites: the folder is then named `a,b`
-    folder = leases.folder.parent
-    suite_folders = [folder.with_name(suite) for suite in folder.name.split(",")]
-    num_files = sum(
-        len(list(suite_folder.glob(pattern)))
-        for suite_folder in suite_folders
-        for pattern in PROGRESS_FILES
-    )
-    is_fruitless = before.job == job and num_files <= before.tasks
-    fruitless = before.fruitless + 1 if is_fruitless else 0
+    fruitless = 0
+    if before.job == job and num_files <= before.tasks:
+        fruitless = before.fruitless + 1
     if fruitless > max_restarts:
         return JobStart(EXIT_NO_PROGRESS, f"{fruitless} restarts without progress")
+
     leases.folder.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(Restarts(job, num_files, fruitless)))
     return JobStart(0)
@@ -349,6 +366,8 @@ def check_work(argv: Sequence[str]) -> None:
         raise UserError(
             "slurm.usage", "expected RUN/checkpoint/step-N and SUITE; see bash slurm/eval.sh --help"
         )
+
+    # The options and the suites' data.
     path, suite, *options = argv
     parser = Parser(prog="slurm/eval.sh")
     add_arguments(parser)
@@ -356,7 +375,7 @@ def check_work(argv: Sequence[str]) -> None:
     suites = check_options(arguments)
     check_staged(suites, staged_folder(arguments.staged))
 
-    # without the hashes, which the job verifies
+    # The checkpoint, without its hashes. The job verifies them, and finds the newest of a RUN.
     checkpoint = Path(os.path.abspath(path))
     if checkpoint.name.startswith("step-"):
         verify(checkpoint, hashes=False)
@@ -392,7 +411,7 @@ def _begin(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
 
     # not resolved: RUN/checkpoint may be a link to a larger disk
-    run, checkpoint = find_checkpoint(Path(os.path.abspath(arguments.checkpoint)))
+    checkpoint, run = find_checkpoint(Path(os.path.abspath(arguments.checkpoint)))
     leases = leases_of(run.path, checkpoint.name, arguments.suite)
     start = start_job(leases, arguments.job, arguments.lease, arguments.restarts)
     if start.exit_code:

@@ -48,6 +48,7 @@ class Item:
     answers: list[Any] = field(default_factory=list)
     target: Any = None
     metrics: dict[str, Any] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)  # what is stored of it
     error: str = ""
 
 
@@ -55,6 +56,8 @@ def ask(lm: CanonLM, task: Task) -> TaskAnswers:
     """Return the answers of `lm` to the requests that `task` has built."""
     lm.truncated.clear()
     lm.failures.clear()
+
+    # One call per request type, in which a request may be repeated.
     by_type: dict[str, list[Instance]] = {}
     for request in task.instances:
         by_type.setdefault(request.request_type, []).append(request)
@@ -76,12 +79,16 @@ def score_task(task: Task, answers: TaskAnswers, limit: int | None) -> TaskResul
     for request, responses in zip(task.instances, answers.responses, strict=True):
         # answers that were stored are lists, as JSON has no tuples
         request.resps = [tuple(x) if isinstance(x, list) else x for x in responses]
-    by_filter = _evaluate_items(task, answers.failures, limit)
-    aggregations: dict[str, Aggregation] = dict(task.aggregation())
-    if is_multiple_choice(task) and _add_gold_bits(task, by_filter):
-        aggregations[GOLD_BITS] = np.mean
 
-    records = _records(task, by_filter)
+    # The metrics of each item, under each of the task's filters.
+    by_filter = _evaluate_items(task, answers.failures, limit)
+    all_items = [item for items in by_filter.values() for item in items]
+    aggregations: dict[str, Aggregation] = dict(task.aggregation())
+    if is_multiple_choice(task) and _add_gold_bits(task, all_items):
+        aggregations[GOLD_BITS] = np.mean
+    _add_records(task, all_items)
+
+    # Their aggregates.
     scores: dict[str, Score] = {}
     num_samples = 0
     for filter_name, items in by_filter.items():
@@ -94,17 +101,16 @@ def score_task(task: Task, answers: TaskAnswers, limit: int | None) -> TaskResul
                 # lm_eval takes the mean of a metric without an aggregation
                 aggregations.get(metric, mean),
                 [item.metrics[metric] for item in scored],
-                [source_of_record(records[item.doc_id, filter_name]) for item in scored],
+                [source_of_record(item.record) for item in scored],
             )
             num_samples = max(num_samples, len(scored))
 
-    failed = [item for items in by_filter.values() for item in items if item.error]
     return TaskResult(
         scores,
         num_samples,
-        samples=json.loads(to_json([*records.values()])),
+        samples=json.loads(to_json([item.record for item in all_items])),
         truncated=len(answers.truncated),
-        failures=Failures.of({item.doc_id: item.error for item in failed}),
+        failures=Failures.of({item.doc_id: item.error for item in all_items if item.error}),
     )
 
 
@@ -112,16 +118,18 @@ def _evaluate_items(
     task: Task, failures: Mapping[int, str], limit: int | None
 ) -> dict[str, list[Item]]:
     """Return the items by filter, in the order of the documents; `failures`: without an answer."""
+    # The requests of each document, such as one per choice.
     requests_of: dict[int, list[Instance]] = {}
     for request in task.instances:
         requests_of.setdefault(request.doc_id, []).append(request)
     for requests in requests_of.values():
         requests.sort(key=lambda request: request.idx)
 
+    # Filter the answers, and compute the metrics of the documents without an error.
     documents = list(task.doc_iterator(rank=0, limit=limit, world_size=1))
+    answered = [requests for doc_id, requests in requests_of.items() if doc_id not in failures]
     by_filter: dict[str, list[Item]] = {}
     for ensemble in task._filters:
-        answered = [requests for doc_id, requests in requests_of.items() if doc_id not in failures]
         errors = {**_apply_filter(ensemble, answered), **failures}
         items = [
             Item(doc_id, document, ensemble.name, requests_of[doc_id], error=errors.get(doc_id, ""))
@@ -164,8 +172,8 @@ def _add_metrics(task: Task, item: Item) -> None:
         item.error = f"metrics: {_describe(error)}"
 
 
-def _records(task: Task, by_filter: Mapping[str, Sequence[Item]]) -> dict[tuple[int, str], Any]:
-    """Return what is stored of each item, by document and filter."""
+def _add_records(task: Task, items: Sequence[Item]) -> None:
+    """Set `record` of each item."""
     metadata = task.config.metadata or {}
     part = metadata.get("part")
     answers_key = f"answers_{part}" if part else "answers"
@@ -174,16 +182,17 @@ def _records(task: Task, by_filter: Mapping[str, Sequence[Item]]) -> dict[tuple[
     if isinstance(source_fields, str):
         source_fields = [source_fields]
 
-    records: dict[tuple[int, str], Any] = {}
-    for item in (item for items in by_filter.values() for item in items):
+    for item in items:
+        # the hashes are those that lm_eval logs
+        request = item.requests[0]
         document = json.dumps(
-            item.requests[0].doc, indent=2, default=handle_non_serializable, ensure_ascii=False
+            request.doc, indent=2, default=handle_non_serializable, ensure_ascii=False
         )
         record: dict[str, Any] = {
             "doc_id": item.doc_id,
             "filter": item.filter,
             "doc_hash": hash_string(document),
-            "prompt_hash": hash_string(item.requests[0].arguments[0]),
+            "prompt_hash": hash_string(request.arguments[0]),
             "target": item.target,
         }
         if source_fields:
@@ -193,8 +202,7 @@ def _records(task: Task, by_filter: Mapping[str, Sequence[Item]]) -> dict[tuple[
         record |= item.metrics
         if item.error:
             record["error"] = item.error
-        records[item.doc_id, item.filter] = record
-    return records
+        item.record = record
 
 
 def to_json(value: Any) -> str:
@@ -211,9 +219,9 @@ def is_multiple_choice(task: Task) -> TypeGuard[ConfigurableTask]:
     return isinstance(task, ConfigurableTask) and task.OUTPUT_TYPE == "multiple_choice"
 
 
-def _add_gold_bits(task: ConfigurableTask, by_filter: Mapping[str, Sequence[Item]]) -> bool:
+def _add_gold_bits(task: ConfigurableTask, items: Sequence[Item]) -> bool:
     """Add the metric GOLD_BITS to the scored items; return False if one has no gold answer."""
-    scored = [item for items in by_filter.values() for item in items if not item.error]
+    scored = [item for item in items if not item.error]
     bits = [gold_bits_per_byte(task, item) for item in scored]
     if None in bits:
         return False
@@ -231,8 +239,10 @@ def gold_bits_per_byte(task: ConfigurableTask, item: Item) -> float | None:
     choices: list[str] = task.doc_to_choice(item.document)
     # a task with multiple_input has the choices in its contexts, and one continuation
     gold = task.doc_to_text(item.document) if task.multiple_input else item.target
+    gold_answers = gold if isinstance(gold, list) else [gold]
+
     bits: list[float] = []
-    for answer in gold if isinstance(gold, list) else [gold]:
+    for answer in gold_answers:
         # the gold answer is a text, or its index
         index = choices.index(answer) if answer in choices else answer
         if not isinstance(index, int) or not 0 <= index < len(choices):
@@ -272,9 +282,10 @@ def _score(aggregation: Aggregation, by_item: Sequence[Any], sources: Sequence[s
         return Score(value)
 
     # All right or all wrong has no variance: a bound instead, over the number of sources.
-    sources_N = np.unique(sources, return_inverse=True)[1]
+    source_names, sources_N = np.unique(sources, return_inverse=True)
     if value in (0, 1) and (sums_N == value * weights_N).all():
-        num_sources = int(sources_N.max()) + 1
-        return Score(value, bound=wilson_bound(value, num_sources))
+        return Score(value, bound=wilson_bound(value, len(source_names)))
+
+    # Items of one source are not independent: the variance is clustered by source.
     variance = mean_variance(Clusters.of(sums_N / weights_N, weights_N, sources_N))
     return Score(value, math.sqrt(variance) if math.isfinite(variance) else None)

@@ -49,6 +49,8 @@ HUB_HINTS = hub.HubHints(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `eval stage`."""
     add = parser.add_argument
+
+    # Which data sets, and where to.
     add("--suite", default=ALL, help=f"{', '.join(SUITES)} or {ALL} (%(default)s)")
     add(
         "--out",
@@ -59,6 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the folder (default: ${FOLDER_VARIABLE}, else {DEFAULT_FOLDER})",
     )
     add("--only", nargs="+", metavar="KEY", help="only these data sets of the suite")
+
+    # Which versions are accepted.
     add(
         "--pin",
         nargs="+",
@@ -158,6 +162,8 @@ def parse_pins(pins: Sequence[str]) -> dict[str, str]:
                 f"--pin {pin}: expected KEY=COMMIT with the commit's 40 hex digits",
                 given=pin,
             )
+
+        # several data sets may be of one repository
         repository = data_set(key).path
         if commits.setdefault(repository, commit) != commit:
             raise UserError("stage.pin", f"--pin {pin}: two commits for {repository}", given=pin)
@@ -178,6 +184,7 @@ def _process_each(
             line = f"error[{error.code}]: {error}"
             failed.append(data.key)
         print(f"[{number}/{len(chosen)}] {data.key}: {line}", flush=True)
+
     if failed:
         raise UserError(
             "stage.incomplete",
@@ -190,6 +197,7 @@ def _process_each(
 
 def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
     """Download a data set unless it is staged at its pinned commit; return a summary."""
+    # A whole data set is not downloaded again.
     pinned = read_pins(folder).get(data.path) or data.revision
     with suppress(UserError):  # not staged or damaged
         manifest = verify(data.key, folder).manifest
@@ -199,6 +207,7 @@ def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
                 add_pins(folder, {data.path: manifest.revision})
             return f"is staged, {_summary(manifest, data)}"
 
+    # Download it at its pinned commit, else at the newest, which is pinned from now on.
     commit = hub.find_commit(data.path, pinned, HUB_HINTS)
     if pinned is None:
         add_pins(folder, {data.path: commit})
@@ -208,7 +217,8 @@ def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
 
     # The repository may have changed since the catalogue was written.
     remedy = f"choose another commit with --pin {data.key}=COMMIT"
-    if missing := [name for name in data.columns if name not in rows.column_names]:
+    missing = [name for name in data.columns if name not in rows.column_names]
+    if missing:
         raise UserError(
             "stage.columns",
             f"{source}: no column {', '.join(missing)} (but {', '.join(rows.column_names)}); "
@@ -243,5 +253,6 @@ def download(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
 def _summary(manifest: Manifest, data: DataSet) -> str:
     split = manifest.splits[data.split]
     expected = "" if split.rows == data.documents else f" (expected {data.documents:,})"
-    commit = manifest.revision[:12]
-    return f"{split.rows:,} documents{expected}, {size(split.bytes)}, commit {commit}"
+    return (
+        f"{split.rows:,} documents{expected}, {size(split.bytes)}, commit {manifest.revision[:12]}"
+    )

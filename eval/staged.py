@@ -100,6 +100,7 @@ def _catalogue() -> Iterator[DataSet]:
             columns=tuple(columns),
             documents=int(documents),
         )
+
     for task, length in product(BABILONG_TASKS, BABILONG_LENGTHS):
         yield DataSet(
             key=f"babilong_{task}_{length}",
@@ -189,8 +190,9 @@ def load_staged(key: str, folder: str | Path | None = None) -> "datasets.Dataset
 def verify(key: str, folder: Path) -> StagedFile:
     """Return the manifest and the file's content of `key`; raises UserError if damaged."""
     data = data_set(key)
-    path = folder / key / MANIFEST
     remedy = stage_command(key, folder)
+
+    path = folder / key / MANIFEST
     try:
         manifest = files.read_record(path, Manifest)
     except files.UnreadableFile as error:
@@ -244,7 +246,8 @@ def write_staged(
 
     if not isinstance(rows, datasets.Dataset):
         rows = datasets.Dataset.from_list([*rows])
-    # the column types are stored in the schema, where Dataset reads them
+
+    # The file's content; the column types are stored in the schema, where Dataset reads them.
     table = rows.with_format("arrow")[:].cast(rows.features.arrow_schema)
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(table, buffer)
@@ -266,6 +269,7 @@ def write_staged(
         splits={data.split: split},
     )
 
+    # The manifest is removed before the file changes, and written last.
     target = Path(folder) / key
     temporary = target / f"{split.file}.next"
     target.mkdir(parents=True, exist_ok=True)

@@ -104,6 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print the states as JSON")
     add("--is-finished", action="store_true", help="exit with code 0 if nothing is left, else 1")
 
+    # How a watcher works.
     add(
         "--max-in-flight",
         type=int,
@@ -163,7 +164,8 @@ def run(arguments: argparse.Namespace) -> None:
     elif arguments.suites:
         split_suites(arguments.suites)  # unknown suites are reported before missing runs
 
-    # The options of this call, checked; all others are those of the stored requests.
+    # The options of this call, checked; all others are those of the stored requests. Suites that
+    # are stored already are not checked again.
     requests = [read_request(run, change=arguments.change) for run in runs]
     stored_suites = [suite for request in requests if request for suite in request.suites]
     options = {
@@ -176,20 +178,19 @@ def run(arguments: argparse.Namespace) -> None:
     options = {name: value for name, value in options.items() if value is not None}
     if not read_only:
         _confirm_task_files(options.get("suites", stored_suites), arguments)
-    watched = [
-        Schedule(
-            run,
-            update_request(run, options, change=arguments.change, keep=not read_only),
-        )
-        for run in runs
-    ]
+    watched: list[Schedule] = []
+    for run in runs:
+        request = update_request(run, options, change=arguments.change, keep=not read_only)
+        watched.append(Schedule(run, request))
 
-    report = arguments.report or (folders[0] / "report" if len(folders) == 1 else Path("report"))
+    # Watch the runs, or show what a watcher would do.
+    default_report = folders[0] / "report" if len(folders) == 1 else Path("report")
+    default_max_in_flight = 1 if arguments.local else MAX_IN_FLIGHT
     watcher = Watcher(
         watched,
         _queue(needed=not (arguments.local or read_only)),
-        Path(os.path.abspath(report)),
-        max_in_flight=arguments.max_in_flight or (1 if arguments.local else MAX_IN_FLIGHT),
+        Path(os.path.abspath(arguments.report or default_report)),
+        max_in_flight=arguments.max_in_flight or default_max_in_flight,
         local=arguments.local,
         console=Console(),
         absent=absent,
@@ -205,11 +206,13 @@ def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> Non
     files = [s for s in suites if is_task_file(s) and not Path(s).resolve().is_relative_to(TASKS)]
     if not files or arguments.trust_task_files:
         return
+
     warning = f"{', '.join(dict.fromkeys(files))}: a task file is code, which can run any command"
     answer = ""
     if sys.stdin.isatty():
         with contextlib.suppress(EOFError):
             answer = input(f"{warning}. Let the jobs use it? [y/N] ")
+
     if answer.strip().lower() not in ("y", "yes"):
         raise UserError(
             "submit.untrusted_task",
@@ -228,6 +231,8 @@ def _queue(*, needed: bool) -> Slurm:
             "Slurm commands not found (sbatch, squeue, scontrol). Pass --local, or run on a login "
             "node",
         )
+
+    # Without Slurm, the states of jobs are unknown, but those of results are not.
     try:
         slurm.refresh()
     except UserError:
@@ -322,8 +327,9 @@ class Watcher:
         job_state, _, reason = report.leases.judge(report.leases.current(), self.queue)
         if job_state is not None:
             return ReportState(job_state, reason)
-        is_given_up = num_attempts(report.leases) > self.schedules[0].request.retries
-        return ReportState("failed" if is_given_up else "waiting", reason)
+        if num_attempts(report.leases) > self.schedules[0].request.retries:
+            return ReportState("failed", reason)
+        return ReportState("waiting", reason)
 
     def is_stalled(self, overview: Overview) -> bool:
         """Return whether nothing is left to do here, and no launch trains any of the runs."""
@@ -335,6 +341,7 @@ class Watcher:
         for run in self.absent:
             self.log(f"{run}: not started, not waited for")
         self.absent = ()
+
         for schedule in self.schedules:
             if not schedule.run.done_file.exists():
                 schedule.settle()
@@ -343,6 +350,7 @@ class Watcher:
                     f"{schedule.run.path}: no launch trains it, evaluated to step {newest:,}; "
                     "once it is resumed, the same command evaluates the rest"
                 )
+
         if not any(schedule.steps for schedule in self.schedules):
             raise UserError(
                 "submit.no_checkpoint",
@@ -354,13 +362,12 @@ class Watcher:
             schedule.is_finished(entries) for schedule, entries in overview
         )
 
-    def _start_due(self, overview: Overview) -> tuple[JobSpec, Lease] | None:
-        """Submit jobs up to the limit, oldest steps first, and the report after the last one.
+    def _due_jobs(self, overview: Overview) -> list[JobSpec]:
+        """Return jobs up to the limit, oldest steps first, or the report after the last one."""
+        if self._is_evaluated(overview):
+            return [self._report_job()] if self.report_state().state == "waiting" else []
 
-        With `local`, submit nothing: claim the first, and return it with its claim.
-        """
-        states = [entry.state for entry in all_entries(overview)]
-        num_in_flight = sum(state in ACTIVE_STATES for state in states)
+        num_in_flight = sum(entry.state in ACTIVE_STATES for entry in all_entries(overview))
         waiting = [
             (entry, schedule)
             for schedule, entries in overview
@@ -368,15 +375,13 @@ class Watcher:
             if entry.state == "waiting"
         ]
         waiting.sort(key=lambda pair: pair[0].step)
-        due = [
-            self._evaluation_job(schedule, entry)
-            for entry, schedule in waiting[: max(0, self.max_in_flight - num_in_flight)]
-        ]
-        if self._is_evaluated(overview) and self.report_state().state == "waiting":
-            due.append(self._report_job())
+        room = max(0, self.max_in_flight - num_in_flight)
+        return [self._evaluation_job(schedule, entry) for entry, schedule in waiting[:room]]
 
-        # The claim comes first: if this watcher dies, the next one finds the job by its name.
-        for job in due:
+    def _start_due(self, overview: Overview) -> tuple[JobSpec, Lease] | None:
+        """Submit the due jobs. With `local`, claim the first, and return it with its claim."""
+        for job in self._due_jobs(overview):
+            # the claim comes first: if this watcher dies, the next one finds the job by its name
             last = job.leases.current()
             lease = new_lease(
                 1 if last is None else last.number + 1,
@@ -412,6 +417,7 @@ class Watcher:
         ]
         digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
         folder = self.out / "leases" / digest
+
         return JobSpec(
             name=_plain(f"eval-report-{self.schedules[0].run.path.name}"),
             leases=Leases(folder),
@@ -423,10 +429,12 @@ class Watcher:
 
     def _submit(self, job: JobSpec, lease: Lease) -> None:
         """Submit a claimed job and record its id; end the claim if sbatch refuses it."""
+        # in a path, sbatch replaces %j by the job's id, and %% by %
         log = f"{str(job.log_folder).replace('%', '%%')}/slurm-%j.log"
         if "\\" in log:  # sbatch treats it as an escape
             log = "/dev/null"
         flags = [f"--job-name={lease.name}", f"--output={log}", *job.flags]
+
         try:
             job_id = self.queue.submit(job.script, job.argv(lease), flags)
         except SlurmTimeout:
@@ -434,6 +442,7 @@ class Watcher:
         except UserError as error:
             job.leases.record(lease, ended=f"given back: {error}")
             raise
+
         job.leases.record(lease, job=job_id)
         self.log(f"job {job_id}: {job.name}")
 
@@ -443,7 +452,9 @@ class Watcher:
         command = ["bash", str(SCRIPTS / job.script), "--local", *job.argv(lease)]
         environ = os.environ | {"CANON_REPO": str(SCRIPTS.parent)}
         process = start_child(command, env=environ, stdin=subprocess.DEVNULL)
+
         try:
+            # until it ends, show other watchers that this one is alive
             while process.poll() is None:
                 try:
                     process.wait(BEAT_S)
@@ -460,6 +471,7 @@ class Watcher:
                     process.wait()
                 job.leases.record(lease, job=None, ended="given back: interrupted")
             raise
+
         job.leases.record(lease, ended=f"exit code {process.returncode}")
 
 
@@ -482,25 +494,28 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
     while True:
         if any(RunFolder(run).config_file.exists() for run in watcher.absent):
             return run(arguments)  # a run has started: add its schedule
+
         try:
             overview = watcher.poll()
-        except UserError as error:  # as if Slurm does not answer
+        except UserError as error:  # such as Slurm not answering
             if arguments.once:
                 raise
             watcher.log(f"{error}; retrying in {arguments.interval_s:.0f} s")
         else:
-            is_finished = watcher.is_finished(overview)
-            is_stalled = arguments.local and watcher.is_stalled(overview)
-            num_stalled = num_stalled + 1 if is_stalled else 0
-            if num_stalled > 1 and not is_finished:
-                watcher.settle()
-                continue
-            if is_finished:
+            if watcher.is_finished(overview):
                 watcher.log("finished")
                 has_failed = any(entry.state == "failed" for entry in all_entries(overview))
                 if has_failed or watcher.report_state().state != "done":
                     raise SystemExit(1)
                 return
+
+            if arguments.local and watcher.is_stalled(overview):
+                num_stalled += 1
+            else:
+                num_stalled = 0
+            if num_stalled > 1:
+                watcher.settle()  # and poll again, without waiting
+                continue
             if arguments.once:
                 return
 
@@ -523,6 +538,7 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
 
     console = watcher.console
     report = watcher.report_state()
+
     if arguments.json:
         content = {
             "runs": {

@@ -67,6 +67,8 @@ def harness_names() -> dict[str, HarnessName]:
     files = (path for path in harness_tasks().rglob("*") if path.suffix in ("", ".yaml"))
     for path in sorted(path for path in files if path.is_file()):
         text = path.read_text(errors="replace")
+
+        # A file with a suffix defines a group, or a task.
         if path.suffix:
             # by key, `task` or `group`, the first name of the file
             name_by_key = dict(reversed(_NAME.findall(text)))
@@ -74,6 +76,7 @@ def harness_names() -> dict[str, HarnessName]:
             kind = "group" if is_group else "task"
             if kind in name_by_key:
                 names.setdefault(name_by_key[kind], HarnessName(kind, path))
+
         for tag_value in _TAGS.findall(text):
             without_comments = re.sub("#.*", "", tag_value)
             for tag in _TAG.findall(without_comments):
@@ -93,10 +96,12 @@ def split_suites(text: str, stored: Collection[str] = ()) -> list[str]:
         if name == ALL:
             suites += SUITES
             continue
+
         suite = os.path.abspath(name) if is_task_file(name) else name
         if suite not in stored:
-            find_suite(name)
+            find_suite(name)  # raises if there is none
         suites.append(suite)
+
     if not suites:
         raise UserError(
             "eval.unknown_suite",
@@ -119,6 +124,7 @@ def find_suite(suite: str) -> tuple[str, Path | None]:
     if suite in files:
         return suite, files[suite]
 
+    # A user's file, whose name is that of the suite's results.
     if is_task_file(suite):
         path = Path(suite)
         if not path.is_file():
@@ -131,6 +137,7 @@ def find_suite(suite: str) -> tuple[str, Path | None]:
             )
         return path.stem, path
 
+    # The names of lm_eval come last: reading them takes time.
     if suite in harness_names():
         return suite, harness_names()[suite].path
     similar = suggestion(suite, [*SUITES, ALL, *files]) or suggestion(suite, harness_names())
@@ -156,15 +163,16 @@ def suite_settings(name: str, options: argparse.Namespace, seq_len: int) -> dict
     folder = task_folder(task_files().get(name))
     max_length = options.max_length or max(seq_len, MIN_MAX_LENGTHS.get(folder, 0))
     settings: dict[str, Any] = {"max_length": max_length, "add_bos": options.add_bos}
+
     if name == VALIDATION:
         return settings
     if folder == "birth_year" and options.junk:
         settings["junk"] = content(options.junk)
 
     # a suite of ours ignores the options of the others; a user's task may use any
-    others = tuple(f"{other}_" for other in FOLDERS if folder and other != folder)
+    ignored_prefixes = tuple(f"{other}_" for other in FOLDERS if folder and other != folder)
     task_options = {
-        key: content(value) for key, value in options.option if not key.startswith(others)
+        key: content(value) for key, value in options.option if not key.startswith(ignored_prefixes)
     }
     if task_options:
         settings["options"] = task_options

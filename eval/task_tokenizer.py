@@ -61,6 +61,7 @@ def _of_data(folder: Path) -> TaskTokenizer:
         tokenizer = load_tokenizer(folder, eos=eos)
     except UserError as error:
         raise UserError("eval.task_tokenizer", f"{error}; {TOKENIZER_HINT}") from None
+
     return TaskTokenizer(
         sha256=tokenizer.sha256,
         encode=lambda text: tokenizer.encode(text).tolist(),
@@ -76,18 +77,18 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
     from canon_pretrain.hf.export import RECORD  # imports torch
 
     folder = Path(name)
-    # no trust_remote_code prompt for the model's code, which is not needed
-    tokenizer_class: Any = transformers.PreTrainedTokenizerFast
-    options: dict[str, Any] = {}
-    if not (folder / HF_FILE).is_file():
-        tokenizer_class = transformers.AutoTokenizer
-        options = {
-            "trust_remote_code": False,
-            "revision": revision or "main",
-            "sp_model_kwargs": {},  # no SentencePiece sampling, even if the config asks for it
-        }
+    tokenizer: Any
     try:
-        tokenizer = tokenizer_class.from_pretrained(name, **options)
+        if (folder / HF_FILE).is_file():
+            # not AutoTokenizer, which would ask whether to trust the model's code
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(name)
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                name,
+                trust_remote_code=False,
+                revision=revision or "main",
+                sp_model_kwargs={},  # no SentencePiece sampling, even if the config asks for it
+            )
     except (OSError, ValueError, ImportError, KeyError) as error:
         reason = " ".join(f"no tokenizer can be loaded ({error})".split())
         raise UserError("eval.task_tokenizer", f"{name}: {reason}; {TOKENIZER_HINT}") from None
@@ -99,6 +100,7 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
             if hasattr(model, option):
                 setattr(model, option, None)
 
+    # Of our own export, the hash of the training tokenizer is recorded.
     try:
         sha256 = str(read_json(folder / RECORD)["tokenizer"]["sha256"])
     except (UnreadableFile, KeyError, TypeError):
@@ -136,8 +138,12 @@ def lengths_over(prompts: Iterable[str], room: int, metadata: Mapping[str, Any])
     """Return the lengths in tokens of the prompts with more than `room` tokens."""
     # in ASCII a token has at least one character, and one may be put before the text
     unsure = [text for text in prompts if len(text) + 1 > room or not text.isascii()]
-    encode = task_tokenizer(metadata).encode if unsure else list
-    return [length for text in unsure if (length := len(encode(text))) > room]
+    if not unsure:
+        return []  # without a tokenizer, which may not be known
+
+    encode = task_tokenizer(metadata).encode
+    lengths = [len(encode(text)) for text in unsure]
+    return [length for length in lengths if length > room]
 
 
 def check_fit(name: str, longest: int, *, answer_tokens: int, metadata: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ from canon_pretrain.data.held_out import HeldOutLoss, held_out_loss, windows
 from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.run.results import BITS, COUNT_MODELS, NATS, VALIDATION, Score, TaskResult
 from canon_pretrain.stats.noise import MIN_CLUSTERS, Clusters, mean_variance
-from eval.harness import Remember, TaskPlan, no_memory
+from eval.harness import Remember, TaskPlan
 from eval.model.lm import CanonLM
 
 METRICS = (BITS, NATS)
@@ -33,7 +33,7 @@ def validation_task(
 ) -> TaskPlan:
     """Return the suite's one task: losses of the model and of count models of `train`."""
 
-    def evaluate(lm: CanonLM, remember: Remember = no_memory) -> dict[str, TaskResult]:
+    def evaluate(lm: CanonLM, remember: Remember) -> dict[str, TaskResult]:
         loss, documents = model_loss(lm, held_out, seq_len=seq_len, limit=limit)
         results = {VALIDATION: _task_result(loss, documents)}
         log("counting the training shards' unigrams and bigrams")
@@ -97,6 +97,7 @@ def model_loss(
         for document, score in zip(tokens_of_window, window_scores, strict=True):
             nats[document].append(-score)
 
+    # The mean over all tokens, as in the trainer.
     total_nats = math.fsum(chain.from_iterable(nats.values()))
     bytes_per_token = shards.num_bytes / shards.num_tokens
     loss = held_out_loss([total_nats], [num_tokens.total()], [bytes_per_token])
@@ -128,7 +129,7 @@ def relative_error(documents: Sequence[Mapping[str, Any]]) -> float | None:
 
     Tokens of a document are not independent, so it is over the records of documents.
     """
-    # columns: nats, and the number of tokens
+    # Columns: nats, and the number of tokens.
     sums_D2 = np.array([record["nats_per_token"] for record in documents], float).reshape(-1, 2)
     if len(sums_D2) < MIN_CLUSTERS or not np.isfinite(sums_D2).all() or not sums_D2[:, 0].any():
         return None

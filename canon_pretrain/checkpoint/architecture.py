@@ -18,8 +18,8 @@ _MAX_DEPTH = 4  # RUN/archive/K-LABEL/checkpoint/step-N
 logger = logging.getLogger(__name__)
 
 
-def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
-    """Return the run and the step-N folder that a command's `path` names.
+def find_checkpoint(path: Path) -> tuple[Path, RunFolder]:
+    """Return the step-N folder that a command's `path` names, and its run.
 
     RUN and RUN/checkpoint/latest name the newest undamaged checkpoint, the folder of an import its
     only step; any other path is returned unchecked. Raises UserError if there is no checkpoint.
@@ -27,15 +27,17 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
     run = RunFolder(path)
     if run.has_config():
         folder = CheckpointFolder.of_run(run)
-        import_folder = CheckpointFolder(path)  # which contains its step, without checkpoint/
+        # an import's folder contains its only step itself, without checkpoint/
+        import_folder = CheckpointFolder(path)
         if imported := import_folder.steps():
-            return run, import_folder.step_path(imported[-1])
+            return import_folder.step_path(imported[-1]), run
     elif path.name == LATEST:
         run = run_of_checkpoint(path)
         folder = CheckpointFolder(path.parent)
     else:
-        return run_of_checkpoint(path), path
+        return path, run_of_checkpoint(path)
 
+    # The newest checkpoint that is not damaged.
     steps = folder.steps()
     for step in reversed(steps):
         checkpoint = folder.step_path(step)
@@ -46,7 +48,8 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
         except OSError as error:
             raise UserError("checkpoint.unreadable", f"{checkpoint}: {error}") from None
         else:
-            return run, checkpoint
+            return checkpoint, run
+
     missing = "undamaged checkpoint" if steps else "checkpoint yet"
     raise UserError(
         "checkpoint.none",
@@ -76,14 +79,17 @@ def model_args(identity: Mapping[str, Any], file: Path) -> ModelArgs:
     values: dict[str, Any] = {}
     for f in fields(ModelArgs):
         # fields that an earlier version did not have are the default
-        value = identity.get(f"model.{f.name}", f.default)
-        # JSON may hold 1 for 1.0
-        types = (int, float) if isinstance(f.default, float) else (type(f.default),)
-        if type(value) not in types:
+        name = f"model.{f.name}"
+        value = identity.get(name, f.default)
+
+        # not isinstance: a bool is no int; but JSON may hold 1 for 1.0
+        default_type = type(f.default)
+        is_int_for_float = default_type is float and type(value) is int
+        if type(value) is not default_type and not is_int_for_float:
             raise UserError(
                 "run.other_version",
                 f"{file} of another version: model.{f.name} = {value!r}",
-                name=f"model.{f.name}",
+                name=name,
                 given=value,
             )
         values[f.name] = value

@@ -40,7 +40,7 @@ class Checkpoint:
     state: str
     manifest: Manifest | None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return the checkpoint's object in `list --json`, without `held`."""
         row: dict[str, Any] = {}
         if self.manifest is not None:
@@ -48,15 +48,16 @@ class Checkpoint:
             row["num_files"] = len(row.pop("files"))
         return row | {
             "step": step_number(self.path.name),
-            "path": str(self.path),
+            "path": self.path,
             "bytes": self.num_bytes,
             "state": self.state,
         }
 
     def line(self, end: str = "") -> str:
         """Return the checkpoint's line of text."""
+        manifest = self.manifest
         content = size(self.num_bytes)
-        if (manifest := self.manifest) is not None:
+        if manifest is not None:
             content = (
                 f"{manifest.kind}, {content}, {len(manifest.files)} file(s), "
                 f"{manifest.world_size} rank(s), saved {manifest.saved}"
@@ -109,9 +110,12 @@ def _find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
         return path, CheckpointFolder.of_run(run)
     if (path / CHECKPOINTS).is_dir():
         return path, CheckpointFolder(path / CHECKPOINTS)
+
+    # not a run folder, but maybe that of its checkpoints
     folder = CheckpointFolder(path)
     if folder.steps() or folder.unfinished() or folder.leftovers() or folder.quarantined():
         return path.absolute().parent, folder
+
     raise UserError(
         "checkpoint.none",
         f"{path} has no config.json, {CHECKPOINTS}/ or step-N: expected a run folder",
@@ -123,33 +127,35 @@ def run_list(arguments: Namespace) -> None:
     """Print the checkpoints, and what else the folder holds."""
     run, folder, run_id = _find(arguments.run)
     held = {folder.step_path(step) for step in held_steps(run)}
-    read = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
-    # a launch may delete steps during this call
-    checkpoints = [checkpoint for checkpoint in read if checkpoint.path.exists()]
-    others: dict[str, list[dict[str, Any]]] = {
-        "unfinished": _sized(folder.unfinished() + folder.leftovers()),
-        "quarantined": [
-            {**entry._asdict(), "path": str(entry.path)} for entry in folder.quarantined()
-        ],
-        "archives": _sized(folder.archives(run)),
+
+    # A launch may delete steps during this call: only those that still exist are listed.
+    checkpoints = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
+    checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.path.exists()]
+
+    # Entries of the folder that are not complete checkpoints, by kind.
+    other_rows = {
+        "unfinished": _size_rows(folder.unfinished() + folder.leftovers()),
+        "quarantined": [entry._asdict() for entry in folder.quarantined()],
+        "archives": _size_rows(folder.archives(run)),
     }
+
     if arguments.json:
-        rows = [saved.to_json() | {"held": saved.path in held} for saved in checkpoints]
-        content = {"folder": str(folder.path), "checkpoints": rows, **others}
-        print(json.dumps(content, indent=2, ensure_ascii=False))
+        rows = [saved.to_row() | {"held": saved.path in held} for saved in checkpoints]
+        content = {"folder": folder.path, "checkpoints": rows, **other_rows}
+        print(json.dumps(content, indent=2, ensure_ascii=False, default=str))
         return
 
     print(f"{len(checkpoints)} checkpoint(s) in {folder.path}")
     for checkpoint in checkpoints:
         print(checkpoint.line(", held" if checkpoint.path in held else ""))
-    for kind, entries in others.items():
+    for kind, entries in other_rows.items():
         for entry in entries:
             line = f"{kind}  {entry['path']}  {size(entry['bytes'])}  {entry.get('reason', '')}"
             print(line.rstrip())
 
 
-def _sized(paths: list[Path]) -> list[dict[str, Any]]:
-    return [{"path": str(path), "bytes": tree_bytes(path)} for path in paths]
+def _size_rows(paths: list[Path]) -> list[dict[str, Any]]:
+    return [{"path": path, "bytes": tree_bytes(path)} for path in paths]
 
 
 def _read(path: Path, run_id: str | None, *, hashes: bool) -> Checkpoint:
@@ -157,6 +163,7 @@ def _read(path: Path, run_id: str | None, *, hashes: bool) -> Checkpoint:
     manifest = None
     state = WHOLE
     try:
+        # read before it is verified: also a damaged checkpoint is listed with its manifest
         manifest = Manifest.read(path)
         verify(path, hashes=hashes, workers=_WORKERS)
         if hashes:
@@ -166,8 +173,10 @@ def _read(path: Path, run_id: str | None, *, hashes: bool) -> Checkpoint:
         if manifest.run_id not in (None, run_id):
             state = f"of another run, {manifest.run_id}"
     except DamagedCheckpoint as error:
+        # the path is on the same line already
         fault = str(error).removeprefix(f"{path} is damaged: ").removeprefix(f"{path} ")
         state = f"{DAMAGED}{fault}"
+
     num_bytes = tree_bytes(path) if manifest is None else manifest.total_bytes
     return Checkpoint(path, num_bytes, state, manifest)
 
@@ -175,15 +184,20 @@ def _read(path: Path, run_id: str | None, *, hashes: bool) -> Checkpoint:
 def run_verify(arguments: Namespace) -> int:
     """Verify every file; return exit code 1 if a checkpoint is damaged or of another run."""
     path = arguments.run
-    step = None if RunFolder(path).has_config() else step_number(path.name)
-    _, folder, run_id = _find(path if step is None else path.parent)
-    steps = folder.steps() if step is None else [step]
-    if not steps:
-        print(f"no checkpoint in {folder.path}")
+    step = step_number(path.name)
+    # a run folder may be named step-N too
+    if step is None or RunFolder(path).has_config():
+        _, folder, run_id = _find(path)
+        steps = folder.steps()
+        if not steps:
+            print(f"no checkpoint in {folder.path}")
+    else:
+        _, folder, run_id = _find(path.parent)
+        steps = [step]
 
     has_fault = False
-    for number in steps:
-        checkpoint = _read(folder.step_path(number), run_id, hashes=True)
+    for step in steps:
+        checkpoint = _read(folder.step_path(step), run_id, hashes=True)
         print(checkpoint.line())
         has_fault |= checkpoint.state != WHOLE
     return EXIT_DAMAGED if has_fault else 0
@@ -194,15 +208,20 @@ def run_prune(arguments: Namespace) -> int:
     from canon_pretrain.checkpoint.weights import strip_to_weights  # imports torch
 
     run, folder, run_id = _find(arguments.run)
-    if steps_of_other_runs := folder.steps_of_other_runs(run_id):
-        names = ", ".join(f"step-{step} of run {x}" for step, x in steps_of_other_runs.items())
+
+    # Checkpoints of other runs stay. If the id of the run is unknown, it is not clear which.
+    other_runs = folder.steps_of_other_runs(run_id)
+    if other_runs:
+        names = ", ".join(f"step-{step} of run {other}" for step, other in other_runs.items())
         if run_id is None:
             raise UserError(
                 "checkpoint.other_run",
                 f"{folder.path} has {names}: expected checkpoints of one run",
-                steps=[*steps_of_other_runs],
+                steps=[*other_runs],
             )
         print(f"skipped, not of run {run_id}: {names}")
+
+    # What to delete: the steps that retention does not keep, and what the options add.
     retention = Retention(
         folder,
         arguments.keep,
@@ -224,6 +243,7 @@ def run_prune(arguments: Namespace) -> int:
     else:
         _check_no_launch(run, folder)
         pruned = _prune(retention, extra)
+
     _print_pruned(pruned, arguments)
     return EXIT_DAMAGED if pruned.errors else 0
 
@@ -255,6 +275,7 @@ def _prune(retention: Retention, extra: list[Path]) -> Pruned:
     deleted: list[Path] = []
     errors: list[str] = []
     bytes_freed = 0
+
     # before retention: what it quarantines now is kept
     for path in extra:
         try:
@@ -262,6 +283,7 @@ def _prune(retention: Retention, extra: list[Path]) -> Pruned:
             deleted.append(path)
         except OSError as error:
             errors.append(f"{path} can't be deleted: {error}")
+
     outcome = retention.apply()
     return Pruned(
         outcome,
@@ -274,7 +296,12 @@ def _prune(retention: Retention, extra: list[Path]) -> Pruned:
 def _print_pruned(pruned: Pruned, arguments: Namespace) -> None:
     """Print what was deleted, or would be with --dry-run; errors on standard error."""
     outcome = pruned.outcome
-    would = "would be " if arguments.dry_run else ""
+    would = ""
+    unchanged = ""
+    if arguments.dry_run:
+        would = "would be "
+        unchanged = "; nothing changed"
+
     for path in pruned.deleted:
         print(f"{path} {would}deleted")
     for step in outcome.stripped:
@@ -287,7 +314,6 @@ def _print_pruned(pruned: Pruned, arguments: Namespace) -> None:
     if len(outcome.kept) < arguments.keep:
         too_few = f", fewer than --keep {arguments.keep}: no checkpoint is deleted"
     print(f"verified and kept: {kept}{too_few}")
-    unchanged = "; nothing changed" if arguments.dry_run else ""
     print(f"{size(pruned.bytes_freed)} {would}freed{unchanged}")
     for error in pruned.errors:
         print(f"error: {error}", file=sys.stderr)

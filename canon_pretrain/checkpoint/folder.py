@@ -74,12 +74,16 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Return N of each folder (or link to one) named exactly step-N, ascending."""
-        return [step for step, path in self._named() if path.is_dir()]
+        return [step for step, path in self._named().items() if path.is_dir()]
 
-    def _named(self, prefix: str = "") -> list[tuple[int, Path]]:
-        """Return (N, path) of each entry named exactly `prefix`step-N, ascending."""
-        numbered = ((step_number(path.name, prefix), path) for path in entries(self.path))
-        return sorted((step, path) for step, path in numbered if step is not None)
+    def _named(self, prefix: str = "") -> dict[int, Path]:
+        """Return the path by N of each entry named exactly `prefix`step-N, ascending."""
+        paths: dict[int, Path] = {}
+        for path in entries(self.path):
+            step = step_number(path.name, prefix)
+            if step is not None:
+                paths[step] = path
+        return dict(sorted(paths.items()))
 
     def step_path(self, step: int) -> Path:
         return self.path / f"step-{step}"
@@ -107,11 +111,11 @@ class CheckpointFolder:
 
     def unfinished(self) -> list[Path]:
         """Return saves in progress or interrupted, by step."""
-        return [path for _, path in self._named(_SAVING)]
+        return [*self._named(_SAVING).values()]
 
     def leftovers(self) -> list[Path]:
         """Return what `recover` will restore or delete: replaced and half deleted steps."""
-        return [path for _, path in self._named(_REPLACED) + self._named(_DELETING)]
+        return [*self._named(_REPLACED).values(), *self._named(_DELETING).values()]
 
     def strays(self) -> list[str]:
         """Return the names of unknown files, which are never read, moved or deleted."""
@@ -127,11 +131,13 @@ class CheckpointFolder:
         """Move `path` to quarantine/NAME.K and write the reason. Raises OSError if not moved."""
         self._check_may_change()
         _make_folder(self.path / QUARANTINE)
+
         # the first K without an entry, and without the reason of a deleted one
         for k in itertools.count(1):
             target = self.path / QUARANTINE / f"{path.name}.{k}"
             if not os.path.lexists(target) and not os.path.lexists(_reason_file(target)):
                 break
+
         _move(path, target)
         _write_note(_reason_file(target), f"{utc_now()}\n{reason}\n")
         return target
@@ -141,7 +147,8 @@ class CheckpointFolder:
         quarantined: list[Quarantined] = []
         for path in self._quarantine_entries():
             reason = "no reason was recorded"
-            with contextlib.suppress(OSError):  # the first line is the time
+            with contextlib.suppress(OSError):
+                # the first line is the time
                 reason = _reason_file(path).read_text(errors="replace").partition("\n")[2].strip()
             quarantined.append(Quarantined(path, reason, tree_bytes(path)))
         return quarantined
@@ -149,7 +156,7 @@ class CheckpointFolder:
     def make_room(self, num_bytes: int) -> str | None:
         """Delete interrupted saves if needed; return why `num_bytes` still don't fit, or None."""
         if free_bytes(self.path) < num_bytes:
-            freed = sum(self.discard(path) for path in self._quarantined_saves())
+            freed = sum(map(self.discard, self._quarantined_saves()))
             if freed:
                 logger.warning(f"deleted {freed:,} bytes of interrupted saves to make room")
         free = free_bytes(self.path)
@@ -195,7 +202,7 @@ class CheckpointFolder:
         try:
             _move(self.saving_path(step), final)
         except OSError:
-            rename(replaced, final)
+            rename(replaced, final)  # back to the full checkpoint
             raise
         return remove_tree(replaced) - tree_bytes(final)
 
@@ -204,9 +211,12 @@ class CheckpointFolder:
 
         Quarantine keeps the newest interrupted save only. A failed deletion is only reported.
         """
-        lines = [self._try_delete(path, "half deleted") for _, path in self._named(_DELETING)]
-        for step, replaced in self._named(_REPLACED):
+        half_deleted = self._named(_DELETING).values()
+        lines = [self._try_delete(path, "half deleted") for path in half_deleted]
+
+        for step, replaced in self._named(_REPLACED).items():
             lines += self._finish_replacement(self.step_path(step), replaced)
+
         for saving in self.unfinished():
             try:
                 target = self.quarantine(saving, INTERRUPTED)
@@ -215,6 +225,7 @@ class CheckpointFolder:
                 # on a full disk the next save needs its bytes
                 lines.append(f"{saving.name}: quarantine can't take it ({error.strerror})")
                 lines.append(self._try_delete(saving, INTERRUPTED))
+
         for path in self._quarantined_saves()[:-1]:
             lines.append(self._try_delete(path, "an older interrupted save"))
         return lines
@@ -246,9 +257,13 @@ class CheckpointFolder:
         Under the run lock, after `recover`. Checkpoints are moved last, the newest first: a kill
         leaves the first steps of the old branch, and the same call moves the rest.
         """
-        # step-N of results, and step-N.NAME of holds
-        results = [*entries(run / EVALS), *entries(run / EVALS / HOLDS)]
-        later = [p for p in results if (step_number(p.name.split(".")[0]) or 0) > step]
+        # folders step-N of results, and files step-N.NAME of holds
+        later: list[Path] = []
+        for path in [*entries(run / EVALS), *entries(run / EVALS / HOLDS)]:
+            evaluated_step = step_number(path.name.split(".")[0])
+            if evaluated_step is not None and evaluated_step > step:
+                later.append(path)
+
         later += [self.step_path(n) for n in reversed(self.steps()) if n > step]
         moves = [RunFolder(run).done_file, *later]
         return self._archive(run, f"back-to-step-{step}", reason, moves, later)
@@ -260,8 +275,13 @@ class CheckpointFolder:
         checkpoints whose log records them.
         """
         files = RunFolder(run)
-        moves = [files.done_file, *map(self.step_path, reversed(self.steps()))]
-        moves += [self.path / QUARANTINE, run / EVALS, *files.fresh_start]
+        moves = [
+            files.done_file,
+            *map(self.step_path, reversed(self.steps())),
+            self.path / QUARANTINE,
+            run / EVALS,
+            *files.fresh_start,
+        ]
         if files.log_file.is_file() and not files.log_file.stat().st_size:
             moves.remove(files.log_file)  # of a launch that did not start
         return self._archive(run, "before-a-fresh-start", reason, moves, moves)
@@ -289,10 +309,10 @@ class CheckpointFolder:
             checkpoints = self.path / ARCHIVE / archive.name
         targets: dict[Path, Path] = {}
         for path in filter(os.path.lexists, moves):
-            is_checkpoint = path.parent == self.path
-            targets[path] = (
-                checkpoints / path.name if is_checkpoint else archive / path.relative_to(run)
-            )
+            if path.parent == self.path:
+                targets[path] = checkpoints / path.name
+            else:
+                targets[path] = archive / path.relative_to(run)
 
         # The note comes first, so that a user can undo moves that a kill interrupted.
         listing = "\n".join(f"{source} -> {target}" for source, target in targets.items())
@@ -306,10 +326,10 @@ class CheckpointFolder:
         return archive
 
 
-def step_number(name: str, mark: str = "") -> int | None:
-    """Return N if `name` is exactly `mark`step-N, without leading zeros; else None."""
-    match = re.fullmatch(rf"{re.escape(mark)}step-(0|[1-9][0-9]{{0,17}})", name)
-    return int(match.group(1)) if match else None
+def step_number(name: str, prefix: str = "") -> int | None:
+    """Return N if `name` is exactly `prefix`step-N, without leading zeros; else None."""
+    match = re.fullmatch(rf"{re.escape(prefix)}step-(0|[1-9][0-9]{{0,17}})", name)
+    return int(match[1]) if match else None
 
 
 def entries(folder: Path) -> list[Path]:

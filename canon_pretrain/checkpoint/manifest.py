@@ -93,6 +93,7 @@ class Manifest:
         try:
             return read_record(path, cls)
         except UnreadableFile as error:
+            # a disk that cannot be reached now does not mean a damaged checkpoint
             if error.errno is not None and error.errno not in (errno.ENOENT, *DAMAGE):
                 raise OSError(error.errno, os.strerror(error.errno), str(path)) from None
             fault = str(error)
@@ -119,7 +120,7 @@ def find_faults(
     checked = sorted(manifest.files if names is None else names)
     check = partial(_fault, folder, manifest, sha256=sha256_file if hashes else None)
     with ThreadPoolExecutor(workers) as pool:
-        faults = [fault for fault in pool.map(check, checked) if fault]
+        faults = list(filter(None, pool.map(check, checked)))
     if names is None:
         unknown = sorted({*files_of(folder)} - {*manifest.files})
         faults += [f"{name} is not in the manifest" for name in unknown]
@@ -130,6 +131,7 @@ def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:
     """Return the verified content of a file. Raises DamagedCheckpoint or OSError."""
     content = b""
 
+    # read once: the bytes that are verified are those returned
     def sha256(path: Path) -> str:
         nonlocal content
         content = path.read_bytes()
@@ -152,6 +154,7 @@ def _fault(
             return f"{name} is not a regular file"
         if status.st_size != entry.bytes:
             return f"{name} has {status.st_size:,} bytes, expected {entry.bytes:,}"
+        # after the size, which takes no reading
         if sha256 is not None:
             digest = sha256(path)
             if digest != entry.sha256:
@@ -171,6 +174,7 @@ def verify(folder: Path, *, hashes: bool = True, workers: int = 1) -> Manifest:
     faults = find_faults(folder, manifest, hashes=hashes, workers=workers)
     if folder.name != f"step-{manifest.step}":
         faults.insert(0, f"its manifest is that of step {manifest.step}")
+
     if faults:
         raise DamagedCheckpoint(
             "checkpoint.damaged",

@@ -76,7 +76,7 @@ class Retention:
         plan = Outcome()
         if not self.keep:
             return plan
-        older, weights = self._sort(plan)
+        older, weights = self._classify(plan)
         if len(plan.kept) < self.keep:
             plan.weights_only = weights
             return plan
@@ -95,20 +95,21 @@ class Retention:
         plan.deleted = sorted({*older, *weights} - {*retained} - plan.bad.keys())
         return plan
 
-    def _sort(self, plan: Outcome) -> tuple[list[int], list[int]]:
-        """Fill `kept` and `bad`; return older full steps and weights-only steps, ascending."""
+    def _classify(self, plan: Outcome) -> tuple[list[int], list[int]]:
+        """Fill `kept`, `bad` and `errors`; return older full steps and weights-only steps."""
         older: list[int] = []
         weights: list[int] = []
+        # Newest first: of the full steps that are not damaged, the first `keep` are kept. Insertion
+        # at the front makes all lists ascending.
         for step in reversed(self.folder.steps()):
             path = self.folder.step_path(step)
             if path.is_symlink():
                 continue
-
-            # Newest first: of the full steps that are not damaged, the first `keep` are kept.
             try:
                 manifest = Manifest.read(path)
                 if manifest.run_id not in (None, self.run_id()):
                     continue
+
                 if manifest.kind == "weights":
                     weights.insert(0, step)
                 elif len(plan.kept) == self.keep:
@@ -130,6 +131,7 @@ class Retention:
         signature = _signature(path)
         if self._verified.get(step) == signature:
             return None
+
         self._verified.pop(step, None)
         try:
             verify(path, workers=self.workers)
@@ -142,10 +144,13 @@ class Retention:
         """Quarantine damaged steps, delete old ones, strip held ones. Raises OSError."""
         plan = self.plan()
         outcome = Outcome(plan.kept, weights_only=plan.weights_only, errors=plan.errors)
+
         # deletions first: on a full disk they make room for the weights
         actions = [(self._quarantine, step) for step in sorted(plan.bad)]
         actions += [(self._delete, step) for step in plan.deleted]
         actions += [(self._strip, step) for step in plan.stripped]
+
+        # An action that fails does not stop the others: its step stays.
         for action, step in actions:
             if not self.folder.may_change():
                 outcome.errors.append("stopped: another launch took over the folder")
@@ -156,6 +161,7 @@ class Retention:
                 fault = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
                 outcome.errors.append(f"step {step}, {fault}, stays: {error}")
                 self._verified.pop(step, None)
+
         outcome.weights_only.sort()
         return outcome
 
@@ -209,13 +215,8 @@ def _signature(folder: Path) -> _Signature:
     signature: _Signature = {}
     for path in folder.rglob("*"):
         if not path.is_dir():
-            status = path.lstat()
-            signature[str(path)] = (
-                status.st_size,
-                status.st_ino,
-                status.st_mtime_ns,
-                status.st_ctime_ns,
-            )
+            s = path.lstat()
+            signature[str(path)] = (s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns)
     return signature
 
 

@@ -92,6 +92,7 @@ def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
             content = path.read_bytes()
         metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         _check_metadata(metadata)
+        return metadata
     except FileNotFoundError:
         raise DamagedCheckpoint("checkpoint.damaged", f"{path} is missing", path=path) from None
     except Exception as error:  # from damaged bytes an unpickler may raise anything
@@ -99,17 +100,19 @@ def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
         raise DamagedCheckpoint(
             "checkpoint.damaged", f"{path} is damaged: {reason}", path=path
         ) from error
-    return metadata
 
 
 def _check_metadata(metadata: object) -> None:
     """Raise UnpicklingError unless all entries are stored in files of the checkpoint."""
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}, expected Metadata")
+
+    # A reader must not open files outside of the checkpoint.
     for info in metadata.storage_data.values():
         path = PurePosixPath(info.relative_path)
         if path.is_absolute() or ".." in path.parts or not path.parts:
             raise pickle.UnpicklingError(f"it names the file {info.relative_path!r}")
+
     for name, entry in metadata.state_dict_metadata.items():
         # a tensor has a location per chunk, any other entry one
         chunks = getattr(entry, "chunks", None)
@@ -145,6 +148,7 @@ class SafePlanner(DefaultLoadPlanner):
             loaded = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:  # from damaged bytes torch.load may raise anything
             fault = f"cannot be loaded: {describe(error)}"
+            # torch's message of a pickle that names a function or class
             if match := re.search(r"GLOBAL (\S+)", str(error)):
                 fault = f"names {match[1]}, which is not a plain value; it was not run"
             raise DamagedCheckpoint(
@@ -152,6 +156,8 @@ class SafePlanner(DefaultLoadPlanner):
                 f"the checkpoint is damaged: its entry {name} {fault}",
                 entry=name,
             ) from error
+
+        # where the value belongs: in nested dicts, which torch flattens, or under its name
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
@@ -162,7 +168,7 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
     """Return the metadata of a checkpoint, after loading all that is pickled. DamagedCheckpoint."""
     metadata = read_metadata(checkpoint, content)
 
-    # A load plan of all entries that are not tensors.
+    # Plan to load all entries that are not tensors: they are pickled, and have no size.
     items: list[ReadItem] = []
     no_size = torch.Size(())
     for name, entry in metadata.state_dict_metadata.items():
@@ -178,6 +184,8 @@ def check_safe(checkpoint: Path, content: bytes | None = None) -> Metadata:
                     lengths=no_size,
                 )
             )
+
+    # Load them; the values are not needed.
     reader = SafeReader(checkpoint)
     reader.set_up_storage_reader(metadata, True)
     planner = SafePlanner(flatten_state_dict=False)

@@ -43,7 +43,10 @@ def _describe_path(path: Path) -> str:
         return f"{path} is a file"
     if not any(path.iterdir()):
         return f"{path} is empty"
-    if runs := [str(run) for run in itertools.islice(runs_below(path), MAX_NAMED + 1)]:
+
+    # one run more than are named, to know whether there are more
+    runs = [str(run) for run in itertools.islice(runs_below(path), MAX_NAMED + 1)]
+    if runs:
         more = ", ..." if len(runs) > MAX_NAMED else ""
         return f"{path} is a folder of runs ({', '.join(runs[:MAX_NAMED])}{more})"
     return f"{path} is not a checkpoint"
@@ -51,7 +54,7 @@ def _describe_path(path: Path) -> str:
 
 def check_checkpoint(checkpoint: Path) -> None:
     """Raise UserError unless `checkpoint` exists and its files have the right sizes."""
-    checkpoint_step(checkpoint)
+    checkpoint_step(checkpoint)  # raises unless it is named step-N
     folder = CheckpointFolder(checkpoint.parent)
     steps = folder.steps()
     others = f"steps in {folder.path}: {', '.join(map(str, steps)) or 'none'}"
@@ -62,6 +65,7 @@ def check_checkpoint(checkpoint: Path) -> None:
             path=checkpoint,
             steps=steps,
         )
+
     try:
         verify(checkpoint, hashes=False)
     except DamagedCheckpoint as error:
@@ -86,8 +90,10 @@ def stream_weights(
     for number, (name, tensor) in enumerate(like.items(), 1):
         group[name] = torch.empty(tensor.shape, dtype=dtype)
         num_bytes = sum(weight.nbytes for weight in group.values())
-        if num_bytes >= group_bytes or number == len(like):
+        is_last = number == len(like)
+        if num_bytes >= group_bytes or is_last:
             load_no_dist(group, checkpoint)
+            # without a reference here, so that the caller can free each weight
             for loaded_name in list(group):
                 yield loaded_name, group.pop(loaded_name)
 
@@ -100,12 +106,12 @@ def check_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> Manifest:
     except OSError as error:
         raise UserError("checkpoint.unreadable", f"{checkpoint} cannot be read: {error}") from None
 
-    # None: a weight that only the other one has
-    stored = {name: entry.size for name, entry in stored_tensors(checkpoint).items()}
-    stored_weights = [name for name in stored if not name.startswith(TRAINING_STATE)]
-    for name in [*like, *stored_weights]:
-        shape = stored.get(name)
-        expected = like[name].shape if name in like else None
+    # A shape is None for a weight that only the other one has.
+    shapes = {name: entry.size for name, entry in _stored_weights(checkpoint).items()}
+    expected_shapes = {name: tensor.shape for name, tensor in like.items()}
+    for name in expected_shapes | shapes:
+        shape = shapes.get(name)
+        expected = expected_shapes.get(name)
         if shape != expected:
             config = run_of_checkpoint(checkpoint).config_file
             raise UserError(
@@ -139,6 +145,12 @@ def stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in stored if isinstance(entry, TensorStorageMetadata)}
 
 
+def _stored_weights(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """Return the metadata by name of the weights."""
+    stored = stored_tensors(checkpoint).items()
+    return {name: entry for name, entry in stored if not name.startswith(TRAINING_STATE)}
+
+
 def load_no_dist(state: dict[str, Any], checkpoint: Path) -> None:
     """Load into `state` in place, without a process group. Raises DamagedCheckpoint."""
     try:
@@ -165,10 +177,11 @@ def strip_to_weights(checkpoint: Path, temporary: Path) -> None:
     manifest = verify(checkpoint, workers=HASH_WORKERS)
     weights = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored_tensors(checkpoint).items()
-        if not name.startswith(TRAINING_STATE)
+        for name, entry in _stored_weights(checkpoint).items()
     }
     load_no_dist(weights, checkpoint)
+
+    # The manifest names the content of the full checkpoint, so that results of both are the same.
     save_no_dist(
         weights,
         temporary,

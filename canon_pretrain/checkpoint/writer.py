@@ -150,7 +150,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self._refuse_existing()
-        remove_tree(self.temporary)
+        remove_tree(self.temporary)  # what an interrupted save left
         if not self.final.parent.is_dir():
             self.final.parent.mkdir(parents=True)
             fsync_folder(self.final.parent.parent)
@@ -162,6 +162,8 @@ class VerifiedWriter(dcp.FileSystemWriter):
         # it exists; on NFS this refreshes another node's view of the parent folder
         self.temporary.mkdir(exist_ok=True)
         results = super().write_data(plan, planner).value()
+
+        # torch collects these results on the coordinator, where `finish` takes the files out
         for name, entry in self._hashing_files.written.items():
             results.append(
                 _WrittenFile(
@@ -172,13 +174,14 @@ class VerifiedWriter(dcp.FileSystemWriter):
                     entry=entry,
                 )
             )
+
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, after all ranks: write .metadata and the manifest, and publish."""
-        # torch's part: write .metadata, from the items of all ranks
+        # Torch's part: write .metadata from the items of all ranks, without our file records.
         files: dict[str, FileEntry] = {}
         items: list[list[WriteResult]] = []
         for rank_results in results:
@@ -204,7 +207,7 @@ class VerifiedWriter(dcp.FileSystemWriter):
 
         # Publish.
         if self.final != self.temporary:
-            self._refuse_existing()
+            self._refuse_existing()  # again: it may have been created during the save
             if self._may_commit is not None and not self._may_commit():
                 raise PermissionError(f"{self.final} belongs to another launch now")
             rename(self.temporary, self.final)
@@ -236,7 +239,8 @@ def save_no_dist(
         with ignore_no_dist_warning():
             dcp.save(state, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
-        failure, _ = error.failures[0]
+        failure, _ = error.failures[0]  # of the only rank
+        # an existing checkpoint is not ours to remove: in place, `temporary` is its path
         if not isinstance(failure, FileExistsError):
             shutil.rmtree(temporary, ignore_errors=True)
         raise failure from None

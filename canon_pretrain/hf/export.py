@@ -97,7 +97,7 @@ def export(
         out = out.resolve()  # the temporary folder must be on the same disk
 
     # Check everything that can be wrong with the run before the weights are written.
-    run, checkpoint = find_checkpoint(checkpoint)
+    checkpoint, run = find_checkpoint(checkpoint)
     weights.check_checkpoint(checkpoint)
     args = model_args_of(run)
     like = meta_weights(args)

@@ -30,8 +30,7 @@ def locate(path: Path) -> tuple[Path, RunFolder | None]:
     """Return the checkpoint that `path` names and its run, or an exported folder and None."""
     if is_folder(path):
         return path, None
-    run, checkpoint = architecture.find_checkpoint(path)
-    return checkpoint, run
+    return architecture.find_checkpoint(path)
 
 
 def run_data(run: RunFolder) -> tuple[Path, TokenShards | None]:

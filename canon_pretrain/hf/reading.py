@@ -76,7 +76,7 @@ def import_folder(
     args = folder_args(source, ignore=ignore)
     state: dict[str, Any] = {}
     if state_from is not None:
-        _, state_from = find_checkpoint(state_from)
+        state_from, _ = find_checkpoint(state_from)
         step = checkpoints.checkpoint_step(state_from)
         state = _training_state(state_from, args)
     weights = folder_weights(source, args)

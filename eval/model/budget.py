@@ -76,6 +76,7 @@ def load_or_find(path: Path, key: str, find: Callable[[], int], log: Callable[[s
         entries = read_record(path, dict[str, Annotated[int, Field(ge=1)]])
     except UnreadableFile:  # missing, damaged or of another version
         entries = {}
+
     if key not in entries:
         entries[key] = find()
         log(f"batches of {entries[key]:,} tokens, found by trying; stored in {path}")
@@ -90,12 +91,15 @@ def load_or_find(path: Path, key: str, find: Callable[[], int], log: Callable[[s
 def find_largest(trial: Callable[[int], float | None]) -> int:
     """Double MIN_TOKENS while `trial` (seconds; None if out of memory) gains MIN_SPEEDUP."""
     trial(MIN_TOKENS)  # warm up: compile and load kernels
+
     tokens = MIN_TOKENS
     seconds = trial(tokens)
     if seconds is None:
         raise UserError("eval.out_of_memory", f"{MIN_TOKENS} tokens: {OUT_OF_MEMORY_HINT}")
+
     while 2 * tokens <= MAX_TOKENS:
         doubled_seconds = trial(2 * tokens)
+        # twice the tokens must take less than twice the time
         if doubled_seconds is None or 2 * seconds < MIN_SPEEDUP * doubled_seconds:
             break
         tokens *= 2

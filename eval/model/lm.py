@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -48,14 +49,16 @@ class GenerationRequest(NamedTuple):
 
 def request_cost(request: Instance) -> int:
     """Estimate the cost of a request in characters read, at least 1; choices share a context."""
-    context_cost = len(request.args[0])
+    cost = len(request.args[0]) + 1
     if request.request_type == "generate_until":
         options = normalize_gen_kwargs(request.args[1], DEFAULT_GEN_TOKENS)
-        return context_cost + NEW_TOKEN_COST * options["max_gen_toks"] + 1
+        return cost + NEW_TOKEN_COST * options["max_gen_toks"]
     if request.request_type == "loglikelihood":
-        is_first_choice = request.idx == 0
-        return (context_cost if is_first_choice else 0) + len(request.args[1]) + 1
-    return context_cost + 1
+        # the first choice has the cost of the context
+        if request.idx > 0:
+            cost = 1
+        return cost + len(request.args[1])
+    return cost
 
 
 class CanonLM(TemplateLM):
@@ -86,6 +89,7 @@ class CanonLM(TemplateLM):
                 f"the tokenizer has {tokenizer.vocab_size} tokens, the model "
                 f"{model.args.vocab_size}: use the tokenizer of training",
             )
+
         longest = model.args.max_seq_len
         if not 1 <= max_length <= longest:
             raise UserError(
@@ -94,6 +98,7 @@ class CanonLM(TemplateLM):
                 given=max_length,
                 expected=longest,
             )
+
         self.model = model
         self._tokenizer = tokenizer
         self.max_length = max_length
@@ -102,9 +107,11 @@ class CanonLM(TemplateLM):
         self.on_done = on_done
         self.log = log
 
+        # filled by the requests
         self.truncated: set[int | None] = set()
         self.failures: dict[int, str] = {}
 
+        # limits and costs of a pass that depend on the device
         device_type = model.tok_embeddings.weight.device.type
         self.read_tokens: int | None = READ_TOKENS.get(device_type)
         self._pass_tokens = PASS_TOKENS.get(device_type, PASS_TOKENS["cuda"])
@@ -131,19 +138,17 @@ class CanonLM(TemplateLM):
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[Answer]:
         """Return (log-likelihood, whether greedy) per (context, continuation); see `failures`."""
-        pairs: list[Pair] = []
-        costs: list[int] = []
-        request_indices: list[int] = []
+        # The pairs and costs, by the request's index, of the requests that can be scored.
+        pairs: dict[int, Pair] = {}
+        costs: dict[int, int] = {}
         for index, request in enumerate(requests):
             cost = request_cost(request)
             try:
-                pairs.append(self._request_pair(request))
+                pairs[index] = self._request_pair(request)
+                costs[index] = cost
             except UserError as error:
                 self.failures.setdefault(request.doc_id, str(error))
                 self.on_done(cost)
-                continue
-            costs.append(cost)
-            request_indices.append(index)
 
         blank = {request.doc_id for request in requests if request.args[0].isspace()}
         if blank:
@@ -152,14 +157,13 @@ class CanonLM(TemplateLM):
                 f"{len(blank)} contexts of white space only, scored after EOS"
             )
 
-        # requests that cannot be scored keep NaN
-        answers: list[Answer] = [(math.nan, False)] * len(requests)
-        for index, answer in zip(request_indices, self.score_pairs(pairs, costs), strict=True):
-            answers[index] = answer
-        return answers
+        scores = self.score_pairs([*pairs.values()], [*costs.values()])
+        answers = dict(zip(pairs, scores, strict=True))
+        return [answers.get(index, (math.nan, False)) for index in range(len(requests))]
 
     def _request_pair(self, request: Instance) -> Pair:
         """Return the tokens of a request; EOS precedes those of a context without any."""
+        # The boundary between the two may not be one between tokens: lm_eval's rule decides.
         context, continuation = request.args
         if context:
             before, after = self._encode_pair(context, continuation)
@@ -172,6 +176,7 @@ class CanonLM(TemplateLM):
             before = [self.prefix_token_id]
             if after[:1] == before:  # the text begins with EOS already
                 after = after[1:]
+
         if not after and continuation:
             raise UserError(
                 "eval.continuation",
@@ -180,13 +185,14 @@ class CanonLM(TemplateLM):
                 given=0,
                 expected=self.max_length,
             )
-        return self._pair(before + after, len(after), request)
 
-    def _pair(self, tokens: list[int], count: int, request: Instance | None = None) -> Pair:
-        """Return the pair of the last `count` tokens; a context that is too long loses its start.
+        pair = self._pair(before + after, len(after))
+        if len(pair.tokens) < len(before + after):
+            self.truncated.add(request.doc_id)
+        return pair
 
-        The item of `request` is then recorded in `truncated`.
-        """
+    def _pair(self, tokens: list[int], count: int) -> Pair:
+        """Return the pair of the last `count` tokens; too long a context loses its start."""
         if not 0 < count <= self.max_length or count == len(tokens):
             raise UserError(
                 "eval.continuation",
@@ -196,15 +202,13 @@ class CanonLM(TemplateLM):
                 expected=self.max_length,
             )
         # the last token is only predicted, not read: hence one more than max_length
-        kept = tokens[-(self.max_length + 1) :]
-        if request is not None and len(kept) < len(tokens):
-            self.truncated.add(request.doc_id)
-        return Pair(kept, count)
+        return Pair(tokens[-(self.max_length + 1) :], count)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
         """Return the log-likelihood of each whole text, in lm_eval's windows of max_length."""
+        # One pair per window of a text.
         pairs: list[Pair] = []
         costs: list[int] = []
         request_indices: list[int] = []
@@ -224,6 +228,7 @@ class CanonLM(TemplateLM):
                 cost = 0  # the first window has the cost of all
             self.on_done(cost)  # nonzero for a text without windows
 
+        # The log-likelihood of a text is the sum over its windows.
         totals = [0.0] * len(requests)
         scores = self.score_pairs(pairs, costs)
         for index, (log_likelihood, _) in zip(request_indices, scores, strict=True):
@@ -318,6 +323,7 @@ class CanonLM(TemplateLM):
                 results |= run_batch(batch, budget)
             return results
 
+        # Each rank takes batches of the same plan, and reports the budget that fits its memory.
         planned = plan(planned_budget, range(len(costs)))
         batch_costs = [sum(costs[item] for item in members(batch)) for batch in planned]
         batch_results = self.ranks.map(
@@ -327,7 +333,9 @@ class CanonLM(TemplateLM):
             self.on_done,
         )
 
+        # The next call starts with what fits on all ranks.
         self.batch_tokens = min((budget for _, budget in batch_results), default=planned_budget)
+
         results: dict[int, Result] = {}
         for batch_result, _ in batch_results:
             results |= batch_result
@@ -339,7 +347,7 @@ class CanonLM(TemplateLM):
         Samples depend on document and number of the request alone.
         """
         # Equal prompts are answered once: the distinct ones, each with the cost of its requests.
-        costs: dict[GenerationRequest, int] = {}
+        costs: Counter[GenerationRequest] = Counter()
         request_prompts: list[GenerationRequest] = []
         for request in requests:
             context, options = request.args
@@ -349,7 +357,7 @@ class CanonLM(TemplateLM):
                 prompt = prompt._replace(sample=(request.doc_id or 0, request.idx))
             if len(prompt.context) < len(tokens):
                 self.truncated.add(request.doc_id)
-            costs[prompt] = costs.get(prompt, 0) + request_cost(request)
+            costs[prompt] += request_cost(request)
             request_prompts.append(prompt)
         prompts = list(costs)
 
@@ -358,13 +366,13 @@ class CanonLM(TemplateLM):
             planned: list[list[int]] = []
             for temperature in sorted({prompts[i].temperature for i in chosen}):
                 indices = [i for i in chosen if prompts[i].temperature == temperature]
-                same_temperature = batches(
+                for batch in batches(
                     [prompts[i].context for i in indices],
                     [prompts[i].max_tokens for i in indices],
                     budget,
                     self.model.args.max_seq_len,
-                )
-                planned += [[indices[k] for k in batch] for batch in same_temperature]
+                ):
+                    planned.append([indices[k] for k in batch])
             return planned
 
         def work(budget: int, batch: list[int]) -> dict[int, str]:
@@ -386,16 +394,20 @@ class CanonLM(TemplateLM):
             text = self._decode_answer(prompts[index], tokens)
             return any(stop in text for stop in prompts[index].until)
 
+        # Each sampled answer has its own generator, so that it does not depend on its batch.
         temperature = prompts[0].temperature
-        generators = [sample_generator(*prompt.sample) for prompt in prompts]
+        generators = None
+        if temperature:
+            generators = [sample_generator(*prompt.sample) for prompt in prompts]
+
         answers = generate(
             self.model,
             [prompt.context for prompt in prompts],
             max_new_tokens=[prompt.max_tokens for prompt in prompts],
-            eos_id=self.text_tokenizer.eos_id,
+            eos_id=self.eot_token_id,
             stop=is_complete if any(prompt.until for prompt in prompts) else None,
             temperature=temperature,
-            generator=generators if temperature else None,
+            generator=generators,
             vocab_size=self.text_tokenizer.vocab_size,
             batch_tokens=batch_tokens,
             read_tokens=self.read_tokens,
@@ -407,7 +419,7 @@ class CanonLM(TemplateLM):
     def _decode_answer(self, prompt: GenerationRequest, tokens: list[int]) -> str:
         # Decode after the last token of the prompt: SentencePiece drops the space before the first
         # word of a text.
-        last = list(prompt.context[-1:])
+        last = [prompt.context[-1]]
         decode = self.text_tokenizer.decode
         return decode(last + tokens)[len(decode(last)) :]
 
@@ -424,6 +436,7 @@ def generation_request(
             f"generation options {options}: expected until, max_gen_toks, temperature",
         )
 
+    # The prompt keeps its end, and leaves room for the longest answer.
     max_tokens = options["max_gen_toks"]
     room = max_length - max_tokens
     if room < 1:

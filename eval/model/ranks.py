@@ -48,6 +48,7 @@ class Ranks:
         if read_count(os.environ, "WORLD_SIZE") <= 1:
             return cls()
         end_with_torchrun()
+
         try:
             # not by init_process_group alone: `map` counts items in the store
             store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
@@ -65,6 +66,7 @@ class Ranks:
                 f"rank {os.environ.get('RANK')} of {os.environ['WORLD_SIZE']} could not connect: "
                 f"{error}. Use torchrun, or unset WORLD_SIZE",
             ) from None
+
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         return cls(rank, world_size, local_rank, dist.PrefixStore("map", store))
 
@@ -118,6 +120,7 @@ class Ranks:
                 self._store.set(self._key("fault"), "1")
         self._raise_failures(fault)
 
+        # Collect the results of all ranks, and report the costs that are not reported yet.
         for rank_results in self._exchange(results):
             results |= rank_results
         on_done(sum(costs) - reported_cost)
@@ -146,6 +149,7 @@ class Ranks:
 
     def rank_zero_first(self, work: Callable[[], Result]) -> Result:
         """Return this rank's `work()`; the others run it after rank 0 and find its files."""
+        # Both turns end with an exchange, so that all ranks fail if one does.
         for is_turn_of_rank_zero in (True, False):
             fault: Exception | None = None
             if (self.rank == 0) == is_turn_of_rank_zero:

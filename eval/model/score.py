@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, V vocabulary, M positions whose logits are needed, N s
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from os.path import commonprefix
 from typing import NamedTuple, TypeVar
 
@@ -139,7 +139,8 @@ class Planner:
         room = min(self.batch_tokens, self.read_tokens)
         for i in sorted(range(len(rows)), key=lambda i: -lengths[i]):
             padding += longest - lengths[i]
-            is_full = not runs or len(runs[-1]) >= max_rows or (len(runs[-1]) + 1) * longest > room
+            num_rows = len(runs[-1]) if runs else max_rows
+            is_full = num_rows >= max_rows or (num_rows + 1) * longest > room
             # a run also ends when its padding costs as much as another pass
             if is_full or padding > self.pass_tokens:
                 runs.append([])
@@ -164,18 +165,18 @@ class Planner:
 
     def _shared_batches(self, groups: Sequence[PrefixGroup], step: int) -> list[Batch]:
         """Return batches of equal prefix length; the rest of a prefix is read with each row."""
+        # down to a multiple of `step`
         shortened = [PrefixGroup(max(1, n // step * step), rows) for n, rows in groups]
         shortened.sort(key=lambda group: (-group.prefix, -max(len(r.tokens) for r in group.rows)))
 
         # the other half of the cache is for the rows that continue
         room = min(self.batch_tokens // 2, self.read_tokens)
         batches: list[Batch] = []
-        for prefix, rows in shortened:
-            last = batches[-1] if batches else Batch(0, [])
-            if last.prefix == prefix and (len(last.groups) + 1) * prefix <= room:
-                last.groups.append(rows)
-            else:
-                batches.append(Batch(prefix, [rows]))
+        for prefix, same_prefix in groupby(shortened, key=lambda group: group.prefix):
+            row_groups = [rows for _, rows in same_prefix]
+            per_batch = max(1, room // prefix)
+            for start in range(0, len(row_groups), per_batch):
+                batches.append(Batch(prefix, row_groups[start : start + per_batch]))
         return batches
 
 
@@ -195,11 +196,14 @@ def _split(rows: list[Row]) -> tuple[list[PrefixGroup], list[Row]]:
     """Return the groups of sorted rows whose shared prefix saves enough, and the other rows."""
     if not rows:
         return [], []
+
     overlaps = [len(commonprefix([a.tokens, b.tokens])) for a, b in pairwise(rows)]
+
     groups: list[PrefixGroup] = []
     single_rows: list[Row] = []
     for start, stop, prefix in _best_partition(overlaps, 0, len(rows)).spans:
         group = rows[start:stop]
+        # the prefix is read once instead of once per row
         if (len(group) - 1) * prefix > MIN_SAVED * sum(len(row.tokens) for row in group):
             groups.append(PrefixGroup(prefix, group))
         else:
@@ -279,7 +283,7 @@ def score_batch(
         for part in planner.continuations(batch):
             groups = torch.tensor([group for group, _ in part], device=_device(model))
             rows = [row for _, row in part]
-            longest = len(rows[0].tokens)
+            longest = len(rows[0].tokens)  # rows are sorted by length
             branch = cache.branch(groups)
             scores.append(_read(model, pairs, rows, batch.prefix, longest, branch))
 
@@ -314,36 +318,36 @@ def _read(
 ) -> TokenScores:
     """Read the tokens start .. stop of each row, and score the token after each of them."""
     width = stop - start
-    token_pairs: list[int] = []
-    targets_N: list[int] = []
+
     # Only some positions need logits. Pairs that share a row share them: a position b * width + t
     # of the flattened batch has one index in M, however many pairs score the token after it.
     index_in_M: dict[int, int] = {}
-    rows_N: list[int] = []
-    for number, row in enumerate(rows):
-        offset = number * width - start
+    token_pairs: list[int] = []
+    indices_N: list[int] = []
+    targets_N: list[int] = []
+    for b, row in enumerate(rows):
         for pair, end in row.members:
+            # the token at t + 1 is scored if it is one of the last `count` of the pair
             for t in range(max(start, end - pairs[pair].count), min(stop, end)):
-                rows_N.append(index_in_M.setdefault(offset + t, len(index_in_M)))
+                position = b * width + t - start
+                indices_N.append(index_in_M.setdefault(position, len(index_in_M)))
                 targets_N.append(pairs[pair].tokens[t + 1])
                 token_pairs.append(pair)
 
-    tokens_BT = [row.tokens[start:stop] for row in rows]
-    padded_BT = [tokens + [0] * (width - len(tokens)) for tokens in tokens_BT]
-    logits_MV = model(
-        torch.tensor(padded_BT, dtype=torch.long).to(_device(model)),
-        cache=cache,
-        logits_at_M=_ids(model, [*index_in_M]),
-    )
+    # Read the rows, padded to one width; the padding comes last, so that no token depends on it.
+    padding = [0] * width
+    tokens_BT = [(row.tokens[start:stop] + padding)[:width] for row in rows]
+    logits_MV = model(_ids(model, tokens_BT), cache=cache, logits_at_M=_ids(model, [*index_in_M]))
 
-    at_N = _ids(model, rows_N)
+    # log p = logit - log(sum(exp(logits))), in float32 for a few rows at a time.
+    at_N = _ids(model, indices_N)
     target_ids_N = _ids(model, targets_N)
     norms = [part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)]
     logs_N = logits_MV[at_N, target_ids_N].float() - torch.cat(norms)[at_N]
     return TokenScores(token_pairs, logs_N, logits_MV.argmax(-1)[at_N] == target_ids_N)
 
 
-def _ids(model: Transformer, values: Sequence[int]) -> Tensor:
+def _ids(model: Transformer, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor(values, dtype=torch.long, device=_device(model))
 
 

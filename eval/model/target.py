@@ -70,7 +70,9 @@ class EvalTarget:
         if self.folder is None:
             return None
         checkpoints = CheckpointFolder.of_run(self.folder).path.resolve()
-        return self.folder.path / EVALS if self.checkpoint.parent == checkpoints else None
+        if self.checkpoint.parent != checkpoints:
+            return None
+        return self.folder.path / EVALS
 
     @cached_property
     def task(self) -> Task | None:
@@ -107,12 +109,16 @@ class EvalTarget:
         """Raise UserError unless the held-out text is the run's, or `chosen` on purpose."""
         shards = self.held_out_shards
         train = self.train_shards
+
+        # The count models of the training shards are scored on its tokens.
         _check_hash(
             "tokenizer",
             shards.tokenizer_sha256,
             [train.tokenizer_sha256],
             f"{shards.folder} was written with another tokenizer than {train.folder}",
         )
+
+        # The text of training, or one of several; older runs do not record it.
         if chosen is None and self.recorded_held_out:
             _check_hash(
                 "held_out",
@@ -125,11 +131,14 @@ class EvalTarget:
     @property
     def tokenizer_path(self) -> Path:
         """The folder with the tokenizer's file."""
-        return self.checkpoint if self.data is None or self.folder is None else self.data
+        if self.folder is None or self.data is None:
+            return self.checkpoint
+        return self.data
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises UserError if it is missing."""
+        # the tokenizer of an export is the export's, whatever data it is evaluated on
         data = self.data if self.folder is not None else None
         hint = "Restore it or export with it; only --suite validation needs none"
         try:
@@ -142,7 +151,7 @@ class EvalTarget:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """The fields that identify this model and its data (PROVENANCE_KEYS in run/results.py)."""
-        # the data, as far as it is known
+        # The data, as far as it is known.
         train_fingerprint = None
         tokenizer_sha256 = None
         if self.train is not None:
@@ -151,7 +160,7 @@ class EvalTarget:
         elif self.task is not None:
             train_fingerprint = self.trained_on["data_fingerprint"]
 
-        # the model: an export has a record only if it is ours
+        # The model: an export has a record only if it is ours.
         if self.folder is not None:
             run_record = read_run(self.folder)
             manifest = Manifest.read(self.checkpoint)
@@ -229,6 +238,7 @@ class RecordedData:
                 f"{run.path} was trained on a mixture: choose one of "
                 f"{', '.join(map(str, self.mixture))} with --data",
             )
+
         if not self.path.is_dir():
             raise UserError(
                 "eval.data_moved",
@@ -246,6 +256,7 @@ class RecordedData:
             with contextlib.closing(Mixture.open(self.mixture, self.weights)) as mixture:
                 if fingerprint in {source.fingerprint for source in mixture.sources}:
                     fingerprint = mixture.fingerprint
+
         _check_hash(
             "data",
             fingerprint,
@@ -258,9 +269,11 @@ class RecordedData:
         """Open the text that --held-out names, or the run's; None if there is none."""
         if chosen:
             return open_validation(chosen)
-        if self.validation:
-            return open_validation(self.validation) if Path(self.validation).is_dir() else None
-        return open_held_out(data)
+        if not self.validation:
+            return open_held_out(data)
+        if not Path(self.validation).is_dir():
+            return None
+        return open_validation(self.validation)
 
 
 def _open_checkpoint(
@@ -268,6 +281,7 @@ def _open_checkpoint(
 ) -> EvalTarget:
     """Open a run's checkpoint; `data` and `held_out` (--data, --held-out) replace its folders."""
     check_checkpoint(checkpoint)
+    step = checkpoint_step(checkpoint)
     record = run.read_config()
     if "imported_from" in (record.get("config") or ()):
         raise UserError(
@@ -275,7 +289,8 @@ def _open_checkpoint(
             f"{run.path} is an import, which names no data: evaluate an export of it "
             "(canon hf export)",
         )
-    step = checkpoint_step(checkpoint)
+
+    # The record of training: of a task, which needs no data, or of shards.
     try:
         config = record["config"]
         identity = record["identity"]
@@ -288,6 +303,7 @@ def _open_checkpoint(
             "eval.run_damaged", f"{run.config_file} is damaged: it lacks {error}"
         ) from None
 
+    # Its shards, which may have been moved to --data.
     data = data or recorded.find(run)
     return EvalTarget(
         checkpoint=checkpoint.resolve(),
@@ -321,7 +337,7 @@ def _open_export(export: Path, data: Path | None, held_out: Path | None) -> Eval
         trained_on=record.get("identity") or {},
     )
 
-    # else the model would read ids of another vocabulary
+    # Else the model would read ids of another vocabulary.
     if train is not None:
         _check_hash(
             "tokenizer",

@@ -225,9 +225,9 @@ def test_a_run_folder_names_its_newest_undamaged_checkpoint(tmp_path, caplog):
         find_checkpoint(run.path)
     for step in (9, 10, 30):
         make_step(disk, step)
-    assert find_checkpoint(run.path) == (run, disk / "step-30")
+    assert find_checkpoint(run.path) == (disk / "step-30", run)
     flip_byte(disk / "step-30" / "__0_0.distcp")
-    assert find_checkpoint(run.path) == (run, disk / "step-10")
+    assert find_checkpoint(run.path) == (disk / "step-10", run)
     assert "step-30" in caplog.text
     for step in (9, 10):
         flip_byte(disk / f"step-{step}" / "__0_0.distcp")
@@ -238,7 +238,7 @@ def test_a_run_folder_names_its_newest_undamaged_checkpoint(tmp_path, caplog):
     make_step(run.path / "checkpoint", 5)
     assert find_checkpoint(run.path / "checkpoint" / "latest") == find_checkpoint(run.path)
     named = run.path / "checkpoint" / "step-7"
-    assert find_checkpoint(named) == (run, named)  # checked later
+    assert find_checkpoint(named) == (named, run)  # checked later
 
     folder = CheckpointFolder(run.path / "checkpoint")
     make_step(folder.path, 4)

@@ -1,5 +1,7 @@
 """Few-shot prompts: an item is never among its own examples, however they are selected."""
 
+import operator
+
 import pytest
 from lm_eval.tasks import TaskManager
 
@@ -72,7 +74,7 @@ def prompts(tmp_path):
         path.write_text(f"{text}{more}\n")
         (plan,) = open_tasks(name, path, {}, None, None).values()
         model = ScriptedLM(lambda request: "")
-        plan.run(model)
+        plan.run(model, operator.call)
         return {request.doc_id: request.args[0] for request in model.asked}
 
     prompts_of.folder = tmp_path

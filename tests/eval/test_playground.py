@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 import random
 from dataclasses import asdict, replace
 
@@ -102,7 +103,7 @@ def test_a_perfect_and_a_wrong_answerer(name, settings):
         (lambda gold: [], 0.0, "empty"),
     ):
         lm = scripted(task, 9, answer)
-        found = plan.run(lm)["playground"]
+        found = plan.run(lm, operator.call)["playground"]
         assert found.num_samples == 9
         counts = {kind: found.scores[kind].value for kind in VERDICTS}
         assert sum(counts.values()) == len(lm.asked) and counts["right"] == score * len(lm.asked)
@@ -117,7 +118,7 @@ def test_standard_errors_are_over_windows():
     task, draw = build_task("copy", {"n": 3, "seq_len": 60}), random.Random(4)
     plan = open_task(task, limit=12, playground_windows=20)
     lm = scripted(task, 20, lambda gold: gold if draw.random() < 0.6 else gold[:1])
-    found = plan.run(lm)["playground"]
+    found = plan.run(lm, operator.call)["playground"]
     pairs = np.array([record["exact"] for record in found.samples])
     means = pairs[:, 0] / pairs[:, 1]
     assert len(means) == found.num_samples == 12 and len(lm.asked) == 12 * 7
@@ -132,7 +133,7 @@ def test_parts_add_up_to_the_whole():
     task, draw = build_task("depo1", {"n": 4, "k": 2, "vocab": 9, "seq_len": 60}), random.Random(4)
     plan = open_task(task, playground_windows=30)
     lm = scripted(task, 30, lambda gold: gold if draw.random() < 0.5 else gold[:-1])
-    found = plan.run(lm)["playground"]
+    found = plan.run(lm, operator.call)["playground"]
     parts = [[record.get(f"exact_k{k}") for record in found.samples] for k in (1, 2)]
     sums = np.sum([x for part in parts for x in part if x], axis=0)
     exact = found.scores["exact"].value

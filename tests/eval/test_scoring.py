@@ -2,6 +2,7 @@
 item or score only."""
 
 import math
+import operator
 
 import pytest
 
@@ -56,7 +57,8 @@ def evaluated(tmp_path):
         path = tmp_path / "fragile.yaml"
         path.write_text(TASK + more)
         plan = open_tasks("fragile", path, {}, None, None)["fragile"]
-        return plan.run(ScriptedLM(lambda request: answers[request.doc_id]))["fragile"]
+        lm = ScriptedLM(lambda request: answers[request.doc_id])
+        return plan.run(lm, operator.call)["fragile"]
 
     return evaluate
 
@@ -141,7 +143,8 @@ def test_perplexities_that_overflow_or_weigh_nothing(tmp_path):
         listed = "".join(f"\n  - metric: {name}" for name in metrics)
         path.write_text(head.replace("generate_until", kind) + f"metric_list:{listed}\n")
         plan = open_tasks("fragile", path, {}, None, None)["fragile"]
-        result = plan.run(ScriptedLM(score=lambda request, nats=nats: nats))["fragile"]
+        lm = ScriptedLM(score=lambda request, nats=nats: nats)
+        result = plan.run(lm, operator.call)["fragile"]
         assert {name: score.value for name, score in result.scores.items()} == {
             name: value and pytest.approx(value, rel=1e-4) for name, value in metrics.items()
         }

@@ -22,7 +22,9 @@ def read_release(source: str, task: str) -> tuple[dict[str, str], str | None]:
     Raises SyntaxError, KeyError and ValueError.
     """
     values = _assigned_values(ast.parse(source))
+    # the first pair of names whose prompts the file has; without any, it lacks the first
     prompts_name, template_name = next((pair for pair in NAMES if pair[0] in values), NAMES[0])
+
     section = {"post_prompt": "", **values[prompts_name][task]}
     parts = {name: section[name] for name in PARTS}
     for name, text in parts.items():
@@ -47,6 +49,7 @@ def _assigned_values(module: ast.Module) -> dict[str, Any]:
                 try:
                     values[name] = _value(node, values)
                 except ValueError:
+                    # no text: the name no longer has an earlier one either
                     values.pop(name, None)
             case ast.FunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom():
                 pass

@@ -58,9 +58,10 @@ def load(
     *, qa: str, context: str, staged: str | None = None, **metadata: Any
 ) -> dict[str, datasets.Dataset]:
     """Return the split `test` of `qa` at length `context` ("4k"): lm_eval's `custom_dataset`."""
-    prompts = read_prompts(qa, metadata.get("babilong_prompts") or None)
+    prompts = read_prompts(qa, metadata.get("babilong_prompts"))
     key = f"babilong_{qa}_{context}"
     labels = {label.lower() for label in LABELS[qa]}
+
     documents: list[Document] = []
     for number, row in enumerate(load_staged(key, staged)):
         # the question's trailing space is also in the paper's prompts
@@ -75,6 +76,7 @@ def load(
         prompt = prompts.of(row["input"], question)
         documents.append(Document(qa, prompt, question, target, prompts.sha256))
 
+    # Refuse prompts that lm_eval would cut: the facts may be at their beginning.
     room = (known_max_length(metadata) or sys.maxsize) - ANSWER_TOKENS
     too_long = lengths_over((document.prompt for document in documents), room, metadata)
     check_fit(key, max(too_long, default=0), answer_tokens=ANSWER_TOKENS, metadata=metadata)
@@ -92,8 +94,9 @@ def is_right(task: str, question: str, target: str, answer: str) -> bool:
     answer = answer.lower()
     for end in ENDS:
         answer = answer.partition(end)[0]
-    labels = {label.lower() for label in LABELS[task]}
+
     question = question.lower()
+    labels = {label.lower() for label in LABELS[task]}
     new_labels = {label for label in labels if label in answer and label not in question}
     return new_labels == {target.lower()}
 
@@ -143,6 +146,7 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
     try:
         if str(source) == LM_EVAL:
             return _of_sections({task: _lm_eval_section(task)}, task)
+
         text = Path(source or OWN_PROMPTS).read_text(encoding="utf-8")
         if str(source).endswith(".py"):
             return _of_release(text, task)
@@ -150,6 +154,7 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
     except OSError as error:
         raise UserError("babilong.prompts", f"{label}: {error.strerror}") from None
     except (UserError, SyntaxError, ValueError, TypeError, LookupError, *PARSER_ERRORS) as error:
+        # the message of a KeyError is the name only
         lacks = "has no " if isinstance(error, KeyError) else ""
         raise UserError(
             "babilong.prompts",
@@ -193,6 +198,8 @@ def _of_release(text: str, task: str) -> Prompts:
     parts, template = read_release(text, task)
     if template is not None:
         return _fill_layout(template, parts)
+
+    # the paper's layout has no field for the text after a question: it joins the instruction
     texts = {name: value.strip() for name, value in parts.items()}
     texts["instruction"] = f"{texts['instruction']} {texts['post_prompt']}".strip()
     return _fill_layout(LAYOUT, texts)
@@ -200,6 +207,7 @@ def _of_release(text: str, task: str) -> Prompts:
 
 def _fill_layout(layout: object, parts: Mapping[str, str]) -> Prompts:
     """Return the pieces of a layout before, between and after its fields context and question."""
+    # Literals and other fields extend the last piece; `context` and `question` begin another one.
     pieces = [""]
     fields: list[str] = []
     for literal, field, spec, conversion in string.Formatter().parse(str(layout)):
@@ -211,6 +219,7 @@ def _fill_layout(layout: object, parts: Mapping[str, str]) -> Prompts:
             pieces.append("")
         elif field is not None:
             pieces[-1] += parts[field]
+
     if fields != ["context", "question"]:
         raise ValueError(f"the layout {layout!r} lacks a context, then a question")
     return Prompts(*pieces)

@@ -10,6 +10,7 @@ import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,23 +129,25 @@ def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> d
     # 1-hop-random has the same people and text as 1-hop, with another question
     draws = Draws(SEED, kind.people, kind.hops, length, item)
 
-    # N people with years, and for each further hop N people who are equated with them.
+    # Distinct names, in groups of N people: one group per hop.
     names: list[str] = []
     while len(names) < kind.people * kind.hops:
-        name_parts = (FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES)
-        name = " ".join(part[draws.below(len(part))] for part in name_parts)
+        name = " ".join(
+            part[draws.below(len(part))] for part in (FIRST_NAMES, MIDDLE_NAMES, LAST_NAMES)
+        )
         if name not in names:
             names.append(name)
+    groups = [names[i : i + kind.people] for i in range(0, len(names), kind.people)]
+
+    # The first group has years. Each person of a further group is equated with one of the last.
     years = [YEARS[index] for index in draws.sample(len(YEARS), kind.people)]
-    group = list(zip(names[: kind.people], years, strict=True))
-    statements = [f"{name} was born in the year of {year}." for name, year in group]
-    for hop in range(1, kind.hops):
+    year_of = dict(zip(groups[0], years, strict=True))
+    statements = [f"{name} was born in the year of {year}." for name, year in year_of.items()]
+    for last_group, group in pairwise(groups):
         order = draws.sample(kind.people, kind.people)
-        equated = [group[index] for index in order]
-        group_names = names[hop * kind.people : (hop + 1) * kind.people]
-        group = []
-        for name, (equal_name, year) in zip(group_names, equated, strict=True):
-            group.append((name, year))
+        for name, index in zip(group, order, strict=True):
+            equal_name = last_group[index]
+            year_of[name] = year_of[equal_name]
             statements.append(f"{name} was born in the same year as {equal_name}.")
 
     # Hide the statements, in this order, among the sentences.
@@ -153,15 +156,17 @@ def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> d
     for position, statement in zip(sorted(positions), statements, strict=True):
         sentences.insert(position, statement)
     text = " ".join(sentences)
-    # the trailing space is the paper's
-    context = f"{text} " if kind.hops == 1 else f"{INSTRUCTION}<context>{text}</context>"
 
-    name, year = group[draws.below(kind.people) if kind.asks_anyone else 0]
+    # Ask for the year of a person of the last group, with the layout of the paper.
+    context = f"{text} " if kind.hops == 1 else f"{INSTRUCTION}<context>{text}</context>"
+    person = draws.below(kind.people) if kind.asks_anyone else 0
+    name = groups[-1][person]
     question = f"\n\nAnswer me: {name} was born in the year of" + " " * space
-    choices = [str(choice) for choice in sorted(years)]
+    choices = [str(year) for year in sorted(years)]
+    answer = str(year_of[name])
     return {
         "prompt": context + question,
         "choices": choices,
-        "answer": str(year),
-        "target": choices.index(str(year)),
+        "answer": answer,
+        "target": choices.index(answer),
     }

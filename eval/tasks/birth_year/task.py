@@ -9,6 +9,7 @@ A set is written once, then only read.
 import hashlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
@@ -122,17 +123,18 @@ class FrozenSets:
     def sets(self, max_length: int, advance: Callable[[str], None]) -> FittingSets:
         """Return the sets that fit `max_length`; `advance` receives the names of new sets."""
         fitting: list[ProbeSet] = []
-        left_out: dict[str, list[str]] = {}  # names by reason
+        left_out = defaultdict[str, list[str]](list)  # names by reason
         for name, (_, length) in SETS.items():
+            # the text alone is too long: such a set is not written
             if length >= max_length:
-                left_out.setdefault(f"max_length {max_length}", []).append(name)
+                left_out[f"max_length {max_length}"].append(name)
                 continue
+
             probe_set = self.get(name, advance)
             if isinstance(probe_set, str):
-                left_out.setdefault(probe_set, []).append(name)
+                left_out[probe_set].append(name)
             elif probe_set.entry.max_tokens + ANSWER_TOKENS > max_length:
-                reason = f"prompts of up to {probe_set.entry.max_tokens} tokens"
-                left_out.setdefault(reason, []).append(name)
+                left_out[f"prompts of up to {probe_set.entry.max_tokens} tokens"].append(name)
             else:
                 fitting.append(probe_set)
 
@@ -150,6 +152,8 @@ class FrozenSets:
     def get(self, name: str, advance: Callable[[str], None] = lambda name: None) -> ProbeSet | str:
         """Return one set, or the reason why it can't be made."""
         entries = self._entries()
+
+        # All that the probes depend on; its hash is part of the file's name.
         made_of = {
             "set": name,
             "version": birth_year.VERSION,
@@ -159,25 +163,29 @@ class FrozenSets:
         }
         length = SETS[name].length
         if length:  # the set depends on the text too
-            if isinstance(self._corpus, str):
-                return self._find_of_wikitext(made_of, entries) or self._corpus
-            made_of["junk"] = self._corpus.origin
+            corpus = self._corpus
+            if isinstance(corpus, str):
+                return self._find_of_wikitext(made_of, entries) or corpus
+            made_of["junk"] = corpus.origin
 
+        # Write the set unless it was written before.
         key = f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
+        file = f"{key}.jsonl"
         if key not in entries:
             junk = self._junk if length else Junk((), self.tokenizer)
             if junk.num_tokens < length:
                 return f"the junk text has only {junk.num_tokens:,} tokens"
+
             self.folder.mkdir(parents=True, exist_ok=True)
             # several processes may evaluate checkpoints of the run
             with locked(self.folder / ".lock", str(self.folder), patience_s=math.inf):
                 entries = self._entries()
                 if key not in entries:
                     advance(name)
-                    entries[key] = self._freeze(f"{key}.jsonl", junk, made_of)
+                    entries[key] = self._freeze(file, junk, made_of)
                     sets = {set_key: asdict(entry) for set_key, entry in entries.items()}
                     files.write_json(self.folder / SETS_FILE, {"sets": sets})
-        return ProbeSet(name, self.folder / f"{key}.jsonl", entries[key])
+        return ProbeSet(name, self.folder / file, entries[key])
 
     def _find_of_wikitext(
         self, made_of: dict[str, Any], entries: dict[str, Entry]
@@ -200,6 +208,7 @@ class FrozenSets:
         ]
         content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
         files.write_atomic(self.folder / file, content)
+
         max_tokens = max(len(self.tokenizer.encode(probe["prompt"])) for probe in probes)
         return Entry(hashlib.sha256(content).hexdigest(), max_tokens, made_of)
 
@@ -231,8 +240,9 @@ def load(
 ) -> dict[str, datasets.Dataset]:
     """Return the split `test`, the probes of one frozen set: lm_eval's `custom_dataset`."""
     staged = staged_folder(metadata.get("staged"))
-    folder = Path(probes) if probes else staged / "probes"
+    folder = Path(probes or staged / "probes")
     junk = str(metadata.get("junk") or "")
+
     frozen = _frozen_sets(folder, task_tokenizer(metadata), junk, staged).get(probe_set)
     if isinstance(frozen, str):
         raise UserError(
@@ -241,6 +251,7 @@ def load(
             '--metadata \'{"probes": "RUN/evals/probes"}\' or \'{"junk": "FILE.txt"}\'',
             path=folder,
         )
+
     check_fit(probe_set, frozen.entry.max_tokens, answer_tokens=ANSWER_TOKENS, metadata=metadata)
     return {"test": datasets.Dataset.from_list(frozen.read())}
 

@@ -161,15 +161,23 @@ class Cut:
 def first_hit(text: str, answer: str) -> int | None:
     """Return the first position of `answer` in `text`, ignoring case; None if there is none."""
     # not lower(), which may change the length of a text
-    match = re.search(re.escape(answer), text, re.IGNORECASE) if answer else None
+    if not answer:
+        return None
+    match = re.search(re.escape(answer), text, re.IGNORECASE)
     return match.start() if match else None
+
+
+def _hits(text: str, answers: Sequence[str]) -> list[int]:
+    """Return the first position of each answer that occurs in `text`."""
+    hits = (first_hit(text, answer) for answer in answers)
+    return [hit for hit in hits if hit is not None]
 
 
 def window(num_tokens: int, position: int, limit: int) -> tuple[int, int]:
     """Return the tokens to keep, [start, end): `limit` of them, half before `position`."""
     # at the end of a document only the first half remains (the cut rule of JRT)
     start = max(0, position - limit // 2)
-    return start, min(num_tokens, position + limit - (position - start))
+    return start, min(num_tokens, start + limit)
 
 
 def cut(
@@ -189,20 +197,17 @@ def cut(
     text = text.strip()
     tokens = tokenizer.encode(text)
 
-    def tokens_before(hit: int) -> int:
-        return len(tokenizer.encode(text[:hit]))  # as upstream
-
-    hits = [hit for hit in (first_hit(text, x) for x in answers or ()) if hit is not None]
-    alternative_hits = (first_hit(text, x) for x in alternatives)
+    # Where to cut. As upstream, a hit is at the number of tokens of the text before it.
+    hits = _hits(text, answers or ())
     if answers is None:
         centre = BEGINNING
         position = 0
     elif hits:
         centre = ANSWER
-        position = tokens_before(min(hits))
-    elif (hit := next((x for x in alternative_hits if x is not None), None)) is not None:
+        position = len(tokenizer.encode(text[: min(hits)]))
+    elif alternative_hits := _hits(text, alternatives):
         centre = ALTERNATIVE
-        position = tokens_before(hit)
+        position = len(tokenizer.encode(text[: alternative_hits[0]]))
     elif token_position is not None and token_position >= 0:
         centre = TOKEN_POSITION
         position = token_position
@@ -254,11 +259,12 @@ def load(
     tokenizer = task_tokenizer(metadata)
     options = _options(dataset, metadata)
     rows = load_staged(dataset, staged).to_list()
+
     items: list[dict[str, Any]] = []
     num_cut = 0
     for number, row in enumerate(rows):
         try:
-            made = _item(STYLES[dataset], row, tokenizer, options, twice)
+            item = _item(STYLES[dataset], row, tokenizer, options, twice)
         except KeyError as error:
             raise UserError(
                 "jrt.field",
@@ -266,9 +272,9 @@ def load(
                 f"see the options {dataset}_context and {dataset}_answers",
                 field=error.args[0],
             ) from None
-        if made is not None:
-            items.append({"row": number, **made.fields})
-            num_cut += not made.whole
+        if item is not None:
+            items.append({"row": number, **item.fields})
+            num_cut += not item.whole
     if not items:
         raise UserError(
             "jrt.no_rows", f"{dataset}: no row has an answer of two characters in {options.answers}"
@@ -283,6 +289,8 @@ def load(
         "cut": num_cut,
         **{centre: centres.count(centre) for centre in CENTRES},
     }
+
+    # Prompts that are too long are counted, not refused: lm_eval cuts them at the beginning.
     max_length = known_max_length(metadata)
     if max_length is not None:
         prompts = [str(item["prompt"]) for item in items]
@@ -290,6 +298,7 @@ def load(
         counts["too_long"] = num_too_long
         if num_too_long:
             LOG.warning("%s: %d prompts are cut at the beginning", dataset, num_too_long)
+
     documents = datasets.Dataset.from_list(items)
     documents.info.description = json.dumps(counts)
     return {"validation": documents}
@@ -300,12 +309,16 @@ def _item(
 ) -> MadeItem | None:
     """Return the item of a row; None if an answer has less than two characters."""
     row = {**raw, style.context: style.clean(raw[style.context] or "")}
+
+    # Of a field with several answers the first counts.
     answers = [next(iter(_texts(row[name])), "") for name in options.answers]
     if any(len(answer) <= 1 for answer in answers):
         return None
+
+    # Cut the field around the answers, unless none are to be searched.
     part = cut(
         row[options.context] or "",
-        answers if options.answers else None,
+        answers or None,
         tokenizer,
         limit=options.num_tokens,
         alternatives=_texts(row.get(ALTERNATIVE)),
@@ -313,9 +326,9 @@ def _item(
     )
 
     # rows share a source by their document or, without one, by their whole passage
-    source = next((str(row[name]) for name in style.documents if row.get(name)), None)
-    if source is None:
-        source = style.passage(style.finish_row(row))
+    sources = [str(row[name]) for name in style.documents if row.get(name)]
+    source = sources[0] if sources else style.passage(style.finish_row(row))
+
     finished = style.finish_row({**row, options.context: part.text})
     labels = _texts(row[style.labels])
     fields = {
@@ -337,6 +350,8 @@ def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
 def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:
     """Read the options of a data set; raises UserError for unknown or invalid ones."""
     style = STYLES[dataset]
+
+    # Metadata may have options of other data sets too, but none that are unknown.
     tokens_key = f"{OPTION}tokens"
     field_keys = [f"{key}_{name}" for key in STYLES for name in ("context", "answers")]
     for name in metadata:
@@ -352,11 +367,13 @@ def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:
         )
 
     answers = metadata.get(f"{dataset}_answers", style.answers)
-    names = answers.split(",") if isinstance(answers, str) else answers
+    if isinstance(answers, str):
+        answers = answers.split(",")
+    names = [str(name).strip() for name in answers]
     return Options(
         num_tokens=int(num_tokens),
         context=str(metadata.get(f"{dataset}_context", style.context)).strip(),
-        answers=tuple(stripped for name in names if (stripped := str(name).strip())),
+        answers=tuple(filter(None, names)),
     )
 
 

@@ -46,6 +46,8 @@ class Playground(lm_eval.api.task.Task):
         self.task, args = _find_task(self._metadata)
         self._num_parameters = num_parameters(args)
         super().__init__()
+
+        # lm_eval reads the options of generation from the config
         temperature = self.task.temperature
         self._config = TaskConfig(
             task=config["task"],
@@ -100,36 +102,31 @@ class Playground(lm_eval.api.task.Task):
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
         """Return the requests of a window: all questions, then the spans to be scored."""
         window = self._windows[doc["window"]]
-        requests: list[tuple[Literal["generate_until", "loglikelihood"], tuple[str, Any]]] = []
+        requests: list[Instance] = []
+
+        def add(kind: Literal["generate_until", "loglikelihood"], *arguments: Any) -> None:
+            requests.append(
+                Instance(kind, doc, arguments, idx=len(requests), metadata=kwargs["metadata"])
+            )
+
         for text in window:
             for question in text.questions:
                 options = {**self.config.generation_kwargs, "max_gen_toks": text.limit(question)}
-                requests.append(("generate_until", (_text(question.prompt), options)))
+                add("generate_until", _text(question.prompt), options)
+
+        # a span is scored after all tokens before it; in texts of ids a space separates the two
         for text in window:
             for span in text.spans:
-                context = _text(text.ids[: span.start])
-                requests.append(("loglikelihood", (context, " " + _text(span.tokens))))
-        return [
-            Instance(
-                request_type=request_type,
-                doc=doc,
-                arguments=arguments,
-                idx=index,
-                metadata=kwargs["metadata"],
-            )
-            for index, (request_type, arguments) in enumerate(requests)
-        ]
+                add("loglikelihood", _text(text.ids[: span.start]), " " + _text(span.tokens))
+        return requests
 
     def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
         """Return the scores and verdicts of a window, pooled over its questions."""
-        # the results are in the order of `construct_requests`
+        # The results are in the order of `construct_requests`.
         num_questions = len(doc["answers"])
-        answers = [
-            # a model of another library may have a tokenizer with words
-            [int(word) if word.isdecimal() else END for word in text.split()]
-            for text in results[:num_questions]
-        ]
+        answers = [list(map(_id, text.split())) for text in results[:num_questions]]
         log_likelihoods = [log_likelihood for log_likelihood, _ in results[num_questions:]]
+
         window = self._windows[doc["window"]]
         scores, verdicts = score_window(window, answers, log_likelihoods, self._num_parameters)
         return scores | {kind: verdicts[kind] for kind in VERDICTS}
@@ -148,6 +145,7 @@ def _find_task(metadata: Mapping[str, Any]) -> tuple[Task, ModelArgs]:
         record = Path(str(metadata["pretrained"])) / RECORD
         if record.exists():
             identity = read_json(record, finite=False).get("identity")
+
     identity = identity or {}
     task = task_of_run(identity)
     if task is None:
@@ -157,6 +155,11 @@ def _find_task(metadata: Mapping[str, Any]) -> tuple[Task, ModelArgs]:
             "(data.task.name): pass such a run, or an export of one",
         )
     return task, model_args(identity, Path("the model"))
+
+
+def _id(word: str) -> int:
+    # a model of another library may have a tokenizer with words
+    return int(word) if word.isdecimal() else END
 
 
 def _text(ids: Iterable[int]) -> str:
