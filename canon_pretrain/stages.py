@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from canon_pretrain.core.children import ForkedChild, ForkServer, ending, start_child
+from canon_pretrain.core.children import ForkedChild, ForkServer, ending, start_child, torchrun
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import duration
@@ -132,8 +132,7 @@ class Stages:
         variables, words = _split(words)
         module = ["-m", "canon_pretrain", *words]
         if ranks := variables.pop(TORCHRUN, None):
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            module = [*launcher, "-m", "canon_pretrain.train", *words[1:]]
+            module = [*torchrun(int(ranks)), "-m", "canon_pretrain.train", *words[1:]]
         return start_child(
             [sys.executable, *module],
             stdin=subprocess.DEVNULL,

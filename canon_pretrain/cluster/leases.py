@@ -43,6 +43,12 @@ class SlurmTimeout(UserError):
     """Slurm did not answer in time: the command may have taken effect or not."""
 
 
+def parse_config(output: str) -> dict[str, str]:
+    """Return the settings in the output of `scontrol show config`; empty for an error message."""
+    pairs = (line.split("=", 1) for line in output.splitlines() if "=" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
 class Slurm:
     """A cluster with the state of its queue at the last `refresh`."""
 
@@ -66,9 +72,8 @@ class Slurm:
     def name(self) -> str | None:
         """Slurm's name of the cluster; None if it does not answer."""
         if self._name is None:
-            config = self._run("scontrol", "show", "config").stdout
-            match = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
-            self._name = match[1] if match else None
+            config = parse_config(self._run("scontrol", "show", "config").stdout)
+            self._name = config.get("ClusterName")
         return self._name
 
     def refresh(self) -> None:

@@ -27,6 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from canon_pretrain.cluster.leases import parse_config
 from canon_pretrain.core.children import end_with_torchrun
 from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
@@ -132,16 +133,18 @@ def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
     except UnreadableFile:
         return None
     save_times = [event["seconds"] for event in events if event.kind == "checkpoint"]
-    kill_wait = re.search(r"KillWait\s*=\s*(\d+)", show("config"))
-    if not save_times or kill_wait is None or save_times[-1] <= int(kill_wait[1]):
+    kill_wait = re.match(r"\d+", parse_config(show("config")).get("KillWait", ""))  # 30 sec
+    if not save_times or kill_wait is None or save_times[-1] <= int(kill_wait[0]):
         return None
 
-    partition = os.environ.get("SLURM_JOB_PARTITION", "")
-    shown = show(f"partition {partition}") if partition else ""
-    grace = re.search(r"GraceTime=(\d+)", shown)
+    grace_s = "0"
+    if partition := os.environ.get("SLURM_JOB_PARTITION"):
+        grace = re.search(r"GraceTime=(\d+)", show(f"partition {partition}"))
+        if grace is not None:
+            grace_s = grace[1]
     return (
-        f"the last checkpoint took {save_times[-1]:.0f} s; Slurm kills a job {kill_wait[1]} s "
-        f"after SIGTERM (KillWait), plus {grace[1] if grace else 0} s if it is preempted "
+        f"the last checkpoint took {save_times[-1]:.0f} s; Slurm kills a job {kill_wait[0]} s "
+        f"after SIGTERM (KillWait), plus {grace_s} s if it is preempted "
         "(GraceTime). Lower checkpoint.interval, and raise sbatch --signal=B:USR1@SECONDS"
     )
 

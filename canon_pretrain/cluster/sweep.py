@@ -46,6 +46,7 @@ from canon_pretrain.cluster.planned import (
     record_launch,
 )
 from canon_pretrain.cluster.prices import compute_prices, print_prices
+from canon_pretrain.core.children import torchrun
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, parsing, read_record, write_json
@@ -498,9 +499,7 @@ def run_run(options: argparse.Namespace) -> None:
 
 def train_command(arguments: Sequence[str], ranks: int = 1) -> list[str]:
     """Return the command that trains with `arguments`, as of `Sweep.launch`, on `ranks` ranks."""
-    launcher = []  # one rank needs no torchrun
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = torchrun(ranks) if ranks > 1 else []
     return [sys.executable, *launcher, "-m", "canon_pretrain.train", "--config", *arguments]
 
 

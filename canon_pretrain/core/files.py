@@ -156,6 +156,13 @@ def read_record(
         return parse_record(read_bytes(path, max_bytes), kind, finite=finite)
 
 
+def find_record(path: Path, kind: type[T]) -> T | None:
+    """Return the JSON file `path` as `kind`; None if it is missing or damaged."""
+    with contextlib.suppress(UnreadableFile):
+        return read_record(path, kind)
+    return None
+
+
 def sha256_file(path: Path) -> str:
     """Return the hex SHA-256 of a regular file. Raises OSError, also if it is not regular."""
     with open_file(path, "rb") as file:
