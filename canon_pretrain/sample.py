@@ -37,17 +37,18 @@ STDIN = Path("-")
 MAX_PROMPT = 16 << 20  # characters: about 4M tokens, more than any model reads
 SHOWN_PROMPT = 300  # characters, the last ones, in a terminal
 SHOWN_SEGMENTS = 64  # of a compared prompt, the last ones
-COLORS = ((1.0, "green"), (3.0, "default"), (6.0, "yellow"), (math.inf, "red"))
-"""Upper bounds of a token's nats, and its color."""
+COLORS = ((1.0, "green"), (3.0, "default"), (6.0, "yellow"))
+"""Upper bounds of a token's nats, and its color; red above."""
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Load the checkpoints in `arguments` and sample from them, or compare. Raises UserError."""
+    # Before torch is imported: these errors come at once.
     _check(arguments)
     prompt = arguments.prompt
     if prompt is None:
         prompt = read_prompt(arguments.file)
-    from canon_pretrain.hf.sampling import Sampler, Settings, compare  # imports torch
+    from canon_pretrain.hf.sampling import Sampler, Settings, compare
 
     paths = arguments.compare or [arguments.checkpoint]
     samplers = [Sampler.load(path, arguments.dtype, arguments.tokenizer) for path in paths]
@@ -73,6 +74,8 @@ def run(arguments: argparse.Namespace) -> None:
         answers, parts = compare(pair, prompt or "", max_tokens, settings, _note)
         print_compared(pair, answers, parts, settings, as_json=arguments.json)
         return
+
+    # In a terminal, a user types the prompts, if they are texts.
     is_plain = prompt is None and arguments.num is None and not arguments.json
     if is_plain and not sampler.has_ids and sys.stdin.isatty() and sys.stdout.isatty():
         converse(sampler, settings, max_tokens)
@@ -127,10 +130,11 @@ def print_records(sampler: "Sampler", answers: Sequence["Answer"], settings: "Se
 
     def print_done() -> None:
         nonlocal num_printed
-        while num_printed < len(answers) and answers[num_printed].is_done:
-            sample = record(sampler, answers[num_printed], settings, prompt_losses)
-            sample["sample"] = num_printed
-            print(json.dumps(sample), flush=True)
+        for answer in answers[num_printed:]:
+            if not answer.is_done:
+                return
+            sample = record(sampler, answer, settings, prompt_losses)
+            print(json.dumps(sample | {"sample": num_printed}), flush=True)
             num_printed += 1
             _stop_if_closed()
 
@@ -206,6 +210,7 @@ class Stream:
             if not self._answers[-1].is_done:
                 print(flush=True)
 
+        # The figures of all answers.
         logps = [logp for answer in self._answers for logp in answer.logps]
         speed = len(logps) / (time.perf_counter() - start)
         loss = f", {-math.fsum(logps) / len(logps):.2f} nats per token" if logps else ""
@@ -213,7 +218,7 @@ class Stream:
 
     def _early_ends(self) -> str:
         """Say why answers have fewer than the maximum of tokens; empty if none has."""
-        reasons = [""]
+        reasons = [""]  # the text follows others after a comma
         num_texts = len(self._answers)
         if num_ended := sum(answer.has_ended for answer in self._answers):
             texts = "the text" if num_texts == 1 else f"{num_ended} of {num_texts}"
@@ -272,6 +277,7 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
     ids: list[int] = []  # of `text`, as typed and as sampled
     turn = 0
     while True:
+        # A prompt that cannot be read or encoded leaves the text as it was.
         try:
             line = input("> ")
             # a text is encoded again where it was typed, or ends within a character
@@ -279,7 +285,7 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
                 separator = "\n" if text and line else ""
                 longer = text + separator + line
                 ids = sampler.encode(longer)
-                text = longer  # now that it could be encoded
+                text = longer
             if len(ids) > max_prompt:
                 _note(
                     f"[the text has {len(ids):,} tokens: the model reads the last "
@@ -296,6 +302,7 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
             print()
             continue
 
+        # What was sampled before Ctrl-C is part of the text.
         with contextlib.suppress(KeyboardInterrupt):
             Stream(sampler, [answer], "", limit).run(settings, turn)
         ids = ids + answer.ids
@@ -354,14 +361,9 @@ def print_compared(
         console.print(table)
 
     table = _table("A's text", "A", "B", "B's text", "A", "B")
-    for segments in zip_longest(*answer_parts):
-        cells: list[Text | str] = []
-        for segment in segments:
-            if segment is None:  # the other text has more
-                cells += ["", "", ""]
-            else:
-                cells += [_visible(segment.text), *map(_nats, segment.nats)]
-        table.add_row(*cells)
+    columns = [[(_visible(text), *map(_nats, nats)) for text, nats in part] for part in answer_parts]
+    for left, right in zip_longest(*columns, fillvalue=("", "", "")):
+        table.add_row(*left, *right)
     if table.row_count:
         console.print(table)
     console.print("nats per token; where tokenizers differ, per shortest piece in common")

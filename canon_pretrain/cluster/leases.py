@@ -107,6 +107,7 @@ class Slurm:
         for source in ([], ["--completion"]):  # the second works without a database
             accounting = self._run("sacct", *source, "-n", "-P", "-o", "State", "-j", job)
             if accounting.returncode == 0 and accounting.stdout.strip():
+                # the first row is the job's, others are its steps'; CANCELLED by 1000
                 return accounting.stdout.split()[0].split("|")[0]
         return "GONE"
 
@@ -235,14 +236,16 @@ class Leases:
         if lease.ended is not None:
             return Judgement(None, lease, lease.ended)
 
+        # The holder does the work itself.
         if lease.job == LOCAL:
             is_alive = process_lives(lease.holder)
-            if is_alive is None:  # on another machine: by its heartbeat
+            if is_alive is None:  # on another machine: judge by the heartbeat
                 is_alive = self._age_s(lease) <= LOCAL_EXPIRY_S
             if is_alive:
                 return Judgement("running", lease, f"on {lease.holder.host}")
             return self._end(lease, "its process is gone")
 
+        # A claim without a job is about to get one, until it expires.
         job = lease.job
         if job is None:
             if self._age_s(lease) <= expiry_s:
@@ -265,6 +268,7 @@ class Leases:
         return Judgement(None, self.record(lease, ended=reason), reason)
 
     def _age_s(self, lease: Lease) -> float:
+        """Return the seconds since the claim was written, or its last heartbeat."""
         return time.time() - self._path(lease.number).stat().st_mtime
 
     def _read(self, number: int) -> Lease:

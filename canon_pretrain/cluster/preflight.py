@@ -11,6 +11,7 @@ slurm/lib.sh calls them in this order before each launch. `verdict` prints the b
 import argparse
 import hashlib
 import json
+import operator
 import os
 import platform
 import re
@@ -31,7 +32,7 @@ from canon_pretrain.cluster.leases import parse_config
 from canon_pretrain.core.children import end_with_torchrun
 from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
-from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
+from canon_pretrain.core.files import UnreadableFile, find_record, free_bytes, write_json
 from canon_pretrain.core.holder import host_name
 from canon_pretrain.machine.device import check_cuda
 from canon_pretrain.machine.timing import copy_bandwidth, matmul_flops
@@ -378,7 +379,7 @@ def all_reduce_bandwidth(group: Any, num_ranks: int, device: "torch.device") -> 
 
 
 class Finding(NamedTuple):
-    """What sets a node apart from the others: a fault, else a warning."""
+    """A difference of a node from the others: a fault, else a warning."""
 
     node: str
     text: str
@@ -396,25 +397,27 @@ class Verdict(NamedTuple):
 def judge(reports: Mapping[str, Report | None]) -> Verdict:
     """Judge the reports of `report_node`, or of `report_ranks` merged by node; None: missing."""
     present = {node: report for node, report in reports.items() if report is not None}
-    # if no node can write to the run folder, the disk is at fault and not the nodes
+    # If no node can write to the run folder, the disk is at fault and not the nodes.
     is_disk_broken = all(report.disk for report in present.values())
     common: list[str] = []
     nodes: dict[str, list[str]] = {}
-    for node in reports:
-        faults = ["no report"]
-        if report := present.get(node):
-            faults = [*report.faults]
-            if is_disk_broken:
-                common += [text for text in report.disk if text not in common]
-            else:
-                faults += report.disk
+    for node, report in reports.items():
+        if report is None:
+            nodes[node] = ["no report"]
+            continue
+        faults = [*report.faults]
+        if is_disk_broken:
+            common += [text for text in report.disk if text not in common]
+        else:
+            faults += report.disk
         if faults:
             nodes[node] = faults
 
-    # a fault of one node explains why collectives failed on the others
+    # A fault of one node explains why collectives failed on the others.
     if not nodes:
         common += [f"{node}: {r.left_alone}" for node, r in present.items() if r.left_alone]
 
+    # What sets a node apart from the others.
     warnings = []
     for probe in (_other_versions, _wrong_clocks, _slow_devices):
         for node, text, is_fault in probe(present):
@@ -449,20 +452,21 @@ def _wrong_clocks(reports: Mapping[str, Report]) -> Iterator[Finding]:
 
 def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
     """Find nodes whose slowest device is slower than the median of the nodes' medians."""
-    node_speeds: dict[str, dict[str, dict[str, float]]] = {}  # measure -> node -> device
+    speeds: dict[str, dict[str, dict[str, float]]] = {}  # measure -> node -> device -> speed
     for node, report in reports.items():
-        for device, speeds in report.speeds.items():
-            for measure, speed in speeds.items():
-                node_speeds.setdefault(measure, {}).setdefault(node, {})[device] = speed
+        for device, device_speeds in report.speeds.items():
+            for measure, speed in device_speeds.items():
+                speeds.setdefault(measure, {}).setdefault(node, {})[device] = speed
 
-    for measure, by_node in node_speeds.items():
-        unit, scale = ("TFLOP/s", 1e12) if measure == MATMUL else ("GB/s", 1e9)
+    for measure, node_speeds in speeds.items():
         # high: of two nodes or devices, the faster one
-        medians = [statistics.median_high(by_device.values()) for by_device in by_node.values()]
+        medians = [statistics.median_high(x.values()) for x in node_speeds.values()]
         usual = statistics.median_high(medians)
-        for node, by_device in by_node.items():
-            device = min(by_device, key=by_device.__getitem__)
-            speed = by_device[device]
+        unit = "TFLOP/s" if measure == MATMUL else "GB/s"
+        scale = 1e12 if measure == MATMUL else 1e9
+
+        for node, by_device in node_speeds.items():
+            device, speed = min(by_device.items(), key=operator.itemgetter(1))
             share = speed / usual
             if share < SLOW_WARNING:
                 text = (
@@ -475,12 +479,12 @@ def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
 
 def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str, Report | None]:
     """Return the reports by node, None if missing; those of a node's ranks are merged."""
+    suffix = ".rank*.json" if ranks else ".json"
     reports: dict[str, Report | None] = dict.fromkeys(nodes)
     for node in nodes:
-        for path in sorted(folder.glob(f"{node}.rank*.json" if ranks else f"{node}.json")):
-            try:
-                report = read_record(path, Report)
-            except UnreadableFile:
+        for path in sorted(folder.glob(f"{node}{suffix}")):
+            report = find_record(path, Report)
+            if report is None:
                 continue  # truncated by a full disk or a crash
 
             merged = reports[node]

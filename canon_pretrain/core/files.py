@@ -14,9 +14,9 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar, cast
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from canon_pretrain.core.errors import UserError
 
@@ -126,6 +126,9 @@ def read_json(
             return value
         raise ValueError("it holds no JSON object")
 
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""A number of a record: an integer of 64 bits"""
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 

@@ -58,7 +58,10 @@ def steps_per_second(step: Step, seconds: float, clock: Callable[[], float]) -> 
 
 
 def best_rate(step: Callable[[], None], seconds: float, measurements: int) -> float:
-    """Return the calls per second in the fastest of several measurements: others are disturbed."""
+    """Return the calls per second in the fastest of several measurements: others are disturbed.
+
+    `seconds`: of all measurements together.
+    """
     rates: list[float] = []
     begin = time.perf_counter()
     while not rates or time.perf_counter() - begin < seconds:

@@ -83,9 +83,7 @@ _ALLOWED = re.compile(
 
 def read_run(folder: RunFolder) -> RunFacts | None:
     """Return the content of run.json; None if it is missing or damaged."""
-    with contextlib.suppress(UnreadableFile):
-        return files.read_record(folder.run_file, RunFacts)
-    return None
+    return files.find_record(folder.run_file, RunFacts)
 
 
 class BegunLaunch(NamedTuple):
@@ -113,6 +111,7 @@ def known_run(folder: RunFolder) -> RunFacts | None:
     if run is not None:
         return run
 
+    # The number must be larger than any before, also than of launches with one of the two only.
     launch = newest_launch(folder) or {}
     event = _last_event(folder.log_file)
     if not launch and not event:
@@ -137,8 +136,11 @@ def launch_numbers(folder: RunFolder) -> list[int]:
 
 def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
     """Return launch.json of the newest launch with a readable record; None if there is none."""
-    records = (read_launch(folder, number) for number in reversed(launch_numbers(folder)))
-    return next((record for record in records if record is not None), None)
+    for number in reversed(launch_numbers(folder)):
+        record = read_launch(folder, number)
+        if record is not None:
+            return record
+    return None
 
 
 def read_launch(folder: RunFolder, number: int) -> dict[str, Any] | None:
@@ -193,9 +195,7 @@ def mark_applied(path: Path, option: str, environ: Mapping[str, str] = os.enviro
 
 
 def _read_applied(path: Path) -> dict[str, _Attempt]:
-    with contextlib.suppress(UnreadableFile):
-        return files.read_record(path, dict[str, _Attempt])
-    return {}
+    return files.find_record(path, dict[str, _Attempt]) or {}
 
 
 # -- records
@@ -223,7 +223,7 @@ def packages() -> list[str]:
     pins = set()
     for distribution in importlib.metadata.distributions(path=path):
         metadata = distribution.metadata
-        if {"Name", "Version"} <= {*metadata}:
+        if "Name" in metadata and "Version" in metadata:  # else it is broken
             pins.add(f"{metadata['Name']}=={metadata['Version']}")
     return sorted(pins, key=str.lower)
 
@@ -308,7 +308,7 @@ class LaunchRecord:
         with contextlib.suppress(OSError, UnreadableFile):  # harmless: a gap in the numbers
             if self._is_written or _last_event(folder.log_file).get("segment") == number:
                 return
-            if number == 1:
+            if number == 1:  # then it has created run.json
                 folder.run_file.unlink(missing_ok=True)
             else:
                 files.write_json(folder.run_file, asdict(replace(self.facts, launches=number - 1)))
@@ -388,6 +388,7 @@ def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     from canon_pretrain.run.identity import ONE_SHOT_KEYS
     from canon_pretrain.run.setting import option_key
 
+    # How this launch was started; a user fills in HOST:PORT.
     launcher = "python"
     world_size = environ.get("WORLD_SIZE", "1")
     local_world_size = environ.get("LOCAL_WORLD_SIZE", "1")
@@ -398,7 +399,7 @@ def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
             nodes = f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
         launcher = f"torchrun {nodes}--nproc-per-node {local_world_size}"
 
-    # an option is dropped together with the values that follow it
+    # An option is dropped together with the values that follow it.
     repeated: list[str] = []
     is_dropped = False
     for argument in arguments:
