@@ -152,18 +152,15 @@ def _check_packages() -> Findings:
                 continue
 
         bounds = str(requirement.specifier)
+        problem = "not installed" if version is None else f"{version}, outside {bounds}"
         remedy = f"pip install '{name}{bounds}'"
         if name == "python":
             remedy = "make install PYTHON=... with another Python"
-        is_required = line in required
-        yield Finding(
-            "broken" if is_required else "note",
-            name,
-            "not installed" if version is None else f"{version}, outside {bounds}",
-            used_for="all" if is_required else "an option",
-            remedy=remedy,
-            facts={"version": version, "expected": bounds},
-        )
+        facts = {"version": version, "expected": bounds}
+        if line in required:
+            yield Finding("broken", name, problem, "all", remedy, facts)
+        else:
+            yield Finding("note", name, problem, "an option", remedy, facts)
 
     count = len(within_bounds)
     examples = ", ".join(within_bounds[:4])
@@ -224,7 +221,7 @@ def _check_cuda(num_gpus: int) -> Finding:
 
     used_for = "training and evaluation"
     evidence = find_gpu()
-    facts: dict[str, Any] = {"gpus": num_gpus, "evidence": evidence}
+    details: dict[str, Any] = {"gpus": num_gpus, "evidence": evidence}
 
     # A GPU that torch cannot use is an error; none at all is not.
     try:
@@ -232,20 +229,22 @@ def _check_cuda(num_gpus: int) -> Finding:
     except UserError as error:
         problem, _, remedy = error.message.rpartition(". ")  # its last sentence is the remedy
         remedy = f"{remedy}; for drivers from 525 on: {INSTALL_CU126}"
-        return Finding("broken", "GPU", problem, used_for, remedy, facts)
+        return Finding("broken", "GPU", problem, used_for, remedy, details)
     if not num_gpus:
         reason = "hidden by CUDA_VISIBLE_DEVICES" if evidence else "none"
-        return Finding("note", "GPU", f"{reason}: the CPU trains", used_for, facts=facts)
+        return Finding("note", "GPU", f"{reason}: the CPU trains", used_for, facts=details)
 
     # The models as torch names them, the driver and the clocks from nvidia-smi.
     models = set()
     for index in range(num_gpus):
         gpu = torch.cuda.get_device_properties(index)
         models.add(f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {size(gpu.total_memory)}")
+    versions = f"torch's CUDA {torch.version.cuda}"
     state = query_gpu("0") or {}  # empty without nvidia-smi
-    driver = f"driver {state['driver']}, " if state else ""
-    text = f"{num_gpus} x {' or '.join(sorted(models))}; {driver}torch's CUDA {torch.version.cuda}"
-    return Finding("ok", "GPU", text, used_for, facts=facts | state)
+    if state:
+        versions = f"driver {state['driver']}, {versions}"
+    text = f"{num_gpus} x {' or '.join(sorted(models))}; {versions}"
+    return Finding("ok", "GPU", text, used_for, facts=details | state)
 
 
 def check_kernels(device_type: str) -> Findings:
@@ -275,11 +274,12 @@ def check_kernels(device_type: str) -> Findings:
         "canon": "triton, checked at startup" if has_triton else "compiled",
         "mixer": "fla, checked at startup" if has_fla else "chunked",
     }
-    limit = "" if on_gpu else "; faster ones need a GPU"
     for key, text in selected.items():
-        yield Finding("ok", f"{key} auto", text + limit, f'model.{key}_backend = "auto"')
+        if not on_gpu:
+            text = f"{text}; faster ones need a GPU"
+        yield Finding("ok", f"{key} auto", text, f'model.{key}_backend = "auto"')
 
-    # Without a GPU, no optional backend can run.
+    # On a GPU, each optional backend that a config may name.
     if not on_gpu:
         return
     for backend, problem in problems.items():
@@ -306,6 +306,7 @@ def _check_compiler() -> Finding:
 
     import torch._inductor.cpp_builder as builder
 
+    # The features that the generated code needs, in the smallest source that has them.
     problem = None
     compiler = ""
     try:
@@ -343,6 +344,7 @@ def check_disk(folder: Path) -> Findings:
         yield Finding("broken", "disk", f"{folder} does not exist", "run folders", create)
         return
 
+    # A disk that cannot be written gets one finding, not one for each check.
     file_system = _file_system(folder)
     yield _check_space(folder, file_system)
     if faults := disk_faults(folder, 1 << 20):
@@ -367,6 +369,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _check_space(folder: Path, file_system: str) -> Finding:
+    """Compare the free space with the size of the paper's largest checkpoint."""
     from canon_pretrain.core.files import free_bytes
 
     free = free_bytes(folder)
@@ -429,6 +432,7 @@ def _check_writes(folder: Path) -> Findings:
 
 
 def _check_locks(folder: Path, file_system: str) -> Finding:
+    """Check that a second launch is refused; of a network disk, on this machine only."""
     text = "a second launch is kept out"
     problem = _lock_problem(folder)
     if problem is None and file_system.startswith(NETWORK_DISKS):
@@ -494,6 +498,7 @@ def check_network(folder: Path) -> Findings:
 
 
 def _check_hub(url: str, *, is_offline: bool) -> Finding:
+    """Send a request to the hub, unless an environment variable forbids it."""
     from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
@@ -510,6 +515,7 @@ def _check_hub(url: str, *, is_offline: bool) -> Finding:
             pass
         except (OSError, ValueError, HTTPException) as error:
             problem = f"{url} cannot be reached: {getattr(error, 'reason', error)}"
+
     return judge(
         "hub",
         f"{url} answers",
@@ -615,6 +621,7 @@ def print_group(name: str, folder: str) -> None:
 
 def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
     """Run the groups in parallel; yield the name and the findings of each, in order."""
+    # Start all; their output goes to files, which do not block as a full pipe does.
     deadline = time.monotonic() + GROUP_TIMEOUT_S
     processes = []
     for name in GROUPS:
@@ -627,6 +634,7 @@ def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
         )
         processes.append(GroupProcess(name, output, child))
 
+    # A caller that stops early, as after Ctrl-C, leaves none behind.
     try:
         for process in processes:
             yield process.name, _findings_of(process, deadline)
@@ -665,6 +673,7 @@ def _findings_of(process: GroupProcess, deadline: float) -> list[Finding]:
 
 
 def _timeout_problem(awaited: str, seconds: float) -> str:
+    """Say what has not come in time, and how busy the machine is: perhaps the cause."""
     load = os.getloadavg()[0]
     return f"no {awaited} in {seconds:.0f} s (load average {load:.1f} on {available_cores()} cores)"
 
@@ -678,9 +687,16 @@ def check_training(folder: Path, num_gpus: int, console: Console) -> Findings:
         yield Finding("note", "training", f"not tried: {folder} does not exist", "training")
         return
 
-    num_ranks = min(num_gpus, 2) or 2
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    where = f"{ranks} on {'CUDA' if num_gpus else 'the CPU'}"
+    # Two ranks, for collectives; one if there is one GPU only.
+    num_ranks = 2
+    where = "2 ranks on the CPU"
+    if num_gpus == 1:
+        num_ranks = 1
+        where = "1 rank on CUDA"
+    elif num_gpus:
+        where = "2 ranks on CUDA"
+
+    # The first check that fails does not end the second: both are findings.
     launch = torchrun(num_ranks)
     with ExitStack() as stack:
         stack.enter_context(_exit_on_signals())
@@ -728,13 +744,14 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, num_gpus
         severity = "note"
         remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
 
+    # The speeds of one device.
     speeds = next(iter(report.speeds.values()), {})
-    # one rank sends nothing
-    rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
-    matmul = f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    text = f"{where}: right sums"
+    if IN_NODE in speeds:  # one rank sends nothing
+        text = f"{text}, {size(speeds[IN_NODE])}/s"
     return judge(
         "all-reduce",
-        f"{where}: right sums{rate}; {matmul}",
+        f"{text}; matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s",
         problem,
         used_for="training on several ranks",
         remedy=remedy,
@@ -751,6 +768,7 @@ def _check_trainer(
     from canon_pretrain.checkpoint.manifest import verify
     from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 
+    # Train.
     run = RunFolder(scratch / "run")
     module = ["-m", "canon_pretrain.train", "--config", str(CONFIG)]
     options = (
@@ -761,7 +779,9 @@ def _check_trainer(
         start = time.monotonic()
         problem = _run([*launch, *module, *options, str(run.path)], scratch / "out", watch.poll)
         seconds = time.monotonic() - start
-        watch.poll()
+        watch.poll()  # the lines of the last moment
+
+    # A run that seems to have ended well must have saved its last step.
     if problem is None:
         try:
             verify(CheckpointFolder(run.path / CHECKPOINTS).step_path(STEPS))
@@ -839,12 +859,12 @@ def _scratch_folder(folder: Path) -> Iterator[Path]:
     """
     from canon_pretrain.core.holder import Holder, content_of
 
-    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
-    try:
+    with tempfile.TemporaryDirectory(
+        prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True
+    ) as name:
+        scratch = Path(name)
         (scratch / OWNER).write_bytes(content_of(Holder.of_this_process()))
         yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -852,8 +872,8 @@ def _remove_leftovers(folder: Path) -> None:
     from canon_pretrain.core.holder import process_lives
     from canon_pretrain.core.lock import read_holder
 
-    for scratch in folder.glob(f"{SCRATCH}*"):
-        owner = read_holder(scratch / OWNER) if scratch.is_dir() else None
+    for scratch in folder.glob(f"{SCRATCH}*/"):
+        owner = read_holder(scratch / OWNER)
         # None: on another machine, where it may still run
         if owner is not None and process_lives(owner) is False:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -915,6 +935,7 @@ def _run(arguments: Sequence[str], log: Path, poll_step: Callable[[], int]) -> s
     if exit_code == 0:
         return None
 
+    # How it ended, and what it said last.
     problem = f"exit code {exit_code}"
     if exit_code is None:
         problem = _timeout_problem(awaited, timeout_s)
@@ -936,6 +957,7 @@ def show(console: Console, group: str, findings: Sequence[Finding]) -> None:
     for width in (7, 20, None):  # state, what; the text takes the rest
         table.add_column(width=width, overflow="fold")
     for finding in findings:
+        # the remedy is on a line of its own, to be copied
         text = Text(printable(finding.found, "\n"))
         text.append(f"  for: {finding.used_for}", "dim")
         if finding.remedy:
@@ -975,14 +997,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world or arguments.config:
         raise UserError("option.conflict", "--world and CONFIG: only with --fake")
 
+    # Each group as soon as it has ended; JSON is one object, at the end.
     console = Console(highlight=False)
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
     for group, findings in _run_checks(arguments.dir, trains=not arguments.no_train):
-        if not arguments.json:  # as soon as the group has ended
+        if not arguments.json:
             show(console, group, findings)
         rows += [{"group": group, **asdict(finding)} for finding in findings]
         broken += [finding.what for finding in findings if finding.state == "broken"]
+
     if arguments.json:
         print(json.dumps({"works": not broken, "findings": rows}, indent=2))
     else:
@@ -1010,6 +1034,7 @@ def _run_fake(arguments: argparse.Namespace) -> int:
     check_choice("--fake", arguments.fake, GPUS)
     if arguments.config is None:
         raise UserError("option.missing", "--fake needs the TOML of a run: CONFIG")
+
     report = run_in_subprocess(
         ["--config", arguments.config, *arguments.overrides],
         Options(arguments.fake, arguments.world or 8),
