@@ -57,12 +57,14 @@ def run(arguments: argparse.Namespace) -> None:
     # A synthetic task has one right answer: it is sampled greedily, unless an option is set.
     temperature = arguments.temperature
     if temperature is None:
-        temperature = 0.0 if sampler.has_ids else TEMPERATURE
-        if sampler.has_ids and (arguments.top_k or arguments.top_p < 1):
-            raise UserError(
-                "sample.temperature",
-                "a synthetic task is sampled at temperature 0: set --temperature as well",
-            )
+        temperature = TEMPERATURE
+        if sampler.has_ids:
+            temperature = 0.0
+            if arguments.top_k or arguments.top_p < 1:
+                raise UserError(
+                    "sample.temperature",
+                    "a synthetic task is sampled at temperature 0: set --temperature as well",
+                )
     settings = Settings(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if not arguments.json:
         for loaded in samplers:
@@ -94,6 +96,7 @@ def read_prompt(file: Path | None) -> str | None:
 
     None if there is none: without `file`, an empty stdin is no prompt.
     """
+    # One character more than the maximum tells whether there are more.
     try:
         if file is not None and file != STDIN:
             with open(file, encoding="utf-8") as opened:
@@ -117,6 +120,7 @@ def read_prompt(file: Path | None) -> str | None:
             expected=MAX_PROMPT,
         )
 
+    # An empty FILE is a prompt, the beginning of a text; an empty stdin is not.
     text = text.removesuffix("\n")
     if file is None and not text:
         return None
@@ -213,7 +217,9 @@ class Stream:
         # The figures of all answers.
         logps = [logp for answer in self._answers for logp in answer.logps]
         speed = len(logps) / (time.perf_counter() - start)
-        loss = f", {-math.fsum(logps) / len(logps):.2f} nats per token" if logps else ""
+        loss = ""
+        if logps:
+            loss = f", {-math.fsum(logps) / len(logps):.2f} nats per token"
         _note(f"[{len(logps):,} tokens, {speed:,.0f} tokens/s{loss}{self._early_ends()}]")
 
     def _early_ends(self) -> str:
@@ -361,7 +367,9 @@ def print_compared(
         console.print(table)
 
     table = _table("A's text", "A", "B", "B's text", "A", "B")
-    columns = [[(_visible(text), *map(_nats, nats)) for text, nats in part] for part in answer_parts]
+    columns = [
+        [(_visible(text), *map(_nats, nats)) for text, nats in part] for part in answer_parts
+    ]
     for left, right in zip_longest(*columns, fillvalue=("", "", "")):
         table.add_row(*left, *right)
     if table.row_count:
@@ -427,6 +435,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Sample from a checkpoint or an export, or compare two. Without a prompt, in a "
         "terminal, it continues what you type."
     )
+    # What is sampled from.
     add = parser.add_argument
     add(
         "checkpoint",
@@ -442,11 +451,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="continuations side by side, with the losses of all tokens under both",
     )
+
+    # The prompt.
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="what to continue (default: a new text)")
     prompt.add_argument(
         "--file", type=Path, help="read the prompt from it (-: stdin), less one line end"
     )
+
+    # How many tokens are drawn, and how.
     add(
         "--max-tokens",
         type=positive,
@@ -475,12 +488,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the draws; sample k is the same for any --num (default: 0)",
     )
+
+    # Samples and output.
     add("--num", type=positive, metavar="N", help="samples of the prompt, in batches")
     add(
         "--json",
         action="store_true",
         help="an object per sample: ids, text, log-probabilities (nats, at temperature 1)",
     )
+
+    # How the checkpoint is loaded.
     add("--tokenizer", type=Path, metavar="PATH", help="the tokenizer, if the data were moved")
     add(
         "--dtype",

@@ -9,7 +9,6 @@ is read from status.json, the checkpoints and RUN/restarts.json. Restarts use th
 run's code, RUN/code, and of their job's config, RUN/restarts.toml. No torch.
 """
 
-import argparse
 import contextlib
 import os
 import sys
@@ -110,7 +109,9 @@ def parse_launch(arguments: Sequence[str]) -> Launch:
     add("--run.allow_changes", dest="allowed", nargs="*")
     add("--checkpoint.fresh", dest="fresh", nargs="?", const="true")
     options = parser.parse_known_args(arguments)[0]
-    values = read_experiment(options.config) if options.config is not None else {}
+    values: dict[str, Any] = {}
+    if options.config is not None:
+        values = read_experiment(options.config)
 
     # An option that is not set has the value of the config, else the default.
     def setting(section: str, key: str, default: Any) -> Any:
@@ -182,8 +183,8 @@ def begin(
     Forbidden if a launch of another job is alive after `wait_s` (a cancelled one may still save),
     or if starts that were killed with their scripts have used up `restarts`.
     """
-    # Wait for the launch of another job. A silent one on another node counts as dead after `wait_s`;
-    # the trainer waits longer.
+    # Wait for the launch of another job. A silent one on another node counts as dead after
+    # `wait_s`; the trainer waits longer.
     deadline = time.monotonic() + wait_s
     while (other := live_holder(run.lock_file, wait_s)) is not None and other.job_id != job:
         if time.monotonic() > deadline:
@@ -270,6 +271,7 @@ def _is_of_this_start(status: Status, job: str) -> bool:
 
 
 def _out_of_restarts(count: int, newest: int, last_fault: str) -> Decision:
+    """Return the decision after a failure that no restart may follow."""
     since = f"step {newest}" if newest else "the start"
     return Decision(
         "failed",
@@ -342,6 +344,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--asked", choices=get_args(StopCause), default="none")
     parser.add_argument("--take-code", action="store_true")
 
+    # The trainer's arguments follow `--`.
     arguments, trainer_arguments = split_arguments(argv)
     options = parser.parse_args(arguments)
     run = RunFolder(options.run)

@@ -344,7 +344,7 @@ def check_disk(folder: Path) -> Findings:
         yield Finding("broken", "disk", f"{folder} does not exist", "run folders", create)
         return
 
-    # A disk that cannot be written gets one finding, not one for each check.
+    # A disk that cannot be written gets one finding for that, not one for each check.
     file_system = _file_system(folder)
     yield _check_space(folder, file_system)
     if faults := disk_faults(folder, 1 << 20):
@@ -696,7 +696,7 @@ def check_training(folder: Path, num_gpus: int, console: Console) -> Findings:
     elif num_gpus:
         where = "2 ranks on CUDA"
 
-    # The first check that fails does not end the second: both are findings.
+    # Both checks run, even if the first one fails.
     launch = torchrun(num_ranks)
     with ExitStack() as stack:
         stack.enter_context(_exit_on_signals())

@@ -123,7 +123,7 @@ class Slurm:
             CANON_REPO=str(SCRIPTS.parent),
             CANON_JOB_CHECKED="1",
         )
-        # the last word of --parsable: ID, or ID;CLUSTER
+        # The last word of --parsable is ID, or ID;CLUSTER.
         output = done.stdout.split()
         if done.returncode or not output:
             reason = (done.stderr or done.stdout).strip()
@@ -262,7 +262,9 @@ class Leases:
         may_run, state = queue.verdict(job)
         if not may_run:
             return self._end(lease, f"job {job} {state}")
-        return Judgement("queued" if state == "pending" else "running", lease, f"job {job}")
+        if state == "pending":
+            return Judgement("queued", lease, f"job {job}")
+        return Judgement("running", lease, f"job {job}")
 
     def _end(self, lease: Lease, reason: str) -> Judgement:
         return Judgement(None, self.record(lease, ended=reason), reason)
@@ -275,6 +277,7 @@ class Leases:
         try:
             return replace(read_record(self._path(number), Lease), number=number)
         except UnreadableFile:
+            # in doubt another's: it counts as a claim until it expires
             holder = Holder(
                 id=f"damaged-{number}",
                 host="unknown",

@@ -121,7 +121,7 @@ def plan_job(
     if open_task(job) is None and data:
         open_data(job)
 
-    # weights and AdamW's two moments; an upper bound if not all weights are trained
+    # Weights and AdamW's two moments; an upper bound if not all weights are trained.
     num_elements = 3 * num_parameters(job.model_args)
     itemsize = getattr(torch, job.training.dtype).itemsize
     return Plan(Path(job.job.dump_folder).absolute(), num_elements * itemsize)
@@ -133,6 +133,7 @@ def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
         events = read_tail(run.log_file, until="checkpoint")
     except UnreadableFile:
         return None
+    # Slurm sends SIGTERM, and SIGKILL after KillWait: the last save must fit in between.
     save_times = [event["seconds"] for event in events if event.kind == "checkpoint"]
     kill_wait = re.match(r"\d+", parse_config(show("config")).get("KillWait", ""))  # 30 sec
     if not save_times or kill_wait is None or save_times[-1] <= int(kill_wait[0]):
@@ -203,6 +204,7 @@ def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
 
 def disk_faults(run: Path, checkpoint_bytes: int) -> list[str]:
     """Check that the disk of `run` has space for a checkpoint, and can be written."""
+    # An OSError of either is a fault, too.
     faults = []
     try:
         free = free_bytes(run)
@@ -242,10 +244,12 @@ def _test_rank(gpus: int) -> Report:
 
     node = host_name()
     rank_nodes = _all_gather(node)
+
     # after a barrier all ranks read their clocks at the same time
     dist.barrier()
     clock_s = time.time()
 
+    # The device alone: with one broken, the collectives of all ranks would fail.
     local_rank = os.environ["LOCAL_RANK"]
     device = torch.device("cpu")
     if gpus:
@@ -253,10 +257,10 @@ def _test_rank(gpus: int) -> Report:
     faults, speeds = check_device(device)
     if gpus and not faults:
         torch.cuda.empty_cache()  # NCCL allocates memory outside of torch
-    # with one device broken, the collectives of all ranks would fail
     if any(_all_gather(faults)):
         return Report(faults)
 
+    # The network: within each node, between neighbors, over all.
     for measure, ranks in rank_groups(rank_nodes):
         # every rank creates every group
         group = dist.new_group(
@@ -304,6 +308,7 @@ def check_device(device: "torch.device") -> DeviceCheck:
     num_bytes = CPU_BYTES
     dtype = torch.float32
     try:
+        # A GPU must be free; a quarter of its memory is tested.
         if device.type == "cuda":
             torch.cuda.set_device(device)
             free, total = torch.cuda.mem_get_info()
@@ -313,6 +318,7 @@ def check_device(device: "torch.device") -> DeviceCheck:
             num_bytes = free // 4
             dtype = torch.bfloat16
 
+        # Values of which the results are known exactly.
         ones = torch.ones(size, size, device=device, dtype=dtype)
         source = torch.full((num_bytes,), 90, device=device, dtype=torch.uint8)
         target = torch.zeros_like(source)
@@ -363,6 +369,7 @@ def all_reduce_bandwidth(group: Any, num_ranks: int, device: "torch.device") -> 
     import torch
     import torch.distributed as dist
 
+    # In a sum over n ranks that is right, each element is n.
     ones = torch.ones(ELEMENTS[device.type], device=device)
     dist.all_reduce(ones, group=group)  # connects and synchronizes
     begin = time.perf_counter()
@@ -452,7 +459,8 @@ def _wrong_clocks(reports: Mapping[str, Report]) -> Iterator[Finding]:
 
 def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
     """Find nodes whose slowest device is slower than the median of the nodes' medians."""
-    speeds: dict[str, dict[str, dict[str, float]]] = {}  # measure -> node -> device -> speed
+    # By measure, node and device.
+    speeds: dict[str, dict[str, dict[str, float]]] = {}
     for node, report in reports.items():
         for device, device_speeds in report.speeds.items():
             for measure, speed in device_speeds.items():
@@ -462,9 +470,13 @@ def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
         # high: of two nodes or devices, the faster one
         medians = [statistics.median_high(x.values()) for x in node_speeds.values()]
         usual = statistics.median_high(medians)
-        unit = "TFLOP/s" if measure == MATMUL else "GB/s"
-        scale = 1e12 if measure == MATMUL else 1e9
+        unit = "GB/s"
+        scale = 1e9
+        if measure == MATMUL:
+            unit = "TFLOP/s"
+            scale = 1e12
 
+        # A node is as slow as its slowest device: ranks wait for each other.
         for node, by_device in node_speeds.items():
             device, speed = min(by_device.items(), key=operator.itemgetter(1))
             share = speed / usual
@@ -487,6 +499,7 @@ def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str
             if report is None:
                 continue  # truncated by a full disk or a crash
 
+            # The faults and speeds of all ranks of the node, and one failure of a collective.
             merged = reports[node]
             if merged is not None:
                 report = replace(
@@ -506,6 +519,7 @@ def print_verdict(folder: Path, nodes: Sequence[str], *, ranks: bool) -> int:
     if ranks and not any(reports.values()):
         common = ["the ranks could not connect: no node has a report"]
 
+    # stderr is for a user, stdout for slurm/lib.sh.
     for text in warnings:
         print(f"WARNING: {text}", file=sys.stderr)
     for text in common:

@@ -49,6 +49,8 @@ def compute_prices(
         capture_output=True,
         text=True,
     )
+
+    # The message of its error, without the code before it.
     if done.returncode:
         reason = reason_in(done.stderr) or done.stderr.strip()[-500:]
         reason = re.sub(r"^error(\[.*?\])?: ", "", reason)

@@ -288,6 +288,8 @@ def read_sweep(folder: Path) -> Sweep:
     """Read SWEEP/sweep.json. Raises UserError if it is missing or damaged."""
     try:
         sweep = read_record(folder / PLAN, Sweep)
+
+        # Later code looks up the hash of each run's config.
         for run in sweep.runs:
             if run.config not in sweep.configs:
                 raise UnreadableFile(folder / PLAN, f"is damaged: no {run.config!r}")
@@ -312,8 +314,10 @@ def _with_moved_configs(sweep: Sweep, folder: Path) -> Sweep:
 
     paths = {}
     for path in sweep.configs:
+        paths[path] = path
         moved = os.path.normpath(os.path.join(folder_now, os.path.relpath(path, sweep.folder)))
-        paths[path] = moved if os.path.exists(moved) else path
+        if os.path.exists(moved):
+            paths[path] = moved
     return sweep.with_paths(paths)
 
 
@@ -454,6 +458,7 @@ def run_plan(options: argparse.Namespace) -> None:
     if options.seed_of and not options.seeds:
         raise UserError("sweep.value", "--seed-of needs --seeds")
 
+    # Write it, then print it with what may surprise.
     new = make_sweep(
         options.configs,
         options.lr,
@@ -501,6 +506,7 @@ def run_run(options: argparse.Namespace) -> None:
         print(f"{planned.name}: DONE, nothing to do", file=sys.stderr)
         return
 
+    # slurm/sweep.sh starts the trainer itself
     arguments = sweep.launch(planned, folder)
     if options.print0:
         print(*arguments, sep="\0", end="\0")
@@ -524,6 +530,8 @@ def run_todo(options: argparse.Namespace) -> None:
     config_numbers: dict[str, str] = {}  # the first run of each config, whose job is checked
     for index, planned in enumerate(sweep.runs, 1):
         number = str(index)
+
+        # A run of another plan is not done, but must not be overwritten.
         if problem := sweep.other_plan(planned, folder):
             print(f"NOTE: {planned.name} is skipped: {problem}", file=sys.stderr)
         elif number not in skipped and not RunFolder(folder / planned.name).done_file.exists():
@@ -562,6 +570,7 @@ def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
 
     rows = []
     for number, run in enumerate(sweep.runs, 1):
+        # Its state: failed for another plan, or as its folder says.
         row = Row(number, run.name)
         if problems[run.name] is not None:
             row = replace(row, state="failed", reason=problems[run.name])
@@ -576,6 +585,7 @@ def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
                 job_id=summary.job_id,
                 reason=summary.reason,
             )
+        # Its loss, which is absent before the common step.
         if run.name in held_out.losses:
             row = replace(
                 row,
@@ -650,6 +660,7 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     if not others:
         return [f"{subject} lowest with {base_name}, {base_mean:.4f} ({base_count} seeds)"]
 
+    # The noise of seeds is taken as the same everywhere.
     seed_groups = [group for rate_losses in losses.values() for group in rate_losses.values()]
     variance, df = pooled_variance(seed_groups)
     verdicts = []
@@ -657,7 +668,11 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
         count = len(config_losses)
         difference = statistics.fmean(config_losses) - base_mean
         size = abs(difference)
-        direction = "lower" if difference < 0 else "higher"
+        verdict = "worse"
+        direction = "higher"
+        if difference < 0:
+            verdict = "better"
+            direction = "lower"
         margin = f"by {size:.3g} nats/token than {base_name}"
         # of a difference between two means: s^2 (1 / n + 1 / m)
         stderr = math.sqrt(variance * (1 / count + 1 / base_count))
@@ -665,10 +680,9 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
             verdicts.append(f"{name} {direction} {margin}; no verdict without several seeds")
             continue
 
-        # Bonferroni: each of the comparisons is made at the level ALPHA / number of them
+        # Bonferroni: each comparison is made at the level ALPHA / number of comparisons
         p = min(1.0, student_p(size, stderr, df) * len(others))
         half_width = student_half_width(stderr, df, ALPHA / len(others))
-        verdict = "better" if difference < 0 else "worse"
         if p > ALPHA:
             verdict = f"within noise, {direction}"
         verdicts.append(
@@ -685,8 +699,9 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
     """Print the verdicts, the rows, and the number of runs by state."""
+    # In a pipe, each row is one line, for grep.
     console = Console()
-    if not console.is_terminal:  # a line per row, for grep
+    if not console.is_terminal:
         console = Console(width=100_000, color_system=None)
     for verdict in verdicts:
         console.print(Text(verdict, style="bold"), soft_wrap=True)

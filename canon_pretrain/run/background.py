@@ -152,6 +152,7 @@ def _close_pipe(process: Process) -> None:
 
 def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield (target, command) of each live export that the job's `metrics` section enables."""
+    # They end with the trainer, which closes their stdin.
     export = [sys.executable, "-m", "canon_pretrain", "run", "export"]
     run = [str(folder.resolve()), "--follow", "--beside-trainer"]
     if settings.enable_tensorboard:

@@ -135,6 +135,7 @@ class RunLog:
         self._memory = threading.Lock()  # of the lines; held for microseconds only
         self._writing = Background(self._write_waiting, "run log")
 
+        # A pipe or a device would block, or lose the lines.
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, OPEN_FLAGS, 0o644)
@@ -289,6 +290,7 @@ def read_log(path: Path) -> list[Event]:
             break  # still being written: its rest would be read as another line
         if event is None and line.strip():
             num_invalid += 1
+
     if num_invalid:
         logger.warning(f"{path}: skipped {num_invalid} invalid line(s)")
     return drop_superseded(events)
@@ -304,8 +306,9 @@ def read_tail(
             start = max(0, size - num_bytes)
             file.seek(start)
             lines = file.read(size - start).split(b"\n")
-            # the first line may be incomplete
-            events = drop_superseded(parse_events(lines[1:] if start else lines))
+            if start:
+                del lines[0]  # it may be incomplete
+            events = drop_superseded(parse_events(lines))
 
             is_enough = until is None or any(event.kind == until for event in events)
             if is_enough or not start or num_bytes >= MAX_TAIL_BYTES:
@@ -426,10 +429,12 @@ class LogFollower:
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
+                # another file, or it was truncated: start again
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode = status.st_ino  # another file, or it was truncated: start again
+                    self._inode = status.st_ino
                     self._offset = 0
 
+                # only complete lines are read, however many times it takes
                 file.seek(self._offset)
                 while line := file.readline(MAX_LINE_BYTES):
                     if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:

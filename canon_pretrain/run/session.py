@@ -112,7 +112,9 @@ class StopRequests:
         """Restore the previous handlers of these signals; one that was ignored ends the process."""
         for number in numbers:
             handler = self._old.pop(number)
-            signal.signal(number, signal.SIG_DFL if handler is signal.SIG_IGN else handler)
+            if handler is signal.SIG_IGN:
+                handler = signal.SIG_DFL
+            signal.signal(number, handler)
 
     def __exit__(self, *error: object) -> None:
         self._checking.close()

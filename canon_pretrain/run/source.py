@@ -139,7 +139,7 @@ def read_source_tree(
         left_out=[name for name in changed if name not in in_patch][:MAX_NAMES],
         patch=patch,
         patch_cut=is_cut,
-        problem=git.problems[0] if git.problems else None,
+        problem=next(iter(git.problems), None),
     )
 
 
@@ -156,7 +156,7 @@ class _Git:
 
     def run(self, *arguments: str, is_needed: bool = True) -> str:
         """Return the output of a git command; empty if it fails, which is a problem if needed."""
-        # whatever the user's configuration says
+        # Settings of the user must not change the output.
         settings = ["-c", "core.fsmonitor=false", "-c", "core.quotepath=off"]
         left_s = max(self._deadline - time.monotonic(), 0.1)
         try:
@@ -177,6 +177,7 @@ class _Git:
             message = done.stderr.decode(errors="replace").strip().partition("\n")[0]
             problem = message or f"git exited with code {done.returncode}"
 
+        # Without a remote or a commit, for example, some commands fail.
         if is_needed:
             self.problems.append(problem)
         return ""
@@ -213,7 +214,9 @@ def take_snapshot(run: RunFolder) -> Path:
     contents[ORIGINAL] = json.dumps(tree, indent=2).encode()
     contents[MANIFEST] = (json.dumps({"files": hashes}, indent=2) + "\n").encode()
 
-    number = int(newest.name) + 1 if newest is not None else 1
+    number = 1
+    if newest is not None:
+        number = int(newest.name) + 1
     target = run.code / f"{number:03}"
     try:
         files.write_folder(target, contents)
