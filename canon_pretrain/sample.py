@@ -70,11 +70,15 @@ def run(arguments: argparse.Namespace) -> None:
         for loaded in samplers:
             _note(describe(loaded, settings))
 
+    text = prompt or ""
     max_tokens = arguments.max_tokens
     if arguments.compare:
         pair = samplers[0], samplers[1]
-        answers, parts = compare(pair, prompt or "", max_tokens, settings, _note)
-        print_compared(pair, answers, parts, settings, as_json=arguments.json)
+        answers, parts = compare(pair, text, max_tokens, settings, _note)
+        if arguments.json:
+            print_compared_records(pair, answers, parts, settings)
+        else:
+            print_compared(pair, answers, parts)
         return
 
     # In a terminal, a user types the prompts, if they are texts.
@@ -83,12 +87,12 @@ def run(arguments: argparse.Namespace) -> None:
         converse(sampler, settings, max_tokens)
         return
 
-    prompt_ids = sampler.encode(prompt or "")
+    prompt_ids = sampler.encode(text)
     answers = [sampler.answer(prompt_ids, max_tokens) for _ in range(arguments.num or 1)]
     if arguments.json:
         print_records(sampler, answers, settings)
     else:
-        Stream(sampler, answers, prompt or "", max_tokens).run(settings)
+        Stream(sampler, answers, text, max_tokens).run(settings)
 
 
 def read_prompt(file: Path | None) -> str | None:
@@ -322,29 +326,33 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
 # -- two models
 
 
-def print_compared(
+def print_compared_records(
     pair: tuple["Sampler", "Sampler"],
     answers: Sequence["Answer"],
     parts: Sequence[Sequence["Segment"]],
     settings: "Settings",
-    *,
-    as_json: bool,
+) -> None:
+    """Print an object per answer; `parts` as of `print_compared`."""
+    prompt, *answer_parts = parts
+    for sampler, answer, part in zip(pair, answers, answer_parts, strict=True):
+        sample = record(sampler, answer, settings, sampler.losses(answer.prompt))
+        # each segment: [text, [nats of A, of B]]
+        print(json.dumps(sample | {"prompt_segments": prompt, "segments": part}))
+
+
+def print_compared(
+    pair: tuple["Sampler", "Sampler"],
+    answers: Sequence["Answer"],
+    parts: Sequence[Sequence["Segment"]],
 ) -> None:
     """Print losses of prompt and answers under both models, the answers, and each token's nats.
 
     `parts`: the segments of the prompt, of A's answer and of B's.
     """
     prompt, *answer_parts = parts
-    if as_json:
-        for sampler, answer, part in zip(pair, answers, answer_parts, strict=True):
-            sample = record(sampler, answer, settings, sampler.losses(answer.prompt))
-            sample["prompt_segments"] = prompt  # [text, [nats of A, of B]]
-            sample["segments"] = part
-            print(json.dumps(sample))
-        return
+    console = Console(highlight=False)
 
     # Which model is which, and the loss of each text.
-    console = Console(highlight=False)
     for label, sampler in zip("AB", pair, strict=True):
         console.print(f"{label}  {sampler.checkpoint}")
     table = _table("loss of", "pieces", "bytes", "A nats", "B nats", "A bits/byte", "B bits/byte")
@@ -352,12 +360,12 @@ def print_compared(
         table.add_row(name, *_loss_cells(part))
     console.print(table)
 
-    # The answers side by side; each in the colors of the model that wrote it.
+    # The answers side by side, each in the colors of the model that wrote it.
     table = Table("A", "B", box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     table.add_row(*(_colored(answers[k].text, answer_parts[k], k) for k in (0, 1)))
     console.print(table)
 
-    # Each token of the prompt, then of the answers.
+    # Each token of the prompt.
     table = _table("prompt", "A", "B", "B - A")
     if len(prompt) > SHOWN_SEGMENTS:
         table.title = f"the last {SHOWN_SEGMENTS} of {len(prompt):,}"
@@ -366,11 +374,13 @@ def print_compared(
     if prompt:
         console.print(table)
 
+    # Each token of the answers, of which one may be longer.
     table = _table("A's text", "A", "B", "B's text", "A", "B")
-    columns = [
-        [(_visible(text), *map(_nats, nats)) for text, nats in part] for part in answer_parts
-    ]
-    for left, right in zip_longest(*columns, fillvalue=("", "", "")):
+    columns: list[list[tuple[Text | str, ...]]] = []
+    for part in answer_parts:
+        columns.append([(_visible(text), *map(_nats, nats)) for text, nats in part])
+    no_cells: tuple[Text | str, ...] = ("", "", "")
+    for left, right in zip_longest(*columns, fillvalue=no_cells):
         table.add_row(*left, *right)
     if table.row_count:
         console.print(table)

@@ -84,10 +84,10 @@ def restarts_file(run: RunFolder, suffix: str = ".json") -> Path:
 
 def newest_checkpoint(run: RunFolder) -> int:
     """Return the step of the newest complete checkpoint; 0 without one."""
-    name = CHECKPOINTS
-    with contextlib.suppress(UserError, OSError, KeyError, TypeError):  # before the first launch
-        name = run.read_config()["config"]["checkpoint"]["folder"]
-    return max(CheckpointFolder(run.path / name).steps(), default=0)
+    folder = CheckpointFolder(run.path / CHECKPOINTS)
+    with contextlib.suppress(UserError, OSError):  # before the first launch
+        folder = CheckpointFolder.of_run(run)
+    return max(folder.steps(), default=0)
 
 
 class Launch(NamedTuple):

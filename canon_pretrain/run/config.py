@@ -39,9 +39,10 @@ def read_experiment(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str,
     except UnreadableFile as error:
         origin = f" (named by `extends` in {extended_by[-1]})" if extended_by else ""
         raise UserError("config.unreadable", f"config file {error}{origin}", path=path) from None
-    except (ValueError, RecursionError) as error:
-        fault = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserError("config.toml", f"{path} is not valid TOML: {fault}", path=path) from None
+    except RecursionError:
+        raise _not_toml(path, "nested too deeply") from None
+    except ValueError as error:
+        raise _not_toml(path, str(error)) from None
 
     # The files that it extends: one path, or several.
     extends = values.pop("extends", [])
@@ -58,6 +59,10 @@ def read_experiment(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str,
     for base in bases:
         merged = merge(merged, read_experiment(path.parent / base, (*extended_by, resolved)))
     return merge(merged, values)
+
+
+def _not_toml(path: Path, fault: str) -> UserError:
+    return UserError("config.toml", f"{path} is not valid TOML: {fault}", path=path)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -144,8 +144,7 @@ def named_runs(paths: Iterable[Path], *, planned: bool = False) -> list[Path]:
 
 def not_a_run(path: Path) -> UserError:
     """Return the error for a path without a run; its message describes the path."""
-    # What is there instead.
-    problem = f"no run in {path}"
+    problem = f"no run in {path}"  # but other files
     if not path.exists():
         problem = f"{path} does not exist"
     elif path.is_dir() and not os.listdir(path):
