@@ -76,18 +76,18 @@ Findings = Iterator[Finding]
 
 
 def judge(
-    what: str,
+    name: str,
     good: str,
     problem: str | None,
     used_for: str,
     remedy: str = "",
     severity: str = "broken",
-    **facts: Any,
+    **numbers: Any,
 ) -> Finding:
     """Build a Finding: "ok" with the text `good` if `problem` is None, else of `severity`."""
     if problem is None:
-        return Finding("ok", what, good, used_for, facts=facts)
-    return Finding(severity, what, problem, used_for, remedy, facts)
+        return Finding("ok", name, good, used_for, facts=numbers)
+    return Finding(severity, name, problem, used_for, remedy, numbers)
 
 
 # -- groups of checks, each a process
