@@ -37,17 +37,18 @@ STDIN = Path("-")
 MAX_PROMPT = 16 << 20  # characters: about 4M tokens, more than any model reads
 SHOWN_PROMPT = 300  # characters, the last ones, in a terminal
 SHOWN_SEGMENTS = 64  # of a compared prompt, the last ones
-COLORS = ((1.0, "green"), (3.0, "default"), (6.0, "yellow"), (math.inf, "red"))
-"""Upper bounds of a token's nats, and its color."""
+COLORS = ((1.0, "green"), (3.0, "default"), (6.0, "yellow"))
+"""Upper bounds of a token's nats, and its color; red above."""
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Load the checkpoints in `arguments` and sample from them, or compare. Raises UserError."""
+    # Before torch is imported: these errors come at once.
     _check(arguments)
     prompt = arguments.prompt
     if prompt is None:
         prompt = read_prompt(arguments.file)
-    from canon_pretrain.hf.sampling import Sampler, Settings, compare  # imports torch
+    from canon_pretrain.hf.sampling import Sampler, Settings, compare
 
     paths = arguments.compare or [arguments.checkpoint]
     samplers = [Sampler.load(path, arguments.dtype, arguments.tokenizer) for path in paths]
@@ -56,34 +57,42 @@ def run(arguments: argparse.Namespace) -> None:
     # A synthetic task has one right answer: it is sampled greedily, unless an option is set.
     temperature = arguments.temperature
     if temperature is None:
-        temperature = 0.0 if sampler.has_ids else TEMPERATURE
-        if sampler.has_ids and (arguments.top_k or arguments.top_p < 1):
-            raise UserError(
-                "sample.temperature",
-                "a synthetic task is sampled at temperature 0: set --temperature as well",
-            )
+        temperature = TEMPERATURE
+        if sampler.has_ids:
+            temperature = 0.0
+            if arguments.top_k or arguments.top_p < 1:
+                raise UserError(
+                    "sample.temperature",
+                    "a synthetic task is sampled at temperature 0: set --temperature as well",
+                )
     settings = Settings(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if not arguments.json:
         for loaded in samplers:
             _note(describe(loaded, settings))
 
+    text = prompt or ""
     max_tokens = arguments.max_tokens
     if arguments.compare:
         pair = samplers[0], samplers[1]
-        answers, parts = compare(pair, prompt or "", max_tokens, settings, _note)
-        print_compared(pair, answers, parts, settings, as_json=arguments.json)
+        answers, parts = compare(pair, text, max_tokens, settings, _note)
+        if arguments.json:
+            print_compared_records(pair, answers, parts, settings)
+        else:
+            print_compared(pair, answers, parts)
         return
+
+    # In a terminal, a user types the prompts, if they are texts.
     is_plain = prompt is None and arguments.num is None and not arguments.json
     if is_plain and not sampler.has_ids and sys.stdin.isatty() and sys.stdout.isatty():
         converse(sampler, settings, max_tokens)
         return
 
-    prompt_ids = sampler.encode(prompt or "")
+    prompt_ids = sampler.encode(text)
     answers = [sampler.answer(prompt_ids, max_tokens) for _ in range(arguments.num or 1)]
     if arguments.json:
         print_records(sampler, answers, settings)
     else:
-        Stream(sampler, answers, prompt or "", max_tokens).run(settings)
+        Stream(sampler, answers, text, max_tokens).run(settings)
 
 
 def read_prompt(file: Path | None) -> str | None:
@@ -91,6 +100,7 @@ def read_prompt(file: Path | None) -> str | None:
 
     None if there is none: without `file`, an empty stdin is no prompt.
     """
+    # One character more than the maximum tells whether there are more.
     try:
         if file is not None and file != STDIN:
             with open(file, encoding="utf-8") as opened:
@@ -114,6 +124,7 @@ def read_prompt(file: Path | None) -> str | None:
             expected=MAX_PROMPT,
         )
 
+    # An empty FILE is a prompt, the beginning of a text; an empty stdin is not.
     text = text.removesuffix("\n")
     if file is None and not text:
         return None
@@ -127,10 +138,11 @@ def print_records(sampler: "Sampler", answers: Sequence["Answer"], settings: "Se
 
     def print_done() -> None:
         nonlocal num_printed
-        while num_printed < len(answers) and answers[num_printed].is_done:
-            sample = record(sampler, answers[num_printed], settings, prompt_losses)
-            sample["sample"] = num_printed
-            print(json.dumps(sample), flush=True)
+        for answer in answers[num_printed:]:
+            if not answer.is_done:
+                return
+            sample = record(sampler, answer, settings, prompt_losses)
+            print(json.dumps(sample | {"sample": num_printed}), flush=True)
             num_printed += 1
             _stop_if_closed()
 
@@ -206,14 +218,17 @@ class Stream:
             if not self._answers[-1].is_done:
                 print(flush=True)
 
+        # The figures of all answers.
         logps = [logp for answer in self._answers for logp in answer.logps]
         speed = len(logps) / (time.perf_counter() - start)
-        loss = f", {-math.fsum(logps) / len(logps):.2f} nats per token" if logps else ""
+        loss = ""
+        if logps:
+            loss = f", {-math.fsum(logps) / len(logps):.2f} nats per token"
         _note(f"[{len(logps):,} tokens, {speed:,.0f} tokens/s{loss}{self._early_ends()}]")
 
     def _early_ends(self) -> str:
         """Say why answers have fewer than the maximum of tokens; empty if none has."""
-        reasons = [""]
+        reasons = [""]  # the text follows others after a comma
         num_texts = len(self._answers)
         if num_ended := sum(answer.has_ended for answer in self._answers):
             texts = "the text" if num_texts == 1 else f"{num_ended} of {num_texts}"
@@ -272,6 +287,7 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
     ids: list[int] = []  # of `text`, as typed and as sampled
     turn = 0
     while True:
+        # A prompt that cannot be read or encoded leaves the text as it was.
         try:
             line = input("> ")
             # a text is encoded again where it was typed, or ends within a character
@@ -279,7 +295,7 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
                 separator = "\n" if text and line else ""
                 longer = text + separator + line
                 ids = sampler.encode(longer)
-                text = longer  # now that it could be encoded
+                text = longer
             if len(ids) > max_prompt:
                 _note(
                     f"[the text has {len(ids):,} tokens: the model reads the last "
@@ -296,6 +312,7 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
             print()
             continue
 
+        # What was sampled before Ctrl-C is part of the text.
         with contextlib.suppress(KeyboardInterrupt):
             Stream(sampler, [answer], "", limit).run(settings, turn)
         ids = ids + answer.ids
@@ -309,29 +326,33 @@ def converse(sampler: "Sampler", settings: "Settings", max_tokens: int) -> None:
 # -- two models
 
 
-def print_compared(
+def print_compared_records(
     pair: tuple["Sampler", "Sampler"],
     answers: Sequence["Answer"],
     parts: Sequence[Sequence["Segment"]],
     settings: "Settings",
-    *,
-    as_json: bool,
+) -> None:
+    """Print an object per answer; `parts` as of `print_compared`."""
+    prompt, *answer_parts = parts
+    for sampler, answer, part in zip(pair, answers, answer_parts, strict=True):
+        sample = record(sampler, answer, settings, sampler.losses(answer.prompt))
+        # each segment: [text, [nats of A, of B]]
+        print(json.dumps(sample | {"prompt_segments": prompt, "segments": part}))
+
+
+def print_compared(
+    pair: tuple["Sampler", "Sampler"],
+    answers: Sequence["Answer"],
+    parts: Sequence[Sequence["Segment"]],
 ) -> None:
     """Print losses of prompt and answers under both models, the answers, and each token's nats.
 
     `parts`: the segments of the prompt, of A's answer and of B's.
     """
     prompt, *answer_parts = parts
-    if as_json:
-        for sampler, answer, part in zip(pair, answers, answer_parts, strict=True):
-            sample = record(sampler, answer, settings, sampler.losses(answer.prompt))
-            sample["prompt_segments"] = prompt  # [text, [nats of A, of B]]
-            sample["segments"] = part
-            print(json.dumps(sample))
-        return
+    console = Console(highlight=False)
 
     # Which model is which, and the loss of each text.
-    console = Console(highlight=False)
     for label, sampler in zip("AB", pair, strict=True):
         console.print(f"{label}  {sampler.checkpoint}")
     table = _table("loss of", "pieces", "bytes", "A nats", "B nats", "A bits/byte", "B bits/byte")
@@ -339,12 +360,12 @@ def print_compared(
         table.add_row(name, *_loss_cells(part))
     console.print(table)
 
-    # The answers side by side; each in the colors of the model that wrote it.
+    # The answers side by side, each in the colors of the model that wrote it.
     table = Table("A", "B", box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     table.add_row(*(_colored(answers[k].text, answer_parts[k], k) for k in (0, 1)))
     console.print(table)
 
-    # Each token of the prompt, then of the answers.
+    # Each token of the prompt.
     table = _table("prompt", "A", "B", "B - A")
     if len(prompt) > SHOWN_SEGMENTS:
         table.title = f"the last {SHOWN_SEGMENTS} of {len(prompt):,}"
@@ -353,15 +374,14 @@ def print_compared(
     if prompt:
         console.print(table)
 
+    # Each token of the answers, of which one may be longer.
     table = _table("A's text", "A", "B", "B's text", "A", "B")
-    for segments in zip_longest(*answer_parts):
-        cells: list[Text | str] = []
-        for segment in segments:
-            if segment is None:  # the other text has more
-                cells += ["", "", ""]
-            else:
-                cells += [_visible(segment.text), *map(_nats, segment.nats)]
-        table.add_row(*cells)
+    columns: list[list[tuple[Text | str, ...]]] = []
+    for part in answer_parts:
+        columns.append([(_visible(text), *map(_nats, nats)) for text, nats in part])
+    no_cells: tuple[Text | str, ...] = ("", "", "")
+    for left, right in zip_longest(*columns, fillvalue=no_cells):
+        table.add_row(*left, *right)
     if table.row_count:
         console.print(table)
     console.print("nats per token; where tokenizers differ, per shortest piece in common")
@@ -425,6 +445,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Sample from a checkpoint or an export, or compare two. Without a prompt, in a "
         "terminal, it continues what you type."
     )
+    # What is sampled from.
     add = parser.add_argument
     add(
         "checkpoint",
@@ -440,11 +461,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("A", "B"),
         help="continuations side by side, with the losses of all tokens under both",
     )
+
+    # The prompt.
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="what to continue (default: a new text)")
     prompt.add_argument(
         "--file", type=Path, help="read the prompt from it (-: stdin), less one line end"
     )
+
+    # How many tokens are drawn, and how.
     add(
         "--max-tokens",
         type=positive,
@@ -473,12 +498,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the draws; sample k is the same for any --num (default: 0)",
     )
+
+    # Samples and output.
     add("--num", type=positive, metavar="N", help="samples of the prompt, in batches")
     add(
         "--json",
         action="store_true",
         help="an object per sample: ids, text, log-probabilities (nats, at temperature 1)",
     )
+
+    # How the checkpoint is loaded.
     add("--tokenizer", type=Path, metavar="PATH", help="the tokenizer, if the data were moved")
     add(
         "--dtype",

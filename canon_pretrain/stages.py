@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
-from canon_pretrain.core.children import ForkedChild, ForkServer, ending, start_child
+from canon_pretrain.core.children import ForkedChild, ForkServer, ending, start_child, torchrun
 from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import duration
@@ -143,10 +143,7 @@ class Stages:
         num_ranks = variables.pop(TORCHRUN, None)
         module = ["-m", "canon_pretrain", *arguments]
         if num_ranks is not None:
-            module = [
-                *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
-                *("-m", "canon_pretrain.train", *arguments[1:]),
-            ]
+            module = [*torchrun(int(num_ranks)), "-m", "canon_pretrain.train", *arguments[1:]]
         return start_child(
             [sys.executable, *module],
             stdin=subprocess.DEVNULL,

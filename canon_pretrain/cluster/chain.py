@@ -9,7 +9,6 @@ is read from status.json, the checkpoints and RUN/restarts.json. Restarts use th
 run's code, RUN/code, and of their job's config, RUN/restarts.toml. No torch.
 """
 
-import argparse
 import contextlib
 import os
 import sys
@@ -24,7 +23,7 @@ from pydantic import Field
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.core.cli import Parser, command, positive, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
-from canon_pretrain.core.files import UnreadableFile, read_record, write_atomic, write_json
+from canon_pretrain.core.files import find_record, write_atomic, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.run.config import read_experiment, split_arguments, to_toml
@@ -36,7 +35,7 @@ from canon_pretrain.run.source import (
     newest_snapshot,
     take_snapshot,
 )
-from canon_pretrain.run.status import Status, read_status
+from canon_pretrain.run.status import Status
 
 RESTARTS = 3  # without a new checkpoint, after which a job chain ends
 # three heartbeats, and Slurm's default KillWait: by then a cancelled launch has ended
@@ -85,22 +84,34 @@ def restarts_file(run: RunFolder, suffix: str = ".json") -> Path:
 
 def newest_checkpoint(run: RunFolder) -> int:
     """Return the step of the newest complete checkpoint; 0 without one."""
-    name = CHECKPOINTS
-    with contextlib.suppress(UserError, OSError, KeyError, TypeError):  # before the first launch
-        name = run.read_config()["config"]["checkpoint"]["folder"]
-    return max(CheckpointFolder(run.path / name).steps(), default=0)
+    folder = CheckpointFolder(run.path / CHECKPOINTS)
+    with contextlib.suppress(UserError, OSError):  # before the first launch
+        folder = CheckpointFolder.of_run(run)
+    return max(folder.steps(), default=0)
 
 
-def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return `config`, `folder`, `allowed` and `fresh` as canon_pretrain.train reads them."""
+class Launch(NamedTuple):
+    """What a launch sets by options or its config, as canon_pretrain.train reads them."""
+
+    config: Path | None
+    folder: str
+    allowed: list[str]
+    """run.allow_changes"""
+    is_fresh: bool
+
+
+def parse_launch(arguments: Sequence[str]) -> Launch:
+    """Return the settings of a launch. Raises UserError if its config cannot be read."""
     parser = Parser(add_help=False)
     add = parser.add_argument
     add("--config", "--job.config_file", type=Path, nargs="?")
     add("--job.dump_folder", dest="folder", nargs="?")
     add("--run.allow_changes", dest="allowed", nargs="*")
     add("--checkpoint.fresh", dest="fresh", nargs="?", const="true")
-    launch = parser.parse_known_args(arguments)[0]
-    values = read_experiment(launch.config) if launch.config is not None else {}
+    options = parser.parse_known_args(arguments)[0]
+    values: dict[str, Any] = {}
+    if options.config is not None:
+        values = read_experiment(options.config)
 
     # An option that is not set has the value of the config, else the default.
     def setting(section: str, key: str, default: Any) -> Any:
@@ -109,14 +120,18 @@ def parse_launch(arguments: Sequence[str]) -> argparse.Namespace:
             return keys.get(key, default)
         return default  # a wrong type is reported by the check of the job
 
-    if launch.allowed is None:
-        launch.allowed = setting("run", "allow_changes", [])
-    if launch.fresh is None:
-        launch.fresh = setting("checkpoint", "fresh", None)
-    launch.folder = launch.folder or setting("job", "dump_folder", "./outputs")
-    launch.allowed = ",".join(map(str, launch.allowed)).split(",")
-    launch.fresh = str(launch.fresh).lower() == "true"
-    return launch
+    allowed = options.allowed
+    if allowed is None:
+        allowed = setting("run", "allow_changes", [])
+    fresh = options.fresh
+    if fresh is None:
+        fresh = setting("checkpoint", "fresh", False)
+    return Launch(
+        options.config,
+        folder=options.folder or setting("job", "dump_folder", "./outputs"),
+        allowed=",".join(map(str, allowed)).split(","),  # `a b` and `a,b` are valid
+        is_fresh=str(fresh).lower() == "true",
+    )
 
 
 class LaunchCode(NamedTuple):
@@ -141,11 +156,12 @@ def launch_code(job: str, arguments: Sequence[str]) -> LaunchCode:
     run = RunFolder(Path(launch.folder).absolute())
     check_private(run)
     snapshot = newest_snapshot(run)
-    start = _read_start(run)
+    start = find_record(restarts_file(run), JobStart)
     is_restart = start is not None and start.job == job
-    uses_current = "code" in launch.allowed or launch.fresh or not newest_checkpoint(run)
+    uses_current = "code" in launch.allowed or launch.is_fresh or not newest_checkpoint(run)
     if snapshot is None or (uses_current and not is_restart):
         return LaunchCode()
+
     check_snapshot(snapshot)
     config = restarts_file(run, ".toml")
     if is_restart and config.is_file():
@@ -167,8 +183,9 @@ def begin(
     Forbidden if a launch of another job is alive after `wait_s` (a cancelled one may still save),
     or if starts that were killed with their scripts have used up `restarts`.
     """
+    # Wait for the launch of another job. A silent one on another node counts as dead after
+    # `wait_s`; the trainer waits longer.
     deadline = time.monotonic() + wait_s
-    # a silent launch on another node counts as dead after `wait_s`; the trainer waits longer
     while (other := live_holder(run.lock_file, wait_s)) is not None and other.job_id != job:
         if time.monotonic() > deadline:
             return Decision("failed", RUN_IN_USE.format(other))
@@ -176,8 +193,8 @@ def begin(
 
     # A restart continues the count of the previous start, and adds it if that was killed together
     # with its job script (a failed node, kill -9), so that `end` was not called.
-    previous = _read_start(run)
-    status = _read_status(run)
+    previous = find_record(restarts_file(run), JobStart)
+    status = find_record(run.status_file, Status)
     newest = newest_checkpoint(run)
     start = JobStart(job, status.launches if status else 0, newest)
     if previous is not None and previous.job == job:
@@ -200,8 +217,8 @@ def begin(
 
 def end(run: RunFolder, job: str, stop_cause: StopCause, *, restarts: int = RESTARTS) -> Decision:
     """Decide and record the action after a launch of `job`, for which `begin` was called."""
-    start = _read_start(run)
-    status = _read_status(run)
+    start = find_record(restarts_file(run), JobStart)
+    status = find_record(run.status_file, Status)
     if start is None or start.job != job:
         # two jobs started at once: this one may have got the lock, restarts.json is the other's
         if start is not None and status is not None and _is_of_this_start(status, job):
@@ -215,6 +232,7 @@ def end(run: RunFolder, job: str, stop_cause: StopCause, *, restarts: int = REST
         is_new = status.launches > start.launches and status.job_id in (None, job)
         if not is_new:
             status = None
+
     # Without one, and without a request to stop, another launch may have the lock.
     if status is None and stop_cause == "none":
         other = live_holder(run.lock_file)
@@ -226,7 +244,9 @@ def end(run: RunFolder, job: str, stop_cause: StopCause, *, restarts: int = REST
     has_progress = newest > start.checkpoint
     count = 0 if has_progress else start.restarts_without_progress
     decision = _requested(status, stop_cause)
-    # a time limit that is too short for one new step would be reached forever
+
+    # A failure uses up a restart. So does a stop without a new checkpoint: a time limit that is too
+    # short for one would be reached forever.
     is_idle = decision is not None and decision.next == "requeue" and not has_progress
     if decision is None or (is_idle and stop_cause != "preempted"):
         count = start.count_failure(newest)
@@ -251,6 +271,7 @@ def _is_of_this_start(status: Status, job: str) -> bool:
 
 
 def _out_of_restarts(count: int, newest: int, last_fault: str) -> Decision:
+    """Return the decision after a failure that no restart may follow."""
     since = f"step {newest}" if newest else "the start"
     return Decision(
         "failed",
@@ -270,6 +291,7 @@ def _requested(status: Status | None, stop_cause: StopCause) -> Decision | None:
     if status is not None:
         where = f"at step {status.step} of {status.steps}"
 
+    # The request of the job script comes before the trainer's own reason.
     if stop_cause == "term":
         return Decision("leave", f"ended by SIGTERM {where}; Slurm decides whether it is requeued")
     if stop_cause == "preempted":
@@ -279,6 +301,8 @@ def _requested(status: Status | None, stop_cause: StopCause) -> Decision | None:
         return Decision("failed", status.reason)
     if status is None or status.state != "stopped":
         return None
+
+    # The trainer has stopped and saved: for the time limit, a signal of Slurm, or a user.
     if stop_cause == "limit":
         return Decision("requeue", f"stopped {where} before the time limit")
     if "SIGUSR" in status.reason:
@@ -293,20 +317,6 @@ def _failure(status: Status | None) -> str:
     if status.state == "running":
         return f"it was killed at step {status.step} (phase {status.phase})"
     return status.reason or status.state
-
-
-def _read_start(run: RunFolder) -> JobStart | None:
-    """Return the start of the job; None if restarts.json is missing or damaged."""
-    with contextlib.suppress(UnreadableFile):
-        return read_record(restarts_file(run), JobStart)
-    return None
-
-
-def _read_status(run: RunFolder) -> Status | None:
-    """Return the run's status; None if status.json is missing or damaged."""
-    with contextlib.suppress(UserError):
-        return read_status(run.status_file)
-    return None
 
 
 def _write(run: RunFolder, start: JobStart) -> None:
@@ -334,6 +344,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--asked", choices=get_args(StopCause), default="none")
     parser.add_argument("--take-code", action="store_true")
 
+    # The trainer's arguments follow `--`.
     arguments, trainer_arguments = split_arguments(argv)
     options = parser.parse_args(arguments)
     run = RunFolder(options.run)

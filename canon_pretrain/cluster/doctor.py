@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from canon_pretrain.core.children import kill_tree, start_child
+from canon_pretrain.core.children import kill_tree, start_child, torchrun
 from canon_pretrain.core.cli import available_cores, positive, usage_error
 from canon_pretrain.core.errors import UserError, check_choice, reason_in
 from canon_pretrain.core.terminal import Console, Progress, duration, printable, size
@@ -76,18 +76,18 @@ Findings = Iterator[Finding]
 
 
 def judge(
-    what: str,
+    name: str,
     good: str,
     problem: str | None,
     used_for: str,
     remedy: str = "",
     severity: str = "broken",
-    **facts: Any,
+    **numbers: Any,
 ) -> Finding:
     """Build a Finding: "ok" with the text `good` if `problem` is None, else of `severity`."""
     if problem is None:
-        return Finding("ok", what, good, used_for, facts=facts)
-    return Finding(severity, what, problem, used_for, remedy, facts)
+        return Finding("ok", name, good, used_for, facts=numbers)
+    return Finding(severity, name, problem, used_for, remedy, numbers)
 
 
 # -- groups of checks, each a process
@@ -128,9 +128,7 @@ def check_machine(folder: Path) -> Findings:
 
 def _check_packages() -> Findings:
     """Compare Python and its packages with pyproject.toml: a finding for each out of bounds."""
-    import platform
     import tomllib
-    from importlib import metadata
 
     from packaging.requirements import Requirement
 
@@ -140,33 +138,46 @@ def _check_packages() -> Findings:
     within_bounds = []
     for line in [*required, *extras["dev"], *extras["cuda"]]:
         requirement = Requirement(line)
-        name = requirement.name
-        bounds = str(requirement.specifier)
         if requirement.marker is not None and not requirement.marker.evaluate():
-            continue
+            continue  # for another platform or version of Python
 
-        version = platform.python_version() if name == "python" else None
-        with suppress(metadata.PackageNotFoundError):
-            version = version or str(metadata.version(name))
+        name = requirement.name
+        version = _installed_version(name)
         if version is None and line not in required:
             continue  # `check_kernels` reports the optional packages
+
         with suppress(ValueError):  # no version in its metadata
             if version is not None and requirement.specifier.contains(version, prereleases=True):
                 within_bounds.append(f"{name} {version}")
                 continue
 
-        state, used_for = ("broken", "all") if line in required else ("note", "an option")
+        bounds = str(requirement.specifier)
         problem = "not installed" if version is None else f"{version}, outside {bounds}"
         remedy = f"pip install '{name}{bounds}'"
         if name == "python":
             remedy = "make install PYTHON=... with another Python"
         facts = {"version": version, "expected": bounds}
-        yield Finding(state, name, problem, used_for, remedy, facts)
+        if line in required:
+            yield Finding("broken", name, problem, "all", remedy, facts)
+        else:
+            yield Finding("note", name, problem, "an option", remedy, facts)
 
     count = len(within_bounds)
     examples = ", ".join(within_bounds[:4])
     text = f"{count} within pyproject.toml's bounds: {examples}; {sys.executable}"
     yield Finding("ok", "packages", text, "all", facts={"count": count})
+
+
+def _installed_version(name: str) -> str | None:
+    """Return the version of Python or of a distribution; None if it is not installed."""
+    import platform
+    from importlib import metadata
+
+    if name == "python":
+        return platform.python_version()
+    with suppress(metadata.PackageNotFoundError):
+        return str(metadata.version(name))
+    return None
 
 
 def check_gpu(folder: Path) -> Findings:
@@ -179,27 +190,30 @@ def check_gpu(folder: Path) -> Findings:
     yield from check_kernels("cuda" if num_gpus else "cpu")
 
     absent = "not in this build of torch"
-    text = f"in torch {torch.__version__}"
+    build = f"in torch {torch.__version__}"
     yield judge(
         "gloo",
-        text,
+        build,
         problem=None if dist.is_backend_available("gloo") else absent,
         used_for="collectives on the CPU",
         remedy="make install, in a new .venv",
     )
     if num_gpus:
-        used_for = "collectives on the GPU"
-        if dist.is_backend_available("nccl"):
-            version = ".".join(map(str, torch.cuda.nccl.version()))
-            yield Finding("ok", "nccl", f"{version} {text}", used_for)
-        else:
-            yield Finding("broken", "nccl", absent, used_for, INSTALL_CU126)
+        has_nccl = dist.is_backend_available("nccl")
+        version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else ""
+        yield judge(
+            "nccl",
+            f"{version} {build}",
+            problem=None if has_nccl else absent,
+            used_for="collectives on the GPU",
+            remedy=INSTALL_CU126,
+        )
 
     yield _check_compiler()
 
 
 def _check_cuda(num_gpus: int) -> Finding:
-    """Check that torch can use the GPUs of this machine, of which it sees `num_gpus`."""
+    """Check that torch, which sees `num_gpus`, can use the GPUs of this machine."""
     import torch
 
     from canon_pretrain.machine.device import check_cuda
@@ -207,25 +221,30 @@ def _check_cuda(num_gpus: int) -> Finding:
 
     used_for = "training and evaluation"
     evidence = find_gpu()
-    facts: dict[str, Any] = {"gpus": num_gpus, "evidence": evidence}
+    details: dict[str, Any] = {"gpus": num_gpus, "evidence": evidence}
+
+    # A GPU that torch cannot use is an error; none at all is not.
     try:
         check_cuda()
     except UserError as error:
         problem, _, remedy = error.message.rpartition(". ")  # its last sentence is the remedy
         remedy = f"{remedy}; for drivers from 525 on: {INSTALL_CU126}"
-        return Finding("broken", "GPU", problem, used_for, remedy, facts)
+        return Finding("broken", "GPU", problem, used_for, remedy, details)
     if not num_gpus:
         reason = "hidden by CUDA_VISIBLE_DEVICES" if evidence else "none"
-        return Finding("note", "GPU", f"{reason}: the CPU trains", used_for, facts=facts)
+        return Finding("note", "GPU", f"{reason}: the CPU trains", used_for, facts=details)
 
+    # The models as torch names them, the driver and the clocks from nvidia-smi.
     models = set()
     for index in range(num_gpus):
         gpu = torch.cuda.get_device_properties(index)
         models.add(f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {size(gpu.total_memory)}")
+    versions = f"torch's CUDA {torch.version.cuda}"
     state = query_gpu("0") or {}  # empty without nvidia-smi
-    driver = f"driver {state['driver']}, " if state else ""
-    text = f"{num_gpus} x {' or '.join(sorted(models))}; {driver}torch's CUDA {torch.version.cuda}"
-    return Finding("ok", "GPU", text, used_for, facts=facts | state)
+    if state:
+        versions = f"driver {state['driver']}, {versions}"
+    text = f"{num_gpus} x {' or '.join(sorted(models))}; {versions}"
+    return Finding("ok", "GPU", text, used_for, facts=details | state)
 
 
 def check_kernels(device_type: str) -> Findings:
@@ -255,20 +274,22 @@ def check_kernels(device_type: str) -> Findings:
         "canon": "triton, checked at startup" if has_triton else "compiled",
         "mixer": "fla, checked at startup" if has_fla else "chunked",
     }
-    limit = "" if on_gpu else "; faster ones need a GPU"
     for key, text in selected.items():
-        yield Finding("ok", f"{key} auto", text + limit, f'model.{key}_backend = "auto"')
+        if not on_gpu:
+            text = f"{text}; faster ones need a GPU"
+        yield Finding("ok", f"{key} auto", text, f'model.{key}_backend = "auto"')
 
+    # On a GPU, each optional backend that a config may name.
     if not on_gpu:
         return
     for backend, problem in problems.items():
         key, name = backend.split()
         remedy = ""
         # "REASON: pip install PACKAGE", if a package is all that is missing
-        reason, _, command = (problem or "").rpartition(": ")
-        if command.startswith("pip install"):
+        reason, _, install = (problem or "").rpartition(": ")
+        if install.startswith("pip install"):
             problem = reason
-            remedy = command
+            remedy = install
         yield judge(
             backend,
             "works here",
@@ -285,6 +306,7 @@ def _check_compiler() -> Finding:
 
     import torch._inductor.cpp_builder as builder
 
+    # The features that the generated code needs, in the smallest source that has them.
     problem = None
     compiler = ""
     try:
@@ -322,6 +344,7 @@ def check_disk(folder: Path) -> Findings:
         yield Finding("broken", "disk", f"{folder} does not exist", "run folders", create)
         return
 
+    # A disk that cannot be written gets one finding for that, not one for each check.
     file_system = _file_system(folder)
     yield _check_space(folder, file_system)
     if faults := disk_faults(folder, 1 << 20):
@@ -346,6 +369,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _check_space(folder: Path, file_system: str) -> Finding:
+    """Compare the free space with the size of the paper's largest checkpoint."""
     from canon_pretrain.core.files import free_bytes
 
     free = free_bytes(folder)
@@ -369,6 +393,7 @@ def _check_writes(folder: Path) -> Findings:
     """Write to a file of `folder`: compare its time with this machine's, and time the writes."""
     from canon_pretrain.cluster.preflight import CLOCK_FAULT_S
 
+    # Each block is synced, as a checkpoint is: else the page cache would be measured.
     with tempfile.NamedTemporaryFile(dir=folder, prefix=SCRATCH) as file:
         ahead_s = os.fstat(file.fileno()).st_mtime - time.time()
         block = os.urandom(1 << 20)
@@ -407,6 +432,7 @@ def _check_writes(folder: Path) -> Findings:
 
 
 def _check_locks(folder: Path, file_system: str) -> Finding:
+    """Check that a second launch is refused; of a network disk, on this machine only."""
     text = "a second launch is kept out"
     problem = _lock_problem(folder)
     if problem is None and file_system.startswith(NETWORK_DISKS):
@@ -472,6 +498,7 @@ def check_network(folder: Path) -> Findings:
 
 
 def _check_hub(url: str, *, is_offline: bool) -> Finding:
+    """Send a request to the hub, unless an environment variable forbids it."""
     from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
@@ -488,6 +515,7 @@ def _check_hub(url: str, *, is_offline: bool) -> Finding:
             pass
         except (OSError, ValueError, HTTPException) as error:
             problem = f"{url} cannot be reached: {getattr(error, 'reason', error)}"
+
     return judge(
         "hub",
         f"{url} answers",
@@ -521,6 +549,7 @@ def _check_wandb() -> Finding:
 
 def check_slurm(folder: Path) -> Findings:
     """Check Slurm's commands, its controller and the settings of the cluster."""
+    from canon_pretrain.cluster.leases import parse_config
     from canon_pretrain.cluster.preflight import scontrol
 
     if absent := [name for name in ("sbatch", "squeue") if shutil.which(name) is None]:
@@ -528,14 +557,11 @@ def check_slurm(folder: Path) -> Findings:
         yield Finding("missing", "Slurm", text, "jobs", "a login node of a cluster")
         return
 
-    lines = scontrol("config").splitlines()
-    config = {}
-    for line in lines:
-        key, _, value = line.partition("=")
-        config[key.strip()] = value.strip()
+    output = scontrol("config")
+    config = parse_config(output)
     problem = None
     if "ClusterName" not in config:
-        problem = ": ".join(["its controller does not answer", *lines[-1:]])
+        problem = ": ".join(["its controller does not answer", *output.splitlines()[-1:]])
     yield judge(
         "Slurm",
         f"{config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}",
@@ -545,20 +571,29 @@ def check_slurm(folder: Path) -> Findings:
         severity="missing",
     )
 
+    # The settings that the job scripts source; a line that is empty or a comment sets nothing.
     file = Path(os.environ.get("CANON_CLUSTER_ENV") or ROOT / "slurm" / "cluster.env")
     lines = file.read_text().splitlines() if file.is_file() else []
-    count = sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in lines)
+    num_set = sum(line.strip()[:1] not in ("", "#") for line in lines)
     problem = None
-    if not count:
+    if not num_set:
         problem = f"{file} {'sets nothing' if lines else 'does not exist'}"
     yield judge(
         "cluster.env",
-        f"{count} lines in {file}",
+        f"{num_set} lines in {file}",
         problem,
         used_for="jobs",
         remedy="copy slurm/cluster.env.example to it and fill it in",
         severity="missing",
     )
+
+
+class GroupProcess(NamedTuple):
+    """The process of a group of checks; it prints findings, a line of JSON each, to `output`."""
+
+    name: str
+    output: IO[str]
+    child: "subprocess.Popen[bytes]"
 
 
 GROUPS: dict[str, Callable[[Path], Findings]] = {
@@ -586,6 +621,7 @@ def print_group(name: str, folder: str) -> None:
 
 def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
     """Run the groups in parallel; yield the name and the findings of each, in order."""
+    # Start all; their output goes to files, which do not block as a full pipe does.
     deadline = time.monotonic() + GROUP_TIMEOUT_S
     processes = []
     for name in GROUPS:
@@ -596,24 +632,21 @@ def run_groups(folder: Path) -> Iterator[tuple[str, list[Finding]]]:
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-        processes.append((name, output, child))
+        processes.append(GroupProcess(name, output, child))
 
+    # A caller that stops early, as after Ctrl-C, leaves none behind.
     try:
-        for name, output, child in processes:
-            yield name, _findings_of(name, output, child, deadline)
+        for process in processes:
+            yield process.name, _findings_of(process, deadline)
     finally:
-        for _, _, child in processes:
-            if child.poll() is None:
-                kill_tree(child.pid)
+        for process in processes:
+            if process.child.poll() is None:
+                kill_tree(process.child.pid)
 
 
-def _findings_of(
-    name: str, output: IO[str], child: "subprocess.Popen[bytes]", deadline: float
-) -> list[Finding]:
-    """Wait for the process of a group and return the findings in its output.
-
-    The process is killed at `deadline`, of time.monotonic().
-    """
+def _findings_of(process: GroupProcess, deadline: float) -> list[Finding]:
+    """Wait for a group and return its findings; kill it at `deadline`, of time.monotonic()."""
+    name, output, child = process
     problem = None
     try:
         child.wait(max(0.0, deadline - time.monotonic()))
@@ -623,6 +656,7 @@ def _findings_of(
         with suppress(subprocess.TimeoutExpired):  # it may hang in the kernel
             child.wait(1.0)
 
+    # The findings before a failure count, too.
     with output:
         output.seek(0)
         lines = output.read().splitlines()
@@ -639,6 +673,7 @@ def _findings_of(
 
 
 def _timeout_problem(awaited: str, seconds: float) -> str:
+    """Say what has not come in time, and how busy the machine is: perhaps the cause."""
     load = os.getloadavg()[0]
     return f"no {awaited} in {seconds:.0f} s (load average {load:.1f} on {available_cores()} cores)"
 
@@ -652,10 +687,17 @@ def check_training(folder: Path, num_gpus: int, console: Console) -> Findings:
         yield Finding("note", "training", f"not tried: {folder} does not exist", "training")
         return
 
-    num_ranks = min(num_gpus, 2) or 2
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    where = f"{ranks} on {'CUDA' if num_gpus else 'the CPU'}"
-    launch = f"-m torch.distributed.run --standalone --nproc-per-node={num_ranks} -m".split()
+    # Two ranks, for collectives; one if there is one GPU only.
+    num_ranks = 2
+    where = "2 ranks on the CPU"
+    if num_gpus == 1:
+        num_ranks = 1
+        where = "1 rank on CUDA"
+    elif num_gpus:
+        where = "2 ranks on CUDA"
+
+    # Both checks run, even if the first one fails.
+    launch = torchrun(num_ranks)
     with ExitStack() as stack:
         stack.enter_context(_exit_on_signals())
         try:
@@ -678,32 +720,38 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, num_gpus
     from canon_pretrain.cluster.preflight import IN_NODE, MATMUL, Report, read_reports
     from canon_pretrain.core.holder import host_name
 
-    module = ["canon_pretrain.cluster.preflight", "ranks"]
+    module = ["-m", "canon_pretrain.cluster.preflight", "ranks"]
     options = ["--report", str(scratch), "--gpus", str(num_gpus)]
     problem = _run([*launch, *module, *options], scratch / "ranks.out", lambda: 0)
 
+    # What the ranks report is more exact than how they ended.
+    report = read_reports(scratch, [host_name()], ranks=True)[host_name()] or Report()
+    faults = list(report.faults)
+    if report.left_alone:
+        faults.append(report.left_alone)
+    if faults:
+        problem = "; ".join(faults)
+
+    # The network is at fault unless a device is; one that others use is not broken.
     severity = "broken"
     remedy = (
         "name the network interface (ip -br addr): "
         "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
     )
-    report = read_reports(scratch, [host_name()], ranks=True)[host_name()] or Report()
-    faults = [*report.faults, *filter(None, [report.left_alone])]
-    if faults:
-        problem = "; ".join(faults)
-    if report.faults:  # of a device, not of the network
+    if report.faults:
         remedy = ""
     if faults and all(fault.endswith("GiB are in use") for fault in faults):
         severity = "note"
         remedy = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES=N selects another GPU"
 
+    # The speeds of one device.
     speeds = next(iter(report.speeds.values()), {})
-    # one rank sends nothing
-    rate = f", {size(speeds[IN_NODE])}/s" if IN_NODE in speeds else ""
-    matmul = f"matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s"
+    text = f"{where}: right sums"
+    if IN_NODE in speeds:  # one rank sends nothing
+        text = f"{text}, {size(speeds[IN_NODE])}/s"
     return judge(
         "all-reduce",
-        f"{where}: right sums{rate}; {matmul}",
+        f"{text}; matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s",
         problem,
         used_for="training on several ranks",
         remedy=remedy,
@@ -718,10 +766,11 @@ def _check_trainer(
     """Train CONFIG for STEPS steps in `scratch`, and verify the checkpoint."""
     from canon_pretrain.checkpoint.folder import CheckpointFolder
     from canon_pretrain.checkpoint.manifest import verify
-    from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
+    from canon_pretrain.run.folder import RunFolder
 
+    # Train.
     run = RunFolder(scratch / "run")
-    module = ["canon_pretrain.train", "--config", str(CONFIG)]
+    module = ["-m", "canon_pretrain.train", "--config", str(CONFIG)]
     options = (
         f"--training.steps {STEPS} --training.global_batch_size 8 --compile.no-enable "
         "--lr_scheduler.warmup_steps 5 --metrics.log_freq 5 --job.dump_folder"
@@ -730,24 +779,26 @@ def _check_trainer(
         start = time.monotonic()
         problem = _run([*launch, *module, *options, str(run.path)], scratch / "out", watch.poll)
         seconds = time.monotonic() - start
-        watch.poll()
+        watch.poll()  # the lines of the last moment
+
+    # A run that seems to have ended well must have saved its last step.
     if problem is None:
         try:
-            verify(CheckpointFolder(run.path / CHECKPOINTS).step_path(STEPS))
+            verify(CheckpointFolder.of_run(run).step_path(STEPS))
         except (OSError, UserError) as error:
             problem = str(error)
 
-    # What the log says, if it has two steps at least.
+    # The speed from the first logged step to the last: without the start.
     text = where
     steps_per_s = None
     if len(watch.steps) > 1:
-        first, last = watch.steps[0], watch.steps[-1]
-        start_time, end_time = (datetime.fromisoformat(event["time"]) for event in (first, last))
-        steps_per_s = (last.step - first.step) / (end_time - start_time).total_seconds()
-        first_loss = first["loss"]
-        last_loss = last["loss"]
-        change = f"{first_loss:.2f} to {last_loss:.2f}"
-        if problem is None and not all(map(math.isfinite, (first_loss, last_loss))):
+        first = watch.steps[0]
+        last = watch.steps[-1]
+        passed = datetime.fromisoformat(last["time"]) - datetime.fromisoformat(first["time"])
+        steps_per_s = (last.step - first.step) / passed.total_seconds()
+        change = f"{first['loss']:.2f} to {last['loss']:.2f}"
+        is_finite = math.isfinite(first["loss"]) and math.isfinite(last["loss"])
+        if problem is None and not is_finite:
             problem = f"the loss goes from {change}"
         text = (
             f"{where}: {steps_per_s:.1f} steps/s, not compiled, {seconds:.0f} s with the "
@@ -793,11 +844,11 @@ class _StepWatch(ExitStack):
         if not self.steps:
             self._progress.update(0.0, f"training check: starting, {self._where}")
             return 0
-        first = self.steps[0].step
-        last = self.steps[-1].step
-        text = f"training check: step {last} of {STEPS}, {self._where}"
-        self._progress.update((last - first) / (STEPS - first), text)
-        return last
+        start = self.steps[0].step
+        step = self.steps[-1].step
+        text = f"training check: step {step} of {STEPS}, {self._where}"
+        self._progress.update((step - start) / (STEPS - start), text)
+        return step
 
 
 @contextmanager
@@ -808,12 +859,12 @@ def _scratch_folder(folder: Path) -> Iterator[Path]:
     """
     from canon_pretrain.core.holder import Holder, content_of
 
-    scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=folder))
-    try:
+    with tempfile.TemporaryDirectory(
+        prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True
+    ) as name:
+        scratch = Path(name)
         (scratch / OWNER).write_bytes(content_of(Holder.of_this_process()))
         yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -821,8 +872,8 @@ def _remove_leftovers(folder: Path) -> None:
     from canon_pretrain.core.holder import process_lives
     from canon_pretrain.core.lock import read_holder
 
-    for scratch in folder.glob(f"{SCRATCH}*"):
-        owner = read_holder(scratch / OWNER) if scratch.is_dir() else None
+    for scratch in folder.glob(f"{SCRATCH}*/"):
+        owner = read_holder(scratch / OWNER)
         # None: on another machine, where it may still run
         if owner is not None and process_lives(owner) is False:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -860,6 +911,8 @@ def _run(arguments: Sequence[str], log: Path, poll_step: Callable[[], int]) -> s
             stderr=output,
             env={"OMP_NUM_THREADS": "1"} | os.environ,
         )
+
+    # Wait for its end, as long as it makes progress.
     awaited = "progress"
     timeout_s = START_TIMEOUT_S
     last_step = 0
@@ -882,6 +935,7 @@ def _run(arguments: Sequence[str], log: Path, poll_step: Callable[[], int]) -> s
     if exit_code == 0:
         return None
 
+    # How it ended, and what it said last.
     problem = f"exit code {exit_code}"
     if exit_code is None:
         problem = _timeout_problem(awaited, timeout_s)
@@ -903,6 +957,7 @@ def show(console: Console, group: str, findings: Sequence[Finding]) -> None:
     for width in (7, 20, None):  # state, what; the text takes the rest
         table.add_column(width=width, overflow="fold")
     for finding in findings:
+        # the remedy is on a line of its own, to be copied
         text = Text(printable(finding.found, "\n"))
         text.append(f"  for: {finding.used_for}", "dim")
         if finding.remedy:
@@ -942,14 +997,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world or arguments.config:
         raise UserError("option.conflict", "--world and CONFIG: only with --fake")
 
+    # Each group as soon as it has ended; JSON is one object, at the end.
     console = Console(highlight=False)
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
     for group, findings in _run_checks(arguments.dir, trains=not arguments.no_train):
-        if not arguments.json:  # as soon as the group has ended
+        if not arguments.json:
             show(console, group, findings)
         rows += [{"group": group, **asdict(finding)} for finding in findings]
         broken += [finding.what for finding in findings if finding.state == "broken"]
+
     if arguments.json:
         print(json.dumps({"works": not broken, "findings": rows}, indent=2))
     else:
@@ -969,7 +1026,7 @@ def _run_checks(folder: Path, *, trains: bool) -> Iterator[tuple[str, list[Findi
 
 
 def _run_fake(arguments: argparse.Namespace) -> int:
-    """Run a config on fake GPUs and print what happened; return the exit code."""
+    """Run a config on fake GPUs and print the report; return the exit code."""
     from canon_pretrain.fake_gpu.check import problems_of, run_in_subprocess, show_fake_run
     from canon_pretrain.fake_gpu.record import Options, to_plain
     from canon_pretrain.machine.gpus import GPUS
@@ -977,6 +1034,7 @@ def _run_fake(arguments: argparse.Namespace) -> int:
     check_choice("--fake", arguments.fake, GPUS)
     if arguments.config is None:
         raise UserError("option.missing", "--fake needs the TOML of a run: CONFIG")
+
     report = run_in_subprocess(
         ["--config", arguments.config, *arguments.overrides],
         Options(arguments.fake, arguments.world or 8),

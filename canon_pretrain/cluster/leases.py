@@ -43,6 +43,12 @@ class SlurmTimeout(UserError):
     """Slurm did not answer in time: the command may have taken effect or not."""
 
 
+def parse_config(output: str) -> dict[str, str]:
+    """Return the settings in the output of `scontrol show config`; empty for an error message."""
+    pairs = (line.split("=", 1) for line in output.splitlines() if "=" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
 class Slurm:
     """A cluster with the state of its queue at the last `refresh`."""
 
@@ -66,9 +72,8 @@ class Slurm:
     def name(self) -> str | None:
         """Slurm's name of the cluster; None if it does not answer."""
         if self._name is None:
-            config = self._run("scontrol", "show", "config").stdout
-            match = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
-            self._name = match[1] if match else None
+            config = parse_config(self._run("scontrol", "show", "config").stdout)
+            self._name = config.get("ClusterName")
         return self._name
 
     def refresh(self) -> None:
@@ -102,6 +107,7 @@ class Slurm:
         for source in ([], ["--completion"]):  # the second works without a database
             accounting = self._run("sacct", *source, "-n", "-P", "-o", "State", "-j", job)
             if accounting.returncode == 0 and accounting.stdout.strip():
+                # the first row is the job's, others are its steps'; CANCELLED by 1000
                 return accounting.stdout.split()[0].split("|")[0]
         return "GONE"
 
@@ -117,7 +123,7 @@ class Slurm:
             CANON_REPO=str(SCRIPTS.parent),
             CANON_JOB_CHECKED="1",
         )
-        # the last word of --parsable: ID, or ID;CLUSTER
+        # The last word of --parsable is ID, or ID;CLUSTER.
         output = done.stdout.split()
         if done.returncode or not output:
             reason = (done.stderr or done.stdout).strip()
@@ -230,14 +236,16 @@ class Leases:
         if lease.ended is not None:
             return Judgement(None, lease, lease.ended)
 
+        # The holder does the work itself.
         if lease.job == LOCAL:
             is_alive = process_lives(lease.holder)
-            if is_alive is None:  # on another machine: by its heartbeat
+            if is_alive is None:  # on another machine: judge by the heartbeat
                 is_alive = self._age_s(lease) <= LOCAL_EXPIRY_S
             if is_alive:
                 return Judgement("running", lease, f"on {lease.holder.host}")
             return self._end(lease, "its process is gone")
 
+        # A claim without a job is about to get one, until it expires.
         job = lease.job
         if job is None:
             if self._age_s(lease) <= expiry_s:
@@ -254,18 +262,22 @@ class Leases:
         may_run, state = queue.verdict(job)
         if not may_run:
             return self._end(lease, f"job {job} {state}")
-        return Judgement("queued" if state == "pending" else "running", lease, f"job {job}")
+        if state == "pending":
+            return Judgement("queued", lease, f"job {job}")
+        return Judgement("running", lease, f"job {job}")
 
     def _end(self, lease: Lease, reason: str) -> Judgement:
         return Judgement(None, self.record(lease, ended=reason), reason)
 
     def _age_s(self, lease: Lease) -> float:
+        """Return the seconds since the claim was written, or its last heartbeat."""
         return time.time() - self._path(lease.number).stat().st_mtime
 
     def _read(self, number: int) -> Lease:
         try:
             return replace(read_record(self._path(number), Lease), number=number)
         except UnreadableFile:
+            # in doubt another's: it counts as a claim until it expires
             holder = Holder(
                 id=f"damaged-{number}",
                 host="unknown",

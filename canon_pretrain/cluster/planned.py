@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 from canon_pretrain.core.errors import UserError, check_choice
-from canon_pretrain.core.files import UnreadableFile, read_record, write_json
+from canon_pretrain.core.files import find_record, write_json
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.data.mixture import Mixture
 from canon_pretrain.model.args import ModelArgs, fill_sizes, flavor
@@ -25,6 +25,7 @@ from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.identity import IDENTITY, differences
 from canon_pretrain.run.limits import OPTIMIZERS, check_limits, schedule_faults
 from canon_pretrain.run.sections import Data, Sections, Training
+from canon_pretrain.run.setting import option_key
 from canon_pretrain.synthetic.tasks import TaskSection, build_task
 
 SHOWN = 4  # differences in a sentence
@@ -54,16 +55,17 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 def _parse(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of each option, as the trainer's parser reads them."""
     # --KEY VALUE ... or --KEY=VALUE; a word before the first option is ignored
-    key_texts: list[tuple[str, list[str]]] = []
+    keys: list[str] = []
+    key_texts: list[list[str]] = []
     for word in options:
         if word.startswith("--"):
-            key, equals, text = word.removeprefix("--").partition("=")
-            key_texts.append((key.replace("-", "_"), [text] if equals else []))
-        elif key_texts:
-            _, texts = key_texts[-1]
-            texts.append(word)
+            _, equals, text = word.partition("=")
+            keys.append(option_key(word))
+            key_texts.append([text] if equals else [])
+        elif keys:
+            key_texts[-1].append(word)
 
-    for key, texts in key_texts:
+    for key, texts in zip(keys, key_texts, strict=True):
         section, _, name = key.rpartition(".")
         if not texts:  # a switch: --KEY or --SECTION.no_KEY
             yield f"{section}.{name.removeprefix('no_')}", not name.startswith("no_")
@@ -78,7 +80,7 @@ LISTS = ("data.paths", "data.weights")
 
 
 def _types(section: str, name: str) -> set[Any]:
-    """Return the type of a key of these sections, and the types in it; empty for other keys."""
+    """Return the type of a key of these sections, and the types in it; {None} for other keys."""
     cls = {"model": ModelArgs, "data": Data, "data.task": TaskSection}.get(section)
     hint = cls and get_type_hints(cls).get(name)
     arguments = get_args(hint)
@@ -104,7 +106,7 @@ def check_values(values: Values) -> None:
     dotted: dict[str, Any] = {}
     for section, keys in values.items():
         dotted |= {f"{section}.{key}": value for key, value in keys.items()}
-    # its default, -1, does not train: a config must set it
+    # the default, -1, does not train: a config must set it
     dotted.setdefault("training.global_batch_size", Training.global_batch_size)
     check_limits(dotted)
 
@@ -130,18 +132,21 @@ def planned_identity(values: Values) -> dict[str, Any]:
 
     These are the fingerprints, and the size of the vocabulary if it is not set. Raises UserError.
     """
+    # The architecture.
     seq_len = _section("training", values)["seq_len"]
     model = asdict(_model_args(values, seq_len))
     if values.get("model", {}).get("vocab_size") is None:
         del model["vocab_size"]
     identity = {f"model.{key}": value for key, value in model.items()}
 
+    # The settings that are declared as part of the identity.
     data = build(Data, values.get("data", {}), "the plan", "data.")
     for name in IDENTITY:
         section, _, key = name.partition(".")
         settings = asdict(data) if section == "data" else _section(section, values)
         identity[name] = settings[key]
 
+    # The task, with the defaults that it fills in.
     if data.task.name:
         task = build_task(data.task.name, data.task.given | {"seq_len": seq_len})
         identity["data.task.name"] = task.name
@@ -212,9 +217,7 @@ def has_started(folder: Path) -> bool:
 
 def read_planned(folder: Path) -> PlannedLaunch | None:
     """Return under which plan the run in `folder` has started; None if that is not known."""
-    with suppress(UnreadableFile):
-        return read_record(RunFolder(folder).planned_file, PlannedLaunch)
-    return None
+    return find_record(RunFolder(folder).planned_file, PlannedLaunch)
 
 
 def record_launch(folder: Path, launch: PlannedLaunch) -> None:
@@ -241,14 +244,14 @@ def other_plan(
     faults = []
     if identity is not None:
         faults = _identity_faults(run, identity)
-    started = read_planned(folder)
-    if started is not None and not faults:
-        if started.name != launch.name:
-            faults.append(f"it is a copy of {started.name}")
-        if started.config != launch.config:
+    planned = read_planned(folder)
+    if planned is not None and not faults:
+        if planned.name != launch.name:
+            faults.append(f"it is a copy of {planned.name}")
+        if planned.config != launch.config:
             faults.append("its config had other values")
-        if started.options != launch.options:
-            old_options = joined(started.options)
+        if planned.options != launch.options:
+            old_options = joined(planned.options)
             faults.append(f"its options were {old_options}, planned {joined(launch.options)}")
     if not faults:
         return None
@@ -273,8 +276,8 @@ def _identity_faults(run: RunFolder, identity: Mapping[str, Any]) -> list[str]:
     if not isinstance(trained, dict):
         return []
     # versions add fields to the identity: compare those that both have
-    common = identity.keys() & trained.keys()
-    old_values = {name: trained[name] for name in common}
-    new_values = {name: identity[name] for name in common}
-    changes = differences(old_values, new_values)
-    return [f"{name} = {old!r}, planned {new!r}" for name, (old, new) in changes.items()]
+    return [
+        f"{name} = {old!r}, planned {new!r}"
+        for name, (old, new) in differences(trained, identity).items()
+        if name in trained and name in identity
+    ]

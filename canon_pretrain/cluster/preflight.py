@@ -11,6 +11,7 @@ slurm/lib.sh calls them in this order before each launch. `verdict` prints the b
 import argparse
 import hashlib
 import json
+import operator
 import os
 import platform
 import re
@@ -27,10 +28,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from canon_pretrain.cluster.leases import parse_config
 from canon_pretrain.core.children import end_with_torchrun
 from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
-from canon_pretrain.core.files import UnreadableFile, free_bytes, read_record, write_json
+from canon_pretrain.core.files import UnreadableFile, find_record, free_bytes, write_json
 from canon_pretrain.core.holder import host_name
 from canon_pretrain.machine.device import check_cuda
 from canon_pretrain.machine.timing import copy_bandwidth, matmul_flops
@@ -119,7 +121,7 @@ def plan_job(
     if open_task(job) is None and data:
         open_data(job)
 
-    # weights and AdamW's two moments; an upper bound if not all weights are trained
+    # Weights and AdamW's two moments; an upper bound if not all weights are trained.
     num_elements = 3 * num_parameters(job.model_args)
     itemsize = getattr(torch, job.training.dtype).itemsize
     return Plan(Path(job.job.dump_folder).absolute(), num_elements * itemsize)
@@ -131,17 +133,20 @@ def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
         events = read_tail(run.log_file, until="checkpoint")
     except UnreadableFile:
         return None
+    # Slurm sends SIGTERM, and SIGKILL after KillWait: the last save must fit in between.
     save_times = [event["seconds"] for event in events if event.kind == "checkpoint"]
-    kill_wait = re.search(r"KillWait\s*=\s*(\d+)", show("config"))
-    if not save_times or kill_wait is None or save_times[-1] <= int(kill_wait[1]):
+    kill_wait = re.match(r"\d+", parse_config(show("config")).get("KillWait", ""))  # 30 sec
+    if not save_times or kill_wait is None or save_times[-1] <= int(kill_wait[0]):
         return None
 
-    partition = os.environ.get("SLURM_JOB_PARTITION", "")
-    shown = show(f"partition {partition}") if partition else ""
-    grace = re.search(r"GraceTime=(\d+)", shown)
+    grace_s = "0"
+    if partition := os.environ.get("SLURM_JOB_PARTITION"):
+        grace = re.search(r"GraceTime=(\d+)", show(f"partition {partition}"))
+        if grace is not None:
+            grace_s = grace[1]
     return (
-        f"the last checkpoint took {save_times[-1]:.0f} s; Slurm kills a job {kill_wait[1]} s "
-        f"after SIGTERM (KillWait), plus {grace[1] if grace else 0} s if it is preempted "
+        f"the last checkpoint took {save_times[-1]:.0f} s; Slurm kills a job {kill_wait[0]} s "
+        f"after SIGTERM (KillWait), plus {grace_s} s if it is preempted "
         "(GraceTime). Lower checkpoint.interval, and raise sbatch --signal=B:USR1@SECONDS"
     )
 
@@ -199,6 +204,7 @@ def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
 
 def disk_faults(run: Path, checkpoint_bytes: int) -> list[str]:
     """Check that the disk of `run` has space for a checkpoint, and can be written."""
+    # An OSError of either is a fault, too.
     faults = []
     try:
         free = free_bytes(run)
@@ -238,10 +244,12 @@ def _test_rank(gpus: int) -> Report:
 
     node = host_name()
     rank_nodes = _all_gather(node)
+
     # after a barrier all ranks read their clocks at the same time
     dist.barrier()
     clock_s = time.time()
 
+    # The device alone: with one broken, the collectives of all ranks would fail.
     local_rank = os.environ["LOCAL_RANK"]
     device = torch.device("cpu")
     if gpus:
@@ -249,10 +257,10 @@ def _test_rank(gpus: int) -> Report:
     faults, speeds = check_device(device)
     if gpus and not faults:
         torch.cuda.empty_cache()  # NCCL allocates memory outside of torch
-    # with one device broken, the collectives of all ranks would fail
     if any(_all_gather(faults)):
         return Report(faults)
 
+    # The network: within each node, between neighbors, over all.
     for measure, ranks in rank_groups(rank_nodes):
         # every rank creates every group
         group = dist.new_group(
@@ -300,6 +308,7 @@ def check_device(device: "torch.device") -> DeviceCheck:
     num_bytes = CPU_BYTES
     dtype = torch.float32
     try:
+        # A GPU must be free; a quarter of its memory is tested.
         if device.type == "cuda":
             torch.cuda.set_device(device)
             free, total = torch.cuda.mem_get_info()
@@ -309,6 +318,7 @@ def check_device(device: "torch.device") -> DeviceCheck:
             num_bytes = free // 4
             dtype = torch.bfloat16
 
+        # Values of which the results are known exactly.
         ones = torch.ones(size, size, device=device, dtype=dtype)
         source = torch.full((num_bytes,), 90, device=device, dtype=torch.uint8)
         target = torch.zeros_like(source)
@@ -359,6 +369,7 @@ def all_reduce_bandwidth(group: Any, num_ranks: int, device: "torch.device") -> 
     import torch
     import torch.distributed as dist
 
+    # In a sum over n ranks that is right, each element is n.
     ones = torch.ones(ELEMENTS[device.type], device=device)
     dist.all_reduce(ones, group=group)  # connects and synchronizes
     begin = time.perf_counter()
@@ -375,7 +386,7 @@ def all_reduce_bandwidth(group: Any, num_ranks: int, device: "torch.device") -> 
 
 
 class Finding(NamedTuple):
-    """What sets a node apart from the others: a fault, else a warning."""
+    """A difference of a node from the others: a fault, else a warning."""
 
     node: str
     text: str
@@ -393,25 +404,27 @@ class Verdict(NamedTuple):
 def judge(reports: Mapping[str, Report | None]) -> Verdict:
     """Judge the reports of `report_node`, or of `report_ranks` merged by node; None: missing."""
     present = {node: report for node, report in reports.items() if report is not None}
-    # if no node can write to the run folder, the disk is at fault and not the nodes
+    # If no node can write to the run folder, the disk is at fault and not the nodes.
     is_disk_broken = all(report.disk for report in present.values())
     common: list[str] = []
     nodes: dict[str, list[str]] = {}
-    for node in reports:
-        faults = ["no report"]
-        if report := present.get(node):
-            faults = [*report.faults]
-            if is_disk_broken:
-                common += [text for text in report.disk if text not in common]
-            else:
-                faults += report.disk
+    for node, report in reports.items():
+        if report is None:
+            nodes[node] = ["no report"]
+            continue
+        faults = [*report.faults]
+        if is_disk_broken:
+            common += [text for text in report.disk if text not in common]
+        else:
+            faults += report.disk
         if faults:
             nodes[node] = faults
 
-    # a fault of one node explains why collectives failed on the others
+    # A fault of one node explains why collectives failed on the others.
     if not nodes:
         common += [f"{node}: {r.left_alone}" for node, r in present.items() if r.left_alone]
 
+    # What sets a node apart from the others.
     warnings = []
     for probe in (_other_versions, _wrong_clocks, _slow_devices):
         for node, text, is_fault in probe(present):
@@ -446,20 +459,26 @@ def _wrong_clocks(reports: Mapping[str, Report]) -> Iterator[Finding]:
 
 def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
     """Find nodes whose slowest device is slower than the median of the nodes' medians."""
-    node_speeds: dict[str, dict[str, dict[str, float]]] = {}  # measure -> node -> device
+    # By measure, node and device.
+    speeds: dict[str, dict[str, dict[str, float]]] = {}
     for node, report in reports.items():
-        for device, speeds in report.speeds.items():
-            for measure, speed in speeds.items():
-                node_speeds.setdefault(measure, {}).setdefault(node, {})[device] = speed
+        for device, device_speeds in report.speeds.items():
+            for measure, speed in device_speeds.items():
+                speeds.setdefault(measure, {}).setdefault(node, {})[device] = speed
 
-    for measure, by_node in node_speeds.items():
-        unit, scale = ("TFLOP/s", 1e12) if measure == MATMUL else ("GB/s", 1e9)
+    for measure, node_speeds in speeds.items():
         # high: of two nodes or devices, the faster one
-        medians = [statistics.median_high(by_device.values()) for by_device in by_node.values()]
+        medians = [statistics.median_high(x.values()) for x in node_speeds.values()]
         usual = statistics.median_high(medians)
-        for node, by_device in by_node.items():
-            device = min(by_device, key=by_device.__getitem__)
-            speed = by_device[device]
+        unit = "GB/s"
+        scale = 1e9
+        if measure == MATMUL:
+            unit = "TFLOP/s"
+            scale = 1e12
+
+        # A node is as slow as its slowest device: ranks wait for each other.
+        for node, by_device in node_speeds.items():
+            device, speed = min(by_device.items(), key=operator.itemgetter(1))
             share = speed / usual
             if share < SLOW_WARNING:
                 text = (
@@ -472,14 +491,15 @@ def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
 
 def read_reports(folder: Path, nodes: Sequence[str], *, ranks: bool) -> dict[str, Report | None]:
     """Return the reports by node, None if missing; those of a node's ranks are merged."""
+    suffix = ".rank*.json" if ranks else ".json"
     reports: dict[str, Report | None] = dict.fromkeys(nodes)
     for node in nodes:
-        for path in sorted(folder.glob(f"{node}.rank*.json" if ranks else f"{node}.json")):
-            try:
-                report = read_record(path, Report)
-            except UnreadableFile:
+        for path in sorted(folder.glob(f"{node}{suffix}")):
+            report = find_record(path, Report)
+            if report is None:
                 continue  # truncated by a full disk or a crash
 
+            # The faults and speeds of all ranks of the node, and one failure of a collective.
             merged = reports[node]
             if merged is not None:
                 report = replace(
@@ -499,6 +519,7 @@ def print_verdict(folder: Path, nodes: Sequence[str], *, ranks: bool) -> int:
     if ranks and not any(reports.values()):
         common = ["the ranks could not connect: no node has a report"]
 
+    # stderr is for a user, stdout for slurm/lib.sh.
     for text in warnings:
         print(f"WARNING: {text}", file=sys.stderr)
     for text in common:

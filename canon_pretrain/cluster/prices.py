@@ -49,6 +49,8 @@ def compute_prices(
         capture_output=True,
         text=True,
     )
+
+    # The message of its error, without the code before it.
     if done.returncode:
         reason = reason_in(done.stderr) or done.stderr.strip()[-500:]
         reason = re.sub(r"^error(\[.*?\])?: ", "", reason)
@@ -70,6 +72,7 @@ def compute_prices(
 
 def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
     """Print a row per config, and the total in GPU-hours and days."""
+    # A row per config, with the likely figures.
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("config")
     for title in ("runs", "steps", "ms per step", "GPU-hours"):
@@ -85,17 +88,20 @@ def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
         )
     console.print(table)
 
+    # The total, with its bounds.
     num_runs = sum(price.num_runs for price in prices)
-    slow, likely, fast = map(sum, zip(*(price.gpu_hours for price in prices), strict=True))
+    hours = Range(*map(sum, zip(*(price.gpu_hours for price in prices), strict=True)))
+    seconds = 3600 * hours.likely
     console.print(
-        f"{num_runs} runs, {prices[0].world_size} {gpu.upper()} each: {_hours(likely)} GPU-hours "
-        f"({_hours(fast)} to {_hours(slow)}), {duration(3600 * likely)} on one GPU, "
-        f"{duration(3600 * likely / GPUS_PER_NODE)} on {GPUS_PER_NODE}; computed, not measured, "
-        "without start-up and evaluation"
+        f"{num_runs} runs, {prices[0].world_size} {gpu.upper()} each: "
+        f"{_hours(hours.likely)} GPU-hours ({_hours(hours.fast)} to {_hours(hours.slow)}), "
+        f"{duration(seconds)} on one GPU, {duration(seconds / GPUS_PER_NODE)} on {GPUS_PER_NODE}; "
+        "computed, not measured, without start-up and evaluation"
     )
     if any(price.with_fla for price in prices):
         console.print("recurrences with fla-core; without it they take 1.5 to 2 times as long")
 
 
 def _hours(hours: float) -> str:
+    """Return hours with one decimal, or two digits if they are few."""
     return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"

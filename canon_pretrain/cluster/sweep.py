@@ -46,9 +46,10 @@ from canon_pretrain.cluster.planned import (
     record_launch,
 )
 from canon_pretrain.cluster.prices import compute_prices, print_prices
+from canon_pretrain.core.children import torchrun
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, parsing, read_record, write_json
+from canon_pretrain.core.files import UnreadableFile, read_record, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console, printable
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
@@ -169,15 +170,17 @@ class Sweep:
 @functools.lru_cache(maxsize=4096)
 def _identity(config: str, digest: str, arguments: tuple[str, ...]) -> dict[str, Any] | None:
     """Return the identity that a config trains; None if it is not the planned one any more."""
-    with suppress(UserError):
-        if config_hash(config) == digest:
-            values = planned_values(Path(config), arguments)
-            identity = planned_identity(values)
-            fingerprint = data_fingerprint(values)
-            if fingerprint is not None:
-                identity["data_fingerprint"] = fingerprint
-            return identity
-    return None
+    try:
+        if config_hash(config) != digest:
+            return None
+        values = planned_values(Path(config), arguments)
+        identity = planned_identity(values)
+    except UserError:
+        return None
+
+    if fingerprint := data_fingerprint(values):
+        identity["data_fingerprint"] = fingerprint
+    return identity
 
 
 def make_sweep(
@@ -189,15 +192,17 @@ def make_sweep(
 ) -> Sweep:
     """Return all combinations, configs outermost. Default: each config's rate and seed."""
     # What the sweep sets, the runs' other options may not.
-    set_by = {FOLDER_KEY: "its name", "job.config_file": "--configs"}
+    sweep_options = {FOLDER_KEY: "its name", "job.config_file": "--configs"}
     if learning_rates:
-        set_by[RATE_KEY] = "--lr"
+        sweep_options[RATE_KEY] = "--lr"
     if seeds:
-        set_by |= dict.fromkeys(SEED_KEYS[seed_of], "--seeds")
+        sweep_options |= dict.fromkeys(SEED_KEYS[seed_of], "--seeds")
     for argument in arguments:
-        option = set_by.get(option_key(argument))
-        if argument.startswith("--") and option is not None:
-            raise UserError("sweep.own_option", f"{argument}: the sweep sets this by {option}")
+        key = option_key(argument)
+        if argument.startswith("--") and key in sweep_options:
+            raise UserError(
+                "sweep.own_option", f"{argument}: the sweep sets this by {sweep_options[key]}"
+            )
 
     # A run per combination.
     paths = [os.path.abspath(config) for config in configs]
@@ -207,7 +212,7 @@ def make_sweep(
     for path, rate, seed in itertools.product(paths, rates, seed_values):
         runs.append(PlannedRun(run_name(Path(path), rate, seed), path, rate, seed))
 
-    # Names are folders.
+    # Each run has a folder by its name.
     name, count = Counter(run.name for run in runs).most_common(1)[0]
     if count > 1:
         raise UserError(
@@ -241,6 +246,7 @@ def run_name(config: Path, rate: float | None, seed: int | None) -> str:
     """Return CONFIG-lr3e-3-seed1, which does not depend on the other runs of a sweep."""
     parts = [config.stem]
     if rate is not None:
+        # exactly the float, without a zero too many: 3e-3, not 3.00e-03
         digits, _, exponent = f"{Decimal(repr(rate)).normalize():e}".partition("e")
         parts.append(f"lr{digits}e{int(exponent)}")
     if seed is not None:
@@ -264,7 +270,7 @@ def data_differences(sweep: Sweep) -> list[str]:
     defaults |= {f"data.{setting.name}": setting.default for setting in fields(Data)}
     experiments = [read_experiment(Path(path)) for path in sweep.configs]
 
-    # an option, or a seed of the sweep, is the same in all configs
+    # An option, or a seed of the sweep, is the same in all configs.
     keys = defaults.keys() - {option_key(argument) for argument in sweep.arguments}
     if sweep.runs[0].seed is not None:
         keys -= {*SEED_KEYS[sweep.seed_of]}
@@ -282,8 +288,11 @@ def read_sweep(folder: Path) -> Sweep:
     """Read SWEEP/sweep.json. Raises UserError if it is missing or damaged."""
     try:
         sweep = read_record(folder / PLAN, Sweep)
-        with parsing(folder / PLAN):  # a KeyError is damage: each run's config must be listed
-            _ = [sweep.configs[run.config] for run in sweep.runs]
+
+        # Later code looks up the hash of each run's config.
+        for run in sweep.runs:
+            if run.config not in sweep.configs:
+                raise UnreadableFile(folder / PLAN, f"is damaged: no {run.config!r}")
         return _with_moved_configs(sweep, folder)
     except UnreadableFile as error:
         if error.is_missing:
@@ -305,8 +314,10 @@ def _with_moved_configs(sweep: Sweep, folder: Path) -> Sweep:
 
     paths = {}
     for path in sweep.configs:
+        paths[path] = path
         moved = os.path.normpath(os.path.join(folder_now, os.path.relpath(path, sweep.folder)))
-        paths[path] = moved if os.path.exists(moved) else path
+        if os.path.exists(moved):
+            paths[path] = moved
     return sweep.with_paths(paths)
 
 
@@ -340,10 +351,12 @@ def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
             "sweep.other_plan",
             f"{path} belongs to a board of `canon playground`: choose another folder",
         )
+    # Until a run has started, the new plan replaces the old one.
     started = [run for run in old.runs if has_started(folder / run.name)]
     if not started and not extend:
         return new, old
 
+    # Then it may add runs, if it agrees with the old one in all else.
     old_names = {run.name for run in old.runs}
     added = [run for run in new.runs if run.name not in old_names]
     faults = _plan_faults(old, new, started)
@@ -366,12 +379,14 @@ def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
 
 def _plan_faults(old: Sweep, new: Sweep, started: Sequence[PlannedRun]) -> list[str]:
     """Say how a new plan contradicts the old one, of which these runs have started."""
+    # The options of all runs.
     faults = []
     if old.seed_of != new.seed_of and old.runs[0].seed is not None:
         faults.append(f"its --seed-of is {old.seed_of}, not {new.seed_of}")
     if old.arguments != new.arguments:
         faults.append(f"its options are {joined(old.arguments)}, not {joined(new.arguments)}")
 
+    # A run keeps its config, whose values may change until one of its runs has started.
     new_configs = {run.name: run.config for run in new.runs}
     for run in old.runs:
         config = new_configs.get(run.name, run.config)
@@ -435,6 +450,7 @@ def _refuse_keys(overrides: Sequence[str]) -> None:
 def run_plan(options: argparse.Namespace) -> None:
     """Write or extend the plan, and print it."""
     overrides = options.overrides
+    # After the first --section.key, these are options of the runs: they would be lost.
     if misplaced := PLAN_OPTIONS.intersection(word.replace("_", "-") for word in overrides):
         raise UserError(
             "sweep.misplaced_option", f"{', '.join(misplaced)}: pass it before {overrides[0]}"
@@ -442,6 +458,7 @@ def run_plan(options: argparse.Namespace) -> None:
     if options.seed_of and not options.seeds:
         raise UserError("sweep.value", "--seed-of needs --seeds")
 
+    # Write it, then print it with what may surprise.
     new = make_sweep(
         options.configs,
         options.lr,
@@ -481,13 +498,15 @@ def run_run(options: argparse.Namespace) -> None:
     _refuse_keys(options.overrides)
     folder: Path = options.sweep
     sweep = read_sweep(folder)
-    if not 1 <= options.number <= len(sweep.runs):
-        raise UserError("sweep.value", f"no run {options.number}: expected 1 to {len(sweep.runs)}")
-    planned = sweep.runs[options.number - 1]
+    number: int = options.number
+    if not 1 <= number <= len(sweep.runs):
+        raise UserError("sweep.value", f"no run {number}: expected 1 to {len(sweep.runs)}")
+    planned = sweep.runs[number - 1]
     if sweep.is_done(planned, folder):
         print(f"{planned.name}: DONE, nothing to do", file=sys.stderr)
         return
 
+    # slurm/sweep.sh starts the trainer itself
     arguments = sweep.launch(planned, folder)
     if options.print0:
         print(*arguments, sep="\0", end="\0")
@@ -498,9 +517,7 @@ def run_run(options: argparse.Namespace) -> None:
 
 def train_command(arguments: Sequence[str], ranks: int = 1) -> list[str]:
     """Return the command that trains with `arguments`, as of `Sweep.launch`, on `ranks` ranks."""
-    launcher = []  # one rank needs no torchrun
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = torchrun(ranks) if ranks > 1 else []
     return [sys.executable, *launcher, "-m", "canon_pretrain.train", "--config", *arguments]
 
 
@@ -513,6 +530,8 @@ def run_todo(options: argparse.Namespace) -> None:
     config_numbers: dict[str, str] = {}  # the first run of each config, whose job is checked
     for index, planned in enumerate(sweep.runs, 1):
         number = str(index)
+
+        # A run of another plan is not done, but must not be overwritten.
         if problem := sweep.other_plan(planned, folder):
             print(f"NOTE: {planned.name} is skipped: {problem}", file=sys.stderr)
         elif number not in skipped and not RunFolder(folder / planned.name).done_file.exists():
@@ -551,6 +570,7 @@ def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
 
     rows = []
     for number, run in enumerate(sweep.runs, 1):
+        # Its state: failed for another plan, or as its folder says.
         row = Row(number, run.name)
         if problems[run.name] is not None:
             row = replace(row, state="failed", reason=problems[run.name])
@@ -565,6 +585,7 @@ def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
                 job_id=summary.job_id,
                 reason=summary.reason,
             )
+        # Its loss, which is absent before the common step.
         if run.name in held_out.losses:
             row = replace(
                 row,
@@ -596,13 +617,12 @@ def _held_out_losses(runs: Sequence[PlannedRun], folder: Path) -> HeldOut:
                 losses = read_losses(RunRecord(folder / run.name))
                 run_losses[run.name] = {at: x for at, x in losses.items() if math.isfinite(x)}
 
-        # losses are compared at the same step and held-out text
+        # Losses can be compared at one step and on one held-out text only.
         num_runs = Counter(itertools.chain.from_iterable(run_losses.values()))
         if num_runs:
             common = max(num_runs, key=lambda scored: (num_runs[scored], scored))
-            step, _ = common
             losses_at = {name: x[common] for name, x in run_losses.items() if common in x}
-            return HeldOut(source, step, losses_at)
+            return HeldOut(source, common.step, losses_at)
     return HeldOut("", 0, {})
 
 
@@ -617,7 +637,9 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     from canon_pretrain.stats.decide import ALPHA
     from canon_pretrain.stats.noise import pooled_variance, student_half_width
 
-    losses: dict[str, dict[float | None, list[float]]] = {}  # config -> learning rate -> by seed
+    # The losses of all seeds, by config and learning rate.
+    losses: dict[str, dict[float | None, list[float]]] = {}
+    subject = ""
     for run, row in zip(sweep.runs, rows, strict=True):
         if row.held_out_loss is not None:
             rate_losses = losses.setdefault(run.config, {})
@@ -627,39 +649,45 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     if not losses:
         return ["held-out loss: unknown; evaluate with `canon eval run --suite validation`"]
 
-    # The losses of each config at its best learning rate; the first config is the base.
+    # Of each config, those at its best learning rate; the first config is the base.
     best = {}
     for config, rate_losses in losses.items():
         rate = rate_optimum(rate_losses, lower_is_better=True).rate
         best[run_name(Path(config), rate, None)] = rate_losses[rate]
     (base_name, base_losses), *others = best.items()
     base_mean = statistics.fmean(base_losses)
+    base_count = len(base_losses)
     if not others:
-        num_seeds = len(base_losses)
-        return [f"{subject} lowest with {base_name}, {base_mean:.4f} ({num_seeds} seeds)"]
+        return [f"{subject} lowest with {base_name}, {base_mean:.4f} ({base_count} seeds)"]
 
+    # The noise of seeds is taken as the same everywhere.
     seed_groups = [group for rate_losses in losses.values() for group in rate_losses.values()]
     variance, df = pooled_variance(seed_groups)
     verdicts = []
     for name, config_losses in others:
+        count = len(config_losses)
         difference = statistics.fmean(config_losses) - base_mean
         size = abs(difference)
-        verdict, direction = ("better", "lower") if difference < 0 else ("worse", "higher")
+        verdict = "worse"
+        direction = "higher"
+        if difference < 0:
+            verdict = "better"
+            direction = "lower"
         margin = f"by {size:.3g} nats/token than {base_name}"
         # of a difference between two means: s^2 (1 / n + 1 / m)
-        stderr = math.sqrt(variance * (1 / len(config_losses) + 1 / len(base_losses)))
+        stderr = math.sqrt(variance * (1 / count + 1 / base_count))
         if not stderr:
             verdicts.append(f"{name} {direction} {margin}; no verdict without several seeds")
             continue
 
-        # Bonferroni: each of the comparisons is made at the level ALPHA / number of them
+        # Bonferroni: each comparison is made at the level ALPHA / number of comparisons
         p = min(1.0, student_p(size, stderr, df) * len(others))
         half_width = student_half_width(stderr, df, ALPHA / len(others))
         if p > ALPHA:
             verdict = f"within noise, {direction}"
         verdicts.append(
             f"{name} {verdict} {margin} (95 % {size - half_width:.3g} to {size + half_width:.3g}, "
-            f"p {p:.2g}, over {len(config_losses)} and {len(base_losses)} seeds)"
+            f"p {p:.2g}, over {count} and {base_count} seeds)"
         )
     return [f"{subject} {verdict}" for verdict in verdicts]
 
@@ -671,8 +699,9 @@ def print_rows(rows: Sequence[Row]) -> None:
 
 def show_table(rows: Sequence[Row], verdicts: Sequence[str] = ()) -> None:
     """Print the verdicts, the rows, and the number of runs by state."""
+    # In a pipe, each row is one line, for grep.
     console = Console()
-    if not console.is_terminal:  # a line per row, for grep
+    if not console.is_terminal:
         console = Console(width=100_000, color_system=None)
     for verdict in verdicts:
         console.print(Text(verdict, style="bold"), soft_wrap=True)

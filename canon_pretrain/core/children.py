@@ -47,6 +47,11 @@ def end_with_torchrun() -> None:
         end_with(os.getppid())
 
 
+def torchrun(num_ranks: int) -> list[str]:
+    """Return arguments of Python that start ranks on this machine; `-m MODULE` follows."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+
+
 def start_child(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
     """Start a process in a new session that receives SIGTERM when this one ends."""
     parent = os.getpid()

@@ -14,9 +14,9 @@ import stat
 from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar, cast
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from canon_pretrain.core.errors import UserError
 
@@ -133,6 +133,9 @@ def read_json(
         raise ValueError("it holds no JSON object")
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+"""A number of a record: an integer of 64 bits"""
+
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
 
@@ -160,6 +163,13 @@ def read_record(
     """Return the JSON file `path` as `kind` (see parse_record). Raises UnreadableFile."""
     with parsing(path):
         return parse_record(read_bytes(path, max_bytes), kind, finite=finite)
+
+
+def find_record(path: Path, kind: type[T]) -> T | None:
+    """Return the JSON file `path` as `kind`; None if it is missing or damaged."""
+    with contextlib.suppress(UnreadableFile):
+        return read_record(path, kind)
+    return None
 
 
 def sha256_file(path: Path) -> str:

@@ -92,6 +92,7 @@ class Gpu:
             total_memory=self.memory_bytes,
             multi_processor_count=self.multi_processors,
             L2_cache_size=self.l2_bytes,
+            # the same for all of GPUS
             warp_size=32,
             max_threads_per_multi_processor=2048,
             regs_per_multiprocessor=65536,

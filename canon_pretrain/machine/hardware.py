@@ -36,11 +36,11 @@ THROTTLE_REASONS = (
 
 def find_gpu() -> str | None:
     """Return evidence of an NVIDIA GPU, usable or not; None if there is none."""
-    for device_file in sorted(glob.glob(DEVICE_FILES)):
-        return device_file
-    for line in _gpu_lines():
-        return f"nvidia-smi: {line}"
-    return None
+    device_files = sorted(glob.glob(DEVICE_FILES))
+    if device_files:
+        return device_files[0]
+    lines = _gpu_lines()
+    return f"nvidia-smi: {lines[0]}" if lines else None
 
 
 def _gpu_lines() -> list[str]:
@@ -69,11 +69,11 @@ def query_gpu(gpu: str) -> dict[str, Any] | None:
     if len(values) != len(GPU_FIELDS):
         return None
 
-    driver, *numbers, mask_text = values
+    driver, *texts, mask_text = values
     mask = int(mask_text, 16) if mask_text.startswith("0x") else 0
-    reasons = [text for bit, text in enumerate(THROTTLE_REASONS) if mask >> bit & 1]
-    # such as [N/A]
-    figures = [None if number.startswith("[") else float(number) for number in numbers]
+    reasons = [reason for bit, reason in enumerate(THROTTLE_REASONS) if mask >> bit & 1]
+    # [N/A] for what this GPU does not report
+    figures = [None if text.startswith("[") else float(text) for text in texts]
     return dict(zip(GPU_FIELDS, [driver, *figures, reasons], strict=True))
 
 
@@ -96,7 +96,7 @@ def read_text(path: Path) -> str:
 
 
 def cpu_info(field: str) -> str:
-    """Return a field of /proc/cpuinfo, of the first core; empty without it."""
+    """Return a field of the first core in /proc/cpuinfo; empty without it."""
     for line in read_text(Path("/proc/cpuinfo")).splitlines():
         if line.startswith(field):
             return line.partition(":")[2].strip()

@@ -14,6 +14,7 @@ def physical_memory() -> int:
 
 def available_memory(root: Path = Path("/")) -> int:
     """Return the bytes of available main memory, within every cgroup's limit."""
+    # What all processes of this node leave.
     limits = [physical_memory()]
     meminfo = read_text(root / "proc/meminfo")
     available = re.search(r"^MemAvailable:\s*(\d+) kB", meminfo, re.MULTILINE)

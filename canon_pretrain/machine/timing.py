@@ -51,14 +51,18 @@ def steps_per_second(step: Step, seconds: float, clock: Callable[[], float]) -> 
         return clock() - begin
 
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    # the first calls also warm up
+
+    # How many calls take `seconds`; the first ones also warm up.
     fastest_s = min(run(1) for _ in range(3))
     count = max(1, round(seconds / max(fastest_s, 1e-6)))
     return count / max(run(count), 1e-9)
 
 
 def best_rate(step: Callable[[], None], seconds: float, measurements: int) -> float:
-    """Return the calls per second in the fastest of several measurements: others are disturbed."""
+    """Return the calls per second in the fastest of several measurements: others are disturbed.
+
+    `seconds`: of all measurements together.
+    """
     rates: list[float] = []
     begin = time.perf_counter()
     while not rates or time.perf_counter() - begin < seconds:
@@ -101,6 +105,7 @@ def compare(
     base_times: list[float] = []
     timings: dict[str, Timing] = {}
     for name, build in others:
+        # Steps of a pair see the same state of the machine.
         step, peak = _build(build)
         pairs = alternate(_timer(base, block_s), _timer(step, block_s), num_pairs)
         del step  # before the next one is built

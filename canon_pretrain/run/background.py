@@ -119,12 +119,12 @@ class LiveExports:
         _close_pipe(process)
         output = self._output(target)
         try:
-            # its last line of output is the reason
-            if process.wait(wait_s):
-                text = output.read_text(errors="replace").strip() or "it produced no output"
-                self._report(target, f"{failure}: {text.splitlines()[-1].rstrip('.')}")
-            else:
+            if process.wait(wait_s) == 0:
                 output.unlink(missing_ok=True)
+                return
+            # the last line of output is the reason
+            text = output.read_text(errors="replace").strip() or "it produced no output"
+            self._report(target, f"{failure}: {text.splitlines()[-1].rstrip('.')}")
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and its child processes
@@ -135,6 +135,7 @@ class LiveExports:
             self._report(target, f"{failure}: {error}")
 
     def _output(self, target: str) -> Path:
+        """Return the file with an export's output, which is removed if it succeeds."""
         return self._folder / f".export-{target}.log"
 
     def _report(self, target: str, problem: str) -> None:
@@ -151,13 +152,12 @@ def _close_pipe(process: Process) -> None:
 
 def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Yield (target, command) of each live export that the job's `metrics` section enables."""
+    # They end with the trainer, which closes their stdin.
     export = [sys.executable, "-m", "canon_pretrain", "run", "export"]
     run = [str(folder.resolve()), "--follow", "--beside-trainer"]
     if settings.enable_tensorboard:
-        yield (
-            "tensorboard",
-            [*export, "tensorboard", *run, f"--tb-folder={settings.save_tb_folder}"],
-        )
+        tb_folder = f"--tb-folder={settings.save_tb_folder}"
+        yield "tensorboard", [*export, "tensorboard", *run, tb_folder]
 
     mode = settings.wandb_mode or os.environ.get("WANDB_MODE") or "online"
     if settings.enable_wandb and mode != "disabled":

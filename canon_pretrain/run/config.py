@@ -15,6 +15,7 @@ from canon_pretrain.core.errors import UserError, nearest
 from canon_pretrain.core.files import UnreadableFile, read_bytes
 
 T = TypeVar("T")
+MAX_BYTES = 1 << 20  # of a config file
 
 
 def valid_world_sizes(global_batch_size: int, multiple_of: int = 1) -> list[int]:
@@ -34,14 +35,16 @@ def read_experiment(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str,
         raise UserError("config.extends_loop", f"`extends` is circular: {names}", path=path)
 
     try:
-        values = tomllib.loads(read_bytes(path, 1 << 20).decode())
+        values = tomllib.loads(read_bytes(path, MAX_BYTES).decode())
     except UnreadableFile as error:
         origin = f" (named by `extends` in {extended_by[-1]})" if extended_by else ""
         raise UserError("config.unreadable", f"config file {error}{origin}", path=path) from None
-    except (ValueError, RecursionError) as error:
-        fault = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserError("config.toml", f"{path} is not valid TOML: {fault}", path=path) from None
+    except RecursionError:
+        raise _not_toml(path, "nested too deeply") from None
+    except ValueError as error:
+        raise _not_toml(path, str(error)) from None
 
+    # The files that it extends: one path, or several.
     extends = values.pop("extends", [])
     bases = [extends] if isinstance(extends, str) else extends
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
@@ -58,15 +61,16 @@ def read_experiment(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str,
     return merge(merged, values)
 
 
+def _not_toml(path: Path, fault: str) -> UserError:
+    return UserError("config.toml", f"{path} is not valid TOML: {fault}", path=path)
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` updated by `over`: tables are merged, any other value is replaced."""
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        if isinstance(old, dict) and isinstance(value, dict):
-            merged[key] = merge(old, value)
-        else:
-            merged[key] = value
+    merged = {**base, **over}
+    for key in base.keys() & over.keys():
+        if isinstance(base[key], dict) and isinstance(over[key], dict):
+            merged[key] = merge(base[key], over[key])
     return merged
 
 

@@ -138,13 +138,13 @@ def named_runs(paths: Iterable[Path], *, planned: bool = False) -> list[Path]:
         runs_at_path = list(runs_below(path, planned=planned))
         if not runs_at_path and not planned:
             raise not_a_run(path)
-        runs += runs_at_path or [path]
+        runs += runs_at_path or [path]  # `path` may be a planned run
     return runs
 
 
 def not_a_run(path: Path) -> UserError:
     """Return the error for a path without a run; its message describes the path."""
-    problem = f"no run in {path}"
+    problem = f"no run in {path}"  # but other files
     if not path.exists():
         problem = f"{path} does not exist"
     elif path.is_dir() and not os.listdir(path):
@@ -172,6 +172,7 @@ def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iter
     if not depth:
         return
 
+    # Planned runs come first; the folder may have others.
     plan: list[str] = []
     names: list[str] = []
     with contextlib.suppress(UserError, KeyError, TypeError):  # not a sweep
@@ -210,6 +211,7 @@ def unique_labels(paths: Sequence[Path]) -> list[str]:
         if resolved.count(path) > 1:
             raise UserError("run.given_twice", f"{path} is passed twice", path=path)
 
+    # Labels that are not unique get one more parent at a time.
     labels = [path.name for path in resolved]
     max_depth = max((len(path.parts) for path in resolved), default=0)
     for depth in range(2, max_depth + 1):

@@ -83,9 +83,7 @@ _ALLOWED = re.compile(
 
 def read_run(folder: RunFolder) -> RunFacts | None:
     """Return the content of run.json; None if it is missing or damaged."""
-    with contextlib.suppress(UnreadableFile):
-        return files.read_record(folder.run_file, RunFacts)
-    return None
+    return files.find_record(folder.run_file, RunFacts)
 
 
 class BegunLaunch(NamedTuple):
@@ -113,6 +111,7 @@ def known_run(folder: RunFolder) -> RunFacts | None:
     if run is not None:
         return run
 
+    # Either may lack launches that the other has: the next number must be new in both.
     launch = newest_launch(folder) or {}
     event = _last_event(folder.log_file)
     if not launch and not event:
@@ -137,8 +136,11 @@ def launch_numbers(folder: RunFolder) -> list[int]:
 
 def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
     """Return launch.json of the newest launch with a readable record; None if there is none."""
-    records = (read_launch(folder, number) for number in reversed(launch_numbers(folder)))
-    return next((record for record in records if record is not None), None)
+    for number in reversed(launch_numbers(folder)):
+        record = read_launch(folder, number)
+        if record is not None:
+            return record
+    return None
 
 
 def read_launch(folder: RunFolder, number: int) -> dict[str, Any] | None:
@@ -193,9 +195,7 @@ def mark_applied(path: Path, option: str, environ: Mapping[str, str] = os.enviro
 
 
 def _read_applied(path: Path) -> dict[str, _Attempt]:
-    with contextlib.suppress(UnreadableFile):
-        return files.read_record(path, dict[str, _Attempt])
-    return {}
+    return files.find_record(path, dict[str, _Attempt]) or {}
 
 
 # -- records
@@ -223,7 +223,7 @@ def packages() -> list[str]:
     pins = set()
     for distribution in importlib.metadata.distributions(path=path):
         metadata = distribution.metadata
-        if {"Name", "Version"} <= {*metadata}:
+        if "Name" in metadata and "Version" in metadata:  # else it is broken
             pins.add(f"{metadata['Name']}=={metadata['Version']}")
     return sorted(pins, key=str.lower)
 
@@ -239,7 +239,7 @@ def own_version() -> str | None:
 class LaunchRecord:
     """The record of one launch, collected in a thread; `write` writes it to the run folder."""
 
-    facts: RunFacts
+    run: RunFacts
     arguments: Sequence[str]
     _: KW_ONLY
     fingerprint: str
@@ -281,7 +281,7 @@ class LaunchRecord:
     def write(self, folder: RunFolder, trainer_fields: dict[str, Any]) -> list[str]:
         """Write the record, with the trainer's fields, and README.md; return the problems."""
         self._is_written = True
-        target = folder.launch_path(self.facts.launches)
+        target = folder.launch_path(self.run.launches)
         try:
             launch = self._launch() | trainer_fields
             contents = {
@@ -304,30 +304,33 @@ class LaunchRecord:
 
     def release_if_unused(self, folder: RunFolder) -> None:
         """Release the launch's number if it has written neither a record nor a log line."""
-        number = self.facts.launches
+        number = self.run.launches
         with contextlib.suppress(OSError, UnreadableFile):  # harmless: a gap in the numbers
             if self._is_written or _last_event(folder.log_file).get("segment") == number:
                 return
-            if number == 1:
+            if number == 1:  # then it has created run.json
                 folder.run_file.unlink(missing_ok=True)
             else:
-                files.write_json(folder.run_file, asdict(replace(self.facts, launches=number - 1)))
+                files.write_json(folder.run_file, asdict(replace(self.run, launches=number - 1)))
 
     def _launch(self) -> dict[str, Any]:
         """Return the content of launch.json."""
         holder = self._wait()
         patch = self._source.patch
         return {
-            "launch": self.facts.launches,
-            "run_id": self.facts.run_id,
-            "created": self.facts.created,
+            # which launch, of which run
+            "launch": self.run.launches,
+            "run_id": self.run.run_id,
+            "created": self.run.created,
             "time": utc_now(),
+            # how it was started, and how to continue it
             "command": {
                 "again": resume_command(self.arguments, self.environ),
                 "arguments": list(self.arguments),
                 "process": sys.orig_argv,
                 "folder": os.getcwd(),
             },
+            # where it runs
             "host": holder.host,
             "pid": holder.pid,
             "python": platform.python_version(),
@@ -337,6 +340,7 @@ class LaunchRecord:
                 "restart_count": holder.restart_count,
                 "nodes": self.environ.get("SLURM_JOB_NODELIST"),
             },
+            # what it trains on, with which code
             "data": {"fingerprint": self.fingerprint, "folders": list(self.folders)},
             "git": {
                 **asdict(self._source),
@@ -373,7 +377,7 @@ class LaunchRecord:
             return "not in a git commit"
         code = f"commit {source.commit[:12]} of {source.origin or source.folder}"
         if source.dirty:
-            return f"{code}, with the changes in launches/{self.facts.launches:03}/source.patch"
+            return f"{code}, with the changes in launches/{self.run.launches:03}/source.patch"
         return code
 
 
@@ -388,6 +392,7 @@ def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
     from canon_pretrain.run.identity import ONE_SHOT_KEYS
     from canon_pretrain.run.setting import option_key
 
+    # How this launch was started; a user fills in HOST:PORT.
     launcher = "python"
     world_size = environ.get("WORLD_SIZE", "1")
     local_world_size = environ.get("LOCAL_WORLD_SIZE", "1")
@@ -398,7 +403,7 @@ def resume_command(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
             nodes = f"--nnodes {num_nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT "
         launcher = f"torchrun {nodes}--nproc-per-node {local_world_size}"
 
-    # an option is dropped together with the values that follow it
+    # An option is dropped together with the values that follow it.
     repeated: list[str] = []
     is_dropped = False
     for argument in arguments:

@@ -11,7 +11,7 @@ from canon_pretrain.run.sections import SETTINGS
 from canon_pretrain.run.setting import limits_of
 
 LIMITS = {name: kind for name, hint in SETTINGS.items() if (kind := limits_of(hint)) is not None}
-LIMITED = tuple(LIMITS)
+"""Dotted name of a setting with limits -> the type that pydantic checks."""
 OPTIMIZERS = ("Adam", "AdamW")
 """Those that torchtitan builds."""
 
@@ -20,7 +20,7 @@ _adapter = functools.cache(TypeAdapter)
 
 def check_limits(values: Mapping[str, Any]) -> None:
     """Raise UserError for a value, by dotted name, that is out of its limits."""
-    for name in filter(values.__contains__, LIMITED):
+    for name in filter(values.__contains__, LIMITS):
         try:
             _adapter(LIMITS[name]).validate_python(values[name], strict=True)
         except ValidationError as error:
@@ -40,19 +40,20 @@ def schedule_faults(schedule: Any, steps: int) -> Iterator[str]:
     warmup = schedule.warmup_steps
     ratio = schedule.decay_ratio
     total = schedule.total_steps
-    if schedule.decay_steps is not None:  # InfiniteLR
+    if schedule.decay_steps is not None:  # InfiniteLR decays once, then is constant
         if ratio is not None or total is not None:
             yield "lr_scheduler.decay_steps: unset decay_ratio and total_steps"
         return
 
     if total is not None and total < steps:
         yield f"lr_scheduler.total_steps = {total} < training.steps = {steps}: unset total_steps"
+    # WSD: warmup and decay must fit in the schedule.
     name = "training.steps"
     length = steps
     if total is not None:
         name = "total_steps"
         length = total
-    decay = 0 if ratio is None else round(length * ratio)
+    decay = round(length * ratio) if ratio is not None else 0
     if warmup + decay > length:
         yield (
             f"lr_scheduler.warmup_steps = {warmup} + {decay} decay steps (decay_ratio = {ratio}) "

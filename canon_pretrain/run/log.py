@@ -35,9 +35,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 from canon_pretrain.core import files
 from canon_pretrain.core.files import MAX_LINE_BYTES, UnreadableFile, open_regular
@@ -93,7 +91,7 @@ class RunFacts:
 
     run_id: str  # 8 hexadecimal digits; a fresh start is a new run
     created: str
-    launches: Annotated[int, Field(ge=0, lt=1 << 63)]  # that trained or wrote to the log
+    launches: files.Count  # that trained or wrote to the log
 
 
 class Event(dict[str, Any]):
@@ -124,19 +122,20 @@ class RunLog:
     def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
         self._may_write = may_write
-        facts = _read_facts(path)
+        run = _read_facts(path)
         self.segment = 1
         self._head: dict[str, Any] = {}  # fields of every line
-        if facts is not None:
-            self.segment = facts.launches
-            self._head = {"run_id": facts.run_id, "segment": facts.launches}
+        if run is not None:
+            self.segment = run.launches
+            self._head = {"run_id": run.run_id, "segment": run.launches}
         self._unwritten = bytearray()
         self._dropped = 0  # lines since the last one that was kept
         self._is_full = False  # whether the last write failed, for one warning
         self._is_closed = False
-        self._memory = threading.Lock()  # held for microseconds only
+        self._memory = threading.Lock()  # of the lines; held for microseconds only
         self._writing = Background(self._write_waiting, "run log")
 
+        # A pipe or a device would block, or lose the lines.
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, OPEN_FLAGS, 0o644)
@@ -159,6 +158,8 @@ class RunLog:
         with self._memory:
             if self._is_closed:
                 return
+
+            # The first line after dropped ones says how many they were.
             if self._dropped:
                 line = self._line("lines_dropped", {"lines": self._dropped}) + line
             if len(self._unwritten) + len(line) <= MAX_WAITING_BYTES:
@@ -197,9 +198,9 @@ class RunLog:
             if (run and run.run_id) != self._head.get("run_id"):
                 return  # another launch archived this log and its run.json
 
-            event = "replaced: continuing in the new file"
+            change = "replaced: continuing in the new file"
             if not exists:
-                event = "removed: rewritten"
+                change = "removed: rewritten"
                 size = os.fstat(self._descriptor).st_size
                 files.write_atomic(self.path, os.pread(self._descriptor, size, 0))
             # keep the number: other threads may use it
@@ -207,7 +208,7 @@ class RunLog:
             os.dup2(descriptor, self._descriptor, inheritable=False)
             os.close(descriptor)
             self._end_torn_line()
-            logger.warning(f"{self.path} was {event}")
+            logger.warning(f"{self.path} was {change}")
 
     def _append(self) -> None:
         try:
@@ -289,6 +290,7 @@ def read_log(path: Path) -> list[Event]:
             break  # still being written: its rest would be read as another line
         if event is None and line.strip():
             num_invalid += 1
+
     if num_invalid:
         logger.warning(f"{path}: skipped {num_invalid} invalid line(s)")
     return drop_superseded(events)
@@ -304,8 +306,9 @@ def read_tail(
             start = max(0, size - num_bytes)
             file.seek(start)
             lines = file.read(size - start).split(b"\n")
-            # the first line may be incomplete
-            events = drop_superseded(parse_events(lines[1:] if start else lines))
+            if start:
+                del lines[0]  # it may be incomplete
+            events = drop_superseded(parse_events(lines))
 
             is_enough = until is None or any(event.kind == until for event in events)
             if is_enough or not start or num_bytes >= MAX_TAIL_BYTES:
@@ -323,7 +326,8 @@ def drop_superseded(events: Iterable[Event]) -> list[Event]:
         launch = newest  # of events without a run_id
         if event.get("run_id"):
             launch = f"{event['run_id']} {event.get('segment')}"
-        if launch in launches and launch != newest and event.kind not in SEGMENT_EVENTS:
+        is_late = launch in launches and launch != newest
+        if is_late and event.kind not in SEGMENT_EVENTS:
             continue
         launches.add(launch)
         newest = launch
@@ -348,13 +352,11 @@ def parse_events(lines: Iterable[bytes]) -> list[Event]:
 
 def _parse(line: bytes) -> Event | None:
     """Return the event in a line; None if it is invalid or one of its fields has a wrong type."""
-    try:
+    # truncated, zeros after a crash, not UTF-8, not an object
+    with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
         event = Event(**files.parse_json(line, finite=False))
         if isinstance(event["event"], str):
             return _checked(event)
-    # truncated, zeros after a crash, not UTF-8, not an object
-    except (ValueError, LookupError, TypeError, AttributeError):
-        pass
     return None
 
 
@@ -363,13 +365,14 @@ def _checked(event: Event) -> Event:
 
     Raises ValueError, LookupError, TypeError or AttributeError for an odd value.
     """
+    # Integers stay integers, of 64 bits.
     for name, kinds in INTEGERS.items():
         if name in event or event.kind in kinds:
             _check_integer(event[name])
     for num_tokens in (event.get("source_tokens") or {}).values():
         _check_integer(num_tokens)
 
-    # An optional number may be null, except a loss, which `number` refuses.
+    # Any other number may be null, except a loss, which `number` refuses.
     number(event.get("loss", 0.0))
     _convert_numbers(event, NUMBERS)
     if scores := event.get("scores"):
@@ -377,6 +380,7 @@ def _checked(event: Event) -> Event:
     for source_losses in (event.get("sources") or {}).values():
         _convert_numbers(source_losses, NUMBERS)
 
+    # Texts, which are printed.
     for name in TEXTS:
         _check_text(event.get(name, ""))
     for digest in _list(event, "data_digests"):
@@ -425,10 +429,12 @@ class LogFollower:
         try:
             with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
+                # another file, or it was truncated: start again
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode = status.st_ino  # another file, or it was truncated: start again
+                    self._inode = status.st_ino
                     self._offset = 0
 
+                # only complete lines are read, however many times it takes
                 file.seek(self._offset)
                 while line := file.readline(MAX_LINE_BYTES):
                     if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:

@@ -106,7 +106,10 @@ class Failures:
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
-    """Return `Results.asked` if its values have their types; ValueError, AttributeError."""
+    """Return `Results.asked` if its values have their types.
+
+    Raises ValueError, AttributeError or TypeError.
+    """
     for name, kind in ASKED.items():
         if name not in record or not isinstance(record[name], kind):
             raise ValueError(f"{name} is {str(record.get(name, 'missing'))[:40]}")
@@ -117,10 +120,10 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
     # Older results have no properties of tasks.
     tasks = record.get("tasks")
     for task, properties in ({} if tasks is None else tasks).items():
-        primary = properties.get("primary") or []
+        primary = properties.get("primary") or []  # a metric, or several
         chance = properties.get("chance")
         is_valid = (
-            (isinstance(primary, str) or all(isinstance(name, str) for name in primary))
+            all(isinstance(name, str) for name in primary)  # also of a string
             and isinstance(properties.get("higher_is_better") or {}, dict)
             and (chance is None or math.isfinite(chance))
         )
@@ -142,7 +145,7 @@ class Results:
 
     asked: Annotated[dict[str, Any], AfterValidator(_checked)]
     scores: dict[str, dict[str, Score]]
-    num_samples: dict[str, Annotated[int, Field(ge=0, lt=1 << 63)]]
+    num_samples: dict[str, files.Count]
     truncated: dict[str, int] = field(default_factory=dict)
     failures: dict[str, Failures] = field(default_factory=dict)
     num_sources: dict[str, int] = field(default_factory=dict)
@@ -169,12 +172,11 @@ class Results:
 
     def problems(self) -> list[str]:
         """Return a sentence per task with items without a score, and per score without a value."""
-        problems = []
-        for task, failures in self.failures.items():
-            if failures.count:
-                problems.append(
-                    f"{task}: {failures.count:,} items have no score, such as {failures.example}"
-                )
+        problems = [
+            f"{task}: {failures.count:,} items have no score, such as {failures.example}"
+            for task, failures in self.failures.items()
+            if failures.count
+        ]
         for task, metrics in self.scores.items():
             for metric, score in metrics.items():
                 if score.value is None:
@@ -254,7 +256,7 @@ class PartialResults:
         lock = self._folder / "lock"
         with locked(lock, str(folder), patience_s=math.inf, on_wait=lambda: log(text)):
             yield
-            if (folder / RESULTS).exists():
+            if (folder / RESULTS).exists():  # the evaluation is finished
                 self.remove()
 
     def read(self) -> dict[str, TaskResult]:
@@ -302,10 +304,11 @@ def write_results(
 ) -> None:
     """Write each task's samples, then results.json, which commits the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    # without results.json, the folder is not committed
+    # Without results.json, the folder is not committed: remove it before the samples change.
     (folder / RESULTS).unlink(missing_ok=True)
     for old in folder.glob(SAMPLES.format("*")):
         old.unlink()
+
     for task, records in samples.items():
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         files.write_atomic(folder / _file_name(task, SAMPLES), lines.encode())
@@ -363,7 +366,6 @@ def read_results(path: Path) -> Results:
     for task, metrics in results.scores.items():
         count = results.num_samples.get(task)
         for name, score in metrics.items():
-            is_extreme = score.value is not None and score.value in (0, 1)
-            if score.stderr == 0 and is_extreme and count:
+            if score.stderr == 0 and score.value in (0, 1) and count:
                 metrics[name] = Score(score.value, bound=wilson_bound(score.number, count))
     return results

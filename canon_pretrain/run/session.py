@@ -83,7 +83,7 @@ class StopRequests:
         """Call `on_stuck` if the main thread does not react to a request."""
         interrupts = 0
         while not self._ended.is_set():
-            numbers = b""
+            numbers = b""  # of the signals since the last look, a byte each
             with contextlib.suppress(TimeoutError):
                 numbers = self._numbers.recv(64)
 
@@ -112,7 +112,9 @@ class StopRequests:
         """Restore the previous handlers of these signals; one that was ignored ends the process."""
         for number in numbers:
             handler = self._old.pop(number)
-            signal.signal(number, signal.SIG_DFL if handler is signal.SIG_IGN else handler)
+            if handler is signal.SIG_IGN:
+                handler = signal.SIG_DFL
+            signal.signal(number, handler)
 
     def __exit__(self, *error: object) -> None:
         self._checking.close()
@@ -206,9 +208,15 @@ class Session:
         self.log(f"ending without saving: {reason}")
         step = self.status.status.step if self.status is not None else 0
 
+        state: States = "stopped"
+        exit_code = 1
+        if reason == TWICE:
+            state = "failed"
+            exit_code = EXIT_INTERRUPTED
+
         def leave() -> None:
             if self.is_owner():
-                self.end("failed" if reason == TWICE else "stopped", reason, step)
+                self.end(state, reason, step)
                 with contextlib.suppress(UserError):
                     self.stop.remove_stop_file()
             self._release()
@@ -217,7 +225,7 @@ class Session:
         leaving = threading.Thread(target=leave, daemon=True)
         leaving.start()
         leaving.join(GRACE_S)
-        os._exit(EXIT_INTERRUPTED if reason == TWICE else 1)
+        os._exit(exit_code)
 
     def _take_folder(self) -> None:
         """Lock the run folder, and the one of checkpoints; write the first status."""
@@ -235,6 +243,7 @@ class Session:
                 path=run.path,
             ) from None
 
+        # Checkpoints may be in a folder that another run uses.
         another = "choose another folder with"
         self._lock(
             run.lock_file,
@@ -244,7 +253,7 @@ class Session:
         if self.checkpoints is not None:
             self._lock(RunFolder(self.checkpoints).lock_file, f"{another} --checkpoint.folder")
 
-        # with the lock, temporary files are those of launches that were killed
+        # With the lock, temporary files are those of launches that were killed.
         for file in (run.run_file, run.config_file, run.status_file):
             remove_leftovers(run.path, file.name)
 
@@ -258,8 +267,10 @@ class Session:
         return any(lock.lost for lock in self._locks)
 
     def _lock(self, path: Path, hint: str, **options: Any) -> None:
-        options |= {"hint": hint, "heartbeat_s": self.heartbeat_s, "log": self.log}
-        self._locks.append(LinkLock.acquire(path, **options))
+        lock = LinkLock.acquire(
+            path, hint=hint, heartbeat_s=self.heartbeat_s, log=self.log, **options
+        )
+        self._locks.append(lock)
 
     def is_owner(self) -> bool:
         """Return whether this launch still holds the lock, read from disk; True above rank 0."""
@@ -318,6 +329,7 @@ def archive_traces(folder: Path) -> Path | None:
     traces = [path for path in folder.glob("*") if path.is_file() and path.stat().st_size]
     if not traces:
         return None
+
     archives = (folder / f"launch-{number}" for number in itertools.count(1))
     archive = next(path for path in archives if not path.exists())
     archive.mkdir()

@@ -65,15 +65,18 @@ def option_key(option: str) -> str:
 
 def mark_of(hint: Any) -> Mark | None:
     """Return the mark of an annotation; None if it has none."""
-    for mark in getattr(hint, "__metadata__", ()):
-        if isinstance(mark, Mark):
-            return mark
-    return None
+    return _metadata(hint, Mark)
 
 
 def limits_of(hint: Any) -> Any:
     """Return the type that pydantic checks for an annotation; None if it has no limits."""
-    for limits in getattr(hint, "__metadata__", ()):
-        if isinstance(limits, Limits):
-            return limits.kind or Annotated[hint.__origin__, Field(**limits.bounds)]
-    return None
+    limits = _metadata(hint, Limits)
+    if limits is None:
+        return None
+    return limits.kind or Annotated[hint.__origin__, Field(**limits.bounds)]
+
+
+def _metadata(hint: Any, kind: type[T]) -> T | None:
+    """Return the argument of `Annotated` that is a `kind`; None without one."""
+    arguments = getattr(hint, "__metadata__", ())
+    return next((argument for argument in arguments if isinstance(argument, kind)), None)

@@ -99,6 +99,7 @@ def read_source_tree(
     if git.problems:
         return SourceTree(problem=f"{inside.parent} is not tracked by git: {git.problems[0]}")
 
+    # All changed files of the tree, of which the patch has a part.
     git.folder = Path(top)
     status = git.run("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
     # each record: two letters, a space, a path
@@ -117,16 +118,16 @@ def read_source_tree(
     ]
     patch = b""
     if in_patch:
-        # without a commit all files are new
-        base = "HEAD" if commit else "--cached"
-        diff = git.run("diff", *PLAIN, base, "--", *(f":(top,literal){name}" for name in in_patch))
+        base = "HEAD" if commit else "--cached"  # without a commit all files are new
+        paths = [f":(top,literal){name}" for name in in_patch]  # a name may have a *
+        diff = git.run("diff", *PLAIN, base, "--", *paths)
         patch = diff.encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
     if is_cut:  # after the last whole line
         patch = patch[: patch.rfind(b"\n", 0, patch_bytes) + 1]
 
     url = urlsplit(git.run("remote", "get-url", "origin", is_needed=False).strip())
-    host = url.netloc.rpartition("@")[2]
+    host = url.netloc.rpartition("@")[2]  # without user and password
     # last: slow in a tree with runs and data
     untracked = git.run("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
     return SourceTree(
@@ -138,7 +139,7 @@ def read_source_tree(
         left_out=[name for name in changed if name not in in_patch][:MAX_NAMES],
         patch=patch,
         patch_cut=is_cut,
-        problem=git.problems[0] if git.problems else None,
+        problem=next(iter(git.problems), None),
     )
 
 
@@ -155,7 +156,7 @@ class _Git:
 
     def run(self, *arguments: str, is_needed: bool = True) -> str:
         """Return the output of a git command; empty if it fails, which is a problem if needed."""
-        # whatever the user's configuration says
+        # Settings of the user must not change the output.
         settings = ["-c", "core.fsmonitor=false", "-c", "core.quotepath=off"]
         left_s = max(self._deadline - time.monotonic(), 0.1)
         try:
@@ -176,6 +177,7 @@ class _Git:
             message = done.stderr.decode(errors="replace").strip().partition("\n")[0]
             problem = message or f"git exited with code {done.returncode}"
 
+        # Without a remote or a commit, for example, some commands fail.
         if is_needed:
             self.problems.append(problem)
         return ""
@@ -204,13 +206,17 @@ def take_snapshot(run: RunFolder) -> Path:
     if newest is not None and not _faults(newest) and not differences(newest):
         return newest
 
+    # The files, the git state of the original, and the manifest.
     contents = {name: files.read_bytes(path) for name, path in _program().items()}
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
     tree = asdict(read_source_tree(Path(canon_pretrain.__file__).resolve()))
     tree["patch"] = tree["patch"].decode(errors="surrogateescape")
     contents[ORIGINAL] = json.dumps(tree, indent=2).encode()
     contents[MANIFEST] = (json.dumps({"files": hashes}, indent=2) + "\n").encode()
-    number = int(newest.name) + 1 if newest is not None else 1
+
+    number = 1
+    if newest is not None:
+        number = int(newest.name) + 1
     target = run.code / f"{number:03}"
     try:
         files.write_folder(target, contents)
@@ -302,18 +308,19 @@ def _faults(snapshot: Path) -> list[str]:
     except (OSError, UnreadableFile) as error:
         return [str(error)]
 
+    # None: a link, since what it points to may change, or a file that cannot be read.
     hashes: dict[str, str | None] = {}
     for path in snapshot.rglob("*"):
         name = path.relative_to(snapshot).as_posix()
-        if "__pycache__" in name.split("/") or name in (MANIFEST, ORIGINAL):
+        is_ignored = "__pycache__" in name.split("/") or name in (MANIFEST, ORIGINAL)
+        is_folder = path.is_dir() and not path.is_symlink()
+        if is_ignored or is_folder:
             continue
-        # a link differs from any file: what it points to may change
-        if path.is_symlink():
-            hashes[name] = None
-        elif not path.is_dir():
-            hashes[name] = None
+        hashes[name] = None
+        if not path.is_symlink():
             with contextlib.suppress(OSError):
                 hashes[name] = sha256_file(path)
-    names = sorted(hashes | recorded)
+
     # "": a file that is not in the manifest differs, even if it cannot be read
+    names = sorted(hashes | recorded)
     return [f"{n} differs from the manifest" for n in names if hashes.get(n) != recorded.get(n, "")]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, read_record, write_json
+from canon_pretrain.core.files import Count, UnreadableFile, find_record, read_record, write_json
 from canon_pretrain.core.holder import Holder, utc_now
 
 States = Literal["running", "stopped", "done", "failed"]
@@ -25,7 +25,6 @@ SLOW_AFTER_STEPS = 3
 PHASE_TIMEOUT_S = 1800.0  # of a phase without steps: data, a checkpoint, compilation
 
 
-Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Time = Annotated[str, Field(pattern=r"^\d{4}-[01]\d-[0-3]\dT[0-2]\d(:[0-5]\d){2}.*\+00:00$")]
 
 
@@ -70,9 +69,8 @@ class StatusWriter:
         # one writer at a time, so that the newest status is written last
         self._disk = threading.Lock()
 
-        previous = None
-        with contextlib.suppress(UserError):  # a damaged status must not prevent a launch
-            previous = read_status(path)
+        # a damaged status must not prevent a launch
+        previous = find_record(path, Status)
         process = Holder.of_this_process(environ)
         self.status = Status(
             state="running",
@@ -146,7 +144,7 @@ def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S)
     if (now.astimezone(UTC) - written).total_seconds() > dead_after_s:
         return "dead"
 
-    # The process lives; has its trainer made progress?
+    # The process lives: has its trainer made progress? Steps tell best; other phases take long.
     silent_s = (written - datetime.fromisoformat(status.heartbeat)).total_seconds()
     hung_after_s = PHASE_TIMEOUT_S
     slow_after_s = PHASE_TIMEOUT_S

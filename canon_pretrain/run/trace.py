@@ -53,7 +53,6 @@ def read_trace(path: Path) -> Trace:
     try:
         # names may contain invalid UTF-8 and control characters
         content = json.loads(path.read_text("utf-8", "replace"), strict=False)
-
         events = content["traceEvents"] if isinstance(content, dict) else content
         trace.num_events = len(events)
         for event in events:
@@ -71,12 +70,12 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
     if event.get("ph") != "X" or kind is None:
         return
 
-    link = "correlation" if kind in (LAUNCH, WORK) else "Sequence number"
     begin = float(event["ts"])
     end = begin + float(event.get("dur", 0))
-    number = int((event.get("args") or {}).get(link, -1))
+    link_name = "correlation" if kind in (LAUNCH, WORK) else "Sequence number"
+    link = int((event.get("args") or {}).get(link_name, -1))
 
     events = trace.work
     if kind != WORK:
         events = trace.threads[event.get("pid"), event.get("tid")]
-    events.append(Event(begin, end, event["name"], kind, number))
+    events.append(Event(begin, end, event["name"], kind, link))

@@ -20,7 +20,7 @@ from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.run import sections
 from canon_pretrain.run.config import valid_world_sizes
 from canon_pretrain.run.identity import IDENTITY
-from canon_pretrain.run.limits import LIMITED, OPTIMIZERS, check_limits, schedule_faults
+from canon_pretrain.run.limits import LIMITS, OPTIMIZERS, check_limits, schedule_faults
 from canon_pretrain.synthetic.task import Task
 from canon_pretrain.synthetic.tasks import TaskSection, build_task
 
@@ -261,7 +261,7 @@ def check_job(job: CanonJobConfig) -> None:
     check_choice("optimizer.name", job.optimizer.name, OPTIMIZERS)
     _check_compile_backend(job.compile.backend)
     check_allowed_changes(job.run.allow_changes, _identity_names())
-    check_limits({name: value_of(job, name) for name in LIMITED})
+    check_limits({name: value_of(job, name) for name in LIMITS})
 
     # Settings together.
     for fault in schedule_faults(job.lr_scheduler, job.training.steps):

@@ -308,7 +308,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             **parts,
             session=self.session,
             metrics=self.metrics_processor,
-            launch=self._record.facts if self._record is not None else None,
+            launch=self._record.run if self._record is not None else None,
         )
 
     def close(self) -> None:

@@ -342,12 +342,12 @@ def test_compared_tables_do_not_claim_too_much(samplers, capsys):
     answers = [run.answer(run.encode(""), 5) for _ in range(2)]
     piece = Segment("a", (1.0, 2.0))
     broken = [Segment("\ufffd", (1.0, 2.0))]
-    print_compared((run, run), answers, [[piece] * 76, broken, []], Settings(), as_json=False)
+    print_compared((run, run), answers, [[piece] * 76, broken, []])
     printed = capsys.readouterr().out
     assert "the last 64 of 76" in printed and "pieces" in printed
     rows = [line.split() for line in printed.splitlines() if "A's text" in line]
     assert rows[0][-2:] == ["-", "-"]
-    print_compared((run, run), answers, [[], [], []], Settings(), as_json=False)
+    print_compared((run, run), answers, [[], [], []])
     assert "B - A" not in capsys.readouterr().out
 
 
