@@ -7,7 +7,7 @@ import codecs
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +18,7 @@ from data_prep.formats import PROBE_BYTES, check_file, has_rows, other_content, 
 from data_prep.plan import Input
 from data_prep.planning import SPECIAL_TOKENS, rare_characters, train_tokenizer
 from data_prep.readers import Document, InputReader, from_utf8
-from data_prep.sources import FILES_OPTION, LOCAL, TEXT_FIELD, divide_files, find_files, select
+from data_prep.sources import SourceOptions, divide_files, find_files, select
 
 SAMPLE_BYTES = 4 << 20
 SPREAD_FILES = 16
@@ -87,23 +87,16 @@ class Survey:
         return vocab_size, num_tokens / self.sampled
 
 
-def survey(
-    files: Sequence[Path],
-    text_field: str | None,
-    suffixes: Sequence[str],
-    files_option: str = FILES_OPTION,
-) -> Survey:
-    """Look at the files; without any of a known format, at plain text. Raises UserError."""
+def survey(options: SourceOptions) -> Survey:
+    """Look at the files of the source local. Raises UserError."""
     # Read other formats as text if there is nothing else, or if the user named such a file.
-    listed, named_files = find_files(files, files_option)
-    existing = [path for path in listed if path.exists()]
-    _, others = divide_files(existing, named_files, text_field or TEXT_FIELD, suffixes)
+    listing = find_files(options)
+    readable, others = divide_files(listing, options)
     text_suffixes = _text_suffixes(others)
-    if len(others) == len(existing) or named_files.intersection(others):
+    suffixes = options.text_suffixes
+    if not readable or listing.named_files.intersection(others):
         suffixes = sorted({*suffixes, *text_suffixes})
-    selection = select(
-        LOCAL, files, text_field=text_field, text_suffixes=suffixes, files_option=files_option
-    )
+    selection = select(replace(options, text_suffixes=suffixes))
 
     # Files to sample: as many as have SAMPLE_BYTES at their mean size, and enough to see more than
     # one kind of text.
