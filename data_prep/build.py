@@ -24,10 +24,9 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Progress, duration, size
 from canon_pretrain.data.hub import COMMIT
 from canon_pretrain.data.shard_writer import committed_records, remove_changed_records
-from canon_pretrain.data.shards import MANIFEST
 from data_prep import folder as folders
 from data_prep import sources
-from data_prep.finish import is_finished, write_manifests
+from data_prep.finish import is_finished, remove_manifests, write_manifests
 from data_prep.folder import SPLITS, TRAIN, is_complete, log, plan_lock
 from data_prep.formats import SUFFIXES
 from data_prep.input_groups import InputGroupJob, new_counts, run_jobs
@@ -40,6 +39,7 @@ from data_prep.plan import (
     Plan,
     hash_small_inputs,
     load_plan,
+    total_size,
 )
 from data_prep.planning import TokenizerRequest, prepare_plan
 from data_prep.sources import SourceOptions
@@ -323,8 +323,7 @@ def _jobs(required: RequiredGroups, root: Path, groups: range) -> list[InputGrou
 
     # a manifest must not list shards that are being replaced
     if unbuilt:
-        for split in SPLITS:
-            (out / split / MANIFEST).unlink(missing_ok=True)
+        remove_manifests(out)
     return [InputGroupJob.of(out, root, required.plan, group) for group in unbuilt]
 
 
@@ -334,9 +333,8 @@ def _run(
     """Run the jobs, those of `num_groups` that are left to build, with a progress bar."""
     # What there is to do.
     plan = required.plan
-    num_bytes = sum(source_input.size for source_input in plan.inputs)
     log(
-        f"{plan.source}: {len(plan.inputs):,} inputs, {size(num_bytes)}, "
+        f"{plan.source}: {len(plan.inputs):,} inputs, {size(total_size(plan.inputs))}, "
         f"{num_groups:,} of {len(plan.units):,} input groups; {workers} worker(s); "
         f"plan {plan.sha256[:12]}"
     )

@@ -67,7 +67,7 @@ def show_window(
     ids: bool = False,
 ) -> str:
     """Return sample `sample` of a run with data_seed `seed` as text. Raises UserError."""
-    # As in a run, the hash of seed and sample that chooses the window is of 64-bit numbers.
+    # Philox, which draws the windows, takes 64-bit numbers.
     for option, value in (("--window", sample), ("--seed", seed)):
         if not 0 <= value < 1 << 64:
             raise UserError(

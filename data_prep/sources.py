@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.data import hub
@@ -167,10 +167,10 @@ def _select_stdlib() -> Selection:
 
     inputs = sorted(to_inputs(files, {}), key=lambda source_input: source_input.path != TOPICS)
     return Selection(
-        STDLIB,
-        f"python {platform.python_version()}",
-        root,
-        tuple(inputs),
+        source=STDLIB,
+        version=f"python {platform.python_version()}",
+        root=root,
+        inputs=tuple(inputs),
         unit_bytes=INPUT_GROUP_BYTES,
     )
 
@@ -198,11 +198,11 @@ def _select_local(options: SourceOptions) -> Selection:
 
     root = Path(os.path.commonpath([path.parent for path in readable]))
     return Selection(
-        LOCAL,
-        ON_DISK,
-        root,
-        to_inputs({path.relative_to(root).as_posix(): path for path in readable}, {}),
-        options.text_field or TEXT_FIELD,
+        source=LOCAL,
+        version=ON_DISK,
+        root=root,
+        inputs=to_inputs({path.relative_to(root).as_posix(): path for path in readable}, {}),
+        text_field=options.text_field or TEXT_FIELD,
         unit_bytes=INPUT_GROUP_BYTES,
     )
 
@@ -288,10 +288,10 @@ def _select_download(options: SourceOptions) -> Selection:
 
 def _hub_selection(source: str, version: str, root: Path, inputs: tuple[Input, ...]) -> Selection:
     return Selection(
-        source,
-        version,
-        root,
-        inputs,
+        source=source,
+        version=version,
+        root=root,
+        inputs=inputs,
         group_field=HUB_SOURCES[source].group_field,
         unit_files=HUB_SOURCES[source].unit_files,
     )
@@ -350,6 +350,8 @@ def fetch(source: str, version: str, root: Path, inputs: Sequence[Input]) -> Non
     missing = [source_input for source_input in inputs if not (root / source_input.path).exists()]
     if not missing:
         return
+
+    # Only the folder of this version in the hub's cache is downloaded into.
     hub_source = HUB_SOURCES.get(source)
     if hub_source is None or not hub.is_cached_snapshot(root, hub_source.repo, version):
         path = root / missing[0].path
@@ -366,12 +368,10 @@ def stdlib_root() -> Path:
     return Path(os.__file__).resolve().parent
 
 
-def natural_order(path: str) -> tuple[list[tuple[int, int, str]], str]:
+def natural_order(path: str) -> tuple[list[Any], str]:
     """Return a sort key by which chunk2 comes before chunk10."""
-    key = []
-    for run in re.findall(r"[0-9]+|[^0-9]+", path):
-        is_number = run[0] in "0123456789"
-        key.append((0, int(run), "") if is_number else (1, 0, run))
+    key: list[Any] = re.split("([0-9]+)", path)  # text, digits, text, ..., the first maybe empty
+    key[1::2] = map(int, key[1::2])
     return key, path
 
 
@@ -429,6 +429,7 @@ def _walk(root: Path, option: str) -> Iterator[Path]:
                 path=Path(folder),
             )
         real_folders.add(real_folder)
+
         # os.walk enters what is left in this list
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for name in names:
@@ -439,7 +440,8 @@ def _walk(root: Path, option: str) -> Iterator[Path]:
 def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[str, Path]]:
     """Return the root of the files whose paths end with `tail`, and {path below it: file}.
 
-    Try shorter tails if no file matches. Raises UserError for several roots.
+    Try shorter tails if no file matches: the copy may be of a subfolder. Raises UserError for
+    several roots.
     """
     for num_left_out in range(len(tail)):
         shape = "/".join(tail[num_left_out:])
