@@ -355,7 +355,7 @@ class InputReader:
         if not isinstance(text, str | None):
             self._fail(f"the field {self.text_field!r} is a {type(text).__name__}, not a string")
 
-        # Its group, which is for statistics only: another value is as good as none.
+        # Its group, which is for statistics only, so that no value of it is an error.
         group = _look_up(row, self.group_field) if self.group_field else ""
         if not isinstance(group, str):
             group = ""
@@ -410,7 +410,7 @@ class InputReader:
         if group_column is not None:
             columns.append(group_column)
 
-        # A dictionary has each of a column's values once.
+        # The strings may be stored as a dictionary of the distinct ones.
         for column in columns:
             value_type = column.type
             if types.is_dictionary(value_type):
