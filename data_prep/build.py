@@ -69,6 +69,7 @@ class JobSlice:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # What to build, and where.
     add = parser.add_argument
     add("--source", required=True, metavar="NAME", help=", ".join(sources.SOURCES))
     add(
@@ -87,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or load the SentencePiece tokenizer.model or HF tokenizer.json at PATH",
     )
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to resume")
+
+    # How to divide the documents and the work.
     add(
         "--holdout",
         type=float,

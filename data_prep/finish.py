@@ -151,6 +151,8 @@ def check_documents(
     """Raise UserError if there is no document to train on."""
     if any(commit.record.documents for commit in train):
         return
+
+    # All of them may be for validation, or rows without text.
     num_held_out = sum(commit.record.documents for commit in held_out)
     if num_held_out:
         raise all_held_out(f"{out}: ", num_held_out, plan.options.holdout)

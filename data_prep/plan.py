@@ -200,7 +200,9 @@ def load_plan(folder: Path) -> Plan:
         raise UserError(
             "plan.missing", f"{folder}: no {PLAN}, so not a folder of `canon data build`", path=path
         )
+
     try:
+        # The hash is in the file, but not a field of the plan.
         header = read_record(path, _Header, max_bytes=MAX_PLAN_BYTES)
         plan = read_record(path, Plan, max_bytes=MAX_PLAN_BYTES)
         if plan.sha256 != header.sha256:
@@ -259,6 +261,7 @@ def _values_by_name(plan: Plan) -> dict[str, Any]:
         **asdict(plan.options),
         **{f"tokenizer {name}": value for name, value in asdict(plan.tokenizer).items()},
     }
+
     for source_input in plan.inputs:
         sha256 = source_input.sha256[:12] or "unknown"
         values[f"input {source_input.path}"] = f"{source_input.size} bytes, sha256 {sha256}"

@@ -45,6 +45,7 @@ class TokenizerRequest:
         """Parse --tokenizer, loading the file if it names one. Raises UserError."""
         if not text.startswith("train:"):
             return cls("file", loaded=Tokenizer.load(Path(text), eos=eos))
+
         if eos is not None:
             raise UserError(
                 "option.conflict",

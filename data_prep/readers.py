@@ -120,6 +120,8 @@ def _cut(utf8: bytes, max_bytes: int) -> Iterator[bytes]:
     start = 0
     while len(utf8) - start > max_bytes:
         end = start + max_bytes
+
+        # At the end of a character, and if there is one in the second half, of a separator.
         while utf8[end] & 0xC0 == 0x80:  # a continuation byte: inside a character
             end -= 1
         for separator in (b"\n\n", b"\n", b" "):
@@ -127,6 +129,7 @@ def _cut(utf8: bytes, max_bytes: int) -> Iterator[bytes]:
             if index >= 0:
                 end = index + len(separator)
                 break
+
         yield utf8[start:end]
         start = end
     yield utf8[start:]
@@ -308,7 +311,8 @@ class InputReader:
 
     def _lines(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         """Yield lines without their end; some of the blank ones are left out."""
-        # the start of an unfinished line, and its length
+        # The start of an unfinished line, in pieces: joining them for each chunk would take time
+        # that grows with the square of the line's length.
         pending: list[bytes] = []
         pending_length = 0
         for chunk in chunks:
@@ -319,6 +323,7 @@ class InputReader:
                 pending = []
                 pending_length = 0
                 start = _after_line_end(chunk, end)
+
             pending.append(chunk[start:])
             pending_length += len(chunk) - start
             self._check_line(pending_length)
@@ -489,7 +494,8 @@ def _decompress(
     for chunk in chunks:
         for start in range(0, len(chunk), STEP_BYTES):
             packed = chunk[start : start + STEP_BYTES]
-            # a step may have the end of a frame, and others after it
+
+            # A step may have the end of a frame, and others after it.
             while packed:
                 if frame is None:
                     packed = packed.lstrip(padding)
@@ -499,10 +505,13 @@ def _decompress(
                 content = frame.decompress(packed)
                 if content:
                     yield content
+
+                # What the frame does not use belongs to the next one.
                 packed = b""
                 if frame.eof:
                     packed = frame.unused_data
                     frame = None
+
     if frame is not None:
         raise EOFError("truncated inside a compressed frame")
 

@@ -149,6 +149,7 @@ def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="the --out of a build")
+
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--document", type=int, metavar="K", help="document K, from 0")
     target.add_argument(
@@ -157,6 +158,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="I",
         help="sample I of a run (of a mixture: one drawn from this folder)",
     )
+
+    # A window depends on these settings of the run.
     add("--seed", type=int, default=0, metavar="S", help="the run's data.data_seed (default: 0)")
     add(
         "--seq-len",
@@ -171,6 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="random",
         help="the run's data.order (default: random)",
     )
+
     add("--split", choices=SPLITS, default=TRAIN, help="default: %(default)s")
     add("--ids", action="store_true", help="print the token ids as well")
 

@@ -117,6 +117,8 @@ class Selection:
 def check_options(options: SourceOptions) -> None:
     """Raise UserError for options that do not apply to the source."""
     check_choice("--source", options.source, SOURCES)
+
+    # An option without an effect on the source is an error.
     for option, is_set, allowed_sources in (
         ("--text-field", options.text_field is not None, (LOCAL,)),
         ("--text-suffixes", bool(options.text_suffixes), (LOCAL,)),
@@ -269,6 +271,7 @@ def _select_download(options: SourceOptions) -> Selection:
     if not hub.COMMIT.fullmatch(commit):  # a branch or tag
         commit = hub.find_commit(hub_source.repo, commit, HUB_HINTS)
 
+    # The files of the commit that have the dataset's paths, with the hub's hashes.
     root = hub.snapshot_folder(hub_source.repo, commit)
     shape = "/".join(hub_source.tail)
     inputs = [
@@ -281,6 +284,8 @@ def _select_download(options: SourceOptions) -> Selection:
             "input.none",
             f"{hub_source.repo}@{commit[:12]}: no files {shape}; {HUB_HINTS.revision}",
         )
+
+    # In the order of a copy on disk, so that the plans are the same.
     inputs.sort(key=lambda source_input: natural_order(source_input.path))
     log(f"{options.source}: commit {commit[:12]}, downloaded when needed into {root}")
     return _hub_selection(options.source, commit, root, tuple(inputs))
@@ -444,12 +449,15 @@ def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[
     several roots.
     """
     for num_left_out in range(len(tail)):
+        # the root of a file is what is before the match
         shape = "/".join(tail[num_left_out:])
         files_by_root: dict[Path, dict[str, Path]] = {}
         for file in files:
             match = re.fullmatch(f"(.*/)({shape})", str(file))
             if match:
                 files_by_root.setdefault(Path(match[1]), {})[match[2]] = file
+
+        # Several copies of the dataset, or samples of it: none of them is guessed.
         if len(files_by_root) > 1:
             raise UserError(
                 "input.wrong_files",

@@ -69,6 +69,7 @@ def stats(folder: Path, page: Path | None = None, *, workers: int = 1) -> "DataS
             f"--html {page}: expected a file in an existing folder",
             option="--html",
         )
+
     statistics = data_statistics(folder, load_plan(folder), workers)
     print_tables(statistics, Console())
     if page is not None:
@@ -440,6 +441,8 @@ def tables(statistics: DataStatistics) -> list[Table]:
     ]
     for split in statistics.splits:
         all_tables += split_tables(split)
+
+    # a split may have no documents, groups or duplicates
     return [table for table in all_tables if table.rows]
 
 

@@ -139,7 +139,9 @@ class StoredShard:
         """Check the first block, the last, and up to SAMPLED_BLOCKS random ones."""
         dtype = dtype_for(plan.tokenizer.vocab_size)
         block_tokens = BLOCK_BYTES // dtype.itemsize
-        starts = range(0, record.tokens, block_tokens)  # the first token of each block
+
+        # Blocks are chosen by their first token.
+        starts = range(0, record.tokens, block_tokens)
         sampled_starts = set(random.sample(starts, min(SAMPLED_BLOCKS, len(starts))))
         sampled_starts.update(starts[:1], starts[-1:])
 
@@ -151,6 +153,7 @@ class StoredShard:
                 except ShardError as error:
                     yield str(error)
                     continue
+
                 if ids.max() >= plan.tokenizer.vocab_size:
                     yield f"{self.file('bin')}: an id outside the vocabulary near token {start}"
 
@@ -257,10 +260,11 @@ def _read_tokens(path: Path, tokenizer: TokenizerRecord, ends: np.ndarray) -> _T
     content = _TokenContent("", crcs[0])
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
+            # The bytes.
             digest.update(chunk)
             crcs.append(block_crcs(chunk))
 
-            # A document may start in one chunk and end in another.
+            # The ids. A document may start in one chunk and end in another.
             ids = np.frombuffer(chunk, dtype)
             first_ids = _ids_at(ids, starts - content.tokens)
             last_ids = _ids_at(ids, ends - 1 - content.tokens)
@@ -386,7 +390,7 @@ def _listed_shards(folder: Path, plan: Plan) -> tuple[list[StoredShard], list[st
         manifest = shards.read_manifest(folder)
         listed = [StoredShard(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
         return listed, list(_manifest_faults(folder, manifest, plan))
-    except (ShardError, ValueError) as error:
+    except (ShardError, ValueError) as error:  # ValueError: of a name that is not a shard's
         on_disk = [
             StoredShard(folder, path.stem)
             for path in folder.glob("part-*.json")
@@ -449,6 +453,7 @@ def _order_faults(
             group += 1
             shard = 0
 
+    # A limit may end the stream at any shard.
     is_complete = group == num_groups and shard == 0
     if not is_complete and not has_limit:
         yield f"ends before {shard_name(group, shard)}, of {num_groups} input groups"
@@ -464,6 +469,8 @@ def repair_shards(
         for group in sorted({shard.input_group for shard in damaged}):
             group_shards = sorted(shard for shard in damaged if shard.input_group == group)
             log(f"repairing input group {group}: {', '.join(map(str, group_shards))}")
+
+            # Without the files of a killed repair, and leaving none of this one.
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
             try:
