@@ -26,6 +26,7 @@ from canon_pretrain.model.args import ModelArgs, flavor
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.run.config import to_toml
 from data_prep.plan import MAX_HOLDOUT, holdout_for
+from data_prep.sources import LOCAL, SourceOptions
 from data_prep.survey import Survey, survey
 
 SIZES = {
@@ -479,7 +480,10 @@ def inspect_text(
                 path=path,
             )
 
-    text = survey(paths, text_field, suffixes, option)
+    options = SourceOptions(
+        LOCAL, paths, text_field=text_field, text_suffixes=suffixes, files_option=option
+    )
+    text = survey(options)
     print_survey(text)
     check_text(text, ", ".join(map(str, paths)))
     return text

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,10 +24,9 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import Progress, duration, size
 from canon_pretrain.data.hub import COMMIT
 from canon_pretrain.data.shard_writer import committed_records, remove_changed_records
-from canon_pretrain.data.shards import MANIFEST
 from data_prep import folder as folders
 from data_prep import sources
-from data_prep.finish import is_finished, write_manifests
+from data_prep.finish import is_finished, remove_manifests, write_manifests
 from data_prep.folder import SPLITS, TRAIN, is_complete, log, plan_lock
 from data_prep.formats import SUFFIXES
 from data_prep.input_groups import InputGroupJob, new_counts, run_jobs
@@ -40,8 +39,10 @@ from data_prep.plan import (
     Plan,
     hash_small_inputs,
     load_plan,
+    total_size,
 )
 from data_prep.planning import TokenizerRequest, prepare_plan
+from data_prep.sources import SourceOptions
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,8 @@ class JobSlice:
         return range(self.index - 1, num_groups, self.count)
 
 
-ALL_GROUPS = JobSlice(1, 1)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    # What to build, and where.
     add = parser.add_argument
     add("--source", required=True, metavar="NAME", help=", ".join(sources.SOURCES))
     add(
@@ -89,6 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or load the SentencePiece tokenizer.model or HF tokenizer.json at PATH",
     )
     add("--out", required=True, type=Path, metavar="DIR", help="a new folder, or one to resume")
+
+    # How to divide the documents and the work.
     add(
         "--holdout",
         type=float,
@@ -135,62 +136,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    limits = Limits(arguments.max_documents, arguments.max_tokens)
-    if arguments.unbuilt_of:
-        with command(prints=True):
-            print_unbuilt(arguments, limits)
-        return
-
-    options = Options(
-        holdout=arguments.holdout,
-        bos=arguments.bos,
-        max_line_bytes=arguments.max_line_bytes,
-        max_document_bytes=arguments.max_document_bytes,
-    )
-    build(
-        arguments.out,
-        arguments.source,
-        arguments.tokenizer,
-        options,
-        arguments.workers,
+    source = SourceOptions(
+        source=arguments.source,
         files=arguments.files,
         revision=arguments.revision,
         text_field=arguments.text_field,
         text_suffixes=arguments.text_suffixes,
+    )
+    limits = Limits(arguments.max_documents, arguments.max_tokens)
+    if arguments.unbuilt_of:
+        with command(prints=True):
+            print_unbuilt(arguments, source, limits)
+        return
+
+    build(
+        arguments.out,
+        source,
+        arguments.tokenizer,
+        Options(
+            holdout=arguments.holdout,
+            bos=arguments.bos,
+            max_line_bytes=arguments.max_line_bytes,
+            max_document_bytes=arguments.max_document_bytes,
+        ),
+        arguments.workers,
         eos=arguments.eos,
         limits=limits,
         job_slice=JobSlice.parse(arguments.shard) if arguments.shard else None,
     )
 
 
-def print_unbuilt(arguments: argparse.Namespace, limits: Limits) -> None:
+def print_unbuilt(arguments: argparse.Namespace, source: SourceOptions, limits: Limits) -> None:
     """Print, NUL-terminated: the unbuilt i of --shard as i,j,...; DATA; the arguments of finish.
 
     Raises UserError for what a job would refuse first: options, folder, tokenizer, files.
     """
+    out = arguments.out
     if arguments.shard:
         raise UserError("option.conflict", "--shard: each job gets its own", option="--shard")
-    _check_folder(arguments.out)
+    _check_folder(out)
     Options(arguments.holdout, max_document_bytes=arguments.max_document_bytes)
     TokenizerRequest.parse(arguments.tokenizer, arguments.eos)
-    # jobs may have the network that this machine lacks
-    is_remote = arguments.source in sources.HUB_SOURCES and not arguments.files
-    check = sources.check_options if is_remote else sources.select
-    check(
-        arguments.source,
-        arguments.files,
-        revision=arguments.revision,
-        text_field=arguments.text_field,
-        text_suffixes=arguments.text_suffixes,
-    )
+    if source.is_download:
+        # jobs may have the network that this machine lacks
+        sources.check_options(source)
+    else:
+        sources.select(source)
 
-    slices = unbuilt_slices(arguments.out, arguments.unbuilt_of, limits)
-    finish_arguments = [str(arguments.out)]
+    slices = unbuilt_slices(out, arguments.unbuilt_of, limits)
+    fields = [",".join(map(str, slices)), out, out]  # DATA is the first argument of finish too
     for name, limit in vars(limits).items():
         if limit is not None:
-            finish_arguments += [f"--{name.replace('_', '-')}", str(limit)]
-    for text in (",".join(map(str, slices)), str(arguments.out), *finish_arguments):
-        sys.stdout.write(f"{text}\0")
+            fields += [f"--{name.replace('_', '-')}", limit]
+    sys.stdout.writelines(f"{value}\0" for value in fields)
 
 
 def unbuilt_slices(out: Path, count: int, limits: Limits = NO_LIMITS) -> list[int]:
@@ -203,35 +201,31 @@ def unbuilt_slices(out: Path, count: int, limits: Limits = NO_LIMITS) -> list[in
 
 def build(
     out: Path,
-    source: str,
+    source: SourceOptions,
     tokenizer: str,
     options: Options,
     workers: int,
     *,
-    files: Sequence[Path] = (),
-    revision: str | None = None,
-    text_field: str | None = None,
-    text_suffixes: Sequence[str] = (),
     eos: str | None = None,
     limits: Limits = NO_LIMITS,
     job_slice: JobSlice | None = None,
 ) -> None:
-    """Build or resume the folder `out`, printing progress. Raises UserError."""
+    """Build or resume the folder `out`, printing progress. Raises UserError.
+
+    With a `job_slice`, build only its input groups, and no manifest.
+    """
     start = time.monotonic()
     _check_folder(out)
     request = TokenizerRequest.parse(tokenizer, eos)
 
-    # The inputs. A downloaded source resumes at its commit, even if the branch has moved; its
-    # inputs are downloaded later, with the hub's hashes.
-    is_downloaded = source in sources.HUB_SOURCES and not files
-    if is_downloaded and revision is None and (out / PLAN).exists():
+    # The inputs. A download resumes at its commit, even if the branch has moved.
+    if source.is_download and source.revision is None and (out / PLAN).exists():
         old_plan = load_plan(out)
-        if old_plan.source == source and COMMIT.fullmatch(old_plan.source_version):
-            revision = old_plan.source_version
-    selection = sources.select(
-        source, files, revision=revision, text_field=text_field, text_suffixes=text_suffixes
-    )
-    if not is_downloaded:
+        if old_plan.source == source.source and COMMIT.fullmatch(old_plan.source_version):
+            source = replace(source, revision=old_plan.source_version)
+    selection = sources.select(source)
+    # The hub lists hashes of its files, which are not on disk yet.
+    if not source.is_download:
         selection = replace(selection, inputs=hash_small_inputs(selection.root, selection.inputs))
 
     with folders.disk_errors(out):
@@ -241,12 +235,14 @@ def build(
             plan, loaded_tokenizer = prepare_plan(out, selection, request, options)
             if is_finished(out, plan, limits):
                 return
+            num_groups = len(plan.units)
+            groups = job_slice.input_groups(num_groups) if job_slice else range(num_groups)
             required = RequiredGroups(out, plan, limits)
-            jobs = _jobs(required, selection.root, job_slice or ALL_GROUPS)
+            jobs = _jobs(required, selection.root, groups)
         log(f"tokenizer: vocab_size {loaded_tokenizer.vocab_size:,}; {loaded_tokenizer.method}")
 
         # The shards, and the manifests if no other job builds shards.
-        _run(required, jobs, workers, job_slice or ALL_GROUPS)
+        _run(required, jobs, workers, len(groups))
         if job_slice:
             log(
                 f"{out}: built --shard {job_slice.index}/{job_slice.count}; "
@@ -267,14 +263,16 @@ def _check_folder(out: Path) -> None:
             "data.other_files", f"--out {out}: is a file; pass a new or empty folder", path=out
         )
 
-    # looked up after the listing: another build writes its plan before anything else
-    names = sorted(path.name for path in out.iterdir())
+    # A build that begins in another process has its lock, and perhaps the plan's temporary file.
+    # The plan is looked up after the listing, because it is written before any other file.
+    names = [path.name for path in out.iterdir()]
     other_names = [name for name in names if not name.startswith((folders.LOCK, f"{PLAN}."))]
     if other_names and not (out / PLAN).exists():
+        other_name = min(other_names)
         raise UserError(
             "data.other_files",
-            f"--out {out}: has {other_names[0]} and no {PLAN}; pass a new or empty folder",
-            path=out / other_names[0],
+            f"--out {out}: has {other_name} and no {PLAN}; pass a new or empty folder",
+            path=out / other_name,
         )
 
 
@@ -296,7 +294,7 @@ class RequiredGroups:
                 break
             if not is_complete(self.out, group, self.plan.sha256):
                 unbuilt.append(group)
-            elif self.limits != NO_LIMITS:
+            elif self.limits != NO_LIMITS:  # counting reads a file a shard
                 counts += self._count(group)
         return unbuilt
 
@@ -304,9 +302,7 @@ class RequiredGroups:
         """Return whether the groups built so far before `group` do not reach a limit."""
         if self.limits == NO_LIMITS:
             return True
-        counts = np.zeros(2, dtype=np.int64)
-        for earlier_group in range(group):
-            counts += self._count(earlier_group)
+        counts = sum(map(self._count, range(group)), np.zeros(2, dtype=np.int64))
         return not self.limits.reached(*counts)
 
     def _count(self, group: int) -> np.ndarray:
@@ -320,31 +316,28 @@ class RequiredGroups:
         return self._counts[group]
 
 
-def _jobs(required: RequiredGroups, root: Path, job_slice: JobSlice) -> list[InputGroupJob]:
-    """Return jobs for this run's input groups that are not built and may be needed."""
+def _jobs(required: RequiredGroups, root: Path, groups: range) -> list[InputGroupJob]:
+    """Return jobs for those of `groups` that are not built and may be needed."""
     out = required.out
-    plan = required.plan
     for split in SPLITS:
         (out / split).mkdir(exist_ok=True)
         remove_changed_records(out / split)
-    run_groups = job_slice.input_groups(len(plan.units))
-    unbuilt = [group for group in required.unbuilt() if group in run_groups]
+    unbuilt = [group for group in required.unbuilt() if group in groups]
+
     # a manifest must not list shards that are being replaced
     if unbuilt:
-        for split in SPLITS:
-            (out / split / MANIFEST).unlink(missing_ok=True)
-    return [InputGroupJob.of(out, root, plan, group) for group in unbuilt]
+        remove_manifests(out)
+    return [InputGroupJob.of(out, root, required.plan, group) for group in unbuilt]
 
 
 def _run(
-    required: RequiredGroups, jobs: list[InputGroupJob], workers: int, job_slice: JobSlice
+    required: RequiredGroups, jobs: list[InputGroupJob], workers: int, num_groups: int
 ) -> None:
-    """Run the jobs with a progress bar."""
+    """Run the jobs, those of `num_groups` that are left to build, with a progress bar."""
+    # What there is to do.
     plan = required.plan
-    num_groups = len(job_slice.input_groups(len(plan.units)))
-    num_bytes = sum(source_input.size for source_input in plan.inputs)
     log(
-        f"{plan.source}: {len(plan.inputs):,} inputs, {size(num_bytes)}, "
+        f"{plan.source}: {len(plan.inputs):,} inputs, {size(total_size(plan.inputs))}, "
         f"{num_groups:,} of {len(plan.units):,} input groups; {workers} worker(s); "
         f"plan {plan.sha256[:12]}"
     )
@@ -356,12 +349,12 @@ def _run(
     counts = new_counts(len(plan.units))
     finished_groups: list[int] = []
 
-    def show() -> None:
-        # documents and tokens by input group, which the workers count
+    def show_progress() -> None:
+        # The workers add up documents and tokens by input group in this shared memory.
         group_counts = np.frombuffer(counts, dtype=np.int64).reshape(-1, 2)
         documents, tokens = group_counts.sum(axis=0)
 
-        # the share of the tokens, if all groups have as many as the finished ones
+        # The share of the tokens, if all groups have as many as the finished ones.
         share_done = 0.0
         if finished_groups:
             tokens_per_group = max(group_counts[finished_groups, 1].mean(), 1)
@@ -373,7 +366,7 @@ def _run(
             f"{documents:,} documents, {tokens:,} tokens, {tokens_per_s:,.0f} tokens/s",
         )
 
-    with Progress() as progress, _repeated(show):
+    with Progress() as progress, _repeated(show_progress):
         for group in run_jobs(jobs, workers, required.needs, counts):
             finished_groups.append(group)
 

@@ -65,7 +65,9 @@ def is_finished(out: Path, plan: Plan, limits: Limits) -> bool:
     num_tokens = []
     try:
         for split in SPLITS:
-            shards.TokenShards.open(out / split)
+            shards.TokenShards.open(
+                out / split
+            )  # raises for a missing shard, or one of another size
             manifest = shards.read_manifest(out / split)
             if manifest.plan_sha256 != plan.sha256 or manifest.limits != asdict(limits):
                 return False
@@ -88,13 +90,13 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
     stream = _training_stream(out, plan, limits)
     held_out = read_commits(out / VALIDATION, range(stream.num_groups))
     check_documents(out, plan, stream.commits, held_out)
+
     header: dict[str, Any] = {**plan.header(), "limits": asdict(limits)}
     train = shards.make_manifest(stream.commits, **header, cut=stream.cut)
     validation = shards.make_manifest(held_out, **header, cut=None)
 
     # a kill must not leave one split's new manifest with the other's old one
-    for split in SPLITS:
-        (out / split / MANIFEST).unlink(missing_ok=True)
+    remove_manifests(out)
     for split, manifest in ((TRAIN, train), (VALIDATION, validation)):
         write_json(out / split / MANIFEST, asdict(manifest))
         bytes_per_token = manifest.num_bytes / max(manifest.num_tokens, 1)
@@ -104,10 +106,11 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
             f"fingerprint {manifest.fingerprint[:12]}"
         )
 
-    # Report what a user should know of the documents. Rows without a document are counted in the
-    # last commit record of an input group: read those of whole groups.
+    # Report what a user should know of the documents.
     if plan.options.holdout:
         _warn_of_few_held_out(train.num_documents, validation.num_documents)
+    # Rows without a document are counted in an input group's last commit record: read all of them,
+    # even if the stream ends before.
     commits = [*held_out, *read_commits(out / TRAIN, range(stream.num_groups))]
     repaired = sum_reasons(commit.record.repaired for commit in commits)
     skipped = sum_reasons(commit.record.skipped for commit in commits)
@@ -116,10 +119,17 @@ def write_manifests(out: Path, plan: Plan, limits: Limits) -> None:
     if skipped:
         log(f"skipped: {list_reasons(skipped)}")
 
+    # Remove temporary files of killed runs, unless another process is building here.
     remove_locks(out / INPUT_GROUP_LOCKS)
-    if not (out / INPUT_GROUP_LOCKS).exists():  # no other process is building here
-        for folder in (out, *(out / split for split in SPLITS)):
+    if not (out / INPUT_GROUP_LOCKS).exists():
+        for folder in (out, out / TRAIN, out / VALIDATION):
             remove_leftovers(folder)
+
+
+def remove_manifests(out: Path) -> None:
+    """Remove both manifests, so that the folder is not finished."""
+    for split in SPLITS:
+        (out / split / MANIFEST).unlink(missing_ok=True)
 
 
 def sum_reasons(counts_by_reason: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -141,6 +151,8 @@ def check_documents(
     """Raise UserError if there is no document to train on."""
     if any(commit.record.documents for commit in train):
         return
+
+    # All of them may be for validation, or rows without text.
     num_held_out = sum(commit.record.documents for commit in held_out)
     if num_held_out:
         raise all_held_out(f"{out}: ", num_held_out, plan.options.holdout)
@@ -199,13 +211,13 @@ def _training_stream(out: Path, plan: Plan, limits: Limits) -> _Stream:
                 cut = _cut_shard(out / TRAIN, commit, documents_left, tokens_left)
                 if cut:
                     return _Stream([*commits, commit], group + 1, cut)
-                if not documents:
-                    raise UserError(
-                        "option.invalid",
-                        f"--max-tokens {limits.max_tokens}: the first document is longer",
-                        option="--max-tokens",
-                    )
-                return _Stream(commits, num_groups)
+                if documents:
+                    return _Stream(commits, num_groups)
+                raise UserError(
+                    "option.invalid",
+                    f"--max-tokens {limits.max_tokens}: the first document is longer",
+                    option="--max-tokens",
+                )
 
             commits.append(commit)
             num_groups = group + 1
@@ -239,10 +251,15 @@ def _cut_shard(folder: Path, commit: NamedRecord, documents: int, tokens: int) -
             f"{path}: a limit cannot end inside a shard of version {WITHOUT_BYTE_ENDS}; "
             "set no limit, or build into a new folder",
         )
+
+    # The table has the documents' ends in tokens, then those in bytes.
     table = np.frombuffer(read_checked(path, commit.record.files.docs.sha256), dtype="<u8")
     token_ends, byte_ends = np.split(table, 2)
-    num_fitting = int(np.searchsorted(token_ends, tokens, side="right"))
-    last = min(documents, num_fitting) - 1
-    if last < 0:
+    num_fitting = min(documents, int(np.searchsorted(token_ends, tokens, side="right")))
+    if not num_fitting:
         return None
-    return Cut(int(token_ends[last]), last + 1, int(byte_ends[last]))
+    return Cut(
+        tokens=int(token_ends[num_fitting - 1]),
+        documents=num_fitting,
+        text_bytes=int(byte_ends[num_fitting - 1]),
+    )

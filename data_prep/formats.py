@@ -45,7 +45,7 @@ _ENCODING_MARKS = (
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
 _KEY = re.compile(rb'\{\s*"(?:[^"\\]|\\.)*"\s*:')
-_PROMISED = {".gz": "gzip data", ".zst": "zstd data", ".parquet": "parquet data"}
+_PROMISED = {"gz": "gzip data", "zst": "zstd data", "parquet": "parquet data"}
 
 
 class Content(NamedTuple):
@@ -99,17 +99,21 @@ def _parse_object(line: bytes) -> dict[str, Any] | None:
 
 def other_content(head: bytes) -> Content | None:
     """Return what a file is, by its first PROBE_BYTES, if it is certainly no UTF-8 text."""
+    # Formats with a signature.
     for pattern, format_name in _MAGIC:
         if re.match(pattern, head):
             return Content(format_name, "rename it by its format, or unpack it")
+
+    # Text in another encoding, or binary numbers: more than a quarter of their bytes is zero.
     encoding = _wide_encoding(head)
     if encoding:
         return Content(
             f"{encoding} text", f"convert it with `iconv -f {encoding} -t UTF-8 OLD > NEW`"
         )
-    # more than a quarter of zero bytes: binary numbers
     if head.count(0) > max(_MIN_ZEROS, len(head) / 4):
         return Content("binary data", "leave it out")
+
+    # Not one text but rows, under a name such as .txt.
     return LINES_OF_JSON if _begins_with_object(head) else None
 
 
@@ -127,10 +131,9 @@ def _wide_encoding(head: bytes) -> str:
 
     # binary data decodes to characters that no text has
     text = head.decode(encoding, errors="replace")
-    num_unprintable = 0
+    num_unprintable = text.count("\ufffd")
     for character in text:
-        is_printable = character.isprintable() or character.isspace()
-        num_unprintable += not is_printable or character == "\ufffd"
+        num_unprintable += not (character.isprintable() or character.isspace())
     return encoding if num_unprintable <= _MAX_UNPRINTABLE_SHARE * len(text) else ""
 
 
@@ -145,7 +148,7 @@ def _begins_with_object(head: bytes) -> bool:
 
 def promised_content(suffix: str) -> str:
     """Return what files of rows of one of SUFFIXES hold, as `other_content` calls it."""
-    return _PROMISED.get(Path(f"x{suffix}").suffix, LINES_OF_JSON.format)
+    return _PROMISED.get(suffix.rpartition(".")[2], LINES_OF_JSON.format)
 
 
 def check_content(path: Path, head: bytes, promised: str = "") -> None:

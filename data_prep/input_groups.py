@@ -82,12 +82,14 @@ def build_input_group(job: InputGroupJob, counts: Any = None) -> None:
         # another run may have committed it since the job was made
         if is_complete(job.folder, job.group, job.plan_sha256):
             return
+
+        # Download before removing earlier shards.
         tokenizer = _cached_tokenizer(job.folder, job.plan.tokenizer)
-        # download before removing earlier shards
         sources.fetch(job.plan.source, job.plan.source_version, job.root, job.plan.inputs)
         for split in SPLITS:
             (job.folder / split).mkdir(exist_ok=True)
             remove_input_group(job.folder / split, job.group)
+
         try:
             _write_input_group(job, tokenizer, counts)
         except BaseException:
@@ -119,6 +121,7 @@ def _write_input_group(job: InputGroupJob, tokenizer: Tokenizer, counts: Any) ->
                     skipped[document.reason] += 1
                     continue
 
+                # The split depends on the text alone.
                 ids = np.concatenate([bos, tokenizer.encode(document.text), eos])
                 writer = validation if is_held_out(document.utf8, options.holdout) else train
                 writer.add(
@@ -186,6 +189,7 @@ def run_jobs(
 
     `is_needed` says at the start of a job whether its input group is still needed.
     """
+    # Without other processes.
     if workers == 1 or len(jobs) < 2:
         for job in jobs:
             if is_needed(job.group):
@@ -204,11 +208,13 @@ def run_jobs(
                         running.add(pool.submit(_build_in_worker, next_job))
                 if not running:
                     return
+
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
                     group = future.result()
                     running.remove(future)
                     yield group
         except (UserError, OSError) as error:
+            # The other workers finish their input groups, which a resumed build then keeps.
             num_others = len(running) - 1
             if num_others:
                 log(f"failed: {error}\nwaiting for {num_others} other input group(s)")

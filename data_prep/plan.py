@@ -6,7 +6,7 @@ run on a folder must have the same plan.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -131,6 +131,8 @@ class Plan:
         """Return the fields as JSON values, without the version and defaults of later options."""
         fields = asdict(self)
         del fields["version"]
+
+        # Plans of builds before these options keep their hash.
         if self.options.max_line_bytes == MAX_LINE_BYTES:
             del fields["options"]["max_line_bytes"]
         if self.options.max_document_bytes is None:
@@ -148,10 +150,16 @@ class Plan:
         }
 
 
-def hash_small_inputs(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
+def total_size(inputs: Iterable[Input]) -> int:
+    """Return the bytes of all inputs."""
+    return sum(source_input.size for source_input in inputs)
+
+
+def hash_small_inputs(root: Path, inputs: tuple[Input, ...]) -> tuple[Input, ...]:
     """Return the inputs, with hashes if their total size is small."""
-    if sum(source_input.size for source_input in inputs) > HASH_AHEAD_BYTES:
-        return tuple(inputs)
+    if total_size(inputs) > HASH_AHEAD_BYTES:
+        return inputs
+
     hashed_inputs = []
     for source_input in inputs:
         sha256 = source_input.sha256 or sha256_file(root / source_input.path)
@@ -161,21 +169,18 @@ def hash_small_inputs(root: Path, inputs: Sequence[Input]) -> tuple[Input, ...]:
 
 def make_input_groups(inputs: Sequence[Input], options: Options) -> tuple[tuple[int, int], ...]:
     """Return ranges [first, end) of consecutive inputs, each of at least one."""
-    ends = []
-    num_files = 0
+    ends = [0]
     num_bytes = 0
     for end, source_input in enumerate(inputs, 1):
-        num_files += 1
         num_bytes += source_input.size
         if options.unit_files is not None:
-            is_full = num_files == options.unit_files
+            is_full = end - ends[-1] == options.unit_files
         else:
             is_full = num_bytes >= (options.unit_bytes or 0)
         if is_full or end == len(inputs):
             ends.append(end)
-            num_files = 0
             num_bytes = 0
-    return tuple(pairwise([0, *ends]))
+    return tuple(pairwise(ends))
 
 
 def save_plan(folder: Path, plan: Plan) -> None:
@@ -195,7 +200,9 @@ def load_plan(folder: Path) -> Plan:
         raise UserError(
             "plan.missing", f"{folder}: no {PLAN}, so not a folder of `canon data build`", path=path
         )
+
     try:
+        # The hash is in the file, but not a field of the plan.
         header = read_record(path, _Header, max_bytes=MAX_PLAN_BYTES)
         plan = read_record(path, Plan, max_bytes=MAX_PLAN_BYTES)
         if plan.sha256 != header.sha256:
@@ -214,6 +221,7 @@ def check_same_plan(folder: Path, old: Plan, new: Plan) -> None:
     lines = differences(old, new)
     if not lines:
         return
+
     shown_lines = lines[:MAX_DIFFERENCES]
     if len(lines) > MAX_DIFFERENCES:
         shown_lines.append(f"and {len(lines) - MAX_DIFFERENCES} more")
@@ -236,6 +244,8 @@ def differences(old: Plan, new: Plan) -> list[str]:
         new_value = new_values.get(name)
         if old_value != new_value:
             lines.append(f"{name}: {old_value} -> {new_value}")
+
+    # The values have no order, and not the ranges of the input groups.
     if not lines and old != new:
         return ["inputs: in another order or in other groups"]
     return lines
@@ -251,6 +261,7 @@ def _values_by_name(plan: Plan) -> dict[str, Any]:
         **asdict(plan.options),
         **{f"tokenizer {name}": value for name, value in asdict(plan.tokenizer).items()},
     }
+
     for source_input in plan.inputs:
         sha256 = source_input.sha256[:12] or "unknown"
         values[f"input {source_input.path}"] = f"{source_input.size} bytes, sha256 {sha256}"

@@ -45,6 +45,7 @@ class TokenizerRequest:
         """Parse --tokenizer, loading the file if it names one. Raises UserError."""
         if not text.startswith("train:"):
             return cls("file", loaded=Tokenizer.load(Path(text), eos=eos))
+
         if eos is not None:
             raise UserError(
                 "option.conflict",
@@ -76,6 +77,8 @@ def prepare_plan(
             sources.check_formats(selection)
         tokenizer = tokenizer or _train_on(selection, options, request)
         record = record_of(tokenizer, request.name)
+
+    # The plan. Without an option, the source determines the size of input groups.
     if options.bos and record.bos_id < 0:
         raise UserError("option.conflict", "--bos: the tokenizer has no BOS token", option="--bos")
 
@@ -138,11 +141,11 @@ def _train_on(
 def training_texts(selection: sources.Selection, options: Options) -> Iterator[str]:
     """Yield about TRAIN_BYTES of training documents from inputs spread over the source."""
     inputs = selection.inputs
-    if sum(source_input.size for source_input in inputs) > TRAIN_BYTES:
+    if plans.total_size(inputs) > TRAIN_BYTES:
         count = min(TRAIN_INPUTS, len(inputs))
         inputs = tuple(inputs[k * len(inputs) // count] for k in range(count))
 
-    total_bytes = sum(source_input.size for source_input in inputs)
+    total_bytes = plans.total_size(inputs)
     num_held_out = 0
     num_texts = 0
     for source_input in inputs:
@@ -179,6 +182,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
     bytes are the most frequent ones, and the others are encoded as bytes. Raises UserError if the
     texts do not allow the vocab_size.
     """
+    # With all characters.
     lines = list(_lines(texts))
     try:
         return _train(lines, vocab_size)
@@ -215,9 +219,11 @@ def rare_characters(texts: Iterable[str], vocab_size: int) -> Counter[str]:
     for text in texts:
         counts.update(text)
     del counts["\n"]  # texts are trained on line by line
+
+    # Of equally frequent characters, the choice must not depend on their order in the texts.
+    by_frequency = sorted(counts.items(), key=lambda row: (-row[1], row[0]))
     num_kept = max(1, (vocab_size - SPECIAL_TOKENS) // 2)
-    by_frequency = sorted(counts, key=lambda character: (-counts[character], character))
-    return Counter({character: counts[character] for character in by_frequency[num_kept:]})
+    return Counter(dict(by_frequency[num_kept:]))
 
 
 def _train(lines: Iterable[str], vocab_size: int) -> bytes:
@@ -252,7 +258,7 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
     slice_length = MAX_LINE_BYTES // MAX_CHARACTER_BYTES
     for text in texts:
         for line in text.split("\n"):
-            # encoded only if it could be too long
+            # A line of few characters is not too long in bytes: it need not be encoded.
             if len(line) > slice_length and len(line.encode()) > MAX_LINE_BYTES:
                 for start in range(0, len(line), slice_length):
                     yield line[start : start + slice_length]

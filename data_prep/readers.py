@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
@@ -40,8 +41,8 @@ READ_BYTES = 1 << 20
 PACKED_READ_BYTES = 1 << 16
 STEP_BYTES = 1 << 10
 """Compressed bytes per decompression step: zstd compresses up to 30,000-fold."""
-# of a parquet file's rows, by its footer: large documents are read in small batches
 BATCH_BYTES = 8 << 20
+"""Of a parquet file's rows: large documents are read in small batches."""
 MAX_BATCH_ROWS = 1024
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_EXPANSION = 1000
@@ -117,18 +118,21 @@ def cut_documents(rows: Rows, max_bytes: int | None) -> Rows:
 def _cut(utf8: bytes, max_bytes: int) -> Iterator[bytes]:
     """Yield parts of `max_bytes` // 2 to `max_bytes`, cut after a blank line, a line or a word."""
     start = 0
-    while start < len(utf8):
+    while len(utf8) - start > max_bytes:
         end = start + max_bytes
-        if end < len(utf8):
-            while utf8[end] & 0xC0 == 0x80:  # a continuation byte: inside a character
-                end -= 1
-            for separator in (b"\n\n", b"\n", b" "):
-                index = utf8.rfind(separator, start + max_bytes // 2, end)
-                if index >= 0:
-                    end = index + len(separator)
-                    break
+
+        # At the end of a character, and if there is one in the second half, of a separator.
+        while utf8[end] & 0xC0 == 0x80:  # a continuation byte: inside a character
+            end -= 1
+        for separator in (b"\n\n", b"\n", b" "):
+            index = utf8.rfind(separator, start + max_bytes // 2, end)
+            if index >= 0:
+                end = index + len(separator)
+                break
+
         yield utf8[start:end]
         start = end
+    yield utf8[start:]
 
 
 def stdlib_rows(path: str, content: bytes) -> Rows:
@@ -142,6 +146,7 @@ def stdlib_rows(path: str, content: bytes) -> Rows:
     except (SyntaxError, UnicodeDecodeError, LookupError):
         yield Skipped("undecodable")
         return
+
     if path != TOPICS:
         yield from_text(text)
         return
@@ -194,6 +199,7 @@ class InputReader:
         self._digest = hashlib.sha256()
         self._row = 0
         self._expanded = 0  # bytes after decompression
+        # with those of the format, when it is known
         damage_errors: tuple[type[Exception], ...] = (OSError,)
         try:
             with open(self.path, "rb", buffering=0, opener=open_nonblocking) as file:
@@ -218,7 +224,8 @@ class InputReader:
                     yield row
         except damage_errors as error:
             row_number = self._row + 1
-            # for damage, pyarrow may raise an OSError without errno
+
+            # For damage, pyarrow may raise an OSError without errno.
             if isinstance(error, OSError) and error.errno is not None:
                 raise UserError(
                     "input.unreadable",
@@ -226,6 +233,7 @@ class InputReader:
                     path=self.path,
                     row=row_number,
                 ) from None
+
             raise UserError(
                 "input.damaged",
                 f"{self.path}, row {row_number:,}: damaged: {error}; "
@@ -244,6 +252,8 @@ class InputReader:
             )
         if suffix not in JSON_SUFFIXES:
             return _Format(self._read_whole)
+
+        # Lines of JSON, which may be compressed.
         if suffix.endswith(".zst"):
             from zstandard import ZstdDecompressor, ZstdError
 
@@ -279,9 +289,10 @@ class InputReader:
             chunks = self._decompressed(self._chunks(file, PACKED_READ_BYTES), new_frame, padding)
         else:
             chunks = self._chunks(file, READ_BYTES)
-        for number, line in enumerate(self._lines(chunks)):
-            if number == 0:
-                line = line.removeprefix(BYTE_ORDER_MARK)
+
+        lines = self._lines(chunks)
+        first_line = next(lines, b"").removeprefix(BYTE_ORDER_MARK)
+        for line in chain([first_line], lines):
             # `datasets` and pandas skip blank lines too
             if line.strip():
                 yield self._parse(line)
@@ -300,7 +311,8 @@ class InputReader:
 
     def _lines(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
         """Yield lines without their end; some of the blank ones are left out."""
-        # the start of an unfinished line, and its length
+        # The start of an unfinished line, in pieces: joining them for each chunk would take time
+        # that grows with the square of the line's length.
         pending: list[bytes] = []
         pending_length = 0
         for chunk in chunks:
@@ -311,6 +323,7 @@ class InputReader:
                 pending = []
                 pending_length = 0
                 start = _after_line_end(chunk, end)
+
             pending.append(chunk[start:])
             pending_length += len(chunk) - start
             self._check_line(pending_length)
@@ -326,6 +339,7 @@ class InputReader:
 
     def _parse(self, line: bytes) -> Document | Skipped:
         """Return the row of a line of JSON."""
+        # The object.
         is_valid_utf8 = True
         try:
             decoded = line.decode()
@@ -339,17 +353,20 @@ class InputReader:
         if not isinstance(row, dict):
             self._fail(f"a JSON {type(row).__name__}, expected an object with {self.text_field!r}")
 
+        # Its text. A text of null is an empty one.
         text = _look_up(row, self.text_field)
         if text is _MISSING:
             self._fail_field(list(row))
         if not isinstance(text, str | None):
             self._fail(f"the field {self.text_field!r} is a {type(text).__name__}, not a string")
+
+        # Its group, which is for statistics only, so that no value of it is an error.
         group = _look_up(row, self.group_field) if self.group_field else ""
         if not isinstance(group, str):
             group = ""
-        document = from_text(text or "", replace_surrogates(group))
 
-        # bytes that are not UTF-8 may be in another field
+        # The bytes that are not UTF-8 may be in another field.
+        document = from_text(text or "", replace_surrogates(group))
         if isinstance(document, Document) and not is_valid_utf8 and "\ufffd" in document.text:
             return replace(document, repaired=INVALID_UTF8)
         return document
@@ -357,9 +374,10 @@ class InputReader:
     # Parquet
 
     def _read_parquet(self, file: IO[bytes]) -> Rows:
-        """Hash the file in a first pass, because rows need only some of the columns."""
+        """Yield the rows of a parquet file."""
         import pyarrow.parquet
 
+        # Hash the file in a first pass, because rows need only some of the columns.
         for _ in self._chunks(file, READ_BYTES):
             pass
         self._check_end()
@@ -370,20 +388,18 @@ class InputReader:
             file, buffer_size=READ_BYTES, pre_buffer=False, page_checksum_verification=True
         ) as parquet:
             columns = self._columns(parquet.schema_arrow)
-            metadata = parquet.metadata
-            row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-            total_bytes = sum(row_group.total_byte_size for row_group in row_groups)
-            batch_rows = BATCH_BYTES * metadata.num_rows // max(total_bytes, 1)
-            batch_rows = min(MAX_BATCH_ROWS, max(1, batch_rows))
-
+            batch_rows = _batch_rows(parquet.metadata)
             for batch in parquet.iter_batches(batch_rows, columns=columns, use_threads=False):
                 # by name, because the batch has them in the file's order
-                texts, *groups_if_any = (_as_bytes(_column(batch, path)) for path in columns)
-                groups = groups_if_any[0] if groups_if_any else [None] * len(texts)
+                values = [_as_bytes(_column(batch, path)) for path in columns]
+                texts = values[0]
+                groups = values[-1] if len(columns) > 1 else [None] * len(texts)
                 for text, group in zip(texts, groups, strict=True):
-                    self._expanded += 1 + len(text or b"")
+                    self._expanded += 1 + len(text or b"")  # 1: a row is work without text too
                     yield from_utf8(text or b"", (group or b"").decode(errors="replace"))
                 self._check_expansion()
+
+            metadata = parquet.metadata
             if self._row != metadata.num_rows:
                 raise EOFError(f"{self._row:,} rows, {metadata.num_rows:,} in the footer")
 
@@ -399,6 +415,7 @@ class InputReader:
         if group_column is not None:
             columns.append(group_column)
 
+        # The strings may be stored as a dictionary of the distinct ones.
         for column in columns:
             value_type = column.type
             if types.is_dictionary(value_type):
@@ -461,6 +478,14 @@ class InputReader:
         ) from None
 
 
+def _batch_rows(metadata: Any) -> int:
+    """Return the rows of a parquet file that have about BATCH_BYTES, by its footer."""
+    row_groups = map(metadata.row_group, range(metadata.num_row_groups))
+    total_bytes = sum(row_group.total_byte_size for row_group in row_groups)
+    num_rows = BATCH_BYTES * metadata.num_rows // max(total_bytes, 1)
+    return min(MAX_BATCH_ROWS, max(1, num_rows))
+
+
 def _decompress(
     chunks: Iterator[bytes], new_frame: Callable[[], Any], padding: bytes
 ) -> Iterator[bytes]:
@@ -469,7 +494,8 @@ def _decompress(
     for chunk in chunks:
         for start in range(0, len(chunk), STEP_BYTES):
             packed = chunk[start : start + STEP_BYTES]
-            # a step may have the end of a frame, and others after it
+
+            # A step may have the end of a frame, and others after it.
             while packed:
                 if frame is None:
                     packed = packed.lstrip(padding)
@@ -479,10 +505,13 @@ def _decompress(
                 content = frame.decompress(packed)
                 if content:
                     yield content
+
+                # What the frame does not use belongs to the next one.
                 packed = b""
                 if frame.eof:
                     packed = frame.unused_data
                     frame = None
+
     if frame is not None:
         raise EOFError("truncated inside a compressed frame")
 
@@ -498,11 +527,10 @@ def _look_up(row: dict[str, Any], field: str) -> Any:
     if field in row:
         return row[field]
     outer, dot, inner = field.partition(".")
-    if not dot or outer not in row:
-        return _MISSING
-    if row[outer] is None:
-        return None
-    return _look_up(row[outer], inner) if isinstance(row[outer], dict) else _MISSING
+    outer_value = row.get(outer, _MISSING) if dot else _MISSING
+    if isinstance(outer_value, dict):
+        return _look_up(outer_value, inner)
+    return None if outer_value is None else _MISSING
 
 
 def has_field(row: dict[str, Any], field: str) -> bool:
@@ -524,6 +552,7 @@ def _find_column(schema: Any, name: str) -> _Column | None:
     """
     import pyarrow
 
+    # parquet allows several columns of one name: then it is not clear which one is meant
     if schema.names.count(name) == 1:
         return _Column(name, schema.field(name).type)
     outer, dot, inner = name.partition(".")

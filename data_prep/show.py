@@ -11,6 +11,7 @@ import argparse
 import textwrap
 import typing
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.data.sampler import Order, permuted_offset, window_offset
-from canon_pretrain.data.shards import TokenShards
+from canon_pretrain.data.shards import Shard, TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.folder import SPLITS, TRAIN, load_tokenizer
 from data_prep.plan import load_plan
@@ -42,16 +43,13 @@ def show_document(folder: Path, number: int, *, split: str = TRAIN, ids: bool = 
             )
         # the last shard that starts at the document or before it
         shard = [shard for shard in shards.shards if shard.entry.first_document <= number][-1]
-        entry = shard.entry
-        index = number - entry.first_document
-        ends = shard.document_ends()
-        start = int(ends[index - 1]) if index else 0
-        first_token = entry.first_token + start
-        tokens = shards.read(first_token, int(ends[index]) - start)
+        index = number - shard.entry.first_document
+        start, end = _boundaries(shard)[index : index + 2].tolist()
+        tokens = shards.read(start, end - start)
 
     lines = [
         f"== {split}, document {number}: "
-        f"{len(tokens):,} tokens from {first_token:,}, in {entry.name}",
+        f"{len(tokens):,} tokens from {start:,}, in {shard.entry.name}",
         *_lines(tokenizer, tokens, ids),
         "== end of the document",
     ]
@@ -69,6 +67,7 @@ def show_window(
     ids: bool = False,
 ) -> str:
     """Return sample `sample` of a run with data_seed `seed` as text. Raises UserError."""
+    # Philox, which draws the windows, takes 64-bit numbers.
     for option, value in (("--window", sample), ("--seed", seed)):
         if not 0 <= value < 1 << 64:
             raise UserError(
@@ -90,52 +89,59 @@ def show_window(
         f"(seq_len {seq_len:,} and the last target)"
     ]
     for document in documents:
-        first = max(document.first, offset)
+        start = max(document.start, offset)
         end = min(document.end, stop)
-        num_before = first - document.first
-        before = f", after {num_before:,} outside the window" if num_before else ""
-        lines.append(
-            f"== document {document.number}: {end - first:,} of "
-            f"{document.end - document.first:,} tokens{before}"
+        title = (
+            f"== document {document.number}: {end - start:,} of "
+            f"{document.end - document.start:,} tokens"
         )
-        lines += _lines(tokenizer, tokens[first - offset : end - offset], ids)
+        if start > document.start:
+            title = f"{title}, after {start - document.start:,} outside the window"
+        lines += [title, *_lines(tokenizer, tokens[start - offset : end - offset], ids)]
+
     lines.append("== end of the window")
     return "\n".join(lines)
 
 
 class _Document(NamedTuple):
-    """A document of a split: its tokens are [first, end) of the split's."""
+    """A document of a split: its tokens are [start, end) of the split's."""
 
     number: int
-    first: int
+    start: int
     end: int
 
 
 def _documents(shards: TokenShards, start: int, stop: int) -> Iterator[_Document]:
     """Yield the documents with tokens in [start, stop)."""
     for shard in shards.shards:
-        first = shard.entry.first_token
-        if first + shard.entry.tokens <= start or first >= stop:
+        entry = shard.entry
+        if entry.first_token + entry.tokens <= start or entry.first_token >= stop:
             continue
-        ends = shard.document_ends() + first
-        first_index, last_index = np.searchsorted(ends, [start, stop - 1], side="right")
-        for index in range(first_index, min(last_index + 1, len(ends))):
-            yield _Document(
-                number=shard.entry.first_document + index,
-                first=int(ends[index - 1]) if index else first,
-                end=int(ends[index]),
-            )
+
+        # Document i of the shard has the tokens [boundaries[i], boundaries[i + 1]).
+        boundaries = _boundaries(shard)
+        first, last = np.searchsorted(boundaries[1:], [start, stop - 1], side="right").tolist()
+        spans = pairwise(boundaries[first : last + 2].tolist())
+        for number, (document_start, end) in enumerate(spans, entry.first_document + first):
+            yield _Document(number, document_start, end)
+
+
+def _boundaries(shard: Shard) -> np.ndarray:
+    """Return the first token of a shard's documents in the split, then the end of the last one."""
+    return np.append(0, shard.document_ends()) + shard.entry.first_token
 
 
 def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]:
-    """Yield the text in lines, the ids if they are wanted, and whether EOS ends them."""
+    """Yield the text in lines, with `ids` the token ids, and a last line if EOS ends them."""
     text = printable(tokenizer.decode(tokens), keep="\n\t")
     # splitlines would also split at other characters
     for line in text.split("\n"):
         yield f"│ {line}"
+
     if ids:
         numbers = " ".join(map(str, tokens.tolist()))
         yield from textwrap.wrap(numbers, WIDTH, initial_indent="ids: ", subsequent_indent="     ")
+
     if len(tokens) and int(tokens[-1]) == tokenizer.eos_id:
         yield f"-- EOS ({tokenizer.eos_id})"
 
@@ -143,6 +149,7 @@ def _lines(tokenizer: Tokenizer, tokens: np.ndarray, ids: bool) -> Iterator[str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("folder", type=Path, metavar="DIR", help="the --out of a build")
+
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--document", type=int, metavar="K", help="document K, from 0")
     target.add_argument(
@@ -151,6 +158,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="I",
         help="sample I of a run (of a mixture: one drawn from this folder)",
     )
+
+    # A window depends on these settings of the run.
     add("--seed", type=int, default=0, metavar="S", help="the run's data.data_seed (default: 0)")
     add(
         "--seq-len",
@@ -165,6 +174,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="random",
         help="the run's data.order (default: random)",
     )
+
     add("--split", choices=SPLITS, default=TRAIN, help="default: %(default)s")
     add("--ids", action="store_true", help="print the token ids as well")
 

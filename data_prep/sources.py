@@ -7,9 +7,10 @@ move, and a copy has the same plan as a download.
 import os
 import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.data import hub
@@ -71,6 +72,35 @@ SOURCES = (STDLIB, *HUB_SOURCES, LOCAL)
 
 
 @dataclass(frozen=True)
+class SourceOptions:
+    """The options of a build that select its inputs; `files_option` is what errors call --files."""
+
+    source: str
+    files: Sequence[Path] = ()
+    revision: str | None = None
+    text_field: str | None = None
+    text_suffixes: Sequence[str] = ()
+    files_option: str = FILES_OPTION
+
+    @property
+    def is_download(self) -> bool:
+        """Whether the inputs are the hub's, not a copy of them on disk."""
+        return self.source in HUB_SOURCES and not self.files
+
+
+class Listing(NamedTuple):
+    """Absolute paths of files, and of those that the user named, rather than a folder of them."""
+
+    paths: list[Path]
+    named_files: frozenset[Path]
+
+    @property
+    def existing(self) -> list[Path]:
+        """The paths that are not dangling links."""
+        return [path for path in self.paths if path.exists()]
+
+
+@dataclass(frozen=True)
 class Selection:
     """A build's inputs in order, some not yet downloaded, and how to read and group them."""
 
@@ -84,57 +114,40 @@ class Selection:
     unit_bytes: int | None = None
 
 
-def check_options(
-    source: str,
-    files: Sequence[Path] = (),
-    *,
-    revision: str | None = None,
-    text_field: str | None = None,
-    text_suffixes: Sequence[str] = (),
-) -> None:
-    """Raise UserError for options of these names that do not fit together."""
-    check_choice("--source", source, SOURCES)
+def check_options(options: SourceOptions) -> None:
+    """Raise UserError for options that do not apply to the source."""
+    check_choice("--source", options.source, SOURCES)
+
+    # An option without an effect on the source is an error.
     for option, is_set, allowed_sources in (
-        ("--text-field", text_field is not None, (LOCAL,)),
-        ("--text-suffixes", bool(text_suffixes), (LOCAL,)),
-        ("--revision", revision is not None, tuple(HUB_SOURCES)),
-        ("--files", bool(files), (*HUB_SOURCES, LOCAL)),
+        ("--text-field", options.text_field is not None, (LOCAL,)),
+        ("--text-suffixes", bool(options.text_suffixes), (LOCAL,)),
+        ("--revision", options.revision is not None, tuple(HUB_SOURCES)),
+        ("--files", bool(options.files), (*HUB_SOURCES, LOCAL)),
     ):
-        if is_set and source not in allowed_sources:
+        if is_set and options.source not in allowed_sources:
             raise UserError(
                 "option.conflict",
-                f"{option} with --source {source}: it is for {', '.join(allowed_sources)} only",
+                f"{option} with --source {options.source}: "
+                f"it is for {', '.join(allowed_sources)} only",
                 option=option,
             )
 
 
-def select(
-    source: str,
-    files: Sequence[Path] = (),
-    *,
-    revision: str | None = None,
-    text_field: str | None = None,
-    text_suffixes: Sequence[str] = (),
-    files_option: str = FILES_OPTION,
-) -> Selection:
-    """Return the inputs of the options of these names; `files_option` is what errors name.
-
-    Raises UserError.
-    """
-    check_options(
-        source, files, revision=revision, text_field=text_field, text_suffixes=text_suffixes
-    )
-    if source == STDLIB:
+def select(options: SourceOptions) -> Selection:
+    """Return a build's inputs; those of a download are not on disk yet. Raises UserError."""
+    check_options(options)
+    if options.source == STDLIB:
         return _select_stdlib()
-    if source == LOCAL:
-        return _select_local(files, text_field or TEXT_FIELD, text_suffixes, files_option)
-    hub_source = HUB_SOURCES[source]
-    if files:
-        selection = _select_mirror(source, hub_source, files, revision)
-    else:
-        selection = _select_hub(source, hub_source, revision or hub_source.commit)
-    if len(selection.inputs) != hub_source.num_files:
-        log(f"{source}: {len(selection.inputs):,} of {hub_source.num_files:,} files")
+    if options.source == LOCAL:
+        return _select_local(options)
+
+    selection = _select_download(options) if options.is_download else _select_mirror(options)
+
+    # A copy may have some of the files only.
+    num_files = HUB_SOURCES[options.source].num_files
+    if len(selection.inputs) != num_files:
+        log(f"{options.source}: {len(selection.inputs):,} of {num_files:,} files")
     return selection
 
 
@@ -156,84 +169,88 @@ def _select_stdlib() -> Selection:
 
     inputs = sorted(to_inputs(files, {}), key=lambda source_input: source_input.path != TOPICS)
     return Selection(
-        STDLIB,
-        f"python {platform.python_version()}",
-        root,
-        tuple(inputs),
+        source=STDLIB,
+        version=f"python {platform.python_version()}",
+        root=root,
+        inputs=tuple(inputs),
         unit_bytes=INPUT_GROUP_BYTES,
     )
 
 
-def _select_local(
-    files: Sequence[Path], text_field: str, text_suffixes: Sequence[str], files_option: str
-) -> Selection:
+def _select_local(options: SourceOptions) -> Selection:
     """Select the files of known formats. Raises UserError for another that the user named."""
-    if not files:
+    if not options.files:
         raise UserError(
             "option.missing", f"--source {LOCAL} needs --files FILE_OR_FOLDER ...", option="--files"
         )
-    listed, named_files = find_files(files, files_option)
-    existing = [path for path in listed if path.exists()]
-    dangling = set(listed).difference(existing)
+    listing = find_files(options)
+    dangling = set(listing.paths).difference(listing.existing)
     if dangling:
         log(f"{LOCAL}: skipped {len(dangling):,} dangling links: {summarize_paths(dangling)}")
 
     # Every file that the user named must be read; of a folder, at least one.
-    readable, others = divide_files(existing, named_files, text_field, text_suffixes)
-    unknown = named_files.intersection(others) if readable else others or files
+    readable, others = divide_files(listing, options)
+    unknown: Collection[Path] = listing.named_files.intersection(others)
+    if not readable:
+        unknown = others or options.files
     if unknown:
-        raise _unknown_format(unknown, text_suffixes, files_option)
+        raise _unknown_format(unknown, options)
     if others:
         log(f"{LOCAL}: skipped {len(others):,} files of other formats: {summarize_paths(others)}")
 
     root = Path(os.path.commonpath([path.parent for path in readable]))
-    inputs = to_inputs({path.relative_to(root).as_posix(): path for path in readable}, {})
-    return Selection(LOCAL, ON_DISK, root, inputs, text_field, unit_bytes=INPUT_GROUP_BYTES)
+    return Selection(
+        source=LOCAL,
+        version=ON_DISK,
+        root=root,
+        inputs=to_inputs({path.relative_to(root).as_posix(): path for path in readable}, {}),
+        text_field=options.text_field or TEXT_FIELD,
+        unit_bytes=INPUT_GROUP_BYTES,
+    )
 
 
-def divide_files(
-    paths: Sequence[Path], named_files: Set[Path], text_field: str, text_suffixes: Sequence[str]
-) -> tuple[list[Path], list[Path]]:
-    """Return the files that are read, and the others.
+def divide_files(listing: Listing, options: SourceOptions) -> tuple[list[Path], list[Path]]:
+    """Return the existing files that are read, and those that are not. Raises UserError.
 
-    A .json is read if it is lines of JSON objects, or as text if `text_suffixes` have it. Unless
-    the user named it (`named_files`), its first object must have the `text_field` if other files
-    are read: it may describe them.
+    A .json is read if it is lines of JSON objects, or as text if `text_suffixes` has it. Unless the
+    user named it, its first object must have the text field if other files are read: it may
+    describe them.
     """
-    suffixes_of_text = tuple(suffix.lower() for suffix in text_suffixes)
+    text_field = options.text_field or TEXT_FIELD
+    existing = listing.existing
+    suffixes_of_text = tuple(suffix.lower() for suffix in options.text_suffixes)
     readable = []
     lines_of_json = []
-    for path in paths:
+    for path in existing:
         suffix = suffix_of(path.name)
-        if suffixes_of_text and path.name.lower().endswith(suffixes_of_text):
+        if path.name.lower().endswith(suffixes_of_text):
             readable.append(path)
         elif suffix == ".json":
             row = first_object(path)
             if row:
                 lines_of_json.append(path)
-                if path in named_files or has_field(row, text_field):
+                if path in listing.named_files or has_field(row, text_field):
                     readable.append(path)
         elif suffix:
             readable.append(path)
 
+    # Without other files, those of JSON describe nothing: they are the data.
     readable = readable or lines_of_json
     readable_set = set(readable)
-    return readable, [path for path in paths if path not in readable_set]
+    return readable, [path for path in existing if path not in readable_set]
 
 
-def _unknown_format(
-    paths: Iterable[Path], text_suffixes: Sequence[str], files_option: str
-) -> UserError:
+def _unknown_format(paths: Iterable[Path], options: SourceOptions) -> UserError:
     """Return the error for files of formats that are not read."""
-    expected = ", ".join((*SUFFIXES, *text_suffixes))
+    expected = ", ".join((*SUFFIXES, *options.text_suffixes))
     if any(suffix_of(path.name) == ".json" for path in paths):
         advice = "a .json must have an object a line: convert a list with `jq -c '.[]' OLD > NEW`"
     else:
         advice = "--text-suffixes .md .rst reads other files as text"
     return UserError(
         "input.unknown_format",
-        f"{files_option} {summarize_paths(paths)}: unknown format; expected one of: {expected}; "
-        f"{advice}",
+        f"{options.files_option} {summarize_paths(paths)}: unknown format; "
+        f"expected one of: {expected}; {advice}",
     )
 
 
@@ -247,10 +264,14 @@ def check_formats(selection: Selection) -> None:
             check_file(path)
 
 
-def _select_hub(source: str, hub_source: HubSource, commit: str) -> Selection:
-    """Select the files of a dataset on the hub; `commit` may be a branch or tag."""
-    if not hub.COMMIT.fullmatch(commit):
+def _select_download(options: SourceOptions) -> Selection:
+    """Select the files of a dataset on the hub, which are downloaded when they are needed."""
+    hub_source = HUB_SOURCES[options.source]
+    commit = options.revision or hub_source.commit
+    if not hub.COMMIT.fullmatch(commit):  # a branch or tag
         commit = hub.find_commit(hub_source.repo, commit, HUB_HINTS)
+
+    # The files of the commit that have the dataset's paths, with the hub's hashes.
     root = hub.snapshot_folder(hub_source.repo, commit)
     shape = "/".join(hub_source.tail)
     inputs = [
@@ -263,26 +284,29 @@ def _select_hub(source: str, hub_source: HubSource, commit: str) -> Selection:
             "input.none",
             f"{hub_source.repo}@{commit[:12]}: no files {shape}; {HUB_HINTS.revision}",
         )
+
+    # In the order of a copy on disk, so that the plans are the same.
     inputs.sort(key=lambda source_input: natural_order(source_input.path))
-    log(f"{source}: commit {commit[:12]}, downloaded when needed into {root}")
-    return _hub_selection(source, commit, root, tuple(inputs))
+    log(f"{options.source}: commit {commit[:12]}, downloaded when needed into {root}")
+    return _hub_selection(options.source, commit, root, tuple(inputs))
 
 
 def _hub_selection(source: str, version: str, root: Path, inputs: tuple[Input, ...]) -> Selection:
     return Selection(
-        source,
-        version,
-        root,
-        inputs,
+        source=source,
+        version=version,
+        root=root,
+        inputs=inputs,
         group_field=HUB_SOURCES[source].group_field,
         unit_files=HUB_SOURCES[source].unit_files,
     )
 
 
-def _select_mirror(
-    source: str, hub_source: HubSource, files: Sequence[Path], revision: str | None
-) -> Selection:
+def _select_mirror(options: SourceOptions) -> Selection:
     """Select the files of a copy on disk. Raises UserError for files of another dataset."""
+    source = options.source
+    revision = options.revision
+    tail = HUB_SOURCES[source].tail
     if revision is not None and not hub.COMMIT.fullmatch(revision):
         raise UserError(
             "option.conflict",
@@ -291,18 +315,20 @@ def _select_mirror(
         )
 
     # Files with the dataset's paths; others may be next to them, but not named by the user.
-    listed, named_files = find_files(files)
-    root, paths = match_tails(listed, hub_source.tail)
-    wrong_files = named_files.difference(paths.values()) if paths else files
+    listing = find_files(options)
+    root, paths = match_tails(listing.paths, tail)
+    wrong_files: Collection[Path] = listing.named_files.difference(paths.values())
+    if not paths:
+        wrong_files = options.files
     if wrong_files:
         raise UserError(
             "input.wrong_files",
-            f"--files {summarize_paths(wrong_files)}: no files {'/'.join(hub_source.tail)} of "
-            f"{source}; {OTHER_FILES}",
+            f"--files {summarize_paths(wrong_files)}: no files {'/'.join(tail)} of {source}; "
+            f"{OTHER_FILES}",
         )
 
     # The root must not be below a similar folder, such as sample/10BT instead of sample/100BT.
-    for folder in hub_source.tail[:-1]:
+    for folder in tail[:-1]:
         if "[" in folder:  # a pattern, no name
             continue
         similar_name = re.sub("[0-9]+", "[0-9]+", folder)
@@ -313,6 +339,7 @@ def _select_mirror(
                     f"--files {root}: is {name}, {source} is {folder}; {OTHER_FILES}",
                 )
 
+    # A copy in the hub's cache knows its commit.
     commit, hashes = hub.known_hashes(root, paths)
     if revision and commit and commit != revision:
         raise UserError(
@@ -328,6 +355,8 @@ def fetch(source: str, version: str, root: Path, inputs: Sequence[Input]) -> Non
     missing = [source_input for source_input in inputs if not (root / source_input.path).exists()]
     if not missing:
         return
+
+    # Only the folder of this version in the hub's cache is downloaded into.
     hub_source = HUB_SOURCES.get(source)
     if hub_source is None or not hub.is_cached_snapshot(root, hub_source.repo, version):
         path = root / missing[0].path
@@ -344,45 +373,44 @@ def stdlib_root() -> Path:
     return Path(os.__file__).resolve().parent
 
 
-def natural_order(path: str) -> tuple[list[tuple[int, int, str]], str]:
+def natural_order(path: str) -> tuple[list[Any], str]:
     """Return a sort key by which chunk2 comes before chunk10."""
-    key = []
-    for run in re.findall(r"[0-9]+|[^0-9]+", path):
-        is_number = run[0] in "0123456789"
-        key.append((0, int(run), "") if is_number else (1, 0, run))
+    key: list[Any] = re.split("([0-9]+)", path)  # text, digits, text, ..., the first maybe empty
+    key[1::2] = map(int, key[1::2])
     return key, path
 
 
-def find_files(
-    paths: Sequence[Path], option: str = FILES_OPTION
-) -> tuple[list[Path], frozenset[Path]]:
-    """Return the absolute paths of all files in or below `paths`, and of `paths` that are files.
+def find_files(options: SourceOptions) -> Listing:
+    """List all files in or below `options.files`. Raises UserError.
 
     Hidden files below a folder are skipped. Links are followed, because the hub's cache consists of
-    them, but not resolved, because their targets have no suffix; some may dangle. Raises UserError.
+    them, but not resolved, because their targets have no suffix; some may dangle.
     """
-    origins: dict[Path, Path] = {}  # which of `paths` a file was found by
+    origins: dict[Path, Path] = {}  # by file: the path of --files that led to it
     named_files = set()
-    for path in paths:
+    for path in options.files:
         absolute = Path(os.path.abspath(path))
         files: Iterable[Path]
         if absolute.is_file():
             named_files.add(absolute)
             files = [absolute]
         elif absolute.is_dir():
-            files = _walk(absolute, option)
+            files = _walk(absolute, options.files_option)
         else:
-            raise UserError("input.none", f"{option} {path}: does not exist", path=path)
+            raise UserError(
+                "input.none", f"{options.files_option} {path}: does not exist", path=path
+            )
 
+        # A file in two inputs would be trained on twice.
         for file in files:
             if file in origins:
                 raise UserError(
                     "input.given_twice",
-                    f"{option} {path}: {file} was already found by {origins[file]}",
+                    f"{options.files_option} {path}: {file} was already found by {origins[file]}",
                     path=file,
                 )
             origins[file] = path
-    return list(origins), frozenset(named_files)
+    return Listing(list(origins), frozenset(named_files))
 
 
 def _walk(root: Path, option: str) -> Iterator[Path]:
@@ -406,6 +434,7 @@ def _walk(root: Path, option: str) -> Iterator[Path]:
                 path=Path(folder),
             )
         real_folders.add(real_folder)
+
         # os.walk enters what is left in this list
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for name in names:
@@ -416,15 +445,19 @@ def _walk(root: Path, option: str) -> Iterator[Path]:
 def match_tails(files: Sequence[Path], tail: Sequence[str]) -> tuple[Path, dict[str, Path]]:
     """Return the root of the files whose paths end with `tail`, and {path below it: file}.
 
-    Try shorter tails if no file matches. Raises UserError for several roots.
+    Try shorter tails if no file matches: the copy may be of a subfolder. Raises UserError for
+    several roots.
     """
     for num_left_out in range(len(tail)):
+        # the root of a file is what is before the match
         shape = "/".join(tail[num_left_out:])
         files_by_root: dict[Path, dict[str, Path]] = {}
         for file in files:
             match = re.fullmatch(f"(.*/)({shape})", str(file))
             if match:
                 files_by_root.setdefault(Path(match[1]), {})[match[2]] = file
+
+        # Several copies of the dataset, or samples of it: none of them is guessed.
         if len(files_by_root) > 1:
             raise UserError(
                 "input.wrong_files",

@@ -69,6 +69,7 @@ def stats(folder: Path, page: Path | None = None, *, workers: int = 1) -> "DataS
             f"--html {page}: expected a file in an existing folder",
             option="--html",
         )
+
     statistics = data_statistics(folder, load_plan(folder), workers)
     print_tables(statistics, Console())
     if page is not None:
@@ -115,20 +116,24 @@ def count_shard(shard: Shard, vocab_size: int) -> Counts:
     tokens = np.zeros(vocab_size, dtype=np.int64)
     digests = []
     with closing(BlockReader(shard.folder, dtype_for(vocab_size))) as reader:
-        # Read whole documents [first, last) of about CHUNK_TOKENS in total, at least one.
         first = 0
         start_token = 0
         while first < len(ends):
+            # Read the documents [first, last): at most CHUNK_TOKENS in total, or a longer one.
             num_fitting = int(np.searchsorted(ends, start_token + CHUNK_TOKENS, side="right"))
             last = max(first + 1, num_fitting)
             ids = np.empty(int(ends[last - 1]) - start_token, dtype=np.int64)
             reader.read(shard.entry.name, shard.files, start_token, ids)
 
+            # Count their ids, and hash each of them; the last end is that of `ids`.
             tokens += np.bincount(ids, minlength=vocab_size)
-            for document in np.split(ids.astype("<u4"), ends[first : last - 1] - start_token):
+            inner_ends = ends[first : last - 1] - start_token
+            for document in np.split(ids.astype("<u4"), inner_ends):
                 digests.append(hashlib.blake2b(document.data, digest_size=8).digest())
+
             first = last
             start_token += len(ids)
+
     return Counts(
         tokens=tokens,
         lengths=np.diff(ends, prepend=0).astype("<u4"),
@@ -247,21 +252,21 @@ class DataStatistics:
 def data_statistics(folder: Path, plan: Plan, workers: int) -> DataStatistics:
     """Return the statistics of a data folder. Raises UserError."""
     tokenizer = load_tokenizer(folder, plan.tokenizer)
-    train, validation = (TokenShards.open(folder / split) for split in SPLITS)
-    shards = [*train.shards, *validation.shards]
-    vocab_size = plan.tokenizer.vocab_size
+    train = TokenShards.open(folder / TRAIN)
+    validation = TokenShards.open(folder / VALIDATION)
 
-    # read every token once
+    # Read every token once.
     total = max(train.num_tokens + validation.num_tokens, 1)
     num_read = 0
     counts: list[Counts] = []
     with Progress() as progress:
-        results = count_shards(shards, vocab_size, workers)
-        for shard, shard_counts in zip(shards, results, strict=True):
+        shards = [*train.shards, *validation.shards]
+        for shard_counts in count_shards(shards, plan.tokenizer.vocab_size, workers):
             counts.append(shard_counts)
-            num_read += shard.entry.tokens
+            num_read += int(shard_counts.lengths.sum())
             progress.update(num_read / total, f"stats: {num_read:,} of {total:,} tokens")
 
+    # Each split is also compared with the other, for documents that are in both.
     train_counts = Counts.joined(counts[: len(train.shards)])
     validation_counts = Counts.joined(counts[len(train.shards) :])
     return DataStatistics(
@@ -313,13 +318,14 @@ def find_duplicates(counts: Counts, other: Counts) -> Duplicates:
     first = first[times > 1]
     times = times[times > 1]
     lengths = counts.lengths[first].astype(np.int64)
+    num_copies = times - 1
 
     # lexsort sorts by the last key first: most copies, then longest, then earliest
     ranking = np.lexsort((first, -lengths, -times))[:MOST_COPIED]
     most_copied = np.stack([times, lengths, first], axis=1)[ranking]
     return Duplicates(
-        copies=int((times - 1).sum()),
-        copied_tokens=int(((times - 1) * lengths).sum()),
+        copies=int(num_copies.sum()),
+        copied_tokens=int(num_copies @ lengths),
         elsewhere=int(np.isin(counts.digests, other.digests).sum()),
         most_copied=[CopiedDocument(*row) for row in most_copied.tolist()],
     )
@@ -357,6 +363,7 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
     """Return the text of one id in quotes; "EOS" or "no text" if it has none."""
     if token == tokenizer.eos_id:
         return "EOS"
+
     # decode it after itself: SentencePiece drops a leading space at the beginning of a text
     text = tokenizer.decode([token])
     text_of_two = tokenizer.decode([token, token])
@@ -368,23 +375,25 @@ def token_text(tokenizer: Tokenizer, token: int) -> str:
 def rank_frequencies(counts: np.ndarray) -> Frequencies:
     """Return the counts at ranks that are evenly spaced on a logarithmic axis."""
     descending = np.sort(counts[counts > 0])[::-1]
-    spaced = np.geomspace(1, max(len(descending), 1), MAX_RANKS)
+    if not len(descending):
+        return Frequencies([], [])
+
+    spaced = np.geomspace(1, len(descending), MAX_RANKS)
     ranks = np.unique(spaced.round().astype(np.int64))
-    ranks = ranks[ranks <= len(descending)]
     return Frequencies(ranks.tolist(), descending[ranks - 1].tolist())
 
 
 def sum_groups(records: Sequence[CommitRecord]) -> list[Group]:
     """Return documents, tokens and bytes by group, of whole shards, the largest group first."""
-    sums: dict[str, np.ndarray] = {}
+    sums: dict[str, np.ndarray] = {}  # documents, tokens, bytes
     for record in records:
         for name, record_sums in record.groups.items():
             sums[name] = sums.get(name, 0) + np.array(record_sums, dtype=np.int64)
 
-    total_tokens = max(1, sum(int(tokens) for _, tokens, _ in sums.values()))
+    total_tokens = max(1, sum(record.tokens for record in records))
     groups = []
-    for name, numbers in sums.items():
-        documents, tokens, num_bytes = numbers.tolist()
+    for name, group_sums in sums.items():
+        documents, tokens, num_bytes = group_sums.tolist()
         groups.append(Group(printable(name), documents, tokens, num_bytes, tokens / total_tokens))
     return sorted(groups, key=lambda group: (-group.tokens, group.group))
 
@@ -414,6 +423,7 @@ def print_tables(statistics: DataStatistics, console: Console) -> None:
         for row in table.rows[:MAX_PRINTED_ROWS]:
             drawn_table.add_row(*map(escape, row))
         console.print(drawn_table)
+
     for sentence in notes(statistics):
         console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
@@ -431,6 +441,8 @@ def tables(statistics: DataStatistics) -> list[Table]:
     ]
     for split in statistics.splits:
         all_tables += split_tables(split)
+
+    # a split may have no documents, groups or duplicates
     return [table for table in all_tables if table.rows]
 
 
@@ -582,14 +594,17 @@ def _lengths(split: SplitStatistics, unit: str) -> Json:
     bins = split.lengths.bins
     total = getattr(split, unit)
     counts = [getattr(length_bin, unit) for length_bin in bins]
-    lengths = [f"{length_bin.first:,} to {length_bin.last:,} tokens" for length_bin in bins]
+
+    # of each bar: its documents' lengths, and how many documents or tokens they are
+    hover_texts = []
+    for length_bin, count in zip(bins, counts, strict=True):
+        length = f"{length_bin.first:,} to {length_bin.last:,} tokens"
+        hover_texts.append([length, f"{count:,}"])
     return {
         **_trace(split, "bar"),
         "x": [f"{length_bin.first:,}" for length_bin in bins],
         "y": [count / total for count in counts],
-        "customdata": [
-            [length, f"{count:,}"] for length, count in zip(lengths, counts, strict=True)
-        ],
+        "customdata": hover_texts,
         "hovertemplate": f"%{{fullData.name}}: <b>%{{y:.2%}}</b>, %{{customdata[1]}} {unit}"
         "<br>in documents of %{customdata[0]}<extra></extra>",
     }

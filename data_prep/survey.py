@@ -7,7 +7,7 @@ import codecs
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -15,10 +15,10 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.cached_encoder import SPACE
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.formats import PROBE_BYTES, check_file, has_rows, other_content, suffix_of
-from data_prep.plan import Input
+from data_prep.plan import Input, total_size
 from data_prep.planning import SPECIAL_TOKENS, rare_characters, train_tokenizer
 from data_prep.readers import Document, InputReader, from_utf8
-from data_prep.sources import FILES_OPTION, LOCAL, TEXT_FIELD, divide_files, find_files, select
+from data_prep.sources import SourceOptions, divide_files, find_files, select
 
 SAMPLE_BYTES = 4 << 20
 SPREAD_FILES = 16
@@ -66,6 +66,7 @@ class Survey:
         characters = set().union(*self.sample) - {"\n"} | {SPACE}
         # SentencePiece leaves out up to one in 20,000 characters, perhaps the space
         min_vocab_size = SPECIAL_TOKENS + len(characters - {" "})
+        # Try smaller vocabularies until one can be trained.
         while True:
             try:
                 tokenizer = Tokenizer(train_tokenizer(self.sample, vocab_size), "sample")
@@ -87,28 +88,21 @@ class Survey:
         return vocab_size, num_tokens / self.sampled
 
 
-def survey(
-    files: Sequence[Path],
-    text_field: str | None,
-    suffixes: Sequence[str],
-    files_option: str = FILES_OPTION,
-) -> Survey:
-    """Look at the files; without any of a known format, at plain text. Raises UserError."""
+def survey(options: SourceOptions) -> Survey:
+    """Look at the files of the source local. Raises UserError."""
     # Read other formats as text if there is nothing else, or if the user named such a file.
-    listed, named_files = find_files(files, files_option)
-    existing = [path for path in listed if path.exists()]
-    _, others = divide_files(existing, named_files, text_field or TEXT_FIELD, suffixes)
+    listing = find_files(options)
+    readable, others = divide_files(listing, options)
     text_suffixes = _text_suffixes(others)
-    if len(others) == len(existing) or named_files.intersection(others):
+    suffixes = options.text_suffixes
+    if not readable or listing.named_files.intersection(others):
         suffixes = sorted({*suffixes, *text_suffixes})
-    selection = select(
-        LOCAL, files, text_field=text_field, text_suffixes=suffixes, files_option=files_option
-    )
+    selection = select(replace(options, text_suffixes=suffixes))
 
     # Files to sample: as many as have SAMPLE_BYTES at their mean size, and enough to see more than
     # one kind of text.
     inputs = [source_input for source_input in selection.inputs if source_input.size]
-    file_bytes = sum(source_input.size for source_input in inputs)
+    file_bytes = total_size(inputs)
     num_for_size = min(MAX_SAMPLED_FILES, 1 + SAMPLE_BYTES * len(inputs) // max(file_bytes, 1))
     num_sampled = min(len(inputs), max(SPREAD_FILES, num_for_size))
 
@@ -116,6 +110,11 @@ def survey(
     # They are kept if files are small (large ones stand in for small ones), else only the share.
     read_bytes = min(SAMPLE_BYTES, 4 * SAMPLE_BYTES // max(num_sampled, 1))
     kept_bytes = read_bytes if num_for_size >= num_sampled else SAMPLE_BYTES // num_sampled
+
+    # Files of text are one document each.
+    text_inputs = {
+        source_input for source_input in inputs if not has_rows(selection.root / source_input.path)
+    }
 
     # The sampled files are spread evenly over the source.
     sample: list[str] = []
@@ -127,17 +126,19 @@ def survey(
     row_file_bytes = 0
     for k in range(num_sampled):
         source_input = inputs[k * len(inputs) // num_sampled]
-        path = selection.root / source_input.path
-        if has_rows(path):
+        if source_input in text_inputs:
+            path = selection.root / source_input.path
+            check_file(path)
+            documents = _read_head(path, kept_bytes)
+        else:
             documents, share_read = _read_rows(
                 selection.root, source_input, selection.text_field, read_bytes
             )
             row_documents += len(documents) / share_read
             row_text_bytes += sum(len(document.utf8) for document in documents) / share_read
             row_file_bytes += source_input.size
-        else:
-            check_file(path)
-            documents = _read_head(path, kept_bytes)
+
+        # Keep documents until they have `kept_bytes`; look at all that were read.
         num_probed += len(documents)
         bytes_before = 0
         for document in documents:
@@ -146,13 +147,9 @@ def survey(
                 sample.append(document.text)
             bytes_before += len(document.utf8)
 
-    # Files of text are one document each; extrapolate from the sampled files of rows to all.
-    text_sizes = [
-        source_input.size
-        for source_input in inputs
-        if not has_rows(selection.root / source_input.path)
-    ]
-    share_sampled = row_file_bytes / max(file_bytes - sum(text_sizes), 1) or 1
+    # Extrapolate from the sampled files of rows to all of them.
+    text_bytes = total_size(text_inputs)
+    share_sampled = row_file_bytes / max(file_bytes - text_bytes, 1) or 1  # 1: no such file
 
     # Files that are not read, for the user to decide.
     lowered_suffixes = {suffix.lower() for suffix in suffixes}
@@ -171,8 +168,8 @@ def survey(
         skipped=skipped,
         skipped_text=dict(skipped_text.most_common()),
         sample=sample,
-        num_documents=len(text_sizes) + round(row_documents / share_sampled),
-        num_bytes=sum(text_sizes) + round(row_text_bytes / share_sampled),
+        num_documents=len(text_inputs) + round(row_documents / share_sampled),
+        num_bytes=text_bytes + round(row_text_bytes / share_sampled),
         sampled=sum(len(text.encode()) for text in sample),
         num_probed=num_probed,
         num_damaged=num_damaged,
@@ -183,9 +180,10 @@ def _text_suffixes(paths: Sequence[Path]) -> list[str]:
     """Return the suffixes of the files that look like text: the first few of each do."""
     paths_by_suffix = defaultdict(list)
     for path in paths:
+        suffix = _suffix(path)
         # not those of known formats, such as a .json that is no lines of JSON
-        if _suffix(path) and not suffix_of(path.name):
-            paths_by_suffix[_suffix(path)].append(path)
+        if suffix and not suffix_of(path.name):
+            paths_by_suffix[suffix].append(path)
     return [
         suffix
         for suffix, suffix_paths in paths_by_suffix.items()
@@ -222,9 +220,11 @@ def _read_head(path: Path, max_bytes: int) -> list[Document]:
     """Return the start of a text file, without a character that is cut; none of an empty file."""
     with open(path, "rb") as file:
         utf8 = file.read(max_bytes)
-    is_whole_file = len(utf8) < max_bytes
-    _, num_whole_bytes = codecs.utf_8_decode(utf8, "replace", is_whole_file)
-    head = from_utf8(utf8[:num_whole_bytes].removeprefix(codecs.BOM_UTF8))
+
+    # Unless `is_final`, the decoder leaves out an unfinished character at the end.
+    is_final = len(utf8) < max_bytes
+    _, num_decoded = codecs.utf_8_decode(utf8, "replace", is_final)
+    head = from_utf8(utf8[:num_decoded].removeprefix(codecs.BOM_UTF8))
     return [head] if isinstance(head, Document) else []
 
 

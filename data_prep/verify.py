@@ -11,7 +11,7 @@ import hashlib
 import random
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
@@ -29,6 +29,7 @@ from canon_pretrain.data.blocks import BLOCK_BYTES, BlockReader, ShardError, blo
 from canon_pretrain.data.shards import (
     CommitRecord,
     Manifest,
+    NamedRecord,
     dtype_for,
     read_commit,
     shard_name,
@@ -49,6 +50,7 @@ FINISH_HINT = "delete it and run the same `canon data build` (or `finish`) again
 SAMPLED_BLOCKS = 64
 CHUNK_BYTES = 256 * BLOCK_BYTES
 MAX_NAMED_BLOCKS = 5
+TABLE_DTYPES = {"docs": "<u8", "crc": "<u4"}
 NAME = re.compile(r"part-\d{5,}-\d+")
 
 
@@ -68,38 +70,28 @@ class StoredShard:
         return f"{self.folder.name}/{self.name}"
 
     @property
-    def numbers(self) -> tuple[int, int]:
+    def numbers(self) -> list[int]:
         """The input group, and the number of the shard in it."""
-        group, shard = self.name.split("-")[1:]
-        return int(group), int(shard)
+        return [int(digits) for digits in self.name.split("-")[1:]]
+
+    @property
+    def input_group(self) -> int:
+        return self.numbers[0]
 
     def file(self, suffix: str) -> Path:
         return self.folder / f"{self.name}.{suffix}"
 
     def check(self, plan: Plan, level: str) -> Iterator[str]:
         """Yield a message for each fault of the shard."""
-        # The commit record: whether it is the manifest's, this shard's and this plan's.
         try:
             commit = read_commit(self.folder, self.name)
         except ShardError as error:
             yield str(error)
             return
-        record = commit.record
-        path = self.file("json")
-        if self.sha256 not in ("", commit.sha256):
-            yield f"{path}: is not the commit record in the manifest"
-        recorded_name = shard_name(record.unit, record.part)
-        if recorded_name != self.name:
-            yield f"{path}: is the commit record of {recorded_name}"
-        if record.plan_sha256 != plan.sha256:
-            yield f"{path}: is the commit record of another plan"
-        planned_hashes = {planned.path: planned.sha256 for planned in plan.inputs}
-        for input_path, sha256 in record.inputs.items():
-            # None: not in the plan; "": the plan did not hash it
-            if planned_hashes.get(input_path) not in ("", sha256):
-                yield f"{path}: made from {input_path} with sha256 {sha256[:16]}..., not the plan's"
+        yield from self._check_record(commit, plan)
 
-        # The files; .bin last, because its check needs the tables in the others.
+        # The files; .bin last, because its check needs the tables in the undamaged others.
+        record = commit.record
         tables: dict[str, np.ndarray] = {}
         for suffix, expected in reversed(vars(record.files).items()):
             path = self.file(suffix)
@@ -109,42 +101,61 @@ class StoredShard:
                     yield f"{path}: {num_bytes} bytes, expected {expected.size}"
                 elif level == "size":
                     continue
-                elif suffix != "bin":
+                elif suffix in TABLE_DTYPES:
                     content = path.read_bytes()
                     sha256 = hashlib.sha256(content).hexdigest()
-                    if sha256 != expected.sha256:
-                        yield f"{path}: sha256 {sha256[:16]}..., expected {expected.sha256[:16]}..."
+                    if sha256 == expected.sha256:
+                        tables[suffix] = np.frombuffer(content, TABLE_DTYPES[suffix])
                     else:
-                        tables[suffix] = np.frombuffer(content, "<u4" if suffix == "crc" else "<u8")
+                        yield f"{path}: sha256 {sha256[:16]}..., expected {expected.sha256[:16]}..."
                 elif level == "full":
                     yield from self._check_all(record, plan, tables)
-                elif "crc" in tables:
+                elif "crc" in tables:  # blocks are read with their CRCs
                     yield from self._check_sample(record, plan)
             except FileNotFoundError:
                 yield f"{path}: is missing"
             except OSError as error:
                 yield f"{path}: unreadable: {error.strerror}"
 
+    def _check_record(self, commit: NamedRecord, plan: Plan) -> Iterator[str]:
+        """Check that a commit record is the manifest's, this shard's and this plan's."""
+        record = commit.record
+        path = self.file("json")
+        if self.sha256 not in ("", commit.sha256):
+            yield f"{path}: is not the commit record in the manifest"
+        recorded_name = shard_name(record.unit, record.part)
+        if recorded_name != self.name:
+            yield f"{path}: is the commit record of {recorded_name}"
+        if record.plan_sha256 != plan.sha256:
+            yield f"{path}: is the commit record of another plan"
+
+        planned_hashes = {planned.path: planned.sha256 for planned in plan.inputs}
+        for input_path, sha256 in record.inputs.items():
+            # None: not in the plan; "": the plan did not hash it
+            if planned_hashes.get(input_path) not in ("", sha256):
+                yield f"{path}: made from {input_path} with sha256 {sha256[:16]}..., not the plan's"
+
     def _check_sample(self, record: CommitRecord, plan: Plan) -> Iterator[str]:
         """Check the first block, the last, and up to SAMPLED_BLOCKS random ones."""
         dtype = dtype_for(plan.tokenizer.vocab_size)
         block_tokens = BLOCK_BYTES // dtype.itemsize
-        num_blocks = -(-record.tokens // block_tokens)
-        blocks = set(random.sample(range(num_blocks), min(SAMPLED_BLOCKS, num_blocks)))
-        if num_blocks:
-            blocks |= {0, num_blocks - 1}
+
+        # Blocks are chosen by their first token.
+        starts = range(0, record.tokens, block_tokens)
+        sampled_starts = set(random.sample(starts, min(SAMPLED_BLOCKS, len(starts))))
+        sampled_starts.update(starts[:1], starts[-1:])
 
         with closing(BlockReader(self.folder, dtype)) as reader:
-            for block in sorted(blocks):
-                start = block * block_tokens
+            for start in sorted(sampled_starts):
                 ids = np.empty(min(block_tokens, record.tokens - start), dtype=np.int64)
                 try:
                     reader.read(self.name, record.files, start, ids)
                 except ShardError as error:
                     yield str(error)
-                else:
-                    if ids.max() >= plan.tokenizer.vocab_size:
-                        yield f"{self.file('bin')}: an id outside the vocabulary near token {start}"
+                    continue
+
+                if ids.max() >= plan.tokenizer.vocab_size:
+                    yield f"{self.file('bin')}: an id outside the vocabulary near token {start}"
 
     def _check_all(
         self, record: CommitRecord, plan: Plan, tables: Mapping[str, np.ndarray]
@@ -153,28 +164,31 @@ class StoredShard:
 
         `tables`: the undamaged ones of .docs and .crc.
         """
-        path = self.file("bin")
+        # The documents' ends, if they are known.
         ends = np.empty(0, dtype=np.int64)
         if "docs" in tables:
             ends = _token_ends(record, tables["docs"])
             if len(ends) != record.documents:
-                table_path = self.file("docs")
-                yield f"{table_path}: does not match the commit record's documents and tokens"
+                yield (
+                    f"{self.file('docs')}: does not match the commit record's documents and tokens"
+                )
 
-        # Read the tokens once.
+        # Compare the bytes. A table of another length is a fault of the counts, below.
+        path = self.file("bin")
         content = _read_tokens(path, plan.tokenizer, ends)
-
-        # Compare the bytes; ids of other bytes than the recorded ones tell nothing more.
         crcs = tables.get("crc", content.crcs)
         damaged_blocks: list[int] = []
         if len(crcs) == len(content.crcs):
             damaged_blocks = np.flatnonzero(crcs != content.crcs).tolist()
         is_same = content.sha256 == record.files.bin.sha256
         if damaged_blocks or not is_same:
+            comparison = "as expected" if is_same else "wrong"
             yield (
-                f"{path}: sha256 {'as expected' if is_same else 'wrong'}, "
+                f"{path}: sha256 {comparison}, "
                 f"{len(damaged_blocks)} damaged 64-KiB blocks: {damaged_blocks[:MAX_NAMED_BLOCKS]}"
             )
+
+        # Other bytes have other counts, which tell nothing more.
         if not is_same:
             return
 
@@ -200,11 +214,16 @@ class StoredShard:
 
     def check_reproduced(self, rebuilt: Path) -> None:
         """Raise ShardError unless the record `rebuilt` is the manifest's or the one on disk."""
-        expected_hashes = [self.sha256]
+        expected_hashes = {self.sha256}
         with suppress(OSError):
-            expected_hashes.append(sha256_file(self.file("json")))
-        is_compared = any(expected_hashes)  # neither the manifest nor the record may be left
-        if not rebuilt.exists() or (is_compared and sha256_file(rebuilt) not in expected_hashes):
+            expected_hashes.add(sha256_file(self.file("json")))
+        expected_hashes.discard("")
+
+        # Without manifest and record, there is nothing to compare with.
+        is_reproduced = rebuilt.exists()
+        if is_reproduced and expected_hashes:
+            is_reproduced = sha256_file(rebuilt) in expected_hashes
+        if not is_reproduced:
             raise ShardError(
                 "shard.not_reproduced",
                 f"{self.folder / self.name}: the inputs make other bytes (another version of "
@@ -241,23 +260,27 @@ def _read_tokens(path: Path, tokenizer: TokenizerRecord, ends: np.ndarray) -> _T
     content = _TokenContent("", crcs[0])
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
+            # The bytes.
             digest.update(chunk)
             crcs.append(block_crcs(chunk))
-            ids = np.frombuffer(chunk, dtype)
-            begin = content.tokens
-            end = begin + len(ids)
 
-            # the last and first tokens of the documents that end or start in this chunk
-            last_ids = ids[ends[(begin < ends) & (ends <= end)] - 1 - begin]
-            first_ids = ids[starts[(begin <= starts) & (starts < end)] - begin]
-            content.eos += int((ids == tokenizer.eos_id).sum())
-            content.eos_at_ends += int((last_ids == tokenizer.eos_id).sum())
-            content.bos_at_starts += int((first_ids == tokenizer.bos_id).sum())
+            # The ids. A document may start in one chunk and end in another.
+            ids = np.frombuffer(chunk, dtype)
+            first_ids = _ids_at(ids, starts - content.tokens)
+            last_ids = _ids_at(ids, ends - 1 - content.tokens)
+            content.eos += int(np.count_nonzero(ids == tokenizer.eos_id))
+            content.eos_at_ends += int(np.count_nonzero(last_ids == tokenizer.eos_id))
+            content.bos_at_starts += int(np.count_nonzero(first_ids == tokenizer.bos_id))
             content.max_id = max(content.max_id, int(ids.max(initial=0)))
-            content.tokens = end
+            content.tokens += len(ids)
     content.sha256 = digest.hexdigest()
     content.crcs = np.concatenate(crcs)
     return content
+
+
+def _ids_at(ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return the ids at the positions that are within the array."""
+    return ids[positions[(positions >= 0) & (positions < len(ids))]]
 
 
 def _token_ends(record: CommitRecord, table: np.ndarray) -> np.ndarray:
@@ -268,14 +291,14 @@ def _token_ends(record: CommitRecord, table: np.ndarray) -> np.ndarray:
         return no_ends
 
     # Ends in tokens, then in bytes: a document has at least one token, EOS, and maybe no byte.
-    ends = np.split(table.astype(np.int64), num_columns)
+    columns = np.split(table.astype(np.int64), num_columns)
     totals = (record.tokens, record.text_bytes)
     min_lengths = (1, 0)
-    for column, total, min_length in zip(ends, totals, min_lengths, strict=False):
-        is_increasing = (np.diff(column, prepend=0) >= min_length).all()
-        if not is_increasing or column.max(initial=0) != total:
+    for ends, total, min_length in zip(columns, totals, min_lengths, strict=False):
+        is_increasing = (np.diff(ends, prepend=0) >= min_length).all()
+        if not is_increasing or ends.max(initial=0) != total:
             return no_ends
-    return ends[0]
+    return columns[0]
 
 
 def verify(
@@ -312,6 +335,7 @@ def verify(
     left += [fault.message for fault in find_faults(folder, plan, "size", workers)]
     for shard in sorted(repaired):
         left += shard.check(plan, "full")
+
     left = list(dict.fromkeys(left))  # without repetitions
     for message in left:
         log(f"still damaged: {message}")
@@ -334,28 +358,26 @@ def find_faults(folder: Path, plan: Plan, level: str, workers: int) -> list[Faul
     except UserError as error:
         faults.append(Fault(str(error)))
 
+    # The manifests, each by itself and with the other.
     stored_shards: list[StoredShard] = []
+    messages: list[str] = []
     for split in SPLITS:
-        split_shards, messages = _listed_shards(folder / split, plan)
+        split_shards, split_messages = _listed_shards(folder / split, plan)
         stored_shards += split_shards
         path = folder / split / shards.MANIFEST
-        faults += [Fault(f"{path}: {message}; {FINISH_HINT}") for message in messages]
-    last_groups = {shard.folder.name: shard.numbers[0] for shard in stored_shards}
+        messages += [f"{path}: {message}" for message in split_messages]
+    last_groups = {shard.folder.name: shard.input_group for shard in stored_shards}
     if len(set(last_groups.values())) > 1:
-        faults.append(
-            Fault(
-                f"{folder}: the splits end after different input groups: {last_groups}; "
-                f"{FINISH_HINT}"
-            )
-        )
+        messages.append(f"{folder}: the splits end after different input groups: {last_groups}")
+    faults += [Fault(f"{message}; {FINISH_HINT}") for message in messages]
 
-    # threads, because hashing releases the GIL
+    # The shards, in threads, because hashing releases the GIL.
     with Progress() as progress, ThreadPoolExecutor(workers) as pool:
         try:
             results = pool.map(lambda shard: list(shard.check(plan, level)), stored_shards)
             checked = zip(stored_shards, results, strict=True)
-            for num_checked, (shard, messages) in enumerate(checked, 1):
-                faults += [Fault(message, shard) for message in messages]
+            for num_checked, (shard, shard_messages) in enumerate(checked, 1):
+                faults += [Fault(message, shard) for message in shard_messages]
                 progress.update(num_checked / len(stored_shards), f"verify, level {level}: {shard}")
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -368,7 +390,7 @@ def _listed_shards(folder: Path, plan: Plan) -> tuple[list[StoredShard], list[st
         manifest = shards.read_manifest(folder)
         listed = [StoredShard(folder, entry.name, entry.mark_sha256) for entry in manifest.parts]
         return listed, list(_manifest_faults(folder, manifest, plan))
-    except (ShardError, ValueError) as error:
+    except (ShardError, ValueError) as error:  # ValueError: of a name that is not a shard's
         on_disk = [
             StoredShard(folder, path.stem)
             for path in folder.glob("part-*.json")
@@ -394,38 +416,47 @@ def _manifest_faults(folder: Path, manifest: Manifest, plan: Plan) -> Iterator[s
         yield "does not match its commit records"
         return
 
-    # The shards of all input groups in order; with a limit, the stream may end anywhere.
-    group = 0
-    part = 0
-    for commit in commits:
-        expected_name = shard_name(group, part)
-        if commit.name != expected_name:
-            yield f"lists {commit.name}, expected {expected_name}"
-            break
-        if commit.record.last_in_unit:
-            group += 1
-            part = 0
-        else:
-            part += 1
-    else:
-        is_complete = group == len(plan.units) and part == 0
-        if not is_complete and not any(manifest.limits.values()):
-            yield f"ends before {shard_name(group, part)}, of {len(plan.units)} input groups"
+    yield from _order_faults(commits, len(plan.units), has_limit=any(manifest.limits.values()))
 
-    # The limits, which are those of the training split.
-    for unit in ("documents", "tokens"):
-        limit = manifest.limits[f"max_{unit}"]
-        count = getattr(manifest, f"num_{unit}")
-        if folder.name == TRAIN and limit is not None and count > limit:
-            yield f"num_{unit} is {count}, more than the limit {limit}"
+    # The limits end the training split only.
+    if folder.name == TRAIN:
+        for unit in ("documents", "tokens"):
+            limit = manifest.limits[f"max_{unit}"]
+            count = getattr(manifest, f"num_{unit}")
+            if limit is not None and count > limit:
+                yield f"num_{unit} is {count}, more than the limit {limit}"
+
+    # A limit inside the last shard ends the split with one of its documents.
     cut = manifest.cut
     if cut:
         try:
-            ends = np.fromfile(folder / f"{commits[-1].name}.docs", dtype="<u8")
+            ends = np.fromfile(folder / f"{commits[-1].name}.docs", TABLE_DTYPES["docs"])
         except OSError:  # a fault of the shard, reported there
             return
         if len(ends) < cut.documents or ends[cut.documents - 1] != cut.tokens:
             yield f"ends at {cut}, where no document ends"
+
+
+def _order_faults(
+    commits: Sequence[NamedRecord], num_groups: int, *, has_limit: bool
+) -> Iterator[str]:
+    """Check that the shards are those of all input groups in order, or with a limit, the first."""
+    group = 0
+    shard = 0
+    for commit in commits:
+        expected_name = shard_name(group, shard)
+        if commit.name != expected_name:
+            yield f"lists {commit.name}, expected {expected_name}"
+            return
+        shard += 1
+        if commit.record.last_in_unit:
+            group += 1
+            shard = 0
+
+    # A limit may end the stream at any shard.
+    is_complete = group == num_groups and shard == 0
+    if not is_complete and not has_limit:
+        yield f"ends before {shard_name(group, shard)}, of {num_groups} input groups"
 
 
 def repair_shards(
@@ -435,14 +466,16 @@ def repair_shards(
     repaired: set[StoredShard] = set()
     scratch = folder / SCRATCH
     with locked(folder / LOCK, f"the repair of {folder}"):
-        for group in sorted({shard.numbers[0] for shard in damaged}):
-            group_shards = sorted(shard for shard in damaged if shard.numbers[0] == group)
+        for group in sorted({shard.input_group for shard in damaged}):
+            group_shards = sorted(shard for shard in damaged if shard.input_group == group)
             log(f"repairing input group {group}: {', '.join(map(str, group_shards))}")
+
+            # Without the files of a killed repair, and leaving none of this one.
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir()
             try:
                 with disk_errors(folder):
-                    rebuild(folder, scratch, root, plan, group, group_shards)
+                    rebuild(folder, plan, root, group, group_shards)
                 repaired.update(group_shards)
             except UserError as error:
                 log(f"input group {group} cannot be repaired: [{error.code}] {error}")
@@ -451,25 +484,17 @@ def repair_shards(
     return repaired
 
 
-def rebuild(
-    folder: Path, scratch: Path, root: Path, plan: Plan, group: int, damaged: list[StoredShard]
-) -> None:
-    """Build one input group in `scratch` and replace `damaged` by its files. Raises UserError."""
+def rebuild(folder: Path, plan: Plan, root: Path, group: int, damaged: list[StoredShard]) -> None:
+    """Build one input group in SCRATCH and replace `damaged` by its files. Raises UserError."""
     if group >= len(plan.units):
         raise UserError("data.no_input_group", f"the plan has {len(plan.units)} input groups")
+    scratch = folder / SCRATCH
     tokenizer = load_tokenizer(folder, plan.tokenizer)
     (scratch / tokenizer.file_name).write_bytes(tokenizer.model)
 
-    # Build the group from inputs with the hashes that its commit record has, if it is undamaged:
-    # a changed input is then an error.
-    built_hashes: dict[str, str] = {}
-    with suppress(ShardError):
-        for entry in shards.read_manifest(folder / TRAIN).parts:
-            if entry.name.startswith(f"part-{group:05d}-"):
-                with suppress(ShardError):
-                    commit = read_commit(folder / TRAIN, entry.name, entry.mark_sha256)
-                    built_hashes |= commit.record.inputs
+    # Build it from inputs with the hashes that they had: a changed input is then an error.
     job = InputGroupJob.of(scratch, root, plan, group)
+    built_hashes = _built_hashes(folder / TRAIN, group)
     inputs = tuple(
         replace(planned, sha256=built_hashes.get(planned.path, planned.sha256))
         for planned in job.plan.inputs
@@ -484,6 +509,17 @@ def rebuild(
             for suffix in ("bin", "docs", "crc", "json"):  # the commit record last
                 publish(scratch / f"{shard}.{suffix}", shard.file(suffix))
     remove_locks(folder / folders.INPUT_GROUP_LOCKS)
+
+
+def _built_hashes(folder: Path, group: int) -> dict[str, str]:
+    """Return the hashes of a group's inputs in those of its commit records that are undamaged."""
+    hashes: dict[str, str] = {}
+    with suppress(ShardError):  # without a manifest, no record is known to be undamaged
+        for entry in shards.read_manifest(folder).parts:
+            if entry.name.startswith(f"part-{group:05d}-"):
+                with suppress(ShardError):
+                    hashes |= read_commit(folder, entry.name, entry.mark_sha256).record.inputs
+    return hashes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

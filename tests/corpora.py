@@ -11,6 +11,7 @@ from canon_pretrain.data.shards import TokenShards
 from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.build import build
 from data_prep.plan import Options
+from data_prep.sources import SourceOptions
 from tests.data_folders import sentence, tokenizer
 
 # several input groups, most of them of several shards
@@ -50,8 +51,9 @@ def corpus_folder(folder: Path, files: int) -> Path:
 
 def build_corpus(out: Path, corpus: Path, *, workers: int = 1, **more: Any) -> None:
     """Build `corpus` into `out` with the tokenizer `corpus`/../tokenizer.model."""
-    arguments = {"options": OPTIONS, "files": [corpus], **more}
-    build(out, "local", str(corpus.parent / "tokenizer.model"), workers=workers, **arguments)
+    source = SourceOptions("local", [corpus])
+    tokenizer = str(corpus.parent / "tokenizer.model")
+    build(out, source, tokenizer, more.pop("options", OPTIONS), workers, **more)
 
 
 def stored_texts(data: Path, split: str = "train") -> list[str]:

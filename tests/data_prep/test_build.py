@@ -21,6 +21,7 @@ from data_prep.__main__ import main
 from data_prep.build import JobSlice, _check_folder, build
 from data_prep.plan import Input, Options, is_held_out, make_input_groups
 from data_prep.planning import train_tokenizer
+from data_prep.sources import SourceOptions
 from tests.bench import data_prep as bench
 from tests.checkpoint_folders import kill_at, run_forked
 from tests.corpora import snapshot, stored_texts, write_corpus, write_tokenizer
@@ -50,7 +51,7 @@ def library(tmp_path_factory):
 
 
 def build_library(out):
-    build(out, "stdlib", TOKENIZER, OPTIONS, workers=1)
+    build(out, SourceOptions("stdlib"), TOKENIZER, OPTIONS, workers=1)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +129,7 @@ def test_bad_arguments_and_other_files_are_refused(tmp_path):
         ("tokenizer.training", "stdlib", "train:10"),
     ):
         with refused(code):
-            build(tmp_path / "data", source, asked, OPTIONS, 1)
+            build(tmp_path / "data", SourceOptions(source), asked, OPTIONS, 1)
         assert set(snapshot(tmp_path)) <= {"data/build.lock"}
     for shard in ("0/3", "4/3"):
         with refused("option.invalid", option="--shard"):
@@ -213,7 +214,8 @@ def test_groups_and_repaired_texts_are_counted(tmp_path):
         rows = [{"text": t, "meta": {"redpajama_set_name": name}} for t, name in texts.items()]
         path.write_bytes(zstandard.compress("\n".join(map(json.dumps, rows)).encode()))
     out, model = tmp_path / "data", str(write_tokenizer(tmp_path / "tokenizer.model"))
-    build(out, "slimpajama", model, Options(holdout=0.0), 1, files=[tmp_path / "copy"])
+    source = SourceOptions("slimpajama", [tmp_path / "copy"])
+    build(out, source, model, Options(holdout=0.0), 1)
     stored = ["one \ufffd half", "a </s> b", "c"]
     assert stored_texts(out) == 2 * stored
     record = json.loads((out / "train/part-00000-0.json").read_text())
@@ -258,7 +260,7 @@ def test_training_settings_and_determinism(capfd):
 
 def test_a_tokenizer_is_trained_on_all_of_a_large_source(tmp_path, monkeypatch):
     texts, options = write_corpus(tmp_path / "corpus", files=30), Options(holdout=0.2)
-    selection = sources.select("local", [tmp_path / "corpus"])
+    selection = sources.select(SourceOptions("local", [tmp_path / "corpus"]))
     rest = [text for text in texts if not is_held_out(text.encode(), 0.2)]
     assert len(rest) < len(texts) and list(planning.training_texts(selection, options)) == rest
     monkeypatch.setattr(planning, "TRAIN_BYTES", 20_000)
@@ -339,16 +341,17 @@ def test_a_damaged_plan_is_refused(tmp_path, reference):
 def test_one_long_file_of_plain_text_is_cut_and_held_out_from(tmp_path):
     text = "".join(f"Paragraph {i} of one long naïve text.\n\n" for i in range(900))
     (tmp_path / "book.md").write_text(text)
-    out, given = tmp_path / "data", {"files": [tmp_path / "book.md"], "text_suffixes": [".md"]}
+    out = tmp_path / "data"
+    source = SourceOptions("local", [tmp_path / "book.md"], text_suffixes=[".md"])
     options = Options(holdout=0.2, max_document_bytes=500)
-    build(out, "local", "train:300", options, workers=1, **given)
+    build(out, source, "train:300", options, workers=1)
     train, held_out = stored_texts(out), stored_texts(out, "validation")
     assert len(train) > 4 * len(held_out) / 2 > 0 and len(train) + len(held_out) > 60
     parts = sorted([*train, *held_out], key=text.index)
     assert "".join(parts) == text
     # part of the plan, unless it is the default
     with refused("plan.changed"):
-        build(out, "local", "train:300", Options(holdout=0.2), workers=1, **given)
+        build(out, source, "train:300", Options(holdout=0.2), workers=1)
     with refused("option.invalid", option="--max-document-bytes"):
         Options(holdout=0.2, max_document_bytes=9)
     plan = plans.load_plan(out)

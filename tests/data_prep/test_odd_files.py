@@ -15,6 +15,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.data.shards import TokenShards, read_commit
 from data_prep.build import build
 from data_prep.plan import Options
+from data_prep.sources import SourceOptions
 from data_prep.survey import survey
 from tests.corpora import write_tokenizer
 from tests.support import refused
@@ -105,12 +106,12 @@ def tokenizer(tmp_path_factory):
 
 
 def at_survey(files, **options):
-    suffixes = options.pop("text_suffixes", ())
-    return survey(files, options.pop("text_field", None), suffixes).num_documents
+    return survey(SourceOptions("local", files, **options)).num_documents
 
 
 def at_build(files, out, tokenizer, **options):
-    build(out, "local", tokenizer, Options(holdout=0), 1, files=files, **options)
+    source = SourceOptions("local", files, **options)
+    build(out, source, tokenizer, Options(holdout=0), 1)
     return TokenShards.open(out / "train").num_documents
 
 
@@ -190,7 +191,7 @@ def test_other_formats_are_never_text(tmp_path, tokenizer):
     for name, content in (("a.foo", ROWS), ("b.pdf", PDF), ("c.MD", TEXT.encode())):
         (tmp_path / name).write_bytes(content)
     (tmp_path / "d.bin").write_bytes(TEXT.encode("utf-16-le"))
-    assert survey([tmp_path], None, ()).suffixes == [".md"]
+    assert survey(SourceOptions("local", [tmp_path])).suffixes == [".md"]
     for suffix in (".foo", ".PDF", ".bin"):
         options = {"text_suffixes": [".md", suffix]}
         assert outcome(at_survey, [tmp_path], **options) == OTHER
@@ -202,13 +203,7 @@ def test_other_formats_are_never_text(tmp_path, tokenizer):
 def test_equal_files_that_are_all_held_out(tmp_path, tokenizer):
     for number in range(6):
         (tmp_path / f"{number}.txt").write_text(TEXT)
+    source = SourceOptions("local", [tmp_path / f"{number}.txt" for number in range(6)])
     for requested in (tokenizer, "train:300"):
         with refused("data.all_held_out", documents=6):
-            build(
-                tmp_path / f"data{len(requested)}",
-                "local",
-                requested,
-                Options(holdout=0.999),
-                1,
-                files=[tmp_path / f"{number}.txt" for number in range(6)],
-            )
+            build(tmp_path / f"data{len(requested)}", source, requested, Options(holdout=0.999), 1)

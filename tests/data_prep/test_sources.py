@@ -13,7 +13,7 @@ import pytest
 
 from data_prep import sources
 from data_prep.readers import TOPICS
-from data_prep.sources import HUB_SOURCES, select
+from data_prep.sources import HUB_SOURCES, SourceOptions
 from tests.fake_hub import FakeHub
 from tests.support import ROOT, refused
 
@@ -25,6 +25,10 @@ def make(root, *paths):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text("1")
     return root
+
+
+def select(source, files=(), **options):
+    return sources.select(SourceOptions(source, files, **options))
 
 
 def paths(selection):
@@ -175,14 +179,14 @@ SCRIPT = """
 import sys
 from canon_pretrain.core.errors import UserError
 from data_prep.readers import InputReader
-from data_prep.sources import fetch, select
+from data_prep.sources import SourceOptions, fetch, select
 for step in sys.argv[1:]:
     try:
         exec(step)
     except UserError as error:
         print(type(error).__name__, error.code, error)
 """
-SELECT = "s = select('fineweb-edu'{}); print(s.version, len(s.inputs), s.root)"
+SELECT = "s = select(SourceOptions('fineweb-edu'{})); print(s.version, len(s.inputs), s.root)"
 FETCH = "fetch(s.source, s.version, s.root, s.inputs[{}])"
 READ = "list(InputReader(s.root, s.inputs[0], s.text_field, s.group_field).rows())"
 
