@@ -90,12 +90,16 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
                 drawn.append(asdict(chart) | {"variants": variants})
         return drawn
 
+    # What is logged in each step has one variant.
     training = [
         (chart, {"": [StyledCurve(run.curve(chart.id), {}) for run in runs]}) for chart in CHARTS
     ]
+
+    # Evaluations have a chart for held-out text, the synthetic task and each suite; the variants
+    # are sources of the text, or scores.
+    by_source = _by_name([run.validation for run in runs])
     validation = {
-        f"source {name}" if name else "all sources": styled
-        for name, styled in _by_name([run.validation for run in runs]).items()
+        f"source {name}" if name else "all sources": styled for name, styled in by_source.items()
     }
     evaluations = [(VALIDATION, validation), (TASK, _by_name([run.scores for run in runs]))]
     for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
@@ -151,7 +155,8 @@ def _score_curve(scores: Mapping[int, Score]) -> StyledCurve:
         "error_y": {"array": [error or 0 for error in errors]},
         "text": ["" if error is None else f" ± {error:.2g}" for error in errors],
     }
-    return StyledCurve(Curve.of((step, score.number) for step, score in scores.items()), style)
+    curve = Curve.of((step, score.number) for step, score in scores.items())
+    return StyledCurve(curve, style)
 
 
 def _traces(
@@ -187,9 +192,11 @@ def _traces(
             # plot.js smooths the means of segments, not single values.
             if chart.smooth:
                 statistics = curves.segment_statistics(curve, bounds)
-                finite = np.isfinite(statistics.mean)
-                smooth = Curve(statistics.steps[finite], statistics.mean[finite])
+                is_finite = np.isfinite(statistics.mean)
+                smooth = Curve(statistics.steps[is_finite], statistics.mean[is_finite])
                 yield _line(chart, run.label, smooth, meta | {"role": "smooth"}, {})
+
+            # Marks stay visible: no band shows them.
             yield from _marks(chart, run, raw, meta | {"entry": number})
 
 
@@ -212,8 +219,9 @@ def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]
 
 def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
     """Return the trace of a line; a text in its `style` is shown on hovering."""
-    text = "%{text}" if "text" in style else ""
-    hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{text}"
+    hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}"
+    if "text" in style:
+        hover = f"{hover}%{{text}}"
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(curve.steps) <= FEW_POINTS else "lines",
@@ -249,7 +257,7 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[J
         launches = run.clock.launches[1:]
         restarts = []
         for launch in launches:
-            time = _escape((launch.time or "")[:16].replace("T", " "))
+            time = _escape((launch.time or "")[:16].replace("T", " "))  # to minutes
             text = (
                 f"<b>restart</b> from step {launch.from_step:,}<br>"
                 f"on {launch.world_size or '?'} devices, {time}"
@@ -271,7 +279,7 @@ def _mark(
     """Yield the trace of one role of MARKS, if there are any marks: steps and texts."""
     if not marks:
         return
-    heights, attributes = MARKS[role]
+    heights, attributes = MARKS[role]  # each mark has a point per height
     yield {
         "type": "scatter",
         "name": run.label,
