@@ -394,7 +394,7 @@ def _sentence(summary: str) -> str:
 
 
 def print_commands() -> None:
-    """Print all commands."""
+
     print("usage: canon STAGE ...    (more: canon STAGE --help)\n")
     for name, stage in COMMANDS.items():
         line = f"  {name:11} {stage.summary}"

@@ -28,6 +28,8 @@ from canon_pretrain.run.config import to_toml
 from data_prep.plan import MAX_HOLDOUT, holdout_for
 from data_prep.survey import Survey, survey
 
+# Flavor -> vocabulary and sequence length: at most half of the parameters embed tokens, but of
+# texts with many characters (LARGER_VOCABULARY).
 SIZES = {
     "debug": (1024, 256),
     "quickstart": (2048, 256),
@@ -36,44 +38,47 @@ SIZES = {
     "162M": (32000, 2048),
     "1b3": (32000, 2048),
 }
-"""Flavor -> vocabulary and sequence length: at most half of the parameters embed tokens, but of
-texts with many characters (LARGER_VOCABULARY)."""
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. (2022)
-EPOCHS = 8
-"""Maximum number of epochs. On 0.8 MB, the held-out loss of 0.2M parameters was 1.81, 1.51, 1.53
-and 1.81 nats after 4, 8, 16 and 32."""
+
+# On 0.8 MB, the held-out loss of 0.2M parameters was 1.81, 1.51, 1.53 and 1.81 nats after 4, 8, 16
+# and 32 epochs.
+EPOCHS = 8  # maximum number
 WORN_EPOCHS = 15.4  # R* of Muennighoff et al. (2023): how repeated tokens lose their worth
 MIN_STEPS = 300
+
+# Steps of small models: bits per byte of held-out text after 70 CPU seconds at width 64, with steps
+# of 512, 1,024 and 2,048 tokens (learning rates 1e-2, 1e-2, 4e-3): prose of 2.4 MB 2.148, 2.102,
+# 2.143; Python code of 12 MB -, 1.804, 1.816. A bigram has 2.504 and 2.130.
 MIN_BATCH_TOKENS = 1024
 MIN_BATCH_FLOPS = 2e12
 DEEPSEEK_FLOPS = 1e17
-"""Of small models: bits per byte of held-out text after 70 CPU seconds at width 64, with steps of
-512, 1,024 and 2,048 tokens (learning rates 1e-2, 1e-2, 4e-3): prose of 2.4 MB 2.148, 2.102, 2.143;
-Python code of 12 MB -, 1.804, 1.816. A bigram has 2.504 and 2.130."""
 MIN_BYTES = 20_000
-BYTES_PER_TOKEN = 3.5
-"""Assumed until the tokenizer of the chosen size is trained."""
+BYTES_PER_TOKEN = 3.5  # assumed until the tokenizer of the chosen size is trained
+
+# Of a text in which more than MAX_RARE_SHARE of the characters would be bytes, such as Chinese.
+# Bits per byte of 12.6 MB of it with 1,024, 4,096 and 16,384 pieces at width 64: after one CPU
+# minute 3.067, 2.994 and 3.057, after two 2.960, 2.900 and 2.942, after ten 2.827, 2.698 and 2.740.
+# The bigrams of these vocabularies have 3.540, 2.955 and 2.747, and a model shall beat its own:
+# 4,096 pieces do it after two minutes, which are 200 tokens per piece. One seed, three at 16,384.
 MAX_RARE_SHARE = 0.01
 LARGER_VOCABULARY = 4
 MIN_TOKENS_PER_PIECE = 180
-"""Of a text in which more than MAX_RARE_SHARE of the characters would be bytes, such as Chinese.
-Bits per byte of 12.6 MB of it with 1,024, 4,096 and 16,384 pieces at width 64: after one CPU minute
-3.067, 2.994 and 3.057, after two 2.960, 2.900 and 2.942, after ten 2.827, 2.698 and 2.740. The
-bigrams of these vocabularies have 3.540, 2.955 and 2.747, and a model shall beat its own: 4,096
-pieces do it after two minutes, which are 200 tokens per piece. One seed, three at 16,384."""
+
+# Bits per byte of held-out text at width 64 with 4e-3, 6e-3 and 1e-2, after 773 steps of 1,024
+# tokens (one CPU minute): prose of 2.4 MB 2.225, 2.220 to 2.289, 2.553 to 2.569; a text of 0.3 MB
+# 2.273, 2.276 to 2.299, 2.432 to 2.453; dialogues of 4.6 MB 2.073, 2.064 to 2.067, 2.057 to 2.058;
+# Python code of 12 MB -, 1.927 to 1.957, 1.951 to 1.984. Three seeds of 6e-3 and of 1e-2. The
+# bigrams have 2.504, 2.451, 2.239 and 2.130.
 PAPER_LR = 1e-3
 LR = 6e-3
 LR_WIDTH = 96
-"""Bits per byte of held-out text at width 64 with 4e-3, 6e-3 and 1e-2, after 773 steps of 1,024
-tokens (one CPU minute): prose of 2.4 MB 2.225, 2.220 to 2.289, 2.553 to 2.569; a text of 0.3 MB
-2.273, 2.276 to 2.299, 2.432 to 2.453; dialogues of 4.6 MB 2.073, 2.064 to 2.067, 2.057 to 2.058;
-Python code of 12 MB -, 1.927 to 1.957, 1.951 to 1.984. Three seeds of 6e-3 and of 1e-2. The
-bigrams have 2.504, 2.451, 2.239 and 2.130."""
+
+# After 731 steps of 1,024 tokens of prose (width 64, 6e-3), bits per byte on 64 windows: with 74
+# steps of warmup 2.285 and 2.659 with Canon layers, 2.660 and 2.686 without (seeds 0 and 1); with
+# 200 steps 2.226 and 2.223 (and 2.216 with seed 2), 2.373 and 2.381. Its bigram has 2.486.
 MIN_WARMUP = 200
 MAX_WARMUP = 1000
-"""After 731 steps of 1,024 tokens of prose (width 64, 6e-3), bits per byte on 64 windows: with 74
-steps of warmup 2.285 and 2.659 with Canon layers, 2.660 and 2.686 without (seeds 0 and 1); with 200
-steps 2.226 and 2.223 (and 2.216 with seed 2), 2.373 and 2.381. Its bigram has 2.486."""
+
 MIN_DOCUMENTS = 200  # to tell held-out losses apart; longer documents are cut to have as many
 MIN_CUT_BYTES = 1_000
 MAX_CUT_BYTES = 20_000
@@ -655,7 +660,6 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon new`."""
     parser.description = (
         "Propose an experiment for your text: look at it and at this machine, write "
         "NAME.toml, and print the next commands."

@@ -30,6 +30,7 @@ class Chart:
     skips: bool = False
 
 
+# Fields of `step` events, by id.
 CHARTS = (
     Chart("loss", "Loss", "nats per token", ",.4f", skips=True, restarts=True),
     Chart("grad_norm", "Gradient norm", "L2, before clipping", ",.4g", log_scale=True, skips=True),
@@ -37,7 +38,6 @@ CHARTS = (
     Chart("mfu", "MFU", "share of the devices' peak", ".1%", restarts=True),
     Chart("lr", "Learning rate", "", ".3e", smooth=False),
 )
-"""Fields of `step` events, by id."""
 
 
 class Entry(NamedTuple):

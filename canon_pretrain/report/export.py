@@ -41,6 +41,7 @@ WANDB_FINISH_S = 40.0  # below FINISH_S, so that wandb can report unsent data
 MODES = ("online", "offline")
 SUFFIX = ".canon"  # of our files, which a new copy may remove
 
+# Fields of `step` events by the group that both tools show them in.
 GROUPS = {
     "train": (
         "loss",
@@ -61,7 +62,6 @@ GROUPS = {
         "checkpoint_stall_seconds",
     ),
 }
-"""Fields of `step` events by the group that both tools show them in."""
 
 
 class Row(NamedTuple):
@@ -460,7 +460,6 @@ def _follow(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon run export`."""
     parser.description = (
         "Copy log.jsonl and evaluations of a run to wandb or TensorBoard: one curve "
         "over all launches, which replaces earlier copies."

@@ -64,8 +64,8 @@ REPORT_CHARTS = [
     chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")
 ]
 LOGGED = "windows of it, scored while training"
+# The part of the held-out text that was scored -> its losses of a run.
 HELD_OUT_SOURCES = {WHOLE_TEXT: evaluations.suite_losses, LOGGED: evaluations.logged_losses}
-"""The part of the held-out text that was scored -> its losses of a run."""
 
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
 LENGTHS = (
@@ -330,7 +330,7 @@ def _held_out_line(
         label=label,
         steps=[*points],
         tokens=[tokens_at(any_run, step) for step in points],
-        **_spread([*points.values()])._asdict(),
+        **_spread([*points.values()]),
         whole_text=whole_text,
     )
 
@@ -350,22 +350,14 @@ def _scored_windows(runs: Sequence[RunRecord]) -> int | None:
     return math.ceil(tokens / seq_len)
 
 
-class _Spread(NamedTuple):
-    """Mean, minimum and maximum of `n` runs at each point; None where `n` is 0."""
-
-    values: list[Any]
-    low: list[Any]
-    high: list[Any]
-    n: list[int]
-
-
-def _spread(points: Sequence[Sequence[float]]) -> _Spread:
-    return _Spread(
-        values=[statistics.fmean(values) if values else None for values in points],
-        low=[min(values, default=None) for values in points],
-        high=[max(values, default=None) for values in points],
-        n=[len(values) for values in points],
-    )
+def _spread(points: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
+    """Return the fields of a MeanLine: None where a point has no runs."""
+    return {
+        "values": [statistics.fmean(values) if values else None for values in points],
+        "low": [min(values, default=None) for values in points],
+        "high": [max(values, default=None) for values in points],
+        "n": [len(values) for values in points],
+    }
 
 
 # -- accuracy over length
@@ -478,7 +470,7 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
             values = [[x.value for x in line_points if x.length == length] for length in lengths]
             if line_points:
                 shown_step = None if step == first_step else step
-                lines.append(LengthLine(label, shown_step, **_spread(values)._asdict()))
+                lines.append(LengthLine(label, shown_step, **_spread(values)))
 
         # The level of chance, if all tasks of the panel declare the same.
         chances = {point.chance for point in panel_points}
@@ -555,7 +547,7 @@ def labels_of(content: ReportContent) -> dict[str, list[str]]:
 
 
 def draw_curve(curve: TrainingCurve, labels: Sequence[str]) -> list[Plot]:
-    """Draw one field of the runs over tokens."""
+
     form = curve.form.replace(",", "")  # of a JSON number, which has no thousands separators
     traces = []
     for line in curve.lines:
@@ -566,7 +558,7 @@ def draw_curve(curve: TrainingCurve, labels: Sequence[str]) -> list[Plot]:
 
 
 def draw_late_loss(curves: Sequence[SmoothCurve], labels: Sequence[str]) -> list[Plot]:
-    """Draw the figures of `late_loss`."""
+
     plots: list[Plot] = []
     for curve in curves:
         traces = [_trace("run", labels, x.run, x.values, x=x.tokens) for x in curve.lines]
@@ -633,8 +625,8 @@ def draw_published(content: PublishedCurves, labels: Sequence[str]) -> list[Plot
     """Draw the runs next to published models; a color is a run, or a model at several rates."""
     names = [*labels, *content.families]
 
-    def trace(label: str, line: PublishedLine | RunLine, **attributes: Any) -> Json:
-        return _trace("published", names, label, line.values, **attributes, x=line.tokens)
+    def trace(label: str, curve: PublishedLine | RunLine, **attributes: Any) -> Json:
+        return _trace("published", names, label, curve.values, **attributes, x=curve.tokens)
 
     plots: list[Plot] = []
     for plot in content.plots:
@@ -699,6 +691,8 @@ def draw_means(
 def draw_held_out(curves: HeldOutCurves, labels: Sequence[str]) -> Json:
     """Draw `held_out_curves`, with a horizontal line for each model that counts tokens."""
     figure = draw_means(curves.lines, [line.tokens for line in curves.lines], labels, "tokens")
+
+    # A label is above its line, at the right end of the plot.
     annotations = [
         {
             "text": f"{name} {loss:.3f}",
@@ -721,13 +715,12 @@ def held_out_panel(curves: HeldOutCurves) -> Panel:
     """Return the figure of `held_out_curves` for papers and slides."""
     lines = []
     for line in curves.lines:
-        low: np.ndarray | None = None
-        high: np.ndarray | None = None
-        if max(line.n) > 1:  # the band of several seeds
-            low = np.array(line.low, float)
-            high = np.array(line.high, float)
-        tokens = np.array(line.tokens, float)
-        lines.append(Line(line.label, tokens, np.array(line.values, float), low, high))
+        columns = (line.tokens, line.values, line.low, line.high)
+        tokens, mean, low, high = (np.array(column, float) for column in columns)
+        if max(line.n) > 1:
+            lines.append(Line(line.label, tokens, mean, low, high))
+        else:  # a single seed has no band
+            lines.append(Line(line.label, tokens, mean))
     return Panel(f"Held-out loss, {curves.unit}", lines, curves.counted)
 
 

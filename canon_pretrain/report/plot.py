@@ -44,12 +44,12 @@ class MarkStyle(NamedTuple):
     attributes: dict[str, Any]
 
 
+# By role, as in the `meta` of a trace.
 MARKS = {
     "gap": MarkStyle([0.02], {"mode": "markers", "marker": {"symbol": "x", "size": 8}}),
     "skip": MarkStyle([0.06], {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 8}}),
     "restart": MarkStyle([0, 1, None], {"mode": "lines", "line": {"dash": "dot", "width": 1}}),
 }
-"""By role, as in the `meta` of a trace."""
 
 Json = dict[str, Any]
 
@@ -311,7 +311,6 @@ def _notes(run: RunRecord, max_segments: int) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon run plot`."""
     parser.description = (
         "Plot the curves of runs on one HTML page that works offline. Runs that differ "
         "in their seeds only are drawn as mean and band."

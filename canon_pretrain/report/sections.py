@@ -13,7 +13,6 @@ from canon_pretrain.report.content import (
     VERDICTS,
     WITHIN,
     WORSE,
-    Anchors,
     BestScore,
     Comparison,
     HeldOutCurves,
@@ -275,14 +274,13 @@ def held_out(curves: HeldOutCurves) -> Table:
     rows: list[list[Cell]] = []
     for line in curves.lines:
         seeds = f"{number(line.low[-1])} to {number(line.high[-1])} ({line.n[-1]})"
-        rows.append([line.label, number(line.steps[-1], 0), number(line.values[-1]), seeds])
+        loss = number(line.values[-1])
+        rows.append([line.label, number(line.steps[-1], 0), loss, seeds, number(line.whole_text)])
 
-    # The loss on the whole text, unless it is unknown or says the same.
+    # The loss on the whole text is shown unless it is unknown or says the same.
     if any(line.whole_text not in (None, line.values[-1]) for line in curves.lines):
-        columns.append(WHOLE_TEXT)
-        for line, row in zip(curves.lines, rows, strict=True):
-            row.append(number(line.whole_text))
-    return make_table(columns, rows)
+        return make_table([*columns, WHOLE_TEXT], rows)
+    return make_table(columns, [row[:-1] for row in rows])
 
 
 def verdicts_by_architecture(comparison: Comparison) -> dict[str, dict[str, list[Verdict]]]:
@@ -302,9 +300,8 @@ def tally(comparison: Comparison) -> Table:
         # Significant differences are listed, the others only counted.
         cells = [make_cell(label, f"against {comparison.baseline}")]
         for verdict, judged in by_verdict.items():
-            tasks = []
-            if verdict in SIGNIFICANT:
-                tasks = [f"{x.task} {x.metric} {signed(x.difference)}" for x in judged]
+            listed = judged if verdict in SIGNIFICANT else []
+            tasks = [f"{x.task} {x.metric} {signed(x.difference)}" for x in listed]
             cells.append(make_cell(str(len(judged)), *tasks))
 
         # How small a difference could have been seen; perplexities have another scale.
@@ -368,6 +365,7 @@ def pair_cells(row: Verdict, comparison: WithDecisions) -> dict[str, Cell]:
         "decision accuracy": percent(comparison.decision_accuracy(row)),
         "items": number(row.num_items, 0),
         "suite": row.suite,
+        # Up to here they are short, see SHORT_COLUMNS.
         "p alone": p_value(row.p),
         "standard error": rounded(row.stderr),
         "of items": rounded(row.stderr_items),
@@ -434,7 +432,7 @@ def scores(content: ReportContent) -> list[tuple[str, Table]]:
     tables = []
 
     def add(title: str, heads: Sequence[Column], rows: Sequence[ScoreRow]) -> None:
-        tables.append((title, _score_table(title, heads, rows, comparison, content.anchors)))
+        tables.append((title, _score_table(title, heads, rows, content)))
 
     add(CHOSEN_TITLE, *_by_architecture(comparison.scores, labels, "chosen"))
     # The best of one run is that run.
@@ -446,44 +444,37 @@ def scores(content: ReportContent) -> list[tuple[str, Table]]:
 
 
 def _score_table(
-    title: str,
-    heads: Sequence[Column],
-    rows: Sequence[ScoreRow],
-    comparison: Comparison,
-    anchors: Anchors | None,
+    title: str, heads: Sequence[Column], rows: Sequence[ScoreRow], content: ReportContent
 ) -> Table:
     """Return a table of scores; published ones are in columns that a control shows."""
     columns: list[Column] = ["task", *heads]
-    cells: list[list[Cell]] = [[make_cell(row.task, row.metric), *row.cells] for row in rows]
-    keys = [(row.task, row.metric) for row in rows]
+    cells = [[make_cell(row.task, row.metric), *row.cells] for row in rows]
 
     # How well the task tells models of this size apart, as published.
+    comparison = content.comparison
     if comparison.decision:
         columns.append(("decision accuracy", f"published, at {comparison.decision.size}"))
         accuracies = {
             (x.task, x.metric): comparison.decision_accuracy(x) for x in comparison.scores
         }
-        for key, row_cells in zip(keys, cells, strict=True):
-            row_cells.append(percent(accuracies.get(key)))
+        for row, row_cells in zip(rows, cells, strict=True):
+            row_cells.append(percent(accuracies.get((row.task, row.metric))))
 
     # The scores of published models, which are hidden at first.
     num_shown = len(columns)
-    if anchors:
-        columns += [(model, "published") for model in anchors.models]
-        published = {(x.task, x.metric): x.values for x in anchors.rows}
-        for key, row_cells in zip(keys, cells, strict=True):
-            row_cells += map(rounded, published.get(key, [None] * len(anchors.models)))
-    return make_table(
-        columns,
-        cells,
-        title.split()[0].lower(),
-        shown=num_shown,
-        more="published scores" if len(columns) > num_shown else "",
-    )
+    more = ""
+    if content.anchors:
+        models = content.anchors.models
+        more = "published scores"
+        columns += [(model, "published") for model in models]
+        published = {(x.task, x.metric): x.values for x in content.anchors.rows}
+        for row, row_cells in zip(rows, cells, strict=True):
+            values = published.get((row.task, row.metric), [None] * len(models))
+            row_cells += map(rounded, values)
+    return make_table(columns, cells, title.split()[0].lower(), shown=num_shown, more=more)
 
 
 def _every_run(suites: Sequence[SuiteContent], runs: Sequence[str]) -> list[ScoreRow]:
-    """Return the primary scores of every run."""
     rows = []
     for suite in suites:
         for row in suite.rows:
@@ -540,7 +531,7 @@ def _score_cell(score: MeanScore | BestScore, num_runs: str, step_note: str) -> 
 
 
 def published(curves: PublishedCurves) -> Table:
-    """Return the scores of our runs and of all published models, a row each."""
+
     rows: list[list[Cell]] = []
     for model in curves.models:
         cells: list[Cell] = [model.name, model.size, number(model.tokens, 0)]
@@ -588,7 +579,7 @@ def _setting(name: str, value: Any) -> str:
 
 
 def over_length(panel: LengthPanel) -> Table:
-    """Return the means of a panel, a column per length."""
+
     title = f"{panel.series} {panel.metric}"
     if panel.chance is not None:
         title = f"{title}, chance {number(panel.chance, 3)}"
@@ -616,15 +607,15 @@ def _value(value: Any) -> str:
 
 
 def facts(runs: Sequence[RunContent]) -> Table:
-    """Return the state and facts of each run, a column each."""
+
     columns = ["", *(run.label for run in runs)]
-    rows = [["state", *map(state_text, runs)]]
-    rows += [[name, *(_value(run.facts[name]) for run in runs)] for name in runs[0].facts]
-    return make_table(columns, rows, text=len(columns))
+    states = ["state", *map(state_text, runs)]
+    rows = [[name, *(_value(run.facts[name]) for run in runs)] for name in runs[0].facts]
+    return make_table(columns, [states, *rows], text=len(columns))
 
 
 def settings(labels: Sequence[str], differing: Sequence[Setting]) -> Table:
-    """Return a row per setting, a column per run."""
+
     rows = [[row.setting, *map(_value, row.values)] for row in differing]
     return make_table(["setting", *labels], rows, "settings", text=1 + len(labels))
 
@@ -645,7 +636,7 @@ def curve(content: TrainingCurve) -> Table:
 
 
 def samples(content: Samples, runs: Sequence[str]) -> Table:
-    """Return the texts after one prompt, a row per step, a column per run."""
+
     rows = [[number(row.step, 0), *map(_text_cell, row.cells)] for row in content.rows]
     return make_table(["step", *runs], rows, text=1 + len(runs))
 
@@ -661,7 +652,7 @@ def _text_cell(cell: SampleText | None) -> Cell:
 
 
 def suite(content: SuiteContent) -> Table:
-    """Return the scores on one suite, a column per run."""
+
     columns: list[Column] = ["task"]
     for column in content.columns:
         small = _step_note(column.step)

@@ -387,7 +387,6 @@ def summarize_runs(patterns: Iterable[str]) -> list[RunSummary]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon run status`."""
     parser.description = (
         f"Show the state of runs, one per line. A checkpoint is verified by {CHECKED}."
     )
