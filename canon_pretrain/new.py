@@ -254,8 +254,9 @@ class Proposal:
         """
         flops = 6 * self.parameters * self.tokens
         tokens = 0.292 * max(flops, DEEPSEEK_FLOPS) ** 0.3271
+
+        # Below DeepSeek's range; `share` is 0 at its end of the power law, 1 at the other.
         if flops < DEEPSEEK_FLOPS:
-            # 0 at DeepSeek's end of the power law, 1 at the other.
             share = math.log(DEEPSEEK_FLOPS / flops) / math.log(DEEPSEEK_FLOPS / MIN_BATCH_FLOPS)
             tokens = max(MIN_BATCH_TOKENS, tokens * (MIN_BATCH_TOKENS / tokens) ** share)
         return max(self.machine.ranks, 1 << int(math.log2(tokens / self.args.max_seq_len)))
@@ -368,9 +369,11 @@ def limit_tokens(text: Survey, total: float, proposal: Proposal) -> Proposal:
 
     Whole files are built, so it saves nothing of a single one, and little of a small text.
     """
-    used = proposal.steps * proposal.tokens_per_step
-    max_tokens = max(4 * used, round(MIN_BUILT_BYTES * total / text.num_bytes))
+    tokens_used = proposal.steps * proposal.tokens_per_step
+    max_tokens = max(4 * tokens_used, round(MIN_BUILT_BYTES * total / text.num_bytes))
     max_tokens = _round_to_digits(max_tokens, 2)
+
+    # The share of the files that have as many tokens.
     share = math.ceil(text.num_files * max_tokens / total) / text.num_files
     if share >= 1:
         return proposal
@@ -445,9 +448,10 @@ def next_commands(
 
     run = f"outputs/{name}/canon"
     ranks = proposal.machine.ranks
-    train = f"{canon} train --config {name}.toml"
+    train = f"{canon} train"
     if ranks > 1:
-        train = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train --config {name}.toml"
+        train = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train"
+    train = f"{train} --config {name}.toml"
     yield "train; Ctrl-C saves, the same command resumes", train
     yield "let it write", f"{canon} sample {run}"
 
@@ -492,8 +496,10 @@ def inspect_text(
 
 def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
     """Print and return what to train for `seconds` on a text. Raises UserError."""
-    each = " each" if max(machine.ranks, machine.parallel) > 1 else ""
-    show("machine", f"{machine.name}, {size(machine.memory)} of memory{each}")
+    memory = f"{size(machine.memory)} of memory"
+    if max(machine.ranks, machine.parallel) > 1:
+        memory = f"{memory} each"
+    show("machine", f"{machine.name}, {memory}")
 
     # Times are measured on the machine as it is.
     load = os.getloadavg()[0]
@@ -503,18 +509,21 @@ def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
         # Measured: 107 tokens/s with 2 threads next to three other programs, 4,872 with one.
         show("", "beside other programs OMP_NUM_THREADS=1 is often many times as fast")
 
-    # The size is chosen by bytes, then the tokens of its vocabulary are counted.
+    # The size is chosen by bytes.
     _, holdout = cut_and_holdout(text)
     proposal = propose(machine, (1 - holdout) * text.num_bytes, seconds)
     if text.rare_share(proposal.args.vocab_size) > MAX_RARE_SHARE:
         proposal = with_larger_vocabulary(proposal)
+
+    # Then the tokens of its vocabulary are counted, which is smaller for a text of few words.
     vocab_size, tokens_per_byte = text.tokens_per_byte(proposal.args.vocab_size)
     total = tokens_per_byte * text.num_bytes
-    if vocab_size != proposal.args.vocab_size:  # a text of few words
+    if vocab_size != proposal.args.vocab_size:
         proposal = proposal.with_model(replace(proposal.args, vocab_size=vocab_size))
     proposal = replace(proposal, unique=(1 - holdout) * total)
     proposal = limit_tokens(text, total, proposal)
 
+    # What is proposed.
     bytes_each = 1 / tokens_per_byte
     show("tokens", f"{total:,.0f} of a vocabulary of {vocab_size:,}, {bytes_each:.2f} bytes each")
     if proposal.max_tokens:
@@ -523,11 +532,11 @@ def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
             f"of the first files, {proposal.max_tokens:,} are built: "
             "at least four times what the run uses",
         )
-    ratio = f"{proposal.ratio:.1f} tokens per parameter"
+    reasons = [f"{proposal.ratio:.1f} tokens per parameter", proposal.shortfall]
     show(
         "model",
         f"{proposal.name}: {proposal.parameters:,} parameters",
-        f"{ratio}; {proposal.shortfall}" if proposal.shortfall else ratio,
+        "; ".join(filter(None, reasons)),
     )
     show("training", *proposal.steps_rule())
     return proposal
@@ -596,8 +605,8 @@ def skipped_advice(text: Survey) -> str:
 def first_words(texts: Sequence[str]) -> str:
     """Return the first words of the last text that has some; a text may be without spaces."""
     words_of_texts = (text.split() for text in reversed(texts))
-    words = next(filter(None, words_of_texts), [])
-    return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
+    prompt = next(filter(None, words_of_texts), [])[:PROMPT_WORDS]
+    return " ".join(prompt)[:PROMPT_CHARACTERS]
 
 
 def show(label: str, *lines: str) -> None:
@@ -623,8 +632,8 @@ def print_survey(text: Survey) -> None:
     if text.num_damaged:
         show("", damage(text))
     if text.sample:
-        words = text.sample[len(text.sample) // 2].split()
-        show("sample", f"{' '.join(words)[:SHOWN_CHARACTERS]} ...")
+        document = " ".join(text.sample[len(text.sample) // 2].split())
+        show("sample", f"{document[:SHOWN_CHARACTERS]} ...")
 
 
 def _skipped(text: Survey) -> Iterator[str]:

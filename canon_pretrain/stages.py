@@ -96,9 +96,10 @@ class Stages:
 
     def _call(self, commands: Sequence[list[str]]) -> str:
         """Run commands at once; if one fails, stop the others. Return what is in the log."""
+        # Their output goes to stdout, or is appended to the log.
+        output = ""
         if self.log is None:
             sys.stdout.flush()  # before what the commands print
-            output = ""
             with open(os.dup(1), "wb") as stdout:
                 code = self._run_all(commands, stdout)
         else:
@@ -141,14 +142,12 @@ class Stages:
         # Without a server, as a process of its own.
         variables, arguments = split_command(command)
         num_ranks = variables.pop(TORCHRUN, None)
-        module = ["-m", "canon_pretrain", *arguments]
+        module = ["canon_pretrain", *arguments]
         if num_ranks is not None:
-            module = [
-                *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
-                *("-m", "canon_pretrain.train", *arguments[1:]),
-            ]
+            torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+            module = [*torchrun, "-m", "canon_pretrain.train", *arguments[1:]]
         return start_child(
-            [sys.executable, *module],
+            [sys.executable, "-m", *module],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -98,20 +98,17 @@ class CellRow:
     task: str
     arm: str
     learning_rate: float | None
-    edge: str | None
-    """"lowest", "highest" or "only" if the rate is at an end of its grid."""
+    edge: str | None  # "lowest", "highest" or "only" if the rate is at an end of its grid
     level_rates: Sequence[float | None]
     rates: list[RateScores]
     complete: bool
     seeds: list[SeedRow]
     num_without_score: int
-    raced: float | None
-    """The mean score at which a race stopped all seeds."""
+    raced: float | None  # the mean score at which a race stopped all seeds
     mean: float | None
     interval: tuple[float, float] | None
     num_seeds: int
-    learned: int | None
-    """The seeds above the middle of the task's range, if the cell has both kinds."""
+    learned: int | None  # seeds above the middle of the task's range, if the cell has both kinds
     beats: list[str]
     below: list[str]
     verdict: str
@@ -261,8 +258,7 @@ class BoardFacts:
     training_seconds: float
     cpu_seconds: float | None
     launches: int
-    share_of_steps: float
-    """The steps that were trained over those planned."""
+    share_of_steps: float  # the steps that were trained over those planned
 
 
 @dataclass(frozen=True)
@@ -270,8 +266,7 @@ class BoardContent:
     version: int
     title: str
     alpha: float
-    share: float
-    """Of `alpha`, what a race left for the final scores."""
+    share: float  # of `alpha`, what a race left for the final scores
     written: str
     arms: list[ArmRow]
     tasks: list[TaskRow]
@@ -458,7 +453,8 @@ def _claims(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[Claim
             )
         elif order is not None:
             row = replace(row, p_holm=order.p, step=order.step, verdict="seen")
-        elif opposite is not None and not claim.margin:  # worse, but perhaps within the margin
+        elif opposite is not None and not claim.margin:
+            # With a margin it stays open: it is worse, but perhaps within the margin.
             row = replace(row, verdict="not seen")
         rows.append(row)
     return rows
@@ -740,7 +736,9 @@ def _facts(results: Sequence[Result]) -> BoardFacts:
     # What a race has saved. A run that has not begun has the steps of another one of its task.
     num_steps = {r.run.task: r.record.identity.get("training.steps") for r in results if r.record}
     planned_steps = sum(num_steps.get(r.run.task) or 0 for r in results)
-    trained_steps = sum(r.step for r in results)
+    share_of_steps = 0.0  # no run has begun
+    if planned_steps:
+        share_of_steps = sum(r.step for r in results) / planned_steps
 
     def versions(name: str) -> list[str]:
         """Return the distinct values of a field of all launches, in order; hosts are a list."""
@@ -757,5 +755,5 @@ def _facts(results: Sequence[Result]) -> BoardFacts:
         training_seconds=3600 * math.fsum(filter(None, hours)),
         cpu_seconds=math.fsum(filter(None, cpu_seconds)) or None,
         launches=len(launches),
-        share_of_steps=trained_steps / planned_steps if planned_steps else 0.0,
+        share_of_steps=share_of_steps,
     )

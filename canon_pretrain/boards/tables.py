@@ -64,7 +64,20 @@ def headline(content: BoardContent) -> Iterator[str]:
         yield f"{num_decided} of {len(content.differences)} pairwise differences are decided."
     else:
         yield "No two architectures have all of their scores, to be compared."
-    yield from references(content)
+    yield from _references(content)
+
+
+def _references(content: BoardContent) -> Iterator[str]:
+    """Yield how the order on each task correlates with the reference's."""
+    if content.reference is None:
+        return
+    for row in content.reference.tasks:
+        if row.rank_correlation is not None:
+            yield (
+                f"The order of {row.num_compared} architectures on {row.task} has a rank "
+                f"correlation (Spearman) of {row.rank_correlation:.2f} with: "
+                f"{content.reference.source}."
+            )
 
 
 def _claims_sentence(claims: Sequence[ClaimRow]) -> str:
@@ -77,18 +90,6 @@ def _claims_sentence(claims: Sequence[ClaimRow]) -> str:
     if 0 < len(confirmed) <= MAX_LISTED:
         outcome = f"{outcome} ({'; '.join(confirmed)})"
     return f"This board compares {len(claims)} planned difference{plural}: {outcome}."
-
-
-def references(content: BoardContent) -> list[str]:
-    """Return how the order on each task correlates with the reference's."""
-    if content.reference is None:
-        return []
-    return [
-        f"The order of {row.num_compared} architectures on {row.task} has a rank correlation "
-        f"(Spearman) of {row.rank_correlation:.2f} with: {content.reference.source}."
-        for row in content.reference.tasks
-        if row.rank_correlation is not None
-    ]
 
 
 def errors(content: BoardContent) -> list[str]:
@@ -499,6 +500,7 @@ def facts(content: BoardContent) -> Table:
     """Return versions, machines and times, two columns without heads."""
     board = content.facts
     times = [_to_seconds(time) for time in (board.first_event, board.last_event) if time]
+    versions = [*board.canon_pretrain, *(commit[:12] for commit in board.git_commit)]
     texts = {
         "page written": content.written,
         "first and last event": " to ".join(times),
@@ -506,7 +508,7 @@ def facts(content: BoardContent) -> Table:
         "training time of all runs": _seconds(board.training_seconds),
         "CPU time of launches that ended in order": _seconds(board.cpu_seconds),
         "launches": number(board.launches, 0),
-        "canon_pretrain": ", ".join([*board.canon_pretrain, *(x[:12] for x in board.git_commit)]),
+        "canon_pretrain": ", ".join(versions),
     }
     for name in ("torch", "torchtitan", "python", "hosts", "platforms"):
         texts[name] = ", ".join(getattr(board, name))

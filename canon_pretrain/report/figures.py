@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ from canon_pretrain.report.evaluations import LOSS_UNITS, WHOLE_TEXT, tokens_at
 from canon_pretrain.report.items import Evaluation, is_loss
 from canon_pretrain.report.picture import Line, Panel
 from canon_pretrain.report.record import Curve, RunRecord
+from canon_pretrain.report.sections import score_parts
 from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Results
@@ -567,43 +568,34 @@ def draw_late_loss(curves: Sequence[SmoothCurve], labels: Sequence[str]) -> list
     return plots
 
 
-def draw_scores(
-    curves: Sequence[ScoreCurve],
-    labels: Sequence[str],
-    parts: Callable[[ScoreCell], Sequence[str]],
-) -> dict[str, list[Plot]]:
-    """Draw score curves by suite, trials as open circles; `parts` returns score, error, items."""
+def draw_scores(curves: Sequence[ScoreCurve], labels: Sequence[str]) -> dict[str, list[Plot]]:
+    """Draw score curves by suite, trials as open circles."""
     plots: dict[str, list[Plot]] = {}
     for curve in curves:
         has_tokens = all(point.tokens is not None for line in curve.lines for point in line.points)
-        traces = [_score_trace(line, labels, parts, has_tokens) for line in curve.lines]
+        traces = [_score_trace(line, labels, has_tokens) for line in curve.lines]
         hover = "<b>%{y:,.4f}</b> %{text}<br>%{customdata}"
         figure = _figure(traces, "tokens" if has_tokens else "step", hover)
         plots.setdefault(curve.suite, []).append((curve.task, curve.metric, figure))
     return plots
 
 
-def _score_trace(
-    line: ScoreLine,
-    labels: Sequence[str],
-    parts: Callable[[ScoreCell], Sequence[str]],
-    over_tokens: bool,
-) -> Json:
+def _score_trace(line: ScoreLine, labels: Sequence[str], over_tokens: bool) -> Json:
+    # Texts on hovering, and the symbols: a result is a circle, which is plotly's default.
     errors: list[str] = []
     descriptions: list[str] = []
     symbols: list[str] = []
     for point in line.points:
-        _, error, num_items = parts(point.cell)
-        description = f"step {point.step:,}, {num_items}"
+        texts = score_parts(point.cell)
+        description = f"step {point.step:,}, {texts.num_items}"
         symbol = "circle"
         if point.limit is not None:
             description = f"{description}<br>trial of the first items"
             symbol = "circle-open"
-        errors.append(error)
+        errors.append(texts.error)
         descriptions.append(description)
         symbols.append(symbol)
 
-    # Circles are plotly's default: they are left out of the page.
     attributes: Json = {"text": errors, "customdata": descriptions, "mode": "lines+markers"}
     if "circle-open" in symbols:
         attributes["marker"] = {"symbol": symbols}

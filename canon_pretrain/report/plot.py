@@ -140,6 +140,7 @@ def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]
                     name = printable(f"{task}, {metric}")
                     scores_by_step.setdefault((suite, name), {})[step] = score
 
+        # Other runs may lack this score: they have no curve.
         for (suite, name), scores in scores_by_step.items():
             no_curves = [StyledCurve(None, {})] * len(runs)
             curves_of_runs = by_suite.setdefault(suite, {}).setdefault(name, no_curves)
@@ -208,8 +209,11 @@ def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]
     members = [rounded(row) for row in band.members]
     mean = Curve(band.steps, band.mean)
 
+    # plot.js draws the outline of the area from low and high.
     area = meta | {"role": "band", "low": low, "high": high, "members": members}
     yield _line(chart, entry.label, mean, area, {"fill": "toself", "hoverinfo": "skip"})
+
+    # The range is shown on hovering over the mean.
     text = [
         f"<br>{_escape(lowest)} to {_escape(highest)}, n = {len(members)}"
         for lowest, highest in zip(low, high, strict=True)

@@ -276,13 +276,14 @@ class RunRecord:
     @cached_property
     def skips(self) -> list[Event]:
         """The `skip` events of steps that were not repeated later."""
-        kept: list[Event] = []
+        # A launch repeats the steps after the one that it continues from.
+        skips: list[Event] = []
         for event in self._events("skip", *SEGMENT_EVENTS):
             if event.kind == "skip":
-                kept.append(event)
+                skips.append(event)
             else:
-                kept = [skip for skip in kept if skip.step <= event.from_step]
-        return kept
+                skips = [skip for skip in skips if skip.step <= event.from_step]
+        return skips
 
     @cached_property
     def clock(self) -> Clock:
@@ -376,6 +377,7 @@ class RunRecord:
                 stored.left_out.append(f"{path} is left out: it belongs to {owner}.")
             else:
                 stored.evaluations.append(evaluation)
+
         stored.evaluations.sort(key=self._sort_key)
         return stored
 
@@ -402,6 +404,8 @@ class RunRecord:
         run_id = options.get("run_id")
         if run is not None and run_id not in (None, run.run_id):
             return f"run {run_id} ({options['checkpoint']}), and {path} is run {run.run_id}"
+
+        # An id may be missing on either side: the training data must be the same, too.
         data = options["train_fingerprint"]
         own_data = self.identity.get("data_fingerprint")
         if data != own_data:

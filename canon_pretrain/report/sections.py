@@ -257,7 +257,7 @@ def make_table(
     return Table(
         id=name,
         columns=heads,
-        num_text=min(text, len(heads)),
+        num_text=text,
         num_shown=shown if more else None,
         options=options,
         more=more,
