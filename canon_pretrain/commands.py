@@ -363,6 +363,8 @@ def _parse(
     name, *rest = argv
     is_group = isinstance(COMMANDS[name], Group)
     parser = make_parser(name, {rest[0] if is_group else "": add_arguments})
+
+    # What is no option of the command may be a key of a job's config.
     if chosen.takes_keys:
         arguments, arguments.overrides = parser.parse_known_args(rest)
         return arguments
@@ -394,7 +396,7 @@ def _sentence(summary: str) -> str:
 
 
 def print_commands() -> None:
-    """Print all commands."""
+
     print("usage: canon STAGE ...    (more: canon STAGE --help)\n")
     for name, stage in COMMANDS.items():
         line = f"  {name:11} {stage.summary}"
@@ -407,13 +409,16 @@ def unknown_command(word: str) -> UserError:
     """Build the error for an unknown first word, with the nearest command."""
     # A user may have meant a stage, or a command of a group, such as `export` of two of them.
     lines = {name: [f"canon {name}"] for name in COMMANDS}
-    for name, stage in COMMANDS.items():
-        for inner in stage.commands if isinstance(stage, Group) else ():
+    groups = {name: stage for name, stage in COMMANDS.items() if isinstance(stage, Group)}
+    for name, group in groups.items():
+        for inner in group.commands:
             if inner not in COMMANDS:
                 lines.setdefault(inner, []).append(f"canon {name} {inner}")
 
     near = nearest(word, lines)
-    suggestion = f" Did you mean `{'` or `'.join(lines[near])}`?" if near else ""
+    suggestion = ""
+    if near:
+        suggestion = f" Did you mean `{'` or `'.join(lines[near])}`?"
     return UserError(
         "cli.unknown_stage",
         f'"{word}" is not a stage; `canon` lists them.{suggestion}',

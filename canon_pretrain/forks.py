@@ -5,6 +5,7 @@ from importlib import import_module
 
 from canon_pretrain.core.children import serve
 from canon_pretrain.core.cli import run_process
+from canon_pretrain.stages import split_command
 from canon_pretrain.titan import device
 
 
@@ -28,12 +29,11 @@ def serve_forks(*modules: str) -> None:
         import_module(module)
     cpu_vec_isa.pick_vec_isa()  # starts a process per instruction set
 
-    def run(arguments: list[str]) -> None:
-        while "=" in arguments[0]:
-            name, _, value = arguments.pop(0).partition("=")
-            os.environ[name] = value
-            if name == "OMP_NUM_THREADS":  # which torch has read
-                torch.set_num_threads(int(value))
+    def run(command: list[str]) -> None:
+        variables, arguments = split_command(command)
+        os.environ.update(variables)
+        if "OMP_NUM_THREADS" in variables:  # which torch has read
+            torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
         run_process(lambda: canon(arguments))
 
     serve(run)

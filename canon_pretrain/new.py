@@ -29,6 +29,8 @@ from data_prep.plan import MAX_HOLDOUT, holdout_for
 from data_prep.sources import LOCAL, SourceOptions
 from data_prep.survey import Survey, survey
 
+# Flavor -> vocabulary and sequence length: at most half of the parameters embed tokens, but of
+# texts with many characters (LARGER_VOCABULARY).
 SIZES = {
     "debug": (1024, 256),
     "quickstart": (2048, 256),
@@ -37,44 +39,47 @@ SIZES = {
     "162M": (32000, 2048),
     "1b3": (32000, 2048),
 }
-"""Flavor -> vocabulary and sequence length: at most half of the parameters embed tokens, but of
-texts with many characters (LARGER_VOCABULARY)."""
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. (2022)
-EPOCHS = 8
-"""Maximum number of epochs. On 0.8 MB, the held-out loss of 0.2M parameters was 1.81, 1.51, 1.53
-and 1.81 nats after 4, 8, 16 and 32."""
+
+# On 0.8 MB, the held-out loss of 0.2M parameters was 1.81, 1.51, 1.53 and 1.81 nats after 4, 8, 16
+# and 32 epochs.
+EPOCHS = 8  # maximum number
 WORN_EPOCHS = 15.4  # R* of Muennighoff et al. (2023): how repeated tokens lose their worth
 MIN_STEPS = 300
+
+# Steps of small models: bits per byte of held-out text after 70 CPU seconds at width 64, with steps
+# of 512, 1,024 and 2,048 tokens (learning rates 1e-2, 1e-2, 4e-3): prose of 2.4 MB 2.148, 2.102,
+# 2.143; Python code of 12 MB -, 1.804, 1.816. A bigram has 2.504 and 2.130.
 MIN_BATCH_TOKENS = 1024
 MIN_BATCH_FLOPS = 2e12
 DEEPSEEK_FLOPS = 1e17
-"""Of small models: bits per byte of held-out text after 70 CPU seconds at width 64, with steps of
-512, 1,024 and 2,048 tokens (learning rates 1e-2, 1e-2, 4e-3): prose of 2.4 MB 2.148, 2.102, 2.143;
-Python code of 12 MB -, 1.804, 1.816. A bigram has 2.504 and 2.130."""
 MIN_BYTES = 20_000
-BYTES_PER_TOKEN = 3.5
-"""Assumed until the tokenizer of the chosen size is trained."""
+BYTES_PER_TOKEN = 3.5  # assumed until the tokenizer of the chosen size is trained
+
+# Of a text in which more than MAX_RARE_SHARE of the characters would be bytes, such as Chinese.
+# Bits per byte of 12.6 MB of it with 1,024, 4,096 and 16,384 pieces at width 64: after one CPU
+# minute 3.067, 2.994 and 3.057, after two 2.960, 2.900 and 2.942, after ten 2.827, 2.698 and 2.740.
+# The bigrams of these vocabularies have 3.540, 2.955 and 2.747, and a model shall beat its own:
+# 4,096 pieces do it after two minutes, which are 200 tokens per piece. One seed, three at 16,384.
 MAX_RARE_SHARE = 0.01
 LARGER_VOCABULARY = 4
 MIN_TOKENS_PER_PIECE = 180
-"""Of a text in which more than MAX_RARE_SHARE of the characters would be bytes, such as Chinese.
-Bits per byte of 12.6 MB of it with 1,024, 4,096 and 16,384 pieces at width 64: after one CPU minute
-3.067, 2.994 and 3.057, after two 2.960, 2.900 and 2.942, after ten 2.827, 2.698 and 2.740. The
-bigrams of these vocabularies have 3.540, 2.955 and 2.747, and a model shall beat its own: 4,096
-pieces do it after two minutes, which are 200 tokens per piece. One seed, three at 16,384."""
+
+# Bits per byte of held-out text at width 64 with 4e-3, 6e-3 and 1e-2, after 773 steps of 1,024
+# tokens (one CPU minute): prose of 2.4 MB 2.225, 2.220 to 2.289, 2.553 to 2.569; a text of 0.3 MB
+# 2.273, 2.276 to 2.299, 2.432 to 2.453; dialogues of 4.6 MB 2.073, 2.064 to 2.067, 2.057 to 2.058;
+# Python code of 12 MB -, 1.927 to 1.957, 1.951 to 1.984. Three seeds of 6e-3 and of 1e-2. The
+# bigrams have 2.504, 2.451, 2.239 and 2.130.
 PAPER_LR = 1e-3
 LR = 6e-3
 LR_WIDTH = 96
-"""Bits per byte of held-out text at width 64 with 4e-3, 6e-3 and 1e-2, after 773 steps of 1,024
-tokens (one CPU minute): prose of 2.4 MB 2.225, 2.220 to 2.289, 2.553 to 2.569; a text of 0.3 MB
-2.273, 2.276 to 2.299, 2.432 to 2.453; dialogues of 4.6 MB 2.073, 2.064 to 2.067, 2.057 to 2.058;
-Python code of 12 MB -, 1.927 to 1.957, 1.951 to 1.984. Three seeds of 6e-3 and of 1e-2. The
-bigrams have 2.504, 2.451, 2.239 and 2.130."""
+
+# After 731 steps of 1,024 tokens of prose (width 64, 6e-3), bits per byte on 64 windows: with 74
+# steps of warmup 2.285 and 2.659 with Canon layers, 2.660 and 2.686 without (seeds 0 and 1); with
+# 200 steps 2.226 and 2.223 (and 2.216 with seed 2), 2.373 and 2.381. Its bigram has 2.486.
 MIN_WARMUP = 200
 MAX_WARMUP = 1000
-"""After 731 steps of 1,024 tokens of prose (width 64, 6e-3), bits per byte on 64 windows: with 74
-steps of warmup 2.285 and 2.659 with Canon layers, 2.660 and 2.686 without (seeds 0 and 1); with 200
-steps 2.226 and 2.223 (and 2.216 with seed 2), 2.373 and 2.381. Its bigram has 2.486."""
+
 MIN_DOCUMENTS = 200  # to tell held-out losses apart; longer documents are cut to have as many
 MIN_CUT_BYTES = 1_000
 MAX_CUT_BYTES = 20_000
@@ -250,8 +255,9 @@ class Proposal:
         """
         flops = 6 * self.parameters * self.tokens
         tokens = 0.292 * max(flops, DEEPSEEK_FLOPS) ** 0.3271
+
+        # Below DeepSeek's range; `share` is 0 at its end of the power law, 1 at the other.
         if flops < DEEPSEEK_FLOPS:
-            # 0 at DeepSeek's end of the power law, 1 at the other.
             share = math.log(DEEPSEEK_FLOPS / flops) / math.log(DEEPSEEK_FLOPS / MIN_BATCH_FLOPS)
             tokens = max(MIN_BATCH_TOKENS, tokens * (MIN_BATCH_TOKENS / tokens) ** share)
         return max(self.machine.ranks, 1 << int(math.log2(tokens / self.args.max_seq_len)))
@@ -364,9 +370,11 @@ def limit_tokens(text: Survey, total: float, proposal: Proposal) -> Proposal:
 
     Whole files are built, so it saves nothing of a single one, and little of a small text.
     """
-    used = proposal.steps * proposal.tokens_per_step
-    max_tokens = max(4 * used, round(MIN_BUILT_BYTES * total / text.num_bytes))
+    tokens_used = proposal.steps * proposal.tokens_per_step
+    max_tokens = max(4 * tokens_used, round(MIN_BUILT_BYTES * total / text.num_bytes))
     max_tokens = _round_to_digits(max_tokens, 2)
+
+    # The share of the files that have as many tokens.
     share = math.ceil(text.num_files * max_tokens / total) / text.num_files
     if share >= 1:
         return proposal
@@ -441,9 +449,10 @@ def next_commands(
 
     run = f"outputs/{name}/canon"
     ranks = proposal.machine.ranks
-    train = f"{canon} train --config {name}.toml"
+    train = f"{canon} train"
     if ranks > 1:
-        train = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train --config {name}.toml"
+        train = f"torchrun --nproc-per-node {ranks} -m canon_pretrain.train"
+    train = f"{train} --config {name}.toml"
     yield "train; Ctrl-C saves, the same command resumes", train
     yield "let it write", f"{canon} sample {run}"
 
@@ -491,8 +500,10 @@ def inspect_text(
 
 def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
     """Print and return what to train for `seconds` on a text. Raises UserError."""
-    each = " each" if max(machine.ranks, machine.parallel) > 1 else ""
-    show("machine", f"{machine.name}, {size(machine.memory)} of memory{each}")
+    memory = f"{size(machine.memory)} of memory"
+    if max(machine.ranks, machine.parallel) > 1:
+        memory = f"{memory} each"
+    show("machine", f"{machine.name}, {memory}")
 
     # Times are measured on the machine as it is.
     load = os.getloadavg()[0]
@@ -502,18 +513,21 @@ def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
         # Measured: 107 tokens/s with 2 threads next to three other programs, 4,872 with one.
         show("", "beside other programs OMP_NUM_THREADS=1 is often many times as fast")
 
-    # The size is chosen by bytes, then the tokens of its vocabulary are counted.
+    # The size is chosen by bytes.
     _, holdout = cut_and_holdout(text)
     proposal = propose(machine, (1 - holdout) * text.num_bytes, seconds)
     if text.rare_share(proposal.args.vocab_size) > MAX_RARE_SHARE:
         proposal = with_larger_vocabulary(proposal)
+
+    # Then the tokens of its vocabulary are counted, which is smaller for a text of few words.
     vocab_size, tokens_per_byte = text.tokens_per_byte(proposal.args.vocab_size)
     total = tokens_per_byte * text.num_bytes
-    if vocab_size != proposal.args.vocab_size:  # a text of few words
+    if vocab_size != proposal.args.vocab_size:
         proposal = proposal.with_model(replace(proposal.args, vocab_size=vocab_size))
     proposal = replace(proposal, unique=(1 - holdout) * total)
     proposal = limit_tokens(text, total, proposal)
 
+    # What is proposed.
     bytes_each = 1 / tokens_per_byte
     show("tokens", f"{total:,.0f} of a vocabulary of {vocab_size:,}, {bytes_each:.2f} bytes each")
     if proposal.max_tokens:
@@ -522,11 +536,11 @@ def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
             f"of the first files, {proposal.max_tokens:,} are built: "
             "at least four times what the run uses",
         )
-    ratio = f"{proposal.ratio:.1f} tokens per parameter"
+    reasons = [f"{proposal.ratio:.1f} tokens per parameter", proposal.shortfall]
     show(
         "model",
         f"{proposal.name}: {proposal.parameters:,} parameters",
-        f"{ratio}; {proposal.shortfall}" if proposal.shortfall else ratio,
+        "; ".join(filter(None, reasons)),
     )
     show("training", *proposal.steps_rule())
     return proposal
@@ -595,8 +609,8 @@ def skipped_advice(text: Survey) -> str:
 def first_words(texts: Sequence[str]) -> str:
     """Return the first words of the last text that has some; a text may be without spaces."""
     words_of_texts = (text.split() for text in reversed(texts))
-    words = next(filter(None, words_of_texts), [])
-    return " ".join(words[:PROMPT_WORDS])[:PROMPT_CHARACTERS]
+    prompt = next(filter(None, words_of_texts), [])[:PROMPT_WORDS]
+    return " ".join(prompt)[:PROMPT_CHARACTERS]
 
 
 def show(label: str, *lines: str) -> None:
@@ -622,8 +636,8 @@ def print_survey(text: Survey) -> None:
     if text.num_damaged:
         show("", damage(text))
     if text.sample:
-        words = text.sample[len(text.sample) // 2].split()
-        show("sample", f"{' '.join(words)[:SHOWN_CHARACTERS]} ...")
+        document = " ".join(text.sample[len(text.sample) // 2].split())
+        show("sample", f"{document[:SHOWN_CHARACTERS]} ...")
 
 
 def _skipped(text: Survey) -> Iterator[str]:
@@ -659,7 +673,6 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon new`."""
     parser.description = (
         "Propose an experiment for your text: look at it and at this machine, write "
         "NAME.toml, and print the next commands."

@@ -21,8 +21,8 @@ from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import duration
 
+# What the process that forks has imported, besides the trainer.
 MODULES = ("canon_pretrain.sample", "eval.run", "eval.run_command", "eval.model.target")
-"""What the process that forks has imported, besides the trainer."""
 SERVE = f"from canon_pretrain.forks import serve_forks; serve_forks(*{MODULES!r})"
 TORCHRUN = "TORCHRUN"  # before a command: the ranks of torchrun
 POLL_S = 0.05
@@ -96,9 +96,10 @@ class Stages:
 
     def _call(self, commands: Sequence[list[str]]) -> str:
         """Run commands at once; if one fails, stop the others. Return what is in the log."""
+        # Their output goes to stdout, or is appended to the log.
+        output = ""
         if self.log is None:
             sys.stdout.flush()  # before what the commands print
-            output = ""
             with open(os.dup(1), "wb") as stdout:
                 code = self._run_all(commands, stdout)
         else:
@@ -117,7 +118,7 @@ class Stages:
         if self.log is not None:
             last_lines = "\n".join(output.strip().splitlines()[-SHOWN_LINES:])
             reason = f"{reason_in(output) or last_lines} (all of its output: {self.log})"
-        arguments = _split(commands[0]).arguments
+        arguments = split_command(commands[0]).arguments
         raise UserError(
             "command.failed",
             f"`canon {' '.join(arguments)}` {ending(code)}: {reason}",
@@ -139,7 +140,7 @@ class Stages:
                 return child
 
         # Without a server, as a process of its own.
-        variables, arguments = _split(command)
+        variables, arguments = split_command(command)
         num_ranks = variables.pop(TORCHRUN, None)
         module = ["-m", "canon_pretrain", *arguments]
         if num_ranks is not None:
@@ -153,22 +154,21 @@ class Stages:
         )
 
 
-class _Command(NamedTuple):
+class CommandParts(NamedTuple):
     """The variables that are set for a command, and its arguments."""
 
     variables: dict[str, str]
     arguments: list[str]
 
 
-def _split(command: Sequence[str]) -> _Command:
+def split_command(command: Sequence[str]) -> CommandParts:
     """Divide a command into NAME=VALUE before its arguments, and these."""
     variables: dict[str, str] = {}
-    for number, text in enumerate(command):
-        name, is_variable, value = text.partition("=")
-        if not is_variable:
-            return _Command(variables, list(command[number:]))
+    arguments = list(command)
+    while arguments and "=" in arguments[0]:
+        name, _, value = arguments.pop(0).partition("=")
         variables[name] = value
-    return _Command(variables, [])
+    return CommandParts(variables, arguments)
 
 
 def _free_port() -> int:
@@ -192,7 +192,7 @@ def _wait(children: Sequence[Child]) -> int:
     try:
         while None in (codes := [child.poll() for child in children]):
             if not failure and any(codes):
-                failure = next(code for code in codes if code)
+                failure = next(filter(None, codes))
                 _terminate(children)
             time.sleep(POLL_S)
     except KeyboardInterrupt:
@@ -201,7 +201,7 @@ def _wait(children: Sequence[Child]) -> int:
             time.sleep(POLL_S)
         raise
 
-    return failure or next((code for code in codes if code), 0)
+    return failure or next(filter(None, codes), 0)
 
 
 def _terminate(children: Sequence[Child]) -> None:

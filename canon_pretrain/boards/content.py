@@ -47,14 +47,20 @@ from canon_pretrain.stats.cells import (
 from canon_pretrain.stats.decide import ALPHA
 
 VERSION = 1
+# Whether an arm is significantly better than another one, and worse -> its verdict on a task.
+VERDICTS = {
+    (True, False): "best",
+    (True, True): "between",
+    (False, True): "worst",
+    (False, False): "undecided",
+}
 MAX_POINTS = 200  # of a curve
 LOGGED_VERSIONS = ("canon_pretrain", "git_commit", "torch", "torchtitan", "python", "hosts")
+SHOWN_DIGITS = 16  # of a digest
 SAMPLED_RUNS = 8  # whose run.json is read for the platforms: there may be thousands of runs
 
-Place = tuple[str, str]
-"""A task and an arm."""
-Number = float | int | None
-"""A number of a curve, rounded; None for a gap."""
+Place = tuple[str, str]  # a task and an arm
+Number = float | int | None  # of a curve, rounded; None for a gap
 
 
 @dataclass(frozen=True)
@@ -92,20 +98,17 @@ class CellRow:
     task: str
     arm: str
     learning_rate: float | None
-    edge: str | None
-    """"lowest", "highest" or "only" if the rate is at an end of its grid."""
+    edge: str | None  # "lowest", "highest" or "only" if the rate is at an end of its grid
     level_rates: Sequence[float | None]
     rates: list[RateScores]
     complete: bool
     seeds: list[SeedRow]
     num_without_score: int
-    raced: float | None
-    """The mean score at which a race stopped all seeds."""
+    raced: float | None  # the mean score at which a race stopped all seeds
     mean: float | None
     interval: tuple[float, float] | None
     num_seeds: int
-    learned: int | None
-    """The seeds above the middle of the task's range, if the cell has both kinds."""
+    learned: int | None  # seeds above the middle of the task's range, if the cell has both kinds
     beats: list[str]
     below: list[str]
     verdict: str
@@ -255,8 +258,7 @@ class BoardFacts:
     training_seconds: float
     cpu_seconds: float | None
     launches: int
-    share_of_steps: float
-    """The steps that were trained over those planned."""
+    share_of_steps: float  # the steps that were trained over those planned
 
 
 @dataclass(frozen=True)
@@ -264,8 +266,7 @@ class BoardContent:
     version: int
     title: str
     alpha: float
-    share: float
-    """Of `alpha`, what a race left for the final scores."""
+    share: float  # of `alpha`, what a race left for the final scores
     written: str
     arms: list[ArmRow]
     tasks: list[TaskRow]
@@ -299,14 +300,17 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
     }
 
     # Only cells without an open run are tested; the others have a mean all the same.
-    cells = _measure(plan, chosen, metrics)
+    scores = {place: _finite_scores(choice) for place, choice in chosen.items()}
+    cells = _measure(plan, scores, chosen, metrics)
     final = _final(cells, chosen)
     pairs = _differences(plan, final, lower)
-    learned = _learned(metrics, chosen)
-    rows = [
-        _cell(task, arm, choice, cells.get(task, {}).get(arm), pairs, learned.get((task, arm)))
-        for (task, arm), choice in chosen.items()
-    ]
+
+    learned = _learned(metrics, scores)
+    rows = []
+    for (task, arm), choice in chosen.items():
+        cell = cells.get(task, {}).get(arm)
+        rows.append(_cell(task, arm, choice, cell, pairs, learned.get((task, arm))))
+
     return BoardContent(
         version=VERSION,
         title=plan.title,
@@ -334,19 +338,21 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
 
 
 def _measure(
-    plan: BoardPlan, chosen: Mapping[Place, ShownRate], metrics: Mapping[str, Metric]
+    plan: BoardPlan,
+    scores: Mapping[Place, list[float]],
+    chosen: Mapping[Place, ShownRate],
+    metrics: Mapping[str, Metric],
 ) -> Cells:
     """Return the cells of the runs that have scores."""
-    scores: dict[str, dict[str, list[float]]] = {arm: {} for arm in plan.arms}
-    for (task, arm), choice in chosen.items():
-        seed_scores = _finite_scores(choice)
-        if seed_scores:
-            scores[arm][task] = seed_scores
     if not any(scores.values()):
         return {}
+    scores_by_arm: dict[str, dict[str, list[float]]] = {arm: {} for arm in plan.arms}
+    for (task, arm), seed_scores in scores.items():
+        if seed_scores:
+            scores_by_arm[arm][task] = seed_scores
 
     return measure(
-        scores,
+        scores_by_arm,
         items={task: metric.items or UNBOUNDED for task, metric in metrics.items()},
         choices={(arm, task): choice.optimum.choices for (task, arm), choice in chosen.items()},
         lower_is_better=[task for task, metric in metrics.items() if metric.lower_is_better],
@@ -400,19 +406,18 @@ def _differences(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[
         )
 
     # An arm that the race stopped has no final score: the race's test decides.
-    for order in plan.race.orders:
-        is_tested = {order.arm, order.better} <= final.get(order.task, {}).keys()
-        if not is_tested:
-            rows.append(
-                DifferenceRow(
-                    order.task,
-                    a=order.better,
-                    b=order.arm,
-                    p_holm=order.p,
-                    better=order.better,
-                    step=order.step,
-                )
-            )
+    rows += [
+        DifferenceRow(
+            order.task,
+            a=order.better,
+            b=order.arm,
+            p_holm=order.p,
+            better=order.better,
+            step=order.step,
+        )
+        for order in plan.race.orders
+        if not {order.arm, order.better} <= final.get(order.task, {}).keys()
+    ]
     return rows
 
 
@@ -448,7 +453,8 @@ def _claims(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[Claim
             )
         elif order is not None:
             row = replace(row, p_holm=order.p, step=order.step, verdict="seen")
-        elif opposite is not None and not claim.margin:  # worse, but perhaps within the margin
+        elif opposite is not None and not claim.margin:
+            # With a margin it stays open: it is worse, but perhaps within the margin.
             row = replace(row, verdict="not seen")
         rows.append(row)
     return rows
@@ -484,23 +490,27 @@ def _cell(
     pairs: Sequence[DifferenceRow],
     learned: int | None,
 ) -> CellRow:
-    decided = [
-        pair for pair in pairs if pair.task == task and arm in (pair.a, pair.b) and pair.better
-    ]
-    beats = [pair.b if pair.a == arm else pair.a for pair in decided if pair.better == arm]
-    below = [pair.better for pair in decided if pair.better and pair.better != arm]
+    # The arms that this one is significantly better and worse than.
+    beats: list[str] = []
+    below: list[str] = []
+    for pair in pairs:
+        if pair.task == task and arm in (pair.a, pair.b) and pair.better:
+            if pair.better != arm:
+                below.append(pair.better)
+            else:
+                beats.append(pair.b if pair.a == arm else pair.a)
+
     if cell is None and not below:
         verdict = "missing"
-    elif beats:
-        verdict = "between" if below else "best"
     else:
-        verdict = "worst" if below else "undecided"
+        verdict = VERDICTS[bool(beats), bool(below)]
 
     # If the race stopped all seeds, the scores at which it did so stand for final ones.
     raced = None
     raced_scores = [r.raced_score for r in choice.shown if r.raced_score is not None]
     if raced_scores and all(r.state == RACED for r in choice.shown):
         raced = statistics.fmean(raced_scores)
+
     return CellRow(
         task=task,
         arm=arm,
@@ -524,30 +534,28 @@ def _cell(
     )
 
 
-def _learned(metrics: Mapping[str, Metric], chosen: Mapping[Place, ShownRate]) -> dict[Place, int]:
+def _learned(
+    metrics: Mapping[str, Metric], scores: Mapping[Place, list[float]]
+) -> dict[Place, int]:
     """Return the seeds above the middle of a task's range, where a cell has both kinds.
 
     It has both kinds if two of its scores next to each other are APART of that range.
     """
-    scores: dict[str, dict[Place, list[float]]] = {task: {} for task in metrics}
-    for place, choice in chosen.items():
-        seed_scores = _finite_scores(choice)
-        if seed_scores:
-            task, _ = place
-            scores[task][place] = sorted(seed_scores)
+    scores_of_tasks: dict[str, list[float]] = {}
+    for (task, _), seed_scores in scores.items():
+        scores_of_tasks.setdefault(task, []).extend(seed_scores)
 
     counts = {}
-    for task, by_place in scores.items():
-        low = min((ordered[0] for ordered in by_place.values()), default=0.0)
-        high = max((ordered[-1] for ordered in by_place.values()), default=0.0)
+    for (task, arm), seed_scores in scores.items():
+        low = min(scores_of_tasks[task], default=0.0)
+        high = max(scores_of_tasks[task], default=0.0)
+        num_learned = sum(score > (low + high) / 2 for score in seed_scores)
+        if not 0 < num_learned < len(seed_scores):
+            continue
+        widest_gap = max(b - a for a, b in pairwise(sorted(seed_scores)))
         value_range = 1.0 if metrics[task].items else high - low  # shares are from 0 to 1
-        for place, ordered in by_place.items():
-            learned = sum(x > (low + high) / 2 for x in ordered)
-            if not 0 < learned < len(ordered):
-                continue
-            widest_gap = max(b - a for a, b in pairwise(ordered))
-            if widest_gap > APART * value_range:
-                counts[place] = learned
+        if widest_gap > APART * value_range:
+            counts[task, arm] = num_learned
     return counts
 
 
@@ -566,13 +574,13 @@ def _best_first(
     # Equal scores have the mean of the ranks that they share.
     ranks: dict[str, list[float]] = {arm: [] for arm in arms}
     for keys in groups.values():
-        ordered = [*keys.values()]
+        group = [*keys.values()]
         for arm, key in keys.items():
-            num_better = sum(other < key for other in ordered)
-            ranks[arm].append(num_better + (ordered.count(key) + 1) / 2)
+            num_better = sum(other < key for other in group)
+            ranks[arm].append(num_better + (group.count(key) + 1) / 2)
 
     # An arm without a rank is behind all others of its size.
-    sizes = [*dict.fromkeys(size_of(arm) for arm in arms)]
+    sizes = [*dict.fromkeys(map(size_of, arms))]
     last = len(arms) + 1
     means = [
         ArmRow(arm, statistics.fmean(task_ranks) if task_ranks else None)
@@ -600,12 +608,15 @@ def _curves(plan: BoardPlan, chosen: Mapping[Place, ShownRate]) -> list[CurveRow
         lines: dict[str, list[CurveRow]] = {size_of(arm): [] for arm in plan.arms}
         for arm in plan.arms:
             curves = [Curve.of(r.curve.items()) for r in chosen[task, arm].shown if r.curve]
-            # A band needs two curves: that of a single seed is its own.
-            band = Band.of(curves * 2 if len(curves) == 1 else curves, MAX_POINTS)
+            num_seeds = len(curves)
+            if num_seeds == 1:  # a band needs two curves
+                curves *= 2
+
+            band = Band.of(curves, MAX_POINTS)
             if band is not None:
                 line = CurveRow(
                     arm,
-                    n=len(curves),
+                    n=num_seeds,
                     steps=rounded(band.steps),
                     values=rounded(band.mean),
                     low=rounded(band.low),
@@ -620,9 +631,9 @@ def _model(plan: BoardPlan, arm: str, by_place: Mapping[Place, Sequence[Result]]
     """Return the counts of an arm's model by task."""
     tasks = {}
     for task in plan.tasks:
-        records = (result.record for result in by_place[task, arm] if result.record)
-        record = next(records, None)
-        args = record.model_args if record else None
+        # All runs of a cell have the same model: the first that has started tells it.
+        records = [result.record for result in by_place[task, arm] if result.record]
+        args = records[0].model_args if records else None
         if args is not None:
             tasks[task] = _model_counts(args)
     return ModelRow(arm, tasks)
@@ -648,22 +659,23 @@ def _data(results: Sequence[Result]) -> list[DataRow]:
 
 
 def _data_row(task: str, seed: int, runs: Sequence[RunRecord]) -> DataRow:
-    # At each step, the digest that most runs have.
+    # At each step, the digest that most runs have; usually all have the same.
     batches = [_batches(run) for run in runs]
     usual = max(batches, key=len)
     if any(digests != usual for digests in batches):
         counts: dict[int, Counter[str]] = {}
-        for step, digest in chain.from_iterable(digests.items() for digests in batches):
-            counts.setdefault(step, Counter())[digest] += 1
+        for digests in batches:
+            for step, digest in digests.items():
+                counts.setdefault(step, Counter())[digest] += 1
         usual = {step: counts[step].most_common(1)[0][0] for step in sorted(counts)}
 
     # The runs that have other batches or another held-out text.
-    texts = Counter(run.identity.get(HELD_OUT) for run in runs)
-    usual_text = texts.most_common(1)[0][0]
+    texts = [run.identity.get(HELD_OUT) for run in runs]
+    usual_text = Counter(texts).most_common(1)[0][0]
     different = []
     covered = []
-    for run, digests in zip(runs, batches, strict=True):
-        if run.identity.get(HELD_OUT) != usual_text or not digests.items() <= usual.items():
+    for run, digests, text in zip(runs, batches, texts, strict=True):
+        if text != usual_text or not digests.items() <= usual.items():
             different.append(run.label)
         covered.append(len(digests) / run.steps[-1].step)
 
@@ -672,8 +684,8 @@ def _data_row(task: str, seed: int, runs: Sequence[RunRecord]) -> DataRow:
         seed=seed,
         runs=len(runs),
         batches=len(usual),
-        digest=hashlib.sha256("".join(usual.values()).encode()).hexdigest()[:16],
-        held_out=usual_text and usual_text[:16],
+        digest=hashlib.sha256("".join(usual.values()).encode()).hexdigest()[:SHOWN_DIGITS],
+        held_out=usual_text and usual_text[:SHOWN_DIGITS],
         covered=min(covered),
         different=different,
     )
@@ -696,13 +708,14 @@ def _run(result: Result) -> RunRow:
         step=result.step,
         is_over=result.is_over,
         score=result.score,
-        hours=_hours(result.record) if result.record else None,
+        hours=_hours(result.record),
     )
 
 
-def _hours(record: RunRecord) -> float | None:
-    hours = record.clock.training_hours
-    return None if hours is None else float(hours[-1])
+def _hours(record: RunRecord | None) -> float | None:
+    if record is None or record.clock.training_hours is None:
+        return None
+    return float(record.clock.training_hours[-1])
 
 
 def _facts(results: Sequence[Result]) -> BoardFacts:
@@ -713,16 +726,19 @@ def _facts(results: Sequence[Result]) -> BoardFacts:
     newest = [newest_launch(record.folder) for record in sampled]
 
     # Times of the first and last event of each run; a damaged log may have none.
-    ends = [record.events[k].get("time") for record in records for k in (0, -1) if record.events]
-    times = sorted((time for time in ends if math.isfinite(unix_time(time))), key=unix_time)
-    first_event, last_event = (times[0], times[-1]) if times else (None, None)
+    ends = [event for record in records for event in (*record.events[:1], *record.events[-1:])]
+    times = [event["time"] for event in ends if math.isfinite(unix_time(event.get("time")))]
+    first_event = min(times, key=unix_time, default=None)
+    last_event = max(times, key=unix_time, default=None)
     hours = [_hours(record) for record in records]
     cpu_seconds = [event.get("cpu_seconds") for record in records for event in record.events]
 
     # What a race has saved. A run that has not begun has the steps of another one of its task.
     num_steps = {r.run.task: r.record.identity.get("training.steps") for r in results if r.record}
     planned_steps = sum(num_steps.get(r.run.task) or 0 for r in results)
-    trained_steps = sum(r.step for r in results)
+    share_of_steps = 0.0  # no run has begun
+    if planned_steps:
+        share_of_steps = sum(r.step for r in results) / planned_steps
 
     def versions(name: str) -> list[str]:
         """Return the distinct values of a field of all launches, in order; hosts are a list."""
@@ -739,5 +755,5 @@ def _facts(results: Sequence[Result]) -> BoardFacts:
         training_seconds=3600 * math.fsum(filter(None, hours)),
         cpu_seconds=math.fsum(filter(None, cpu_seconds)) or None,
         launches=len(launches),
-        share_of_steps=trained_steps / planned_steps if planned_steps else 0.0,
+        share_of_steps=share_of_steps,
     )

@@ -5,7 +5,7 @@ templates/board.body.jinja has their order and the text around them.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from canon_pretrain.boards.content import BoardContent, CellRow, ClaimRow, ReferenceRow, TaskRow
 from canon_pretrain.boards.results import RateScores, size_of
@@ -31,65 +31,65 @@ BAD_STATES = ("failed", "damaged", "dead", "hung", "stopped", "unknown")
 MAX_RUNS = 1000  # rows of a table of runs
 MAX_LISTED = 4  # cells or claims that a sentence lists
 MIN_CHANCE = 0.005  # chances that a table shows: those that are not rounded to 0 %
+COUNTS = ("parameters", "flops_per_token", "state_bytes_per_token", "state_bytes")  # of a model
 CLAIM_VERDICTS = {"seen": "✓ confirmed", "not seen": "not confirmed", "open": "not decided yet"}
 
 
 # -- sentences
 
 
-def headline(content: BoardContent) -> list[str]:
-    """Return what is decided, in sentences."""
-    sentences = []
+def headline(content: BoardContent) -> Iterator[str]:
+    """Yield what is decided, in sentences."""
     num_over = sum(run.is_over for run in content.runs)
     if num_over < len(content.runs):
-        sentences.append(
-            f"{num_over} of {len(content.runs)} runs are over: what follows is provisional."
-        )
+        yield f"{num_over} of {len(content.runs)} runs are over: what follows is provisional."
     if content.claims:
-        sentences.append(_claims_sentence(content.claims))
+        yield _claims_sentence(content.claims)
 
     # An arm wins a task if it beats all others of its size.
-    num_rivals = Counter((row.task, size_of(row.arm)) for row in content.cells)
+    num_arms = Counter((row.task, size_of(row.arm)) for row in content.cells)
     won_tasks: dict[str, list[str]] = {}
     for row in content.cells:
-        if row.beats and len(row.beats) == num_rivals[row.task, size_of(row.arm)] - 1:
+        num_others = num_arms[row.task, size_of(row.arm)] - 1
+        if 0 < num_others == len(row.beats):
             won_tasks.setdefault(row.arm, []).append(row.task)
     for arm, tasks in won_tasks.items():
-        sentences.append(f"{arm} is better than all others on {', '.join(tasks)}.")
+        yield f"{arm} is better than all others on {', '.join(tasks)}."
 
+    # How many pairs are decided, or why none can be.
     if len(content.seeds) == 1:
-        sentences.append("With one seed per cell, nothing can be decided.")
+        yield "With one seed per cell, nothing can be decided."
     elif content.differences:
-        num_pairs = len(content.differences)
         num_decided = sum(pair.better is not None for pair in content.differences)
-        sentences.append(f"{num_decided} of {num_pairs} pairwise differences are decided.")
+        yield f"{num_decided} of {len(content.differences)} pairwise differences are decided."
     else:
-        sentences.append("No two architectures have all of their scores, to be compared.")
-    return sentences + references(content)
+        yield "No two architectures have all of their scores, to be compared."
+    yield from _references(content)
+
+
+def _references(content: BoardContent) -> Iterator[str]:
+    """Yield how the order on each task correlates with the reference's."""
+    if content.reference is None:
+        return
+    for row in content.reference.tasks:
+        if row.rank_correlation is not None:
+            yield (
+                f"The order of {row.num_compared} architectures on {row.task} has a rank "
+                f"correlation (Spearman) of {row.rank_correlation:.2f} with: "
+                f"{content.reference.source}."
+            )
 
 
 def _claims_sentence(claims: Sequence[ClaimRow]) -> str:
     confirmed = [f"{x.better} over {x.worse} on {x.task}" for x in claims if x.verdict == "seen"]
     num_open = sum(claim.verdict == "open" for claim in claims)
-    plural = "s" if len(claims) > 1 else ""
-    undecided = f", {num_open} not decided yet" if num_open else ""
-    listed = f" ({'; '.join(confirmed)})" if 0 < len(confirmed) <= MAX_LISTED else ""
-    return (
-        f"This board compares {len(claims)} planned difference{plural}: "
-        f"{len(confirmed)} confirmed{undecided}{listed}."
-    )
-
-
-def references(content: BoardContent) -> list[str]:
-    """Return how the order on each task correlates with the reference's."""
-    if content.reference is None:
-        return []
-    return [
-        f"The order of {row.num_compared} architectures on {row.task} has a rank correlation "
-        f"(Spearman) of {row.rank_correlation:.2f} with: {content.reference.source}."
-        for row in content.reference.tasks
-        if row.rank_correlation is not None
-    ]
+    plural = "s" * (len(claims) > 1)
+    outcome = f"{len(confirmed)} confirmed"
+    if num_open:
+        outcome = f"{outcome}, {num_open} not decided yet"
+    if 0 < len(confirmed) <= MAX_LISTED:
+        outcome = f"{outcome} ({'; '.join(confirmed)})"
+    return f"This board compares {len(claims)} planned difference{plural}: {outcome}."
 
 
 def errors(content: BoardContent) -> list[str]:
@@ -102,12 +102,11 @@ def errors(content: BoardContent) -> list[str]:
     ]
 
 
-def warnings(content: BoardContent) -> list[str]:
-    """Return sentences on cells without a score, and on learning rates at an end of their grid."""
-    sentences = []
+def warnings(content: BoardContent) -> Iterator[str]:
+    """Yield sentences on cells without a score, and on learning rates at an end of their grid."""
     lost = [row for row in content.cells if row.num_without_score]
     if lost:
-        sentences.append(
+        yield (
             f"In {len(lost)} of {len(content.cells)} cells a run diverged or failed, at any rate: "
             f"no test has them ({_listed(lost)})."
         )
@@ -115,11 +114,10 @@ def warnings(content: BoardContent) -> list[str]:
     for edge in ("lowest", "highest"):
         at_edge = [row for row in grids if row.edge == edge]
         if at_edge:
-            sentences.append(
+            yield (
                 f"In {len(at_edge)} of {len(grids)} grids the best learning rate is the {edge}: "
                 f"a better one may be outside ({_listed(at_edge)})."
             )
-    return sentences
 
 
 def _grids(content: BoardContent) -> list[CellRow]:
@@ -174,7 +172,8 @@ def matrix(content: BoardContent) -> Table:
 def _score_text(task: TaskRow) -> str:
     if not task.name:  # no run has started
         return ""
-    return f"{task.name}, {'lower' if task.lower_is_better else 'higher'} is better"
+    better = "lower" if task.lower_is_better else "higher"
+    return f"{task.name}, {better} is better"
 
 
 def _reference_cell(reference: ReferenceRow, arm: str) -> Cell:
@@ -193,18 +192,15 @@ def _matrix_cell(row: CellRow) -> Cell:
 
     # How it compares with the other arms.
     text = f"{SYMBOLS[row.verdict]} {_short(value)}".strip()
-    counts = [f"beats {len(row.beats)}"] if row.beats else []
-    if row.below:
-        counts.append(f"below {len(row.below)}")
-    judged = ", ".join(counts) or "undecided"
+    counts = [("beats", len(row.beats)), ("below", len(row.below))]
+    judged = ", ".join(f"{name} {count}" for name, count in counts if count) or "undecided"
     if row.mean is None:
         return make_cell(text, "stopped by the race", judged, chip=row.verdict)
 
     # How sure the mean is, and of how many seeds it is.
-    interval = "no interval"
+    notes = ["no interval", judged]
     if row.interval is not None:
-        interval = " to ".join(map(_short, row.interval))
-    notes = [interval, judged]
+        notes = [" to ".join(map(_short, row.interval)), judged]
     if row.learned is not None:
         notes.append(f"{row.learned} of {row.num_seeds} seeds learned")
     if row.num_seeds < len(row.seeds):
@@ -221,7 +217,7 @@ def heat_maps(content: BoardContent) -> list[tuple[str, Table]]:
     sizes = [*dict.fromkeys(size_of(arm.arm) for arm in content.arms)]
     difficulties: dict[str, list[TaskRow]] = {}
     for task in content.tasks:
-        name = task.task.partition("/")[0]
+        name, _, _ = task.task.partition("/")
         difficulties.setdefault(name, []).append(task)
 
     return [
@@ -242,8 +238,8 @@ def _heat_map(
     # A share of right answers is from 0 to 1; colors of a loss reach from the best to the worst.
     low = 0.0
     high = 1.0
-    if not tasks[0].items:
-        scored = [mean for mean in means.values() if mean is not None]
+    scored = [mean for mean in means.values() if mean is not None]
+    if scored and not tasks[0].items:
         low = min(scored)
         high = max(scored)
 
@@ -269,25 +265,24 @@ def _heat(value: float | None, low: float, high: float, lower_is_better: bool) -
 
 
 def rates(content: BoardContent) -> Table:
-    """Return the mean score of each learning rate, the best in color."""
+
     grids = _grids(content)
     all_rates = sorted({x.rate for row in grids for x in row.rates if x.rate is not None})
     columns = ["architecture", "best in the grid", *map(rate_text, all_rates)]
     rows: list[list[Cell]] = []
     for row in grids:
-        place = MISSING
+        position = MISSING
         if row.edge:
-            place = f"{row.edge} tried"
+            position = f"{row.edge} tried"
         elif row.complete:
-            place = "inside"
+            position = "inside"
         by_rate = {scores.rate: scores for scores in row.rates}
         cells = [_rate_cell(by_rate.get(rate), row) for rate in all_rates]
-        rows.append([make_cell(row.arm, row.task), place, *cells])
+        rows.append([make_cell(row.arm, row.task), position, *cells])
     return make_table(columns, rows, "rates", text=2)
 
 
 def _rate_cell(scores: RateScores | None, row: CellRow) -> Cell:
-    """Return the mean score of one learning rate of a cell."""
     if scores is None:
         return MISSING
     if scores.mean is None and scores.stopped:
@@ -295,9 +290,12 @@ def _rate_cell(scores: RateScores | None, row: CellRow) -> Cell:
     if scores.mean is None:
         num_scores = sum(x is not None and math.isfinite(x) for x in scores.scores)
         return make_cell(MISSING, f"{num_scores} score(s)")
+    mean = rounded(scores.mean)
     if scores.rate == row.learning_rate:
-        return make_cell(rounded(scores.mean), "best", chip="best")
-    return make_cell(rounded(scores.mean), "level" if scores.rate in row.level_rates else "")
+        return make_cell(mean, "best", chip="best")
+    if scores.rate in row.level_rates:
+        return make_cell(mean, "level")
+    return make_cell(mean)
 
 
 def rate_text(rate: float | None) -> str:
@@ -308,20 +306,21 @@ def rate_text(rate: float | None) -> str:
 
 
 def claims(content: BoardContent) -> Table:
-    """Return the planned differences."""
     columns = ["verdict", "task", "expected better", "than", "difference", "p", "p (Holm)"]
-    rows: list[list[Cell]] = [
-        [
-            _verdict_cell(CLAIM_VERDICTS[claim.verdict], claim.step, claim.verdict == "seen"),
-            claim.task,
-            make_cell(claim.better, f"at most {claim.margin:g} worse" if claim.margin else ""),
-            claim.worse,
-            signed(claim.difference),
-            p_value(claim.p),
-            p_value(claim.p_holm),
-        ]
-        for claim in content.claims
-    ]
+    rows: list[list[Cell]] = []
+    for claim in content.claims:
+        margin = f"at most {claim.margin:g} worse" if claim.margin else ""
+        rows.append(
+            [
+                _verdict_cell(CLAIM_VERDICTS[claim.verdict], claim.step, claim.verdict == "seen"),
+                claim.task,
+                make_cell(claim.better, margin),
+                claim.worse,
+                signed(claim.difference),
+                p_value(claim.p),
+                p_value(claim.p_holm),
+            ]
+        )
     return make_table(columns, rows, "claims", text=4)
 
 
@@ -331,7 +330,6 @@ def _verdict_cell(text: str, race_step: int | None, is_decided: bool) -> Cell:
 
 
 def differences(content: BoardContent) -> Table:
-    """Return all pairs of architectures."""
     columns = ["task", "a", "b", "better", "a minus b", "95 % interval", "p", "p (Holm)"]
     rows: list[list[Cell]] = [
         [
@@ -350,7 +348,6 @@ def differences(content: BoardContent) -> Table:
 
 
 def rankings(content: BoardContent) -> Table:
-    """Return the order of each task and size, with its probability."""
     columns = ["task", "order, best first", "probability of being the best", "the order holds"]
     rows: list[list[Cell]] = []
     for row in content.rankings:
@@ -362,7 +359,6 @@ def rankings(content: BoardContent) -> Table:
 
 
 def stops(content: BoardContent) -> Table:
-    """Return the arms that a race has stopped."""
     columns: list[Column] = [
         "task",
         ("stopped", "learning rate"),
@@ -415,8 +411,9 @@ def curves(content: BoardContent) -> list[Plot]:
         steps = [line.steps for line in group.lines]
         figure = draw_means(lines, steps, names, "steps", bands=True)
 
+        # A share of right answers has an axis from 0 to 1.
         task = tasks[group.task]
-        if task.items:  # scored by a share of right answers
+        if task.items:
             figure["layout"]["yaxis"] |= {"range": SHARE_RANGE}
         plots.append((f"{group.task} {group.size}".strip(), task.name, figure))
     return plots
@@ -441,21 +438,16 @@ def models(content: BoardContent) -> Table:
         ("state at any length", "bytes to decode, at 16 bits"),
     ]
 
-    by_arm = {model.arm: [*model.tasks.values()] for model in content.models}
-    rows = [
-        [
-            arm.arm,
-            _range({x.parameters for x in by_arm[arm.arm]}),
-            _range({x.flops_per_token for x in by_arm[arm.arm]}),
-            _range({x.state_bytes_per_token for x in by_arm[arm.arm]}),
-            _range({x.state_bytes for x in by_arm[arm.arm]}),
-        ]
-        for arm in content.arms
-    ]
+    tasks_by_arm = {model.arm: model.tasks for model in content.models}
+    rows = []
+    for arm in content.arms:
+        counts = tasks_by_arm[arm.arm].values()
+        ranges = [_range([getattr(x, name) for x in counts]) for name in COUNTS]
+        rows.append([arm.arm, *ranges])
     return make_table(columns, rows, "models")
 
 
-def _range(counts: set[int]) -> str:
+def _range(counts: Sequence[int]) -> str:
     if not counts:
         return MISSING
     ends = dict.fromkeys((min(counts), max(counts)))
@@ -487,7 +479,6 @@ def _covered_text(share: float) -> str:
 
 
 def problems(content: BoardContent) -> Table:
-    """Return the runs that have failed, diverged, or not ended."""
     bad_runs = [run for run in content.runs if run.reason or run.state in BAD_STATES]
     rows = [
         [run.name, run.state, run.reason or MISSING, number(run.step, 0)]
@@ -497,17 +488,11 @@ def problems(content: BoardContent) -> Table:
 
 
 def runs(content: BoardContent) -> Table:
-    """Return the state and score of every run."""
-    rows = [
-        [
-            run.name,
-            run.state,
-            number(run.step, 0),
-            rounded(json_value(run.score)),
-            MISSING if run.hours is None else duration(3600 * run.hours),
-        ]
-        for run in content.runs[:MAX_RUNS]
-    ]
+    rows = []
+    for run in content.runs[:MAX_RUNS]:
+        time = MISSING if run.hours is None else duration(3600 * run.hours)
+        score = rounded(json_value(run.score))
+        rows.append([run.name, run.state, number(run.step, 0), score, time])
     return make_table(["run", "state", "step", "score", "training"], rows, "runs", text=2)
 
 
@@ -515,6 +500,7 @@ def facts(content: BoardContent) -> Table:
     """Return versions, machines and times, two columns without heads."""
     board = content.facts
     times = [_to_seconds(time) for time in (board.first_event, board.last_event) if time]
+    versions = [*board.canon_pretrain, *(commit[:12] for commit in board.git_commit)]
     texts = {
         "page written": content.written,
         "first and last event": " to ".join(times),
@@ -522,7 +508,7 @@ def facts(content: BoardContent) -> Table:
         "training time of all runs": _seconds(board.training_seconds),
         "CPU time of launches that ended in order": _seconds(board.cpu_seconds),
         "launches": number(board.launches, 0),
-        "canon_pretrain": ", ".join([*board.canon_pretrain, *(x[:12] for x in board.git_commit)]),
+        "canon_pretrain": ", ".join(versions),
     }
     for name in ("torch", "torchtitan", "python", "hosts", "platforms"):
         texts[name] = ", ".join(getattr(board, name))

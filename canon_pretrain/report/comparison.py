@@ -38,7 +38,7 @@ from canon_pretrain.report.content import (
 from canon_pretrain.report.evaluations import full_results
 from canon_pretrain.report.items import Evaluation, Scale, ScoreKey, is_loss
 from canon_pretrain.report.record import RunRecord, exit_if_left_out, read_runs
-from canon_pretrain.report.sections import MISSING, PAIR_COLUMNS, cell_text
+from canon_pretrain.report.sections import MISSING, cell_text, pair_cells
 from canon_pretrain.report.speed import speed_ratio, speed_sentence
 from canon_pretrain.report.verdicts import Comparator, Options, Pair, Side
 from canon_pretrain.run.folder import named_runs
@@ -502,9 +502,9 @@ def _print(content: PairComparison) -> None:
 def _suite_table(content: PairComparison, rows: Sequence[Verdict], *, is_wide: bool) -> Table:
     """Return the rows of one suite; columns that are empty in all rows are left out."""
     columns = {"task, metric": [f"{row.task} {row.metric}" for row in rows]}
+    cells = [pair_cells(row, content) for row in rows]
     for name in [*COLUMNS][: None if is_wide else NARROW_COLUMNS]:
-        cell_of = PAIR_COLUMNS[COLUMNS[name]]
-        texts = [cell_text(cell_of(row, content)) for row in rows]
+        texts = [cell_text(row_cells[COLUMNS[name]]) for row_cells in cells]
         if any(text != MISSING for text in texts):
             columns[name] = texts
 

@@ -13,11 +13,12 @@ from canon_pretrain.run.results import BITS
 from canon_pretrain.stats.noise import McNemar, SeedNoise
 
 BETTER, WORSE, WITHIN, NOT_JUDGED = "better", "worse", "within noise", "not judged"
+# Within noise or not judged, with both sides at floor, ceiling or chance.
 UNINFORMATIVE = "uninformative"
-"""Within noise or not judged, with both sides at floor, ceiling or chance."""
 VERDICTS = (BETTER, WORSE, WITHIN, NOT_JUDGED, UNINFORMATIVE)
 
 DECISION_SIZES = {"150M": 150e6, "300M": 300e6, "750M": 750e6}
+# Task -> percent of pairs that models of DECISION_SIZES order as models of 1B do.
 DECISION_ACCURACY = {
     "arc_challenge": (83, 86, 76),
     "arc_easy": (93, 95, 78),
@@ -29,13 +30,12 @@ DECISION_ACCURACY = {
     "social_iqa": (55, 76, 66),
     "winogrande": (50, 57, 62),
 }
-"""Task -> percent of pairs that models of DECISION_SIZES order as models of 1B do."""
 
 
 def finite(value: Any) -> Any:
     """Return `value` with None for NaN and infinities in it, in rows too."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     if isinstance(value, Mapping):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -132,6 +132,7 @@ class Verdict:
         return row
 
 
+# The fields of a Verdict that are losses, or intervals of them.
 LOSS_FIELDS = (
     "value",
     "baseline_value",
@@ -143,7 +144,6 @@ LOSS_FIELDS = (
     "ci",
     "items_ci",
 )
-"""The fields of a Verdict that are losses, or intervals of them."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class Decision:
         """Return the share of decisions that accuracy on a task gets right; None if unknown."""
         if not metric.startswith("acc") or task not in DECISION_ACCURACY:
             return None
-        percent_by_size = dict(zip(DECISION_SIZES, DECISION_ACCURACY[task], strict=True))
-        return percent_by_size[self.size] / 100
+        size_index = [*DECISION_SIZES].index(self.size)
+        return DECISION_ACCURACY[task][size_index] / 100
 
 
 class WithDecisions:

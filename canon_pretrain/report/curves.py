@@ -30,6 +30,7 @@ class Chart:
     skips: bool = False
 
 
+# Fields of `step` events, by id.
 CHARTS = (
     Chart("loss", "Loss", "nats per token", ",.4f", skips=True, restarts=True),
     Chart("grad_norm", "Gradient norm", "L2, before clipping", ",.4g", log_scale=True, skips=True),
@@ -37,7 +38,6 @@ CHARTS = (
     Chart("mfu", "MFU", "share of the devices' peak", ".1%", restarts=True),
     Chart("lr", "Learning rate", "", ".3e", smooth=False),
 )
-"""Fields of `step` events, by id."""
 
 
 class Entry(NamedTuple):
@@ -53,10 +53,11 @@ def group_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
     for k, run in enumerate(runs):
         by_recipe.setdefault(run.recipe, []).append(k)
 
+    # A single run, or copies of one, are not a group of seeds.
     entries: list[Entry] = []
     for indices in by_recipe.values():
         seeds = {runs[k].seeds for k in indices}
-        if len(seeds) == 1:  # a single run, or copies of one
+        if len(seeds) == 1:
             entries += [Entry(runs[k].label, (k,)) for k in indices]
         else:
             label = f"{runs[indices[0]].label} and {len(indices) - 1} more"
@@ -141,15 +142,16 @@ class Band(NamedTuple):
         if not len(steps):
             return None
 
+        # The statistics of each run at the common steps.
         bounds = segments(len(steps), max_segments)
         statistics = []
         for curve in logged:
             common = Curve(steps, curve.values[np.searchsorted(curve.steps, steps)])
             statistics.append(segment_statistics(common, bounds))
 
-        # [runs, segments] each.
-        _, means, lows, highs = (np.stack(rows) for rows in zip(*statistics, strict=True))
-        means[:, ~np.isfinite(means).all(axis=0)] = np.nan  # a gap in one is a gap in the band
+        # [runs, segments] each. A gap in one run is a gap in the band.
+        _, means, lows, highs = map(np.stack, zip(*statistics, strict=True))
+        means[:, ~np.isfinite(means).all(axis=0)] = np.nan
         return cls(
             steps=np.add.reduceat(steps, bounds[:-1]) / np.diff(bounds),
             mean=means.mean(axis=0),
@@ -168,11 +170,12 @@ def axis(run: RunRecord) -> dict[str, Any]:
     launch_steps = [launch.from_step for launch in clock.launches]
     after = np.searchsorted(clock.steps, launch_steps, side="right")
     kept = [segments(last, MAX_KNOTS), after - 1, np.minimum(after, last)]
-    indices = np.unique(np.concatenate(kept)).astype(np.int64)
+    knots = np.unique(np.concatenate(kept)).astype(np.int64)
 
+    # Hours that are unknown stay None.
     columns = clock._asdict()
     del columns["launches"]
-    return {name: None if x is None else rounded(x[indices]) for name, x in columns.items()}
+    return {name: None if x is None else rounded(x[knots]) for name, x in columns.items()}
 
 
 def rounded(values: np.ndarray) -> list[float | int | None]:

@@ -41,6 +41,7 @@ WANDB_FINISH_S = 40.0  # below FINISH_S, so that wandb can report unsent data
 MODES = ("online", "offline")
 SUFFIX = ".canon"  # of our files, which a new copy may remove
 
+# Fields of `step` events by the group that both tools show them in.
 GROUPS = {
     "train": (
         "loss",
@@ -61,7 +62,6 @@ GROUPS = {
         "checkpoint_stall_seconds",
     ),
 }
-"""Fields of `step` events by the group that both tools show them in."""
 
 
 class Row(NamedTuple):
@@ -127,13 +127,13 @@ def _validation_values(event: Event) -> dict[str, Any]:
 
 def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
     """Yield scores as eval/SUITE/TASK/METRIC, of a trial as eval/SUITE-firstN/TASK/METRIC."""
-    tokens_per_step = 1
-    for name in ("training.global_batch_size", "training.seq_len"):
-        size = run.identity.get(name)
-        tokens_per_step *= size if isinstance(size, int) else 0  # unknown
-
+    batch_size = run.identity.get("training.global_batch_size") or 0  # unknown
+    tokens_per_step = batch_size * (run.identity.get("training.seq_len") or 0)
     for (suite, step), results in run.latest.items():
-        heading = suite if results.limit is None else f"{suite}-first{results.limit}"
+        heading = suite
+        if results.limit is not None:
+            heading = f"{suite}-first{results.limit}"
+
         values = {}
         for task, metrics in results.scores.items():
             for metric, score in metrics.items():
@@ -174,10 +174,13 @@ def chart_name(name: str) -> str:
 def run_metadata(run: RunRecord, events: list[Event]) -> RunMetadata:
     """Return the metadata of a run from config.json and its log."""
     # A log without a run id, of an old version, is identified by its first event.
-    run_ids = [event["run_id"] for event in events if "run_id" in event]
-    run_id = run_ids[-1] if run_ids else None
-    launches = [event for event in events if event.kind in SEGMENT_EVENTS]
-    newest_launch = dict(launches[-1]) if launches else {}
+    run_id = None
+    launches = []
+    for event in events:
+        run_id = event.get("run_id", run_id)
+        if event.kind in SEGMENT_EVENTS:
+            launches.append(event)
+    newest_launch = {**launches[-1]} if launches else {}
     newest_launch.pop("event", None)
 
     # The architecture, as tags: flavor, mixer (or the positions of attention) and Canon layers.
@@ -188,10 +191,12 @@ def run_metadata(run: RunRecord, events: list[Event]) -> RunMetadata:
     flavor = run.config.get("model", {}).get("flavor")
     tags = tuple(filter(None, (flavor, mixer, f"canon{canon}" if canon else "no-canon")))
 
+    # A folder named "run" is distinguished by its parent.
     path = run.folder.path.resolve()
     name = path.name
-    if name in ("run", "runs"):  # distinguished by their parents
+    if name in ("run", "runs"):
         name = f"{path.parent.name}/{name}"
+
     return RunMetadata(
         run_id=str(run_id or _digest(json.dumps(events[:1], sort_keys=True))),
         name=name,
@@ -442,8 +447,8 @@ def _follow(
     target = open_target(run_metadata(run, events))
     for row in _rows(events):
         target.write(row)
-    launches_and_ends = [e.kind for e in events if e.kind in (*SEGMENT_EVENTS, "done")]
-    is_over |= launches_and_ends[-1:] == ["done"]
+    kinds = [event.kind for event in events if event.kind in (*SEGMENT_EVENTS, "done")]
+    is_over |= kinds[-1:] == ["done"]
 
     # Copy each event as it is logged. Wait before polling, so that the last events are still read.
     while not is_over:
@@ -460,7 +465,6 @@ def _follow(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon run export`."""
     parser.description = (
         "Copy log.jsonl and evaluations of a run to wandb or TensorBoard: one curve "
         "over all launches, which replaces earlier copies."

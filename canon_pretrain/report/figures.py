@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from canon_pretrain.report.content import (
     LengthLine,
     LengthPanel,
     PublishedCurves,
+    PublishedLine,
     ReportContent,
     RunLine,
     ScoreCell,
@@ -47,6 +48,7 @@ from canon_pretrain.report.evaluations import LOSS_UNITS, WHOLE_TEXT, tokens_at
 from canon_pretrain.report.items import Evaluation, is_loss
 from canon_pretrain.report.picture import Line, Panel
 from canon_pretrain.report.record import Curve, RunRecord
+from canon_pretrain.report.sections import score_parts
 from canon_pretrain.report.verdicts import BABILONG
 from canon_pretrain.run.log import json_value
 from canon_pretrain.run.results import Results
@@ -63,8 +65,8 @@ REPORT_CHARTS = [
     chart for chart in CHARTS if chart.id in ("loss", "grad_norm", "tokens_per_second")
 ]
 LOGGED = "windows of it, scored while training"
+# The part of the held-out text that was scored -> its losses of a run.
 HELD_OUT_SOURCES = {WHOLE_TEXT: evaluations.suite_losses, LOGGED: evaluations.logged_losses}
-"""The part of the held-out text that was scored -> its losses of a run."""
 
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
 LENGTHS = (
@@ -138,18 +140,19 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
     their architecture. No figures if the last half has too few logged steps.
     """
     # The finite losses of each run from half of the longest run's tokens on.
-    losses = {run.label: logged_values(run, "loss") for run in runs}
-    half = max((logged.tokens.max(initial=0) for logged in losses.values()), default=0) / 2
-    late_losses: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for label, logged in losses.items():
-        kept = (logged.tokens > half) & np.isfinite(logged.values)
-        late_losses[label] = (logged.tokens[kept], logged.values[kept])
+    losses = [logged_values(run, "loss") for run in runs]
+    half = max(logged.tokens.max(initial=0) for logged in losses) / 2
+    late_losses: list[LoggedValues] = []
+    for logged in losses:
+        is_late = (logged.tokens > half) & np.isfinite(logged.values)
+        late_losses.append(LoggedValues(*(array[is_late] for array in logged)))
 
-    most_steps = max(len(tokens) for tokens, _ in late_losses.values())
+    # As many segments as the page and the run with the most logged steps allow.
+    max_steps = max(len(late.steps) for late in late_losses)
     num_segments = min(
         LATE_SEGMENTS,
         ALL_LATE_SEGMENTS // len(runs),
-        most_steps // MIN_STEPS_PER_SEGMENT,
+        max_steps // MIN_STEPS_PER_SEGMENT,
     )
     if num_segments < MIN_LATE_SEGMENTS:
         return []
@@ -159,10 +162,10 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
     middles = ((edges[:-1] + edges[1:]) / 2).tolist()
     means: dict[str, np.ndarray] = {}
     with np.errstate(invalid="ignore"):
-        for label, (tokens, values) in late_losses.items():
-            sums, _ = np.histogram(tokens, edges, weights=values)
-            counts, _ = np.histogram(tokens, edges)
-            means[label] = sums / counts
+        for run, late in zip(runs, late_losses, strict=True):
+            sums, _ = np.histogram(late.tokens, edges, weights=late.values)
+            counts, _ = np.histogram(late.tokens, edges)
+            means[run.label] = sums / counts
 
     def smooth_curve(title: str, values_by_run: Mapping[str, np.ndarray]) -> SmoothCurve:
         lines = [
@@ -171,12 +174,14 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
         return SmoothCurve(title, form=",.4f", log_scale=False, lines=lines)
 
     curves = [smooth_curve("The last half, smoothed", means)]
-    if baseline:
-        baseline_means = np.ma.masked_invalid([means[label] for label in baseline])
-        baseline_mean = baseline_means.mean(axis=0).filled(np.nan)
-        relative = {label: values - baseline_mean for label, values in means.items()}
-        curves.append(smooth_curve(f"Smoothed, less {name}", relative))
-    return curves
+    if not baseline:
+        return curves
+
+    # A baseline run without a loss in a segment does not count there.
+    baseline_means = np.ma.masked_invalid([means[label] for label in baseline])
+    baseline_mean = baseline_means.mean(axis=0).filled(np.nan)
+    relative = {label: values - baseline_mean for label, values in means.items()}
+    return [*curves, smooth_curve(f"Smoothed, less {name}", relative)]
 
 
 # -- scores over steps
@@ -195,7 +200,7 @@ def score_cell(results: Results, task: str, metric: str) -> ScoreCell | None:
 
 
 class _Scored(NamedTuple):
-    """What a score curve is of; `text` is the fingerprint of a held-out text, else ""."""
+    """What a score is of; `text` is the fingerprint of a held-out text, else ""."""
 
     suite: str
     task: str
@@ -211,15 +216,18 @@ def score_curves(runs: Sequence[RunRecord]) -> list[ScoreCurve]:
             points.setdefault(scored, {}).setdefault(run.label, []).append(point)
 
     curves = []
-    num_texts = Counter(scored[:3] for scored in points)
+    num_texts = Counter((x.suite, x.task, x.metric) for x in points)
     for scored in sorted(points, key=lambda scored: evaluations.suite_order(scored.suite)):
+        suite, task, metric, text = scored
         lines = [ScoreLine(label, line_points) for label, line_points in points[scored].items()]
         if all(len(line.points) == 1 for line in lines):
             continue
-        title = scored.task
-        if num_texts[scored[:3]] > 1:
-            title = f"{scored.task} of text {scored.text[:8]}"
-        curves.append(ScoreCurve(scored.suite, printable(title), printable(scored.metric), lines))
+
+        # Runs that were scored on different held-out texts have a figure for each text.
+        title = task
+        if num_texts[suite, task, metric] > 1:
+            title = f"{task} of text {text[:8]}"
+        curves.append(ScoreCurve(suite, printable(title), printable(metric), lines))
     return curves
 
 
@@ -249,6 +257,8 @@ def held_out_curves(
     minimum and maximum of its `n` runs at their common steps; `whole_text` is the last of them on
     the whole held-out text. `counted`: losses of models that count the training tokens.
     """
+    # Draw every source, unit and text; the first of equally large figures is chosen below: the
+    # whole text before windows of it, bits before nats.
     candidates = []
     for source, losses_of in HELD_OUT_SOURCES.items():
         for metric, unit in LOSS_UNITS.items():
@@ -266,14 +276,15 @@ def held_out_curves(
     def size(curves: HeldOutCurves) -> tuple[int, int]:
         return len(curves.lines), sum(len(line.steps) for line in curves.lines)
 
-    # The first of equally large ones: the whole text before windows of it, bits before nats.
-    best = max(candidates, key=size, default=None)
-    if best is None or not best.lines:
+    largest = max(candidates, key=size, default=None)
+    if largest is None or not largest.lines:
         return None
+
+    # Name the number of windows, if it is known.
     windows = _scored_windows(runs)
-    if best.source == LOGGED and windows:
-        return replace(best, source=f"{windows:,} {LOGGED}")
-    return best
+    if largest.source == LOGGED and windows:
+        return replace(largest, source=f"{windows:,} {LOGGED}")
+    return largest
 
 
 Losses = Mapping[RunRecord, Mapping[evaluations.Scored, float]]
@@ -303,22 +314,24 @@ def _held_out_line(
     if not points:
         return None
 
-    last_scored = evaluations.Scored(max(points), text)
+    # The loss on all of the text at the last point, if every run has it.
+    last_point = evaluations.Scored(max(points), text)
     last_whole_losses = [
-        run_losses[last_scored]
+        run_losses[last_point]
         for run, run_losses in whole_losses.items()
-        if run.label in labels and last_scored in run_losses
+        if run.label in labels and last_point in run_losses
     ]
     whole_text = None
     if len(last_whole_losses) == len(losses_by_step):
         whole_text = statistics.fmean(last_whole_losses)
 
-    any_run = next(iter(losses_by_step))  # runs of an architecture have equal tokens at a step
+    # The runs of an architecture have equal tokens at a step: those of any run are shown.
+    any_run = next(iter(losses_by_step))
     return HeldOutLine(
         label=label,
         steps=[*points],
         tokens=[tokens_at(any_run, step) for step in points],
-        **_spread([*points.values()])._asdict(),
+        **_spread([*points.values()]),
         whole_text=whole_text,
     )
 
@@ -333,25 +346,19 @@ def _scored_windows(runs: Sequence[RunRecord]) -> int | None:
     if len(counts) != 1:
         return None
     [(tokens, seq_len)] = counts
-    return math.ceil(tokens / seq_len) if tokens and seq_len else None
+    if not tokens or not seq_len:  # not logged
+        return None
+    return math.ceil(tokens / seq_len)
 
 
-class _Spread(NamedTuple):
-    """Mean, minimum and maximum of `n` runs at each point; None where `n` is 0."""
-
-    values: list[Any]
-    low: list[Any]
-    high: list[Any]
-    n: list[int]
-
-
-def _spread(points: Sequence[Sequence[float]]) -> _Spread:
-    return _Spread(
-        values=[statistics.fmean(values) if values else None for values in points],
-        low=[min(values, default=None) for values in points],
-        high=[max(values, default=None) for values in points],
-        n=[len(values) for values in points],
-    )
+def _spread(points: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
+    """Return the fields of a MeanLine: None where a point has no runs."""
+    return {
+        "values": [statistics.fmean(values) if values else None for values in points],
+        "low": [min(values, default=None) for values in points],
+        "high": [max(values, default=None) for values in points],
+        "n": [len(values) for values in points],
+    }
 
 
 # -- accuracy over length
@@ -399,6 +406,7 @@ def _points(
 
     `pattern` matches the names of tasks as series and length. Babilong also has its mean.
     """
+    # By suite: a result replaces a trial, as trials are first in `evaluations`.
     evaluation_of: dict[str, Evaluation] = {}
     for evaluation in run.evaluations:
         shown_step = steps.get(evaluation.suite, {}).get(label, evaluation.step)
@@ -427,7 +435,7 @@ def _points(
 
     # The mean of Babilong's tasks, where all of them have a score; other series have other names.
     means = []
-    for metric, length in {key[1:] for key in points}:
+    for metric, length in {(metric, length) for _, metric, length in points}:
         keys = [(task, metric, length) for task in AVERAGED_TASKS]
         parts = [points[key] for key in keys if key in points]
         if len(parts) == len(AVERAGED_TASKS):
@@ -446,12 +454,14 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
             steps[label] = max(label_steps)
     first_step = next(iter(steps.values()))
 
-    # Exact scores before ranks, the mean before its tasks.
-    names = {(point.series, point.metric) for point in points}
+    def panel_order(name: tuple[str, str]) -> tuple[Any, ...]:
+        """Exact scores before ranks, the mean before its tasks."""
+        series, metric = name
+        return metric == "rank", series != MEAN, name
+
     panels = []
-    for series, metric in sorted(
-        names, key=lambda name: (name[1] == "rank", name[0] != MEAN, name)
-    ):
+    names = {(point.series, point.metric) for point in points}
+    for series, metric in sorted(names, key=panel_order):
         panel_points = [x for x in points if (x.series, x.metric) == (series, metric)]
         lengths = sorted({point.length for point in panel_points})
 
@@ -461,7 +471,7 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
             values = [[x.value for x in line_points if x.length == length] for length in lengths]
             if line_points:
                 shown_step = None if step == first_step else step
-                lines.append(LengthLine(label, shown_step, **_spread(values)._asdict()))
+                lines.append(LengthLine(label, shown_step, **_spread(values)))
 
         # The level of chance, if all tasks of the panel declare the same.
         chances = {point.chance for point in panel_points}
@@ -492,11 +502,12 @@ def _trace(
 
 def _over_steps(steps: Sequence[int], tokens: Sequence[int]) -> Json:
     """Return both as differences, which are short; tokens as a multiple of steps, if they are."""
-    differences = {"steps": np.diff(steps, prepend=0).tolist()}
-    per_step = tokens[0] / steps[0] if steps and steps[0] else 0
-    if per_step and list(tokens) == [per_step * step for step in steps]:
-        return differences | {"tokens_per_step": per_step}
-    return differences | {"tokens": np.diff(tokens, prepend=0).tolist()}
+    x: Json = {"steps": np.diff(steps, prepend=0).tolist()}
+    if steps and steps[0]:
+        per_step = tokens[0] / steps[0]
+        if per_step and list(tokens) == [per_step * step for step in steps]:
+            return {**x, "tokens_per_step": per_step}
+    return {**x, "tokens": np.diff(tokens, prepend=0).tolist()}
 
 
 def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = False) -> Json:
@@ -513,6 +524,7 @@ def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = 
     data = [
         {name: value for name, value in trace.items() if name not in common} for trace in traces
     ]
+
     template = f"%{{fullData.name}}: {hover}<extra></extra>"  # once for all traces
     layout = {
         "xaxis": {"title": {"text": over, "standoff": 4}, "exponentformat": "B"},
@@ -525,27 +537,29 @@ def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = 
 def labels_of(content: ReportContent) -> dict[str, list[str]]:
     """Return the names of what the figures of a report show, by `of` of a trace."""
     runs = [run.label for run in content.runs]
+    families: Sequence[str] = ()
+    if content.published:
+        families = content.published.families
     return {
         "run": runs,
         "entry": [x.label for x in content.comparison.architectures],
-        "published": [*runs, *(content.published.families if content.published else ())],
+        "published": [*runs, *families],
     }
 
 
 def draw_curve(curve: TrainingCurve, labels: Sequence[str]) -> list[Plot]:
-    """Draw one field of the runs over tokens."""
+
     form = curve.form.replace(",", "")  # of a JSON number, which has no thousands separators
     traces = []
     for line in curve.lines:
         x = _over_steps(line.steps, line.tokens)
         traces.append(_trace("run", labels, line.run, line.values, form=form, **x))
-    at_step = ", step %{customdata:,d}" if traces else ""
-    hover = f"<b>%{{y:{curve.form}}}</b>{at_step}"
+    hover = f"<b>%{{y:{curve.form}}}</b>, step %{{customdata:,d}}"
     return [(curve.title, "", _figure(traces, "tokens", hover, log_scale=curve.log_scale))]
 
 
 def draw_late_loss(curves: Sequence[SmoothCurve], labels: Sequence[str]) -> list[Plot]:
-    """Draw the figures of `late_loss`."""
+
     plots: list[Plot] = []
     for curve in curves:
         traces = [_trace("run", labels, x.run, x.values, x=x.tokens) for x in curve.lines]
@@ -554,39 +568,36 @@ def draw_late_loss(curves: Sequence[SmoothCurve], labels: Sequence[str]) -> list
     return plots
 
 
-def draw_scores(
-    curves: Sequence[ScoreCurve],
-    labels: Sequence[str],
-    parts: Callable[[ScoreCell], Sequence[str]],
-) -> dict[str, list[Plot]]:
-    """Draw score curves by suite, trials as open circles; `parts` returns score, error, items."""
+def draw_scores(curves: Sequence[ScoreCurve], labels: Sequence[str]) -> dict[str, list[Plot]]:
+    """Draw score curves by suite, trials as open circles."""
     plots: dict[str, list[Plot]] = {}
     for curve in curves:
         has_tokens = all(point.tokens is not None for line in curve.lines for point in line.points)
-        traces = [_score_trace(line, labels, parts, has_tokens) for line in curve.lines]
+        traces = [_score_trace(line, labels, has_tokens) for line in curve.lines]
         hover = "<b>%{y:,.4f}</b> %{text}<br>%{customdata}"
         figure = _figure(traces, "tokens" if has_tokens else "step", hover)
         plots.setdefault(curve.suite, []).append((curve.task, curve.metric, figure))
     return plots
 
 
-def _score_trace(
-    line: ScoreLine,
-    labels: Sequence[str],
-    parts: Callable[[ScoreCell], Sequence[str]],
-    over_tokens: bool,
-) -> Json:
+def _score_trace(line: ScoreLine, labels: Sequence[str], over_tokens: bool) -> Json:
+    # Texts on hovering, and the symbols: a result is a circle, which is plotly's default.
     errors: list[str] = []
     descriptions: list[str] = []
+    symbols: list[str] = []
     for point in line.points:
-        _, error, num_items = parts(point.cell)
-        trial = "" if point.limit is None else "<br>trial of the first items"
-        errors.append(error)
-        descriptions.append(f"step {point.step:,}, {num_items}{trial}")
+        texts = score_parts(point.cell)
+        description = f"step {point.step:,}, {texts.num_items}"
+        symbol = "circle"
+        if point.limit is not None:
+            description = f"{description}<br>trial of the first items"
+            symbol = "circle-open"
+        errors.append(texts.error)
+        descriptions.append(description)
+        symbols.append(symbol)
 
     attributes: Json = {"text": errors, "customdata": descriptions, "mode": "lines+markers"}
-    if any(point.limit is not None for point in line.points):
-        symbols = ["circle" if x.limit is None else "circle-open" for x in line.points]
+    if "circle-open" in symbols:
         attributes["marker"] = {"symbol": symbols}
     if len(labels) <= MAX_BARS:
         stderrs = np.array([_drawn(point.cell.stderr) for point in line.points], float)
@@ -606,19 +617,14 @@ def draw_published(content: PublishedCurves, labels: Sequence[str]) -> list[Plot
     """Draw the runs next to published models; a color is a run, or a model at several rates."""
     names = [*labels, *content.families]
 
-    def trace(label: str, tokens: Sequence[float], values: Any, **attributes: Any) -> Json:
-        return _trace("published", names, label, values, **attributes, x=tokens)
+    def trace(label: str, curve: PublishedLine | RunLine, **attributes: Any) -> Json:
+        return _trace("published", names, label, curve.values, **attributes, x=curve.tokens)
 
     plots: list[Plot] = []
     for plot in content.plots:
-        traces = [
-            trace(line.family, line.tokens, line.values, name=line.model, mode="lines")
-            for line in plot.lines
-        ]
-        traces += [
-            trace(line.run, line.tokens, line.values, mode="lines+markers", line={"width": 3})
-            for line in plot.own
-        ]
+        # Our runs are drawn over the published models, with wider lines.
+        traces = [trace(x.family, x, name=x.model, mode="lines") for x in plot.lines]
+        traces += [trace(x.run, x, mode="lines+markers", line={"width": 3}) for x in plot.own]
         figure = _figure(traces, "tokens", "<b>%{y:,.4f}</b> at %{x:.4s} tokens")
         figure["layout"]["hovermode"] = "closest"
         figure["layout"]["xaxis"]["type"] = "log"
@@ -644,7 +650,7 @@ def draw_means(
         low = np.array(line.low, float)
         mean = np.array(line.values, float)
         high = np.array(line.high, float)
-        has_range = max(line.n) > 1
+        has_range = max(line.n) > 1  # one run has none
 
         attributes: Json = {"text": line.n}
         if not bands:
@@ -669,12 +675,16 @@ def draw_means(
             )
             areas.append(area)
         traces.append(_trace("entry", labels, line.label, line.values, x=x, **attributes))
+
+    # Areas first: lines are drawn over them.
     return _figure([*areas, *traces], over, "<b>%{y:.4f}</b>, %{text} run(s)")
 
 
 def draw_held_out(curves: HeldOutCurves, labels: Sequence[str]) -> Json:
     """Draw `held_out_curves`, with a horizontal line for each model that counts tokens."""
     figure = draw_means(curves.lines, [line.tokens for line in curves.lines], labels, "tokens")
+
+    # A label is above its line, at the right end of the plot.
     annotations = [
         {
             "text": f"{name} {loss:.3f}",
@@ -697,13 +707,12 @@ def held_out_panel(curves: HeldOutCurves) -> Panel:
     """Return the figure of `held_out_curves` for papers and slides."""
     lines = []
     for line in curves.lines:
-        low: np.ndarray | None = None
-        high: np.ndarray | None = None
-        if max(line.n) > 1:  # the band of several seeds
-            low = np.array(line.low, float)
-            high = np.array(line.high, float)
-        tokens = np.array(line.tokens, float)
-        lines.append(Line(line.label, tokens, np.array(line.values, float), low, high))
+        columns = (line.tokens, line.values, line.low, line.high)
+        tokens, mean, low, high = (np.array(column, float) for column in columns)
+        if max(line.n) > 1:
+            lines.append(Line(line.label, tokens, mean, low, high))
+        else:  # a single seed has no band
+            lines.append(Line(line.label, tokens, mean))
     return Panel(f"Held-out loss, {curves.unit}", lines, curves.counted)
 
 

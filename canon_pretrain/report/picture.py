@@ -13,14 +13,13 @@ import numpy as np
 
 Format = Literal["png", "svg", "pdf"]
 
-WIDTH, HEIGHT = 6.4, 4.0
-"""Inches of a panel."""
+# Of a panel, in inches.
+WIDTH = 6.4
+HEIGHT = 4.0
 DPI = 100
 COLORS = ("#4878a8", "#d1603d", "#3d8b57", "#8a5fa8", "#b58b1f", "#5f6b76")
-FEW_POINTS = 30
-"""A line of up to as many points has markers."""
-FEW_LABELS = 4
-"""A legend of up to as many lines is one row."""
+FEW_POINTS = 30  # a line of up to as many points has markers
+FEW_LABELS = 4  # a legend of up to as many lines is one row
 
 STYLE: dict[str, Any] = {
     "font.size": 11,

@@ -44,12 +44,12 @@ class MarkStyle(NamedTuple):
     attributes: dict[str, Any]
 
 
+# By role, as in the `meta` of a trace.
 MARKS = {
     "gap": MarkStyle([0.02], {"mode": "markers", "marker": {"symbol": "x", "size": 8}}),
     "skip": MarkStyle([0.06], {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 8}}),
     "restart": MarkStyle([0, 1, None], {"mode": "lines", "line": {"dash": "dot", "width": 1}}),
 }
-"""By role, as in the `meta` of a trace."""
 
 Json = dict[str, Any]
 
@@ -90,12 +90,16 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
                 drawn.append(asdict(chart) | {"variants": variants})
         return drawn
 
+    # What is logged in each step has one variant.
     training = [
         (chart, {"": [StyledCurve(run.curve(chart.id), {}) for run in runs]}) for chart in CHARTS
     ]
+
+    # Evaluations have a chart for held-out text, the synthetic task and each suite; the variants
+    # are sources of the text, or scores.
+    by_source = _by_name([run.validation for run in runs])
     validation = {
-        f"source {name}" if name else "all sources": styled
-        for name, styled in _by_name([run.validation for run in runs]).items()
+        f"source {name}" if name else "all sources": styled for name, styled in by_source.items()
     }
     evaluations = [(VALIDATION, validation), (TASK, _by_name([run.scores for run in runs]))]
     for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
@@ -136,6 +140,7 @@ def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]
                     name = printable(f"{task}, {metric}")
                     scores_by_step.setdefault((suite, name), {})[step] = score
 
+        # Other runs may lack this score: they have no curve.
         for (suite, name), scores in scores_by_step.items():
             no_curves = [StyledCurve(None, {})] * len(runs)
             curves_of_runs = by_suite.setdefault(suite, {}).setdefault(name, no_curves)
@@ -151,7 +156,8 @@ def _score_curve(scores: Mapping[int, Score]) -> StyledCurve:
         "error_y": {"array": [error or 0 for error in errors]},
         "text": ["" if error is None else f" ± {error:.2g}" for error in errors],
     }
-    return StyledCurve(Curve.of((step, score.number) for step, score in scores.items()), style)
+    curve = Curve.of((step, score.number) for step, score in scores.items())
+    return StyledCurve(curve, style)
 
 
 def _traces(
@@ -187,9 +193,11 @@ def _traces(
             # plot.js smooths the means of segments, not single values.
             if chart.smooth:
                 statistics = curves.segment_statistics(curve, bounds)
-                finite = np.isfinite(statistics.mean)
-                smooth = Curve(statistics.steps[finite], statistics.mean[finite])
+                is_finite = np.isfinite(statistics.mean)
+                smooth = Curve(statistics.steps[is_finite], statistics.mean[is_finite])
                 yield _line(chart, run.label, smooth, meta | {"role": "smooth"}, {})
+
+            # Marks stay visible: no band shows them.
             yield from _marks(chart, run, raw, meta | {"entry": number})
 
 
@@ -201,8 +209,11 @@ def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]
     members = [rounded(row) for row in band.members]
     mean = Curve(band.steps, band.mean)
 
+    # plot.js draws the outline of the area from low and high.
     area = meta | {"role": "band", "low": low, "high": high, "members": members}
     yield _line(chart, entry.label, mean, area, {"fill": "toself", "hoverinfo": "skip"})
+
+    # The range is shown on hovering over the mean.
     text = [
         f"<br>{_escape(lowest)} to {_escape(highest)}, n = {len(members)}"
         for lowest, highest in zip(low, high, strict=True)
@@ -212,8 +223,9 @@ def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]
 
 def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
     """Return the trace of a line; a text in its `style` is shown on hovering."""
-    text = "%{text}" if "text" in style else ""
-    hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}{text}"
+    hover = f"%{{fullData.name}}: <b>%{{y:{chart.form}}}</b>, step %{{customdata}}"
+    if "text" in style:
+        hover = f"{hover}%{{text}}"
     return {
         "type": "scatter",
         "mode": "lines+markers" if len(curve.steps) <= FEW_POINTS else "lines",
@@ -249,7 +261,7 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[J
         launches = run.clock.launches[1:]
         restarts = []
         for launch in launches:
-            time = _escape((launch.time or "")[:16].replace("T", " "))
+            time = _escape((launch.time or "")[:16].replace("T", " "))  # to minutes
             text = (
                 f"<b>restart</b> from step {launch.from_step:,}<br>"
                 f"on {launch.world_size or '?'} devices, {time}"
@@ -271,7 +283,7 @@ def _mark(
     """Yield the trace of one role of MARKS, if there are any marks: steps and texts."""
     if not marks:
         return
-    heights, attributes = MARKS[role]
+    heights, attributes = MARKS[role]  # each mark has a point per height
     yield {
         "type": "scatter",
         "name": run.label,
@@ -303,7 +315,6 @@ def _notes(run: RunRecord, max_segments: int) -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon run plot`."""
     parser.description = (
         "Plot the curves of runs on one HTML page that works offline. Runs that differ "
         "in their seeds only are drawn as mean and band."

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from canon_pretrain.run.results import RESULTS, VALIDATION, Results, read_result
 from canon_pretrain.run.status import Status, read_status
 
 SEEDS = ("model.init_seed", "data.data_seed")
+# Types of the settings that views compute with, in identity and config; null if unknown.
 TYPES: dict[str, type] = {
     "data_fingerprint": str,
     HELD_OUT: str,
@@ -50,7 +51,6 @@ TYPES: dict[str, type] = {
     "validation.windows": int,
     **dict.fromkeys(SEEDS, int),
 }
-"""Types of the settings that views compute with, in identity and config; null if unknown."""
 
 
 class Curve(NamedTuple):
@@ -131,8 +131,8 @@ class RunRecord:
         """Raise UserError if a setting of TYPES has another type; an integer is a float."""
         for name, expected in TYPES.items():
             value = settings.get(name)
-            accepted = (int, float) if expected is float else (expected,)
-            if value is not None and type(value) not in accepted:
+            is_integer = expected is float and type(value) is int
+            if value is not None and type(value) is not expected and not is_integer:
                 raise UnreadableFile(
                     self.folder.config_file,
                     f"is damaged: {name} is {value!r:.40}, expected {expected.__name__}",
@@ -220,11 +220,12 @@ class RunRecord:
     @property
     def initial_load(self) -> str | None:
         """From which checkpoint of another run this one started; None if it began untrained."""
-        for event in self._events("initial_load"):
-            loaded = "the weights" if event.get("model_only") else "the full state"
-            sha256 = str(event.get("manifest_sha256"))[:12]
-            return f"{loaded} of step {event['checkpoint_step']:,} of manifest {sha256}"
-        return None
+        event = next(iter(self._events("initial_load")), None)
+        if event is None:
+            return None
+        loaded = "the weights" if event.get("model_only") else "the full state"
+        sha256 = str(event.get("manifest_sha256"))[:12]
+        return f"{loaded} of step {event['checkpoint_step']:,} of manifest {sha256}"
 
     def curve(self, field: str) -> Curve | None:
         """Return one field of the `step` events; None if no event has it."""
@@ -244,31 +245,21 @@ class RunRecord:
     @cached_property
     def validation(self) -> dict[str, Curve]:
         """Bits per byte of the held-out text, by source; "" is the whole text."""
-
-        def bits_per_byte(event: Event) -> dict[str, Any]:
-            parts = {"": event} | (event.get("sources") or {})
-            return {name: part.get("bits_per_byte") for name, part in parts.items()}
-
-        return self._validation_curves(bits_per_byte)
+        return _curves_by_name(
+            (name, event.step, part.get("bits_per_byte"))
+            for event in self.own_validations
+            for name, part in {"": event, **(event.get("sources") or {})}.items()
+        )
 
     @cached_property
     def scores(self) -> dict[str, Curve]:
         """Held-out loss and scores of a synthetic task while training, by name."""
-
-        def loss_and_scores(event: Event) -> dict[str, Any]:
-            scores = event.get("scores")
-            return {"loss": event.get("loss"), **scores} if scores else {}
-
-        return self._validation_curves(loss_and_scores)
-
-    def _validation_curves(self, values_of: Callable[[Event], dict[str, Any]]) -> dict[str, Curve]:
-        """Return the curves, by printable name, of the values of each validation."""
-        points: dict[str, list[tuple[int, float]]] = {}
-        for event in self.own_validations:
-            for name, value in values_of(event).items():
-                if value is not None:
-                    points.setdefault(printable(name), []).append((event.step, value))
-        return {name: curve for name, pairs in points.items() if (curve := Curve.of(pairs))}
+        return _curves_by_name(
+            (name, event.step, value)
+            for event in self.own_validations
+            if event.get("scores")
+            for name, value in {"loss": event.get("loss"), **event["scores"]}.items()
+        )
 
     @cached_property
     def samples(self) -> dict[str, dict[int, str | None]]:
@@ -285,19 +276,22 @@ class RunRecord:
     @cached_property
     def skips(self) -> list[Event]:
         """The `skip` events of steps that were not repeated later."""
-        kept: list[Event] = []
+        # A launch repeats the steps after the one that it continues from.
+        skips: list[Event] = []
         for event in self._events("skip", *SEGMENT_EVENTS):
             if event.kind == "skip":
-                kept.append(event)
+                skips.append(event)
             else:
-                kept = [skip for skip in kept if skip.step <= event.from_step]
-        return kept
+                skips = [skip for skip in skips if skip.step <= event.from_step]
+        return skips
 
     @cached_property
     def clock(self) -> Clock:
         events = self._events("step", *SEGMENT_EVENTS)
         hours = [unix_time(event.get("time")) / 3600 for event in events]
-        first_hour = hours[0] if hours else 0.0
+        first_hour = next(iter(hours), 0.0)
+
+        # The clock begins with step 0, which is not logged.
         steps = [0]
         tokens = [0]
         training_hours = [0.0]
@@ -336,6 +330,8 @@ class RunRecord:
         )
         if all(map(math.isfinite, hours)) and wall_hours[-1] > 0:
             return clock
+
+        # An event has no time, or all have the same.
         launches = [x._replace(training_hours=None, wall_hours=None) for x in launches]
         return clock._replace(training_hours=None, wall_hours=None, launches=launches)
 
@@ -381,6 +377,7 @@ class RunRecord:
                 stored.left_out.append(f"{path} is left out: it belongs to {owner}.")
             else:
                 stored.evaluations.append(evaluation)
+
         stored.evaluations.sort(key=self._sort_key)
         return stored
 
@@ -407,6 +404,8 @@ class RunRecord:
         run_id = options.get("run_id")
         if run is not None and run_id not in (None, run.run_id):
             return f"run {run_id} ({options['checkpoint']}), and {path} is run {run.run_id}"
+
+        # An id may be missing on either side: the training data must be the same, too.
         data = options["train_fingerprint"]
         own_data = self.identity.get("data_fingerprint")
         if data != own_data:
@@ -421,6 +420,15 @@ class RunRecord:
         if num_others:
             sentences.append(f"{num_others} validation(s) on another held-out text are left out")
         return sentences
+
+
+def _curves_by_name(points: Iterable[tuple[str, int, float | None]]) -> dict[str, Curve]:
+    """Return the curves of (name, step, value) points, by printable name; None is no value."""
+    by_name: dict[str, list[tuple[int, float]]] = {}
+    for name, step, value in points:
+        if value is not None:
+            by_name.setdefault(printable(name), []).append((step, value))
+    return {name: curve for name, pairs in by_name.items() if (curve := Curve.of(pairs))}
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[UserError]]:

@@ -4,7 +4,7 @@ templates/report.body.jinja has their order and the text around them.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from canon_pretrain.report.content import (
     VERDICTS,
     WITHIN,
     WORSE,
-    Anchors,
     BestScore,
     Comparison,
     HeldOutCurves,
@@ -31,6 +30,7 @@ from canon_pretrain.report.content import (
     TaskScores,
     TrainingCurve,
     Verdict,
+    WithDecisions,
 )
 from canon_pretrain.report.evaluations import WHOLE_TEXT
 from canon_pretrain.run.results import GOLD_BITS, VALIDATION, format_bound
@@ -40,6 +40,7 @@ SHORT_COLUMNS = 13  # of the table of differences; the others are hidden, or mis
 MIN_FILTERED_ROWS = 8  # shorter tables cannot be searched
 SHA256_DIGITS = 64  # a text of this length is a fingerprint
 MISSING = "–"
+SIGNIFICANT = (BETTER, WORSE)  # verdicts
 
 CHOSEN_TITLE = "Chosen learning rate per architecture, by validation loss"
 BEST_TITLE = "Best of all learning rates, as in the paper"
@@ -188,8 +189,10 @@ def score_notes(suites: Sequence[SuiteContent]) -> Iterator[str]:
 
 
 def state_text(run: RunContent) -> str:
-    reason = f": {run.failure}" if run.failure else ""
-    return f"{run.state} at step {run.step:,} of {run.total_steps or '?'}{reason}"
+    text = f"{run.state} at step {run.step:,} of {run.total_steps or '?'}"
+    if run.failure:
+        return f"{text}: {run.failure}"
+    return text
 
 
 def failures(content: ReportContent) -> list[str]:
@@ -206,6 +209,12 @@ def _step_note(step: int | None, suite_step: int | None = None) -> str:
 
 def _join(*parts: object) -> str:
     return ", ".join(str(part) for part in parts if part not in (None, ""))
+
+
+def _common(texts: Iterable[str]) -> str:
+    """Return the text that all of them are; "" if they differ."""
+    distinct = {*texts}
+    return distinct.pop() if len(distinct) == 1 else ""
 
 
 # -- making tables
@@ -237,15 +246,18 @@ def make_table(
     """
     heads = [Head(x, "") if isinstance(x, str) else Head(*x) for x in columns]
     titles = [head.text for head in heads]
+
+    # A filter offers the values that its column has.
     options = []
     for title in filters:
         column = titles.index(title)
         values = {cell_text(row[column]) for row in rows}
         options.append(Filter(title, column, sorted(values)))
+
     return Table(
         id=name,
         columns=heads,
-        num_text=min(text, len(heads)),
+        num_text=text,
         num_shown=shown if more else None,
         options=options,
         more=more,
@@ -262,14 +274,13 @@ def held_out(curves: HeldOutCurves) -> Table:
     rows: list[list[Cell]] = []
     for line in curves.lines:
         seeds = f"{number(line.low[-1])} to {number(line.high[-1])} ({line.n[-1]})"
-        rows.append([line.label, number(line.steps[-1], 0), number(line.values[-1]), seeds])
+        loss = number(line.values[-1])
+        rows.append([line.label, number(line.steps[-1], 0), loss, seeds, number(line.whole_text)])
 
-    # The loss on the whole text, unless it is unknown or says the same.
+    # The loss on the whole text is shown unless it is unknown or says the same.
     if any(line.whole_text not in (None, line.values[-1]) for line in curves.lines):
-        columns.append(WHOLE_TEXT)
-        for line, row in zip(curves.lines, rows, strict=True):
-            row.append(number(line.whole_text))
-    return make_table(columns, rows)
+        return make_table([*columns, WHOLE_TEXT], rows)
+    return make_table(columns, [row[:-1] for row in rows])
 
 
 def verdicts_by_architecture(comparison: Comparison) -> dict[str, dict[str, list[Verdict]]]:
@@ -286,10 +297,11 @@ def tally(comparison: Comparison) -> Table:
     """Return the number of tests per architecture and verdict, and what they can detect."""
     rows: list[list[Cell]] = []
     for label, by_verdict in verdicts_by_architecture(comparison).items():
+        # Significant differences are listed, the others only counted.
         cells = [make_cell(label, f"against {comparison.baseline}")]
         for verdict, judged in by_verdict.items():
-            is_listed = verdict in (BETTER, WORSE)
-            tasks = [f"{x.task} {x.metric} {signed(x.difference)}" for x in judged if is_listed]
+            listed = judged if verdict in SIGNIFICANT else []
+            tasks = [f"{x.task} {x.metric} {signed(x.difference)}" for x in listed]
             cells.append(make_cell(str(len(judged)), *tasks))
 
         # How small a difference could have been seen; perplexities have another scale.
@@ -311,16 +323,16 @@ def reasons(comparison: Comparison) -> Table:
     rows: list[list[Cell]] = []
     outcomes: list[Verdict | Refusal] = [*comparison.pairs, *comparison.refused]
     for row in outcomes:
-        texts = [row.why] if row.why else []
+        texts = [row.why]
         if isinstance(row, Verdict):
             texts += [f"different options: {x}" for x in row.asked_differently]
         scored = _join(row.suite, row.task, row.metric)
-        rows += [[row.architecture, scored, text] for text in texts]
+        rows += [[row.architecture, scored, text] for text in texts if text]
     return make_table(["architecture", "task", "why"], rows[:MAX_ROWS], "reasons", text=3)
 
 
 def _verdict_cell(row: Verdict) -> Cell:
-    chip = row.verdict if row.verdict in (BETTER, WORSE) else ""
+    chip = row.verdict if row.verdict in SIGNIFICANT else ""
     return make_cell(row.verdict, row.uninformative, chip=chip)
 
 
@@ -338,65 +350,69 @@ def _mcnemar_cell(row: Verdict) -> Cell:
     return f"{test.only_a} : {test.only_b}, p {p_value(test.p)}"
 
 
-PAIR_COLUMNS: dict[str, Callable[[Verdict, Any], Cell]] = {
-    "task": lambda row, of: make_cell(
-        row.task, row.metric, _step_note(row.step, of.suite_step(row.suite))
-    ),
-    "architecture": lambda row, _: row.architecture,
-    "verdict": lambda row, _: _verdict_cell(row),
-    "difference": lambda row, _: signed(row.difference),
-    "95 % CI (Holm)": lambda row, _: interval(row.ci),
-    "p (Holm)": lambda row, _: p_value(row.p_holm),
-    "value": lambda row, _: rounded(row.value),
-    "baseline": lambda row, _: rounded(row.baseline_value),
-    "detectable": lambda row, _: rounded(row.detectable),
-    "seeds needed": lambda row, _: number(row.seeds_needed, 0),
-    "decision accuracy": lambda row, of: percent(of.decision_accuracy(row)),
-    "items": lambda row, _: number(row.num_items, 0),
-    "suite": lambda row, _: row.suite,
-    "p alone": lambda row, _: p_value(row.p),
-    "standard error": lambda row, _: rounded(row.stderr),
-    "of items": lambda row, _: rounded(row.stderr_items),
-    "of seeds": lambda row, _: rounded(row.stderr_seeds),
-    "seed σ": lambda row, _: _seed_cell(row),
-    "CI alone, of these runs’ items only": lambda row, _: interval(row.items_ci),
-    "McNemar": lambda row, _: _mcnemar_cell(row),
-    "sources": lambda row, _: number(row.num_clusters, 0),
-    "runs": lambda row, _: " : ".join(map(str, row.num_runs)),
-    "chance": lambda row, _: number(row.chance, 3),
-    "step": lambda row, _: number(row.step, 0),
-}
-"""Column -> its cell of a row of a comparison."""
+def pair_cells(row: Verdict, comparison: WithDecisions) -> dict[str, Cell]:
+    """Return the cells of a row of a comparison, by column; the column of tasks is the caller's."""
+    return {
+        "architecture": row.architecture,
+        "verdict": _verdict_cell(row),
+        "difference": signed(row.difference),
+        "95 % CI (Holm)": interval(row.ci),
+        "p (Holm)": p_value(row.p_holm),
+        "value": rounded(row.value),
+        "baseline": rounded(row.baseline_value),
+        "detectable": rounded(row.detectable),
+        "seeds needed": number(row.seeds_needed, 0),
+        "decision accuracy": percent(comparison.decision_accuracy(row)),
+        "items": number(row.num_items, 0),
+        "suite": row.suite,
+        # Up to here they are short, see SHORT_COLUMNS.
+        "p alone": p_value(row.p),
+        "standard error": rounded(row.stderr),
+        "of items": rounded(row.stderr_items),
+        "of seeds": rounded(row.stderr_seeds),
+        "seed σ": _seed_cell(row),
+        "CI alone, of these runs’ items only": interval(row.items_ci),
+        "McNemar": _mcnemar_cell(row),
+        "sources": number(row.num_clusters, 0),
+        "runs": " : ".join(map(str, row.num_runs)),
+        "chance": number(row.chance, 3),
+        "step": number(row.step, 0),
+    }
 
 
 def pairs(comparison: Comparison) -> Table:
-    """Return a row per comparison; columns that say nothing are left out."""
-    verdicts = [row.in_bits() for row in comparison.pairs]
-    cells = {
-        name: [cell_of(row, comparison) for row in verdicts]
-        for name, cell_of in PAIR_COLUMNS.items()
-    }
+    """Return a row per comparison, of which there is at least one.
+
+    Columns that say nothing are left out.
+    """
+    rows: list[dict[str, Cell]] = []
+    for pair in comparison.pairs:
+        row = pair.in_bits()
+        step_note = _step_note(row.step, comparison.suite_step(row.suite))
+        task = make_cell(row.task, row.metric, step_note)
+        rows.append({"task": task, **pair_cells(row, comparison)})
 
     # A long table has the short columns only; of another one, a control shows the others.
-    is_long = len(verdicts) > MAX_ROWS
-    short = [*PAIR_COLUMNS][:SHORT_COLUMNS]
-    columns = [
-        name
-        for name, column in cells.items()
-        if any(cell != MISSING for cell in column) and (name in short or not is_long)
-    ]
-    if len({row.suite for row in verdicts}) == 1:
+    names = [*rows[0]]
+    short = names[:SHORT_COLUMNS]
+    more = "details"
+    if len(rows) > MAX_ROWS:
+        names = short
+        more = ""
+
+    columns = [name for name in names if any(row[name] != MISSING for row in rows)]
+    if len({row["suite"] for row in rows}) == 1:
         columns.remove("suite")
 
     filters = [name for name in ("suite", "verdict", "architecture") if name in columns]
     return make_table(
         columns,
-        [[cells[name][k] for name in columns] for k in range(len(verdicts))],
+        [[row[name] for name in columns] for row in rows],
         "pairs",
         text=3,
         shown=sum(name in short for name in columns),
-        more="" if is_long else "details",
-        filters=filters if len(verdicts) >= MIN_FILTERED_ROWS else (),
+        more=more,
+        filters=filters if len(rows) >= MIN_FILTERED_ROWS else (),
     )
 
 
@@ -416,7 +432,7 @@ def scores(content: ReportContent) -> list[tuple[str, Table]]:
     tables = []
 
     def add(title: str, heads: Sequence[Column], rows: Sequence[ScoreRow]) -> None:
-        tables.append((title, _score_table(title, heads, rows, comparison, content.anchors)))
+        tables.append((title, _score_table(title, heads, rows, content)))
 
     add(CHOSEN_TITLE, *_by_architecture(comparison.scores, labels, "chosen"))
     # The best of one run is that run.
@@ -428,44 +444,37 @@ def scores(content: ReportContent) -> list[tuple[str, Table]]:
 
 
 def _score_table(
-    title: str,
-    heads: Sequence[Column],
-    rows: Sequence[ScoreRow],
-    comparison: Comparison,
-    anchors: Anchors | None,
+    title: str, heads: Sequence[Column], rows: Sequence[ScoreRow], content: ReportContent
 ) -> Table:
     """Return a table of scores; published ones are in columns that a control shows."""
     columns: list[Column] = ["task", *heads]
-    cells: list[list[Cell]] = [[make_cell(row.task, row.metric), *row.cells] for row in rows]
-    keys = [(row.task, row.metric) for row in rows]
+    cells = [[make_cell(row.task, row.metric), *row.cells] for row in rows]
 
     # How well the task tells models of this size apart, as published.
+    comparison = content.comparison
     if comparison.decision:
         columns.append(("decision accuracy", f"published, at {comparison.decision.size}"))
         accuracies = {
             (x.task, x.metric): comparison.decision_accuracy(x) for x in comparison.scores
         }
-        for key, row_cells in zip(keys, cells, strict=True):
-            row_cells.append(percent(accuracies.get(key)))
+        for row, row_cells in zip(rows, cells, strict=True):
+            row_cells.append(percent(accuracies.get((row.task, row.metric))))
 
     # The scores of published models, which are hidden at first.
     num_shown = len(columns)
-    if anchors:
-        columns += [(model, "published") for model in anchors.models]
-        published = {(x.task, x.metric): x.values for x in anchors.rows}
-        for key, row_cells in zip(keys, cells, strict=True):
-            row_cells += map(rounded, published.get(key, [None] * len(anchors.models)))
-    return make_table(
-        columns,
-        cells,
-        title.split()[0].lower(),
-        shown=num_shown,
-        more="published scores" if len(columns) > num_shown else "",
-    )
+    more = ""
+    if content.anchors:
+        models = content.anchors.models
+        more = "published scores"
+        columns += [(model, "published") for model in models]
+        published = {(x.task, x.metric): x.values for x in content.anchors.rows}
+        for row, row_cells in zip(rows, cells, strict=True):
+            values = published.get((row.task, row.metric), [None] * len(models))
+            row_cells += map(rounded, values)
+    return make_table(columns, cells, title.split()[0].lower(), shown=num_shown, more=more)
 
 
 def _every_run(suites: Sequence[SuiteContent], runs: Sequence[str]) -> list[ScoreRow]:
-    """Return the primary scores of every run."""
     rows = []
     for suite in suites:
         for row in suite.rows:
@@ -486,41 +495,43 @@ def _by_architecture(
     rows = [ScoreRow(row.task, row.metric, []) for row in scores]
     heads: list[Column] = []
     for label in labels:
-        by_row = [next((x for x in row.cells if x.architecture == label), None) for row in scores]
-        shown_scores = [getattr(cell, kind, None) for cell in by_row]
-        counts = {_num_runs(score) for score in shown_scores if score}
-        common_count = counts.pop() if len(counts) == 1 else ""
+        # The scores of this column: an architecture has none on a suite that it lacks.
+        column = [next((x for x in row.cells if x.architecture == label), None) for row in scores]
+        shown_scores = [getattr(cell, kind, None) for cell in column]
+        common_count = _common(_num_runs(score) for score in shown_scores if score)
         heads.append((label, common_count))
 
-        for row, task, cell, score in zip(rows, scores, by_row, shown_scores, strict=True):
+        for row, task, cell, score in zip(rows, scores, column, shown_scores, strict=True):
+            if cell is None or score is None:
+                row.cells.append(MISSING)
+                continue
             num_runs = "" if common_count else _num_runs(score)
-            step_note = _step_note(cell.step, task.suite_step) if cell else ""
+            step_note = _step_note(cell.step, task.suite_step)
             row.cells.append(_score_cell(score, num_runs, step_note))
     return heads, rows
 
 
-def _num_runs(score: MeanScore | BestScore | None) -> str:
-    if score is None:
-        return ""
+def _num_runs(score: MeanScore | BestScore) -> str:
     if isinstance(score, MeanScore):
         return f"{score.num_runs} run(s)"
     return f"best of {score.num_runs}"
 
 
-def _score_cell(score: MeanScore | BestScore | None, num_runs: str, step_note: str) -> Cell:
-    if score is None:
-        return MISSING
+def _score_cell(score: MeanScore | BestScore, num_runs: str, step_note: str) -> Cell:
+    value = rounded(score.value)
     if isinstance(score, MeanScore):
         error = "" if score.stderr is None else f"± {rounded(score.stderr)}"
-        return make_cell(rounded(score.value), error, num_runs, step_note)
+        return make_cell(value, error, num_runs, step_note)
+
+    # The best of one run is not biased.
     bias = ""
     if score.bias and score.num_runs > 1:
         bias = f"biased by about {rounded(score.bias)}"
-    return make_cell(rounded(score.value), num_runs, bias, step_note)
+    return make_cell(value, num_runs, bias, step_note)
 
 
 def published(curves: PublishedCurves) -> Table:
-    """Return the scores of our runs and of all published models, a row each."""
+
     rows: list[list[Cell]] = []
     for model in curves.models:
         cells: list[Cell] = [model.name, model.size, number(model.tokens, 0)]
@@ -528,6 +539,7 @@ def published(curves: PublishedCurves) -> Table:
             if scores is None:
                 cells.append(MISSING)
                 continue
+            # The score at the end of training is in small print, unless it is the same.
             at_tokens, at_end = scores
             small = rounded(at_end) if at_tokens != at_end else ""
             cells.append(make_cell(rounded(at_tokens), small))
@@ -541,13 +553,16 @@ def architectures(comparison: Comparison) -> Table:
     rows: list[list[Cell]] = []
     for architecture in comparison.architectures:
         settings = [_setting(name, value) for name, value in architecture.settings.items()]
+
+        # The reason is next to the chosen learning rate; if none is chosen, next to all.
         has_chosen = any(recipe.chosen for recipe in architecture.recipes)
         for recipe in architecture.recipes:
+            is_explained = recipe.chosen or not has_chosen
             rows.append(
                 [
                     architecture.label,
                     _join(*settings),
-                    architecture.choice if recipe.chosen or not has_chosen else "",
+                    architecture.choice if is_explained else "",
                     str(recipe.learning_rate),
                     str(len(recipe.runs)),
                     make_cell(number(recipe.loss), _step_note(architecture.step)),
@@ -564,14 +579,16 @@ def _setting(name: str, value: Any) -> str:
 
 
 def over_length(panel: LengthPanel) -> Table:
-    """Return the means of a panel, a column per length."""
-    chance = "" if panel.chance is None else f"chance {number(panel.chance, 3)}"
+
+    title = f"{panel.series} {panel.metric}"
+    if panel.chance is not None:
+        title = f"{title}, chance {number(panel.chance, 3)}"
     lengths = [number(length, 0) for length in panel.lengths]
     rows = [
         [make_cell(line.label, _step_note(line.step)), *map(number, line.values)]
         for line in panel.lines
     ]
-    return make_table([_join(f"{panel.series} {panel.metric}", chance), *lengths], rows)
+    return make_table([title, *lengths], rows)
 
 
 def _value(value: Any) -> str:
@@ -582,20 +599,23 @@ def _value(value: Any) -> str:
         return MISSING
     if type(value) is int:  # True is an int, too
         return f"{value:,}"
+
     text = str(value)
-    return f"{text[:12]}…" if len(text) == SHA256_DIGITS else text
+    if len(text) == SHA256_DIGITS:
+        return f"{text[:12]}…"
+    return text
 
 
 def facts(runs: Sequence[RunContent]) -> Table:
-    """Return the state and facts of each run, a column each."""
+
     columns = ["", *(run.label for run in runs)]
-    rows = [["state", *map(state_text, runs)]]
-    rows += [[name, *(_value(run.facts[name]) for run in runs)] for name in runs[0].facts]
-    return make_table(columns, rows, text=len(columns))
+    states = ["state", *map(state_text, runs)]
+    rows = [[name, *(_value(run.facts[name]) for run in runs)] for name in runs[0].facts]
+    return make_table(columns, [states, *rows], text=len(columns))
 
 
 def settings(labels: Sequence[str], differing: Sequence[Setting]) -> Table:
-    """Return a row per setting, a column per run."""
+
     rows = [[row.setting, *map(_value, row.values)] for row in differing]
     return make_table(["setting", *labels], rows, "settings", text=1 + len(labels))
 
@@ -606,18 +626,17 @@ def curve(content: TrainingCurve) -> Table:
     for line in content.lines:
         points = zip(line.values, line.steps, strict=True)
         finite = [(value, step) for value, step in points if value is not None]
-        cells: list[Cell] = [MISSING] * 3
-        if finite:
-            ends = (finite[-1], min(finite), max(finite))
-            cells = [
-                make_cell(format(value, content.form), _step_note(step)) for value, step in ends
-            ]
+        if not finite:
+            rows.append([line.run, MISSING, MISSING, MISSING])
+            continue
+        shown = (finite[-1], min(finite), max(finite))
+        cells = [make_cell(format(value, content.form), _step_note(step)) for value, step in shown]
         rows.append([line.run, *cells])
     return make_table(["run", "last", "lowest", "highest"], rows)
 
 
 def samples(content: Samples, runs: Sequence[str]) -> Table:
-    """Return the texts after one prompt, a row per step, a column per run."""
+
     rows = [[number(row.step, 0), *map(_text_cell, row.cells)] for row in content.rows]
     return make_table(["step", *runs], rows, text=1 + len(runs))
 
@@ -627,27 +646,35 @@ def _text_cell(cell: SampleText | None) -> Cell:
         return MISSING
     if cell.text is None:
         return make_cell("not finite", chip="worse")
-    return make_cell(cell.text if cell.text.strip() else "(no text)", chip="text")
+    if not cell.text.strip():
+        return make_cell("(no text)", chip="text")
+    return make_cell(cell.text, chip="text")
 
 
 def suite(content: SuiteContent) -> Table:
-    """Return the scores on one suite, a column per run."""
+
     columns: list[Column] = ["task"]
     for column in content.columns:
-        trial = f"trial of {column.limit:,} items" if column.limit else ""
-        columns.append((column.run, _join(_step_note(column.step), trial)))
+        small = _step_note(column.step)
+        if column.limit:
+            small = f"{small}, trial of {column.limit:,} items"
+        columns.append((column.run, small))
 
     rows: list[list[Cell]] = []
     for row in content.rows:
         # A number of items that all runs have is stated once, at the task.
-        texts = [score_parts(cell) for cell in row.cells]
-        counts = {text.num_items for cell, text in zip(row.cells, texts, strict=True) if cell}
-        common_count = counts.pop() if len(counts) == 1 and len(texts) > 1 else ""
+        common_count = ""
+        if len(row.cells) > 1:
+            common_count = _common(score_parts(cell).num_items for cell in row.cells if cell)
 
         cells = [make_cell(row.task, row.metric, common_count)]
-        for cell, column, text in zip(row.cells, content.columns, texts, strict=True):
+        for cell, column in zip(row.cells, content.columns, strict=True):
+            if cell is None:
+                cells.append(make_cell(MISSING))
+                continue
+            text = score_parts(cell)
             num_items = "" if common_count else text.num_items
-            step_note = _step_note(column.step, content.suite_step) if cell else ""
+            step_note = _step_note(column.step, content.suite_step)
             cells.append(make_cell(text.value, num_items, step_note, error=text.error))
         rows.append(cells)
     return make_table(columns, rows, f"suite-{content.suite}")

@@ -68,11 +68,8 @@ class NewestCheckpoint:
 
 @dataclass(frozen=True)
 class EvaluationCounts:
-    done: int = 0
-    pending: int = 0
-
-
-NO_EVALUATIONS = EvaluationCounts()
+    done: int
+    pending: int
 
 
 @dataclass
@@ -80,8 +77,8 @@ class RunSummary:
     """The state of a run at one time, None if unknown; fields are the keys of `status --json`."""
 
     path: str
+    # One of ACTIVE_STATES, or dead (no heartbeat), stopped, done, failed, unknown.
     state: str = "unknown"
-    """One of ACTIVE_STATES, or dead (no heartbeat), stopped, done, failed, unknown."""
     reason: str | None = None
     run_id: str | None = None
     step: int | None = None
@@ -155,17 +152,19 @@ class _RunReader:
         if not self.folder.status_file.exists():
             self.problems.append(f"no {self.folder.status_file.name}")
 
-        # The launches of the run.
-        launches = read_run(self.folder)
-        if launches is not None:
-            summary.run_id = launches.run_id
-            summary.restarts = max(launches.launches - 1, 0)
+        # run.json counts the launches; it may be missing, but not damaged.
+        launched = read_run(self.folder)
+        if launched is not None:
+            summary.run_id = launched.run_id
+            summary.restarts = max(launched.launches - 1, 0)
         elif self.folder.run_file.exists():
             self.problems.append(f"{self.folder.run_file.name} is damaged")
 
         # The last step in the log.
-        events = self._try_read(lambda: read_tail(self.folder.log_file)) or []
-        last_step = next((event for event in reversed(events) if event.kind == "step"), Event())
+        last_step = Event()
+        for event in self._try_read(lambda: read_tail(self.folder.log_file)) or ():
+            if event.kind == "step":
+                last_step = event
         for name in STEP_FIELDS:
             setattr(summary, name, last_step.get(name))
         summary.steps = self._setting("training", "steps")
@@ -178,10 +177,11 @@ class _RunReader:
 
         # What is saved and evaluated, and which process holds the run.
         summary.checkpoint = self._newest_checkpoint()
-        summary.holder = str(self.holder) if self.holder else None
+        if self.holder is not None:
+            summary.holder = str(self.holder)
         evals = self.folder.path / EVALS
         summary.evaluations = EvaluationCounts(
-            done=len(list(evals.glob(f"step-*/*/*/{RESULTS}"))),
+            done=len([*evals.glob(f"step-*/*/*/{RESULTS}")]),
             pending=len([path for path in entries(evals / HOLDS) if path.suffix]),
         )
         return summary
@@ -215,6 +215,7 @@ class _RunReader:
 
     def _state(self) -> tuple[str, str | None]:
         """Return the state and its reason."""
+        # Before status.json, a launch is known by the lock that it holds.
         status = self.status
         is_done = self.run.is_done
         if status is None:
@@ -283,8 +284,9 @@ def _cells(run: RunSummary) -> dict[str, str]:
         checkpoint = f"{checkpoint}, then {run.checkpoint_failures} failed"
 
     evals = ""
-    if run.evaluations is not None and run.evaluations != NO_EVALUATIONS:
-        evals = f"{run.evaluations.done}+{run.evaluations.pending}"
+    counts = run.evaluations
+    if counts is not None and (counts.done or counts.pending):
+        evals = f"{counts.done}+{counts.pending}"
 
     job = run.job_id
     if job and run.restart_count:
@@ -341,28 +343,30 @@ def overview(runs: Sequence[RunSummary], console: Console) -> Group:
     titles_below: list[str] = []
     table = _table(rows, titles)
 
+    # Measured without a limit: else no table is wider than the window.
     unlimited = console.options.update_width(PIPED_WIDTH)
     if console.measure(table, options=unlimited).maximum > console.width:
-        narrow_titles = list(rows[0])[:NARROW_COLUMNS]
+        narrow_titles = [*rows[0]][:NARROW_COLUMNS]
         titles_below = [title for title in titles if title not in narrow_titles]
         table = _table(rows, narrow_titles)
 
-    count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-    lines: list[Any] = [Text(f"{count}, {datetime.now(UTC):%F %T} UTC", "bold"), table]
-
     # Below the table, a line for each run with cells that are left, or with something to explain.
+    lines = []
     for run, row in zip(runs, rows, strict=True):
-        details = [
-            ", ".join(f"{title.split()[0]} {row[title]}" for title in titles_below if row[title])
-        ]
+        cells = [f"{title.split()[0]} {row[title]}" for title in titles_below if row[title]]
+        details = [", ".join(cells)]
         if run.reason:
             details.append(f"{run.state}: {run.reason}")
         if run.state == "dead" and run.holder:
             details.append(f"lock held by {run.holder}")
+
         text = "; ".join(filter(None, [*details, *run.problems]))
         if text:
-            lines.append(Text(printable(f"{printable(run.path)}: {text}"), overflow="fold"))
-    return Group(*lines)
+            lines.append(Text(printable(f"{run.path}: {text}"), overflow="fold"))
+
+    count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
+    heading = Text(f"{count}, {datetime.now(UTC):%F %T} UTC", "bold")
+    return Group(heading, table, *lines)
 
 
 def find_runs(patterns: Iterable[str]) -> list[Path]:
@@ -387,7 +391,6 @@ def summarize_runs(patterns: Iterable[str]) -> list[RunSummary]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `canon run status`."""
     parser.description = (
         f"Show the state of runs, one per line. A checkpoint is verified by {CHECKED}."
     )

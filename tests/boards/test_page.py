@@ -149,6 +149,16 @@ def test_a_board_without_scores_has_a_page(found, tmp_path, capsys):
     assert "matrix" in (tmp_path / "board" / "report.html").read_text() and printed
 
 
+@pytest.mark.parametrize("scores", [None, {}, {500: math.nan}])
+def test_heat_maps_of_a_board_without_scores_have_no_colors(scores, tmp_path, capsys):
+    text = BOARD + "[sizes.small]\nnum_layers = 1\n[sizes.large]\nnum_layers = 2\n"
+
+    report(tmp_path, capsys, lambda run: scores, text)
+
+    page = (tmp_path / "board" / "report.html").read_text()
+    assert "Sizes and difficulties" in page and "copy: rope_canon" in page
+
+
 def test_scores_of_a_publication_are_beside(tmp_path, capsys):
     values = {"rope": 0.75, "rope_canon": 0.5, "nope": 0.25}
     text = f'{BOARD}[reference]\nsource = "a paper"\n[reference.values."copy/n8"]\n'
