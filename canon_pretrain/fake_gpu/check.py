@@ -14,7 +14,6 @@ from canon_pretrain.core.children import start_child
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.fake_gpu.record import BETWEEN, REPORT, Options, Phase, Report, report_from
-from canon_pretrain.kernels.work import Work
 from canon_pretrain.machine.gpus import GPUS
 
 GIB = 2**30
@@ -157,9 +156,7 @@ def _phase_table(report: Report) -> Table:
 
 
 def _cells(phase: Phase, tokens: int) -> list[str]:
-    work = Work()
-    work.add(phase.compiled)
-    work.add(phase.eager)
+    work = phase.work()
     return [
         f"{phase.peak_bytes / GIB:.2f}",
         f"{work.launches:,}",

@@ -71,7 +71,6 @@ class Tracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._part_of: dict[int, str] = {}
         self._references: dict[int, Any] = {}  # weak, with a callback when it is freed
-        self._began = time.monotonic()
         self.begin(BETWEEN)
 
     @classmethod
@@ -139,21 +138,19 @@ class Tracker(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        size = _rounded(int(storage.nbytes()))
-
         if key not in self._sizes:
             self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
             self._part_of[key] = part
+            self._sizes[key] = 0
         elif part != OTHER:  # allocated by `empty`, then passed to an operator that says more
             self.label(part, [tensor])
-        self._change(self._part_of[key], size - self._sizes.get(key, 0))
-        self._sizes[key] = size
+        self.resized(storage, int(storage.nbytes()))
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Follow `storage.resize_`, by which FSDP2 frees what it gathered."""
         key = storage._cdata
         if key in self._sizes:
-            size = _rounded(num_bytes)
+            size = -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES  # rounded up
             self._change(self._part_of[key], size - self._sizes[key])
             self._sizes[key] = size
 
@@ -184,14 +181,14 @@ class Tracker(TorchDispatchMode):
         if question == "repeat_interleave":
             return tensor.numel()
 
-        default: float | bool | int
+        default: float | bool | int = 1
         if tensor.dtype.is_floating_point:
             default = 0.0
         elif tensor.dtype == torch.bool:
             default = False
-        else:
-            default = 1
-        return default if question == "item" else filled(tensor.shape, default)
+        if question == "item":
+            return default
+        return filled(tensor.shape, default)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -241,7 +238,7 @@ class Tracker(TorchDispatchMode):
         if func in (TO_COPY, COPY):
             self._record_copy(func, args, kwargs)
             return
-        if all(tensor.device.type != "cuda" for tensor in _tensors_in(args)):
+        if not _has_gpu_tensor(_tensors_in(args)):
             return
 
         name = func.name()
@@ -275,7 +272,7 @@ class Tracker(TorchDispatchMode):
         if launches_nothing(func):
             return
         tensors = _tensors_in((args, kwargs, output))
-        if not any(tensor.device.type == "cuda" for tensor in tensors):
+        if not _has_gpu_tensor(tensors):
             return
 
         phase = self.phase
@@ -292,15 +289,15 @@ def _tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def _has_gpu_tensor(tensors: Iterable[Tensor]) -> bool:
+    return any(tensor.device.type == "cuda" for tensor in tensors)
+
+
 def filled(shape: Iterable[int], value: Any) -> Any:
     """Return nested lists of `shape` that hold `value`."""
     for length in reversed(list(shape)):
         value = [value] * length
     return value
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
 def is_tracing() -> bool:
@@ -349,9 +346,8 @@ def check_devices(func: Any, args: tuple[Any, ...]) -> None:
     if torch.Tag.pointwise in func.tags or func in (TO_COPY, COPY, FILL) or launches_nothing(func):
         return
     tensors = _tensors_in(args)
-    has_gpu_tensor = any(tensor.device.type == "cuda" for tensor in tensors)
     has_cpu_scalar = any(tensor.device.type == "cpu" and tensor.ndim == 0 for tensor in tensors)
-    if has_gpu_tensor and has_cpu_scalar:
+    if has_cpu_scalar and _has_gpu_tensor(tensors):
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"cuda:0 and cpu! (when checking arguments of {func})"

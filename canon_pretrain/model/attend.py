@@ -117,12 +117,7 @@ class Attend(nn.Module):
         name = self.implementation(device.type, masked=segments_BS is not None)
         if name == "flash_attn":
             if segments_BS is not None:
-                raise UserError(
-                    "attention.unsupported",
-                    f'attention_backend = "{name}" supports no padding; choose "auto"',
-                    backend=name,
-                    feature="padding",
-                )
+                raise _unsupported(name, "padding")
             return None
 
         num_windowed = self.num_windowed  # flex attention traces `mask_mod`: without a module
@@ -299,25 +294,23 @@ def check_backend_fits(args: ModelArgs, backend: str) -> None:
     check_choice("attention_backend", backend, BACKENDS)
     if backend not in _PACKAGES:
         return
-    feature = _unsupported_feature(args, backend)
-    if feature is not None:
-        raise UserError(
-            "attention.unsupported",
-            f'attention_backend = "{backend}" does not support {feature}; choose "auto"',
-            backend=backend,
-            feature=feature,
-        )
-
-
-def _unsupported_feature(args: ModelArgs, package: str) -> str | None:
     # FlashAttention 2 computes ALiBi itself
-    if args.position == "h_alibi" or (args.position == "alibi" and package in FLASH_IMPLS):
-        return args.position
+    if args.position == "h_alibi" or (args.position == "alibi" and backend in FLASH_IMPLS):
+        raise _unsupported(backend, args.position)
     if args.document_mask:
-        return "document_mask"
+        raise _unsupported(backend, "document_mask")
     if args.head_dim > MAX_FLASH_HEAD_DIM:
-        return f"a head dim of {args.head_dim} (dim / num_heads), above {MAX_FLASH_HEAD_DIM}"
-    return None
+        head_dim = f"a head dim of {args.head_dim} (dim / num_heads), above {MAX_FLASH_HEAD_DIM}"
+        raise _unsupported(backend, head_dim)
+
+
+def _unsupported(backend: str, feature: str) -> UserError:
+    return UserError(
+        "attention.unsupported",
+        f'attention_backend = "{backend}" does not support {feature}; choose "auto"',
+        backend=backend,
+        feature=feature,
+    )
 
 
 def _flash_attn_problem() -> str | None:

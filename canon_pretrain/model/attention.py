@@ -118,10 +118,12 @@ class Attention(nn.Module):
         self.norm_eps = args.norm_eps
         self.q_norm: nn.RMSNorm | None = None
         self.k_norm: nn.RMSNorm | None = None
-        if args.qk_norm != "none":
-            is_full = args.qk_norm == "full"
-            self.q_norm = nn.RMSNorm(q_dim if is_full else args.head_dim, eps=args.norm_eps)
-            self.k_norm = nn.RMSNorm(k_dim if is_full else args.head_dim, eps=args.norm_eps)
+        if args.qk_norm == "full":
+            self.q_norm = nn.RMSNorm(q_dim, eps=args.norm_eps)
+            self.k_norm = nn.RMSNorm(k_dim, eps=args.norm_eps)
+        elif args.qk_norm == "per_head":
+            self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
+            self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
 
         self.canon_b = make_canon("B", args, canon_backend)
         self.rope = rope
@@ -149,10 +151,11 @@ class Attention(nn.Module):
 
         q is [B, T, H K], k and v are [B, T, G K].
         """
-        fused = self._fused_heads(q, k, v, context)
-        if fused is not None:
-            return fused
+        fused_heads = self._fused_heads(q, k, v, context)
+        if fused_heads is not None:
+            return fused_heads
 
+        # The same step by step: QK-norm of all heads or of each, with Canon-B between them.
         if self.qk_norm == "full":
             q, k = self._norm(q, k)
         if self.canon_b is not None:
@@ -160,6 +163,8 @@ class Attention(nn.Module):
         q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         if self.qk_norm == "per_head":
             q_BTHK, k_BTGK = self._norm(q_BTHK, k_BTGK)
+
+        # The rotation, to the positions after those in the cache.
         if self.rope is not None:
             start = 0 if context.cache is None else context.cache.next_position
             q_BTHK = self.rope(q_BTHK, start)

@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.kernels.backends import check_canon_backend, check_mixer_backend
+from canon_pretrain.kernels.backends import (
+    check_canon_backend,
+    check_mixer_backend,
+    ffn_activation,
+)
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention, Rope
@@ -27,7 +31,7 @@ from canon_pretrain.model.cache import (
 from canon_pretrain.model.canon import Stream, add_norm_canon, make_canon, per_reader
 from canon_pretrain.model.init import InitialValue, initial_value
 from canon_pretrain.model.mamba2 import Mamba2
-from canon_pretrain.model.moe import MoE, Routed, activate
+from canon_pretrain.model.moe import MoE, Routed
 from canon_pretrain.model.recurrent import GLA, GatedDeltaNet
 
 Writer = Callable[[nn.Parameter, InitialValue], None]
@@ -60,13 +64,13 @@ class FeedForward(nn.Module):
             inner_BTF = self.w1(x_BTD)
             if self.canon_d is not None:
                 (inner_BTF,) = self.canon_d((inner_BTF,), context, x_BTD)
-            return self.w2(activate(inner_BTF, self.activation))
+            return self.w2(ffn_activation(inner_BTF, self.activation))
 
         x_gate_BTD, x_up_BTD = per_reader(x_BTD, self.readers)
         gate_BTF = self.w1(x_gate_BTD)
         up_BTF = self.w3(x_up_BTD)
         if self.canon_d is None:
-            inner_BTF = activate(gate_BTF, self.activation) * up_BTF
+            inner_BTF = ffn_activation(gate_BTF, self.activation) * up_BTF
         else:  # a CanonGate, which also applies the gate
             (inner_BTF,) = self.canon_d((gate_BTF, up_BTF), context, x_gate_BTD)
         return self.w2(inner_BTF)
