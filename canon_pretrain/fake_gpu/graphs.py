@@ -178,7 +178,7 @@ def _runner(
         inputs = list(arguments)
         arguments.clear()  # from here on only this function keeps them
         tracker.phase.compiled.add(lowered.work)
-        tracker.count_temporary("temporaries of a compiled graph", lowered.temporary_bytes)
+        tracker.count_temporary(lowered.temporary_bytes)
 
         # a storage that several results share is allocated once
         storages: dict[fx.Node, Tensor] = {}

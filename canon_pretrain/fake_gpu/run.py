@@ -33,7 +33,7 @@ class FakeNode:
     The hooks must have been loaded. A process runs one job; forks of it may run one each.
     """
 
-    def __init__(self, gpu: str = "h100") -> None:
+    def __init__(self, gpu: str) -> None:
         self.gpu = gpu
         self.tracker = Tracker()
         self.compiler = GraphCompiler(self.tracker)
@@ -160,13 +160,14 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
 
     from canon_pretrain.titan import checkpoint, launch, parallelize, spec, trainer, validation
 
-    # kernels are not run, so they are not compared either; weights have no values
+    # Kernels are not run, so they are not compared either; weights have no values.
     parallelize._check_backend = _check_backend  # type: ignore[assignment]
     spec.write_shard = lambda parameter, value: None
     checkpoint.CanonCheckpointManager.check_room = lambda self: None  # type: ignore[method-assign]
     launch.check_room = lambda *args, **kwargs: None
     tracker.answers += [_validation_answer(tracker), EqualLoad(parallelize.ExpertExchange)]
 
+    # Phases: each step, each save, validation.
     _fake_tensors_from_the_mesh_on(torchtitan.train.Trainer, tracker)
     trainer_class = trainer.CanonTrainer
     advance = trainer_class.advance

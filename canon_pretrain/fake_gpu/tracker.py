@@ -27,7 +27,9 @@ ALLOCATION_BYTES = 512  # CUDA's caching allocator rounds each block up to a mul
 HERE = Path(__file__).parent
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
+# parts of the memory
 OTHER = "other"
+TEMPORARY = "temporaries of a compiled graph"
 COLLECTIVES = ("c10d", "_c10d_functional")
 TO_COPY = torch.ops.aten._to_copy.default
 COPY = torch.ops.aten.copy_.default
@@ -124,13 +126,13 @@ class Tracker(TorchDispatchMode):
     def label(self, part: str, tensors: Iterable[Tensor]) -> None:
         """Count the storages of `tensors` (DTensors: of this rank) as `part` from now on."""
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            key = local.untyped_storage()._cdata
-            if key not in self._sizes:
-                continue
-            self.parts[self._part_of[key]] -= self._sizes[key]
-            self.parts[part] += self._sizes[key]
-            self._part_of[key] = part
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            key = tensor.untyped_storage()._cdata
+            if key in self._sizes:
+                self.parts[self._part_of[key]] -= self._sizes[key]
+                self.parts[part] += self._sizes[key]
+                self._part_of[key] = part
 
     def observe(self, tensor: Tensor, part: str) -> None:
         """Count the storage of a CUDA tensor as `part`; OTHER does not change what it was."""
@@ -154,10 +156,10 @@ class Tracker(TorchDispatchMode):
             self._change(self._part_of[key], size - self._sizes[key])
             self._sizes[key] = size
 
-    def count_temporary(self, part: str, num_bytes: int) -> None:
-        """Count temporary memory that is free again when this returns."""
-        self._change(part, num_bytes)
-        self._change(part, -num_bytes)
+    def count_temporary(self, num_bytes: int) -> None:
+        """Count memory that a compiled graph allocates, and frees before it returns."""
+        self._change(TEMPORARY, num_bytes)
+        self._change(TEMPORARY, -num_bytes)
 
     def _freed(self, key: int) -> None:
         self._change(self._part_of.pop(key), -self._sizes.pop(key))
@@ -235,6 +237,7 @@ class Tracker(TorchDispatchMode):
                     self.observe(value, part)
 
     def _record_waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record what this operator makes the host wait for, if anything."""
         if func in (TO_COPY, COPY):
             self._record_copy(func, args, kwargs)
             return
@@ -255,20 +258,21 @@ class Tracker(TorchDispatchMode):
 
     def _record_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a copy between host and device for which the host waits."""
+        is_async = kwargs.get("non_blocking")
         if func is COPY:  # target, source[, non_blocking]
             target = args[0].device
             source = args[1].device
-            is_async = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+            is_async = is_async or (len(args) > 2 and args[2])
         else:
             source = args[0].device
             target = torch.device(kwargs.get("device") or source)
-            is_async = kwargs.get("non_blocking")
         if {source.type, target.type} == {"cpu", "cuda"} and not is_async:
             self.wait(f"blocking copy {source.type} -> {target.type}")
 
     def _record_work(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        """Add an operator's kernels, or a collective's bytes, to the current phase."""
         if launches_nothing(func):
             return
         tensors = _tensors_in((args, kwargs, output))
@@ -323,8 +327,10 @@ def calling_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
         frames = traceback.extract_stack()[:-1]
     if not frames:
         return ""
+
+    # without such a frame, the innermost one
     relevant = [frame for frame in frames if _is_relevant(frame.filename)]
-    innermost = relevant[-1] if relevant else frames[-1]
+    innermost = (relevant or frames)[-1]
     parts = Path(innermost.filename).parts[-3:]
     return f"{'/'.join(parts)}:{innermost.lineno} {innermost.name}"
 

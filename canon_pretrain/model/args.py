@@ -301,7 +301,7 @@ _CANON_FIELDS = ("canon_residual", "canon_activation", "canon_trainable", "canon
 
 
 def _check(args: ModelArgs) -> None:
-    # Each field alone
+    # Each field alone.
     for name, range_ in RANGES.items():
         value = getattr(args, name)
         if not range_.contains(value):
@@ -309,7 +309,7 @@ def _check(args: ModelArgs) -> None:
     for name, choices in CHOICES.items():
         check_choice(name, getattr(args, name), choices)
 
-    # Fields together
+    # Fields together.
     if args.document_mask and args.eos_id >= args.vocab_size:
         raise _out_of_range(
             "eos_id",
@@ -415,7 +415,7 @@ def _check_ffn(args: ModelArgs) -> None:
             _refuse(args, ["ffn_activation"], 'a feed-forward, but ffn = "none"')
         return
 
-    # mixtures of experts
+    # Mixtures of experts.
     if args.experts_per_token > args.num_experts:
         raise _out_of_range(
             "experts_per_token", args.experts_per_token, f"at most num_experts = {args.num_experts}"
@@ -443,7 +443,7 @@ def _check_canon(args: ModelArgs) -> None:
             "experts, whose inner channels D could not mix: choose from A, B and C",
         )
 
-    # options of Canon
+    # Options of Canon.
     if args.canon_filter == "dynamic" and not args.canon_trainable:
         _refuse(args, ["canon_trainable"], 'canon_filter = "static"')
     if not args.canon_set:
@@ -529,6 +529,7 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
     A layer has about 12 D^2 parameters as Llama's, or 6 D^2 of Mamba2 without feed-forward, of
     which there are twice as many (appendix C).
     """
+    # The mixer: its heads and widths, without positions.
     sizes = dict(overrides)
     mixer = sizes.get("mixer", base.mixer)
     is_new_mixer = mixer != base.mixer
@@ -542,7 +543,7 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
         # ModelArgs refuses an unknown mixer
         sizes = defaults | _MIXER_SIZES.get(mixer, {}) | sizes
 
-    # The feed-forward: F / D, or instead of it twice the layers
+    # The feed-forward's F / D; without it twice the layers.
     ffn = sizes.get("ffn", base.ffn)
     expansion = None
     if ffn != base.ffn:

@@ -120,54 +120,66 @@ class Attend(nn.Module):
                 raise _unsupported(name, "padding")
             return None
 
+        # Flex attention for whole sequences; where tokens continue a cache, SDPA replaces it.
+        if name == "flex" and offset == 0:
+            return self._block_mask(segments_BS, num_keys, device)
+
+        # SDPA has its own causal mask for a whole sequence, and a single query sees all keys.
+        is_causal_only = segments_BS is None and not self.num_windowed
+        if is_causal_only and (offset == 0 or num_queries == 1):
+            return None
+        keys_S = torch.arange(num_keys, device=device)
+        return self._visible_keys(keys_S[offset:], keys_S, segments_BS)
+
+    def _block_mask(
+        self, segments_BS: Tensor | None, num_tokens: int, device: torch.device
+    ) -> BlockMask:
+        """Return the mask of a whole sequence for flex attention."""
         num_windowed = self.num_windowed  # flex attention traces `mask_mod`: without a module
 
         def mask_mod(b: Any, h: Any, q: Any, s: Any) -> Any:
-            """Return whether the query at q + `offset` of head h may attend to key s in row b."""
-            return _is_visible(b, h, q + offset, s, segments_BS, num_windowed)
+            """Return whether the query at q of head h may attend to key s in row b."""
+            return _is_visible(b, h, q, s, segments_BS, num_windowed)
 
-        # Flex attention for whole sequences; where tokens continue a cache, SDPA replaces it.
-        num_rows = None if segments_BS is None else segments_BS.shape[0]
-        num_heads = self.args.num_heads
-        if name == "flex" and offset == 0:
-            create = create_block_mask if device.type == "cpu" else _compiled(create_block_mask)
-            return create(
-                mask_mod,
-                num_rows,  # None: the same mask for all rows, or all heads
-                num_heads if num_windowed else None,
-                num_queries,
-                num_keys,
-                device=device.type,
-            )
-
-        # SDPA has its own causal mask for a whole sequence, and a single query sees all keys.
-        is_causal_only = segments_BS is None and not num_windowed
-        if is_causal_only and (offset == 0 or num_queries == 1):
-            return None
-        sizes = (num_rows or 1, num_heads, num_queries, num_keys)
-        return mask_mod(*(_indices(size, dim, device) for dim, size in enumerate(sizes)))
+        create = create_block_mask if device.type == "cpu" else _compiled(create_block_mask)
+        return create(
+            mask_mod,
+            B=None if segments_BS is None else segments_BS.shape[0],  # None: one mask for all rows
+            H=self.args.num_heads if num_windowed else None,
+            Q_LEN=num_tokens,
+            KV_LEN=num_tokens,
+            device=device.type,
+        )
 
     def step_mask(self, position_1: Tensor, segments_BS: Tensor | None, num_keys: int) -> Tensor:
         """Return the mask of the token at `position_1` among keys that are not all read yet.
 
         bool [B or 1, H or 1, 1, S]; of ALiBi, the bias in float32.
         """
-        device = position_1.device
-        keys_S = torch.arange(num_keys, device=device)
-
-        # an index that is not needed would be a launch per token
-        rows = None
-        heads = None
-        if segments_BS is not None:
-            rows = _indices(segments_BS.shape[0], 0, device)
-        if self.num_windowed:
-            heads = _indices(self.args.num_heads, 1, device)
-
-        query = position_1[None, None, None]
-        is_visible = _is_visible(rows, heads, query, keys_S, segments_BS, self.num_windowed)
+        keys_S = torch.arange(num_keys, device=position_1.device)
+        is_visible = self._visible_keys(position_1, keys_S, segments_BS)
         if self.args.position == "alibi":
             return self._alibi_bias(position_1 - keys_S, is_visible)
         return is_visible
+
+    def _visible_keys(
+        self, queries_T: Tensor, keys_S: Tensor, segments_BS: Tensor | None
+    ) -> Tensor:
+        """Return whether queries at these positions may attend to keys, [B or 1, H or 1, T, S]."""
+        # an index that is not needed would be a launch per token
+        rows_B111 = None
+        heads_H11 = None
+        if segments_BS is not None:
+            rows_B = torch.arange(segments_BS.shape[0], device=keys_S.device)
+            rows_B111 = rows_B[:, None, None, None]
+        if self.num_windowed:
+            heads_H = torch.arange(self.args.num_heads, device=keys_S.device)
+            heads_H11 = heads_H[:, None, None]
+
+        queries_11T1 = queries_T[None, None, :, None]
+        return _is_visible(
+            rows_B111, heads_H11, queries_11T1, keys_S, segments_BS, self.num_windowed
+        )
 
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
         """Return the output of each head, [B, T, H, K]; `mask` is from `mask()`."""
@@ -263,13 +275,6 @@ def _is_visible(
     return is_visible
 
 
-def _indices(size: int, dim: int, device: torch.device) -> Tensor:
-    """Return 0 .. size - 1 along `dim` of 4."""
-    shape = [1, 1, 1, 1]
-    shape[dim] = size
-    return torch.arange(size, device=device).view(shape)
-
-
 def check_backend(args: ModelArgs, backend: str) -> None:
     """Activate `backend`; raise UserError unless it supports `args` on this machine."""
     check_backend_fits(args, backend)
@@ -327,24 +332,27 @@ def _flash_attn_problem() -> str | None:
 
 def activate_flash(backend: str) -> str | None:
     """Make `fa3` or `fa4` this process's flash kernel; return why it is unavailable, or None."""
+    # Does this torch know it? No import at the top: an export also loads under older versions.
     impl = FLASH_IMPLS[backend]
-    # no import at the top: an export also loads under older versions of torch
     registry: Any = torch.nn.attention
     if impl.name not in getattr(registry, "list_flash_attention_impls", list)():
         return f"torch {torch.__version__} has no {impl.name}: install torch 2.11 or later"
 
+    # Do the GPU and the package fit? A missing package is named before a missing GPU.
     gpus = " or ".join(f"sm_{major}0" for major in impl.majors)
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         major, minor = torch.cuda.get_device_capability()
         if major not in impl.majors:
             return f"this GPU is sm_{major}{minor}: use one of {gpus}"
+
     install = f"pip install {impl.package}{impl.version}"
     if not _is_installed(impl.module):
         return f"the package {impl.package} is not installed: {install}"
     if not has_gpu:
         return f"there is no GPU: use one of {gpus}"
 
+    # Replace the kernel, for the whole process.
     if registry.current_flash_attention_impl() != impl.name:
         try:
             registry.activate_flash_attention_impl(impl.name)

@@ -72,6 +72,7 @@ class CausalFilter(nn.Module):
         if context.cache is not None:
             memory = self._static_memory(context.cache, parts[0])
             return memory.read(parts, self.weight, segments_BN, self.backend)
+
         weights = self._split_by_part(self.weight, parts)
         return tuple(
             canon(x_BTC, weight_C1K, **self.options(segments_BN), backend=self.backend)
@@ -156,6 +157,7 @@ class Canon(CausalFilter):
             memory = context.cache.canon.setdefault(self.site, DynamicMemory())
             assert isinstance(memory, DynamicMemory)
             return memory.read(parts, weights, zs, **options)
+
         return tuple(
             canon(x_BTC, weight_CRK, z_BTR=z_BTR, **options)
             for x_BTC, weight_CRK, z_BTR in zip(parts, weights(), zs, strict=True)

@@ -12,10 +12,12 @@ Shapes: B rows, T tokens, V vocabulary, N prompts, S steps between two reads of 
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.machine.device import to_device
@@ -106,11 +108,11 @@ def generate(
         num_steps = 1  # for a short time to the first token
         while live_rows:
             remaining = max(limits[batch[row]] for row in live_rows) - decoder.num_tokens
-            block = decoder.decode(min(num_steps, remaining))
+            steps = decoder.decode(min(num_steps, remaining))
             num_steps = TOKENS_PER_READ.get(device.type, 1)
 
             # what a row computed past its end is dropped
-            for tokens_B, logps_B in zip(block.tokens_SB, block.logps_SB, strict=True):
+            for tokens_B, logps_B in steps:
                 live_rows = [
                     row for row in live_rows if append(batch[row], tokens_B[row], logps_B[row])
                 ]
@@ -146,13 +148,6 @@ def _draw_numbers(
     return draws_NT
 
 
-class _Block(NamedTuple):
-    """Tokens of all rows in S steps, and their log-probabilities (0 if nobody wants them)."""
-
-    tokens_SB: list[list[int]]
-    logps_SB: list[list[float]]
-
-
 class _BatchDecoder:
     """Generates the tokens of a batch in blocks; the host waits for the device once per block.
 
@@ -183,8 +178,12 @@ class _BatchDecoder:
         self._has_logps = has_logps
         self.num_tokens = 0  # generated so far, per row
 
-    def decode(self, num_steps: int) -> _Block:
-        """Generate `num_steps` tokens of each row. Raises UserError if logits are not finite."""
+    def decode(self, num_steps: int) -> list[tuple[list[int], list[float]]]:
+        """Return (tokens_B, log-probabilities_B) of `num_steps` steps.
+
+        The log-probabilities are 0 without `has_logps`. Raises UserError for logits that are not
+        finite.
+        """
         tokens_SB: list[Tensor] = []
         logps_SB: list[Tensor] = []
         finite_S: list[Tensor] = []
@@ -213,8 +212,8 @@ class _BatchDecoder:
             raise UserError("generate.logits_not_finite", "the model's logits are not finite")
         tokens = torch.stack(tokens_SB).tolist()
         if not self._has_logps:
-            return _Block(tokens, [[0.0] * len(row) for row in tokens])
-        return _Block(tokens, torch.stack(logps_SB).tolist())
+            return [(tokens_B, [0.0] * len(tokens_B)) for tokens_B in tokens]
+        return list(zip(tokens, torch.stack(logps_SB).tolist(), strict=True))
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows."""
@@ -335,17 +334,15 @@ def sample(logits_BV: Tensor, draws_B: Tensor, sampling: Sampling) -> tuple[Tens
 def _prefill(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk: int) -> Tensor:
     """Read prompts into an empty `cache`, `chunk` tokens of each at a time; return logits_BV."""
     device = model.tok_embeddings.weight.device
-    longest = max(map(len, rows))
-    padding = longest - min(map(len, rows))
-    tokens_BT = torch.zeros((len(rows), longest), dtype=torch.long)
-    is_real_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-    for row, tokens_T, is_real_T in zip(rows, tokens_BT, is_real_BT, strict=True):
-        tokens_T[longest - len(row) :] = torch.as_tensor(row)
-        is_real_T[longest - len(row) :] = True
-
+    pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
+    tokens_BT = pad_left([torch.as_tensor(row, dtype=torch.long) for row in rows])
+    is_real_BT = pad_left([torch.ones(len(row), dtype=torch.bool) for row in rows])
     tokens_BT = to_device(tokens_BT, device)
     is_real_BT = to_device(is_real_BT, device)
+
     logits_B1V = torch.empty(0)
+    longest = tokens_BT.shape[1]
+    padding = longest - min(map(len, rows))
     for start in range(0, longest, chunk):
         part = slice(start, start + chunk)
         # attention is faster without a mask

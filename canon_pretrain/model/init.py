@@ -59,17 +59,17 @@ class InitialValue:
             return self._rows_of_parts(start, stop)
 
         size = (stop - start, *self.shape[1:])
+        values = torch.empty(size, device="cpu", dtype=torch.float32)
+        if self.kind == "constant":
+            return values.fill_(self.scale)
         if self.kind == "log_count":
             return torch.arange(start + 1, stop + 1, device="cpu", dtype=torch.float32).log()
-        if self.kind == "constant":
-            return torch.full(size, self.scale, device="cpu", dtype=torch.float32)
         if self.kind == "last_tap":
-            values = torch.zeros(size, device="cpu", dtype=torch.float32)
+            values.zero_()
             values[..., -1] = 1.0
             return values
 
         # Random values are drawn in whole blocks: a row does not depend on where its shard begins.
-        values = torch.empty(size, device="cpu", dtype=torch.float32)
         row = start
         while row < stop:
             index, skip = divmod(row, self.rows_per_block)
@@ -91,11 +91,13 @@ class InitialValue:
 
     def _block(self, index: int) -> Tensor:
         """Return a block of random rows, by a generator of its own."""
-        rows = min(self.rows_per_block, self.shape[0] - index * self.rows_per_block)
-        block = torch.empty((rows, *self.shape[1:]), device="cpu", dtype=torch.float32)
+        # 63 bits of a digest, which manual_seed takes without wrapping
         digest = hashlib.sha256(f"{self.seed}/{self.name}/{index}".encode()).digest()
-        # 63 bits, which manual_seed takes without wrapping
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+        # the last block may have fewer rows
+        num_rows = min(self.rows_per_block, self.shape[0] - index * self.rows_per_block)
+        block = torch.empty((num_rows, *self.shape[1:]), device="cpu", dtype=torch.float32)
         if self.kind == "uniform":
             return block.uniform_(-self.scale, self.scale, generator=generator)
         if self.kind == "normal":

@@ -282,7 +282,7 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.end(tokens_BT.shape[1])
 
-        # The head, of the tokens that are asked for.
+        # The norm and the head, of the selected tokens only.
         if logits_at_M is not None:
             h_BTD = h_BTD.flatten(0, 1)[logits_at_M]
         else:
@@ -307,7 +307,9 @@ class Transformer(nn.Module):
         Raises UserError past max_seq_len tokens.
         """
         num_tokens = tokens_BT.shape[1]
-        num_so_far = num_tokens if cache is None else cache.length + num_tokens
+        num_so_far = num_tokens
+        if cache is not None:
+            num_so_far += cache.length
         if num_so_far > self.args.max_seq_len:
             raise UserError(
                 "model.sequence_too_long",
@@ -315,6 +317,7 @@ class Transformer(nn.Module):
                 f"{self.args.max_seq_len}",
             )
 
+        # The mask is of attention only.
         segments_BS = self._segments(tokens_BT, is_real_BT, cache)
         mask: Mask = None
         if self.attend is not None:
@@ -323,6 +326,7 @@ class Transformer(nn.Module):
             else:
                 mask = self.attend.mask(num_tokens, segments_BS, num_so_far, tokens_BT.device)
 
+        # The segments are of convolutions and states.
         reach = self.args.reach
         if segments_BS is None or not reach:
             return Context(mask)
@@ -353,6 +357,7 @@ class Transformer(nn.Module):
         biases = self.expert_biases()
         if not biases:
             return
+
         sign_LE = (load_LE.mean(dim=1, keepdim=True) - load_LE).sign()
         sign_LE -= sign_LE.mean(dim=1, keepdim=True)
         change_LE = self.args.moe_balance_rate * scale * sign_LE
@@ -369,7 +374,10 @@ class Transformer(nn.Module):
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
         if segments_BT is not None and is_real_BT is not None:
             segments_BT = segments_BT.masked_fill(~is_real_BT, PADDING)
-        return segments_BT if cache is None else cache.append_segments(segments_BT, tokens_BT)
+
+        if cache is None:
+            return segments_BT
+        return cache.append_segments(segments_BT, tokens_BT)
 
     def _documents(
         self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
@@ -380,6 +388,8 @@ class Transformer(nn.Module):
             tokens_BT = tokens_BT.masked_fill(~is_real_BT, eos_id + 1)
         if cache is None:
             return document_numbers(tokens_BT, eos_id)
+
+        # an EOS at the end ends its document: the next token is in another one
         segments_BT = document_numbers(tokens_BT, eos_id, cache.next_document)
         cache.next_document = segments_BT[:, -1] + (tokens_BT[:, -1] == eos_id).int()
         return segments_BT
