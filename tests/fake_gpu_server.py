@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from canon_pretrain.core.children import ForkServer, serve
-from canon_pretrain.fake_gpu.record import Options, Report, report_from, to_plain
+from canon_pretrain.fake_gpu.record import Options, Report, report_from
 from tests.support import ROOT
 
 TIMEOUT_S = 300.0
@@ -65,7 +65,7 @@ def main() -> None:
             getattr(fake_gpu_faults, fault)()
         report = node.run(arguments, Options(**json.loads(options)))
         unfinished = Path(out).with_suffix(".part")
-        unfinished.write_text(json.dumps(to_plain(report)))
+        unfinished.write_text(json.dumps(report, default=vars))
         unfinished.rename(out)
         os._exit(0)
 

@@ -1028,7 +1028,7 @@ def _run_checks(folder: Path, *, trains: bool) -> Iterator[tuple[str, list[Findi
 def _run_fake(arguments: argparse.Namespace) -> int:
     """Run a config on fake GPUs and print the report; return the exit code."""
     from canon_pretrain.fake_gpu.check import problems_of, run_in_subprocess, show_fake_run
-    from canon_pretrain.fake_gpu.record import Options, to_plain
+    from canon_pretrain.fake_gpu.record import Options
     from canon_pretrain.machine.gpus import GPUS
 
     check_choice("--fake", arguments.fake, GPUS)
@@ -1040,7 +1040,7 @@ def _run_fake(arguments: argparse.Namespace) -> int:
         Options(arguments.fake, arguments.world or 8),
     )
     if arguments.json:
-        print(json.dumps(to_plain(report), indent=2))
+        print(json.dumps(report, default=vars, indent=2))
     else:
         show_fake_run(report, Console(highlight=False))
     return 1 if problems_of(report) else 0

@@ -122,7 +122,8 @@ class ForkedChild:
         if self.returncode is None:
             with suppress(ChildProcessError):  # a signal handler polls within this call
                 pid, state = os.waitpid(self.pid, os.WNOHANG)
-                self.returncode = os.waitstatus_to_exitcode(state) if pid else None
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(state)
         return self.returncode
 
     def terminate(self) -> None:
@@ -195,6 +196,7 @@ def serve(function: Callable[[list[str]], None]) -> None:
                 return
             if _fork_for_driver(driver, output=files[0]):
                 break
+
         requests.sendall(str(os.getpid()).encode())
 
     # In the child: no input, and both outputs to the file that came with the request.

@@ -73,12 +73,13 @@ class _DroppingFile(io.FileIO):
         try:
             return super().write(data) or 0
         except OSError as error:
-            is_first = self.failure is None
-            self.failure = self.failure or error
-            is_stdout = self.fileno() == STDOUT
-            if is_first and is_stdout and not isinstance(error, BrokenPipeError):
-                with contextlib.suppress(OSError):
-                    os.write(STDERR, f"NOTE: stdout cannot be written to ({error})\n".encode())
+            if self.failure is None:
+                self.failure = error
+                # `| head` closes the pipe when it has read enough
+                if self.fileno() == STDOUT and not isinstance(error, BrokenPipeError):
+                    note = f"NOTE: stdout cannot be written to ({error})\n"
+                    with contextlib.suppress(OSError):
+                        os.write(STDERR, note.encode())
             # as if all of it had been written
             return len(memoryview(data).cast("B"))
 
@@ -87,7 +88,10 @@ class _PrintableStream(io.TextIOWrapper):
     """A standard stream that replaces control characters, except those of --print0 and bars."""
 
     def write(self, text: str) -> int:
-        super().write(text if isinstance(text, Rendered) else printable(text, keep="\n\t\r\0"))
+        shown_text = text
+        if not isinstance(text, Rendered):
+            shown_text = printable(text, keep="\n\t\r\0")
+        super().write(shown_text)
         return len(text)
 
 
@@ -105,9 +109,11 @@ def _open(number: int, stream: TextIO) -> _PrintableStream:
 def resilient_output() -> Iterator[None]:
     """Make sys.stdout and sys.stderr drop what cannot be written, within the block."""
     before = (sys.stdout, sys.stderr)
+
+    # Replace Python's own streams, but not those of a test.
     out = sys.__stdout__
     err = sys.__stderr__
-    if out and err and sys.stdout is out:  # not replaced by a test
+    if out and err and sys.stdout is out:
         for stream in (out, err):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -133,11 +139,13 @@ def run_process(main: Callable[[], None]) -> None:
             if not isinstance(stop.code, int | None):
                 raise
             code = stop.code or 0
+
         # what Python does before it frees modules
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a full disk, a closed stream
             stream.flush()

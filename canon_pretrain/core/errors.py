@@ -71,8 +71,10 @@ def reason_in(output: str) -> str | None:
     exceptions = [
         (rank, text) for rank, text in _EXCEPTION.findall(output) if _OF_TORCHRUN not in text
     ]
-    exceptions.sort(key=lambda exception: exception[0] != "0")  # rank 0 comes first
-    return exceptions[0][1] if exceptions else None
+    if not exceptions:
+        return None
+    _, text = min(exceptions, key=lambda exception: exception[0] != "0")
+    return text
 
 
 def exit_with(error: UserError) -> NoReturn:

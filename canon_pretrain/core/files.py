@@ -69,10 +69,10 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
     try:
         with open_file(path, "rb") as file:
             yield file
+    except FileNotFoundError as error:
+        raise UnreadableFile(path, "is missing", error) from None
     except OSError as error:
-        is_missing = error.errno == errno.ENOENT
-        fault = "is missing" if is_missing else f"cannot be read: {error.strerror}"
-        raise UnreadableFile(path, fault, error) from None
+        raise UnreadableFile(path, f"cannot be read: {error.strerror}", error) from None
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[byt
 
 def parse_json(content: bytes | str, *, finite: bool = True) -> Any:
     """`json.loads` that raises only ValueError; with `finite` also for NaN and infinities."""
-    check = _finite if finite else None
+    check = _finite if finite else None  # None: the parser's own
     try:
         return json.loads(content, parse_constant=check, parse_float=check)
     except RecursionError:
@@ -151,18 +151,18 @@ def parse_record(content: bytes | str, kind: type[T], *, finite: bool = True) ->
     except ValidationError as error:
         fault = error.errors()[0]
         field = ".".join(map(str, fault["loc"]))
-        shown_value = "" if fault["type"] == "missing" else f" (given: {fault['input']!r:.60})"
-        wrong = ValueError(f"{field or 'it'}: {fault['msg']}{shown_value}")
+        message = f"{field or 'it'}: {fault['msg']}"
+        if fault["type"] != "missing":
+            message = f"{message} (given: {fault['input']!r:.60})"
+        wrong = ValueError(message)
         wrong.field = field  # type: ignore[attr-defined]
         raise wrong from None
 
 
-def read_record(
-    path: Path, kind: type[T], *, finite: bool = True, max_bytes: int = MAX_JSON_BYTES
-) -> T:
+def read_record(path: Path, kind: type[T], *, max_bytes: int = MAX_JSON_BYTES) -> T:
     """Return the JSON file `path` as `kind` (see parse_record). Raises UnreadableFile."""
     with parsing(path):
-        return parse_record(read_bytes(path, max_bytes), kind, finite=finite)
+        return parse_record(read_bytes(path, max_bytes), kind)
 
 
 def find_record(path: Path, kind: type[T]) -> T | None:
@@ -274,7 +274,7 @@ def remove_leftovers(folder: Path, name: str = "*") -> None:
 def reserve(path: Path, num_bytes: int) -> None:
     """Create `path` with `num_bytes` of allocated disk space, without writing them."""
     with create_file(path) as file:
-        # not os.posix_fallocate, which writes every block if the file system can't allocate
+        # Allocate; not by os.posix_fallocate, which writes every block where that is impossible.
         libc = ctypes.CDLL(None, use_errno=True)
         mode = 0
         offset = ctypes.c_int64(0)
@@ -283,6 +283,7 @@ def reserve(path: Path, num_bytes: int) -> None:
             if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
                 raise OSError(code, os.strerror(code), str(path))
             os.ftruncate(file.fileno(), num_bytes)  # of that size at least
+
         file.write(bytes(min(num_bytes, READ_BYTES)))
         file.flush()
         os.fsync(file.fileno())

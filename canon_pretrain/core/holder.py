@@ -102,9 +102,11 @@ def process_lives(holder: Holder) -> bool | None:
     our_boot = boot_of(os.getpid())
     if our_boot is None or holder.boot is None or holder.host != host_name():
         return None
+
     # without the start times: the machine since it was booted, and the pid namespace
     if our_boot.rpartition("/")[0] != holder.boot.rpartition("/")[0]:
         return None
+
     try:
         with suppress(PermissionError):  # another user's
             os.kill(holder.pid, 0)
@@ -113,6 +115,7 @@ def process_lives(holder: Holder) -> bool | None:
             return True
         if boot != holder.boot:  # another process has its pid now
             return False
+
         # a zombie without live threads only waits for its parent
         is_zombie = _stat(holder.pid)[0] in "ZX"
         return not (is_zombie and len(os.listdir(f"/proc/{holder.pid}/task")) <= 1)

@@ -95,6 +95,7 @@ def live_holder(path: Path, expiry_s: float = EXPIRY_HEARTBEATS * HEARTBEAT_S) -
     snapshot = read_lock(path)
     if snapshot is None:
         return None
+
     is_alive = process_lives(snapshot.holder)
     if is_alive is None:  # on another machine
         is_alive = age_s(path, snapshot) <= expiry_s
@@ -184,9 +185,12 @@ class LinkLock:
         before = self._last_snapshot
         snapshot = self._last_snapshot = read_lock(self.path)
         now = time.monotonic()
+
         # while the disk blocked this read, it blocked the holder's heartbeat too
         passed_s = min(now - self._last_read, self.heartbeat_s)
         self._last_read = now
+
+        # a free lock, or one whose holder can be replaced at once or is silent for too long
         if snapshot is None:
             with temporary_file(self.path, self.holder) as temporary:
                 return link(temporary, self.path) and self._start_heartbeat()
@@ -197,6 +201,7 @@ class LinkLock:
             if self._silent_s < self._expiry_s:
                 return False
             reason = f"no heartbeat in {self._expiry_s:.1f} s"
+
         if not self._take_over(snapshot):
             return False
         self.log(f"{self.path.parent}: took over from {snapshot.holder}: {reason}")
@@ -233,10 +238,13 @@ class LinkLock:
 
     def _takeover_reason(self, holder: Holder) -> str | None:
         """Return why the holder can be replaced without waiting; None if it cannot."""
-        job, count = self.holder.job_id, self.holder.restart_count
+        job = self.holder.job_id
+        count = self.holder.restart_count
         if job is not None and job == holder.job_id and count > holder.restart_count:
             return f"this is restart {count} of the same Slurm job"
-        return "its process is gone" if process_lives(holder) is False else None
+        if process_lives(holder) is False:
+            return "its process is gone"
+        return None
 
     def _take_over(self, snapshot: LockSnapshot) -> bool:
         """Replace the holder of `snapshot`; False if it changed or another process was faster."""
@@ -289,6 +297,7 @@ class LinkLock:
         if holder is not None and holder.id == self.holder.id:
             self._checked_at = began
             return not self.lost
+
         # a damaged file does not say who the holder is; where the file is missing, another process
         # must have had the time to take the lock and remove it
         if holder is not None and not holder.id.startswith(files.DAMAGED):
@@ -309,6 +318,7 @@ class LinkLock:
         self._stop.set()
         for thread in self._threads:
             thread.join(JOIN_S)
+
         try:
             if not self.lost:
                 self._remove_file()
@@ -327,6 +337,7 @@ class LinkLock:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             # the disk is full: remove the file without a claim
+
         link_file = files.read(self.path)
         if link_file is not None and link_file.holder.id == self.holder.id:
             self.path.unlink(missing_ok=True)

@@ -49,8 +49,9 @@ def environment(templates: Path, *, autoescape: bool, **filters: Callable[..., A
 
 def _without_controls(value: Any) -> Any:
     """Return text with control characters replaced, except in our own markup and JSON."""
-    is_text = isinstance(value, str) and not isinstance(value, Markup)
-    return printable(value, "\n\t") if is_text else value
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return printable(value, "\n\t")
+    return value
 
 
 def write_page(
@@ -65,6 +66,7 @@ def write_page(
     if not library.exists() or library.stat().st_size != len(source):
         write_atomic(library, source)
 
+    # A page's own sheet comes last: its rules win.
     sheets = [COMMON / "page.css", templates / f"{name}.css"]
     if dark:
         sheets.insert(1, COMMON / "dark.css")

@@ -31,7 +31,9 @@ def duration(seconds: float) -> str:
     if minutes < 100:
         return f"{minutes:.0f} min"
     hours = seconds / 3600
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:,.1f} d"
+    if hours < 48:
+        return f"{hours:.1f} h"
+    return f"{hours / 24:,.1f} d"
 
 
 def size(num_bytes: float) -> str:
@@ -46,10 +48,11 @@ class Console(rich.console.Console):
     """rich's Console, which filters text before adding colors."""
 
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
-        segments = (
-            part if part.control else Segment(printable(part.text, "\n\t"), part.style)
-            for part in buffer
-        )
+        segments = []
+        for segment in buffer:
+            if not segment.control:
+                segment = Segment(printable(segment.text, "\n\t"), segment.style)
+            segments.append(segment)
         return Rendered(super()._render_buffer(segments))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from canon_pretrain.core.cli import run_process
 from canon_pretrain.core.errors import UserError, exit_with
 from canon_pretrain.fake_gpu import hooks
-from canon_pretrain.fake_gpu.record import REPORT, Options, to_plain
+from canon_pretrain.fake_gpu.record import REPORT, Options
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> None:
         report = run.FakeNode(options.gpu).run(arguments, options)
     except UserError as error:
         exit_with(error)
-    Path(os.environ[REPORT]).write_text(json.dumps(to_plain(report)))
+    Path(os.environ[REPORT]).write_text(json.dumps(report, default=vars))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the modes are never left, and threads may wait for a device

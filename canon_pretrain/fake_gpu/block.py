@@ -66,7 +66,8 @@ def count_block(
         run = empty_results(graph)
         mode = torch._guards.detect_fake_mode()
         generated = generate_code(graph, inputs, mode, is_backward=is_backward)
-        counts["backward" if is_backward else "forward"] = _count_kernels(generated, tokens)
+        direction = "backward" if is_backward else "forward"
+        counts[direction] = _count_kernels(generated, tokens)
         return run
 
     trace_block(args, torch.bfloat16, backend, count, micro_batch=micro_batch, device="cuda")

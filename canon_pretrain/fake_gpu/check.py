@@ -14,9 +14,9 @@ from canon_pretrain.core.children import start_child
 from canon_pretrain.core.errors import UserError, reason_in
 from canon_pretrain.core.terminal import Console
 from canon_pretrain.fake_gpu.record import BETWEEN, REPORT, Options, Phase, Report, report_from
-from canon_pretrain.kernels.work import Work
 from canon_pretrain.machine.gpus import GPUS
 
+MODULE = "canon_pretrain.fake_gpu"
 GIB = 2**30
 KIB = 2**10
 TERA = 1e12
@@ -42,12 +42,7 @@ def run_in_subprocess(arguments: Sequence[str], options: Options) -> Report:
         log_path = Path(folder) / "output"
         with log_path.open("wb") as output:
             child = start_child(
-                [
-                    sys.executable,
-                    *("-m", "canon_pretrain.fake_gpu"),
-                    json.dumps(vars(options)),
-                    *arguments,
-                ],
+                [sys.executable, "-m", MODULE, json.dumps(vars(options)), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -55,6 +50,7 @@ def run_in_subprocess(arguments: Sequence[str], options: Options) -> Report:
             )
             exit_code = child.wait()
 
+        # The report, or why there is none.
         log = log_path.read_text(errors="replace")
         if not report_path.exists():
             last_lines = "\n".join(log.splitlines()[-SHOWN_LINES:])
@@ -74,8 +70,8 @@ def problems_of(report: Report) -> list[str]:
     """Return what would end this run on real GPUs."""
     problems = []
     if report.error:
-        where = f" (at {report.error_line})" if report.error_line else ""
-        problems.append(f"fails{where}: {report.error}")
+        line = f" (at {report.error_line})" if report.error_line else ""
+        problems.append(f"fails{line}: {report.error}")
     if report.peak_bytes > report.memory_bytes:
         problems.append(
             f"runs out of memory: the peak is {report.peak_bytes / GIB:.1f} GiB, "
@@ -91,6 +87,7 @@ def warnings_of(report: Report) -> list[str]:
         warnings += [f"graph break, {phase.name}: {text}" for text in phase.graph_breaks]
         if phase.name not in STEADY_PHASES:
             continue
+
         warnings += [f"recompiled, {phase.name}: {text}" for text in phase.recompiles]
         warnings += [
             f"the host waits for the GPU, {phase.name}: {wait}, {count} times"
@@ -101,6 +98,7 @@ def warnings_of(report: Report) -> list[str]:
 
 def show_fake_run(report: Report, console: Console) -> None:
     """Print a report: verdict, memory, and a table of its phases."""
+    # What was run, and whether it would end early.
     has_steps = report.micro_batch > 0  # else it ended before the first one
     if has_steps:
         console.print(
@@ -113,11 +111,13 @@ def show_fake_run(report: Report, console: Console) -> None:
         console.print(f"[bold red]{problem}[/]")
     if not has_steps:
         return
+
     if report.traceback:
         console.print(report.traceback, markup=False)
     if not problems:
         console.print("[green]runs[/]")
 
+    # Memory, time, and the counts of each phase.
     console.print(_memory_line(report))
     if report.step_seconds:
         slow, likely, fast = (1000 * seconds for seconds in report.step_seconds)
@@ -149,6 +149,7 @@ def _phase_table(report: Report) -> Table:
     table.add_column("phase")
     for title in ("peak GiB", "kernels", "KiB/token", "TFLOP", "exchanged GiB", "waits", "graphs"):
         table.add_column(title, justify="right")
+
     tokens = report.micro_batch * report.seq_len
     for phase in report.phases:
         if phase.name != BETWEEN:
@@ -157,9 +158,7 @@ def _phase_table(report: Report) -> Table:
 
 
 def _cells(phase: Phase, tokens: int) -> list[str]:
-    work = Work()
-    work.add(phase.compiled)
-    work.add(phase.eager)
+    work = phase.work()
     return [
         f"{phase.peak_bytes / GIB:.2f}",
         f"{work.launches:,}",

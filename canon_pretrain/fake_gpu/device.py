@@ -22,15 +22,28 @@ from canon_pretrain.machine.gpus import Gpu
 
 CUDA = torch.device("cuda", 0)
 RNG_STATE_BYTES = 16
+# of torch.cuda.memory_stats, those that are not 0
+CURRENT_STATS = ("active_bytes.all.current", "reserved_bytes.all.current")
+PEAK_STATS = ("active_bytes.all.peak", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
 
 
 def install(gpu: Gpu, num_devices: int, tracker: Tracker) -> None:
     """Replace what asks for a GPU; waits and memory come from and go to `tracker`."""
+    properties = gpu.properties
+    # what torch.cuda, dynamo and Inductor ask about the GPUs
+    queries: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "device_count": lambda: num_devices,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_properties": lambda device=None: properties,
+    }
     _install_streams(tracker)
-    _install_queries(gpu, num_devices)
+    _install_queries(gpu, queries)
     _install_memory(gpu, tracker)
     _install_random_state()
-    _install_compilers(gpu, num_devices)
+    _install_compilers(gpu, queries)
     _install_host_reads(tracker)
     _install_sharding(tracker)
 
@@ -105,23 +118,17 @@ def _install_streams(tracker: Tracker) -> None:
     _replace(torch, Stream=Stream, Event=Event)
 
 
-def _install_queries(gpu: Gpu, num_devices: int) -> None:
-    properties = gpu.properties
+def _install_queries(gpu: Gpu, queries: dict[str, Any]) -> None:
     _replace(
         torch.cuda,
-        is_available=lambda: True,
+        **queries,
         is_initialized=lambda: True,
         _is_compiled=lambda: True,
         init=lambda: None,
         _lazy_init=lambda: None,
         _lazy_call=lambda call, **options: None,
-        device_count=lambda: num_devices,
-        current_device=lambda: 0,
-        set_device=lambda device: None,
         get_device_name=lambda device=None: gpu.name,
         get_device_capability=lambda device=None: gpu.capability,
-        get_device_properties=lambda device=None: properties,
-        is_bf16_supported=lambda *args, **kwargs: True,
     )
     _replace(torch.version, cuda="13.0")
     _replace(torch.accelerator, current_accelerator=lambda *args, **kwargs: torch.device("cuda"))
@@ -131,14 +138,8 @@ def _install_memory(gpu: Gpu, tracker: Tracker) -> None:
     """Memory statistics are the tracker's, which sees what is allocated, resized and freed."""
 
     def memory_stats(device: Any = None) -> dict[str, int]:
-        peak = tracker.phase.peak_bytes
-        stats = {
-            "active_bytes.all.current": tracker.current,
-            "active_bytes.all.peak": peak,
-            "allocated_bytes.all.peak": peak,
-            "reserved_bytes.all.current": tracker.current,
-            "reserved_bytes.all.peak": peak,
-        }
+        stats = dict.fromkeys(CURRENT_STATS, tracker.current)
+        stats |= dict.fromkeys(PEAK_STATS, tracker.phase.peak_bytes)
         return defaultdict(int, stats)
 
     _replace(
@@ -180,7 +181,7 @@ def _install_random_state() -> None:
     )
 
 
-def _install_compilers(gpu: Gpu, num_devices: int) -> None:
+def _install_compilers(gpu: Gpu, queries: dict[str, Any]) -> None:
     """Inductor, dynamo and Triton compile for the GPU, as far as source code."""
     import torch._inductor.config as inductor
     import torch._subclasses.fake_tensor as fake_tensor
@@ -196,33 +197,24 @@ def _install_compilers(gpu: Gpu, num_devices: int) -> None:
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
     _replace(fake_tensor, init_gpu_context=lambda device: None)
 
-    # what dynamo and Inductor ask about the device
+    # dynamo and Inductor
     major, minor = gpu.capability
-    properties = gpu.properties
-    answers: dict[str, Any] = {
-        "is_available": lambda: True,
-        "is_bf16_supported": lambda *args, **kwargs: True,
+    capability = 10 * major + minor
+    answers = queries | {
         "is_triton_capable": lambda device=None: True,
         "raise_if_triton_unavailable": lambda device=None: None,
-        "device_count": lambda: num_devices,
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,
         "synchronize": lambda device=None: None,
-        "get_compute_capability": lambda device=None: 10 * major + minor,
-        "get_device_properties": lambda device=None: properties,
+        "get_compute_capability": lambda device=None: capability,
     }
-    _replace(CudaInterface, **{name: staticmethod(answer) for name, answer in answers.items()})
-    _replace(CudaInterface, device=NoContext)
-    _replace(
-        CudaInterface.Worker,
-        get_device_properties=staticmethod(lambda device=None: properties),
-        current_device=staticmethod(lambda: 0),
-    )
+    answers = {name: staticmethod(answer) for name, answer in answers.items()}
+    _replace(CudaInterface, **answers, device=NoContext)
+    for name in ("get_device_properties", "current_device"):
+        setattr(CudaInterface.Worker, name, answers[name])
 
     # Triton's driver, which would need the GPU's library
     triton.runtime.driver._active = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, properties.warp_size),
-        get_current_device=lambda: 0,
+        get_current_target=lambda: GPUTarget("cuda", capability, gpu.properties.warp_size),
+        get_current_device=queries["current_device"],
         get_current_stream=lambda device=None: 0,
         get_active_torch_device=lambda: CUDA,
         get_device_interface=lambda: torch.cuda,
@@ -240,7 +232,9 @@ def _install_host_reads(tracker: Tracker) -> None:
             if tensor.device.type == "cuda":
                 tracker.wait(f"{name}()")
             values = tracker.answer(tensor, "tolist")
-            return np.array(values) if name == "numpy" else values
+            if name == "numpy":
+                return np.array(values)
+            return values
 
         return read
 

@@ -59,25 +59,21 @@ class GraphCompiler:
         original = compile_fx.compile_fx
 
         def compile_graph(
-            graph: Any,
-            inputs: Any,
-            inner_compile: Any = None,
-            config_patches: Any = None,
-            **options: Any,
+            graph: Any, inputs: Any, inner_compile: Any = None, *args: Any, **options: Any
         ) -> Any:
             # compile_fx calls itself with an inner compiler that is wrapped in the options: taking
             # ours there instead would lose them in the backward graph
             if inner_compile in (None, compile_fx.compile_fx_inner):
                 inner_compile = self.compile
-            return original(
-                graph, inputs, inner_compile=inner_compile, config_patches=config_patches, **options
-            )
+            return original(graph, inputs, inner_compile, *args, **options)
 
         compile_fx.compile_fx = compile_graph  # type: ignore[assignment]
         self._watch_dynamo()
 
     def _watch_dynamo(self) -> None:
         """Add dynamo's messages about breaks and recompiles to the phase in which they appear."""
+        from torch._logging._internal import log_registry
+
         torch._logging.set_logs(recompiles=True, graph_breaks=True)
         tracker = self.tracker
 
@@ -89,9 +85,11 @@ class GraphCompiler:
                 elif record.name.endswith("__graph_breaks"):
                     tracker.phase.graph_breaks.append(message)
 
-        for logger in map(logging.getLogger, _artifact_loggers()):
-            logger.handlers = [Handler()]
-            logger.propagate = False
+        for name in log_registry.artifact_log_qnames:
+            if name.endswith(("__recompiles", "__graph_breaks")):
+                logger = logging.getLogger(name)
+                logger.handlers = [Handler()]
+                logger.propagate = False
 
     def compile(
         self,
@@ -118,13 +116,6 @@ class GraphCompiler:
         )
 
 
-def _artifact_loggers() -> list[str]:
-    from torch._logging._internal import log_registry
-
-    names = log_registry.artifact_log_qnames
-    return [name for name in names if name.endswith(("__recompiles", "__graph_breaks"))]
-
-
 def _digest(graph: fx.GraphModule) -> str:
     """Return a key that is equal for graphs with equal code, shapes and dtypes."""
     values = [node.meta.get("val") for node in _placeholders(graph)]
@@ -139,10 +130,11 @@ def lower(graph: fx.GraphModule, is_backward: bool, is_inference: bool) -> Lower
     values = [node.meta.get("val") for node in graph.graph.nodes]
     mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
 
-    # counted before the code is generated, which changes the graph
+    # Count before the code is generated, which changes the graph.
     work = Work(flops=count_products(graph))
     work.add(recurrence_work(graph))
 
+    # Launches and bytes of the generated code; the recurrences are counted above.
     generated = generate_code(
         graph, inputs, mode, is_backward=is_backward, is_inference=is_inference
     )
@@ -186,23 +178,25 @@ def _runner(
         inputs = list(arguments)
         arguments.clear()  # from here on only this function keeps them
         tracker.phase.compiled.add(lowered.work)
-        tracker.count_temporary("temporaries of a compiled graph", lowered.temporary_bytes)
+        tracker.count_temporary(lowered.temporary_bytes)
 
         # a storage that several results share is allocated once
         storages: dict[fx.Node, Tensor] = {}
 
-        def storage_of(output: Output) -> Tensor:
+        results = []
+        for output in outputs:
+            if not isinstance(output, Output):
+                results.append(output)
+                continue
             if output.input_index is not None:
-                return inputs[output.input_index]
-            if output.base not in storages:
-                storages[output.base] = _allocate(output.base.meta["val"])
-                tracker.observe(storages[output.base], part)
-            return storages[output.base]
-
-        return [
-            _view_of(storage_of(output), output) if isinstance(output, Output) else output
-            for output in outputs
-        ]
+                storage = inputs[output.input_index]
+            elif output.base in storages:
+                storage = storages[output.base]
+            else:
+                storage = storages[output.base] = _allocate(output.base.meta["val"])
+                tracker.observe(storage, part)
+            results.append(_view_of(storage, output))
+        return results
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -43,6 +43,7 @@ def build() -> Path:
             torch=torch_version,
         )
 
+    # One build per source and torch version.
     digest = hashlib.sha256(SOURCE.read_bytes() + torch_version.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     library = cache / "canon_pretrain" / "fake_gpu" / f"hooks-{digest}.so"
@@ -64,11 +65,18 @@ def _compile(torch: Path, library: Path) -> None:
     include = torch / "include"
     command = [
         *shlex.split(compiler),  # may be two words, such as ccache g++
-        *("-O1", "-shared", "-fPIC", "-std=c++20"),
-        *(f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"),
+        "-O1",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        f"-I{include}",
+        f"-I{include / 'torch/csrc/api/include'}",
         str(SOURCE),
-        *("-o", str(library)),
-        *(f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"),
+        "-o",
+        str(library),
+        f"-L{torch / 'lib'}",
+        "-lc10",
+        "-ltorch_cpu",
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)

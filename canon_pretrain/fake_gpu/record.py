@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from canon_pretrain.kernels.work import Work
@@ -36,6 +36,13 @@ class Phase:
     """Names of the graphs that were compiled."""
     recompiles: list[str] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
+
+    def work(self) -> Work:
+        """Return the work of compiled graphs and of single operators."""
+        work = Work()
+        work.add(self.compiled)
+        work.add(self.eager)
+        return work
 
 
 @dataclass(frozen=True)
@@ -79,19 +86,8 @@ class Report:
         raise KeyError(name)
 
 
-def to_plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it (`dataclasses.asdict` breaks counters)."""
-    if is_dataclass(value):
-        return to_plain(vars(value))
-    if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [to_plain(item) for item in value]
-    return value
-
-
 def report_from(row: Mapping[str, Any]) -> Report:
-    """Return the report that `to_plain` wrote."""
+    """Return the report whose JSON, by `json.dumps(report, default=vars)`, is `row`."""
     phases = [_phase_from(fields) for fields in row["phases"]]
     return Report(**{**row, "phases": phases})
 

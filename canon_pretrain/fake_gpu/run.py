@@ -19,7 +19,6 @@ from canon_pretrain.fake_gpu import device, world
 from canon_pretrain.fake_gpu.graphs import GraphCompiler
 from canon_pretrain.fake_gpu.record import STEP_NAMES, Options, Report
 from canon_pretrain.fake_gpu.tracker import Answer, Tracker, calling_line, filled
-from canon_pretrain.kernels.work import Work
 from canon_pretrain.machine.gpus import GPUS, GPUS_PER_NODE
 
 NUM_DOCUMENTS = 120
@@ -34,7 +33,7 @@ class FakeNode:
     The hooks must have been loaded. A process runs one job; forks of it may run one each.
     """
 
-    def __init__(self, gpu: str = "h100") -> None:
+    def __init__(self, gpu: str) -> None:
         self.gpu = gpu
         self.tracker = Tracker()
         self.compiler = GraphCompiler(self.tracker)
@@ -76,15 +75,12 @@ def _step_seconds(report: Report) -> list[float]:
     if "quiet step" not in (phase.name for phase in report.phases):
         return []
     quiet = report.phase("quiet step")
-    work = Work()
-    work.add(quiet.compiled)
-    work.add(quiet.eager)
 
     # FSDP2 exchanges over all ranks: within one node, or else at the network's speed
     num_bytes = quiet.collective_bytes.total()
     is_one_node = report.world_size <= GPUS_PER_NODE
     counts = StepCounts(
-        work=work,
+        work=quiet.work(),
         node_bytes=num_bytes if is_one_node else 0,
         network_bytes=0 if is_one_node else num_bytes,
         num_blocks=report.num_blocks,
@@ -164,13 +160,14 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
 
     from canon_pretrain.titan import checkpoint, launch, parallelize, spec, trainer, validation
 
-    # kernels are not run, so they are not compared either; weights have no values
+    # Kernels are not run, so they are not compared either; weights have no values.
     parallelize._check_backend = _check_backend  # type: ignore[assignment]
     spec.write_shard = lambda parameter, value: None
     checkpoint.CanonCheckpointManager.check_room = lambda self: None  # type: ignore[method-assign]
     launch.check_room = lambda *args, **kwargs: None
     tracker.answers += [_validation_answer(tracker), EqualLoad(parallelize.ExpertExchange)]
 
+    # Phases: each step, each save, validation.
     _fake_tensors_from_the_mesh_on(torchtitan.train.Trainer, tracker)
     trainer_class = trainer.CanonTrainer
     advance = trainer_class.advance
@@ -235,7 +232,9 @@ def _check_backend(job: Any, backend: str, *details: Any) -> Any:
     """Answer for `parallelize._check_backend`: Canon's Triton kernels pass, packages do not."""
     from canon_pretrain.titan.parallelize import CheckResult
 
-    problem = None if backend == "triton" else f"{backend} is refused on a fake GPU"
+    problem = None
+    if backend != "triton":
+        problem = f"{backend} is refused on a fake GPU"
     return CheckResult(problem, "fake GPU")
 
 

@@ -27,7 +27,9 @@ ALLOCATION_BYTES = 512  # CUDA's caching allocator rounds each block up to a mul
 HERE = Path(__file__).parent
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
+# parts of the memory
 OTHER = "other"
+TEMPORARY = "temporaries of a compiled graph"
 COLLECTIVES = ("c10d", "_c10d_functional")
 TO_COPY = torch.ops.aten._to_copy.default
 COPY = torch.ops.aten.copy_.default
@@ -71,7 +73,6 @@ class Tracker(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._part_of: dict[int, str] = {}
         self._references: dict[int, Any] = {}  # weak, with a callback when it is freed
-        self._began = time.monotonic()
         self.begin(BETWEEN)
 
     @classmethod
@@ -125,13 +126,13 @@ class Tracker(TorchDispatchMode):
     def label(self, part: str, tensors: Iterable[Tensor]) -> None:
         """Count the storages of `tensors` (DTensors: of this rank) as `part` from now on."""
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            key = local.untyped_storage()._cdata
-            if key not in self._sizes:
-                continue
-            self.parts[self._part_of[key]] -= self._sizes[key]
-            self.parts[part] += self._sizes[key]
-            self._part_of[key] = part
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            key = tensor.untyped_storage()._cdata
+            if key in self._sizes:
+                self.parts[self._part_of[key]] -= self._sizes[key]
+                self.parts[part] += self._sizes[key]
+                self._part_of[key] = part
 
     def observe(self, tensor: Tensor, part: str) -> None:
         """Count the storage of a CUDA tensor as `part`; OTHER does not change what it was."""
@@ -139,28 +140,26 @@ class Tracker(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        size = _rounded(int(storage.nbytes()))
-
         if key not in self._sizes:
             self._references[key] = weakref.ref(storage, lambda _: self._freed(key))
             self._part_of[key] = part
+            self._sizes[key] = 0
         elif part != OTHER:  # allocated by `empty`, then passed to an operator that says more
             self.label(part, [tensor])
-        self._change(self._part_of[key], size - self._sizes.get(key, 0))
-        self._sizes[key] = size
+        self.resized(storage, int(storage.nbytes()))
 
     def resized(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Follow `storage.resize_`, by which FSDP2 frees what it gathered."""
         key = storage._cdata
         if key in self._sizes:
-            size = _rounded(num_bytes)
+            size = -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES  # rounded up
             self._change(self._part_of[key], size - self._sizes[key])
             self._sizes[key] = size
 
-    def count_temporary(self, part: str, num_bytes: int) -> None:
-        """Count temporary memory that is free again when this returns."""
-        self._change(part, num_bytes)
-        self._change(part, -num_bytes)
+    def count_temporary(self, num_bytes: int) -> None:
+        """Count memory that a compiled graph allocates, and frees before it returns."""
+        self._change(TEMPORARY, num_bytes)
+        self._change(TEMPORARY, -num_bytes)
 
     def _freed(self, key: int) -> None:
         self._change(self._part_of.pop(key), -self._sizes.pop(key))
@@ -184,14 +183,14 @@ class Tracker(TorchDispatchMode):
         if question == "repeat_interleave":
             return tensor.numel()
 
-        default: float | bool | int
+        default: float | bool | int = 1
         if tensor.dtype.is_floating_point:
             default = 0.0
         elif tensor.dtype == torch.bool:
             default = False
-        else:
-            default = 1
-        return default if question == "item" else filled(tensor.shape, default)
+        if question == "item":
+            return default
+        return filled(tensor.shape, default)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -238,10 +237,11 @@ class Tracker(TorchDispatchMode):
                     self.observe(value, part)
 
     def _record_waits(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record what this operator makes the host wait for, if anything."""
         if func in (TO_COPY, COPY):
             self._record_copy(func, args, kwargs)
             return
-        if all(tensor.device.type != "cuda" for tensor in _tensors_in(args)):
+        if not _has_gpu_tensor(_tensors_in(args)):
             return
 
         name = func.name()
@@ -258,24 +258,25 @@ class Tracker(TorchDispatchMode):
 
     def _record_copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record a copy between host and device for which the host waits."""
+        is_async = kwargs.get("non_blocking")
         if func is COPY:  # target, source[, non_blocking]
             target = args[0].device
             source = args[1].device
-            is_async = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+            is_async = is_async or (len(args) > 2 and args[2])
         else:
             source = args[0].device
             target = torch.device(kwargs.get("device") or source)
-            is_async = kwargs.get("non_blocking")
         if {source.type, target.type} == {"cpu", "cuda"} and not is_async:
             self.wait(f"blocking copy {source.type} -> {target.type}")
 
     def _record_work(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        """Add an operator's kernels, or a collective's bytes, to the current phase."""
         if launches_nothing(func):
             return
         tensors = _tensors_in((args, kwargs, output))
-        if not any(tensor.device.type == "cuda" for tensor in tensors):
+        if not _has_gpu_tensor(tensors):
             return
 
         phase = self.phase
@@ -292,15 +293,15 @@ def _tensors_in(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
+def _has_gpu_tensor(tensors: Iterable[Tensor]) -> bool:
+    return any(tensor.device.type == "cuda" for tensor in tensors)
+
+
 def filled(shape: Iterable[int], value: Any) -> Any:
     """Return nested lists of `shape` that hold `value`."""
     for length in reversed(list(shape)):
         value = [value] * length
     return value
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ALLOCATION_BYTES) * ALLOCATION_BYTES
 
 
 def is_tracing() -> bool:
@@ -326,8 +327,10 @@ def calling_line(frames: Sequence[traceback.FrameSummary] | None = None) -> str:
         frames = traceback.extract_stack()[:-1]
     if not frames:
         return ""
+
+    # without such a frame, the innermost one
     relevant = [frame for frame in frames if _is_relevant(frame.filename)]
-    innermost = relevant[-1] if relevant else frames[-1]
+    innermost = (relevant or frames)[-1]
     parts = Path(innermost.filename).parts[-3:]
     return f"{'/'.join(parts)}:{innermost.lineno} {innermost.name}"
 
@@ -349,9 +352,8 @@ def check_devices(func: Any, args: tuple[Any, ...]) -> None:
     if torch.Tag.pointwise in func.tags or func in (TO_COPY, COPY, FILL) or launches_nothing(func):
         return
     tensors = _tensors_in(args)
-    has_gpu_tensor = any(tensor.device.type == "cuda" for tensor in tensors)
     has_cpu_scalar = any(tensor.device.type == "cpu" and tensor.ndim == 0 for tensor in tensors)
-    if has_gpu_tensor and has_cpu_scalar:
+    if has_cpu_scalar and _has_gpu_tensor(tensors):
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"cuda:0 and cpu! (when checking arguments of {func})"

@@ -64,11 +64,11 @@ def install() -> None:
 
 def _without_modes(method: Any) -> Any:
     """Return a function or (static) method that runs with real tensors."""
-    is_static = isinstance(method, staticmethod)
-    function = method.__func__ if is_static else method
+    if isinstance(method, staticmethod):
+        return staticmethod(_without_modes(method.__func__))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            return function(*args, **kwargs)
+            return method(*args, **kwargs)
 
-    return staticmethod(run) if is_static else run
+    return run

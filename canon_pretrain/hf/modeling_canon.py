@@ -29,7 +29,7 @@ from canon_pretrain.hf.config import (
     to_ours,
 )
 from canon_pretrain.model.cache import Cache
-from canon_pretrain.model.canon import Canon, ShortConv
+from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.init import initial_value
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
 
@@ -265,7 +265,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for module in model.modules():
-            if isinstance(module, Canon) and not isinstance(module, ShortConv):
+            if isinstance(module, Canon):
                 module.weight.requires_grad_(model.core.args.canon_trainable)
         return loaded
 

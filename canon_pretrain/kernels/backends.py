@@ -242,12 +242,14 @@ def canon_gate(
     gate_weight, up_weight = weight_C1K.split((gate_BTF.shape[-1], up_BTF.shape[-1]))
     gate_BTF = canon(gate_BTF, gate_weight, activation=activation, backend=backend, **options)
     up_BTF = canon(up_BTF, up_weight, activation=activation, backend=backend, **options)
-    return ffn_activation(gate_BTF, relu2) * up_BTF
+    return ffn_activation(gate_BTF, "relu2" if relu2 else "silu") * up_BTF
 
 
-def ffn_activation(x: Tensor, relu2: bool) -> Tensor:
-    """Return silu, or relu squared, of x."""
-    return F.relu(x).square() if relu2 else F.silu(x)
+def ffn_activation(x: Tensor, name: str) -> Tensor:
+    """Return silu, relu squared ("relu2") or GPT-2's gelu of x."""
+    if name == "gelu":
+        return F.gelu(x, approximate="tanh")
+    return F.relu(x).square() if name == "relu2" else F.silu(x)
 
 
 def _is_interpreted() -> bool:

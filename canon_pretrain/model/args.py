@@ -15,6 +15,9 @@ MIXERS = ("attention", "gla", "mamba2", "gated_deltanet")
 ROTARY = ("rope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
 POSITIONS = ("rope", "nope", "alibi", "h_alibi", *ROTARY[1:])
 CANON_SITES = "ABCD"
+# of the layouts that rotate a part of the heads, or of each rotating head's dims (Figure 22)
+_HEADS_PER_ROTATED = {"partial_rope_a": 2, "partial_rope_b": 4}
+_DIMS_PER_ROTATED = {"partial_rope_a": 2, "partial_rope_c": 4}
 
 
 @dataclass(frozen=True)
@@ -147,21 +150,23 @@ class ModelArgs:
     """Seed of the initial weights, which are the same at every world size."""
 
     def __post_init__(self) -> None:
+        # each site at most once, and nothing else
         letters = "".join(sorted(self.canon_set.upper()))
-        has_repeats = len(set(letters)) < len(letters)
-        if has_repeats or not set(letters) <= set(CANON_SITES):
+        sites = "".join(site for site in CANON_SITES if site in letters)
+        if letters != sites:
             raise UserError(
                 "model.canon_set",
                 f'canon_set = "{self.canon_set}": expected each of the sites A, B, C and D at most '
                 'once, such as "AC", or "" for no Canon',
                 given=self.canon_set,
             )
-        # normalize, so that "ca" and "AC" are equal args
-        object.__setattr__(self, "canon_set", letters)
+
+        # Normalize, so that "ca" and "AC", or a default and its value, are equal args.
+        object.__setattr__(self, "canon_set", sites)
         if self.num_kv_heads == self.num_heads:
             object.__setattr__(self, "num_kv_heads", 0)
         _check(self)
-        # 0 is a quarter; only once head_dim is known to be valid
+        # only once head_dim is checked
         if 4 * self.partial_rope_dim == self.head_dim:
             object.__setattr__(self, "partial_rope_dim", 0)
 
@@ -189,8 +194,9 @@ class ModelArgs:
     @property
     def value_dim(self) -> int:
         """V of a recurrent mixer: the columns of a head's state."""
-        expand = 2.0 if self.mixer == "mamba2" else self.expand_v
-        return round(expand * self.dim) // self.num_heads
+        if self.mixer == "mamba2":
+            return 2 * self.dim // self.num_heads
+        return round(self.expand_v * self.dim) // self.num_heads
 
     @property
     def mixer_parts(self) -> tuple[int, ...]:
@@ -205,13 +211,16 @@ class ModelArgs:
     @property
     def conv_channels(self) -> int:
         """Channels of the native conv1d: those of q, k and v, or of Mamba2's x, B and C."""
-        return self.mixer_parts[1] if self.mixer == "mamba2" else sum(self.mixer_parts)
+        if self.mixer == "mamba2":
+            return self.mixer_parts[1]
+        return sum(self.mixer_parts)
 
     @property
     def reach(self) -> int:
         """How many tokens before a token its block's convolutions and state depend on directly."""
-        has_conv = self.canon_set or self.mixer != "attention"
-        return self.canon_kernel - 1 if has_conv else 0
+        if self.mixer == "attention" and not self.canon_set:
+            return 0
+        return self.canon_kernel - 1
 
     @property
     def ffn_in_dim(self) -> int:
@@ -227,8 +236,12 @@ class ModelArgs:
     @property
     def canon_parts(self) -> dict[str, int]:
         """Number of linear-layer outputs that each of this model's Canon sites mixes."""
-        parts = {"B": 1 if self.mixer == "mamba2" else 3, "D": 2 if self.ffn == "gated" else 1}
-        return {site: parts.get(site, 1) for site in self.canon_set}
+        parts = {"A": 1, "B": 3, "C": 1, "D": 1}  # B: of wq, wk and wv
+        if self.mixer == "mamba2":
+            parts["B"] = 1  # of in_proj
+        if self.ffn == "gated":
+            parts["D"] = 2  # of w1 and w3
+        return {site: parts[site] for site in self.canon_set}
 
     @property
     def canon_bound(self) -> float:
@@ -238,31 +251,28 @@ class ModelArgs:
     @property
     def rope_share(self) -> int:
         """One in this many heads rotates, of q and of k: the first ones."""
-        return {"partial_rope_a": 2, "partial_rope_b": 4}.get(self.position, 1)
+        return _HEADS_PER_ROTATED.get(self.position, 1)
 
     @property
     def rope_dim(self) -> int:
-        """How many dims of a rotating head rotate: the first ones; 0 if none does."""
+        """Number of dims of a rotating head that rotate: the first ones; 0 if none does."""
         if self.position not in ROTARY:
             return 0
-        if self.partial_rope_dim:
-            return self.partial_rope_dim
-        divisor = {"partial_rope_a": 2, "partial_rope_c": 4}.get(self.position, 1)
-        return self.head_dim // divisor
+        return self.partial_rope_dim or self.head_dim // _DIMS_PER_ROTATED.get(self.position, 1)
 
 
-def _marks(kind: type) -> dict[str, Any]:
-    """Return what is of type `kind` in the annotations of ModelArgs, by field."""
-    marks = {}
+def _annotated_fields(kind: type) -> Mapping[str, Any]:
+    """Return the annotation of type `kind` of each field of ModelArgs that has one."""
+    annotations = {}
     for name, hint in get_type_hints(ModelArgs, include_extras=True).items():
-        for mark in getattr(hint, "__metadata__", ()):
-            if isinstance(mark, kind):
-                marks[name] = mark
-    return marks
+        for annotation in getattr(hint, "__metadata__", ()):
+            if isinstance(annotation, kind):
+                annotations[name] = annotation
+    return MappingProxyType(annotations)
 
 
-RANGES: Mapping[str, Range] = MappingProxyType(_marks(Range))
-CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(_marks(tuple))
+RANGES: Mapping[str, Range] = _annotated_fields(Range)
+CHOICES: Mapping[str, tuple[str, ...]] = _annotated_fields(tuple)
 
 _MIXERS_OF = {
     "qk_norm": ("attention",),
@@ -291,7 +301,7 @@ _CANON_FIELDS = ("canon_residual", "canon_activation", "canon_trainable", "canon
 
 
 def _check(args: ModelArgs) -> None:
-    # Each field alone
+    # Each field alone.
     for name, range_ in RANGES.items():
         value = getattr(args, name)
         if not range_.contains(value):
@@ -299,7 +309,7 @@ def _check(args: ModelArgs) -> None:
     for name, choices in CHOICES.items():
         check_choice(name, getattr(args, name), choices)
 
-    # Fields together
+    # Fields together.
     if args.document_mask and args.eos_id >= args.vocab_size:
         raise _out_of_range(
             "eos_id",
@@ -352,21 +362,23 @@ def _check_position(args: ModelArgs) -> None:
                 f"an even number below the head dim, {args.head_dim}, or 0 for a quarter",
             )
 
-    # one in `rope_share` heads rotates, of q and of k; half of H-ALiBi's heads have a window
-    heads_divisor = 2 if args.position == "h_alibi" else args.rope_share
-    if args.position == "h_alibi" or not args.num_kv_heads:
-        _divide_for_position(args, "num_heads", args.num_heads, heads_divisor)
+    # half of H-ALiBi's heads have a window; one in `rope_share` heads rotates, of q and of k
+    if args.position == "h_alibi":
+        _divide_for_position(args, "num_heads", 2)
+    elif args.num_kv_heads:  # num_heads is a multiple of it
+        _divide_for_position(args, "num_kv_heads", args.rope_share)
     else:
-        _divide_for_position(args, "num_kv_heads", args.num_kv_heads, heads_divisor)
+        _divide_for_position(args, "num_heads", args.rope_share)
 
-    # dims rotate in pairs: all, the half (a), or a quarter (c)
-    dims_divisor = {"rope": 2, "partial_rope_a": 4, "partial_rope_b": 2, "partial_rope_c": 8}
+    # dims rotate in pairs
     if args.partial_rope_dim:
-        dims_divisor["partial_rope_c"] = 2
-    _divide_for_position(args, "head_dim", args.head_dim, dims_divisor.get(args.position, 1))
+        _divide_for_position(args, "head_dim", 2)
+    elif args.position in ROTARY:
+        _divide_for_position(args, "head_dim", 2 * _DIMS_PER_ROTATED.get(args.position, 1))
 
 
-def _divide_for_position(args: ModelArgs, name: str, number: int, divisor: int) -> None:
+def _divide_for_position(args: ModelArgs, name: str, divisor: int) -> None:
+    number = getattr(args, name)
     if number % divisor:
         raise UserError(
             "model.not_divisible",
@@ -403,7 +415,7 @@ def _check_ffn(args: ModelArgs) -> None:
             _refuse(args, ["ffn_activation"], 'a feed-forward, but ffn = "none"')
         return
 
-    # mixtures of experts
+    # Mixtures of experts.
     if args.experts_per_token > args.num_experts:
         raise _out_of_range(
             "experts_per_token", args.experts_per_token, f"at most num_experts = {args.num_experts}"
@@ -431,7 +443,7 @@ def _check_canon(args: ModelArgs) -> None:
             "experts, whose inner channels D could not mix: choose from A, B and C",
         )
 
-    # options of Canon
+    # Options of Canon.
     if args.canon_filter == "dynamic" and not args.canon_trainable:
         _refuse(args, ["canon_trainable"], 'canon_filter = "static"')
     if not args.canon_set:
@@ -517,6 +529,7 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
     A layer has about 12 D^2 parameters as Llama's, or 6 D^2 of Mamba2 without feed-forward, of
     which there are twice as many (appendix C).
     """
+    # The mixer: its heads and widths, without positions.
     sizes = dict(overrides)
     mixer = sizes.get("mixer", base.mixer)
     is_new_mixer = mixer != base.mixer
@@ -530,11 +543,13 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
         # ModelArgs refuses an unknown mixer
         sizes = defaults | _MIXER_SIZES.get(mixer, {}) | sizes
 
+    # The feed-forward's F / D; without it twice the layers.
     ffn = sizes.get("ffn", base.ffn)
-    is_new_ffn = ffn != base.ffn
-    if is_new_ffn and ffn == "none":
-        sizes.setdefault("num_layers", 2 * base.num_layers)
-    expansion = _FFN_EXPANSION.get(ffn) if is_new_ffn else None
+    expansion = None
+    if ffn != base.ffn:
+        expansion = _FFN_EXPANSION.get(ffn)
+        if ffn == "none":
+            sizes.setdefault("num_layers", 2 * base.num_layers)
     if is_new_mixer and mixer in _SMALL_MIXERS and ffn == "gated":
         expansion = 2
     if expansion is not None:

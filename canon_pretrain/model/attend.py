@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +86,8 @@ class Attend(nn.Module):
         check_backend(args, backend)
         self.args = args
         self.backend = backend
+        # H-ALiBi: the first half of the heads has a window
+        self.num_windowed = args.num_heads // 2 if args.position == "h_alibi" else 0
 
     def implementation(self, device_type: str, *, masked: bool) -> str:
         """Return "sdpa", "flex" or a package; `masked`: the batch has segments."""
@@ -115,69 +117,78 @@ class Attend(nn.Module):
         name = self.implementation(device.type, masked=segments_BS is not None)
         if name == "flash_attn":
             if segments_BS is not None:
-                raise UserError(
-                    "attention.unsupported",
-                    f'attention_backend = "{name}" supports no padding; choose "auto"',
-                    backend=name,
-                    feature="padding",
-                )
+                raise _unsupported(name, "padding")
             return None
-
-        num_heads = self.args.num_heads
-        is_windowed = self.args.position == "h_alibi"
-
-        def mask_mod(b: Any, h: Any, q: Any, s: Any) -> Any:
-            """Return whether the query at q + `offset` of head h may attend to key s in row b."""
-            return _is_visible(b, h, q + offset, s, segments_BS, num_heads if is_windowed else 0)
 
         # Flex attention for whole sequences; where tokens continue a cache, SDPA replaces it.
-        num_rows = None if segments_BS is None else segments_BS.shape[0]
         if name == "flex" and offset == 0:
-            create = create_block_mask if device.type == "cpu" else _compiled(create_block_mask)
-            return create(
-                mask_mod,
-                num_rows,
-                num_heads if is_windowed else None,
-                num_queries,
-                num_keys,
-                device=device.type,
-            )
+            return self._block_mask(segments_BS, num_keys, device)
 
         # SDPA has its own causal mask for a whole sequence, and a single query sees all keys.
-        is_causal_only = segments_BS is None and not is_windowed
+        is_causal_only = segments_BS is None and not self.num_windowed
         if is_causal_only and (offset == 0 or num_queries == 1):
             return None
-        sizes = (num_rows or 1, num_heads, num_queries, num_keys)
-        return mask_mod(*(_indices(n, dim, device) for dim, n in enumerate(sizes)))
+        keys_S = torch.arange(num_keys, device=device)
+        return self._visible_keys(keys_S[offset:], keys_S, segments_BS)
+
+    def _block_mask(
+        self, segments_BS: Tensor | None, num_tokens: int, device: torch.device
+    ) -> BlockMask:
+        """Return the mask of a whole sequence for flex attention."""
+        num_windowed = self.num_windowed  # flex attention traces `mask_mod`: without a module
+
+        def mask_mod(b: Any, h: Any, q: Any, s: Any) -> Any:
+            """Return whether the query at q of head h may attend to key s in row b."""
+            return _is_visible(b, h, q, s, segments_BS, num_windowed)
+
+        create = create_block_mask if device.type == "cpu" else _compiled(create_block_mask)
+        return create(
+            mask_mod,
+            B=None if segments_BS is None else segments_BS.shape[0],  # None: one mask for all rows
+            H=self.args.num_heads if num_windowed else None,
+            Q_LEN=num_tokens,
+            KV_LEN=num_tokens,
+            device=device.type,
+        )
 
     def step_mask(self, position_1: Tensor, segments_BS: Tensor | None, num_keys: int) -> Tensor:
         """Return the mask of the token at `position_1` among keys that are not all read yet.
 
         bool [B or 1, H or 1, 1, S]; of ALiBi, the bias in float32.
         """
-        num_heads = self.args.num_heads
-        device = position_1.device
-        is_windowed = self.args.position == "h_alibi"
-        keys_S = torch.arange(num_keys, device=device)
-        # an index that is not needed would be a launch per token
-        is_visible = _is_visible(
-            None if segments_BS is None else _indices(segments_BS.shape[0], 0, device),
-            _indices(num_heads, 1, device) if is_windowed else None,
-            position_1[None, None, None],
-            keys_S,
-            segments_BS,
-            num_heads if is_windowed else 0,
-        )
+        keys_S = torch.arange(num_keys, device=position_1.device)
+        is_visible = self._visible_keys(position_1, keys_S, segments_BS)
         if self.args.position == "alibi":
             return self._alibi_bias(position_1 - keys_S, is_visible)
         return is_visible
 
+    def _visible_keys(
+        self, queries_T: Tensor, keys_S: Tensor, segments_BS: Tensor | None
+    ) -> Tensor:
+        """Return whether queries at these positions may attend to keys, [B or 1, H or 1, T, S]."""
+        # an index that is not needed would be a launch per token
+        rows_B111 = None
+        heads_H11 = None
+        if segments_BS is not None:
+            rows_B = torch.arange(segments_BS.shape[0], device=keys_S.device)
+            rows_B111 = rows_B[:, None, None, None]
+        if self.num_windowed:
+            heads_H = torch.arange(self.args.num_heads, device=keys_S.device)
+            heads_H11 = heads_H[:, None, None]
+
+        queries_11T1 = queries_T[None, None, :, None]
+        return _is_visible(
+            rows_B111, heads_H11, queries_11T1, keys_S, segments_BS, self.num_windowed
+        )
+
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
         """Return the output of each head, [B, T, H, K]; `mask` is from `mask()`."""
         if self.backend == "flash_attn" and mask is None:
-            is_alibi = self.args.position == "alibi"
-            slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device) if is_alibi else None
+            slopes_H = None
+            if self.args.position == "alibi":
+                slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device)
             return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, causal=True, alibi_slopes=slopes_H)
+
         attend = self._flex if isinstance(mask, BlockMask) else self._sdpa
         q_BHTK = q_BTHK.transpose(1, 2)
         k_BGSK = k_BSGK.transpose(1, 2)
@@ -185,30 +196,37 @@ class Attend(nn.Module):
         return attend(q_BHTK, k_BGSK, v_BGSK, mask).transpose(1, 2)
 
     def _sdpa(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Any) -> Tensor:
+        """Return the output of each head, [B, H, T, K]; `mask` is bool, ALiBi's bias, or None."""
         dtype = q_BHTK.dtype
-        is_causal = mask is None and q_BHTK.shape[2] > 1
+        num_queries = q_BHTK.shape[2]
+        num_keys = k_BGSK.shape[2]
         if self.args.position == "alibi":
             # bfloat16 can't represent large distances: the bias is added to float32 scores
             score_dtype = torch.promote_types(dtype, torch.float32)
             q_BHTK = q_BHTK.to(score_dtype)
             k_BGSK = k_BGSK.to(score_dtype)
             v_BGSK = v_BGSK.to(score_dtype)
+
+            # the mask of a step already is a bias
             if mask is None or mask.dtype == torch.bool:
-                num_keys = k_BGSK.shape[2]
                 keys_S = torch.arange(num_keys, device=q_BHTK.device)
-                distance_TS = keys_S[num_keys - q_BHTK.shape[2] :, None] - keys_S
+                distance_TS = keys_S[num_keys - num_queries :, None] - keys_S
                 is_visible = distance_TS >= 0 if mask is None else mask
                 mask = self._alibi_bias(distance_TS, is_visible, score_dtype)
-                is_causal = False
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(q_BHTK.dtype)
+            mask = mask.to(score_dtype)
 
-        is_grouped = self.args.kv_heads != self.args.num_heads
-        options: dict[str, Any] = {"enable_gqa": True} if is_grouped else {}
-        order = _SDPA_ORDERS[self.backend]
-        with sdpa_kernel(order, set_priority=True) if q_BHTK.is_cuda else nullcontext():
+        # in the order of preference; on a CPU there is no choice
+        kernels: AbstractContextManager[None] = nullcontext()
+        if q_BHTK.is_cuda:
+            kernels = sdpa_kernel(_SDPA_ORDERS[self.backend], set_priority=True)
+        with kernels:
             y_BHTK = F.scaled_dot_product_attention(
-                q_BHTK, k_BGSK, v_BGSK, attn_mask=mask, is_causal=is_causal, **options
+                q_BHTK,
+                k_BGSK,
+                v_BGSK,
+                attn_mask=mask,
+                is_causal=mask is None and num_queries > 1,
+                enable_gqa=self.args.kv_heads != self.args.num_heads,
             )
         return y_BHTK.to(dtype)
 
@@ -226,9 +244,10 @@ class Attend(nn.Module):
             slope = torch.exp2(-8.0 * (h + 1) / num_heads)
             return score + slope * (s - t)
 
-        # a compiled block compiles it; on a CPU it is not compiled
-        is_plain = torch.compiler.is_compiling() or q_BHTK.device.type == "cpu"
-        flex: Any = flex_attention if is_plain else _compiled(flex_attention)
+        # within a compiled block it is compiled anyway; on a CPU it is not compiled
+        flex: Any = flex_attention
+        if not torch.compiler.is_compiling() and q_BHTK.device.type != "cpu":
+            flex = _compiled(flex_attention)
         return flex(
             q_BHTK,
             k_BGSK,
@@ -240,27 +259,20 @@ class Attend(nn.Module):
 
 
 def _is_visible(
-    row: Any, head: Any, query: Any, key: Any, segments_BS: Tensor | None, num_window_heads: int
+    row: Any, head: Any, query: Any, key: Any, segments_BS: Tensor | None, num_windowed: int
 ) -> Any:
     """Return whether the query of a row and head may attend to the key; arguments broadcast.
 
-    `query` and `key` are positions. With H-ALiBi (H heads, else 0) the first H / 2 heads have a
-    window: head h sees the token itself and the h before it.
+    `query` and `key` are positions. The first `num_windowed` heads have a window: head h sees the
+    token itself and the h before it.
     """
     distance = query - key
     is_visible = distance >= 0
-    if num_window_heads:
-        is_visible = is_visible & ((head >= num_window_heads // 2) | (distance <= head))
+    if num_windowed:
+        is_visible = is_visible & ((head >= num_windowed) | (distance <= head))
     if segments_BS is not None:
         is_visible = is_visible & (segments_BS[row, query] == segments_BS[row, key])
     return is_visible
-
-
-def _indices(num: int, dim: int, device: torch.device) -> Tensor:
-    """Return 0 .. num - 1 along `dim` of 4."""
-    shape = [1, 1, 1, 1]
-    shape[dim] = num
-    return torch.arange(num, device=device).view(shape)
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:
@@ -287,25 +299,23 @@ def check_backend_fits(args: ModelArgs, backend: str) -> None:
     check_choice("attention_backend", backend, BACKENDS)
     if backend not in _PACKAGES:
         return
-    feature = _unsupported_feature(args, backend)
-    if feature is not None:
-        raise UserError(
-            "attention.unsupported",
-            f'attention_backend = "{backend}" does not support {feature}; choose "auto"',
-            backend=backend,
-            feature=feature,
-        )
-
-
-def _unsupported_feature(args: ModelArgs, package: str) -> str | None:
     # FlashAttention 2 computes ALiBi itself
-    if args.position == "h_alibi" or (args.position == "alibi" and package in FLASH_IMPLS):
-        return args.position
+    if args.position == "h_alibi" or (args.position == "alibi" and backend in FLASH_IMPLS):
+        raise _unsupported(backend, args.position)
     if args.document_mask:
-        return "document_mask"
+        raise _unsupported(backend, "document_mask")
     if args.head_dim > MAX_FLASH_HEAD_DIM:
-        return f"a head dim of {args.head_dim} (dim / num_heads), above {MAX_FLASH_HEAD_DIM}"
-    return None
+        head_dim = f"a head dim of {args.head_dim} (dim / num_heads), above {MAX_FLASH_HEAD_DIM}"
+        raise _unsupported(backend, head_dim)
+
+
+def _unsupported(backend: str, feature: str) -> UserError:
+    return UserError(
+        "attention.unsupported",
+        f'attention_backend = "{backend}" does not support {feature}; choose "auto"',
+        backend=backend,
+        feature=feature,
+    )
 
 
 def _flash_attn_problem() -> str | None:
@@ -322,24 +332,27 @@ def _flash_attn_problem() -> str | None:
 
 def activate_flash(backend: str) -> str | None:
     """Make `fa3` or `fa4` this process's flash kernel; return why it is unavailable, or None."""
+    # Does this torch know it? No import at the top: an export also loads under older versions.
     impl = FLASH_IMPLS[backend]
-    # no import at the top: an export also loads under older versions of torch
     registry: Any = torch.nn.attention
     if impl.name not in getattr(registry, "list_flash_attention_impls", list)():
         return f"torch {torch.__version__} has no {impl.name}: install torch 2.11 or later"
 
+    # Do the GPU and the package fit? A missing package is named before a missing GPU.
     gpus = " or ".join(f"sm_{major}0" for major in impl.majors)
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         major, minor = torch.cuda.get_device_capability()
         if major not in impl.majors:
             return f"this GPU is sm_{major}{minor}: use one of {gpus}"
+
     install = f"pip install {impl.package}{impl.version}"
     if not _is_installed(impl.module):
         return f"the package {impl.package} is not installed: {install}"
     if not has_gpu:
         return f"there is no GPU: use one of {gpus}"
 
+    # Replace the kernel, for the whole process.
     if registry.current_flash_attention_impl() != impl.name:
         try:
             registry.activate_flash_attention_impl(impl.name)
@@ -359,18 +372,16 @@ def flash_problem(args: ModelArgs, device: torch.device) -> str | None:
     """Return how SDPA's flash kernel fails for this model's heads, or None."""
     # drawn on the CPU: the random state of the device stays as it is
     generator = torch.Generator().manual_seed(0)
-    qkv = [
-        torch.randn(
-            (1, num_heads, FLASH_TEST_TOKENS, args.head_dim), generator=generator, device="cpu"
-        ).bfloat16()
-        for num_heads in (args.num_heads, args.kv_heads, args.kv_heads)
-    ]
-    options: dict[str, Any] = {"enable_gqa": True} if args.kv_heads != args.num_heads else {}
+    is_grouped = args.kv_heads != args.num_heads
+    qkv = []
+    for num_heads in (args.num_heads, args.kv_heads, args.kv_heads):
+        shape = (1, num_heads, FLASH_TEST_TOKENS, args.head_dim)
+        qkv.append(torch.randn(shape, generator=generator, device="cpu").bfloat16())
 
     def values_and_gradients(kernel: SDPBackend, dtype: torch.dtype) -> list[Tensor]:
         q, k, v = (part.to(device, dtype).requires_grad_() for part in qkv)
         with torch.enable_grad(), sdpa_kernel(kernel):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
             return [y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))]
 
     try:
@@ -378,6 +389,8 @@ def flash_problem(args: ModelArgs, device: torch.device) -> str | None:
         computed = values_and_gradients(_FLASH, torch.bfloat16)
     except Exception as error:
         return f"its kernels fail on {args.num_heads} heads of {args.head_dim} dims ({error})"
+
+    # Each is compared with float32, relative to its largest value.
     names = ("values", "dq", "dk", "dv")
     for name, x, exact in zip(names, computed, expected, strict=True):
         error_size = (x.float() - exact).abs().max() / exact.abs().max()

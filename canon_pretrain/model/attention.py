@@ -116,12 +116,14 @@ class Attention(nn.Module):
 
         self.qk_norm = args.qk_norm
         self.norm_eps = args.norm_eps
-        self.q_norm: nn.RMSNorm | None = None
-        self.k_norm: nn.RMSNorm | None = None
-        if args.qk_norm != "none":
-            is_full = args.qk_norm == "full"
-            self.q_norm = nn.RMSNorm(q_dim if is_full else args.head_dim, eps=args.norm_eps)
-            self.k_norm = nn.RMSNorm(k_dim if is_full else args.head_dim, eps=args.norm_eps)
+        self.q_norm: Any = None  # nn.RMSNorm
+        self.k_norm: Any = None
+        if args.qk_norm == "full":
+            self.q_norm = nn.RMSNorm(q_dim, eps=args.norm_eps)
+            self.k_norm = nn.RMSNorm(k_dim, eps=args.norm_eps)
+        elif args.qk_norm == "per_head":
+            self.q_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
+            self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
 
         self.canon_b = make_canon("B", args, canon_backend)
         self.rope = rope
@@ -149,26 +151,27 @@ class Attention(nn.Module):
 
         q is [B, T, H K], k and v are [B, T, G K].
         """
-        fused = self._fused_heads(q, k, v, context)
-        if fused is not None:
-            return fused
+        fused_heads = self._fused_heads(q, k, v, context)
+        if fused_heads is not None:
+            return fused_heads
 
+        # The same step by step: QK-norm of all heads or of each, with Canon-B between them.
         if self.qk_norm == "full":
-            q, k = self._norm(q, k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if self.canon_b is not None:
             q, k, v = self.canon_b((q, k, v), context, source_BTD)
         q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         if self.qk_norm == "per_head":
-            q_BTHK, k_BTGK = self._norm(q_BTHK, k_BTGK)
+            q_BTHK = self.q_norm(q_BTHK)
+            k_BTGK = self.k_norm(k_BTGK)
+
+        # The rotation, to the positions after those in the cache.
         if self.rope is not None:
             start = 0 if context.cache is None else context.cache.next_position
             q_BTHK = self.rope(q_BTHK, start)
             k_BTGK = self.rope(k_BTGK, start)
         return q_BTHK, k_BTGK, v_BTGK
-
-    def _norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.q_norm is not None and self.k_norm is not None
-        return self.q_norm(q), self.k_norm(k)
 
     def _fused_heads(
         self, q: Tensor, k: Tensor, v: Tensor, context: Context
@@ -181,8 +184,9 @@ class Attention(nn.Module):
         if kernels is None:
             return None
 
+        # without a norm or a rotation, the kernels leave it out
         options: dict[str, Any] = self.canon_b.options(context.segments_BN)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.qk_norm != "none":
             options |= {"q_gain": self.q_norm.weight, "k_gain": self.k_norm.weight}
         if self.rope is not None:
             options["rope_share"] = self.rope.args.rope_share

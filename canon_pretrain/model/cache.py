@@ -11,7 +11,8 @@ tokens in Canon's window, N = P + T.
 """
 
 import copy
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.decode_step import CanonMemory, CanonStep, DynamicMemory, group_steps
+from canon_pretrain.kernels.recurrences import Recurrence
 from canon_pretrain.model.attend import Mask
 
 FIRST_CAPACITY = 64
@@ -58,12 +60,25 @@ def window_segments(segments_BS: Tensor, num_tokens: int, reach: int) -> Tensor:
     return F.pad(window_BN, (max(0, -start), 0), value=BEFORE_START)
 
 
-def segment_starts(segments_BN: Tensor | None, num_tokens: int) -> Tensor | None:
-    """Return which of the last tokens are in another segment than the one before, bool [B, T]."""
-    if segments_BN is None:
-        return None
-    last = segments_BN[:, -num_tokens - 1 :]
-    return last[:, 1:] != last[:, :-1]
+def run_recurrence(
+    recurrence: Recurrence, *inputs: Tensor, context: Context, **options: Any
+) -> Tensor:
+    """Continue `recurrence` from the state in the cache, if there is one, and update that state.
+
+    `inputs`: what it reads of each token, [B, T, ..]; then its parameters.
+    """
+    # a token in another segment than the one before starts from an empty state
+    starts_BT = None
+    if context.segments_BN is not None:
+        last = context.segments_BN[:, -inputs[0].shape[1] - 1 :]
+        starts_BT = last[:, 1:] != last[:, :-1]
+
+    cache = context.cache
+    state = None if cache is None else cache.state
+    y, state = recurrence(*inputs, state=state, starts_BT=starts_BT, **options)
+    if cache is not None:
+        cache.state = state
+    return y
 
 
 class LayerCache:
@@ -90,32 +105,29 @@ class LayerCache:
 
         Once fixed, S is the capacity: the mask of the step hides what is not read yet.
         """
-        k_BGTK = k_BTGK.transpose(1, 2)
-        v_BGTK = v_BTGK.transpose(1, 2)
+        self._keys, keys_BGSK = self._append_to(self._keys, k_BTGK.transpose(1, 2))
+        self._values, values_BGSK = self._append_to(self._values, v_BTGK.transpose(1, 2))
+        return keys_BGSK.transpose(1, 2), values_BGSK.transpose(1, 2)
+
+    def _append_to(self, buffer: Tensor | None, new_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Write tokens to `buffer`; return it, replaced if it was too small, and what is filled."""
         if self._position is not None:
-            assert self._keys is not None and self._values is not None
-            self._keys.index_copy_(2, self._position, k_BGTK)
-            self._values.index_copy_(2, self._position, v_BGTK)
-            return self._keys.transpose(1, 2), self._values.transpose(1, 2)
+            assert buffer is not None
+            buffer.index_copy_(2, self._position, new_BGTK)
+            return buffer, buffer
 
-        stop = self.start + k_BTGK.shape[1]
-        self._keys = self._with_room(self._keys, k_BGTK, stop)
-        self._values = self._with_room(self._values, v_BGTK, stop)
-        self._keys[:, :, self.start : stop] = k_BGTK
-        self._values[:, :, self.start : stop] = v_BGTK
-        return self._keys[:, :, :stop].transpose(1, 2), self._values[:, :, :stop].transpose(1, 2)
-
-    def _with_room(self, buffer: Tensor | None, new_BGTK: Tensor, stop: int) -> Tensor:
-        """Return `buffer` with capacity for `stop` tokens, at least doubled if it has to grow."""
-        old_capacity = 0 if buffer is None else buffer.shape[2]
-        if buffer is not None and old_capacity >= stop:
-            return buffer
-        capacity = max(stop, 2 * old_capacity or self._capacity)
-        num_rows, num_heads, _, head_dim = new_BGTK.shape
-        larger = new_BGTK.new_empty(num_rows, num_heads, capacity, head_dim)
-        if buffer is not None:
-            larger[:, :, :old_capacity] = buffer
-        return larger
+        num_rows, num_heads, num_tokens, head_dim = new_BGTK.shape
+        stop = self.start + num_tokens
+        if buffer is None:
+            capacity = max(stop, self._capacity)
+            buffer = new_BGTK.new_empty(num_rows, num_heads, capacity, head_dim)
+        elif buffer.shape[2] < stop:  # grow, at least to the double
+            old = buffer
+            capacity = max(stop, 2 * old.shape[2])
+            buffer = new_BGTK.new_empty(num_rows, num_heads, capacity, head_dim)
+            buffer[:, :, : old.shape[2]] = old
+        buffer[:, :, self.start : stop] = new_BGTK
+        return buffer, buffer[:, :, :stop]
 
     def fix(self, position: Tensor) -> None:
         """Write the next tokens in place, at `position`; see Cache.fix."""
@@ -154,15 +166,16 @@ class Cache:
         """Append segments (None: no new one); return all so far, or None if there is one."""
         if segments_BT is None and self._segments is None:
             return None
+
         # tokens after marked padding are in another segment; otherwise all are 0
         self._is_continuation = segments_BT is None and not self._had_segments
         self._had_segments = segments_BT is not None
-
         if segments_BT is None:
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
         if self._segments is None:
             self._segments = segments_BT.new_zeros((tokens_BT.shape[0], self.length))
 
+        # in place, once the cache is fixed
         if self.position is not None:
             return self._segments.index_copy_(1, self.position, segments_BT)
         self._segments = torch.cat((self._segments, segments_BT), dim=1)
@@ -172,7 +185,7 @@ class Cache:
         """Return `window_segments` of the last tokens; None if they all continue one segment."""
         if self._segments is None or self._is_continuation:
             return None
-        if self.position is not None:
+        if self.position is not None:  # of one token
             offsets_N = torch.arange(-reach, 1, device=self.position.device)
             positions_N = self.position + offsets_N
             segments_BN = self._segments[:, positions_N.clamp(min=0)]
@@ -196,13 +209,13 @@ class Cache:
         for layer in self.layers:
             layer.start = self.length
 
-        # all static Canon sites read a single token in one launch
+        # All static Canon sites read a single token in one launch.
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if num_tokens == 1 and not is_traced:
-            static = [memory for memory in self._memories() if isinstance(memory, CanonMemory)]
-            self._steps = group_steps(static, self._steps)
-        else:
+        if num_tokens != 1 or is_traced:
             self._steps = []
+            return
+        static = [memory for memory in self._memories() if isinstance(memory, CanonMemory)]
+        self._steps = group_steps(static, self._steps)
         for step in self._steps:
             step.begin(segments_BN)
 
@@ -219,7 +232,7 @@ class Cache:
         return [memory for layer in self.layers for memory in layer.canon.values()]
 
     def fix(self, device: torch.device) -> None:
-        """From now on read one token at a time, in place, up to `capacity` tokens.
+        """Read one token at a time from now on, in place, up to `capacity` tokens.
 
         No shape, address or choice of the host depends on their number then, if tensors that the
         pass replaces are put back by `keep`: the pass can be captured as a CUDA graph.
@@ -232,31 +245,29 @@ class Cache:
             room = self.capacity - self.length
             self._segments = F.pad(self._segments, (0, room), value=BEFORE_START)
 
-    def replaced(self) -> list[list[Tensor | None]]:
+    def replaced(self) -> list[Tensor | None]:
         """Return the tensors that a pass replaces by new ones, for `keep`."""
-        values = [getattr(owner, name) for owner, name in self._replaced_attributes()]
-        return [list(value) if isinstance(value, list) else [value] for value in values]
+        return [container[key] for container, key in self._replaced_keys()]
 
-    def keep(self, earlier: list[list[Tensor | None]], *, copies: bool) -> None:
+    def keep(self, earlier: list[Tensor | None], *, copies: bool) -> None:
         """Put back the `earlier` tensors; with `copies`, with the values of the present ones."""
-        for (owner, name), old_tensors in zip(self._replaced_attributes(), earlier, strict=True):
-            value = getattr(owner, name)
-            is_list = isinstance(value, list)
-            for old, new in zip(old_tensors, value if is_list else [value], strict=True):
-                if copies and old is not None and new is not None and new is not old:
-                    old.copy_(new)
-            setattr(owner, name, old_tensors if is_list else old_tensors[0])
+        for (container, key), old in zip(self._replaced_keys(), earlier, strict=True):
+            new = container[key]
+            if copies and old is not None and new is not None and new is not old:
+                old.copy_(new)
+            container[key] = old
 
-    def _replaced_attributes(self) -> list[tuple[object, str]]:
-        """Return (owner, name) of each tensor, or list of tensors, that a pass replaces."""
-        dynamic = [memory for memory in self._memories() if isinstance(memory, DynamicMemory)]
-        return [
-            (self, "next_document"),
-            *((layer, "state") for layer in self.layers),
-            *((memory, "windows") for memory in dynamic),
-        ]
+    def _replaced_keys(self) -> Iterator[tuple[Any, Any]]:
+        """Yield (attributes or list, key) of each tensor that a pass replaces."""
+        yield vars(self), "next_document"
+        for layer in self.layers:
+            yield vars(layer), "state"
+        for memory in self._memories():
+            if isinstance(memory, DynamicMemory):
+                for i in range(len(memory.windows)):
+                    yield memory.windows, i
 
-    def undo_pass(self, earlier: list[list[Tensor | None]], length: int) -> None:
+    def undo_pass(self, earlier: list[Tensor | None], length: int) -> None:
         """Forget a pass that has computed nothing, such as one that was captured."""
         self.keep(earlier, copies=False)
         self.length = length

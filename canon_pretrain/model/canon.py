@@ -72,6 +72,7 @@ class CausalFilter(nn.Module):
         if context.cache is not None:
             memory = self._static_memory(context.cache, parts[0])
             return memory.read(parts, self.weight, segments_BN, self.backend)
+
         weights = self._split_by_part(self.weight, parts)
         return tuple(
             canon(x_BTC, weight_C1K, **self.options(segments_BN), backend=self.backend)
@@ -141,24 +142,22 @@ class Canon(CausalFilter):
         """Return y_BTC for each part; `source_BTD` is the first part if it is not passed."""
         if self.down is None or self.up is None:
             return super().forward(parts, context)
-        source_BTD = parts[0] if source_BTD is None else source_BTD
-        return self._mix_dynamically(parts, context, source_BTD, self.down, self.up)
 
-    def _mix_dynamically(
-        self, parts: Parts, context: Context, source_BTD: Tensor, down: Tensor, up: Tensor
-    ) -> Parts:
-        """Mix with taps sum_r z_r weight[:, r]: the static taps are one more rank, with z = 1."""
+        # Taps are sum_r z_r weight[:, r]: the static taps are one more rank, with z = 1.
+        up = self.up
+        source_BTD = parts[0] if source_BTD is None else source_BTD
+        z_parts = F.linear(source_BTD, self.down).split(DYNAMIC_RANK, dim=-1)
+        zs = tuple(F.pad(z_BTR, (0, 1), value=1.0) for z_BTR in z_parts)
 
         def weights() -> Parts:
             return self._split_by_part(torch.cat((up, self.weight), dim=1), parts)
 
-        z_parts = F.linear(source_BTD, down).split(DYNAMIC_RANK, dim=-1)
-        zs = tuple(F.pad(z_BTR, (0, 1), value=1.0) for z_BTR in z_parts)
         options = self.options(context.segments_BN) | {"backend": self.backend}
         if context.cache is not None:
             memory = context.cache.canon.setdefault(self.site, DynamicMemory())
             assert isinstance(memory, DynamicMemory)
             return memory.read(parts, weights, zs, **options)
+
         return tuple(
             canon(x_BTC, weight_CRK, z_BTR=z_BTR, **options)
             for x_BTC, weight_CRK, z_BTR in zip(parts, weights(), zs, strict=True)
@@ -170,7 +169,7 @@ class CanonGate(Canon):
 
     def __init__(self, args: ModelArgs, site: str = "D", backend: str = "auto") -> None:
         super().__init__(args, site, backend)
-        self.relu2 = args.ffn_activation == "relu2"
+        self.ffn_activation = args.ffn_activation
 
     def forward(
         self, parts: Parts, context: Context = NO_CONTEXT, source_BTD: Tensor | None = None
@@ -179,14 +178,14 @@ class CanonGate(Canon):
         # the fused kernels have neither a cache nor dynamic filters
         if context.cache is not None or self.up is not None:
             gate_BTF, up_BTF = super().forward(parts, context, source_BTD)
-            return (ffn_activation(gate_BTF, self.relu2) * up_BTF,)
+            return (ffn_activation(gate_BTF, self.ffn_activation) * up_BTF,)
 
         gate_BTF, up_BTF = parts
         y_BTF = canon_gate(
             gate_BTF,
             up_BTF,
             self.weight,
-            relu2=self.relu2,
+            relu2=self.ffn_activation == "relu2",
             backend=self.backend,
             **self.options(context.segments_BN),
         )
@@ -205,7 +204,9 @@ class ShortConv(CausalFilter):
             residual=False,
             activation=not bias,  # silu comes after the bias, which the kernels do not have
         )
-        self.bias = nn.Parameter(torch.empty(args.conv_channels)) if bias else None
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(args.conv_channels))
 
     def forward(
         self, parts: Parts, context: Context = NO_CONTEXT, source_BTD: Tensor | None = None
@@ -240,7 +241,7 @@ def add_norm_canon(
     The kernel returns a copy of x for each of the `readers`, the linear layers that x is passed to:
     so it also adds up their gradients. Pass x through `per_reader`.
     """
-    # in an export, an adapter (PEFT) may wrap `canon`: then its forward must run
+    # One kernel. In an export, an adapter (PEFT) may wrap `canon`: then its forward must run.
     if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and context.cache is None:
         if kernels := triton_kernels(canon.backend, h_BTD):
             h_BTD, *xs_BTD = kernels.norm_canon_stream_triton(
@@ -254,6 +255,7 @@ def add_norm_canon(
             )
             return h_BTD, tuple(xs_BTD)
 
+    # The same step by step.
     if added_BTD is not None:
         h_BTD = h_BTD + added_BTD
     x_BTD = norm(h_BTD)

@@ -48,14 +48,19 @@ class Case(NamedTuple):
 def training_cases(args: ModelArgs) -> list[Case]:
     """Return the cases of a training step of `args`."""
     is_gated = args.ffn == "gated"
-    mixer: type[Mixer] = RECURRENT_MIXERS.get(args.mixer, Attention)
-    builders = {
-        "A": lambda: norm_case("norm + A", args, "A", readers=mixer.readers),
-        "C": lambda: norm_case("norm + C", args, "C", readers=2 if is_gated else 1),
-        "B": lambda: heads_case(args),
-        "D": lambda: gate_case(args) if is_gated else canon_case("D", "D", (args.ffn_dim,), args),
-    }
-    return [build() for site, build in builders.items() if site in args.canon_set]
+    cases = []
+    if "A" in args.canon_set:
+        mixer: type[Mixer] = RECURRENT_MIXERS.get(args.mixer, Attention)
+        cases.append(norm_case("norm + A", args, "A", readers=mixer.readers))
+    if "C" in args.canon_set:
+        cases.append(norm_case("norm + C", args, "C", readers=2 if is_gated else 1))
+    if "B" in args.canon_set:
+        cases.append(heads_case(args))
+    if "D" in args.canon_set and is_gated:
+        cases.append(gate_case(args))
+    elif "D" in args.canon_set:
+        cases.append(canon_case("D", "D", (args.ffn_dim,), args))
+    return cases
 
 
 def canon_case(name: str, site: str, widths: tuple[int, ...], args: ModelArgs) -> Case:
@@ -129,7 +134,8 @@ def training_problem(
     """Return why a training step with micro-batches of `shape` must not use `backend`, or None."""
     if problem := backend_problem(backend, device.type, dtype):
         return problem
-    # the backend would silently fall back to `compiled`
+
+    # Where the backend would silently fall back to `compiled`.
     if args.canon_filter == "dynamic":
         return 'it has static filters only, but model.canon_filter = "dynamic"'
     if backend == "triton" and args.canon_kernel > TRITON_TAPS:
@@ -137,6 +143,7 @@ def training_problem(
     if backend == "fla" and args.document_mask:
         return "it has no document mask, but model.document_mask = true"
 
+    # Fewer rows than a micro-batch has, if it is large.
     num_rows, num_tokens = shape
     shape = (max(1, min(num_rows, MAX_TOKENS // num_tokens)), num_tokens)
     cuda_devices = [device] if device.type == "cuda" else []
@@ -147,7 +154,9 @@ def training_problem(
                 torch.manual_seed(0)
                 module = make_module(case, backend, dtype, device)
                 inputs = make_inputs(case, shape, dtype, device)
-                segments_BN = _short_documents(args, shape, device) if args.document_mask else None
+                segments_BN = None
+                if args.document_mask:
+                    segments_BN = _short_documents(args, shape, device)
                 compare(case, module, module, inputs, segments_BN)
         except CanonMismatch as error:
             return f"{case.name}: {error}"
@@ -198,15 +207,13 @@ def compare(
     for grad in output_grads:
         # amplify a row's first tokens: otherwise errors there vanish in the weight gradient
         grad[:, :HEAD_TOKENS] *= HEAD_GAIN
-    names = [f"input {i}" for i in range(len(inputs))] + [*weights]
     grads = torch.autograd.grad(
         outputs, [*inputs, *weights.values()], output_grads, allow_unused=True
     )
-    for name, grad in zip(names, grads, strict=True):
+    input_names = [f"input {i}" for i in range(len(inputs))]
+    for name, grad in zip([*input_names, *weights], grads, strict=True):
         if grad is None:
             raise CanonMismatch(f"there is no gradient of {name}")
-    input_grads = grads[: len(inputs)]
-    weight_grads = grads[len(inputs) :]
 
     # The same module by the formula in float64.
     device = inputs[0].device
@@ -216,11 +223,13 @@ def compare(
     exact_weights = [p for p in exact.parameters() if p.requires_grad]
     exact_weight_grads = [torch.zeros_like(p) for p in exact_weights]
 
-    # Compare row by row: a whole micro-batch in float64 needs much memory. The gradient of a weight
-    # is the sum over the rows.
+    # Compare row by row: a whole micro-batch in float64 needs much memory.
+    names = [f"output {i}" for i in range(len(outputs))]
+    names += [f"gradient of {name}" for name in input_names]
+    activations = [*outputs, *grads[: len(inputs)]]
     tolerance = TOLERANCE[inputs[0].dtype]
     errors = [0.0]
-    for i in range(inputs[0].shape[0]):
+    for i in range(len(inputs[0])):
         row = slice(i, i + 1)
         exact_inputs = [x[row].detach().double().requires_grad_() for x in inputs]
         row_segments = None if segments_BN is None else segments_BN[row]
@@ -230,15 +239,16 @@ def compare(
             [*exact_inputs, *exact_weights],
             [grad[row].double() for grad in output_grads],
         )
-        # outputs are [B, T, C] or [B, T, H, K]; each token has its own scale
-        for j, (y, exact_y) in enumerate(zip(outputs, exact_outputs, strict=True)):
-            errors.append(_error(f"output {j}", y[row], exact_y, range(2, y.ndim), tolerance))
-        for name, grad, exact_grad in zip(names, input_grads, exact_grads, strict=False):
-            errors.append(_error(f"gradient of {name}", grad[row], exact_grad, [2], tolerance))
+
+        # [B, T, C], or [B, T, H, K] of heads; each token has its own scale
+        exact_activations = [*exact_outputs, *exact_grads[: len(inputs)]]
+        for name, x, exact_x in zip(names, activations, exact_activations, strict=True):
+            errors.append(_error(name, x[row], exact_x, range(2, x.ndim), tolerance))
         for total, exact_grad in zip(exact_weight_grads, exact_grads[len(inputs) :], strict=True):
             total += exact_grad
 
-    for name, grad, total in zip(weights, weight_grads, exact_weight_grads, strict=True):
+    # The gradient of a weight is the sum over the rows.
+    for name, grad, total in zip(weights, grads[len(inputs) :], exact_weight_grads, strict=True):
         errors.append(_error(f"gradient of {name}", grad, total, [0], tolerance))
     return max(errors)
 

@@ -15,9 +15,11 @@ STATE_BYTES = 4  # recurrent states and Canon's sums are float32
 
 def num_parameters(args: ModelArgs) -> int:
     """Return N, the parameters of `Transformer(args)`, in closed form; those of cst-Canon too."""
-    num_ends = 1 if args.tie_embeddings else 2
-    ends = num_ends * args.vocab_size * args.dim
-    return ends + _norm_parameters(args) + args.num_layers * layer_parameters(args)
+    embedding = args.vocab_size * args.dim
+    number = embedding + args.num_layers * layer_parameters(args) + _norm_parameters(args)
+    if not args.tie_embeddings:
+        number += embedding  # the output matrix
+    return number
 
 
 def active_parameters(args: ModelArgs) -> int:
@@ -37,12 +39,11 @@ def routed_parameters(args: ModelArgs) -> int:
 
 def layer_parameters(args: ModelArgs) -> int:
     """Return the parameters of one block."""
-    num_norms = 1 if args.ffn == "none" else 2
     mixer_parameters = {
         "attention": _attention_parameters,
         "mamba2": _mamba2_parameters,
     }.get(args.mixer, _gated_recurrence_parameters)
-    number = mixer_parameters(args) + num_norms * _norm_parameters(args)
+    number = mixer_parameters(args) + _norm_parameters(args)
 
     # Canon at all sites: taps, and with dynamic filters `up` (R per tap) and `down`
     taps = sum(args.canon_channels.values()) * args.canon_kernel
@@ -50,22 +51,28 @@ def layer_parameters(args: ModelArgs) -> int:
     if args.canon_filter == "dynamic":
         number += DYNAMIC_RANK * (taps + args.dim * sum(args.canon_parts.values()))
 
+    # The feed-forward, and the norm before it
+    if args.ffn == "none":
+        return number
+    number += _norm_parameters(args)
     if args.ffn == "moe":
         num_experts = args.num_experts + args.num_shared_experts
-        number += num_experts * _expert_parameters(args) + args.dim * args.num_experts  # the router
-    elif args.ffn != "none":
-        number += args.dim * (args.ffn_in_dim + args.ffn_dim)
-        if args.bias:
-            number += args.ffn_in_dim + args.dim
-    return number
+        router = args.dim * args.num_experts
+        return number + router + num_experts * _expert_parameters(args)
+    if args.bias:
+        number += args.ffn_in_dim + args.dim
+    return number + args.dim * (args.ffn_in_dim + args.ffn_dim)
 
 
 def _norm_parameters(args: ModelArgs) -> int:
-    return 2 * args.dim if args.bias and args.norm == "layernorm" else args.dim
+    if args.bias and args.norm == "layernorm":
+        return 2 * args.dim
+    return args.dim
 
 
 def _expert_parameters(args: ModelArgs) -> int:
-    return (3 if args.moe_gated else 2) * args.dim * args.ffn_dim
+    num_matrices = 3 if args.moe_gated else 2
+    return num_matrices * args.dim * args.ffn_dim
 
 
 def _attention_parameters(args: ModelArgs) -> int:
@@ -94,7 +101,10 @@ def _gated_recurrence_parameters(args: ModelArgs) -> int:
     k_dim, _, v_dim = args.mixer_parts
     number = dim * (2 * k_dim + 2 * v_dim) + args.value_dim  # wq, wk, wv, wo; the norm
     rank = args.output_gate_rank
-    number += rank * (dim + v_dim) + v_dim if rank else dim * v_dim
+    if rank:
+        number += rank * (dim + v_dim) + v_dim  # down and up, with its bias
+    else:
+        number += dim * v_dim
     if args.mixer_conv:
         number += args.conv_channels * args.canon_kernel
     if args.mixer == "gla":
@@ -109,13 +119,14 @@ def flops_per_token(args: ModelArgs, seq_len: int) -> int:
     T keys and values: 12 L H K V, and 18 for the delta rule, which reads it once more; chunks do
     more.
     """
-    # a tied embedding is also the output matrix
-    embedding = 0 if args.tie_embeddings else args.vocab_size * args.dim
+    number = active_parameters(args)
+    if not args.tie_embeddings:  # a tied embedding is also the output matrix
+        number -= args.vocab_size * args.dim
     if args.mixer == "attention":
         mixing = 12 * args.num_heads * args.head_dim * seq_len
     else:
         mixing = _flops_per_state_element(args) * state_size(args)
-    return 6 * (active_parameters(args) - embedding) + args.num_layers * mixing
+    return 6 * number + args.num_layers * mixing
 
 
 def flops_formula(args: ModelArgs) -> str:
@@ -143,8 +154,10 @@ def state_bytes(args: ModelArgs, itemsize: int) -> tuple[int, int]:
     Per token: keys and values, of `itemsize` bytes. Per row, in float32: states, and the sums of
     Canon and of the native conv1d; inputs of dynamic Canon, of `itemsize` bytes.
     """
-    _, k_dim, v_dim = args.qkv_dims
-    per_token = (k_dim + v_dim) * itemsize if args.mixer == "attention" else 0
+    per_token = 0
+    if args.mixer == "attention":
+        _, k_dim, v_dim = args.qkv_dims
+        per_token = (k_dim + v_dim) * itemsize
 
     # for each of the K - 1 tokens in reach
     canon_itemsize = STATE_BYTES if args.canon_filter == "static" else itemsize

@@ -12,10 +12,12 @@ Shapes: B rows, T tokens, V vocabulary, N prompts, S steps between two reads of 
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.machine.device import to_device
@@ -65,11 +67,13 @@ def generate(
     `read_tokens` the prompt tokens per forward pass. On a sharded model all ranks must pass the
     same prompts. Raises UserError for bad arguments before computing anything.
     """
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    limits = max_new_tokens
+    if isinstance(limits, int):
+        limits = [limits] * len(prompts)
     _check_prompts(model, prompts, limits)
     _check_sampling(temperature, top_k, top_p, generator)
     sampling = Sampling(temperature, top_k, top_p)
-    draws_NT = None
+    draws_NT: Tensor | None = None
     if generator is not None:
         draws_NT = _draw_numbers(generator, len(prompts), max(limits, default=0))
     answers: list[list[int]] = [[] for _ in prompts]
@@ -88,7 +92,6 @@ def generate(
         return not has_ended
 
     device = model.tok_embeddings.weight.device
-    tokens_per_read = TOKENS_PER_READ.get(device.type, 1)
     for batch in batches(prompts, limits, batch_tokens, model.args.max_seq_len):
         decoder = _BatchDecoder(
             model,
@@ -100,22 +103,25 @@ def generate(
             draws_BT=None if draws_NT is None else draws_NT[batch].to(device),
             has_logps=on_token is not None,
         )
-        # `live`: the rows of the cache whose answers continue
-        live = list(range(len(batch)))
+
+        live_rows = list(range(len(batch)))  # whose answers continue
         num_steps = 1  # for a short time to the first token
-        while live:
-            remaining = max(limits[batch[row]] for row in live) - decoder.num_tokens
-            block = decoder.decode(min(num_steps, remaining))
-            num_steps = tokens_per_read
+        while live_rows:
+            remaining = max(limits[batch[row]] for row in live_rows) - decoder.num_tokens
+            steps = decoder.decode(min(num_steps, remaining))
+            num_steps = TOKENS_PER_READ.get(device.type, 1)
 
             # what a row computed past its end is dropped
-            for tokens_B, logps_B in zip(block.tokens_SB, block.logps_SB, strict=True):
-                live = [row for row in live if append(batch[row], tokens_B[row], logps_B[row])]
+            for tokens_B, logps_B in steps:
+                live_rows = [
+                    row for row in live_rows if append(batch[row], tokens_B[row], logps_B[row])
+                ]
 
-            if live and decoder.step.wants_rows(len(live), len(batch)):
-                decoder.select_rows(live)
-                batch = [batch[row] for row in live]
-                live = list(range(len(live)))
+            # go on with fewer rows
+            if live_rows and decoder.step.wants_rows(len(live_rows), len(batch)):
+                decoder.select_rows(live_rows)
+                batch = [batch[row] for row in live_rows]
+                live_rows = list(range(len(batch)))
     return answers
 
 
@@ -134,17 +140,12 @@ def _draw_numbers(
     generators = [generator] if isinstance(generator, torch.Generator) else generator
     device = generators[0].device
     draws_NT = torch.empty((num_prompts, num_tokens), dtype=torch.float64, device=device)
-    chunks = draws_NT.tensor_split(len(generators))
-    for chunk, chunk_generator in zip(chunks, generators, strict=True):
-        chunk.uniform_(generator=chunk_generator)
+    # one generator for all rows, or one per row
+    for rows_XT, rows_generator in zip(
+        draws_NT.tensor_split(len(generators)), generators, strict=True
+    ):
+        rows_XT.uniform_(generator=rows_generator)
     return draws_NT
-
-
-class _Block(NamedTuple):
-    """Tokens of all rows in S steps, and their log-probabilities (0 if nobody wants them)."""
-
-    tokens_SB: list[list[int]]
-    logps_SB: list[list[float]]
 
 
 class _BatchDecoder:
@@ -177,33 +178,42 @@ class _BatchDecoder:
         self._has_logps = has_logps
         self.num_tokens = 0  # generated so far, per row
 
-    def decode(self, num_steps: int) -> _Block:
-        """Generate `num_steps` tokens of each row. Raises UserError if logits are not finite."""
+    def decode(self, num_steps: int) -> list[tuple[list[int], list[float]]]:
+        """Return (tokens_B, log-probabilities_B) of `num_steps` steps.
+
+        The log-probabilities are 0 without `has_logps`. Raises UserError for logits that are not
+        finite.
+        """
         tokens_SB: list[Tensor] = []
         logps_SB: list[Tensor] = []
         finite_S: list[Tensor] = []
         for _ in range(num_steps):
             if self.num_tokens:  # the first token is chosen by the prompt's logits
                 self._logits_BV = self.step(self._tokens_B)
+
+            # ids past `vocab_size` only pad the vocabulary
             logits_BV = self._logits_BV[:, : self._vocab_size]
             if self._draws_BT is None:
                 self._tokens_B = logits_BV.argmax(-1)
             else:
                 draws_B = self._draws_BT[:, self.num_tokens]
-                self._tokens_B, is_finite = _draw(logits_BV, draws_B, self._sampling)
+                self._tokens_B, is_finite = sample(logits_BV, draws_B, self._sampling)
                 finite_S.append(is_finite)
             tokens_SB.append(self._tokens_B)
+
+            # by softmax over all logits
             if self._has_logps:
                 logps_BV = self._logits_BV.double().log_softmax(-1)
                 logps_SB.append(logps_BV.gather(-1, self._tokens_B[:, None])[:, 0])
             self.num_tokens += 1
 
         # the host waits here
-        if finite_S:
-            _check_finite(torch.stack(finite_S).all())
+        if finite_S and not torch.stack(finite_S).all():
+            raise UserError("generate.logits_not_finite", "the model's logits are not finite")
         tokens = torch.stack(tokens_SB).tolist()
-        logps = torch.stack(logps_SB).tolist() if logps_SB else [[0.0] * len(tokens[0])] * num_steps
-        return _Block(tokens, logps)
+        if not self._has_logps:
+            return [(tokens_B, [0.0] * len(tokens_B)) for tokens_B in tokens]
+        return list(zip(tokens, torch.stack(logps_SB).tolist(), strict=True))
 
     def select_rows(self, rows: list[int]) -> None:
         """Keep these rows."""
@@ -295,22 +305,12 @@ def sample_generator(item: int, number: int) -> torch.Generator:
     return torch.Generator().manual_seed((seed ^ (seed >> 32) * 0x9E3779B1) & 0xFFFFFFFF)
 
 
-def sample(
-    logits_BV: Tensor, draws_B: Tensor, temperature: float, top_k: int, top_p: float
-) -> Tensor:
-    """Return the first id whose cumulative probability exceeds `draws_B` in [0, 1), int64 [B]."""
-    ids_B, is_finite = _draw(logits_BV, draws_B, Sampling(temperature, top_k, top_p))
-    _check_finite(is_finite)
-    return ids_B
+def sample(logits_BV: Tensor, draws_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Return a token per row, int64 [B], and whether the logits are finite; waits for neither.
 
-
-def _check_finite(is_finite: Tensor) -> None:
-    if not is_finite:
-        raise UserError("generate.logits_not_finite", "the model's logits are not finite")
-
-
-def _draw(logits_BV: Tensor, draws_B: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Return what `sample` does, and whether the logits are finite, without waiting for either."""
+    The token is the first id whose cumulative probability exceeds `draws_B` in [0, 1).
+    """
+    # The ids by rank: the `top_k` most likely ones, up to a joint probability of `top_p`.
     scaled_BV = logits_BV.double() / sampling.temperature
     ranked_BV, ids_BV = scaled_BV.sort(descending=True, stable=True)
     if sampling.top_k:
@@ -320,7 +320,7 @@ def _draw(logits_BV: Tensor, draws_B: Tensor, sampling: Sampling) -> tuple[Tenso
     sums_before_BV = probs_BV.cumsum(-1) - probs_BV
     probs_BV = probs_BV.masked_fill(sums_before_BV >= sampling.top_p, 0.0)
 
-    # the inverse of the cumulative distribution, over the ids in their order
+    # The inverse of the cumulative distribution, over the ids in their order.
     sums_BV = torch.zeros_like(probs_BV).scatter(-1, ids_BV, probs_BV).cumsum(-1)
     total_B1 = sums_BV[:, -1:]
     # the product may round up to the total, which no sum exceeds
@@ -334,17 +334,15 @@ def _draw(logits_BV: Tensor, draws_B: Tensor, sampling: Sampling) -> tuple[Tenso
 def _prefill(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, chunk: int) -> Tensor:
     """Read prompts into an empty `cache`, `chunk` tokens of each at a time; return logits_BV."""
     device = model.tok_embeddings.weight.device
-    longest = max(map(len, rows))
-    padding = longest - min(map(len, rows))
-    tokens_BT = torch.zeros((len(rows), longest), dtype=torch.long)
-    is_real_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
-    for row, tokens_T, is_real_T in zip(rows, tokens_BT, is_real_BT, strict=True):
-        tokens_T[longest - len(row) :] = torch.as_tensor(row)
-        is_real_T[longest - len(row) :] = True
-
+    pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
+    tokens_BT = pad_left([torch.as_tensor(row, dtype=torch.long) for row in rows])
+    is_real_BT = pad_left([torch.ones(len(row), dtype=torch.bool) for row in rows])
     tokens_BT = to_device(tokens_BT, device)
     is_real_BT = to_device(is_real_BT, device)
+
     logits_B1V = torch.empty(0)
+    longest = tokens_BT.shape[1]
+    padding = longest - min(map(len, rows))
     for start in range(0, longest, chunk):
         part = slice(start, start + chunk)
         # attention is faster without a mask

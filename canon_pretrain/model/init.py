@@ -59,17 +59,17 @@ class InitialValue:
             return self._rows_of_parts(start, stop)
 
         size = (stop - start, *self.shape[1:])
+        values = torch.empty(size, device="cpu", dtype=torch.float32)
+        if self.kind == "constant":
+            return values.fill_(self.scale)
         if self.kind == "log_count":
             return torch.arange(start + 1, stop + 1, device="cpu", dtype=torch.float32).log()
-        if self.kind == "constant":
-            return torch.full(size, self.scale, device="cpu", dtype=torch.float32)
         if self.kind == "last_tap":
-            values = torch.zeros(size, device="cpu", dtype=torch.float32)
+            values.zero_()
             values[..., -1] = 1.0
             return values
 
         # Random values are drawn in whole blocks: a row does not depend on where its shard begins.
-        values = torch.empty(size, device="cpu", dtype=torch.float32)
         row = start
         while row < stop:
             index, skip = divmod(row, self.rows_per_block)
@@ -80,23 +80,24 @@ class InitialValue:
 
     def _rows_of_parts(self, start: int, stop: int) -> Tensor:
         rows = []
+        first = 0  # of the part
         for part in self.parts:
-            num_rows = part.shape[0]
-            low = min(max(start, 0), num_rows)
-            high = min(max(stop, 0), num_rows)
-            rows.append(part.rows(low, high))
-            # as seen from the next part
-            start -= num_rows
-            stop -= num_rows
+            last = first + part.shape[0]
+            low = min(max(start, first), last)
+            high = min(max(stop, first), last)
+            rows.append(part.rows(low - first, high - first))
+            first = last
         return torch.cat(rows)
 
     def _block(self, index: int) -> Tensor:
         """Return a block of random rows, by a generator of its own."""
-        rows = min(self.rows_per_block, self.shape[0] - index * self.rows_per_block)
-        block = torch.empty((rows, *self.shape[1:]), device="cpu", dtype=torch.float32)
+        # 63 bits of a digest, which manual_seed takes without wrapping
         digest = hashlib.sha256(f"{self.seed}/{self.name}/{index}".encode()).digest()
-        # 63 bits, which manual_seed takes without wrapping
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+        # the last block may have fewer rows
+        num_rows = min(self.rows_per_block, self.shape[0] - index * self.rows_per_block)
+        block = torch.empty((num_rows, *self.shape[1:]), device="cpu", dtype=torch.float32)
         if self.kind == "uniform":
             return block.uniform_(-self.scale, self.scale, generator=generator)
         if self.kind == "normal":
@@ -136,8 +137,7 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     """
     name = plain_name(name)
     value = partial(InitialValue, name, torch.Size(shape), args.init_seed)
-    path, _, own_name = name.rpartition(".")
-    module = path.rpartition(".")[2]
+    *_, module, own_name = f".{name}".split(".")
     if args.mimetic_init:
         mimetic = _mimetic_value(args, name, shape, value)
         if mimetic is not None:
@@ -161,7 +161,8 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     if module.endswith("norm"):
         return value("constant", 1.0)
     if own_name == "A_log":
-        return value("log_count" if args.mixer == "mamba2" else "log_uniform", LARGEST_RATE)
+        kind = "log_count" if args.mixer == "mamba2" else "log_uniform"
+        return value(kind, LARGEST_RATE)
 
     # matrices
     if len(shape) < 2 or own_name not in ("weight", "w1", "w2", "w3"):
@@ -187,14 +188,15 @@ def _mimetic_value(
     (both the same rows, of variance 1/S), a convolution that changes nothing. The paper's c = 8 is
     read as A = -exp(-8).
     """
-    path, _, own_name = name.rpartition(".")
-    if own_name == "A_log":
+    if name.endswith(".A_log"):
         return value("constant", -MIMETIC_RATE)
-    if own_name == "dt_bias":
+    if name.endswith(".dt_bias"):
         return value("constant", MIMETIC_STEP)
-    if path.endswith("conv1d"):
-        return value("constant", 0.0) if own_name == "bias" else value("last_tap", 0.0)
-    if not path.endswith("in_proj"):
+    if name.endswith("conv1d.bias"):
+        return value("constant", 0.0)
+    if name.endswith("conv1d.weight"):
+        return value("last_tap", 0.0)
+    if not name.endswith("in_proj.weight"):
         return None
 
     # the rows of in_proj are those of z and x, B, C and dt

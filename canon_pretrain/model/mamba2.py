@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from canon_pretrain.kernels.backends import recurrence
 from canon_pretrain.kernels.compiled import sum_dtype
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import NO_CONTEXT, Context, segment_starts
+from canon_pretrain.model.cache import NO_CONTEXT, Context, run_recurrence
 from canon_pretrain.model.canon import ShortConv, Stream, make_canon, per_reader
 
 
@@ -38,7 +38,9 @@ class Mamba2(nn.Module):
 
         self.in_proj = nn.Linear(args.dim, sum(self.widths), bias=False)
         self.canon_b = make_canon("B", args, canon_backend)
-        self.conv1d = ShortConv(args, canon_backend, bias=True) if args.mixer_conv else None
+        self.conv1d: ShortConv | None = None
+        if args.mixer_conv:
+            self.conv1d = ShortConv(args, canon_backend, bias=True)
         self.dt_bias = nn.Parameter(torch.empty(args.num_heads))
         self.A_log = nn.Parameter(torch.empty(args.num_heads))
         self.D = nn.Parameter(torch.empty(args.num_heads))
@@ -47,11 +49,11 @@ class Mamba2(nn.Module):
 
     def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor:
         """Return what is added to the residual stream, [B, T, D]."""
+        # [z|x|B|C|dt], mixed by Canon-B or, in x, B and C, by the native conv1d.
         (x_BTD,) = per_reader(x_BTD, self.readers)
         projected = self.in_proj(x_BTD)
         if self.canon_b is not None:
             (projected,) = self.canon_b((projected,), context, x_BTD)
-
         z_BTI, xbc, dt_BTH = projected.split(self.widths, dim=-1)
         if self.conv1d is not None:
             (xbc,) = self.conv1d((xbc,), context)
@@ -61,19 +63,11 @@ class Mamba2(nn.Module):
         dtype = sum_dtype(x_BTD)
         dt_BTH = F.softplus(dt_BTH.to(dtype) + self.dt_bias.to(dtype))
         A_H = -self.A_log.to(dtype).exp()
-        cache = context.cache
-        y_BTHP, state = self.recurrence(
-            x_BTI.unflatten(-1, (-1, self.head_dim)),
-            dt_BTH,
-            A_H,
-            b_BTS,
-            c_BTS,
-            self.D,
-            state=None if cache is None else cache.state,
-            starts_BT=segment_starts(context.segments_BN, x_BTD.shape[1]),
+        x_BTHP = x_BTI.unflatten(-1, (-1, self.head_dim))
+        y_BTHP = run_recurrence(
+            self.recurrence, x_BTHP, dt_BTH, A_H, b_BTS, c_BTS, self.D, context=context
         )
-        if cache is not None:
-            cache.state = state
 
+        # The gated norm.
         gated_BTI = y_BTHP.flatten(-2).to(dtype) * F.silu(z_BTI.to(dtype))
         return self.out_proj(self.norm(gated_BTI.to(x_BTD.dtype)))

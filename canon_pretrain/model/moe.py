@@ -45,8 +45,8 @@ class Router(nn.Module):
         self.gate = nn.Linear(args.dim, args.num_experts, bias=False)
         self.top_k = args.experts_per_token
         self.expert_bias: Tensor | None
-        is_biased = args.moe_balance == "bias"
-        self.register_buffer("expert_bias", torch.zeros(args.num_experts) if is_biased else None)
+        bias_E = torch.zeros(args.num_experts) if args.moe_balance == "bias" else None
+        self.register_buffer("expert_bias", bias_E)
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the probabilities [N, E], those of the chosen [N, K], and the chosen experts.
@@ -54,7 +54,11 @@ class Router(nn.Module):
         As in tutel, several experts' probabilities are divided by their sum.
         """
         score_NE = F.linear(x_ND.float(), self.gate.weight.float()).softmax(dim=1)
-        biased_NE = score_NE if self.expert_bias is None else score_NE + self.expert_bias
+
+        # the bias changes which experts are chosen, but not their weights
+        biased_NE = score_NE
+        if self.expert_bias is not None:
+            biased_NE = score_NE + self.expert_bias
         expert_NK = biased_NE.topk(self.top_k, dim=1).indices
         gate_NK = score_NE.gather(1, expert_NK)
         if self.top_k > 1:
@@ -77,17 +81,10 @@ class GroupedExperts(nn.Module):
         """Return y [S, D] of tokens that are sorted by expert."""
         ends_E = num_tokens_per_expert.cumsum(dim=0, dtype=torch.int32)
         inner_SF = grouped_linear(x_SD, _local(self.w1), ends_E)
-        inner_SF = activate(inner_SF, self.activation)
+        inner_SF = ffn_activation(inner_SF, self.activation)
         if self.w3 is not None:
             inner_SF = inner_SF * grouped_linear(x_SD, _local(self.w3), ends_E)
         return grouped_linear(inner_SF, _local(self.w2), ends_E)
-
-
-def activate(x: Tensor, activation: str) -> Tensor:
-    """Return silu, relu squared ("relu2") or GPT-2's gelu of x."""
-    if activation == "gelu":
-        return F.gelu(x, approximate="tanh")
-    return ffn_activation(x, activation == "relu2")
 
 
 def _local(weight: Tensor) -> Tensor:
@@ -119,7 +116,7 @@ class MoE(nn.Module):
         x_ND = x_BTD.flatten(0, 1)
         score_NE, gate_NK, expert_NK = self.router(x_ND)
 
-        # In training, balance the load, and drop what exceeds the capacity.
+        # In training, measure the balance, and drop what exceeds the capacity.
         is_training = self.training and context.cache is None
         if is_training:
             chosen_BCE = F.one_hot(expert_NK.view(len(x_BTD), -1), self.num_experts)
@@ -130,6 +127,7 @@ class MoE(nn.Module):
                 gate_NK = gate_NK * is_kept_NK  # computed, but not added
                 num_dropped = (~is_kept_NK).sum()[None]
 
+        # The sum of each token's experts, and of the shared ones.
         count_E, y_NKD = self._apply_experts(x_ND, expert_NK)
         y_ND = (gate_NK[..., None] * y_NKD).sum(dim=1).to(x_ND.dtype)
         if self.shared_experts is not None:
@@ -146,8 +144,8 @@ class MoE(nn.Module):
         is 1 if all are equal.
         """
         num_rows, num_choices, _ = chosen_BCE.shape
-        fraction_BE = chosen_BCE.sum(dim=1) / num_choices
-        mean_BE = score_NE.view(num_rows, -1, self.num_experts).mean(dim=1)
+        fraction_BE = chosen_BCE.sum(dim=1) / num_choices  # f
+        mean_BE = score_NE.view(num_rows, -1, self.num_experts).mean(dim=1)  # P
         return self.num_experts * (fraction_BE * mean_BE).sum(dim=1)
 
     def _is_kept(self, chosen_BCE: Tensor) -> Tensor:
@@ -165,6 +163,8 @@ class MoE(nn.Module):
         expert_S = expert_NK.flatten()
         order_S = expert_S.argsort(stable=True)
         inverse_S = order_S.argsort()
+
+        # not bincount: the size of its result depends on data
         count_E = expert_S.new_zeros(self.num_experts)
         count_E = count_E.scatter_add(0, expert_S, torch.ones_like(expert_S))
 

@@ -14,7 +14,7 @@ from canon_pretrain.kernels.backends import recurrence
 from canon_pretrain.kernels.compiled import sum_dtype
 from canon_pretrain.kernels.decode_step import Parts
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.cache import NO_CONTEXT, Context, segment_starts
+from canon_pretrain.model.cache import NO_CONTEXT, Context, run_recurrence
 from canon_pretrain.model.canon import ShortConv, Stream, make_canon, per_reader
 from canon_pretrain.model.counts import DECAY_RANK
 
@@ -63,7 +63,9 @@ class GatedRecurrence(nn.Module):
         self.wo = nn.Linear(v_dim, args.dim, bias=False)
 
         # q, k and v are mixed by one of these, or by neither
-        self.conv1d = ShortConv(args, canon_backend) if args.mixer_conv else None
+        self.conv1d: ShortConv | None = None
+        if args.mixer_conv:
+            self.conv1d = ShortConv(args, canon_backend)
         self.canon_b = make_canon("B", args, canon_backend)
 
     def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor:
@@ -75,15 +77,8 @@ class GatedRecurrence(nn.Module):
                 qkv = mix(qkv, context, x_q)
         q_BTHK, k_BTHK, v_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
 
-        cache = context.cache
-        o_BTHV, state = self.recurrence(
-            *self.inputs(q_BTHK, k_BTHK, v_BTHV, x_decays),
-            **self.options,
-            state=None if cache is None else cache.state,
-            starts_BT=segment_starts(context.segments_BN, x_q.shape[1]),
-        )
-        if cache is not None:
-            cache.state = state
+        inputs = self.inputs(q_BTHK, k_BTHK, v_BTHV, x_decays)
+        o_BTHV = run_recurrence(self.recurrence, *inputs, context=context, **self.options)
 
         # y = o_norm(o) * silu(wg x), in `sum_dtype`
         y_BTHV = wide(o_BTHV)

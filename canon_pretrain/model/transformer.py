@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.kernels.backends import check_canon_backend, check_mixer_backend
+from canon_pretrain.kernels.backends import (
+    check_canon_backend,
+    check_mixer_backend,
+    ffn_activation,
+)
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention, Rope
@@ -27,7 +31,7 @@ from canon_pretrain.model.cache import (
 from canon_pretrain.model.canon import Stream, add_norm_canon, make_canon, per_reader
 from canon_pretrain.model.init import InitialValue, initial_value
 from canon_pretrain.model.mamba2 import Mamba2
-from canon_pretrain.model.moe import MoE, Routed, activate
+from canon_pretrain.model.moe import MoE, Routed
 from canon_pretrain.model.recurrent import GLA, GatedDeltaNet
 
 Writer = Callable[[nn.Parameter, InitialValue], None]
@@ -60,13 +64,13 @@ class FeedForward(nn.Module):
             inner_BTF = self.w1(x_BTD)
             if self.canon_d is not None:
                 (inner_BTF,) = self.canon_d((inner_BTF,), context, x_BTD)
-            return self.w2(activate(inner_BTF, self.activation))
+            return self.w2(ffn_activation(inner_BTF, self.activation))
 
         x_gate_BTD, x_up_BTD = per_reader(x_BTD, self.readers)
         gate_BTF = self.w1(x_gate_BTD)
         up_BTF = self.w3(x_up_BTD)
         if self.canon_d is None:
-            inner_BTF = activate(gate_BTF, self.activation) * up_BTF
+            inner_BTF = ffn_activation(gate_BTF, self.activation) * up_BTF
         else:  # a CanonGate, which also applies the gate
             (inner_BTF,) = self.canon_d((gate_BTF, up_BTF), context, x_gate_BTD)
         return self.w2(inner_BTF)
@@ -278,7 +282,7 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.end(tokens_BT.shape[1])
 
-        # The head, of the tokens that are asked for.
+        # The norm and the head, of the selected tokens only.
         if logits_at_M is not None:
             h_BTD = h_BTD.flatten(0, 1)[logits_at_M]
         else:
@@ -303,7 +307,9 @@ class Transformer(nn.Module):
         Raises UserError past max_seq_len tokens.
         """
         num_tokens = tokens_BT.shape[1]
-        num_so_far = num_tokens if cache is None else cache.length + num_tokens
+        num_so_far = num_tokens
+        if cache is not None:
+            num_so_far += cache.length
         if num_so_far > self.args.max_seq_len:
             raise UserError(
                 "model.sequence_too_long",
@@ -311,6 +317,7 @@ class Transformer(nn.Module):
                 f"{self.args.max_seq_len}",
             )
 
+        # The mask is of attention only.
         segments_BS = self._segments(tokens_BT, is_real_BT, cache)
         mask: Mask = None
         if self.attend is not None:
@@ -319,6 +326,7 @@ class Transformer(nn.Module):
             else:
                 mask = self.attend.mask(num_tokens, segments_BS, num_so_far, tokens_BT.device)
 
+        # The segments are of convolutions and states.
         reach = self.args.reach
         if segments_BS is None or not reach:
             return Context(mask)
@@ -349,6 +357,7 @@ class Transformer(nn.Module):
         biases = self.expert_biases()
         if not biases:
             return
+
         sign_LE = (load_LE.mean(dim=1, keepdim=True) - load_LE).sign()
         sign_LE -= sign_LE.mean(dim=1, keepdim=True)
         change_LE = self.args.moe_balance_rate * scale * sign_LE
@@ -365,7 +374,10 @@ class Transformer(nn.Module):
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
         if segments_BT is not None and is_real_BT is not None:
             segments_BT = segments_BT.masked_fill(~is_real_BT, PADDING)
-        return segments_BT if cache is None else cache.append_segments(segments_BT, tokens_BT)
+
+        if cache is None:
+            return segments_BT
+        return cache.append_segments(segments_BT, tokens_BT)
 
     def _documents(
         self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
@@ -376,6 +388,8 @@ class Transformer(nn.Module):
             tokens_BT = tokens_BT.masked_fill(~is_real_BT, eos_id + 1)
         if cache is None:
             return document_numbers(tokens_BT, eos_id)
+
+        # an EOS at the end ends its document: the next token is in another one
         segments_BT = document_numbers(tokens_BT, eos_id, cache.next_document)
         cache.next_document = segments_BT[:, -1] + (tokens_BT[:, -1] == eos_id).int()
         return segments_BT

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from canon_pretrain.kernels.decode_step import CanonMemory
 from canon_pretrain.model import decode
 from canon_pretrain.model.cache import FIRST_CAPACITY, Cache
-from canon_pretrain.model.decode import DecodeStep, generate, sample, sample_generator
+from canon_pretrain.model.decode import DecodeStep, Sampling, generate, sample, sample_generator
 from tests.support import refused
 from tests.variants import (
     BASE,
@@ -144,7 +144,7 @@ class NoWaits(TorchDispatchMode):
 
 
 def addresses(cache):
-    tensors = [tensor for held in cache.replaced() for tensor in held]
+    tensors = cache.replaced()
     tensors += [cache._segments, cache.position]
     tensors += [each for layer in cache.layers for each in (layer._keys, layer._values)]
     tensors += [tensor for step in cache._steps for tensor in (*step._sums, step._x_B1C)]
@@ -323,15 +323,16 @@ def test_tokens_are_sampled_with_their_probabilities(options):
     logits = torch.randn(11, generator=torch.Generator().manual_seed(0)) * 2
     num_draws = 20_000
     draws = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
-    ids = sample(logits.expand(num_draws, -1), draws, *options)
+    ids, _ = sample(logits.expand(num_draws, -1), draws, Sampling(*options))
     found = torch.bincount(ids, minlength=11) / num_draws
     expected = expected_probabilities(logits.tolist(), *options)
     torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=2 / num_draws)
     likely = {i for i, probability in enumerate(expected) if probability}
     edges = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert set(sample(logits.expand(2, -1), edges, *options).tolist()) <= likely
-    with refused("generate.logits_not_finite"):
-        sample(torch.full((1, 2), math.nan), draws[:1], 1.0, 0, 1.0)
+    ids_at_edges, is_finite = sample(logits.expand(2, -1), edges, Sampling(*options))
+    assert set(ids_at_edges.tolist()) <= likely and is_finite
+    _, is_finite = sample(torch.full((1, 2), math.nan), draws[:1], Sampling(1.0, 0, 1.0))
+    assert not is_finite
 
 
 def chi_square_p(counts, probabilities):
@@ -363,7 +364,7 @@ def test_draws_have_the_softmax_distribution(options, through_model):
         ids = torch.tensor(answers).flatten()
     else:
         draws = torch.rand(num_draws, dtype=torch.float64, generator=generator)
-        ids = sample(logits_V.expand(num_draws, -1), draws, *options)
+        ids, _ = sample(logits_V.expand(num_draws, -1), draws, Sampling(*options))
     counts = ids.bincount(minlength=len(logits_V)).tolist()
     logits = logits_V.tolist()
     assert chi_square_p(counts, expected_probabilities(logits, *options)) > 0.01
