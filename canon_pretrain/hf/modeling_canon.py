@@ -18,11 +18,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from canon_pretrain.hf.config import (
-    BARE,
-    BLOCK,
     DEFAULTS,
-    ENDS,
     LINGUA,
+    LLAMA_NAMING,
     MODEL_TYPE,
     layout,
     to_args,
@@ -134,8 +132,8 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
         object.__setattr__(self, "block", block)  # unregistered: its modules have other names here
         self.self_attn = _Namespace()
         self.mlp = _Namespace()
-        modules = _register(block, self, BLOCK.items())
-        bare_tensors = _register(block, self, BARE.items())
+        modules = _register(block, self, LLAMA_NAMING.block.items())
+        bare_tensors = _register(block, self, LLAMA_NAMING.bare.items())
         self._registrations = modules + bare_tensors
 
         # hooks of modules do not run for these, because the block does not call them
@@ -247,7 +245,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
         # Register the modules in the order of the released class: embedding, layers, output.
         self.model = _Namespace()
-        embedding, *norm_and_output = ENDS.items()
+        embedding, *norm_and_output = LLAMA_NAMING.ends.items()
         self._registrations = _register(core, self, [embedding])
         blocks: Any = core.layers.values()
         self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
