@@ -468,6 +468,7 @@ def layout(config: Mapping[str, Any]) -> str:
 
 def to_args(config: Mapping[str, Any]) -> ModelArgs:
     """Return the model that a config.json describes. Raises UserError, naming the field."""
+    layout(config)  # raises for an unknown one
     extension = config.get(EXTENSION) or {}
     if config.get("model_type") == MAMBA2:
         args = _mamba2_args(config, extension)
