@@ -107,6 +107,7 @@ def run_push(arguments: Namespace) -> None:
     from canon_pretrain.hf import push
     from canon_pretrain.hf.export import RECORD
 
+    # An export has its options already.
     push.check_name(arguments.repo)
     is_export = (arguments.checkpoint / RECORD).is_file()
     export_options = ("dtype", "license_id", "tokenizer", "eos", "no_tokenizer")
@@ -121,11 +122,13 @@ def run_push(arguments: Namespace) -> None:
     repo: str = arguments.repo
     if not arguments.dry_run:
         repo = push.full_name(repo)
+
     with tempfile.TemporaryDirectory(prefix="canon-push-") as scratch:
         folder = arguments.checkpoint
         if not is_export:
             folder = Path(scratch) / "export"
             _export(arguments, folder, arguments.dtype or "float32")
+
         upload = push.Upload.of(folder, repo, arguments.revision)
         total = f"{size(sum(upload.sizes.values()))} in {len(upload.files)} files"
         if arguments.dry_run:

@@ -8,7 +8,7 @@ class would compute. A copy is part of every export. No torch, no transformers.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,14 +17,14 @@ from canon_pretrain.model.args import ModelArgs
 
 MODEL_TYPE = "LlamaCanon"
 ARCHITECTURE = "LlamaCanonForCausalLM"
-PLAIN = {
+STANDARD_CLASSES = {
     ("rope", "none"): ("llama", "LlamaForCausalLM"),
     ("nope", "none"): ("smollm3", "SmolLM3ForCausalLM"),
     ("rope", "per_head"): ("qwen3", "Qwen3ForCausalLM"),
 }
 """model_type and class of transformers for attention without Canon, by position and QK-norm."""
 MAMBA2 = "mamba2"
-STANDARD_TYPES = (*(model_type for model_type, _ in PLAIN.values()), MAMBA2)
+STANDARD_TYPES = (*(model_type for model_type, _ in STANDARD_CLASSES.values()), MAMBA2)
 """model_type of transformers' own classes."""
 MODEL_TYPES = (MODEL_TYPE, *STANDARD_TYPES)
 GELU = "gelu_pytorch_tanh"
@@ -32,12 +32,13 @@ EXTENSION = "canon_pretrain"
 """Name of the sub-dictionary, and `rope_version` of models the released class can't express."""
 LINGUA = "lingua"
 HUGGINGFACE = "huggingface"
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_ROTATION = 1e30
 """Rotary scaling factor that means NoPE in config.json."""
 _MIN_NO_ROTATION = 1e20
 """Smallest factor that is read as NoPE: no position rotates by a visible angle."""
 
-DEFAULTS: dict[str, Any] = {
+_LLAMA_DEFAULTS: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -57,6 +58,8 @@ DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
     "mlp_bias": False,
+}
+_CANON_DEFAULTS: dict[str, Any] = {
     "rope_version": HUGGINGFACE,
     "rope_dim": None,
     "partial_rotary_factor": None,
@@ -67,7 +70,9 @@ DEFAULTS: dict[str, Any] = {
     "canon_activation": False,
     "canon_residual": True,
 }
-"""Defaults of absent fields, in the released class and in Llama's."""
+"""Defaults of the fields that only the released class has."""
+DEFAULTS = {**_LLAMA_DEFAULTS, **_CANON_DEFAULTS}
+"""Defaults of absent fields; the order is that of config.json."""
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     "smollm3": {
         "vocab_size": 128256,
@@ -88,24 +93,13 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
     },
 }
 """Defaults of transformers' own classes where they differ from Llama's."""
-_CANON_ONLY = {
-    "pretraining_tp",
-    "rope_scaling",
-    "rope_version",
-    "rope_dim",
-    "partial_rotary_factor",
-    "qk_norm",
-    "canon_set",
-    "canon_kernel",
-    "canon_bias",
-    "canon_activation",
-    "canon_residual",
-}
+_CANON_ONLY = {"pretraining_tp", "rope_scaling", *_CANON_DEFAULTS}
 """Fields that the config.json of a standard class does not have."""
 _SAME = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
     "intermediate_size": "ffn_dim",
+    "hidden_act": "ffn_activation",  # but GELU for "gelu"
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
     "max_position_embeddings": "max_seq_len",
@@ -139,6 +133,10 @@ _MAMBA2_FIXED: dict[str, Any] = {
     "norm_before_gate": False,
 }
 """Fields of Mamba2Config, also of earlier versions, for which one value is supported."""
+_NO_TIME_STEP_LIMIT: tuple[list[Any], ...] = (
+    [0.0, math.inf],
+    [0.0, {"__float__": "Infinity"}],  # as transformers 5 writes it
+)
 _MAMBA2_DEFAULTS: dict[str, Any] = {
     **_MAMBA2_FIXED,
     "vocab_size": 32768,
@@ -152,11 +150,8 @@ _MAMBA2_DEFAULTS: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": False,
     "max_position_embeddings": 2048,
+    "time_step_limit": _NO_TIME_STEP_LIMIT[0],
 }
-_NO_TIME_STEP_LIMIT: tuple[list[Any], ...] = (
-    [0.0, math.inf],
-    [0.0, {"__float__": "Infinity"}],  # as transformers 5 writes it
-)
 # initialization, kernels, and rounding in less than float32
 _CHANGES_NO_MAMBA2 = {
     "time_step_rank",
@@ -176,7 +171,7 @@ _CHANGES_TRAINING: tuple[str, ...] = (
     "mimetic_init",
     "moe_balance_rate",
 )
-_FROM_OTHER_FIELDS = {"num_kv_heads", "ffn_activation", "partial_rope_dim"}
+_FROM_OTHER_FIELDS = {"num_kv_heads", "partial_rope_dim"}
 _CHANGES_THE_MODEL = tuple(
     field.name
     for field in fields(ModelArgs)
@@ -247,77 +242,14 @@ _CHECKED_IN_ROPE = {
 # -- parameter names; those the released class does not have are named like similar ones
 
 Names = dict[str, str]
-"""A class's names of modules and tensors, by our names."""
-ENDS: Names = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
-}
-BLOCK: Names = {
-    "attention_norm": "input_layernorm",
-    "canon_a": "canonA",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "attention.canon_b": "self_attn.canonB",
-    "attention.conv1d": "self_attn.conv1d",
-    "attention.wg": "self_attn.g_proj",
-    "attention.wg.down": "self_attn.g_proj.0",
-    "attention.wg.up": "self_attn.g_proj.1",
-    "attention.o_norm": "self_attn.o_norm",
-    "attention.gk.down": "self_attn.gk_proj.0",
-    "attention.gk.up": "self_attn.gk_proj.1",
-    "attention.wa": "self_attn.a_proj",
-    "attention.wb": "self_attn.b_proj",
-    "attention.in_proj": "self_attn.in_proj",
-    "attention.out_proj": "self_attn.out_proj",
-    "attention.norm": "self_attn.norm",
-    "ffn_norm": "post_attention_layernorm",
-    "canon_c": "canonC",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.canon_d": "mlp.canonD",
-    "feed_forward.router.gate": "mlp.gate",
-    "feed_forward.shared_experts.w1": "mlp.shared_experts.gate_proj",
-    "feed_forward.shared_experts.w3": "mlp.shared_experts.up_proj",
-    "feed_forward.shared_experts.w2": "mlp.shared_experts.down_proj",
-}
-BARE: Names = {
-    "attention.A_log": "self_attn.A_log",
-    "attention.dt_bias": "self_attn.dt_bias",
-    "attention.D": "self_attn.D",
-    "feed_forward.router.expert_bias": "mlp.expert_bias",
-    "feed_forward.experts.w1": "mlp.experts.gate_proj",
-    "feed_forward.experts.w3": "mlp.experts.up_proj",
-    "feed_forward.experts.w2": "mlp.experts.down_proj",
-}
-"""Parameters and buffers that are not the weight or bias of a module."""
-
-_MAMBA2_ENDS: Names = {
-    "tok_embeddings": "backbone.embeddings",
-    "norm": "backbone.norm_f",
-    "output": "lm_head",
-}
-_MAMBA2_BLOCK: Names = {
-    "attention_norm": "norm",
-    "attention.in_proj": "mixer.in_proj",
-    "attention.conv1d": "mixer.conv1d",
-    "attention.norm": "mixer.norm",
-    "attention.out_proj": "mixer.out_proj",
-}
-_MAMBA2_BARE: Names = {
-    "attention.A_log": "mixer.A_log",
-    "attention.dt_bias": "mixer.dt_bias",
-    "attention.D": "mixer.D",
-}
 
 
-class _Naming(NamedTuple):
-    """How a class names its layers, and modules and tensors by their names in another class."""
+class Naming(NamedTuple):
+    """How a class names its layers, and modules and tensors by their names in another class.
+
+    `ends` are modules outside of the layers, `block` modules of a layer, and `bare` parameters and
+    buffers of a layer that are not the weight or bias of a module.
+    """
 
     layers: str
     ends: Names
@@ -325,36 +257,109 @@ class _Naming(NamedTuple):
     bare: Names
 
 
-_LLAMA_NAMING = _Naming("model.layers", ENDS, BLOCK, BARE)
-_MAMBA2_NAMING = _Naming("backbone.layers", _MAMBA2_ENDS, _MAMBA2_BLOCK, _MAMBA2_BARE)
+LLAMA_NAMING = Naming(
+    layers="model.layers",
+    ends={
+        "tok_embeddings": "model.embed_tokens",
+        "norm": "model.norm",
+        "output": "lm_head",
+    },
+    block={
+        "attention_norm": "input_layernorm",
+        "canon_a": "canonA",
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "attention.canon_b": "self_attn.canonB",
+        "attention.conv1d": "self_attn.conv1d",
+        "attention.wg": "self_attn.g_proj",
+        "attention.wg.down": "self_attn.g_proj.0",
+        "attention.wg.up": "self_attn.g_proj.1",
+        "attention.o_norm": "self_attn.o_norm",
+        "attention.gk.down": "self_attn.gk_proj.0",
+        "attention.gk.up": "self_attn.gk_proj.1",
+        "attention.wa": "self_attn.a_proj",
+        "attention.wb": "self_attn.b_proj",
+        "attention.in_proj": "self_attn.in_proj",
+        "attention.out_proj": "self_attn.out_proj",
+        "attention.norm": "self_attn.norm",
+        "ffn_norm": "post_attention_layernorm",
+        "canon_c": "canonC",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "feed_forward.canon_d": "mlp.canonD",
+        "feed_forward.router.gate": "mlp.gate",
+        "feed_forward.shared_experts.w1": "mlp.shared_experts.gate_proj",
+        "feed_forward.shared_experts.w3": "mlp.shared_experts.up_proj",
+        "feed_forward.shared_experts.w2": "mlp.shared_experts.down_proj",
+    },
+    bare={
+        "attention.A_log": "self_attn.A_log",
+        "attention.dt_bias": "self_attn.dt_bias",
+        "attention.D": "self_attn.D",
+        "feed_forward.router.expert_bias": "mlp.expert_bias",
+        "feed_forward.experts.w1": "mlp.experts.gate_proj",
+        "feed_forward.experts.w3": "mlp.experts.up_proj",
+        "feed_forward.experts.w2": "mlp.experts.down_proj",
+    },
+)
+_MAMBA2_NAMING = Naming(
+    layers="backbone.layers",
+    ends={
+        "tok_embeddings": "backbone.embeddings",
+        "norm": "backbone.norm_f",
+        "output": "lm_head",
+    },
+    block={
+        "attention_norm": "norm",
+        "attention.in_proj": "mixer.in_proj",
+        "attention.conv1d": "mixer.conv1d",
+        "attention.norm": "mixer.norm",
+        "attention.out_proj": "mixer.out_proj",
+    },
+    bare={
+        "attention.A_log": "mixer.A_log",
+        "attention.dt_bias": "mixer.dt_bias",
+        "attention.D": "mixer.D",
+    },
+)
+_LEAVES = ("weight", "bias", "down", "up")
+"""Parameters of modules; `down` and `up` are the low-rank factors of a dynamic Canon filter."""
 
 
 def to_hf(name: str, model_type: str = MODEL_TYPE) -> str:
     """Return a parameter's name in the class of `model_type`. Raises ValueError if unknown."""
-    naming = _MAMBA2_NAMING if model_type == MAMBA2 else _LLAMA_NAMING
+    naming = _MAMBA2_NAMING if model_type == MAMBA2 else LLAMA_NAMING
     return _translate(name, "layers", naming)
 
 
 def to_ours(name: str) -> str:
     """Return our name of the parameter of any class. Raises ValueError if unknown."""
-    naming = _MAMBA2_NAMING if name.startswith("backbone.") else _LLAMA_NAMING
+    naming = _MAMBA2_NAMING if name.startswith("backbone.") else LLAMA_NAMING
     tables = (naming.ends, naming.block, naming.bare)
     inverse_tables = ({hf: ours for ours, hf in table.items()} for table in tables)
-    return _translate(name, naming.layers, _Naming("layers", *inverse_tables))
+    return _translate(name, naming.layers, Naming("layers", *inverse_tables))
 
 
-def _translate(name: str, layers: str, target: _Naming) -> str:
+def _translate(name: str, layers: str, target: Naming) -> str:
     """Translate [LAYERS.NUMBER.]MODULE[.weight], where LAYERS is `layers`, to `target`."""
+    # `down` and `up` are the low-rank factors of a dynamic Canon filter
     layer = rf"{re.escape(layers)}\.(0|[1-9]\d*)\."
     match = re.fullmatch(rf"(?:{layer})?(.+?)(\.weight|\.bias|\.down|\.up)?", name)
     if match:
         number, module, leaf = match.groups(default="")
+        prefix = ""
+        names = target.ends
+        if number:
+            prefix = f"{target.layers}.{number}."
+            names = target.block
         if not leaf:
             names = target.bare
-        else:
-            names = target.block if number else target.ends
         if module in names:
-            prefix = f"{target.layers}.{number}." if number else ""
             return f"{prefix}{names[module]}{leaf}"
 
     raise ValueError(f"{name} is not a parameter of these models")
@@ -365,25 +370,18 @@ def _translate(name: str, layers: str, target: _Naming) -> str:
 
 def to_fields(args: ModelArgs) -> dict[str, Any]:
     """Return the fields of LlamaCanon's config.json that describe `args`."""
-    extension = {}
-    for name in _CHANGES_THE_MODEL + _CHANGES_TRAINING:
-        value = getattr(args, name)
-        is_default = value == getattr(ModelArgs, name)
-        # a document mask needs the id of EOS, even if it is the default
-        is_needed = name == "eos_id" and args.document_mask
-        if is_needed or (not is_default and value not in _RELEASED_VALUES):
-            extension[name] = value
-
-    is_expressible = not extension.keys() & set(_CHANGES_THE_MODEL)
+    extension = _extension(args, _CHANGES_THE_MODEL + _CHANGES_TRAINING)
+    is_expressible = extension.keys().isdisjoint(_CHANGES_THE_MODEL)
     config: dict[str, Any] = {
         **DEFAULTS,
         **{theirs: getattr(args, ours) for theirs, ours in _SAME.items()},
         "num_key_value_heads": args.kv_heads,
         "head_dim": args.head_dim,
-        "hidden_act": GELU if args.ffn_activation == "gelu" else args.ffn_activation,
         "rope_version": LINGUA if is_expressible else EXTENSION,
         "qk_norm": args.qk_norm != "none",
     }
+    if args.ffn_activation == "gelu":
+        config["hidden_act"] = GELU
     if args.position == "nope":
         config["rope_scaling"] = {"rope_type": "linear", "factor": NO_ROTATION}
     if args.position == "partial_rope_c":
@@ -392,44 +390,51 @@ def to_fields(args: ModelArgs) -> dict[str, Any]:
     if extension:
         config[EXTENSION] = extension
 
+    # the released class would compute with a null
     return {name: value for name, value in config.items() if value is not None}
+
+
+def _extension(args: ModelArgs, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the sub-dictionary: those of the fields `names` that config.json must add."""
+    extension = {}
+    for name in names:
+        value = getattr(args, name)
+        is_default = value == getattr(ModelArgs, name)
+        # a document mask needs the id of EOS, even if it is the default
+        is_needed = name == "eos_id" and args.document_mask
+        if is_needed or (not is_default and value not in _RELEASED_VALUES):
+            extension[name] = value
+    return extension
 
 
 def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     """Return a config.json for a standard class of transformers, None if none computes `args`."""
-    if args.document_mask:
+    # The standard classes have RMSNorm, no Canon layers and no document mask.
+    if args.canon_set or args.document_mask or args.norm != "rmsnorm":
         return None
-    is_pure_mamba2 = args.mixer == MAMBA2 and args.mixer_conv and args.ffn == "none"
-    if is_pure_mamba2 and args.norm == "rmsnorm":
-        return None if args.canon_set else _mamba2_fields(args)
+    if args.mixer == MAMBA2 and args.mixer_conv and args.ffn == "none":
+        return _mamba2_fields(args)
 
-    is_gated_ffn = args.ffn == "gated" and args.ffn_activation == "silu"
-    is_attention = args.mixer == "attention" and not args.canon_set
-    is_llama_like = is_attention and is_gated_ffn and args.norm == "rmsnorm" and not args.bias
-    standard_class = PLAIN.get((args.position, args.qk_norm))
-    if standard_class is None or not is_llama_like:
+    # Those with attention also have a gated feed-forward, and no biases.
+    is_gated_silu = args.ffn == "gated" and args.ffn_activation == "silu"
+    standard_class = STANDARD_CLASSES.get((args.position, args.qk_norm))
+    if args.mixer != "attention" or args.bias or not is_gated_silu or standard_class is None:
         return None
 
+    # Qwen3's norm of Q and K is a part of its class: no field tells it.
     model_type, architecture = standard_class
-    config = {name: value for name, value in to_fields(args).items() if name not in _CANON_ONLY}
-    # the class itself has Qwen3's norm of Q and K
-    extension = config.pop(EXTENSION, {})
-    extension.pop("qk_norm", None)
-    if extension:
-        config[EXTENSION] = extension
+    canon_fields = to_fields(replace(args, qk_norm="none"))
+    config = {name: value for name, value in canon_fields.items() if name not in _CANON_ONLY}
     if model_type == "smollm3":
         config["no_rope_layers"] = [0] * args.num_layers
         config["no_rope_layer_interval"] = 1
         # the defaults are ids of SmolLM3's vocabulary; the released class does not read this file
-        config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        config |= dict.fromkeys(TOKEN_IDS)
     return {"architectures": [architecture], "model_type": model_type, **config}
 
 
 def _mamba2_fields(args: ModelArgs) -> dict[str, Any]:
-    extension = to_fields(args).get(EXTENSION, {})
-    changes_training = {
-        name: value for name, value in extension.items() if name in _CHANGES_TRAINING
-    }
+    """Return the fields of Mamba2ForCausalLM's config.json that describe `args`."""
     config: dict[str, Any] = {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": MAMBA2,
@@ -437,11 +442,11 @@ def _mamba2_fields(args: ModelArgs) -> dict[str, Any]:
         "head_dim": args.value_dim,
         "residual_in_fp32": False,  # residuals as ours in any dtype
         **_MAMBA2_FIXED,
-        # not the token ids of the class's own vocabulary
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
     }
-    if changes_training:
-        config[EXTENSION] = changes_training
+    extension = _extension(args, _CHANGES_TRAINING)
+    if extension:
+        config[EXTENSION] = extension
     return config
 
 
@@ -449,7 +454,7 @@ def unknown(config: Mapping[str, Any]) -> list[str]:
     """Return the names of fields that are neither read nor known to have no effect."""
     names = set(config) - _READ - _CHANGES_NOTHING
     if config.get("model_type") == MAMBA2:
-        return sorted(names - _MAMBA2_DEFAULTS.keys() - _CHANGES_NO_MAMBA2 - {"time_step_limit"})
+        return sorted(names - _MAMBA2_DEFAULTS.keys() - _CHANGES_NO_MAMBA2)
     return sorted(names - DEFAULTS.keys())
 
 
@@ -463,6 +468,7 @@ def layout(config: Mapping[str, Any]) -> str:
 
 def to_args(config: Mapping[str, Any]) -> ModelArgs:
     """Return the model that a config.json describes. Raises UserError, naming the field."""
+    layout(config)  # raises for an unknown one
     extension = config.get(EXTENSION) or {}
     if config.get("model_type") == MAMBA2:
         args = _mamba2_args(config, extension)
@@ -473,10 +479,10 @@ def to_args(config: Mapping[str, Any]) -> ModelArgs:
     allowed = _CHANGES_TRAINING
     if config.get("model_type") not in STANDARD_TYPES:
         allowed += _CHANGES_THE_MODEL
-    types = {f.name: type(f.default) for f in fields(ModelArgs) if f.default is not MISSING}
     for name, value in extension.items():
-        # JSON does not tell 1 from 1.0
-        value_types = (float, int) if types.get(name) is float else (types.get(name),)
+        value_types = [type(getattr(ModelArgs, name, None))]
+        if float in value_types:
+            value_types.append(int)  # JSON does not tell 1 from 1.0
         if name not in allowed or type(value) not in value_types:
             raise_unsupported(
                 f"{EXTENSION}.{name}", value, "written by another version of canon_pretrain"
@@ -486,40 +492,45 @@ def to_args(config: Mapping[str, Any]) -> ModelArgs:
 
 
 def _llama_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ModelArgs that are in a Llama-like config.json itself."""
     llama = _checked_fields(config)
-    if llama.model_type == "qwen3":
-        qk_norm = "per_head"
-    else:
-        qk_norm = "full" if llama.qk_norm else "none"
     args = {
         **{ours: getattr(llama, theirs) for theirs, ours in _SAME.items()},
         "num_kv_heads": llama.num_key_value_heads or 0,
-        "ffn_activation": "gelu" if llama.hidden_act == GELU else llama.hidden_act,
         **_position(llama),
-        "qk_norm": qk_norm,
     }
+    if llama.hidden_act == GELU:
+        args["ffn_activation"] = "gelu"
+    if llama.model_type == "qwen3":
+        args["qk_norm"] = "per_head"
+    elif llama.qk_norm:
+        args["qk_norm"] = "full"
 
     # Options of absent Canon layers are left out; conv1d of a mixer uses their kernel size.
     if not llama.canon_set:
-        for name in [name for name in args if name.startswith("canon_")]:
-            if name != "canon_kernel" or not extension.get("mixer_conv"):
-                del args[name]
+        args = {name: value for name, value in args.items() if not name.startswith("canon_")}
+        if extension.get("mixer_conv"):
+            args["canon_kernel"] = llama.canon_kernel
     return args
 
 
 def _mamba2_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ModelArgs that are in a Mamba2 config.json itself."""
     checked(EXTENSION, extension, dict)
     values = _MAMBA2_DEFAULTS | dict(config)
+
+    # Our model has one value of these options, the class several.
     for name, expected in _MAMBA2_FIXED.items():
         if values[name] != expected:
             raise_unsupported(name, values[name], f"expected {expected!r}")
 
+    # The class has any head dim; ours follows from the inner width, 2 D.
     for name in (*_SAME_IN_MAMBA2, "head_dim"):
         values[name] = checked(name, values[name], type(_MAMBA2_DEFAULTS[name]))
-    mamba2 = SimpleNamespace(**values)
-    if mamba2.head_dim * mamba2.num_heads != 2 * mamba2.hidden_size:
-        raise_unsupported("head_dim", mamba2.head_dim, "expected 2 hidden_size / num_heads")
-    limit = values.get("time_step_limit", [0.0, math.inf])
+    head_dim = values["head_dim"]
+    if head_dim * values["num_heads"] != 2 * values["hidden_size"]:
+        raise_unsupported("head_dim", head_dim, "expected 2 hidden_size / num_heads")
+    limit = values["time_step_limit"]
     if limit not in _NO_TIME_STEP_LIMIT:
         raise_unsupported("time_step_limit", limit, "expected 0 to infinity")
 
@@ -563,37 +574,37 @@ def _checked_fields(config: Mapping[str, Any]) -> SimpleNamespace:
         **_DEFAULTS_OF.get(str(config.get("model_type")), {}),
         **config,
     }
+
+    # Types and ranges of fields and of rotary options.
     for name, expected_type in _CHECKED.items():
         if name not in _OR_NULL or values.get(name) is not None:
             values[name] = checked(name, values[name], expected_type)
     for name in ("rope_scaling", "rope_parameters"):
-        rope = values.get(name) or {}
-        values[name] = {
-            key: checked(f"{name}.{key}", value, _CHECKED_IN_ROPE[key])
-            if key in _CHECKED_IN_ROPE
-            else value
-            for key, value in rope.items()
-            if value is not None
-        }
+        rope = {key: value for key, value in (values.get(name) or {}).items() if value is not None}
+        for key in rope:
+            if key in _CHECKED_IN_ROPE:
+                rope[key] = checked(f"{name}.{key}", rope[key], _CHECKED_IN_ROPE[key])
+        values[name] = rope
 
-    # Qwen3 and SmolLM3 write the size of a window that this switch turns off.
-    if values.get("use_sliding_window") is False:
-        values["sliding_window"] = None
-    for name in ("attention_bias", "mlp_bias", "canon_bias", "attention_dropout", "sliding_window"):
+    # Options that our models do not have.
+    refused = ["attention_bias", "mlp_bias", "canon_bias", "attention_dropout"]
+    if values.get("use_sliding_window") is not False:
+        refused.append("sliding_window")  # Qwen3 and SmolLM3 write a size even if it is off
+    for name in refused:
         if values.get(name):
             raise_unsupported(name, values[name], "unsupported")
 
+    # Options that they have with some values only.
     llama = SimpleNamespace(**values)
     layer_types = llama.layer_types or []
-    if not isinstance(layer_types, list) or any(
-        layer_type != "full_attention" for layer_type in layer_types
-    ):
+    if not isinstance(layer_types, list) or layer_types != ["full_attention"] * len(layer_types):
         raise_unsupported("layer_types", layer_types, 'expected only "full_attention"')
     if llama.hidden_act not in ("silu", "relu2", GELU):
         raise_unsupported("hidden_act", llama.hidden_act, f"expected silu, relu2 or {GELU}")
     head_dim = llama.hidden_size // llama.num_attention_heads
     if llama.head_dim not in (None, head_dim):
         raise_unsupported("head_dim", llama.head_dim, f"expected hidden_size / heads = {head_dim}")
+    llama.head_dim = head_dim
     return llama
 
 
@@ -618,18 +629,17 @@ def _position(llama: SimpleNamespace) -> dict[str, Any]:
         return theta | {"position": "nope"}
 
     # RoPE of all dims of a head
-    head_dim = llama.hidden_size // llama.num_attention_heads
     rope_dim = llama.rope_dim
     rotary_factor = llama.partial_rotary_factor or rope.get("partial_rotary_factor") or 1.0
     if rope_dim is None and rotary_factor != 1.0:
         raise_unsupported("partial_rotary_factor", rotary_factor, "expected rope_dim next to it")
-    if rope_dim in (None, head_dim):
+    if rope_dim in (None, llama.head_dim):
         return theta | {"position": "rope"}
 
     # RoPE of the first `rope_dim` dims
-    if rope_dim > head_dim:
-        raise_unsupported("rope_dim", rope_dim, f"expected at most the head dim, {head_dim}")
-    ratio = rope_dim / head_dim
+    if rope_dim > llama.head_dim:
+        raise_unsupported("rope_dim", rope_dim, f"expected at most the head dim, {llama.head_dim}")
+    ratio = rope_dim / llama.head_dim
     if llama.partial_rotary_factor not in (None, ratio):
         raise_unsupported(
             "partial_rotary_factor", rotary_factor, f"expected rope_dim / head_dim = {ratio}"

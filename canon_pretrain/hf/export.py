@@ -33,6 +33,7 @@ from canon_pretrain.hf.config import (
     ARCHITECTURE,
     MAMBA2,
     MODEL_TYPE,
+    TOKEN_IDS,
     plain_fields,
     to_fields,
     to_hf,
@@ -102,7 +103,14 @@ def export(
     args = model_args_of(run)
     like = meta_weights(args)
     manifest = weights.check_weights(checkpoint, like)
-    training_tokenizer, ids = _find_tokenizer(run, args, tokenizer, eos, wanted=with_tokenizer)
+    if with_tokenizer:
+        training_tokenizer = _find_tokenizer(run, args, tokenizer, eos)
+        ids = _Ids(training_tokenizer.eos_id, training_tokenizer.vocab_size)
+    else:
+        training_tokenizer = None
+        ids = _ids_of_data(run, args)
+
+    # Where the weights come from.
     run_record = read_run(run)
     record: dict[str, Any] = {
         "canon_pretrain": own_version(),
@@ -128,31 +136,26 @@ def export(
 
     with writing.folder_beside(out, "exporting") as temporary:
         # The weights, under the names of the class that computes this model.
+        torch_dtype = DTYPES[dtype]
         model_type = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
         shapes = {to_hf(name, model_type): tensor.shape for name, tensor in like.items()}
-        plans = writing.plan_files(shapes, DTYPES[dtype], max_file_bytes)
-        tensors = _tensors(checkpoint, args, like, DTYPES[dtype], model_type)
-        writing.write_files(temporary, plans, tensors, DTYPES[dtype])
+        plans = writing.plan_files(shapes, torch_dtype, max_file_bytes)
+        tensors = _tensors(checkpoint, args, like, torch_dtype, model_type)
+        writing.write_files(temporary, plans, tensors, torch_dtype)
 
-        # README.md and its pictures, configs, code and tokenizer.
-        texts = _small_files(args, training_tokenizer, ids, dtype)
+        # Configs, code and tokenizer; README.md and its pictures.
+        contents = _small_files(args, training_tokenizer, ids, dtype)
         readme = _readme(args, dtype, manifest.step, training_tokenizer)
         if card is None:
-            texts["README.md"] = f"# {readme.title}\n\n{readme.lead}\n\n{readme.loading}"
-            contents = {}
+            text = f"# {readme.title}\n\n{readme.lead}\n\n{readme.loading}"
+            contents["README.md"] = text.encode()
         else:
-            contents = dict(
-                card(run.path, manifest.step, license_id=license_id, **readme._asdict())
-            )
-        contents |= {name: text.encode() for name, text in texts.items()}
-        if training_tokenizer is not None:
-            sentencepiece_model = sentencepiece_file(training_tokenizer)
-            if sentencepiece_model is not None:
-                contents[SENTENCEPIECE_FILE] = sentencepiece_model
+            contents |= card(run.path, manifest.step, license_id=license_id, **readme._asdict())
         for name, content in contents.items():
             (temporary / name).write_bytes(content)
 
-        record["files"] = sorted({*(path.name for path in temporary.iterdir()), RECORD})
+        # The record lists every file, itself included.
+        record["files"] = sorted({RECORD, *(path.name for path in temporary.iterdir())})
         disk.write_json(temporary / RECORD, record)
         _publish(temporary, out, old_files, record)
     return record
@@ -175,7 +178,7 @@ def _tensors(
                 name=name,
             )
         if name in orders:
-            tensor = tensor[orders[name].argsort()]
+            tensor = tensor[orders[name].argsort()]  # argsort inverts an order
         yield to_hf(name, model_type), tensor
 
 
@@ -222,12 +225,15 @@ def _publish(
     disk.write_json(out / RECORD, record | {"files": sorted(all_files)})
     (out / CONFIG).unlink(missing_ok=True)
     disk.fsync_folder(out)
+
+    # Replace all other files.
     for name in set(new_files) - {CONFIG, RECORD}:
         disk.rename(temporary / name, out / name)
-    for name in set(old_files) - set(new_files):
+    for name in all_files.difference(new_files):
         (out / name).unlink(missing_ok=True)
     disk.fsync_folder(out)
 
+    # CONFIG makes the folder load again; the record then lists the new files only.
     for name in (CONFIG, RECORD):
         disk.rename(temporary / name, out / name)
     disk.fsync_folder(out)
@@ -242,18 +248,9 @@ class _Ids:
 
 
 def _find_tokenizer(
-    run: RunFolder, args: ModelArgs, path: Path | None, eos: str | None, *, wanted: bool
-) -> tuple[Tokenizer | None, _Ids]:
-    """Return the training tokenizer (None unless `wanted`) and its ids."""
-    if not wanted:
-        task = task_of_run(run.read_config()["identity"])
-        if task is not None:
-            return None, _Ids(None, task.vocab_size)
-        _, shards = run_data(run)
-        if shards:
-            return None, _Ids(shards.eos_id, shards.vocab_size)
-        return None, _Ids(None, args.vocab_size)
-
+    run: RunFolder, args: ModelArgs, path: Path | None, eos: str | None
+) -> Tokenizer:
+    """Return the training tokenizer. Raises UserError if it is missing or larger than the model."""
     tokenizer = find_tokenizer(run.path, run, path, eos, hint=_TOKENIZER_HINT)
     if tokenizer.vocab_size > args.vocab_size:
         raise UserError(
@@ -263,18 +260,30 @@ def _find_tokenizer(
             given=tokenizer.vocab_size,
             expected=args.vocab_size,
         )
-    return tokenizer, _Ids(tokenizer.eos_id, tokenizer.vocab_size)
+    return tokenizer
+
+
+def _ids_of_data(run: RunFolder, args: ModelArgs) -> _Ids:
+    """Return the ids of the run's task or shards; if neither is there, all ids of the model."""
+    task = task_of_run(run.read_config()["identity"])
+    if task is not None:
+        return _Ids(None, task.vocab_size)
+    _, shards = run_data(run)
+    if shards:
+        return _Ids(shards.eos_id, shards.vocab_size)
+    return _Ids(None, args.vocab_size)
 
 
 def _small_files(
     args: ModelArgs, tokenizer: Tokenizer | None, ids: _Ids, dtype: str
-) -> dict[str, str]:
-    """Return the texts of the configs, the tokenizer and the model's code, by file name."""
+) -> dict[str, bytes]:
+    """Return the configs, the tokenizer and the model's code, by file name."""
     # A standard class needs no code.
     config = plain_fields(args)
-    files: dict[str, str] = {}
+    files: dict[str, bytes] = {}
     if config is None:
-        files.update(writing.bundled_code(own_version()))
+        code = writing.bundled_code(own_version())
+        files = {name: source.encode() for name, source in code.items()}
         config = {
             "architectures": [ARCHITECTURE],
             "auto_map": {
@@ -285,15 +294,16 @@ def _small_files(
             **to_fields(args),
         }
 
-    # EOS also starts a text, see tokenizer_files.py
+    # EOS also starts a text, see tokenizer_files.py; ids that no text has are never sampled.
     generation: dict[str, Any] = {}
     if ids.eos_id is not None:
         config |= {"bos_token_id": ids.eos_id, "eos_token_id": ids.eos_id}
-        generation = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), ids.eos_id)
+        generation = dict.fromkeys(TOKEN_IDS, ids.eos_id)
     if ids.vocab_size < args.vocab_size:
         generation["suppress_tokens"] = list(range(ids.vocab_size, args.vocab_size))
     contents = {CONFIG: config | {"torch_dtype": dtype}, "generation_config.json": generation}
 
+    # The tokenizer is left out on request only: not if its ids would differ.
     if tokenizer is not None:
         try:
             contents |= tokenizer_files(tokenizer, args.max_seq_len)
@@ -301,8 +311,12 @@ def _small_files(
             raise UserError(
                 "hf.inexact_tokenizer", f"{error}. Leave it out with --no-tokenizer"
             ) from None
+        sentencepiece_model = sentencepiece_file(tokenizer)
+        if sentencepiece_model is not None:
+            files[SENTENCEPIECE_FILE] = sentencepiece_model
+
     for name, content in contents.items():
-        files[name] = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        files[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     return files
 
 
@@ -349,12 +363,15 @@ _SERVERS = {"smollm3": "vLLM and SGLang serve", "mamba2": "vLLM serves"}
 
 def _state_text(args: ModelArgs) -> str:
     """Return what decoding holds, if that is more than keys and values."""
-    sums = f"{args.canon_kernel - 1} sums per channel"
+    # A convolution holds a value per channel for each tap, except that of the token itself.
+    num_values = args.canon_kernel - 1
+    sums = f"{num_values} sums per channel"
     sizes = []
     if args.canon_set:
-        is_dynamic = args.canon_filter == "dynamic"
-        inputs = f"{args.canon_kernel - 1} inputs per channel, in bfloat16"
-        sizes.append(f"- Canon-{args.canon_set}: {inputs if is_dynamic else sums}")
+        canon_state = sums
+        if args.canon_filter == "dynamic":
+            canon_state = f"{num_values} inputs per channel, in bfloat16"
+        sizes.append(f"- Canon-{args.canon_set}: {canon_state}")
     if args.mixer_conv:
         sizes.append(f"- conv1d: {sums}")
     if state_size(args):
@@ -362,6 +379,7 @@ def _state_text(args: ModelArgs) -> str:
     if not sizes:
         return ""
 
+    # Only attention holds something per token.
     per_token, per_row = state_bytes(args, 2)  # keys and values in bfloat16: 2 bytes
     tokens = _TOKENS.format(per_token) if per_token else ""
     return _STATE.format(row=per_row, sizes="\n".join(sizes), tokens=tokens)
@@ -376,14 +394,17 @@ class _Readme(NamedTuple):
 
 
 def _readme(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None) -> _Readme:
+    """Return the README's parts for an export of step `step`."""
+    # How to load it. Only the code of this folder has to be trusted, a standard class has none.
+    trust = [] if plain_fields(args) else ["trust_remote_code=True"]
+    arguments = ", ".join([f'"{PLACE}"', *trust])
     loaders = {"model": "AutoModelForCausalLM"}
     if tokenizer is not None:
         loaders["tokenizer"] = "AutoTokenizer"
-    is_standard = plain_fields(args) is not None
-    call = f'from_pretrained("{PLACE}"{"" if is_standard else ", trust_remote_code=True"})'
     code = [f"from transformers import {', '.join(loaders.values())}"]
-    code += [f"{name} = {loader}.{call}" for name, loader in loaders.items()]
+    code += [f"{name} = {loader}.from_pretrained({arguments})" for name, loader in loaders.items()]
 
+    # What it is, and where its weights come from.
     origin = f"step {step:,} of training" if step else "a checkpoint without a step of training"
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
     mixer = f"position {args.position}" if args.mixer == "attention" else f"mixer {args.mixer}"
@@ -392,7 +413,7 @@ def _readme(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None)
         lead=f"{num_parameters(args):,} parameters in {dtype}, from {origin}.",
         loading=_LOADING.format(
             code="\n".join(code),
-            options=f"pretrained={PLACE}{'' if is_standard else ',trust_remote_code=True'}",
+            options=",".join([f"pretrained={PLACE}", *trust]),
             serving=_serving_text(args, tokenizer),
         ),
     )

@@ -128,17 +128,19 @@ def load_model(
         check_checkpoint(path)
         args = architecture.model_args_of(run or architecture.run_of_checkpoint(path))
 
-    # Without memory at first, so that only one copy of the weights is on `device`.
+    # The model is without memory at first, so that only one copy of the weights is on `device`.
     with torch.device("meta"):
         model = Transformer(replace(args, max_seq_len=max(args.max_seq_len, max_length)))
     if is_exported:
         weights = folder_weights(path, args)
     else:
         weights = read_weights(path, dict(model.state_dict()))
+
+    # Memory, and the weights, which are converted to `dtype`.
     model.to(dtype)
     model.to_empty(device=device)
     if model.rope is not None:
-        model.rope.reset(device)
+        model.rope.reset(device)  # its tables are not weights
     model.load_state_dict(weights)
 
     if is_faster(model):

@@ -18,11 +18,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from canon_pretrain.hf.config import (
-    BARE,
-    BLOCK,
     DEFAULTS,
-    ENDS,
     LINGUA,
+    LLAMA_NAMING,
     MODEL_TYPE,
     layout,
     to_args,
@@ -134,8 +132,8 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
         object.__setattr__(self, "block", block)  # unregistered: its modules have other names here
         self.self_attn = _Namespace()
         self.mlp = _Namespace()
-        modules = _register(block, self, BLOCK.items())
-        bare_tensors = _register(block, self, BARE.items())
+        modules = _register(block, self, LLAMA_NAMING.block.items())
+        bare_tensors = _register(block, self, LLAMA_NAMING.bare.items())
         self._registrations = modules + bare_tensors
 
         # hooks of modules do not run for these, because the block does not call them
@@ -183,17 +181,19 @@ def _register(
     """
     registrations: list[_Registration] = []
     for our_name, hf_name in names:
-        # Find it in `core`; a group, such as a projection of two layers, is registered by its
-        # children, which have names too.
+        # Find it in `core`, which has only the modules of its variant.
         *path, name = our_name.split(".")
         owner: Any = core
         for attribute in path:
             owner = getattr(owner, attribute, None)
         value = getattr(owner, name, None)
-        is_group = isinstance(value, nn.Module) and any(True for _ in value.children())
-        if not isinstance(value, nn.Module | Tensor) or is_group:
+        if not isinstance(value, nn.Module | Tensor):
+            continue
+        # a group, such as a projection of two layers, is registered by its children's names
+        if isinstance(value, nn.Module) and any(True for _ in value.children()):
             continue
 
+        # Put it under `root`, in namespaces that are created when they are first needed.
         *hf_path, hf_leaf = hf_name.split(".")
         hf_owner: Any = root
         for attribute in hf_path:
@@ -247,7 +247,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
         # Register the modules in the order of the released class: embedding, layers, output.
         self.model = _Namespace()
-        embedding, *norm_and_output = ENDS.items()
+        embedding, *norm_and_output = LLAMA_NAMING.ends.items()
         self._registrations = _register(core, self, [embedding])
         blocks: Any = core.layers.values()
         self.model.layers = nn.ModuleList(LlamaCanonDecoderLayer(block) for block in blocks)
@@ -287,13 +287,16 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
     ) -> None:
+        """Let `generate` use a DecodingCache, unless the caller passes one or wants none."""
         max_cache_length = others[-1]  # after the generation mode and the number of rows
         self._check_length(max_cache_length)
+
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic"):
             raise ValueError(
                 f'cache_implementation = "{implementation}" is unsupported: leave it out'
             )
+
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = DecodingCache(self.core.args.num_layers)
 
@@ -325,11 +328,13 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         [B, T]: the input ids, -100 for positions without loss; the loss is that of the next token.
         `position_ids` must be consecutive. A tensor `logits_to_keep` holds positions.
         """
-        # Check the arguments.
+        # Refuse what the model cannot compute.
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("expected input_ids; inputs_embeds is unsupported")
         if output_attentions or output_hidden_states:
             raise ValueError("output_attentions and output_hidden_states are unsupported")
+
+        # Which tokens are real, and the cache of those before them: by default none in training.
         tokens_BT = input_ids
         is_real_BT = _real_tokens(attention_mask, tokens_BT, past_key_values)
         _check_positions(kwargs.get("position_ids"), is_real_BT)
@@ -345,20 +350,22 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         if rope is not None and rope.cos_TR.device != tokens_BT.device:
             rope.reset(tokens_BT.device)  # transformers builds models on the meta device
 
-        # `core` computes all logits if their positions are in a tensor.
+        # `core` computes all logits (0) if their positions are in a tensor.
+        is_count = isinstance(logits_to_keep, int)
         logits_BTV = self.core(
             tokens_BT,
             is_real_BT=is_real_BT,
             cache=None if cache is None else cache.memory,
-            logits_to_keep=logits_to_keep if isinstance(logits_to_keep, int) else 0,
+            logits_to_keep=logits_to_keep if is_count else 0,
         )
-        if not isinstance(logits_to_keep, int):
+        if not is_count:
             logits_BTV = logits_BTV[:, logits_to_keep]
+
+        # transformers' loss shifts the labels by one.
         loss = None
         if labels is not None:
-            vocab_size = self.config.vocab_size
             loss = self.loss_function(
-                logits=logits_BTV, labels=labels, vocab_size=vocab_size, **kwargs
+                logits=logits_BTV, labels=labels, vocab_size=self.config.vocab_size, **kwargs
             )
 
         output = CausalLMOutputWithPast(loss, logits_BTV, past_key_values=cache)
@@ -380,6 +387,8 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             cache = DecodingCache(self.core.args.num_layers)
         if not isinstance(cache, DecodingCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}, expected DecodingCache")
+
+        # An empty cache takes any number of rows.
         self._check_length(num_tokens + cache.memory.length)
         if cache.rows not in (0, rows):
             raise ValueError(f"past_key_values has {cache.rows} rows, input_ids {rows}")
@@ -393,6 +402,8 @@ def _real_tokens(
     """Return which of these tokens are not padding [B, T]; None if all are."""
     if attention_mask is None:
         return None
+
+    # A mask also of the cached tokens, as transformers passes it, or of these tokens only.
     rows, num_tokens = tokens_BT.shape
     num_cached = cache.get_seq_length() if cache is not None else 0
     expected_shape = (rows, num_cached + num_tokens)
@@ -411,6 +422,7 @@ def _check_positions(position_ids: Tensor | None, is_real_BT: Tensor | None) -> 
     """Raise ValueError unless the positions of neighboring tokens differ by 1."""
     if position_ids is None or position_ids.shape[-1] < 2:
         return
+
     steps_BT = position_ids.diff(dim=-1)
     if is_real_BT is not None:  # positions of padding have no meaning
         are_both_real = is_real_BT[:, 1:] & is_real_BT[:, :-1]

@@ -44,6 +44,7 @@ class Upload:
 
         README.md names repository and branch, and the record no folder of this machine.
         """
+        # All files must be there, and be files of this folder.
         names = files_of_export(export)
         # a record that was tampered with may list a link to any file of this machine
         links = [name for name in (*names, RECORD) if (export / name).is_symlink()]
@@ -63,13 +64,15 @@ class Upload:
                 missing=missing,
             )
 
+        # The record, without the folders of this machine.
         files: dict[str, Path | bytes] = {name: export / name for name in sorted(names)}
         record = read_json(export / RECORD, finite=False)
         if record.get("checkpoint"):
-            # RUN/checkpoint/step-N, without the folders above
+            # RUN/checkpoint/step-N
             record["checkpoint"] = "/".join(Path(record["checkpoint"]).parts[-3:])
 
-        # The hash tells the next push whether the page was edited on the hub.
+        # The README, with the repository for the placeholder. Its hash tells the next push whether
+        # the page was edited on the hub.
         if README in files:
             page = (export / README).read_text(encoding="utf-8")
             if revision is not None:
@@ -128,6 +131,7 @@ def push(upload: Upload, *, private: bool, revision: str | None) -> str:
     api = HfApi()
     repo = upload.repo
     with _errors(repo):
+        # The repository and the branch.
         api.create_repo(repo, private=private or None, exist_ok=True)
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
@@ -157,12 +161,13 @@ def push(upload: Upload, *, private: bool, revision: str | None) -> str:
                 f"{repo} has files of another model ({min(foreign_files)}): choose another name",
                 repo=repo,
             )
+
+        # Add the new files, and delete those of the earlier export that are not replaced.
         if is_card_edited:
             print(
                 f"NOTE: {README} was edited on the hub, and is kept: delete it there for a new one",
                 file=sys.stderr,
             )
-
         changes: list[Any] = [
             CommitOperationAdd(name, content)
             for name, content in upload.files.items()
@@ -170,6 +175,7 @@ def push(upload: Upload, *, private: bool, revision: str | None) -> str:
         ]
         for name in sorted(set(old_files) & hub_files - set(upload.files)):
             changes.append(CommitOperationDelete(name, is_folder=False))
+
         try:
             return api.create_commit(
                 repo,
@@ -206,16 +212,21 @@ def _user_error(repo: str, error: BaseException) -> UserError | None:
             "not logged in: run `hf auth login`, or set HF_TOKEN to a token that may write",
         )
 
+    # The reply of the hub, if it was one, decides; the root cause is shown in brackets.
     root_cause = causes[-1]
     detail = f"({type(root_cause).__name__}: {' '.join(str(root_cause).split())[:300]})"
     replies = [cause.response for cause in causes if isinstance(cause, errors.HfHubHTTPError)]
     status = next((reply.status_code for reply in replies if reply is not None), None)
+
+    # An answer of something between here and the hub, such as a proxy's page.
     if isinstance(error, BAD_ANSWER) or any(map(is_page, replies)):
         return UserError(
             "hub.unexpected",
             f"{repo}: {NOT_THE_HUB}; it confirmed no commit {detail}",
             status=status,
         )
+
+    # Answers of the hub, by their HTTP status.
     if status in (401, 403, 404):
         return UserError(
             "hub.no_access",
@@ -242,6 +253,8 @@ def _user_error(repo: str, error: BaseException) -> UserError | None:
             f"same command again later {detail}",
             status=status,
         )
+
+    # No answer: a file of this machine, or the network.
     if isinstance(error, OSError) and error.filename:
         return None
     return UserError(

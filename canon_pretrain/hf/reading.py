@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from canon_pretrain.checkpoint import weights as checkpoints
 from canon_pretrain.checkpoint.architecture import find_checkpoint
+from canon_pretrain.checkpoint.manifest import Kind
 from canon_pretrain.checkpoint.safe_load import read_metadata
 from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.core.errors import UserError
@@ -73,6 +74,7 @@ def import_folder(
     if step < 0:
         raise UserError("hf.negative_step", f"step = {step}: expected 0 or more", given=step)
 
+    # Read and check everything before a file is written.
     args = folder_args(source, ignore=ignore)
     state: dict[str, Any] = {}
     if state_from is not None:
@@ -83,7 +85,7 @@ def import_folder(
 
     with folder_beside(out, "importing") as temporary:
         checkpoint = temporary / f"step-{step}"
-        kind: Any = "full" if state else "weights"
+        kind: Kind = "full" if state else "weights"
         save_no_dist(state | weights, checkpoint, step=step, kind=kind, in_place=True)
 
         # The model, to train from and, as in a run folder, to export and evaluate.
@@ -97,6 +99,7 @@ def import_folder(
             if (source / name).is_file():
                 write_atomic(temporary / name, _file(source, name).read_bytes())
                 break
+
         fsync_folder(temporary)
         publish(temporary, out)
     return Imported(out / checkpoint.name, args)
@@ -109,7 +112,7 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
     config = read_json(path, finite=False)
     ignored = set(ignore)
 
-    # The class, and fields that may change the model in an unknown way.
+    # The class.
     model_type = config.get("model_type")
     is_supported = params is not None or model_type in fields.MODEL_TYPES
     if not is_supported and "model_type" not in ignored:
@@ -119,6 +122,8 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
             f"{' or '.join(fields.MODEL_TYPES)}, or --ignore model_type",
             given=model_type,
         )
+
+    # Fields that may change the model in an unknown way.
     reader: Any = fields if params is None else lingua
     unknown_fields = sorted(set(reader.unknown(config)) - ignored)
     if unknown_fields:
@@ -129,9 +134,8 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
             names=unknown_fields,
         )
 
+    # Fields that are read, and out of range or unsupported: the message names the file, too.
     try:
-        if params is None:
-            layout(config)  # raises for an unknown one, before the weights are read
         args = reader.to_args(config)
     except UserError as error:
         error_fields: Any = error.fields
@@ -156,10 +160,15 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     Raises UserError for tensors that are missing, unknown, or of another shape or type.
     """
     is_lingua = _params(source) is not None
-    config_name = lingua.PARAMS if is_lingua else CONFIG
-    config = {} if is_lingua else read_json(_file(source, CONFIG), finite=False)
+    config_name = CONFIG
+    config: dict[str, Any] = {}
+    if is_lingua:
+        config_name = lingua.PARAMS
+    else:
+        config = read_json(_file(source, CONFIG), finite=False)
     model_type = str(config.get("model_type"))
 
+    # Read the tensors that the config describes, and remember the names of others.
     expected_weights = meta_weights(args)
     weights: dict[str, Tensor] = {}
     unknown_names: list[str] = []
@@ -182,8 +191,9 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
             )
         weights[name] = tensor
 
+    # Config and tensors must describe one model.
     missing_names = [name for name in expected_weights if name not in weights]
-    if missing_names and not is_lingua:
+    if not is_lingua:
         missing_names = [to_hf(name, model_type) for name in missing_names]
     if missing_names:
         raise UserError(
@@ -259,21 +269,21 @@ def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
     rotated = torch.arange(args.rope_dim).view(2, half).T.flatten()
     head_order = torch.cat((rotated, torch.arange(args.rope_dim, args.head_dim)))
 
-    # Of all heads: each has head_dim rows.
-    q_starts = torch.arange(args.num_heads)[:, None] * args.head_dim
-    k_starts = torch.arange(args.kv_heads)[:, None] * args.head_dim
-    q_order = (q_starts + head_order).flatten()
-    k_order = (k_starts + head_order).flatten()
-
+    # Of all heads, each of which has head_dim rows. A norm per head has the gains of one head.
+    q_dim, k_dim, v_dim = args.qkv_dims
+    q_order = (torch.arange(0, q_dim, args.head_dim)[:, None] + head_order).flatten()
+    k_order = (torch.arange(0, k_dim, args.head_dim)[:, None] + head_order).flatten()
     orders = {"attention.wq": q_order, "attention.wk": k_order}
     if args.qk_norm == "full":
         orders |= {"attention.q_norm": q_order, "attention.k_norm": k_order}
     if args.qk_norm == "per_head":
         orders |= {"attention.q_norm": head_order, "attention.k_norm": head_order}
-    if "B" in args.canon_set:  # has the channels of Q, K and V, in this order
-        q_dim, k_dim, v_dim = args.qkv_dims
+
+    # Canon-B has the channels of Q, K and V, in this order.
+    if "B" in args.canon_set:
         v_order = q_dim + k_dim + torch.arange(v_dim)
         orders["attention.canon_b"] = torch.cat((q_order, q_dim + k_order, v_order))
+
     return {
         f"layers.{i}.{name}.weight": order
         for i in range(args.num_layers)
@@ -348,13 +358,14 @@ def _file(source: Path, name: str | Path) -> Path:
     for revision in (root, root.parent):
         if revision.parent.name == "snapshots":
             allowed_roots.append(revision.parent.parent / "blobs")
-    if not any(real_path.is_relative_to(folder) for folder in allowed_roots):
+    if not any(map(real_path.is_relative_to, allowed_roots)):
         raise UserError(
             "hf.outside_link",
             f"{path} is a link to {real_path}, outside of the folder: copy the file itself",
             path=path,
         )
 
+    # A missing file is the reader's error; a folder or a device must not be read.
     if real_path.exists() and not real_path.is_file():
         raise UserError("hf.unreadable_weights", f"{path} is not a regular file", path=path)
     return path
@@ -421,11 +432,13 @@ def _files(source: Path) -> dict[Path, set[str]]:
 
 
 def _indexed_files(source: Path) -> dict[Path, set[str]]:
+    """Return the tensor names by safetensors file. Raises UserError for a damaged index."""
     index = source / INDEX
     weight_map = read_json(_file(source, INDEX), finite=False).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError("hf.damaged_index", f"{index} has no weight_map")
 
+    # Only files of this folder, without a path.
     files: dict[Path, set[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):

@@ -131,6 +131,8 @@ class Sampler:
         """
         check_cuda()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+        # The checkpoint, what it was trained on, and its tokenizer.
         checkpoint, run = locate(path)
         task = None
         if run is not None:
@@ -222,6 +224,8 @@ class Sampler:
         if settings.temperature:
             indices = range(first_index, first_index + len(answers))
             generators = [sample_generator(settings.seed, index) for index in indices]
+
+        # A task says when an answer is complete; a text ends at EOS.
         task = self.task
         generate(
             self.model,
@@ -252,6 +256,7 @@ class Sampler:
 
         A token that ends within a character, or adds none, counts at the next such position.
         """
+        # The first id is read, not predicted: it costs nothing.
         text = self.decode(ids)
         detokenizer = Detokenizer(self.decode)
         sums: dict[int, float] = {}
@@ -317,6 +322,7 @@ def compare(
     `note` is called with a line if there are more. Of the same tokenizer, answers end where one
     model's context does.
     """
+    # With one tokenizer the answers have the same number of tokens at most.
     is_same_tokenizer = pair[0].tokenizer.sha256 == pair[1].tokenizer.sha256
     answers = [sampler.answer(sampler.encode(prompt), max_tokens) for sampler in pair]
     if is_same_tokenizer:
@@ -324,17 +330,21 @@ def compare(
         for answer in answers:
             answer.limit = limit
 
-    # loss_sums[k][m] is of the text with the answer of model k, as model m reads it
+    # Each model answers, and both read the text with its answer: loss_sums[k][m] is of the text of
+    # model k, as model m reads it.
     texts: list[str] = []
     loss_sums: list[list[dict[int, float]]] = []
     for sampler, answer in zip(pair, answers, strict=True):
         sampler.extend([answer], settings)
         ids = [*answer.prompt, *answer.ids]
         text = sampler.decode(ids)
+        texts.append(text)
+
         reader_sums = []
         for reader in pair:
-            is_own_text = reader is sampler or is_same_tokenizer
-            reader_ids = ids if is_own_text else reader.encode(text)
+            reader_ids: Sequence[int] = ids
+            if reader is not sampler and not is_same_tokenizer:
+                reader_ids = reader.encode(text)
             readable_ids = reader.cut(reader_ids)
             if len(readable_ids) < len(reader_ids):
                 note(
@@ -342,7 +352,6 @@ def compare(
                     f"it reads the first {len(readable_ids):,}, losses end there]"
                 )
             reader_sums.append(reader.loss_sums(readable_ids))
-        texts.append(text)
         loss_sums.append(reader_sums)
 
     # The prompt's losses are those of each model's own text: in the text with the other's answer,

@@ -47,6 +47,8 @@ def tokenizer_files(tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
         content = _from_sentencepiece(tokenizer.model)
     else:
         content, _ = without_random_options(json.loads(tokenizer.model))
+
+    # Ids as in training: nothing is cut, padded or added, and names of EOS and BOS are plain text.
     for entry in content["added_tokens"]:
         # only special tokens can be excluded from matching
         if entry["id"] in (tokenizer.eos_id, tokenizer.bos_id):
@@ -82,10 +84,11 @@ def sentencepiece_file(tokenizer: Tokenizer) -> bytes | None:
     all tokens, and texts get other ids. It takes every tokenizer.model for BPE with bytes: others
     are left out, and it refuses them.
     """
-    if tokenizer.file_name != SENTENCEPIECE_FILE:
-        return None
-    info = SentencePieceInfo.read(tokenizer.model)
-    return tokenizer.model if info.model_type == _BPE and info.byte_fallback else None
+    if tokenizer.file_name == SENTENCEPIECE_FILE:
+        info = SentencePieceInfo.read(tokenizer.model)
+        if info.model_type == _BPE and info.byte_fallback:
+            return tokenizer.model
+    return None
 
 
 def llama_cpp_reads(tokenizer: Tokenizer) -> bool:
@@ -113,19 +116,15 @@ def _from_sentencepiece(model: bytes) -> dict[str, Any]:
             f"the tokenizer can't be converted to tokenizer.json: {'; '.join(reasons)}",
         )
 
-    # Control tokens become special tokens; all other pieces are in the model.
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
     converted = tokenizers.Tokenizer(_model(processor, pieces, info))
     converted.normalizer = normalizers.Sequence(_normalizers(info))
     converted.decoder = decoders.Sequence(_decoders(info, pieces[processor.unk_id()]))
-    converted.add_special_tokens(
-        [
-            AddedToken(piece, normalized=False)
-            for i, piece in enumerate(pieces)
-            if processor.is_control(i)
-        ]
-    )
+
+    # Control tokens, such as EOS, are special tokens; as they are written, not normalized.
+    control_pieces = [piece for i, piece in enumerate(pieces) if processor.is_control(i)]
+    converted.add_special_tokens([AddedToken(piece, normalized=False) for piece in control_pieces])
     return json.loads(converted.to_str())
 
 
@@ -149,16 +148,17 @@ def _decoders(info: SentencePieceInfo, unknown: str) -> list[Any]:
         decoders.Replace(Regex(rf"\A{re.escape(unknown)}\z"), UNKNOWN),
         decoders.Replace(SPACE, " "),
     ]
+
+    # ByteFallback drops a whole run of invalid UTF-8, as of a truncated character: keep ASCII,
+    # such as line ends, out of it.
     if info.byte_fallback:
-        # ByteFallback drops a whole run of invalid UTF-8, as of a truncated character: keep ASCII,
-        # such as line ends, out of it
         for byte in range(128):
             if chr(byte) not in info.tokens:
                 steps.append(decoders.Replace(f"<0x{byte:02X}>", chr(byte)))
         steps.append(decoders.ByteFallback())
     steps.append(decoders.Fuse())
 
-    # leading spaces that the normalizers dropped or added
+    # Leading spaces that the normalizers dropped or added.
     if info.drops_spaces:
         steps.append(decoders.Strip(" ", _ALL, 0))
     elif info.dummy_prefix:
@@ -170,16 +170,19 @@ def _model(
     processor: sentencepiece.SentencePieceProcessor, pieces: list[str], info: SentencePieceInfo
 ) -> models.Model:
     """Return a Unigram model, or BPE with all pairs of pieces as merges, the best first."""
-    scores = {piece: processor.get_score(i) for i, piece in enumerate(pieces)}
-    text_pieces = {
-        piece
-        for i, piece in enumerate(pieces)
-        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
-    }
-    if info.model_type == _UNIGRAM:
-        vocab = [(piece, scores[piece] if piece in text_pieces else _NEVER) for piece in pieces]
-        return models.Unigram(vocab, processor.unk_id(), info.byte_fallback)
+    # The score of each piece; only a piece of text can be a part of another one.
+    scores: dict[str, float] = {}
+    text_pieces: set[str] = set()
+    for i, piece in enumerate(pieces):
+        scores[piece] = processor.get_score(i)
+        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)):
+            text_pieces.add(piece)
 
+    if info.model_type == _UNIGRAM:
+        scores |= dict.fromkeys(scores.keys() - text_pieces, _NEVER)
+        return models.Unigram(list(scores.items()), processor.unk_id(), info.byte_fallback)
+
+    # SentencePiece merges the pair with the best score, whichever two pieces it consists of.
     merges: list[tuple[str, str]] = []
     for piece in sorted(pieces, key=lambda piece: -scores[piece]):
         if piece in text_pieces:
@@ -194,10 +197,14 @@ def _without_special_tokens(post_processor: dict[str, Any] | None) -> dict[str, 
     """Return the post-processor without steps that add tokens: only ByteLevel ones are left."""
     if post_processor is None:
         return None
-    if post_processor["type"] == "Sequence":
-        steps = [_without_special_tokens(step) for step in post_processor["processors"]]
-        return {"type": "Sequence", "processors": [step for step in steps if step]}
-    return post_processor if post_processor["type"] == "ByteLevel" else None
+    match post_processor["type"]:
+        case "Sequence":
+            steps = map(_without_special_tokens, post_processor["processors"])
+            return {"type": "Sequence", "processors": [step for step in steps if step]}
+        case "ByteLevel":
+            return post_processor
+        case _:
+            return None
 
 
 def _compare(tokenizer: Tokenizer, content: dict[str, Any]) -> None:
@@ -223,7 +230,10 @@ def _probe_texts(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
     vocabularies = (tokens, _UNUSUAL, characters)
     generator = random.Random(0)
     for _ in range(NUM_PROBES):
+        # Up to 11 pieces of one vocabulary, some after a space.
         vocabulary = vocabularies[generator.randrange(len(vocabularies))]
         pieces = [generator.choice(vocabulary) for _ in range(generator.randrange(1, 12))]
         text = "".join(piece if generator.random() < 0.8 else f" {piece}" for piece in pieces)
+
+        # Tokens have U+2581 for a space; some texts keep it.
         yield text.replace(SPACE, " ") if generator.random() < 0.9 else text

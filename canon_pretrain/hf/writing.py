@@ -45,7 +45,7 @@ def folder_beside(out: Path, purpose: str) -> Iterator[Path]:
 
 
 def plan_files(
-    shapes: Mapping[str, torch.Size], dtype: torch.dtype, max_bytes: int = MAX_FILE_BYTES
+    shapes: Mapping[str, torch.Size], dtype: torch.dtype, max_bytes: int
 ) -> dict[str, dict[str, torch.Size]]:
     """Split tensors into files of at most `max_bytes` of weights, or one tensor."""
     files: list[dict[str, torch.Size]] = [{}]
@@ -58,6 +58,7 @@ def plan_files(
         files[-1][name] = shape
         bytes_left -= num_bytes
 
+    # The names that transformers looks for.
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {
@@ -71,6 +72,8 @@ def write_files(
 ) -> None:
     """Write the files of `plans`; `tensors` in that order, one in memory at a time."""
     stream = iter(tensors)
+    file_of: dict[str, str] = {}
+    total_bytes = 0
     for file_name, shapes in plans.items():
         with open(folder / file_name, "xb") as file:
             file.write(_safetensors_header(shapes, dtype))
@@ -79,15 +82,12 @@ def write_files(
                 is_planned = (name, tensor.shape, tensor.dtype) == (planned_name, shape, dtype)
                 assert is_planned, (name, planned_name)
                 file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+                file_of[name] = file_name
+                total_bytes += tensor.nbytes
 
     # Several files need an index, as transformers reads it.
     if len(plans) > 1:
-        file_of = {name: file_name for file_name, shapes in plans.items() for name in shapes}
-        num_values = sum(shape.numel() for shapes in plans.values() for shape in shapes.values())
-        index = {
-            "metadata": {"total_size": num_values * dtype.itemsize},
-            "weight_map": file_of,
-        }
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -135,13 +135,10 @@ def bundled_code(version: str | None) -> Mapping[str, str]:
         raise ValueError(f"two of {sorted(sources)} would have one name in a flat folder")
 
     # transformers 4 copies only files that the modeling file itself imports.
-    main_file = f"{_flat(MODELING_MODULE)}.py"
     lines = ["", "# transformers 4 copies only files that are imported here"]
-    for file_name in files:
-        if file_name != main_file:
-            name = file_name.removesuffix(".py")
-            lines.append(f"from .{name} import __name__ as _  # noqa: E402, F401")
-    files[main_file] += "\n".join([*lines, ""])
+    for module in sorted(sources.keys() - {MODELING_MODULE}):
+        lines.append(f"from .{_flat(module)} import __name__ as _  # noqa: E402, F401")
+    files[f"{_flat(MODELING_MODULE)}.py"] += "\n".join([*lines, ""])
     return MappingProxyType(files)
 
 
