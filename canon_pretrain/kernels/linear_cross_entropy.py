@@ -63,7 +63,8 @@ def linear_cross_entropy(
         )
         return outputs
 
-    nats, added = [], []
+    nats = []
+    added = []
     for h_CD, labels_C in _chunks(h_ND, labels_N, chunk_tokens):
         score = _score(h_CD @ weight_VD.T, labels_C, terms)
         nats.append(score.nats_C)
@@ -90,7 +91,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         differentiate = _compiled(compile_backend) if compile_backend else _differentiate
         wide_weight_VD = _widen(weight_VD) if needs_h else None
 
-        nats, added, h_grads = [], [], []
+        nats = []
+        added = []
+        h_grads = []
         weight_grad_VD: Tensor | None = None
         for h_CD, labels_C in _chunks(h_ND, labels_N, chunk_tokens):
             nats_C, added_C, dlogits_CV = differentiate(h_CD @ weight_VD.T, labels_C, terms)
@@ -104,7 +107,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del dlogits_CV  # before the next chunk's logits
 
         nats_N = _concat(nats)
-        ctx.save_for_backward(_concat(h_grads) if needs_h else None, weight_grad_VD)
+        h_grad_ND = _concat(h_grads) if needs_h else None
+        ctx.save_for_backward(h_grad_ND, weight_grad_VD)
         ctx.dtypes = (h_ND.dtype, weight_VD.dtype)
         ctx.mark_non_differentiable(nats_N)
         return nats_N, (nats_N + _concat(added)).sum()
@@ -140,18 +144,23 @@ def _score(logits_CV: Tensor, labels_C: Tensor, terms: _Terms) -> _Score:
     dtype = sum_dtype(logits_CV)
     log_p_CV = F.log_softmax(logits_CV.to(dtype), dim=-1)
     nats_C = F.nll_loss(log_p_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
+
+    # A factor of 0 adds no term: 0 times an infinite square would be NaN.
+    z_C = None
+    other_terms = []
     if terms.z_loss:
         # l = logsumexp - the label's logit
         label_logit_C = logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0]
         z_C = nats_C + label_logit_C.to(dtype)
-        added_C = terms.z_loss * z_C.square() * (labels_C != IGNORE_INDEX)
-        return _Score(log_p_CV, nats_C, added_C, z_C)
-
-    # 0 times an infinite square would be NaN
-    added_C = torch.zeros_like(nats_C)
+        other_terms.append(terms.z_loss * z_C.square() * (labels_C != IGNORE_INDEX))
     if terms.squared_loss:
-        added_C = terms.squared_loss * nats_C.square()
-    return _Score(log_p_CV, nats_C, added_C, None)
+        other_terms.append(terms.squared_loss * nats_C.square())
+
+    if other_terms:
+        added_C = functools.reduce(torch.add, other_terms)
+    else:
+        added_C = torch.zeros_like(nats_C)
+    return _Score(log_p_CV, nats_C, added_C, z_C)
 
 
 def _differentiate(
