@@ -62,16 +62,18 @@ class CanonMemory:
         self, parts: Parts, weight_C1K: Tensor, segments_BN: Segments = None, backend: str = "auto"
     ) -> Parts:
         """Append `parts`, in the last segment if None; return their outputs."""
+        # A token that all sites read together; otherwise the step's sums are not this site's.
         if self._step is not None:
             if self._step.is_open and not torch.compiler.is_compiling():
                 return self._read_in_step(self._step, parts)
             self._step.is_stale = True
+
         self._widths = [part.shape[2] for part in parts]
         if torch.is_grad_enabled():  # the weight may be another tensor than at first
             self._taps_K11C = self._taps(weight_C1K, parts[0])
         num_tokens = parts[0].shape[1]
         reach = self._reach
-        if not num_tokens:
+        if num_tokens == 0:
             return parts
         if num_tokens <= reach:
             return _split(self._read_one_by_one(_concat(parts), segments_BN), parts)
@@ -105,7 +107,7 @@ class CanonMemory:
         reach = self._reach
         differentiable = torch.is_grad_enabled()
 
-        # A sum of outputs that are not rounded, and not yet activated.
+        # The output of a whole sum: outputs are neither rounded nor activated yet.
         is_exact = parts[0].dtype == self._sums_PB1C.dtype and not self._activation
         if segments_BN is None and is_exact and not differentiable:
             past_BPC = self._sums_PB1C[:, :, 0].transpose(0, 1)
@@ -167,6 +169,7 @@ class CanonMemory:
         return tuple(outputs)
 
     def _activated(self, y_B1C: Tensor, x_B1C: Tensor) -> Tensor:
+        """Return the output for a sum; without activation the taps include the residual."""
         if self._activation:
             y_B1C = F.silu(y_B1C)
             if self._residual:
@@ -193,15 +196,18 @@ class DynamicMemory:
         is_frozen = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if is_frozen and self.windows and parts[0].shape[1] == 1 and segments_BN is None:
             return self._read_one(parts, weights, zs, **options)
+
         part_weights = weights()
         self._flat_weights = []  # the weight may be another tensor than at first
         reach = part_weights[0].shape[2] - 1
         if not self.windows:
             self.windows = [part.new_zeros(len(part), reach, part.shape[2]) for part in parts]
 
+        # Canon of each part behind its last P inputs, whose outputs are dropped.
         if segments_BN is not None:
             options["segments_BN"] = F.pad(segments_BN, (reach, 0))
-        windows, outputs = [], []
+        windows = []
+        outputs = []
         for i, part in enumerate(parts):
             x_BNC = torch.cat((self.windows[i], part), dim=1)
             z_BNR = F.pad(zs[i], (0, 0, reach, 0))
@@ -209,6 +215,7 @@ class DynamicMemory:
             outputs.append(y_BNC[:, reach:])
             windows.append(x_BNC[:, x_BNC.shape[1] - reach :])
 
+        # Inputs of earlier segments do not mix with what comes next.
         if segments_BN is not None:
             is_last_BP1 = (segments_BN[:, -reach:] == segments_BN[:, -1:])[..., None]
             windows = [window * is_last_BP1 for window in windows]
@@ -225,6 +232,7 @@ class DynamicMemory:
         activation: bool,
         backend: str,
     ) -> Parts:
+        """Mix a single token per part, without a segment change, by the formula itself."""
         if not self._flat_weights:
             self._flat_weights = [weight.permute(1, 2, 0).flatten(1) for weight in weights()]
         outputs = []
@@ -267,7 +275,7 @@ class CanonStep:
         # Every memory becomes a view of its channels.
         stop = 0
         for slot, memory in enumerate(memories):
-            start = stop
+            first_channel = stop
             memory._step_slices = []
             for width in memory._widths:
                 channels = slice(stop, stop + width)
@@ -275,7 +283,7 @@ class CanonStep:
                     _StepSlice(self._sums[0][..., channels], self._taps[0][..., channels])
                 )
                 stop += width
-            memory._sums_PB1C = sums_PB1C[..., start:stop]
+            memory._sums_PB1C = sums_PB1C[..., first_channel:stop]
             memory._step = self
             memory._slot = slot
 
@@ -292,17 +300,21 @@ class CanonStep:
     def end(self) -> None:
         """Add the token, which all sites have read, to what comes next."""
         self.is_open = False
+
+        # Some sites were left out, or read by a compiled block: append to each of the others.
         if self.num_read != len(self.memories):
-            # some sites were left out, or read by a compiled block
             self.is_stale = True
             for memory, parts in zip(self.memories, self.inputs, strict=True):
                 if parts is not None:
                     memory._add(_concat(parts), None)
             return
 
-        sums, taps, x_B1C = self._sums, self._taps, self._x_B1C
+        sums = self._sums
+        taps = self._taps
+        x_B1C = self._x_B1C
         torch.cat([part for parts in self.inputs for part in parts or ()], dim=-1, out=x_B1C)
         self.inputs = []
+
         # The sums move up by one output, in place.
         for i in range(1, len(sums)):
             torch.addcmul(sums[i], x_B1C, taps[i], out=sums[i - 1])

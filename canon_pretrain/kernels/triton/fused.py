@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.core.errors import check_choice
+from canon_pretrain.kernels.compiled import needed_grads
 from canon_pretrain.kernels.triton.gate import canon_gate
 from canon_pretrain.kernels.triton.rows import MAX_READERS, NORMS, canon_rows, canon_rows_backward
 
@@ -71,7 +72,8 @@ class _CanonRows(torch.autograd.Function):
         dys_BTC = list(grads)
         if ctx.has_stream:
             dstream_BTC, *dys_BTC = grads
-        needs_h, needs_added, needs_weight, needs_gain, *_ = ctx.needs_input_grad
+
+        _, _, needs_weight, needs_gain, *_ = ctx.needs_input_grad
         dh_BTC, dweight, dgain = canon_rows_backward(
             dys_BTC,
             *ctx.saved_tensors,
@@ -79,17 +81,8 @@ class _CanonRows(torch.autograd.Function):
             *ctx.options,
             want_sums=needs_weight or needs_gain,
         )
-        return (
-            dh_BTC if needs_h else None,
-            dh_BTC if needs_added else None,
-            dweight if needs_weight else None,
-            dgain if needs_gain else None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        # h and added have one gradient, that of their sum.
+        return needed_grads(ctx, dh_BTC, dh_BTC, dweight, dgain)
 
 
 def canon_triton(

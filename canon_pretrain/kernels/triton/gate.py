@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from canon_pretrain.kernels.compiled import needed_grads
 from canon_pretrain.kernels.triton import blocks, window
 
 
@@ -47,11 +48,12 @@ def canon_gate_forward_kernel(
     weight += width * taps
     v0, v1, v2, v3 = window.load_taps(weight, channels, mask, taps)
 
-    zeros = tl.zeros([block], tl.float32)
-    a1, a2, a3 = zeros, zeros, zeros
-    b1, b2, b3 = zeros, zeros, zeros
+    # Before the window: rows of zeros, and the segment of the place before it.
+    a1, a2, a3 = window.zero_rows(block)
+    b1, b2, b3 = window.zero_rows(block)
     g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
-    g2, g3 = g1, g1
+    g2 = g1
+    g3 = g1
     for i in tl.range(0, length + window.REACH, num_stages=stages):
         t = i - window.REACH
         a0 = window.load_row(gate, t, low, high, width, channels)
@@ -102,17 +104,20 @@ def canon_gate_backward_kernel(
     weight += width * taps
     v0, v1, v2, v3 = window.load_taps(weight, channels, mask, taps)
 
-    zeros = tl.zeros([block], tl.float32)
-    a1, a2, a3 = zeros, zeros, zeros
-    b1, b2, b3 = zeros, zeros, zeros
-    c1, c2, c3 = zeros, zeros, zeros
-    d1, d2, d3 = zeros, zeros, zeros
-    e1, e2, e3 = zeros, zeros, zeros
-    f1, f2, f3 = zeros, zeros, zeros
-    p0, p1, p2, p3 = zeros, zeros, zeros, zeros
-    q0, q1, q2, q3 = zeros, zeros, zeros, zeros
+    # Before the window: rows of zeros, and the segment of the place before it.
+    a1, a2, a3 = window.zero_rows(block)
+    b1, b2, b3 = window.zero_rows(block)
+    c1, c2, c3 = window.zero_rows(block)
+    d1, d2, d3 = window.zero_rows(block)
+    e1, e2, e3 = window.zero_rows(block)
+    f1, f2, f3 = window.zero_rows(block)
+    p0 = tl.zeros([block], tl.float32)
+    p1, p2, p3 = window.zero_rows(block)
+    q0 = tl.zeros([block], tl.float32)
+    q1, q2, q3 = window.zero_rows(block)
     g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
-    g2, g3 = g1, g1
+    g2 = g1
+    g3 = g1
     for i in tl.range(0, length + 2 * window.REACH, num_stages=stages):
         t = i - window.REACH
         s = t - window.REACH  # the token whose gradients are complete with t's
@@ -291,19 +296,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor | None, ...]:
-    needs_gate, needs_up, needs_weight, *_ = ctx.needs_input_grad
-    dgate, dup, dweight = canon_gate_backward(
-        dinner_BTF, *ctx.saved_tensors, *ctx.options, needs_weight
-    )
-    return (
-        dgate if needs_gate else None,
-        dup if needs_up else None,
-        dweight if needs_weight else None,
-        None,
-        None,
-        None,
-        None,
-    )
+    _, _, needs_weight, *_ = ctx.needs_input_grad
+    grads = canon_gate_backward(dinner_BTF, *ctx.saved_tensors, *ctx.options, needs_weight)
+    return needed_grads(ctx, *grads)
 
 
 canon_gate.register_autograd(_gradients, setup_context=_save)
