@@ -112,6 +112,7 @@ def canon_triton(
     if norm != "none" and (gain is None or gain.shape != (gain_width,)):
         raise ValueError(f'norm "{norm}" needs a gain of shape ({gain_width},)')
 
+    # A row too wide for the fused norm: PyTorch's norm before the kernel.
     if norm == "full" and width > MAX_ROW:
         assert gain is not None
         x_BTC = F.rms_norm(x_BTC, (width,), gain.to(x_BTC.dtype), eps)
@@ -138,6 +139,8 @@ def norm_canon_stream_triton(
     The backward kernel adds up the gradients of the first MAX_READERS, autograd those of others.
     """
     width = h_BTD.shape[-1]
+
+    # A row too wide for the fused kernel: the sum, the norm and Canon one after the other.
     if width > MAX_ROW:
         if added_BTD is not None:
             h_BTD = h_BTD + added_BTD
@@ -158,7 +161,10 @@ def norm_canon_stream_triton(
         added_BTD.shape == h_BTD.shape and added_BTD.dtype == h_BTD.dtype
     )
     if gain_D.shape != (width,) or readers < 1 or not added_fits:
-        raise ValueError(f"expected a reader, a gain [{width}], added like h")
+        raise ValueError(
+            f"norm_canon_stream_triton expected at least 1 reader, a gain of shape ({width},), and "
+            "`added` of the shape and dtype of h"
+        )
     options = _RowOptions(0, 0, residual, activation, "full", eps)
     fused_readers = min(readers, MAX_READERS)
     stream_BTD, *results = _CanonRows.apply(
@@ -193,6 +199,7 @@ def canon_qkv_triton(
     _check("canon_qkv_triton", q_BTX, weight_C1K, sum(widths), options.get("segments_BN"))
     q_weight, k_weight, v_weight = weight_C1K.split(widths)
 
+    # q and k with norm and rotation, v by Canon alone.
     def normed_and_rotated(x: Tensor, weight: Tensor, gain: Tensor | None) -> Tensor:
         rope_options: dict[str, Any] = {}
         if cos_TR is not None:

@@ -49,11 +49,11 @@ def canon_gate_forward_kernel(
     v0, v1, v2, v3 = window.load_taps(weight, channels, mask, taps)
 
     # Before the window: rows of zeros, and the segment of the place before it.
-    a1, a2, a3 = window.zero_rows(block)
-    b1, b2, b3 = window.zero_rows(block)
+    zeros = tl.zeros([block], tl.float32)
+    a1, a2, a3 = zeros, zeros, zeros
+    b1, b2, b3 = zeros, zeros, zeros
     g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
-    g2 = g1
-    g3 = g1
+    g2, g3 = g1, g1
     for i in tl.range(0, length + window.REACH, num_stages=stages):
         t = i - window.REACH
         a0 = window.load_row(gate, t, low, high, width, channels)
@@ -105,19 +105,17 @@ def canon_gate_backward_kernel(
     v0, v1, v2, v3 = window.load_taps(weight, channels, mask, taps)
 
     # Before the window: rows of zeros, and the segment of the place before it.
-    a1, a2, a3 = window.zero_rows(block)
-    b1, b2, b3 = window.zero_rows(block)
-    c1, c2, c3 = window.zero_rows(block)
-    d1, d2, d3 = window.zero_rows(block)
-    e1, e2, e3 = window.zero_rows(block)
-    f1, f2, f3 = window.zero_rows(block)
-    p0 = tl.zeros([block], tl.float32)
-    p1, p2, p3 = window.zero_rows(block)
-    q0 = tl.zeros([block], tl.float32)
-    q1, q2, q3 = window.zero_rows(block)
+    zeros = tl.zeros([block], tl.float32)
+    a1, a2, a3 = zeros, zeros, zeros
+    b1, b2, b3 = zeros, zeros, zeros
+    c1, c2, c3 = zeros, zeros, zeros
+    d1, d2, d3 = zeros, zeros, zeros
+    e1, e2, e3 = zeros, zeros, zeros
+    f1, f2, f3 = zeros, zeros, zeros
+    p0, p1, p2, p3 = zeros, zeros, zeros, zeros
+    q0, q1, q2, q3 = zeros, zeros, zeros, zeros
     g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
-    g2 = g1
-    g3 = g1
+    g2, g3 = g1, g1
     for i in tl.range(0, length + 2 * window.REACH, num_stages=stages):
         t = i - window.REACH
         s = t - window.REACH  # the token whose gradients are complete with t's
@@ -265,19 +263,11 @@ def _launch(
     plan = blocks.choose_blocks(kind, num_rows, num_tokens, width)
     grid = (triton.cdiv(width, plan.block), triton.cdiv(num_tokens, plan.run), num_rows)
     return grid, {
+        **blocks.shared_arguments(plan, gate, weight_C1K, segments_BN),
         "gate": gate,
         "up": up_BTF.contiguous(),
-        "weight": weight_C1K.contiguous(),
-        "segments": blocks.pointer(segments_BN, gate),
-        "num_tokens": num_tokens,
-        "width": width,
-        "run": plan.run,
-        "taps": weight_C1K.shape[2],
-        "seg": segments_BN is not None,
         "block": plan.block,
         "stages": blocks.STAGES,
-        "num_warps": plan.warps,
-        "enable_fp_fusion": True,
     }
 
 

@@ -128,10 +128,10 @@ def canon_rows_forward_kernel(
     w0, w1, w2, w3, scale = load_scaled_taps(weight, gain, channels, dim, mask, taps, norm)
 
     # Before the window: rows of zeros, and the segment of the place before it.
-    x1, x2, x3 = window.zero_rows(block)
+    zeros = tl.zeros([block], tl.float32)
+    x1, x2, x3 = zeros, zeros, zeros
     g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
-    g2 = g1
-    g3 = g1
+    g2, g3 = g1, g1
 
     # Two rows ahead by hand: Triton 3.6 to 3.9 do not pipeline a loop with a single load.
     begin = tl.full((), -window.REACH, tl.int32)
@@ -215,12 +215,11 @@ def canon_rows_backward_kernel(
     w0, w1, w2, w3, scale = load_scaled_taps(weight, gain, channels, dim, mask, taps, norm)
 
     # Before the window: rows of zeros, and the segment of the place before it.
-    x1, x2, x3 = window.zero_rows(block)
-    d1, d2, d3 = window.zero_rows(block)
-    e1, e2, e3 = window.zero_rows(block)
-    s0 = tl.zeros([block], tl.float32)
-    s1, s2, s3 = window.zero_rows(block)
-    s_more = tl.zeros([block], tl.float32)
+    zeros = tl.zeros([block], tl.float32)
+    x1, x2, x3 = zeros, zeros, zeros
+    d1, d2, d3 = zeros, zeros, zeros
+    e1, e2, e3 = zeros, zeros, zeros
+    s0, s1, s2, s3, s_more = zeros, zeros, zeros, zeros, zeros
 
     # The convolution's output is needed if something nonlinear is after it: then the window of
     # inputs is filled first. Otherwise x is read at s only.
@@ -229,8 +228,7 @@ def canon_rows_backward_kernel(
     if again:
         begin = -window.REACH
     g1 = window.load_segment(segments, begin - 1, low, high, taps, seg)
-    g2 = g1
-    g3 = g1
+    g2, g3 = g1, g1
     for i in tl.range(0, length + window.REACH - begin, num_stages=stages):
         t = begin + i
         s = t - window.REACH  # the token whose gradient is complete with t's
@@ -488,24 +486,16 @@ def _launch(
         plan,
         grid,
         {
+            **blocks.shared_arguments(plan, x, weight_C1K, segments_BN),
             "x": x,
-            "weight": weight_C1K.contiguous(),
             "gain": blocks.pointer(gain, x),
             "cos": blocks.pointer(cos_TR, x),
             "sin": blocks.pointer(sin_TR, x),
-            "segments": blocks.pointer(segments_BN, x),
-            "num_tokens": num_tokens,
-            "width": width,
-            "run": plan.run,
-            "rope_pairs": cos_TR.shape[1] if cos_TR is not None else 0,
-            "taps": weight_C1K.shape[2],
-            "seg": segments_BN is not None,
+            "rope_pairs": 0 if cos_TR is None else cos_TR.shape[1],
             "norm": NORMS[norm],
             "rope": has_rope,
             "head_dim": head_dim,
             "dims": dims,
             "block": block,
-            "num_warps": plan.warps,
-            "enable_fp_fusion": True,
         },
     )

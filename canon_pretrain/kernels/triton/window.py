@@ -32,13 +32,6 @@ def own_run(num_tokens, run, taps: tl.constexpr):
 
 
 @triton.jit
-def zero_rows(block: tl.constexpr):
-    """Three rows of zeros: the window's earlier rows when a run begins, or sums."""
-    zeros = tl.zeros([block], tl.float32)
-    return zeros, zeros, zeros
-
-
-@triton.jit
 def silu(x):
     return x * tl.sigmoid(x)
 
