@@ -81,7 +81,7 @@ class _Canon(torch.autograd.Function):
             convs = convolve(x_BTC, taps_KC, segments_BN, recompute=True)
             dys = dy_BTC.to(dtype).split([conv.shape[1] for conv in convs], dim=1)
             slopes = [silu_slope(conv, conv.sigmoid()) for conv in convs]
-            dconv_BTC = _join([dy * slope for dy, slope in zip(dys, slopes, strict=True)])
+            dconv_BTC = join([dy * slope for dy, slope in zip(dys, slopes, strict=True)], dim=1)
 
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         dx_BTC = dweight_C1K = None
@@ -116,7 +116,7 @@ class _CanonGate(torch.autograd.Function):
         for gate, up in zip(gates, ups, strict=True):
             act = F.relu(gate).square() if relu2 else F.silu(gate)
             inner.append((act * up).to(gate_BTF.dtype))
-        return _join(inner)
+        return join(inner, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,8 +140,8 @@ class _CanonGate(torch.autograd.Function):
             # The zeros per channel keep this in one loop with the line above; otherwise inductor
             # would flatten it, and store act and slope for a second loop
             dups.append((dinner * act + zeros_F).to(dtype))
-        dgate_conv_BTF = _join(dgates)
-        dup_conv_BTF = _join(dups)
+        dgate_conv_BTF = join(dgates, dim=1)
+        dup_conv_BTF = join(dups, dim=1)
 
         # Those of the weight and of the inputs.
         dweight_C1K = None
@@ -228,8 +228,9 @@ def silu_slope(y: Tensor, sigmoid: Tensor) -> Tensor:
     return sigmoid * (1 + y * (1 - sigmoid))
 
 
-def _join(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+def join(pieces: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
+    """Concatenate along `dim`, without a copy of a single piece."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -241,7 +242,7 @@ def rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -
             pieces = [residual + piece for residual, piece in pairs]
         else:  # in place: nothing else uses the pieces
             pieces = [piece.add_(residual) for residual, piece in pairs]
-    return _join([piece.to(dtype) for piece in pieces])
+    return join([piece.to(dtype) for piece in pieces], dim=1)
 
 
 def needed_grads(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -335,23 +336,25 @@ def _convolve_in_pieces(
     reach = len(taps_KC) - 1
     if transposed and segments_BN is not None:
         segments_BN = F.pad(segments_BN, (0, reach))  # any segment: x is 0 there
+    # Where the tokens that a token reads are, counted from that token; tokens before the earliest
+    # one that a piece reads are not passed.
     offsets = [j if transposed else -j for j in range(reach + 1)]
+    earliest = min(offsets)
 
     def piece(tokens_BMC: Tensor, first: int, length: int) -> Tensor:
         """Mix `length` tokens from `first` on; `tokens` begin with the earliest that they read."""
         position = reach + first  # in segments
-        earliest = min(offsets)
         masks = [same_segment(segments_BN, position, position + k, length) for k in offsets]
         terms = [tokens_BMC[:, k - earliest : k - earliest + length] for k in offsets]
         return _mix(terms, taps_KC, masks)
 
+    num_border = min(reach, num_tokens)
+    num_others = num_tokens - num_border
     if transposed:
-        others = max(0, num_tokens - reach)
-        border = piece(F.pad(x_BTC[:, others:], (0, 0, 0, reach)), others, num_tokens - others)
-        return [piece(x_BTC, 0, others), border] if others else [border]
-    cut = min(reach, num_tokens)
-    border = piece(F.pad(x_BTC[:, :cut], (0, 0, reach, 0)), 0, cut)
-    return [border, piece(x_BTC, cut, num_tokens - cut)] if cut < num_tokens else [border]
+        border = piece(F.pad(x_BTC[:, num_others:], (0, 0, 0, reach)), num_others, num_border)
+        return [piece(x_BTC, 0, num_others), border] if num_others else [border]
+    border = piece(F.pad(x_BTC[:, :num_border], (0, 0, reach, 0)), 0, num_border)
+    return [border, piece(x_BTC, num_border, num_others)] if num_others else [border]
 
 
 def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Segments) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.kernels.backends import canon
-from canon_pretrain.kernels.compiled import Segments, sum_dtype
+from canon_pretrain.kernels.compiled import Segments, join, sum_dtype
 
 Parts = tuple[Tensor, ...]
 """Tensors that one Canon site mixes together, such as q, k and v, [B, T, C] of different widths."""
@@ -76,7 +76,7 @@ class CanonMemory:
         if num_tokens == 0:
             return parts
         if num_tokens <= reach:
-            return _split(self._read_one_by_one(_concat(parts), segments_BN), parts)
+            return _split(self._read_one_by_one(join(parts, dim=-1), segments_BN), parts)
 
         # Many tokens: mix them with each other, then add what earlier tokens add to the first P.
         outputs = tuple(
@@ -96,7 +96,7 @@ class CanonMemory:
         # Only the last P tokens add to the next outputs.
         start = num_tokens - reach
         tail_BN = None if segments_BN is None else segments_BN[:, start:]
-        tail_BPC = _concat([part[:, start:] for part in parts])
+        tail_BPC = join([part[:, start:] for part in parts], dim=-1)
         self._sums_PB1C = torch.zeros_like(self._sums_PB1C)
         for i, x_B1C in enumerate(tail_BPC.split(1, dim=1)):
             self._add(x_B1C, _continues_segment(tail_BN, i, reach))
@@ -116,7 +116,7 @@ class CanonMemory:
             return outputs
 
         # Otherwise compute these tokens again, one by one.
-        x_BPC = _concat([part[:, :reach] for part in parts])
+        x_BPC = join([part[:, :reach] for part in parts], dim=-1)
         y_BPC = self._read_one_by_one(x_BPC, segments_BN)
         pairs = list(zip(_split(y_BPC, parts), outputs, strict=True))
         if differentiable:
@@ -137,7 +137,7 @@ class CanonMemory:
         for i, x_B1C in enumerate(x_BTC.split(1, dim=1)):
             y_B1C = self._add(x_B1C, _continues_segment(segments_BN, i, self._reach))
             outputs.append(self._activated(y_B1C, x_B1C))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return join(outputs, dim=1)
 
     def _add(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
         """Append one token; return its sum. `same_B11`: whether the segment continues, per row."""
@@ -193,6 +193,7 @@ class DynamicMemory:
         **options: Any,
     ) -> Parts:
         """Append `parts`, in the last segment if None; return their outputs by `canon`."""
+        # The step of generation: weights do not change, so that their copies can be kept.
         is_frozen = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if is_frozen and self.windows and parts[0].shape[1] == 1 and segments_BN is None:
             return self._read_one(parts, weights, zs, **options)
@@ -306,7 +307,7 @@ class CanonStep:
             self.is_stale = True
             for memory, parts in zip(self.memories, self.inputs, strict=True):
                 if parts is not None:
-                    memory._add(_concat(parts), None)
+                    memory._add(join(parts, dim=-1), None)
             return
 
         sums = self._sums
@@ -341,10 +342,6 @@ def _continues_segment(segments_BN: Tensor | None, token: int, reach: int) -> Te
         return None
     position = reach + token
     return (segments_BN[:, position] == segments_BN[:, position - 1])[:, None, None]
-
-
-def _concat(parts: Parts | list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _split(y_BTC: Tensor, parts: Parts) -> Parts:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon_pretrain.kernels.compiled import sum_dtype
+from canon_pretrain.kernels.compiled import join, sum_dtype
 
 IGNORE_INDEX = -100
 
@@ -70,8 +70,8 @@ def linear_cross_entropy(
         nats.append(score.nats_C)
         added.append(score.added_C)
         del score  # before the next chunk's logits
-    nats_N = _concat(nats)
-    return nats_N, (nats_N + _concat(added)).sum()
+    nats_N = join(nats, dim=0)
+    return nats_N, (nats_N + join(added, dim=0)).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -106,12 +106,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight_grad_VD = _matmul(dlogits_CV.T, _widen(h_CD), total=weight_grad_VD)
             del dlogits_CV  # before the next chunk's logits
 
-        nats_N = _concat(nats)
-        h_grad_ND = _concat(h_grads) if needs_h else None
+        nats_N = join(nats, dim=0)
+        h_grad_ND = join(h_grads, dim=0) if needs_h else None
         ctx.save_for_backward(h_grad_ND, weight_grad_VD)
         ctx.dtypes = (h_ND.dtype, weight_VD.dtype)
         ctx.mark_non_differentiable(nats_N)
-        return nats_N, (nats_N + _concat(added)).sum()
+        return nats_N, (nats_N + join(added, dim=0)).sum()
 
     @staticmethod
     @once_differentiable
@@ -134,10 +134,6 @@ def _chunks(h_ND: Tensor, labels_N: Tensor, chunk_tokens: int) -> list[tuple[Ten
     num_chunks = max(1, math.ceil(num_tokens / chunk_tokens))
     size = max(1, math.ceil(num_tokens / num_chunks))
     return list(zip(h_ND.split(size), labels_N.split(size), strict=True))
-
-
-def _concat(chunks: list[Tensor]) -> Tensor:
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
 def _score(logits_CV: Tensor, labels_C: Tensor, terms: _Terms) -> _Score:

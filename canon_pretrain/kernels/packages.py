@@ -96,11 +96,10 @@ def canon_by_package(
         and x_BTC.numel() > 0
     )
     if backend == "fla":
-        is_supported = is_supported and segments_BN is None
+        fits = segments_BN is None
     else:
         fits = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % CONV1D_ALIGNMENT == 0
-        is_supported = is_supported and fits
-    if not is_supported:
+    if not (is_supported and fits):
         return canon_compiled(
             x_BTC,
             weight_C1K,
@@ -109,11 +108,14 @@ def canon_by_package(
             segments_BN=segments_BN,
         )
 
+    # Without an activation the residual adds 1 to the current token's tap.
     taps_CK = weight_C1K[:, 0].float()
-    if residual and not activation:  # the residual adds 1 to the current token's tap
-        taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (taps_CK.shape[1] - 1, 0))
-    # causal-conv1d skips segments below 0, which are our padding
-    segments_BT = None if segments_BN is None else segments_BN[:, taps_CK.shape[1] - 1 :] + 1
+    reach = taps_CK.shape[1] - 1
+    if residual and not activation:
+        taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (reach, 0))
+
+    # causal-conv1d skips segments below 0, which are our padding.
+    segments_BT = None if segments_BN is None else segments_BN[:, reach:] + 1
     return package_forward(
         x_BTC, taps_CK, segments_BT, backend, residual and activation, activation
     )

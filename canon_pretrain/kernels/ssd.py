@@ -108,6 +108,8 @@ class _Ssd(torch.autograd.Function):
 
         chunks = _Chunks.split(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, starts_BT, chunk)
         x_BHCLP = chunks.x_BHCLP
+
+        # The states before the chunks, from what each chunk adds, then the outputs.
         added_BHCNP = chunks.b_to_end.mT @ x_BHCLP
         before_BHCNP, final_BHNP = _states(chunks.total_BHC, added_BHCNP, state_BHNP)
 
@@ -173,7 +175,7 @@ class _Ssd(torch.autograd.Function):
         dlog_BHCL = (is_later_BHCLL * dsums_BHCL[..., None, :]).sum(-1)
         dlog_BHCL = dlog_BHCL.masked_fill(chunks.is_cut_BHCL, 0)
 
-        # log = dt A
+        # dt is in M, in b_to_end, and in the log decays, log = dt A.
         ddt_BHCL = ddt_mixing_BHCL + ddt_to_end_BHCL + dlog_BHCL * A_H.double()[:, None, None]
         dA_H = (dlog_BHCL * dt_BHCL).sum((0, 2, 3))
         dD_H = (dy * x).sum((0, 2, 3, 4))
@@ -218,6 +220,7 @@ class _Chunks(NamedTuple):
         )
         dt_BHCL = dt[..., 0]
 
+        # Log decays; at a start, and where they are strong, a cut.
         log_BHCL = dt_BHCL.double() * A_H.double()[:, None, None]
         is_cut_BHCL = log_BHCL < CUT
         if starts_BT is not None:
