@@ -117,6 +117,7 @@ class BlockReader:
             self._fill(path, content, begin)
             self._check(path, content, first_block, self._crcs[name])
 
+            # Only the ids that were asked for.
             ids = self._ids[(position - begin) // width : (min(end, stop) - begin) // width]
             out[done : done + len(ids)] = ids
             done += len(ids)

@@ -119,19 +119,22 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
     """Yield (number, value) of each field of a protobuf message; int for varints, else bytes."""
     position = 0
     while position < len(message):
+        # A field's tag: its number, and the type of its value in the last 3 bits.
         tag, position = _varint(message, position)
-        number, wire_type = tag >> 3, tag & 7
-        value: Any
+        number = tag >> 3
+        wire_type = tag & 7
+
+        # A number, or bytes of a size that follows or is that of the type.
         if wire_type == _VARINT:
             value, position = _varint(message, position)
+            yield number, value
+            continue
+        if wire_type == _BYTES:
+            size, position = _varint(message, position)
         else:
-            if wire_type == _BYTES:
-                size, position = _varint(message, position)
-            else:
-                size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(wire_type, 0)
-            value = message[position : position + size]
-            position += size
-        yield number, value
+            size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(wire_type, 0)
+        yield number, message[position : position + size]
+        position += size
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
@@ -151,8 +154,9 @@ class CutPoints:
         token_pairs = {token[i : i + 2] for token in tokens for i in range(len(token) - 1)}
         text_pairs = {pair.replace(SPACE, " ") for pair in token_pairs}
         self.pairs = frozenset(token_pairs | text_pairs)
-        # cuts are exact before each run of spaces, before and after each run of newlines, and
-        # where ASCII letters begin (unless after a space) or end
+
+        # Whether cuts are exact before each run of spaces, before and after each run of newlines,
+        # and where ASCII letters begin (unless after a space) or end.
         self.before_spaces = not any(pair[1] == " " != pair[0] for pair in text_pairs)
         self.around_newlines = not any("\n" in pair and pair != "\n\n" for pair in text_pairs)
         self.around_letters = not any(
@@ -164,7 +168,7 @@ class CutPoints:
         start = 0
         while len(text) - start > size:
             end = start + size
-            while end < len(text) and text[end - 1 : end + 1] in self.pairs:
+            while text[end - 1 : end + 1] in self.pairs:
                 end += 1
             yield text[start:end]
             start = end
@@ -200,6 +204,7 @@ class CachedEncoder:
         def encode_bytes(text: str) -> bytes:
             return np.array(encode(text), dtype=_STORED).tobytes()
 
+        # Words are joined from runs, which are cached themselves, if no token crosses those.
         run_cache = _WordCache(encode_bytes, capacity)
 
         def encode_runs(word: str) -> bytes:
@@ -207,6 +212,8 @@ class CachedEncoder:
 
         encode_word = encode_runs if self._cuts.around_letters else encode_bytes
         word_cache = _WordCache(encode_word, capacity)
+
+        # Texts are joined from words, if no token crosses those; newlines are words where they can.
         split_words = _WORDS_AND_NEWLINES if self._cuts.around_newlines else _WORDS
 
         def encode_words(text: str) -> bytes:
@@ -221,7 +228,7 @@ class CachedEncoder:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of `text`, int64 [tokens]."""
-        if not text:
+        if not text:  # no prefix either
             return np.empty(0, dtype=np.int64)
         text = self._prefix + text.replace(SPACE, " ")
         ids = b"".join(map(self._encode_slice, self._cuts.cut(text, self._slice_characters)))

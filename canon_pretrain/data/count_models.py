@@ -34,7 +34,8 @@ class CountModels:
         self.unigram = (counts + 1.0) / (counts.sum() + vocab_size)
         pairs = tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
         self.pairs, self.pair_counts = np.unique(pairs, return_counts=True)
-        # of each token a: c(a) before another token, and the number of tokens that follow it
+
+        # Of each token a: c(a) before another token, and the number of tokens that follow it.
         contexts = self.pairs // vocab_size
         self.context_counts = np.bincount(contexts, weights=self.pair_counts, minlength=vocab_size)
         self.num_followers = np.bincount(contexts, minlength=vocab_size)
@@ -85,9 +86,9 @@ class CountLosses:
 def count_losses(text: Mixture) -> CountLosses | None:
     """Return the losses of models counted on `text` on its held-out splits; None if one is missing.
 
-    Sources are counted and scored by their shares, each at most once.
-    Up to COUNTED_TOKENS and SCORED_TOKENS, the losses are those of the suite `validation`. The
-    shards are opened again, so that another thread may read `text`. Raises ShardError.
+    Sources are counted and scored by their shares, each at most once. Up to COUNTED_TOKENS and
+    SCORED_TOKENS, the losses are those of the suite `validation`. The shards are opened again, so
+    that another thread may read `text`. Raises ShardError.
     """
     held_out = [open_held_out(source.folder.parent) for source in text.sources]
     splits = [split for split in held_out if split is not None]
@@ -120,6 +121,8 @@ def spread_tokens(shards: TokenShards, limit: int) -> np.ndarray:
     """Return at most `limit` tokens, in blocks at equal distances; all of a shorter stream."""
     if limit >= shards.num_tokens:
         return shards.read(0, shards.num_tokens)
+
+    # Of all blocks of the stream, as many as the limit allows.
     size = min(BLOCK_TOKENS, limit)
     num_blocks = -(-shards.num_tokens // size)
     num_read = min(num_blocks, limit // size)

@@ -53,6 +53,7 @@ def windows(num_tokens: int, seq_len: int, limit: int | None = None) -> Iterator
 
 def divide_windows(total: int, shares: Sequence[Fraction], available: Sequence[int]) -> list[int]:
     """Divide `total` windows by share (largest remainder): at least 1, at most `available`."""
+    # Round down, then add 1 where the remainder is largest.
     exact_counts = [total * share for share in shares]
     counts = [math.floor(exact) for exact in exact_counts]
     by_remainder = sorted(range(len(counts)), key=lambda k: (counts[k] - exact_counts[k], k))

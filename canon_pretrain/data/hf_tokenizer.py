@@ -89,6 +89,8 @@ class HFTokenizer:
             raise UserError(
                 "tokenizer.unreadable", f"tokenizer {name}: not a tokenizer.json: {error!r}"
             ) from None
+
+        # EOS, and BOS if there is one (else -1).
         self.eos_token = _eos_token(added, name, eos)
         self.eos_id = added[self.eos_token]
         self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
@@ -114,8 +116,9 @@ class HFTokenizer:
         if ignored_options:
             self.method += f"; ignores {', '.join(ignored_options)}, which splits words at random"
 
-        # No text may have the ids of EOS or BOS, or lose a character.
-        for token in (str(self._tokenizer.id_to_token(i)) for i in self._special):
+        # No text may have the ids of EOS or BOS, for which `encode` raises, or lose a character.
+        for special_id in self._special:
+            token = str(self._tokenizer.id_to_token(special_id))
             for probe in (token, f"a{token}b", f" {token} "):
                 self.encode(probe)
         if not len(self.encode(_RARE_CHARACTER)):
@@ -131,9 +134,12 @@ class HFTokenizer:
         unprefixed = llama_2_without_prefix(content)
         if unprefixed is None:
             return None
-        # merges are "a b" or, in later versions, ["a", "b"]
-        merges = content["model"]["merges"]
-        tokens = ["".join(m.split(" ") if isinstance(m, str) else m) for m in merges]
+
+        # All tokens of several characters; merges are "a b" or, in later versions, ["a", "b"].
+        tokens = []
+        for merge in content["model"]["merges"]:
+            symbols = merge.split(" ") if isinstance(merge, str) else merge
+            tokens.append("".join(symbols))
         return CachedEncoder(partial(_ids, _load(unprefixed, self._name)), tokens, " ")
 
     def encode(self, text: str) -> np.ndarray:
@@ -218,6 +224,8 @@ def has_known_split(content: dict[str, Any]) -> bool:
     splitter = content.get("pre_tokenizer") or {}
     if content.get("normalizer") is not None or _has_plain_added_tokens(content):
         return False
+
+    # GPT-2's regex is an option of ByteLevel; Llama-3's and Qwen-2's are a step before it.
     if splitter.get("type") == "ByteLevel":
         return bool(splitter.get("use_regex", True))
     steps = splitter.get("pretokenizers") or [{}]

@@ -52,6 +52,8 @@ def find_commit(repo: str, revision: str | None, hints: HubHints) -> str:
 
     with hub_errors(repo, revision or "main", hints):
         commit = HfApi().dataset_info(repo, revision=revision, timeout=TIMEOUT_S).sha
+
+    # A mirror may answer without a commit, or with another than the requested one.
     is_commit = revision is not None and COMMIT.fullmatch(revision)
     if not commit or (is_commit and commit != revision):
         raise UserError(
@@ -150,6 +152,7 @@ def known_hashes(root: Path, paths: dict[str, Path]) -> tuple[str, dict[str, str
             with suppress(OSError, ValueError):
                 commit, sha256 = metadata.read_text().split("\n")[:2]
 
+        # Files of one folder may be of several commits, or of none.
         is_commit = COMMIT.fullmatch(commit) is not None
         commits.add(commit if is_commit else "")
         if is_commit and SHA256.fullmatch(sha256):
@@ -181,8 +184,8 @@ def transport_error() -> Any:
     """Return the base class of network errors: of requests or httpx, depending on the version."""
     from huggingface_hub import errors
 
+    # The last class above the hub's own error that is not Python's.
     builtin = (Exception, BaseException, object, OSError)
-    # it is above the hub's own error
     return [base for base in errors.HfHubHTTPError.__mro__ if base not in builtin][-1]
 
 
@@ -234,17 +237,19 @@ def _user_error(
     if isinstance(error, BAD_ANSWER) or any(map(is_page, responses)):
         return UserError("hub.unexpected", message(f"{NOT_THE_HUB}, {hints.without_hub}"))
 
-    # The hub's own reply. LocalEntryNotFoundError is the error without a network.
+    # The hub's own reply, a subclass before its base. LocalEntryNotFoundError, the error without a
+    # network, is an EntryNotFoundError too.
+    login = f"log in (HF_TOKEN), {hints.without_hub}"
+    replies = (
+        (errors.GatedRepoError, "hub.no_access", f"accept its terms and {login}"),
+        (errors.RevisionNotFoundError, "hub.not_found", f"no such revision; {hints.revision}"),
+        (errors.RepositoryNotFoundError, "hub.no_access", f"no such dataset, or {login}"),
+        (errors.EntryNotFoundError, "hub.not_found", f"not in this revision; {hints.revision}"),
+    )
     if not is_any(errors.LocalEntryNotFoundError):
-        login = f"log in (HF_TOKEN), {hints.without_hub}"
-        if is_any(errors.GatedRepoError):
-            return UserError("hub.no_access", message(f"accept its terms and {login}"))
-        if is_any(errors.RevisionNotFoundError):
-            return UserError("hub.not_found", message(f"no such revision; {hints.revision}"))
-        if is_any(errors.RepositoryNotFoundError):
-            return UserError("hub.no_access", message(f"no such dataset, or {login}"))
-        if is_any(errors.EntryNotFoundError):
-            return UserError("hub.not_found", message(f"not in this revision; {hints.revision}"))
+        for kind, code, problem in replies:
+            if is_any(kind):
+                return UserError(code, message(problem))
         if isinstance(error, unexpected):
             return UserError("hub.unexpected", message(f"not the expected data; {hints.revision}"))
     if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
@@ -252,6 +257,7 @@ def _user_error(
         problem = f"the hub returned status {status}; run the same command again later"
         return UserError("hub.http_error", message(problem), status=status)
 
+    # A file of the cache; what is left is the network.
     if isinstance(error, OSError) and error.filename:
         problem = f"{error.filename}: {error.strerror}; set HF_HOME to a folder of yours"
         return UserError("hub.cache", message(problem), path=error.filename)

@@ -76,21 +76,23 @@ class Mixture(AbstractContextManager["Mixture"]):
                 f"data.weights has {len(weights)} numbers for {len(sources)} folders",
             )
         exact_weights = [exact_weight(weight) for weight in weights]
+        total_weight = sum(exact_weights)
         self.sources = tuple(sources)
-        self.shares = tuple(weight / sum(exact_weights) for weight in exact_weights)
+        self.shares = tuple(weight / total_weight for weight in exact_weights)
         self.names = tuple(names or short_names([str(source.folder) for source in sources]))
         self._thresholds = thresholds(self.shares)
+
+        # Ids must mean the same in all sources.
         for source, other in itertools.combinations(sources, 2):
             _check_pair(source, other)
-
-        # Ids mean the same in all sources.
         self.vocab_size = sources[0].vocab_size
         self.eos_id = sources[0].eos_id
         self.tokenizer_sha256 = sources[0].tokenizer_sha256
         self.num_tokens = sum(source.num_tokens for source in self.sources)
 
+        # The fingerprint of several sources: of each one's fingerprint and share, in order.
         self.fingerprint = sources[0].fingerprint
-        if len(sources) > 1:  # of each source's fingerprint and share, in order
+        if len(sources) > 1:
             identity = [
                 [source.fingerprint, str(share)]
                 for source, share in zip(self.sources, self.shares, strict=True)
@@ -138,10 +140,11 @@ class Mixture(AbstractContextManager["Mixture"]):
         # Every rank draws the sources of all samples, which it counts.
         blocks = philox_blocks(seed, samples.start, len(samples))
         indices = self.draw(blocks[:, 1])
+
+        # The offsets of this rank's samples.
         draws = []
-        for index, word in zip(
-            indices[rank_samples], blocks[rank_samples, 0].tolist(), strict=True
-        ):
+        offset_words = blocks[rank_samples, 0].tolist()
+        for index, word in zip(indices[rank_samples], offset_words, strict=True):
             source = sources[index]
             draws.append((source, offset_of_word(word, source.num_tokens, seq_len)))
         return draws, np.bincount(indices, minlength=len(sources)).tolist()
@@ -158,7 +161,8 @@ class Mixture(AbstractContextManager["Mixture"]):
 def _check_pair(source: TokenShards, other: TokenShards) -> None:
     """Raise UserError if two sources cannot be mixed."""
     for field in ("tokenizer_sha256", "vocab_size", "eos_id"):
-        value, other_value = getattr(source, field), getattr(other, field)
+        value = getattr(source, field)
+        other_value = getattr(other, field)
         if value != other_value:
             raise UserError(
                 "data.tokenizers_differ",

@@ -34,10 +34,10 @@ class _ShardFile:
         self.tokens = 0
         self.text_bytes = 0
         self.max_id = 0
-        self.ends = array("Q")
-        self.byte_ends = array("Q")
-        self.groups: dict[str, tuple[int, int, int]] = {}
-        self.repaired: Counter[str] = Counter()
+        self.ends = array("Q")  # of documents, in tokens
+        self.byte_ends = array("Q")  # in bytes of their texts
+        self.groups: dict[str, tuple[int, int, int]] = {}  # documents, tokens, text bytes
+        self.repaired: Counter[str] = Counter()  # documents by reason
         self._crcs: list[np.ndarray] = [np.empty(0, dtype="<u4")]
         self._pending = bytearray()
         self._digest = hashlib.sha256()
@@ -50,13 +50,15 @@ class _ShardFile:
         self._flush(len(self._pending) // BLOCK_BYTES * BLOCK_BYTES)
 
     def _flush(self, count: int) -> None:
-        if count:
-            content = bytes(self._pending[:count])
-            del self._pending[:count]
-            self._crcs.append(block_crcs(content))
-            self._digest.update(content)
-            self._file.write(content)
-            self.size += count
+        """Write the first `count` pending bytes: whole blocks, except at the end."""
+        if count == 0:
+            return
+        content = bytes(self._pending[:count])
+        del self._pending[:count]
+        self._crcs.append(block_crcs(content))
+        self._digest.update(content)
+        self._file.write(content)
+        self.size += count
 
     def publish(self, version: int) -> ShardFiles:
         """Rename the .bin file into place, then write the others."""
@@ -65,6 +67,7 @@ class _ShardFile:
         os.fsync(self._file.fileno())
         self._file.close()
         files.publish(self._temporary, self.path.with_name(f"{self.path.name}.bin"))
+
         ends = self.ends if version == shards.WITHOUT_BYTE_ENDS else self.ends + self.byte_ends
         return ShardFiles(
             bin=FileInfo(self.size, self._digest.hexdigest()),
@@ -131,8 +134,9 @@ class ShardWriter:
                 given=num_tokens,
             )
 
-        # before the cast: NumPy would silently store 70000 as uint16 4464
-        low, high = int(ids.min()), int(ids.max())
+        # Before the cast: NumPy would silently store 70000 as uint16 4464.
+        low = int(ids.min())
+        high = int(ids.max())
         if low < 0 or high >= self._vocab_size:
             bad_id = low if low < 0 else high
             raise ShardError(
@@ -141,9 +145,11 @@ class ShardWriter:
                 given=bad_id,
             )
 
-        # A document is in one shard.
+        # A document is in one shard: begin another if it does not fit.
         if self._shard and self._shard.tokens + num_tokens > max_tokens:
             self._commit(self._shard, {}, {}, last=False)
+
+        # Append its ids, and count it in the commit record.
         shard = self._open_shard(row)
         shard.add(ids.astype(self._dtype).tobytes())
         shard.tokens += num_tokens
@@ -188,7 +194,7 @@ class ShardWriter:
     ) -> None:
         record = CommitRecord(
             format=shards.FORMAT,
-            version=3 if self._version == VERSION else 2,
+            version=VERSION if self._version == VERSION else shards.WITHOUT_BYTE_ENDS,
             unit=self._input_group,
             part=self._num_shards,
             last_in_unit=last,

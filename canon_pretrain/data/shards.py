@@ -34,7 +34,7 @@ from canon_pretrain.data.blocks import ShardError as ShardError
 
 FORMAT: Final = "canon-shards"
 VERSION: Final = 3
-WITHOUT_BYTE_ENDS = 2
+WITHOUT_BYTE_ENDS: Final = 2
 MANIFEST = "manifest.json"
 MAX_SHARD_TOKENS = 1 << 28
 MAX_UINT16_VOCAB = 65_535
@@ -177,16 +177,15 @@ def make_manifest(
                 name=commit.name,
                 first_token=tokens,
                 first_document=documents,
-                tokens=counts.tokens,
-                documents=counts.documents,
-                text_bytes=counts.text_bytes,
                 mark_sha256=commit.sha256,
+                **vars(counts),
             )
         )
         tokens += counts.tokens
         documents += counts.documents
         text_bytes += counts.text_bytes
 
+    # Shards and cut determine the stream: equal cuts by different limits share a fingerprint.
     no_limits: dict[str, int | None] = {"max_documents": None, "max_tokens": None}
     identity: dict[str, Any] = {
         "format": FORMAT,
@@ -196,7 +195,6 @@ def make_manifest(
         "eos_id": eos_id,
         "tokenizer_sha256": tokenizer_sha256,
         "plan_sha256": plan_sha256,
-        # shards and cut determine the stream: equal cuts by different limits share a fingerprint
         "limits": no_limits,
         "cut": None if cut is None else asdict(cut),
     }
@@ -260,6 +258,7 @@ class TokenShards(AbstractContextManager["TokenShards"]):
                 path=path,
             )
 
+        # The files of each shard have the sizes of its commit record.
         shards = []
         for entry, commit in zip(manifest.parts, records, strict=True):
             for file in shard_sizes(folder, commit):
@@ -287,6 +286,8 @@ class TokenShards(AbstractContextManager["TokenShards"]):
             raise ValueError(
                 f"tokens [{offset}, {offset + count}) of {self.folder}, which has {self.num_tokens}"
             )
+
+        # From the shard of the first token on, what each one has.
         index = bisect_right(self._starts, offset) - 1
         done = 0
         while done < count:

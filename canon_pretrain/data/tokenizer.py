@@ -66,7 +66,8 @@ class SentencePieceModel:
             unprefixed = sentencepiece.SentencePieceProcessor(model_proto=model + _NO_DUMMY_PREFIX)
             prefix = " " if info.dummy_prefix else ""
             encoder = CachedEncoder(unprefixed.encode, info.tokens, prefix)
-            if np.array_equal(encoder.encode(PROBE_TEXT), self.encode(PROBE_TEXT)):
+            whole_ids = self._processor.encode(PROBE_TEXT)
+            if np.array_equal(encoder.encode(PROBE_TEXT), whole_ids):
                 self._encoder = encoder
             else:
                 reason = "this sentencepiece encodes a text to other ids than its slices"
@@ -143,7 +144,8 @@ class Tokenizer:
         paths = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
         is_export = (Path(folder) / HF_CONFIG_FILE).is_file()
         if is_export:
-            paths = paths[:1]
+            paths = paths[:1]  # FILE_NAMES begins with the model
+
         if len(paths) != 1:
             names = " and ".join(path.name for path in paths) or "no tokenizer"
             raise UserError(

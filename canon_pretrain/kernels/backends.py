@@ -70,7 +70,8 @@ def canon_reference(
     else:
         taps = torch.einsum("btr,crk->btck", z_BTR.to(x.dtype), weight_CRK.to(x.dtype))
 
-    # one pad for all taps: with a pad per tap autograd saves a copy of each, 1.75x slower
+    # x_{t-j} for j > 0, and 0 where it is in another segment. One pad for all taps: with a pad per
+    # tap autograd saves a copy of each, 1.75x slower.
     padded_BNC = F.pad(x, (0, 0, num_taps - 1, 0))
     y = taps[..., -1] * x
     for j in range(1, num_taps):
@@ -92,7 +93,8 @@ def canon_reference(
 def resolve_backend(backend: str, num_taps: int = 0, *, dynamic: bool = False) -> str:
     """Return the backend: `compiled` for `auto` and for a kernel that it does not support."""
     is_too_wide = backend == "triton" and num_taps > TRITON_TAPS
-    if backend == "auto" or is_too_wide or (dynamic and backend in OPTIONAL):
+    is_static_only = backend in OPTIONAL  # no kernel for taps that depend on the token
+    if backend == "auto" or is_too_wide or (dynamic and is_static_only):
         return "compiled"
     return backend
 
@@ -131,6 +133,8 @@ def backend_problem(
         return None
     if backend != "triton":
         return _module(backend).package_problem(backend)
+
+    # Triton: the dtype, the package, then the device.
     if dtype not in TRITON_DTYPES:
         return f"the Triton kernels support float32, bfloat16 and float16, not {dtype}"
     if importlib.util.find_spec("triton") is None:
@@ -253,7 +257,7 @@ def ffn_activation(x: Tensor, name: str) -> Tensor:
 
 
 def _is_interpreted() -> bool:
-    # as in triton
+    """Return whether Triton runs its kernels in its interpreter, by the variable's same values."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 

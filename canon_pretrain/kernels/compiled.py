@@ -12,6 +12,7 @@ Shapes: B batch, T tokens, C channels, F channels of gate and of up, K taps of t
 P = K - 1, N = P + T.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,13 +81,14 @@ class _Canon(torch.autograd.Function):
             convs = convolve(x_BTC, taps_KC, segments_BN, recompute=True)
             dys = dy_BTC.to(dtype).split([conv.shape[1] for conv in convs], dim=1)
             slopes = [silu_slope(conv, conv.sigmoid()) for conv in convs]
-            dconv_BTC = _join([dy * slope for dy, slope in zip(dys, slopes, strict=True)])
+            dconv_BTC = join([dy * slope for dy, slope in zip(dys, slopes, strict=True)], dim=1)
 
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         dx_BTC = dweight_C1K = None
-        if ctx.needs_input_grad[0]:
+        if needs_x:
             pieces = convolve(dconv_BTC, taps_KC, segments_BN, transposed=True)
             dx_BTC = rounded(pieces, dy_BTC if ctx.residual else None, x_BTC.dtype)
-        if ctx.needs_input_grad[1]:
+        if needs_weight:
             dweight_C1K = weight_sums(dconv_BTC, x_BTC, len(taps_KC), segments_BN)
             dweight_C1K = dweight_C1K.to(weight_C1K.dtype)
         return dx_BTC, dweight_C1K, None, None, None
@@ -114,7 +116,7 @@ class _CanonGate(torch.autograd.Function):
         for gate, up in zip(gates, ups, strict=True):
             act = F.relu(gate).square() if relu2 else F.silu(gate)
             inner.append((act * up).to(gate_BTF.dtype))
-        return _join(inner)
+        return join(inner, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -138,22 +140,20 @@ class _CanonGate(torch.autograd.Function):
             # The zeros per channel keep this in one loop with the line above; otherwise inductor
             # would flatten it, and store act and slope for a second loop
             dups.append((dinner * act + zeros_F).to(dtype))
-        streams = (
-            (_join(dgates), gate_BTF, gate_taps_KF),
-            (_join(dups), up_BTF, up_taps_KF),
-        )
+        dgate_conv_BTF = join(dgates, dim=1)
+        dup_conv_BTF = join(dups, dim=1)
 
+        # Those of the weight and of the inputs.
         dweight_C1K = None
         if ctx.needs_input_grad[2]:
-            sums = [
-                weight_sums(dconv_BTF, x_BTF, len(taps_KF), segments_BN)
-                for dconv_BTF, x_BTF, taps_KF in streams
-            ]
-            dweight_C1K = torch.cat(sums).to(weight_C1K.dtype)
-        dgate_BTF, dup_BTF = (
-            rounded(convolve(dconv_BTF, taps_KF, segments_BN, transposed=True), None, dtype)
-            for dconv_BTF, _, taps_KF in streams
-        )
+            num_taps = len(gate_taps_KF)
+            dgate_weight = weight_sums(dgate_conv_BTF, gate_BTF, num_taps, segments_BN)
+            dup_weight = weight_sums(dup_conv_BTF, up_BTF, num_taps, segments_BN)
+            dweight_C1K = torch.cat((dgate_weight, dup_weight)).to(weight_C1K.dtype)
+        gate_pieces = convolve(dgate_conv_BTF, gate_taps_KF, segments_BN, transposed=True)
+        dgate_BTF = rounded(gate_pieces, None, dtype)
+        up_pieces = convolve(dup_conv_BTF, up_taps_KF, segments_BN, transposed=True)
+        dup_BTF = rounded(up_pieces, None, dtype)
         return dgate_BTF, dup_BTF, dweight_C1K, None, None, None
 
 
@@ -165,6 +165,7 @@ def _gate_backward_on_gpu(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor, Tensor,
     """
     gate_BTF, up_BTF, weight_C1K, segments_BN = ctx.saved_tensors
     gate_taps_KF, up_taps_KF = _gate_taps(gate_BTF, weight_C1K, ctx.residual)
+    dtype = gate_BTF.dtype
     num_tokens = gate_BTF.shape[1]
     num_taps = len(gate_taps_KF)
     num_recomputed = num_taps if num_taps <= _RECOMPUTED_TAPS else 1
@@ -185,22 +186,21 @@ def _gate_backward_on_gpu(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor, Tensor,
         dinner = _shift(dinner_BTF, -i).to(gate_taps_KF.dtype)  # 0 past the last token
         dgates.append(dinner * up * slope)
         dups.append(dinner * act)
-    streams = ((gate_taps_KF, gates, dgates), (up_taps_KF, ups, dups))
-    for _, _, dconvs in streams:
-        rounded_BTF = dconvs[0].to(gate_BTF.dtype)
+    for dconvs in (dgates, dups):
+        rounded_BTF = dconvs[0].to(dtype)
         dconvs += [_shift(rounded_BTF, -i) for i in range(num_recomputed, num_taps)]
 
+    # The gradients of the inputs: transposed convolutions.
     masks = _shift_masks(segments_BN, num_tokens, num_taps, transposed=True)
-    dgate_BTF, dup_BTF = (
-        _mix(dconvs, taps_KF, masks).to(gate_BTF.dtype) for taps_KF, _, dconvs in streams
-    )
+    dgate_BTF = _mix(dgates, gate_taps_KF, masks).to(dtype)
+    dup_BTF = _mix(dups, up_taps_KF, masks).to(dtype)
     if not ctx.needs_input_grad[2]:
         return dgate_BTF, dup_BTF, None
 
     # Tap K-1-j of the weight multiplies the input of token t - j.
     masks = _shift_masks(segments_BN, num_tokens, num_taps)
     products = []
-    for _, inputs, dconvs in streams:
+    for inputs, dconvs in ((gates, dgates), (ups, dups)):
         for j in reversed(range(num_taps)):
             products.append(masked(dconvs[0] * inputs[j].to(dconvs[0].dtype), masks[j]))
     sums_F1X = _token_sums(products)  # the taps of gate, then of up
@@ -228,8 +228,9 @@ def silu_slope(y: Tensor, sigmoid: Tensor) -> Tensor:
     return sigmoid * (1 + y * (1 - sigmoid))
 
 
-def _join(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+def join(pieces: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
+    """Concatenate along `dim`, without a copy of a single piece."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -241,7 +242,15 @@ def rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -
             pieces = [residual + piece for residual, piece in pairs]
         else:  # in place: nothing else uses the pieces
             pieces = [piece.add_(residual) for residual, piece in pairs]
-    return _join([piece.to(dtype) for piece in pieces])
+    return join([piece.to(dtype) for piece in pieces], dim=1)
+
+
+def needed_grads(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Return one gradient per input: `grads` of the first inputs if needed, None for others."""
+    needs_grad = ctx.needs_input_grad
+    no_grads = [None] * (len(needs_grad) - len(grads))
+    pairs = zip((*grads, *no_grads), needs_grad, strict=True)
+    return tuple(grad if is_needed else None for grad, is_needed in pairs)
 
 
 # -- sums over shifted tokens -------------------------------------------------------------------
@@ -250,6 +259,15 @@ def rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -
 def sum_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of sums: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def operator_prefix(module: str) -> str:
+    """Return the prefix of the names of a module's custom operators.
+
+    By module: registering a name again frees the operator that an exported copy, or the package,
+    uses.
+    """
+    return "canon_pretrain::" + re.sub(r"\W", "_", module, flags=re.ASCII)
 
 
 def is_cuda(x: Tensor) -> bool:
@@ -309,51 +327,60 @@ def _convolve_in_place(
 def _convolve_in_pieces(
     x_BTC: Tensor, taps_KC: Tensor, segments_BN: Segments, transposed: bool
 ) -> list[Tensor]:
-    """Mix the P tokens at the border, which need padding, apart from the others."""
+    """Mix the P tokens at the border, which need padding, apart from the others.
+
+    The border is the first P tokens; of the transposed sum, the last P.
+    """
     x_BTC = x_BTC.to(taps_KC.dtype)
     num_tokens = x_BTC.shape[1]
     reach = len(taps_KC) - 1
     if transposed and segments_BN is not None:
         segments_BN = F.pad(segments_BN, (0, reach))  # any segment: x is 0 there
+    # Where the tokens that a token reads are, counted from that token; tokens before the earliest
+    # one that a piece reads are not passed.
     offsets = [j if transposed else -j for j in range(reach + 1)]
+    earliest = min(offsets)
 
     def piece(tokens_BMC: Tensor, first: int, length: int) -> Tensor:
         """Mix `length` tokens from `first` on; `tokens` begin with the earliest that they read."""
         position = reach + first  # in segments
-        earliest = min(offsets)
         masks = [same_segment(segments_BN, position, position + k, length) for k in offsets]
         terms = [tokens_BMC[:, k - earliest : k - earliest + length] for k in offsets]
         return _mix(terms, taps_KC, masks)
 
+    num_border = min(reach, num_tokens)
+    num_others = num_tokens - num_border
     if transposed:
-        cut = max(0, num_tokens - reach)
-        border = piece(F.pad(x_BTC[:, cut:], (0, 0, 0, reach)), cut, num_tokens - cut)
-        return [piece(x_BTC, 0, cut), border] if cut else [border]
-    cut = min(reach, num_tokens)
-    border = piece(F.pad(x_BTC[:, :cut], (0, 0, reach, 0)), 0, cut)
-    return [border, piece(x_BTC, cut, num_tokens - cut)] if cut < num_tokens else [border]
+        border = piece(F.pad(x_BTC[:, num_others:], (0, 0, 0, reach)), num_others, num_border)
+        return [piece(x_BTC, 0, num_others), border] if num_others else [border]
+    border = piece(F.pad(x_BTC[:, :num_border], (0, 0, reach, 0)), 0, num_border)
+    return [border, piece(x_BTC, num_border, num_others)] if num_others else [border]
 
 
 def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Segments) -> Tensor:
     """Return sum_{b,t} d_{t+j} * x_t, the gradient of tap K-1-j, as [C, 1, K]."""
     dtype = sum_dtype(x_BTC)
     x_BTC = x_BTC.to(dtype)
-    num_tokens = x_BTC.shape[1]
-    if torch.compiler.is_compiling():
-        if not is_cuda(x_BTC):
-            return _weight_sums_in_chunks(d_BTC.to(dtype), x_BTC, num_taps, segments_BN)
-        masks = _shift_masks(segments_BN, num_tokens, num_taps, transposed=True)
-        products = [
-            masked(_shift(d_BTC, -j).to(dtype) * x_BTC, masks[j]) for j in reversed(range(num_taps))
-        ]
-        return torch.stack([product.sum((0, 1)) for product in products], dim=1)[:, None]
+    if not torch.compiler.is_compiling():
+        return _weight_sums_in_place(d_BTC.to(dtype), x_BTC, num_taps, segments_BN)
+    if not is_cuda(x_BTC):
+        return _weight_sums_in_chunks(d_BTC.to(dtype), x_BTC, num_taps, segments_BN)
 
-    d_BTC = d_BTC.to(dtype)
-    reach = num_taps - 1
+    masks = _shift_masks(segments_BN, x_BTC.shape[1], num_taps, transposed=True)
+    products = [
+        masked(_shift(d_BTC, -j).to(dtype) * x_BTC, masks[j]) for j in reversed(range(num_taps))
+    ]
+    return torch.stack([product.sum((0, 1)) for product in products], dim=1)[:, None]
+
+
+def _weight_sums_in_place(
+    d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Segments
+) -> Tensor:
+    num_tokens = x_BTC.shape[1]
     sums = [x_BTC.new_zeros(x_BTC.shape[2])] * num_taps
     for j in range(min(num_taps, num_tokens)):
         product = d_BTC[:, j:] * x_BTC[:, : num_tokens - j]
-        is_same = continues_segment(segments_BN, num_tokens, reach, j)
+        is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
         if is_same is not None:
             product *= is_same
         sums[j] = product.sum((0, 1))
@@ -370,7 +397,7 @@ def _weight_sums_in_chunks(
     num_rows, num_tokens, num_channels = x_BTC.shape
     reach = num_taps - 1
     if segments_BN is not None:
-        segments_BN = F.pad(segments_BN, (0, reach))
+        segments_BN = F.pad(segments_BN, (0, reach))  # any segment: d is 0 there
 
     def product(d_BTC: Tensor, x_BTC: Tensor, first_token: int, j: int) -> Tensor:
         length = x_BTC.shape[1]
@@ -385,6 +412,8 @@ def _weight_sums_in_chunks(
     sums_KC = torch.stack(
         [product(padded_d, last_x, whole, j).sum((0, 1)) for j in range(num_taps)]
     )
+
+    # The whole chunks.
     if whole:
         shape = (num_rows, whole // CHUNK, CHUNK, num_channels)
         products = [product(d_BTC, x_BTC[:, :whole], 0, j) for j in range(num_taps)]
@@ -436,14 +465,14 @@ def same_segment(segments_BN: Segments, start: int, other: int, length: int) -> 
     """
     if segments_BN is None or start == other:
         return None
-    ranges = []
-    for begin in (start, other):
+
+    def segments_from(begin: int) -> Tensor:
         missing = begin + length - segments_BN.shape[1]
         if missing > 0:
-            ranges.append(F.pad(segments_BN, (-begin, missing)))
-        else:
-            ranges.append(segments_BN[:, begin : begin + length])
-    return (ranges[0] == ranges[1])[..., None]
+            return F.pad(segments_BN, (-begin, missing))
+        return segments_BN[:, begin : begin + length]
+
+    return (segments_from(start) == segments_from(other))[..., None]
 
 
 def continues_segment(segments_BN: Segments, num_tokens: int, reach: int, j: int) -> Tensor | None:

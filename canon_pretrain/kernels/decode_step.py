@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.kernels.backends import canon
-from canon_pretrain.kernels.compiled import Segments, sum_dtype
+from canon_pretrain.kernels.compiled import Segments, join, sum_dtype
 
 Parts = tuple[Tensor, ...]
 """Tensors that one Canon site mixes together, such as q, k and v, [B, T, C] of different widths."""
@@ -62,19 +62,21 @@ class CanonMemory:
         self, parts: Parts, weight_C1K: Tensor, segments_BN: Segments = None, backend: str = "auto"
     ) -> Parts:
         """Append `parts`, in the last segment if None; return their outputs."""
+        # A token that all sites read together; otherwise the step's sums are not this site's.
         if self._step is not None:
             if self._step.is_open and not torch.compiler.is_compiling():
                 return self._read_in_step(self._step, parts)
             self._step.is_stale = True
+
         self._widths = [part.shape[2] for part in parts]
         if torch.is_grad_enabled():  # the weight may be another tensor than at first
             self._taps_K11C = self._taps(weight_C1K, parts[0])
         num_tokens = parts[0].shape[1]
         reach = self._reach
-        if not num_tokens:
+        if num_tokens == 0:
             return parts
         if num_tokens <= reach:
-            return _split(self._read_one_by_one(_concat(parts), segments_BN), parts)
+            return _split(self._read_one_by_one(join(parts, dim=-1), segments_BN), parts)
 
         # Many tokens: mix them with each other, then add what earlier tokens add to the first P.
         outputs = tuple(
@@ -94,7 +96,7 @@ class CanonMemory:
         # Only the last P tokens add to the next outputs.
         start = num_tokens - reach
         tail_BN = None if segments_BN is None else segments_BN[:, start:]
-        tail_BPC = _concat([part[:, start:] for part in parts])
+        tail_BPC = join([part[:, start:] for part in parts], dim=-1)
         self._sums_PB1C = torch.zeros_like(self._sums_PB1C)
         for i, x_B1C in enumerate(tail_BPC.split(1, dim=1)):
             self._add(x_B1C, _continues_segment(tail_BN, i, reach))
@@ -105,7 +107,7 @@ class CanonMemory:
         reach = self._reach
         differentiable = torch.is_grad_enabled()
 
-        # A sum of outputs that are not rounded, and not yet activated.
+        # The output of a whole sum: outputs are neither rounded nor activated yet.
         is_exact = parts[0].dtype == self._sums_PB1C.dtype and not self._activation
         if segments_BN is None and is_exact and not differentiable:
             past_BPC = self._sums_PB1C[:, :, 0].transpose(0, 1)
@@ -114,7 +116,7 @@ class CanonMemory:
             return outputs
 
         # Otherwise compute these tokens again, one by one.
-        x_BPC = _concat([part[:, :reach] for part in parts])
+        x_BPC = join([part[:, :reach] for part in parts], dim=-1)
         y_BPC = self._read_one_by_one(x_BPC, segments_BN)
         pairs = list(zip(_split(y_BPC, parts), outputs, strict=True))
         if differentiable:
@@ -135,7 +137,7 @@ class CanonMemory:
         for i, x_B1C in enumerate(x_BTC.split(1, dim=1)):
             y_B1C = self._add(x_B1C, _continues_segment(segments_BN, i, self._reach))
             outputs.append(self._activated(y_B1C, x_B1C))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return join(outputs, dim=1)
 
     def _add(self, x_B1C: Tensor, same_B11: Tensor | None) -> Tensor:
         """Append one token; return its sum. `same_B11`: whether the segment continues, per row."""
@@ -167,6 +169,7 @@ class CanonMemory:
         return tuple(outputs)
 
     def _activated(self, y_B1C: Tensor, x_B1C: Tensor) -> Tensor:
+        """Return the output for a sum; without activation the taps include the residual."""
         if self._activation:
             y_B1C = F.silu(y_B1C)
             if self._residual:
@@ -190,18 +193,22 @@ class DynamicMemory:
         **options: Any,
     ) -> Parts:
         """Append `parts`, in the last segment if None; return their outputs by `canon`."""
+        # The step of generation: weights do not change, so that their copies can be kept.
         is_frozen = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if is_frozen and self.windows and parts[0].shape[1] == 1 and segments_BN is None:
             return self._read_one(parts, weights, zs, **options)
+
         part_weights = weights()
         self._flat_weights = []  # the weight may be another tensor than at first
         reach = part_weights[0].shape[2] - 1
         if not self.windows:
             self.windows = [part.new_zeros(len(part), reach, part.shape[2]) for part in parts]
 
+        # Canon of each part behind its last P inputs, whose outputs are dropped.
         if segments_BN is not None:
             options["segments_BN"] = F.pad(segments_BN, (reach, 0))
-        windows, outputs = [], []
+        windows = []
+        outputs = []
         for i, part in enumerate(parts):
             x_BNC = torch.cat((self.windows[i], part), dim=1)
             z_BNR = F.pad(zs[i], (0, 0, reach, 0))
@@ -209,6 +216,7 @@ class DynamicMemory:
             outputs.append(y_BNC[:, reach:])
             windows.append(x_BNC[:, x_BNC.shape[1] - reach :])
 
+        # Inputs of earlier segments do not mix with what comes next.
         if segments_BN is not None:
             is_last_BP1 = (segments_BN[:, -reach:] == segments_BN[:, -1:])[..., None]
             windows = [window * is_last_BP1 for window in windows]
@@ -225,6 +233,7 @@ class DynamicMemory:
         activation: bool,
         backend: str,
     ) -> Parts:
+        """Mix a single token per part, without a segment change, by the formula itself."""
         if not self._flat_weights:
             self._flat_weights = [weight.permute(1, 2, 0).flatten(1) for weight in weights()]
         outputs = []
@@ -267,7 +276,7 @@ class CanonStep:
         # Every memory becomes a view of its channels.
         stop = 0
         for slot, memory in enumerate(memories):
-            start = stop
+            first_channel = stop
             memory._step_slices = []
             for width in memory._widths:
                 channels = slice(stop, stop + width)
@@ -275,7 +284,7 @@ class CanonStep:
                     _StepSlice(self._sums[0][..., channels], self._taps[0][..., channels])
                 )
                 stop += width
-            memory._sums_PB1C = sums_PB1C[..., start:stop]
+            memory._sums_PB1C = sums_PB1C[..., first_channel:stop]
             memory._step = self
             memory._slot = slot
 
@@ -292,17 +301,21 @@ class CanonStep:
     def end(self) -> None:
         """Add the token, which all sites have read, to what comes next."""
         self.is_open = False
+
+        # Some sites were left out, or read by a compiled block: append to each of the others.
         if self.num_read != len(self.memories):
-            # some sites were left out, or read by a compiled block
             self.is_stale = True
             for memory, parts in zip(self.memories, self.inputs, strict=True):
                 if parts is not None:
-                    memory._add(_concat(parts), None)
+                    memory._add(join(parts, dim=-1), None)
             return
 
-        sums, taps, x_B1C = self._sums, self._taps, self._x_B1C
+        sums = self._sums
+        taps = self._taps
+        x_B1C = self._x_B1C
         torch.cat([part for parts in self.inputs for part in parts or ()], dim=-1, out=x_B1C)
         self.inputs = []
+
         # The sums move up by one output, in place.
         for i in range(1, len(sums)):
             torch.addcmul(sums[i], x_B1C, taps[i], out=sums[i - 1])
@@ -329,10 +342,6 @@ def _continues_segment(segments_BN: Tensor | None, token: int, reach: int) -> Te
         return None
     position = reach + token
     return (segments_BN[:, position] == segments_BN[:, position - 1])[:, None, None]
-
-
-def _concat(parts: Parts | list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _split(y_BTC: Tensor, parts: Parts) -> Parts:

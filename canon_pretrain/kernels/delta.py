@@ -15,17 +15,15 @@ Shapes: B batch, T tokens, H heads, K key width, V value width, N chunks, M = N 
 them, C tokens of a chunk, R rows (B H).
 """
 
-import re
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from canon_pretrain.kernels.compiled import sum_dtype
+from canon_pretrain.kernels.compiled import operator_prefix, sum_dtype
 
-# by module: registering a name again frees the operator that an exported copy, or the package, uses
-OPERATORS = "canon_pretrain::" + re.sub(r"\W", "_", __name__, flags=re.ASCII)
+OPERATORS = operator_prefix(__name__)
 CHUNK = 64
 """Tokens of a chunk."""
 STRONGEST = -1000.0
@@ -53,15 +51,19 @@ def chunked_delta(
     """
     num_rows, num_tokens, num_heads, key_width = k_BTHK.shape
     dtype = sum_dtype(v_BTHV)
-    scale = key_width**-0.5 if scale is None else scale
+    if scale is None:
+        scale = key_width**-0.5
     if state is None:
         state = k_BTHK.new_zeros(num_rows, num_heads, key_width, v_BTHV.shape[3], dtype=dtype)
     state_BHKV = state.to(dtype)
+
+    # A start forgets the state: its decay is 0.
     if starts_BT is not None:
         g_BTH = g_BTH.masked_fill(starts_BT[..., None], -torch.inf)
     if num_tokens == 1:
         return _step(q_BTHK.to(dtype) * scale, k_BTHK, v_BTHV, g_BTH, beta_BTH, state_BHKV)
 
+    # The chunks of all rows and heads, in the dtype of sums.
     chunk = min(chunk, num_tokens)
     k_NRCK = _by_chunks(k_BTHK.to(dtype), chunk)
     q_NRCK = _by_chunks(q_BTHK.to(dtype), chunk) * scale
@@ -92,6 +94,8 @@ def chunked_delta(
     # o_i = scale q_i (sum_{j<=i} d_ij b_j k_j^T z_j + d_i S)
     scores_NRCC = q_NRCK @ beta_k_NRCK.mT * between_NRCC
     o_NRCV = scores_NRCC @ z_NRCV + (q_NRCK * from_start_NRC1) @ states_MRKV[:-1]
+
+    # Back to tokens, without the padding.
     o_NBHCV = o_NRCV.unflatten(1, (num_rows, num_heads))
     o_BTHV = o_NBHCV.transpose(0, 1).transpose(2, 3).flatten(1, 2)[:, :num_tokens]
     # not a view of all states
@@ -144,12 +148,14 @@ def _scan(
     Return z [N, R, C, V], S [N + 1, R, K, V] and the inverses, for backward.
     """
     num_chunks, _, chunk, _ = value_NRCV.shape
+
+    # The inverses of all chunks; transposed, because the solver returns columns.
     identity_CC = torch.eye(chunk, dtype=system_NRCC.dtype, device=system_NRCC.device)
-    # transposed, because the solver returns columns
     inverse_NRCC = torch.linalg.solve_triangular(
         system_NRCC.mT, identity_CC.expand_as(system_NRCC), upper=True, unitriangular=True
     ).mT.contiguous()
 
+    # Each chunk needs the state after the one before it.
     z_NRCV = _empty(value_NRCV)
     states_MRKV = state_RKV.new_empty(num_chunks + 1, *state_RKV.shape)
     states_MRKV[0] = state_RKV
@@ -183,6 +189,7 @@ def _scan_backward(
         carried_RKV = torch.addcmul(dstates_MRKV[n], decay_NR11[n], dtotal_MRKV[n + 1])
         torch.baddbmm(carried_RKV, read_NRCK[n].mT, dvalue_NRCV[n], alpha=-1, out=dtotal_MRKV[n])
 
+    # From these, the gradients of what the chunks multiply.
     before_NRKV = states_MRKV[:-1]
     dafter_NRKV = dtotal_MRKV[1:]
     dsystem_NRCC = (dvalue_NRCV @ z_NRCV.mT).neg_()

@@ -66,6 +66,8 @@ class _Dynamic(torch.autograd.Function):
         dtype = sum_dtype(x_BTC)
         num_tokens = x_BTC.shape[1]
         num_taps = len(weight_KCR)
+
+        # The gradients of the convolution, and of x by the residual.
         dconv_BTC = grads[0].to(dtype)
         dx_BTC = dconv_BTC.clone() if ctx.residual else torch.zeros_like(dconv_BTC)
         if ctx.activation:
@@ -81,8 +83,10 @@ class _Dynamic(torch.autograd.Function):
             is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
             z_BMR = z_BTR[:, j:]
             dconv_BMC = masked(dconv_BTC[:, j:], is_same)
+
             taps_BMC = _taps(z_BMR, weight_CR, recompute=True).to(dtype)
             dx_BTC = _add(dx_BTC, 0, taps_BMC * dconv_BMC)
+
             dtaps_BMC = (dconv_BMC * x_BTC[:, : num_tokens - j]).to(z_BTR.dtype)
             dz_BTR = _add(dz_BTR, j, (dtaps_BMC @ weight_CR).to(dtype))
             dweights[tap] = dtaps_BMC.flatten(0, 1).T @ z_BMR.flatten(0, 1)

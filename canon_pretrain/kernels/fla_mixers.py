@@ -124,7 +124,7 @@ def fla_backward(
     scale: float,
 ) -> list[Tensor]:
     """Return the gradients of `heads` and, unless it is None, of `state`."""
-    # the dispatcher disables autograd inside an operator
+    # The dispatcher disables autograd inside an operator: enable it to run the forward again.
     keys = torch._C.DispatchKey
     with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
         for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
@@ -149,18 +149,21 @@ def _call(
 ) -> tuple[Tensor, Tensor]:
     """Call the package; the segments of all rows are sequences of one row (`cu_seqlens`)."""
     package = MIXERS[mixer]
-    forward = getattr(importlib.import_module(package.functions), package.needed[0])
+    function = getattr(importlib.import_module(package.functions), package.needed[0])
+    forward = partial(function, scale=scale, output_final_state=True)
     names = ("q", "k", "v", "g", "beta")[: len(heads)]
     if starts_BT is None:
-        arguments = dict(zip(names, heads, strict=True))
-        return forward(**arguments, scale=scale, initial_state=state, output_final_state=True)
+        return forward(**dict(zip(names, heads, strict=True)), initial_state=state)
 
+    # The number of each token's sequence, and the tokens, of all rows, where sequences begin.
     begins_BT = starts_BT.clone()
     begins_BT[:, 0] = True
     sequence_BT = begins_BT.flatten().cumsum(0).view_as(begins_BT) - 1
     begins_S = begins_BT.flatten().nonzero().flatten()
+
+    # A row's state is that of its first sequence, unless the row starts with a start.
     initial_states = None
-    if state is not None:  # of a row's first sequence, unless the row starts with a start
+    if state is not None:
         row_states = state * ~starts_BT[:, :1, None, None]
         no_states = state.new_zeros(len(begins_S), *state.shape[1:])
         initial_states = no_states.index_copy(0, sequence_BT[:, 0], row_states)
@@ -168,9 +171,7 @@ def _call(
     flat_heads = [x.flatten(0, 1)[None] for x in heads]
     o, final_states = forward(
         **dict(zip(names, flat_heads, strict=True)),
-        scale=scale,
         initial_state=initial_states,
-        output_final_state=True,
         cu_seqlens=F.pad(begins_S, (0, 1), value=begins_BT.numel()),
     )
     v_BTHV = heads[2]
@@ -216,14 +217,16 @@ def check_mixer(
     """
     if problem := fla_problem(mixer, key_dim):
         return problem
+
+    # Both forms for the same inputs.
     heads, state, starts_BT = _probe_inputs(mixer, key_dim, value_dim, dtype, device)
     exact_heads = [x.float() for x in heads]
     try:
         results = _values_and_gradients(FORMS[mixer], mixer, heads, state, starts_BT)
         exact_results = _values_and_gradients(CHUNKED[mixer], mixer, exact_heads, state, starts_BT)
     except Exception as error:  # of Triton, its compiler, the driver
-        lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[0] if lines else ''}"
+        first_line = str(error).strip().partition("\n")[0]
+        return f"{type(error).__name__}: {first_line}"
 
     for number, (result, exact) in enumerate(zip(results, exact_results, strict=True)):
         distance = ((result.float() - exact).abs().max() / exact.abs().max()).item()
@@ -236,12 +239,14 @@ def _probe_inputs(
     mixer: str, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Draw the heads, the state and the starts of two rows of 150 tokens with two heads."""
-    num_rows, num_tokens, num_heads = 2, 150, 2
+    num_rows = 2
+    num_tokens = 150
+    num_heads = 2
     shape = (num_rows, num_tokens, num_heads)
     generator = torch.Generator().manual_seed(0)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cpu").to(device)
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device="cpu").to(device)
 
     q = F.normalize(normal(*shape, key_dim), dim=-1).to(dtype)
     k = F.normalize(normal(*shape, key_dim), dim=-1).to(dtype)

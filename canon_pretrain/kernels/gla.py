@@ -13,7 +13,6 @@ Shapes: B batch, T tokens, H heads, K key dim, V value dim, N chunks, C tokens o
 Z = N B H, R = B H, P pairs of blocks in a chunk, S tokens of a block (C = 2 P S).
 """
 
-import re
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon_pretrain.kernels.compiled import sum_dtype
+from canon_pretrain.kernels.compiled import operator_prefix, sum_dtype
 
-# by module: registering a name again frees the operator that an exported copy, or the package, uses
-OPERATORS = "canon_pretrain::" + re.sub(r"\W", "_", __name__, flags=re.ASCII)
+OPERATORS = operator_prefix(__name__)
 CHUNK = 64
 """Tokens of a chunk, a power of two; on a CPU 32 is as fast, with twice the states."""
 
@@ -71,7 +69,9 @@ def chunked_gla(
 
     if num_tokens == 1:
         return _step(q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, scale, state)
-    chunk = min(chunk, 1 << (num_tokens - 1).bit_length())  # a power of two that holds all tokens
+
+    # A short sequence is one chunk: the next power of two that holds all tokens.
+    chunk = min(chunk, 1 << (num_tokens - 1).bit_length())
     outputs: tuple[Tensor, Tensor]
     outputs = _GLA.apply(q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, state, scale, chunk)
     return outputs
@@ -89,6 +89,8 @@ def _step(
     q_BHK, k_BHK, v_BHV, log_decay_BHK = (
         x[:, 0].to(state_BHKV.dtype) for x in (q_B1HK, k_B1HK, v_B1HV, log_decay_B1HK)
     )
+
+    # S_t = diag(exp(log_decay_t)) S_{t-1} + k_t^T v_t,    o_t = scale q_t S_t
     added_BHKV = k_BHK[..., None] * v_BHV[..., None, :]
     state_BHKV = log_decay_BHK.exp()[..., None] * state_BHKV + added_BHKV
     o_BH1V = scale * q_BHK[..., None, :] @ state_BHKV
@@ -193,7 +195,8 @@ class _GLA(torch.autograd.Function):
 
 def _split(x_BTHK: Tensor, chunk: int) -> Tensor:
     """Return the chunks [Z, C, K] in `sum_dtype`, the last filled up with zeros."""
-    x_BTHK = F.pad(x_BTHK, (0, 0, 0, 0, 0, -x_BTHK.shape[1] % chunk)).to(sum_dtype(x_BTHK))
+    missing = -x_BTHK.shape[1] % chunk
+    x_BTHK = F.pad(x_BTHK, (0, 0, 0, 0, 0, missing)).to(sum_dtype(x_BTHK))
     return x_BTHK.unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, 4).flatten(0, 2)
 
 
@@ -215,9 +218,13 @@ def _decays(log_decay_ZCK: Tensor) -> _Decays:
     until_ZPSK = torch.zeros_like(since_ZPSK)
     pairs = []
     while since_ZPSK.shape[1] > 1:
-        since_first, since_second = since_ZPSK[:, 0::2], since_ZPSK[:, 1::2]
-        until_first, until_second = until_ZPSK[:, 0::2], until_ZPSK[:, 1::2]
+        since_first = since_ZPSK[:, 0::2]
+        since_second = since_ZPSK[:, 1::2]
+        until_first = until_ZPSK[:, 0::2]
+        until_second = until_ZPSK[:, 1::2]
         pairs.append(_Pair(second_ZPSK=since_second.exp(), first_ZPSK=until_first.exp()))
+
+        # Join each pair: its total is the last sum since the block began.
         since_ZPSK = torch.cat((since_first, since_second + since_first[:, :, -1:]), dim=2)
         until_ZPSK = torch.cat((until_first + since_second[:, :, -1:], until_second), dim=2)
     return _Decays(since_ZPSK[:, 0], until_ZPSK[:, 0], pairs)
@@ -266,10 +273,14 @@ def _states(decay_NRK1: Tensor, added_NRKV: Tensor, state_RKV: Tensor, reverse: 
     """Compute the chunks one after the other; an operator, so that no graph has a loop of N."""
     num_chunks = len(added_NRKV)
     states_NRKV = added_NRKV.new_empty(num_chunks + 1, *state_RKV.shape)
-    states_NRKV[-1 if reverse else 0] = state_RKV
-    for n in reversed(range(num_chunks)) if reverse else range(num_chunks):
-        before, after = (n + 1, n) if reverse else (n, n + 1)
-        torch.addcmul(added_NRKV[n], decay_NRK1[n], states_NRKV[before], out=states_NRKV[after])
+    if reverse:
+        states_NRKV[-1] = state_RKV
+        for n in reversed(range(num_chunks)):
+            torch.addcmul(added_NRKV[n], decay_NRK1[n], states_NRKV[n + 1], out=states_NRKV[n])
+    else:
+        states_NRKV[0] = state_RKV
+        for n in range(num_chunks):
+            torch.addcmul(added_NRKV[n], decay_NRK1[n], states_NRKV[n], out=states_NRKV[n + 1])
     return states_NRKV
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon_pretrain.kernels.compiled import sum_dtype
+from canon_pretrain.kernels.compiled import join, sum_dtype
 
 IGNORE_INDEX = -100
 
@@ -63,14 +63,15 @@ def linear_cross_entropy(
         )
         return outputs
 
-    nats, added = [], []
+    nats = []
+    added = []
     for h_CD, labels_C in _chunks(h_ND, labels_N, chunk_tokens):
         score = _score(h_CD @ weight_VD.T, labels_C, terms)
         nats.append(score.nats_C)
         added.append(score.added_C)
         del score  # before the next chunk's logits
-    nats_N = _concat(nats)
-    return nats_N, (nats_N + _concat(added)).sum()
+    nats_N = join(nats, dim=0)
+    return nats_N, (nats_N + join(added, dim=0)).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -90,7 +91,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         differentiate = _compiled(compile_backend) if compile_backend else _differentiate
         wide_weight_VD = _widen(weight_VD) if needs_h else None
 
-        nats, added, h_grads = [], [], []
+        nats = []
+        added = []
+        h_grads = []
         weight_grad_VD: Tensor | None = None
         for h_CD, labels_C in _chunks(h_ND, labels_N, chunk_tokens):
             nats_C, added_C, dlogits_CV = differentiate(h_CD @ weight_VD.T, labels_C, terms)
@@ -103,11 +106,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight_grad_VD = _matmul(dlogits_CV.T, _widen(h_CD), total=weight_grad_VD)
             del dlogits_CV  # before the next chunk's logits
 
-        nats_N = _concat(nats)
-        ctx.save_for_backward(_concat(h_grads) if needs_h else None, weight_grad_VD)
+        nats_N = join(nats, dim=0)
+        h_grad_ND = join(h_grads, dim=0) if needs_h else None
+        ctx.save_for_backward(h_grad_ND, weight_grad_VD)
         ctx.dtypes = (h_ND.dtype, weight_VD.dtype)
         ctx.mark_non_differentiable(nats_N)
-        return nats_N, (nats_N + _concat(added)).sum()
+        return nats_N, (nats_N + join(added, dim=0)).sum()
 
     @staticmethod
     @once_differentiable
@@ -132,26 +136,27 @@ def _chunks(h_ND: Tensor, labels_N: Tensor, chunk_tokens: int) -> list[tuple[Ten
     return list(zip(h_ND.split(size), labels_N.split(size), strict=True))
 
 
-def _concat(chunks: list[Tensor]) -> Tensor:
-    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
-
-
 def _score(logits_CV: Tensor, labels_C: Tensor, terms: _Terms) -> _Score:
     dtype = sum_dtype(logits_CV)
     log_p_CV = F.log_softmax(logits_CV.to(dtype), dim=-1)
     nats_C = F.nll_loss(log_p_CV, labels_C, reduction="none", ignore_index=IGNORE_INDEX)
+
+    # A factor of 0 adds no term: 0 times an infinite square would be NaN.
+    z_C = None
+    other_terms = []
     if terms.z_loss:
         # l = logsumexp - the label's logit
         label_logit_C = logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0]
         z_C = nats_C + label_logit_C.to(dtype)
-        added_C = terms.z_loss * z_C.square() * (labels_C != IGNORE_INDEX)
-        return _Score(log_p_CV, nats_C, added_C, z_C)
-
-    # 0 times an infinite square would be NaN
-    added_C = torch.zeros_like(nats_C)
+        other_terms.append(terms.z_loss * z_C.square() * (labels_C != IGNORE_INDEX))
     if terms.squared_loss:
-        added_C = terms.squared_loss * nats_C.square()
-    return _Score(log_p_CV, nats_C, added_C, None)
+        other_terms.append(terms.squared_loss * nats_C.square())
+
+    if other_terms:
+        added_C = functools.reduce(torch.add, other_terms)
+    else:
+        added_C = torch.zeros_like(nats_C)
+    return _Score(log_p_CV, nats_C, added_C, z_C)
 
 
 def _differentiate(

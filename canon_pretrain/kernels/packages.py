@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from canon_pretrain.kernels.compiled import Segments, canon_compiled
+from canon_pretrain.kernels.compiled import Segments, canon_compiled, needed_grads
 
 DEVICE_TYPES = ("cuda",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,11 +96,10 @@ def canon_by_package(
         and x_BTC.numel() > 0
     )
     if backend == "fla":
-        is_supported = is_supported and segments_BN is None
+        fits = segments_BN is None
     else:
         fits = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % CONV1D_ALIGNMENT == 0
-        is_supported = is_supported and fits
-    if not is_supported:
+    if not (is_supported and fits):
         return canon_compiled(
             x_BTC,
             weight_C1K,
@@ -109,11 +108,14 @@ def canon_by_package(
             segments_BN=segments_BN,
         )
 
+    # Without an activation the residual adds 1 to the current token's tap.
     taps_CK = weight_C1K[:, 0].float()
-    if residual and not activation:  # the residual adds 1 to the current token's tap
-        taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (taps_CK.shape[1] - 1, 0))
-    # causal-conv1d skips segments below 0, which are our padding
-    segments_BT = None if segments_BN is None else segments_BN[:, taps_CK.shape[1] - 1 :] + 1
+    reach = taps_CK.shape[1] - 1
+    if residual and not activation:
+        taps_CK = taps_CK + F.pad(taps_CK.new_ones(1), (reach, 0))
+
+    # causal-conv1d skips segments below 0, which are our padding.
+    segments_BT = None if segments_BN is None else segments_BN[:, reach:] + 1
     return package_forward(
         x_BTC, taps_CK, segments_BT, backend, residual and activation, activation
     )
@@ -151,19 +153,20 @@ def package_backward(
     """Return dx_BTC in the dtype of x, and dtaps_CK in float32."""
     backward = _function(backend, 1)
     if backend == "fla":
-        x, dy = x.contiguous(), dy.contiguous()
+        x = x.contiguous()
+        dy = dy.contiguous()
         with torch.cuda.device_of(x):  # Triton launches on the current device
-            activation = "silu" if silu else None
             dx_BTC, dtaps_CK, *_ = backward(
-                x=x, dy=dy, dht=None, weight=taps, activation=activation
+                x=x, dy=dy, dht=None, weight=taps, activation="silu" if silu else None
             )
         return dx_BTC + dy if adds else dx_BTC, dtaps_CK
 
+    # causal-conv1d writes dx into a tensor with the strides of x.
     dx_BTC = x.new_empty(x.shape)
     segments = None if segments is None else segments.contiguous()
     x_BCT, dy_BCT, dx_BCT = map(_channels_last, (x, dy, dx_BTC))
 
-    # deterministic only under this flag; use_deterministic_algorithms also sets inductor's options
+    # Deterministic only under this flag; use_deterministic_algorithms also sets inductor's options
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True, warn_only=True)
@@ -194,8 +197,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy_BTC: Tensor) -> tuple[Tensor | None, ...]:
     dx_BTC, dtaps_CK = package_backward(dy_BTC, *ctx.saved_tensors, *ctx.options)
-    needs_x, needs_taps, *_ = ctx.needs_input_grad
-    return dx_BTC if needs_x else None, dtaps_CK if needs_taps else None, None, None, None, None
+    return needed_grads(ctx, dx_BTC, dtaps_CK)
 
 
 package_forward.register_autograd(_backward, setup_context=_save)

@@ -108,6 +108,8 @@ class _Ssd(torch.autograd.Function):
 
         chunks = _Chunks.split(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, starts_BT, chunk)
         x_BHCLP = chunks.x_BHCLP
+
+        # The states before the chunks, from what each chunk adds, then the outputs.
         added_BHCNP = chunks.b_to_end.mT @ x_BHCLP
         before_BHCNP, final_BHNP = _states(chunks.total_BHC, added_BHCNP, state_BHNP)
 
@@ -120,9 +122,12 @@ class _Ssd(torch.autograd.Function):
         x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, D_H, state_BHNP, starts_BT = ctx.saved_tensors
         dy_BTHP, dfinal_BHNP = grads
         chunks = _Chunks.split(x_BTHP, dt_BTH, A_H, B_BTN, C_BTN, starts_BT, ctx.chunk)
-        x, b, c = chunks.x_BHCLP, chunks.b_B1CLN, chunks.c_B1CLN
+        x = chunks.x_BHCLP
+        b = chunks.b_B1CLN
+        c = chunks.c_B1CLN
         total_BHC = chunks.total_BHC
-        b_to_end, c_from_start = chunks.b_to_end, chunks.c_from_start  # [B, H, C, L, N]
+        b_to_end = chunks.b_to_end  # [B, H, C, L, N]
+        c_from_start = chunks.c_from_start  # [B, H, C, L, N]
         dy = _by_chunks(dy_BTHP.to(x.dtype), ctx.chunk)
 
         # The states again, and their gradients: the same recurrence, backward in time.
@@ -131,12 +136,15 @@ class _Ssd(torch.autograd.Function):
         dafter_BHCNP, dstate_BHNP = _states(total_BHC.flip(2), dadded_BHCNP.flip(2), dfinal_BHNP)
         dafter_BHCNP = dafter_BHCNP.flip(2)
 
+        # x is in y by M and D, and in the state after the chunk.
         dx = chunks.mixing.mT @ dy + b_to_end @ dafter_BHCNP
         dx = dx + D_H.to(dx.dtype)[:, None, None, None] * dy
 
         # M_ls = (c_l b_s) decay_ls dt_s. Here is dM_ls decay_ls, without the factor dt_s.
         dmixing_BHCLL = (dy @ x.mT) * _decays(chunks.sums_BHCL, x.dtype)
         dscores_B1CLL = (dmixing_BHCLL * chunks.dt_BHCL[..., None, :]).sum(1, keepdim=True)
+
+        # b and c are in the scores, and in b_to_end and c_from_start; all heads share them.
         db_to_end = x @ dafter_BHCNP.mT
         dc_from_start = dy @ before_BHCNP.mT
         dc = dscores_B1CLL @ b
@@ -167,7 +175,7 @@ class _Ssd(torch.autograd.Function):
         dlog_BHCL = (is_later_BHCLL * dsums_BHCL[..., None, :]).sum(-1)
         dlog_BHCL = dlog_BHCL.masked_fill(chunks.is_cut_BHCL, 0)
 
-        # log = dt A
+        # dt is in M, in b_to_end, and in the log decays, log = dt A.
         ddt_BHCL = ddt_mixing_BHCL + ddt_to_end_BHCL + dlog_BHCL * A_H.double()[:, None, None]
         dA_H = (dlog_BHCL * dt_BHCL).sum((0, 2, 3))
         dD_H = (dy * x).sum((0, 2, 3, 4))
@@ -212,6 +220,7 @@ class _Chunks(NamedTuple):
         )
         dt_BHCL = dt[..., 0]
 
+        # Log decays; at a start, and where they are strong, a cut.
         log_BHCL = dt_BHCL.double() * A_H.double()[:, None, None]
         is_cut_BHCL = log_BHCL < CUT
         if starts_BT is not None:

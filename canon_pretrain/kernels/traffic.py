@@ -3,7 +3,8 @@
 import math
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -64,17 +65,21 @@ def count_flops(
     if "grouped_linear" in func.name():  # model/moe.py: the loop over experts, without bfloat16
         x_SD, weight_EFD = args[-3:-1]
         num_products = 2 if "backward" in func.name() else 1
-        dtype = str(x_SD.dtype).removeprefix("torch.")
-        return dtype, 2 * num_products * x_SD.numel() * weight_EFD.shape[1]
+        return _dtype_name(x_SD), 2 * num_products * x_SD.numel() * weight_EFD.shape[1]
+
+    # Other products have a formula in torch's FLOP counter.
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return "", 0
     flops = int(count(*args, **kwargs, out_val=output))
-    name = func.name()
-    if "attention" in name:
+    if "attention" in func.name():
         return "attention", flops
     operand = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    return str(operand.dtype).removeprefix("torch."), flops
+    return _dtype_name(operand), flops
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def count_products(graph: fx.GraphModule) -> Counter[str]:
@@ -83,11 +88,16 @@ def count_products(graph: fx.GraphModule) -> Counter[str]:
     for node in graph.graph.nodes:
         if not _is_operator(node):
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+        args, kwargs = _argument_values(node)
         kind, count = count_flops(node.target, args, kwargs, node.meta.get("val"))
         if kind:
             flops[kind] += count
     return flops
+
+
+def _argument_values(node: fx.Node) -> Any:
+    """Return the (args, kwargs) of a node, with fake tensors in place of nodes."""
+    return fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
 
 
 def _is_operator(node: fx.Node) -> bool:
@@ -120,6 +130,7 @@ def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
     if func.name() == GATHER_COPY_IN:  # it returns the buffers that the ranks fill
         return 2 * _total_bytes(args[0])
 
+    # The arguments: those that are written are read too, unless the operator overwrites them.
     overwrites = func.name().split(".")[0] in OVERWRITING
     total = 0
     arguments = func._schema.arguments
@@ -129,9 +140,10 @@ def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
         is_read = not (is_written and (overwrites or argument.kwarg_only))
         total += (is_read + is_written) * _total_bytes(value)
 
+    # The results, except arguments that are returned.
     results = output if isinstance(output, (tuple, list)) else (output,)
     for returned, value in zip(func._schema.returns, results, strict=False):
-        if returned.alias_info is None:  # else an argument, counted above
+        if returned.alias_info is None:
             total += _total_bytes(value)
     return total
 
@@ -164,7 +176,7 @@ def recurrence_work(graph: fx.GraphModule) -> Work:
     for node in graph.graph.nodes:
         if not _is_recurrence(node):
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: used.meta["val"])
+        args, kwargs = _argument_values(node)
         body = OPDEFS[node.target._schema.name]._init_fn
         with node.all_input_nodes[0].meta["val"].fake_mode, eager_work:
             body(*args, **kwargs)
@@ -190,29 +202,36 @@ class Read(NamedTuple):
     order: tuple[tuple[int, ...], ...]
 
 
+@dataclass(eq=False)
 class _Kernel:
     """Stored values that one kernel computes."""
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.nodes: set[fx.Node] = set()
-        self.reads: dict[Read, float] = {}
+    depth: int
+    """Calls in a row that must come before it."""
+    nodes: set[fx.Node]
+    reads: dict[Read, float]
+    """Bytes by what it reads."""
 
-    def joins(self, depth: int, reads: dict[Read, float]) -> bool:
-        """Return whether Inductor would fuse a value with these."""
-        if depth != self.depth:
+    def joins(self, other: "_Kernel") -> bool:
+        """Return whether Inductor would fuse the kernel `other`, which is later, with this one."""
+        if other.depth != self.depth:
             return False
-        for read, num_bytes in reads.items():
-            if read.source in self.nodes and not read.order:
-                return True
-            if read in self.reads and num_bytes > SMALL_BYTES:
+        for read, num_bytes in other.reads.items():
+            reads_result = read.source in self.nodes and not read.order
+            reads_same = read in self.reads and num_bytes > SMALL_BYTES
+            if reads_result or reads_same:
                 return True
         return False
 
     def merge(self, other: "_Kernel") -> None:
         self.nodes |= other.nodes
         for read, num_bytes in other.reads.items():
-            self.reads[read] = max(num_bytes, self.reads.get(read, 0))
+            _count_once(self.reads, read, num_bytes)
+
+
+def _count_once(reads: dict[Any, float], source: Any, num_bytes: float) -> None:
+    """Add a read of `source`; of several reads, the largest counts."""
+    reads[source] = max(num_bytes, reads.get(source, 0))
 
 
 def estimate_work(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -> Work:
@@ -226,20 +245,21 @@ def estimate_work(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]
     """
     schedule = _Schedule(graph, constant_shapes)
     kernels = schedule.kernels()
-    written = schedule.needed.copy()
-    num_bytes = 0.0
 
     # A kernel reads each tensor once, in whatever orders.
+    read_from_memory = schedule.needed.copy()
+    num_bytes = 0.0
     for kernel in kernels:
         by_source: dict[fx.Node, float] = {}
         for read, size in kernel.reads.items():
             if read.source not in kernel.nodes:
-                by_source[read.source] = max(size, by_source.get(read.source, 0))
+                _count_once(by_source, read.source, size)
         num_bytes += sum(by_source.values())
-        written |= by_source.keys()
+        read_from_memory |= by_source.keys()
 
-    # of these, what is computed here: not an input, nor a call's result
-    num_bytes += sum(schedule.bytes_of(node) for node in written & schedule.reads.keys())
+    # What is read is written first if generated code computes it: not inputs and results of calls.
+    written = read_from_memory & schedule.reads.keys()
+    num_bytes += sum(map(schedule.bytes_of, written))
 
     # Calls: products, and operators that are one kernel each.
     products = [call for call in schedule.calls if _is_product(call)]
@@ -262,8 +282,9 @@ class _Schedule:
     """Which values of a graph are stored, what computing each one reads, and when."""
 
     def __init__(self, graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -> None:
+        nodes = list(graph.graph.nodes)
         self.constant_shapes = {tuple(shape) for shape in constant_shapes}
-        self.calls: list[fx.Node] = []
+        self.calls = [node for node in nodes if _is_call(node)]
         """Products and opaque operators: kernels that are not generated."""
         self.needed: set[fx.Node] = set()
         """What calls and the caller read."""
@@ -273,12 +294,9 @@ class _Schedule:
         self._ready: dict[fx.Node, int] = {}
         """After how many calls in a row a stored value exists."""
 
-        nodes = list(graph.graph.nodes)
-        self.calls = [node for node in nodes if _is_call(node)]
         for node in self.calls:
-            self.needed.update(base_of(used) for used in node.all_input_nodes)
-        results = [node for node in results_of(graph) if isinstance(node, fx.Node)]
-        self.needed.update(base_of(node) for node in results)
+            self.needed.update(map(base_of, node.all_input_nodes))
+        self.needed.update(base_of(node) for node in results_of(graph) if isinstance(node, fx.Node))
 
         for node in nodes:
             self._visit(node)
@@ -286,9 +304,9 @@ class _Schedule:
     def _visit(self, node: fx.Node) -> None:
         """Add a node whose inputs have been visited."""
         if _is_call(node):
-            self._ready[node] = 1 + self._depth(base_of(used) for used in node.all_input_nodes)
+            self._ready[node] = 1 + self._depth(map(base_of, node.all_input_nodes))
         elif node.target is operator.getitem:
-            self._ready[node] = self._ready.get(node.all_input_nodes[0], 0)
+            self._ready[node] = self._depth(node.all_input_nodes[:1])
         elif _is_generated(node):
             reads = self._reads_of(node)
             self.reads[node] = reads
@@ -298,7 +316,8 @@ class _Schedule:
                 self.stored.append(node)
                 self._ready[node] = self._depth(read.source for read in reads)
 
-    def _depth(self, sources: Iterator[fx.Node]) -> int:
+    def _depth(self, sources: Iterable[fx.Node]) -> int:
+        """Return how many calls in a row come before all `sources` exist."""
         return max((self._ready.get(source, 0) for source in sources), default=0)
 
     def _reads_of(self, node: fx.Node) -> dict[Read, float]:
@@ -310,23 +329,18 @@ class _Schedule:
             is_inlined = source in self.reads and source not in self._ready
             if is_inlined:
                 for read, num_bytes in self.reads[source].items():
-                    inlined_read = Read(read.source, order + read.order)
-                    reads[inlined_read] = max(num_bytes, reads.get(inlined_read, 0))
+                    _count_once(reads, Read(read.source, order + read.order), num_bytes)
             elif not _is_constant(source):
-                read = Read(source, order)
                 num_bytes = min(self.bytes_of(used), self.bytes_of(source))
-                reads[read] = max(num_bytes, reads.get(read, 0))
+                _count_once(reads, Read(source, order), num_bytes)
         return reads
 
     def kernels(self) -> list[_Kernel]:
         """Return the stored values in groups that share a kernel."""
         kernels: list[_Kernel] = []
         for node in self.stored:
-            new = _Kernel(self._ready[node])
-            new.nodes.add(node)
-            new.reads = dict(self.reads[node])
-            joined = [kernel for kernel in kernels if kernel.joins(new.depth, new.reads)]
-            for kernel in joined:
+            new = _Kernel(self._ready[node], {node}, dict(self.reads[node]))
+            for kernel in [kernel for kernel in kernels if kernel.joins(new)]:
                 new.merge(kernel)
                 kernels.remove(kernel)
             kernels.append(new)

@@ -14,7 +14,7 @@ from canon_pretrain.kernels.linear_cross_entropy import IGNORE_INDEX, linear_cro
 from canon_pretrain.run.sections import Loss
 from canon_pretrain.titan.spec import head_loss
 
-TERMS = [{}, {"z_loss": 0.03}, {"squared_loss": 0.05}]
+TERMS = [{}, {"z_loss": 0.03}, {"squared_loss": 0.05}, {"z_loss": 0.03, "squared_loss": 0.05}]
 every_term = pytest.mark.parametrize("terms", TERMS, ids=str)
 
 
@@ -35,7 +35,7 @@ def whole(h, weight, labels, *, z_loss=0.0, squared_loss=0.0):
     added = squared_loss * each.square() if squared_loss else torch.zeros_like(each)
     if z_loss:
         z = each + logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-        added = z_loss * z.square() * (labels != IGNORE_INDEX)
+        added = added + z_loss * z.square() * (labels != IGNORE_INDEX)
     return each.detach(), (each + added).sum()
 
 

@@ -11,7 +11,7 @@ Shapes: P programs, S sums (K; one more: see rows.py), C channels, K taps.
 """
 
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -73,6 +73,23 @@ def pointer(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor.contiguous()
 
 
+def shared_arguments(
+    plan: Blocks, x: Tensor, weight_C1K: Tensor, segments_BN: Tensor | None
+) -> dict[str, Any]:
+    """Return the arguments that all kernels take which mix x[.., num_tokens, width]."""
+    return {
+        "weight": weight_C1K.contiguous(),
+        "segments": pointer(segments_BN, x),
+        "num_tokens": x.shape[1],
+        "width": x.shape[2],
+        "run": plan.run,
+        "taps": weight_C1K.shape[2],
+        "seg": segments_BN is not None,
+        "num_warps": plan.warps,
+        "enable_fp_fusion": True,
+    }
+
+
 _CHANNELS = 32
 """Channels of a program that adds up the sums of all programs."""
 _PROGRAMS = 32
@@ -91,7 +108,7 @@ def canon_sums_kernel(
     """
     channels = tl.program_id(0) * block + tl.arange(0, block)
     mask = channels < width
-    # the residual's own sum, if there is one
+    # The residual's sum is the one more, if it exists, else S_0.
     of_residual: tl.constexpr = taps if num_sums > taps else 0
     if norm:
         scale = tl.load(gain + channels, mask=mask, other=0.0).to(tl.float32)

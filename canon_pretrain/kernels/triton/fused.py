@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from canon_pretrain.core.errors import check_choice
+from canon_pretrain.kernels.compiled import needed_grads
 from canon_pretrain.kernels.triton.gate import canon_gate
 from canon_pretrain.kernels.triton.rows import MAX_READERS, NORMS, canon_rows, canon_rows_backward
 
@@ -71,7 +72,8 @@ class _CanonRows(torch.autograd.Function):
         dys_BTC = list(grads)
         if ctx.has_stream:
             dstream_BTC, *dys_BTC = grads
-        needs_h, needs_added, needs_weight, needs_gain, *_ = ctx.needs_input_grad
+
+        _, _, needs_weight, needs_gain, *_ = ctx.needs_input_grad
         dh_BTC, dweight, dgain = canon_rows_backward(
             dys_BTC,
             *ctx.saved_tensors,
@@ -79,17 +81,8 @@ class _CanonRows(torch.autograd.Function):
             *ctx.options,
             want_sums=needs_weight or needs_gain,
         )
-        return (
-            dh_BTC if needs_h else None,
-            dh_BTC if needs_added else None,
-            dweight if needs_weight else None,
-            dgain if needs_gain else None,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        # h and added have one gradient, that of their sum.
+        return needed_grads(ctx, dh_BTC, dh_BTC, dweight, dgain)
 
 
 def canon_triton(
@@ -119,6 +112,7 @@ def canon_triton(
     if norm != "none" and (gain is None or gain.shape != (gain_width,)):
         raise ValueError(f'norm "{norm}" needs a gain of shape ({gain_width},)')
 
+    # A row too wide for the fused norm: PyTorch's norm before the kernel.
     if norm == "full" and width > MAX_ROW:
         assert gain is not None
         x_BTC = F.rms_norm(x_BTC, (width,), gain.to(x_BTC.dtype), eps)
@@ -145,6 +139,8 @@ def norm_canon_stream_triton(
     The backward kernel adds up the gradients of the first MAX_READERS, autograd those of others.
     """
     width = h_BTD.shape[-1]
+
+    # A row too wide for the fused kernel: the sum, the norm and Canon one after the other.
     if width > MAX_ROW:
         if added_BTD is not None:
             h_BTD = h_BTD + added_BTD
@@ -165,7 +161,10 @@ def norm_canon_stream_triton(
         added_BTD.shape == h_BTD.shape and added_BTD.dtype == h_BTD.dtype
     )
     if gain_D.shape != (width,) or readers < 1 or not added_fits:
-        raise ValueError(f"expected a reader, a gain [{width}], added like h")
+        raise ValueError(
+            f"norm_canon_stream_triton expected at least 1 reader, a gain of shape ({width},), and "
+            "`added` of the shape and dtype of h"
+        )
     options = _RowOptions(0, 0, residual, activation, "full", eps)
     fused_readers = min(readers, MAX_READERS)
     stream_BTD, *results = _CanonRows.apply(
@@ -200,6 +199,7 @@ def canon_qkv_triton(
     _check("canon_qkv_triton", q_BTX, weight_C1K, sum(widths), options.get("segments_BN"))
     q_weight, k_weight, v_weight = weight_C1K.split(widths)
 
+    # q and k with norm and rotation, v by Canon alone.
     def normed_and_rotated(x: Tensor, weight: Tensor, gain: Tensor | None) -> Tensor:
         rope_options: dict[str, Any] = {}
         if cos_TR is not None:

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from canon_pretrain.kernels.compiled import needed_grads
 from canon_pretrain.kernels.triton import blocks, window
 
 
@@ -47,6 +48,7 @@ def canon_gate_forward_kernel(
     weight += width * taps
     v0, v1, v2, v3 = window.load_taps(weight, channels, mask, taps)
 
+    # Before the window: rows of zeros, and the segment of the place before it.
     zeros = tl.zeros([block], tl.float32)
     a1, a2, a3 = zeros, zeros, zeros
     b1, b2, b3 = zeros, zeros, zeros
@@ -102,6 +104,7 @@ def canon_gate_backward_kernel(
     weight += width * taps
     v0, v1, v2, v3 = window.load_taps(weight, channels, mask, taps)
 
+    # Before the window: rows of zeros, and the segment of the place before it.
     zeros = tl.zeros([block], tl.float32)
     a1, a2, a3 = zeros, zeros, zeros
     b1, b2, b3 = zeros, zeros, zeros
@@ -260,19 +263,11 @@ def _launch(
     plan = blocks.choose_blocks(kind, num_rows, num_tokens, width)
     grid = (triton.cdiv(width, plan.block), triton.cdiv(num_tokens, plan.run), num_rows)
     return grid, {
+        **blocks.shared_arguments(plan, gate, weight_C1K, segments_BN),
         "gate": gate,
         "up": up_BTF.contiguous(),
-        "weight": weight_C1K.contiguous(),
-        "segments": blocks.pointer(segments_BN, gate),
-        "num_tokens": num_tokens,
-        "width": width,
-        "run": plan.run,
-        "taps": weight_C1K.shape[2],
-        "seg": segments_BN is not None,
         "block": plan.block,
         "stages": blocks.STAGES,
-        "num_warps": plan.warps,
-        "enable_fp_fusion": True,
     }
 
 
@@ -291,19 +286,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor | None, ...]:
-    needs_gate, needs_up, needs_weight, *_ = ctx.needs_input_grad
-    dgate, dup, dweight = canon_gate_backward(
-        dinner_BTF, *ctx.saved_tensors, *ctx.options, needs_weight
-    )
-    return (
-        dgate if needs_gate else None,
-        dup if needs_up else None,
-        dweight if needs_weight else None,
-        None,
-        None,
-        None,
-        None,
-    )
+    _, _, needs_weight, *_ = ctx.needs_input_grad
+    grads = canon_gate_backward(dinner_BTF, *ctx.saved_tensors, *ctx.options, needs_weight)
+    return needed_grads(ctx, *grads)
 
 
 canon_gate.register_autograd(_gradients, setup_context=_save)

@@ -41,7 +41,8 @@ from canon_pretrain.kernels.triton import blocks, window
 MAX_READERS = 3
 """The most gradients of one result that a kernel adds up."""
 NORMS = {"none": 0, "full": 1, "per_head": 2}
-FULL, PER_HEAD = tl.constexpr(1), tl.constexpr(2)
+FULL = tl.constexpr(1)
+PER_HEAD = tl.constexpr(2)
 
 
 @triton.jit
@@ -126,11 +127,13 @@ def canon_rows_forward_kernel(
 
     w0, w1, w2, w3, scale = load_scaled_taps(weight, gain, channels, dim, mask, taps, norm)
 
+    # Before the window: rows of zeros, and the segment of the place before it.
     zeros = tl.zeros([block], tl.float32)
     x1, x2, x3 = zeros, zeros, zeros
     g1 = window.load_segment(segments, -window.REACH - 1, low, high, taps, seg)
     g2, g3 = g1, g1
-    # Two rows ahead by hand: Triton 3.6 to 3.9 do not pipeline a loop with a single load
+
+    # Two rows ahead by hand: Triton 3.6 to 3.9 do not pipeline a loop with a single load.
     begin = tl.full((), -window.REACH, tl.int32)
     next0 = window.load_raw(x, begin, low, high, width, channels, inside)
     next1 = window.load_raw(x, begin + 1, low, high, width, channels, inside)
@@ -143,7 +146,7 @@ def canon_rows_forward_kernel(
         x0 = next0.to(tl.float32)
         if adds:
             more2 = window.load_raw(added, t + 2, low, high, width, channels, inside)
-            # rounded, as the stream that continues with it
+            # rounded, because the stream continues with the rounded sum
             x0 = (x0 + more0.to(tl.float32)).to(next0.dtype).to(tl.float32)
             window.store_row(total, t, 0, length, width, channels, x0, inside)
             more0, more1 = more1, more2
@@ -211,11 +214,13 @@ def canon_rows_backward_kernel(
 
     w0, w1, w2, w3, scale = load_scaled_taps(weight, gain, channels, dim, mask, taps, norm)
 
+    # Before the window: rows of zeros, and the segment of the place before it.
     zeros = tl.zeros([block], tl.float32)
     x1, x2, x3 = zeros, zeros, zeros
     d1, d2, d3 = zeros, zeros, zeros
     e1, e2, e3 = zeros, zeros, zeros
     s0, s1, s2, s3, s_more = zeros, zeros, zeros, zeros, zeros
+
     # The convolution's output is needed if something nonlinear is after it: then the window of
     # inputs is filled first. Otherwise x is read at s only.
     again: tl.constexpr = activation or norm == PER_HEAD
@@ -375,15 +380,20 @@ def canon_rows_backward(
     x = x_BTC.contiguous()
     weight = weight_C1K.contiguous()
     launch = _launch("backward", x, weight, gain, segments_BN, cos_TR, sin_TR, head_dim, norm)
+
+    # Five rows per stage must fit in shared memory and, with an activation, in registers.
     stages = blocks.STAGES
     if len(dys_BTC) > 1 and launch.plan.block > 2048:
-        stages = 2  # five rows per stage must fit in shared memory
-        if activation:  # and in registers
+        stages = 2
+        if activation:
             dys_BTC = [sum(dys_BTC[1:], dys_BTC[0])]
-    # any pointers for the readers that are not there
+
+    # Any pointers for the readers that do not exist.
     dy, dy1, dy2 = [*(dy.contiguous() for dy in dys_BTC), x, x][:MAX_READERS]
 
     dx = torch.empty_like(x)
+
+    # One row of sums per program.
     has_one_more = norm == "per_head" or (norm == "full" and activation)
     num_sums = weight.shape[2] + has_one_more
     _, runs, num_rows = launch.grid
@@ -452,42 +462,40 @@ def _launch(
     num_rows, num_tokens, width = x.shape
     has_rope = cos_TR is not None
 
-    # A head is padded to `dims`, a power of two; without heads every channel is one.
+    # A head is padded to `dims`, a power of two, at least a pair; without heads every channel is
+    # one.
     by_heads = has_rope or norm == "per_head"
-    if not by_heads:
+    if by_heads:
+        dims = max(2, triton.next_power_of_2(head_dim))
+    else:
         head_dim = 1
-    dims = max(2, triton.next_power_of_2(head_dim)) if by_heads else 1
+        dims = 1
     num_heads = width // head_dim
     padded_width = triton.next_power_of_2(num_heads) * dims
 
+    # The full norm needs a token's whole row in one program; a block is whole heads.
     if norm == "full":
         plan = blocks.choose_blocks("whole row", num_rows, num_tokens, padded_width)
     else:
         plan = blocks.choose_blocks(kind, num_rows, num_tokens, width)
-    block = max(dims, min(plan.block, padded_width)) if by_heads else plan.block
+    block = plan.block
+    if by_heads:
+        block = max(dims, min(block, padded_width))
     grid = (triton.cdiv(num_heads, block // dims), triton.cdiv(num_tokens, plan.run), num_rows)
     return _Launch(
         plan,
         grid,
         {
+            **blocks.shared_arguments(plan, x, weight_C1K, segments_BN),
             "x": x,
-            "weight": weight_C1K.contiguous(),
             "gain": blocks.pointer(gain, x),
             "cos": blocks.pointer(cos_TR, x),
             "sin": blocks.pointer(sin_TR, x),
-            "segments": blocks.pointer(segments_BN, x),
-            "num_tokens": num_tokens,
-            "width": width,
-            "run": plan.run,
-            "rope_pairs": cos_TR.shape[1] if cos_TR is not None else 0,
-            "taps": weight_C1K.shape[2],
-            "seg": segments_BN is not None,
+            "rope_pairs": 0 if cos_TR is None else cos_TR.shape[1],
             "norm": NORMS[norm],
             "rope": has_rope,
             "head_dim": head_dim,
             "dims": dims,
             "block": block,
-            "num_warps": plan.warps,
-            "enable_fp_fusion": True,
         },
     )
