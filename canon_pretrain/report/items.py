@@ -60,7 +60,9 @@ class Evaluation:
     @property
     def text(self) -> str:
         """The fingerprint of the held-out text; "" for other suites."""
-        return str(self.results.asked.get(HELD_OUT)) if self.suite == VALIDATION else ""
+        if self.suite != VALIDATION:
+            return ""
+        return str(self.results.asked.get(HELD_OUT))
 
     def described(self, task: str) -> Record:
         """Return the recorded task properties: version, primary, chance, ..."""
@@ -106,7 +108,9 @@ class Evaluation:
     def score(self, key: ScoreKey) -> float | None:
         """Return a score; None if it is missing or could not be computed, see `why_missing`."""
         score = self.results.scores.get(key.task, {}).get(key.metric)
-        return None if score is None or score.value is None else float(score.value)
+        if score is None or score.value is None:
+            return None
+        return float(score.value)
 
     def why_missing(self, key: ScoreKey) -> str:
         """Return why `score` is None."""
@@ -136,7 +140,9 @@ class Scale:
 
     def score(self, mean: float) -> float:
         """Return the metric's value for a mean over items."""
-        return _exp(mean) if self.is_log else mean
+        if not self.is_log:
+            return mean
+        return _exp(mean)
 
     def mean(self, score: float) -> float:
         """Return the inverse of `score`; NaN if a perplexity is not positive."""
@@ -146,11 +152,15 @@ class Scale:
 
     def change(self, difference: float, baseline: float) -> float:
         """Return a difference of means on the metric's scale, relative to the baseline's score."""
-        return baseline * (_exp(difference) - 1) if self.is_log else difference
+        if not self.is_log:
+            return difference
+        return baseline * (_exp(difference) - 1)
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+    if x >= 700:  # math.exp raises OverflowError from 709.8 on
+        return math.inf
+    return math.exp(x)
 
 
 @dataclass(frozen=True)
@@ -193,14 +203,16 @@ class ItemCache:
 
         # Items with an error are in no mean, unless the metric has been scored nevertheless.
         scored = [record for record in items if metric_name in record or "error" not in record]
-        return _items(scored) if scored else None
+        if not scored:
+            return None
+        return _items(scored)
 
     def chance(self, evaluation: Evaluation, task: str, metric: str) -> float | None:
         """Return the chance level that is declared, else of an accuracy that of its choices."""
         chance = evaluation.chance(task, metric)
         if chance is None and metric.startswith("acc"):
-            items = self.get(evaluation.folder, task, metric)
-            return items.chance if items else None
+            if items := self.get(evaluation.folder, task, metric):
+                chance = items.chance
         return chance
 
     def _read(self, folder: Path) -> dict[str, dict[str, Items | list[Record]]]:
@@ -211,12 +223,15 @@ class ItemCache:
             for record in task_records:
                 by_filter.setdefault(str(record.get("filter")), []).append(record)
 
+            # Records of an older version, which have no hashes, cannot be paired.
             by_task[task] = {}
             for filter_name, records in by_filter.items():
                 if not all("doc_hash" in record and "prompt_hash" in record for record in records):
-                    continue  # of an older version
-                has_errors = any("error" in record for record in records)
-                by_task[task][filter_name] = records if has_errors else _items(records)
+                    continue
+                if any("error" in record for record in records):
+                    by_task[task][filter_name] = records
+                else:
+                    by_task[task][filter_name] = _items(records)
         return by_task
 
 
@@ -241,9 +256,10 @@ def _chance(records: Sequence[Record]) -> float | None:
     """Return the chance level if all items are multiple choice: one pair of answers per choice."""
     chances = []
     for record in records:
-        answers: Any = record.get("answers")
-        is_list = isinstance(answers, list) and len(answers) > 1
-        if not is_list or not all(isinstance(pair, list) for pair in answers):
+        answers = record.get("answers")
+        if not isinstance(answers, list) or len(answers) < 2:
+            return None
+        if not all(isinstance(pair, list) for pair in answers):
             return None
         chances.append(1 / len(answers))
     return sum(chances) / len(chances)
@@ -253,10 +269,11 @@ def _values(records: Sequence[Record]) -> dict[str, np.ndarray]:
     """Return the metrics that every record has as a number, or as a number and its weight."""
     values = {}
     for name in records[0]:
-        if name not in NOT_METRICS and not name.startswith("answers"):
-            pairs = [_value_and_weight(record.get(name)) for record in records]
-            if None not in pairs:
-                values[name] = np.array(pairs, dtype=np.float64)
+        if name in NOT_METRICS or name.startswith("answers"):
+            continue
+        pairs = [_value_and_weight(record.get(name)) for record in records]
+        if None not in pairs:
+            values[name] = np.array(pairs, dtype=np.float64)
     return values
 
 
