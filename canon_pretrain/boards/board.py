@@ -108,6 +108,10 @@ class Board:
         """Return the task/difficulty and the arm of a config's path."""
         return self.places[Path(config).stem]
 
+    def claims_on(self, setting: str) -> list[Claim]:
+        """Return the claims on a task/difficulty."""
+        return [claim for claim in self.claims if claim.task == setting]
+
     def task_of(self, setting: str) -> BoardTask:
         """Return the task of a task/difficulty."""
         return self.tasks[setting.partition("/")[0]]

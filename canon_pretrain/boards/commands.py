@@ -176,7 +176,7 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
             task=setting,
             stages=race_stages(num_seeds, steps),
             num_races=len(races),
-            claims=[claim for claim in board.claims if claim.task == setting],
+            claims=board.claims_on(setting),
         )
         entries.append(Entry(race, runs_by_arm, size, board.task_of(setting).score))
     return entries

@@ -178,7 +178,7 @@ class Driver:
 
     def _say(self, *lines: str) -> None:
         for line in lines:
-            self.console.print(Text(line), soft_wrap=True)
+            self.console.print(Text(line))
 
     def _next(self, waiting: Sequence[PlannedRun]) -> PlannedRun | None:
         """Return the first run that no other process trains; after PATIENCE_S any."""
@@ -275,11 +275,13 @@ class Driver:
             self._server = None
 
     def _fail(self, run: PlannedRun, reason: str) -> None:
+        """Report a failure, and store it for the next command."""
         self.failures[run.name] = reason
         self._say(f"{run.name}: failed: {reason}")
         write_failures(self.folder, read_failures(self.folder) | {run.name: reason})
 
     def _forget_failure(self, run: PlannedRun) -> None:
+        """Remove the stored failure of a run that is started again."""
         failures = read_failures(self.folder)
         if failures.pop(run.name, None) is not None:
             write_failures(self.folder, failures)

@@ -278,11 +278,8 @@ def _check_configs(new: Sweep, folder: Path, old: Sweep) -> None:
 
 def promised_by(board: Board, setting: str) -> Promises:
     """Return what the board says about the scores of a task/difficulty."""
-    claims = [claim for claim in board.claims if claim.task == setting]
-    return Promises(
-        board.task_of(setting).score,
-        [asdict(claim) | {"margin": float(claim.margin)} for claim in claims],
-    )
+    claims = [asdict(claim) | {"margin": float(claim.margin)} for claim in board.claims_on(setting)]
+    return Promises(board.task_of(setting).score, claims)
 
 
 def _old_promises(folder: Path, sweep: Sweep | None, board: Board | None) -> dict[str, Promises]:

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.special import ndtr
 
 from canon_pretrain.boards.results import HELD_OUT_LOSS, Metric, score_curve
-from canon_pretrain.boards.stops import RACE, RACE_SHARE, RaceRecord, Stop, read_race
+from canon_pretrain.boards.stops import RACE, RACE_SHARE, Place, RaceRecord, Stop, read_race
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.report.record import RunRecord
@@ -86,7 +86,7 @@ class Race:
     claims: Sequence[Claim] = ()  # on this task; until they are decided, both sides are needed
     stopped: dict[Arm, Stop] = field(default_factory=dict)
     decided: dict[tuple[str, str], Stop] = field(default_factory=dict)  # by (worse, better)
-    seen: dict[tuple[str, str, float | None], Cell] = field(default_factory=dict)
+    seen: dict[Place, Cell] = field(default_factory=dict)
     """The newest cells of all races of the board, by task and arm: which are all-or-nothing."""
 
     def look(
@@ -274,7 +274,7 @@ class BoardRace:
 
         # Continue from race.json. The races of a board see each other's cells.
         record = read_race(folder)
-        seen: dict[tuple[str, str, float | None], Cell] = {}
+        seen: dict[Place, Cell] = {}
         for entry in entries:
             race = entry.race
             race.seen = seen

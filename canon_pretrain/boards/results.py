@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from canon_pretrain.boards.board import Reference
-from canon_pretrain.boards.stops import RaceRecord
+from canon_pretrain.boards.stops import Place, RaceRecord
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parsing
 from canon_pretrain.core.terminal import printable
@@ -44,7 +44,7 @@ class BoardRun:
     problem: str = ""
 
     @property
-    def place(self) -> tuple[str, str, float | None]:
+    def place(self) -> Place:
         return self.task, self.arm, self.learning_rate
 
 

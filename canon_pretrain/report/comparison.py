@@ -112,8 +112,7 @@ def comparison_content(
     choices = {x.label: architectures.choose(x) for x in grouped}
     label = _baseline_label(grouped, baseline)
 
-    # Judge the chosen recipe of each architecture against the baseline's. Tables show an
-    # architecture by the chosen recipe's runs, or by all if none is chosen.
+    # Verdicts are on chosen recipes only; tables show all runs of an architecture without one.
     sides = {}
     shown_runs: dict[str, Sequence[RunRecord]] = {}
     for architecture in grouped:
@@ -121,6 +120,8 @@ def comparison_content(
         if recipe := choices[architecture.label].recipe:
             shown_runs[architecture.label] = recipe.runs
             sides[architecture.label] = Side(architecture.label, recipe.runs)
+
+    # Judge each architecture against the baseline.
     pairs = []
     if label in sides:
         pairs = [Pair(side, sides[label]) for side in sides.values() if side.label != label]
@@ -465,13 +466,13 @@ def _read_sides(
 
 def _available(run: RunRecord) -> list[str]:
     """Return which evaluations a run has, once each."""
-    texts = {}
+    texts = []
     for evaluation in run.evaluations:
         text = f"{evaluation.suite} at step {evaluation.step}"
         if evaluation.limit:
             text = f"{text} with --limit (not a result)"
-        texts[text] = None
-    return [*texts]
+        texts.append(text)
+    return [*dict.fromkeys(texts)]
 
 
 def _print(content: PairComparison) -> None:

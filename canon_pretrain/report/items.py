@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon_pretrain.run.results import VALIDATION, Results, read_samples, source_of_record
+from canon_pretrain.run.results import VALIDATION, Results, Score, read_samples, source_of_record
 
 HELD_OUT = "held_out_fingerprint"
 LOWER_IS_BETTER = ("perplexity", "bits_per", "nats_per", "loss")
@@ -107,16 +107,19 @@ class Evaluation:
 
     def score(self, key: ScoreKey) -> float | None:
         """Return a score; None if it is missing or could not be computed, see `why_missing`."""
-        score = self.results.scores.get(key.task, {}).get(key.metric)
+        score = self._recorded(key)
         if score is None or score.value is None:
             return None
         return float(score.value)
 
     def why_missing(self, key: ScoreKey) -> str:
         """Return why `score` is None."""
-        score = self.results.scores.get(key.task, {}).get(key.metric)
+        score = self._recorded(key)
         reason = f" ({score.why})" if score else ""
         return f"{self.run} has no {key.metric}{reason}"
+
+    def _recorded(self, key: ScoreKey) -> Score | None:
+        return self.results.scores.get(key.task, {}).get(key.metric)
 
 
 @dataclass(frozen=True)
@@ -140,9 +143,7 @@ class Scale:
 
     def score(self, mean: float) -> float:
         """Return the metric's value for a mean over items."""
-        if not self.is_log:
-            return mean
-        return _exp(mean)
+        return _exp(mean) if self.is_log else mean
 
     def mean(self, score: float) -> float:
         """Return the inverse of `score`; NaN if a perplexity is not positive."""
@@ -158,9 +159,7 @@ class Scale:
 
 
 def _exp(x: float) -> float:
-    if x >= 700:  # math.exp raises OverflowError from 709.8 on
-        return math.inf
-    return math.exp(x)
+    return math.exp(x) if x < 700 else math.inf  # OverflowError from 709.8 on
 
 
 @dataclass(frozen=True)
@@ -181,11 +180,15 @@ class Items:
         return pairs_N2[:, 0] * Scale.of(metric).factor, pairs_N2[:, 1]
 
 
+ItemsByFilter = dict[str, Items | list[Record]]
+"""By lm_eval's filter, items; records if some have no score, as the items depend on the metric."""
+
+
 class ItemCache:
     """Reads the items of evaluation folders, each once."""
 
     def __init__(self) -> None:
-        self._folders: dict[Path, dict[str, dict[str, Items | list[Record]]]] = {}
+        self._folders: dict[Path, dict[str, ItemsByFilter]] = {}  # by folder and task
 
     def get(self, folder: Path, task: str, metric: str) -> Items | None:
         """Return the items that `metric` averages; None if the evaluation has no item records."""
@@ -203,9 +206,7 @@ class ItemCache:
 
         # Items with an error are in no mean, unless the metric has been scored nevertheless.
         scored = [record for record in items if metric_name in record or "error" not in record]
-        if not scored:
-            return None
-        return _items(scored)
+        return _items(scored) if scored else None
 
     def chance(self, evaluation: Evaluation, task: str, metric: str) -> float | None:
         """Return the chance level that is declared, else of an accuracy that of its choices."""
@@ -215,9 +216,9 @@ class ItemCache:
                 chance = items.chance
         return chance
 
-    def _read(self, folder: Path) -> dict[str, dict[str, Items | list[Record]]]:
-        """Return items by task and filter; records if some have no score, thus are in no mean."""
-        by_task: dict[str, dict[str, Items | list[Record]]] = {}
+    def _read(self, folder: Path) -> dict[str, ItemsByFilter]:
+        """Return the items of a folder by task."""
+        by_task: dict[str, ItemsByFilter] = {}
         for task, task_records in read_samples(folder).items():
             by_filter: dict[str, list[Record]] = {}
             for record in task_records:

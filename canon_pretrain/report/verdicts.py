@@ -308,15 +308,17 @@ class Comparator:
         self, key: ScoreKey, evaluated: Sequence[Evaluation]
     ) -> tuple[ItemScores, Items]:
         """Read the item scores of a side's runs. Raises NotComparable."""
+        differing = differing_task_options(evaluated, key.task)
         by_run: list[RunItems] = []
         for evaluation in evaluated:
-            by_run.append(self._run_items(key, evaluation))
-            differing = differing_task_options(evaluated, key.task)
-            _check_items(by_run[0].items, by_run[-1].items, differing)
+            run = self._run_items(key, evaluation)
+            by_run.append(run)
+            _check_items(by_run[0].items, run.items, differing)
 
+        # All runs have the items, and thus the weights and clusters, of the first.
+        items, _, weights_N = by_run[0]
         values_RN = np.stack([run.values_N for run in by_run])
-        items = by_run[0].items
-        return ItemScores(values_RN, by_run[0].weights_N, items.clusters_N), items
+        return ItemScores(values_RN, weights_N, items.clusters_N), items
 
     def _run_items(self, key: ScoreKey, evaluation: Evaluation) -> RunItems:
         """Read the items of one run with their values and weights. Raises NotComparable."""
@@ -328,7 +330,7 @@ class Comparator:
         except UserError as error:
             raise NotComparable(f"{evaluation.run}: {error}") from None
 
-        weighted = items and items.metric_values(key.metric)
+        weighted = items.metric_values(key.metric) if items else None
         if items is None or weighted is None:
             raise NotComparable(f"{evaluation.run} has no item records: evaluate it again")
         values_N, weights_N = weighted
@@ -345,6 +347,7 @@ class Comparator:
 
 
 def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
+    """Return the metric's value for weighted items."""
     return Scale.of(metric).score(float(np.average(values_N, weights=weights_N)))
 
 
@@ -506,6 +509,7 @@ def _planned_tests(
 
 def _family(tests: Sequence[Test]) -> Iterator[Verdict]:
     """Yield the rows of one suite, a family, with p, Holm's p and verdicts."""
+    # Rows without a test do not count in the correction.
     paired = [test.paired for test in tests if test.paired]
     weights = np.array([test.planned.weight for test in tests if test.paired])
     corrections = iter(_corrections(paired, weights))
@@ -536,9 +540,7 @@ def _not_judged(row: Verdict) -> Verdict:
     if row.num_clusters >= MIN_CLUSTERS and row.seed_noise is None:
         return replace(row, why="how much seeds differ is unknown: train a second seed")
 
-    sources = "sources of items"
-    if row.suite == VALIDATION:
-        sources = "documents"
+    sources = "documents" if row.suite == VALIDATION else "sources of items"
     return replace(row, why=f"fewer than {MIN_CLUSTERS} {sources}, so their noise is unknown")
 
 
@@ -646,14 +648,16 @@ def held_out_difference(row: Verdict, documents: str = "documents") -> str:
         unit = LOSS_UNITS[BITS]
     direction = "lower" if row.difference < 0 else "higher"
 
+    # The interval and p; what is not judged has an interval over documents at most.
     details = []
     if row.ci is not None:
         details.append(f"95 % {_interval_words(row.ci, scale)}")
-    elif row.items_ci is not None:  # not judged
+    elif row.items_ci is not None:
         details.append(f"95 % over documents alone {_interval_words(row.items_ci, scale)}")
     if row.p is not None:
         details.append(f"p {row.p_holm:.2g}")
 
+    # What was measured.
     details.append(_seeds_words(*row.num_runs))
     if row.num_clusters == 1:
         documents = "document"
@@ -675,6 +679,4 @@ def _interval_words(ends: Sequence[float], scale: float) -> str:
 def _seeds_words(ours: int, theirs: int) -> str:
     if ours != theirs:
         return f"{ours} and {theirs} seeds"
-    if ours == 1:
-        return "1 seed each"
-    return f"{ours} seeds each"
+    return "1 seed each" if ours == 1 else f"{ours} seeds each"

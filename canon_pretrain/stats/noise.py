@@ -240,8 +240,8 @@ def seed_noise(
     # Other recipes do not count if the two sides vary more.
     excluded = ""
     if compared is not None:
-        sides = []
-        others = []
+        sides: list[Sequence[float]] = []
+        others: list[Sequence[float]] = []
         for group, is_side in zip(groups, compared, strict=True):
             (sides if is_side else others).append(group)
         if _vary_more(sides, others):
