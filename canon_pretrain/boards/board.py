@@ -34,13 +34,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from canon_pretrain.cluster.sweep import (
-    FOLDER_KEY,
-    RATE_KEY,
-    SEED_KEYS,
-    Rate,
-    Seed,
-)
+from canon_pretrain.cluster.sweep import FOLDER_KEY, RATE_KEY, SEED_KEYS, Rate, Seed
 from canon_pretrain.core.errors import UserError, suggestion
 from canon_pretrain.model.args import ModelArgs, fill_sizes
 from canon_pretrain.run.config import build, read_experiment
@@ -91,20 +85,18 @@ class Board:
     @property
     def settings(self) -> dict[str, Settings]:
         """The values of the task's config by task/difficulty."""
-        return {
-            f"{name}/{difficulty}" if difficulty else name: {**task.set, **values}
-            for name, task in self.tasks.items()
-            for difficulty, values in (task.difficulties or {"": {}}).items()
-        }
+        settings: dict[str, Settings] = {}
+        for name, task in self.tasks.items():
+            settings |= _variants(name, task.set, task.difficulties)
+        return settings
 
     @property
     def arms(self) -> dict[str, Settings]:
         """The keys of [model] by architecture, with sizes by architecture/size."""
-        return {
-            f"{name}/{size}" if size else name: {**model, **values}
-            for name, model in self.architectures.items()
-            for size, values in (self.sizes or {"": {}}).items()
-        }
+        arms: dict[str, Settings] = {}
+        for name, model in self.architectures.items():
+            arms |= _variants(name, model, self.sizes)
+        return arms
 
     @cached_property
     def places(self) -> dict[str, tuple[str, str]]:
@@ -116,9 +108,20 @@ class Board:
         """Return the task/difficulty and the arm of a config's path."""
         return self.places[Path(config).stem]
 
+    def claims_on(self, setting: str) -> list[Claim]:
+        """Return the claims on a task/difficulty."""
+        return [claim for claim in self.claims if claim.task == setting]
+
     def task_of(self, setting: str) -> BoardTask:
         """Return the task of a task/difficulty."""
         return self.tasks[setting.partition("/")[0]]
+
+
+def _variants(name: str, values: Settings, changes: dict[str, Settings]) -> dict[str, Settings]:
+    """Return the values with each change, by NAME/CHANGE; without changes by NAME."""
+    if not changes:
+        return {name: values}
+    return {f"{name}/{change}": {**values, **changed} for change, changed in changes.items()}
 
 
 def read_board(path: Path) -> Board:
@@ -136,16 +139,22 @@ def read_board(path: Path) -> Board:
         raise UserError("board.missing_key", f"{path}: {fault}") from None
 
     _check(board, path)
+
+    # Paths of configs are relative to BOARD.toml, else to the working directory.
     tasks = {}
     for name, task in board.tasks.items():
-        local = path.parent / task.config
-        config = os.path.abspath(local if local.exists() else task.config)
-        tasks[name] = dataclasses.replace(task, config=config)
+        config = path.parent / task.config
+        if not config.exists():
+            config = Path(task.config)
+        tasks[name] = dataclasses.replace(task, config=os.path.abspath(config))
     return dataclasses.replace(board, tasks=tasks)
 
 
 def _build(values: Settings, source: str) -> Board:
-    """Build a board; a value of another type than a table or list is left to the last check."""
+    """Build a board from the inside out, so that an error names the key with its tables.
+
+    A value of another type than a table or list is left to the last check.
+    """
     tasks = values.get("tasks")
     if isinstance(tasks, dict):
         values["tasks"] = dict(tasks)
@@ -168,7 +177,7 @@ def _build(values: Settings, source: str) -> Board:
 
 def _check(board: Board, path: Path) -> None:
     """Raise UserError for names, keys, seeds and claims that do not fit together."""
-    # Names become parts of names of files.
+    # Names are parts of the names of configs and runs, which "-" joins.
     names = [*board.architectures, *board.sizes, *board.tasks]
     for task in board.tasks.values():
         names += task.difficulties
@@ -200,7 +209,9 @@ def _check(board: Board, path: Path) -> None:
 
     # Keys of tasks have their section's name.
     for setting, values in board.settings.items():
-        rate_keys = {RATE_KEY} if board.task_of(setting).learning_rates else set()
+        task_keys = set(own_keys)
+        if board.task_of(setting).learning_rates:
+            task_keys.add(RATE_KEY)
         for key in values:
             if "." not in key:
                 name = setting.partition("/")[0]
@@ -209,7 +220,7 @@ def _check(board: Board, path: Path) -> None:
                     f"{path}: tasks.{name} sets {key!r}: expected section.key in quotes",
                     key=key,
                 )
-            _check_free(key, own_keys | rate_keys, path)
+            _check_free(key, task_keys, path)
 
     # Claims and the reference are about tasks and arms of the board.
     for claim in board.claims:
@@ -264,11 +275,12 @@ def _check_sizes(board: Board, path: Path) -> None:
             key.removeprefix("model."): x for key, x in values.items() if key.startswith("model.")
         }
 
-    # A run takes keys of one architecture, one size and one task: tables of different kinds.
+    # A run takes the keys of one architecture, one size and one task. Tables of the same kind may
+    # set the same key; of two kinds, one would replace the other's.
     for (table_a, model_a), (table_b, model_b) in itertools.combinations(tables.items(), 2):
-        is_same_kind = table_a.partition(".")[0] == table_b.partition(".")[0]
-        common = model_a.keys() & model_b.keys()
-        if common and not is_same_kind:
+        if table_a.partition(".")[0] == table_b.partition(".")[0]:
+            continue
+        if common := model_a.keys() & model_b.keys():
             key = min(common)
             raise UserError(
                 "board.repeated",

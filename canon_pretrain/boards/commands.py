@@ -37,11 +37,7 @@ from canon_pretrain.cluster.sweep import (
     show_table,
     sweep_rows,
 )
-from canon_pretrain.core.cli import (
-    EXIT_INTERRUPTED,
-    available_cores,
-    positive,
-)
+from canon_pretrain.core.cli import EXIT_INTERRUPTED, available_cores, positive
 from canon_pretrain.core.lock import locked
 from canon_pretrain.machine.hardware import visible_gpus
 from canon_pretrain.report.status import ACTIVE_STATES
@@ -55,8 +51,7 @@ PAGE = "report.html"
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_board(parser)
-    parser.add_argument("--extend", action="store_true", help="add runs to an existing plan")
+    _add_plan(parser)
     parser.add_argument(
         "--gpu",
         metavar="GPU",
@@ -65,8 +60,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_board(parser)
-    parser.add_argument("--extend", action="store_true", help="add runs to an existing plan")
+    _add_plan(parser)
     parser.add_argument(
         "--parallel",
         type=positive,
@@ -85,6 +79,11 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     _add_board(parser)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_board(parser)
+    parser.add_argument("--extend", action="store_true", help="add runs to an existing plan")
 
 
 def _add_board(parser: argparse.ArgumentParser) -> None:
@@ -137,11 +136,13 @@ def run_run(arguments: argparse.Namespace) -> None:
             from canon_pretrain.boards.race import BoardRace  # scipy takes a while to import
 
             race = BoardRace(folder, race_entries(board, sweep))
+
         gpus = visible_gpus()
         parallel = arguments.parallel or len(gpus) or available_cores()
         driver = Driver(dataclasses.replace(sweep, runs=runs), folder, parallel, race, gpus=gpus)
         driver.train()
 
+    # The race may have stopped more arms.
     show_table(_rows(sweep, _raced(board, sweep, folder), folder))
     run_report(arguments)
     if driver.stops:
@@ -157,14 +158,16 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
     from canon_pretrain.boards.race import Entry, Race, race_stages
     from canon_pretrain.boards.results import size_of
 
+    # The runs of each race by arm; arms of different sizes do not race with each other.
     races: dict[tuple[str, str], dict[Arm, list[str]]] = {}
-    configs = {}
+    configs = {}  # one of each task/difficulty
     for run in sweep.runs:
         setting, arm = board.place_of(run.config)
         configs[setting] = run.config
         runs_by_arm = races.setdefault((setting, size_of(arm)), {})
         runs_by_arm.setdefault((arm, run.learning_rate), []).append(run.name)
 
+    # All runs of a task/difficulty have the same number of steps.
     entries = []
     for (setting, size), runs_by_arm in races.items():
         num_seeds = max(len(runs) for runs in runs_by_arm.values())
@@ -173,7 +176,7 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
             task=setting,
             stages=race_stages(num_seeds, steps),
             num_races=len(races),
-            claims=[claim for claim in board.claims if claim.task == setting],
+            claims=board.claims_on(setting),
         )
         entries.append(Entry(race, runs_by_arm, size, board.task_of(setting).score))
     return entries
@@ -240,6 +243,8 @@ def _board_plan(folder: Path, title: str) -> "BoardPlan":
     from canon_pretrain.boards.results import BoardPlan, BoardRun
 
     board, sweep = read_plan(folder)
+
+    # The runs that have started must have started under the claims that the page will show.
     promises = {run.config: promised_by(board, board.place_of(run.config)[0]) for run in sweep.runs}
     check_promises(dataclasses.replace(sweep, promises=promises), folder, promises)
 

@@ -20,26 +20,12 @@ from typing import TYPE_CHECKING, BinaryIO
 from rich.live import Live
 from rich.text import Text
 
-from canon_pretrain.cluster.planned import (
-    num_steps,
-    planned_values,
-)
-from canon_pretrain.cluster.sweep import (
-    PlannedRun,
-    Sweep,
-    train_command,
-)
+from canon_pretrain.cluster.planned import num_steps, planned_values
+from canon_pretrain.cluster.sweep import PlannedRun, Sweep, train_command
 from canon_pretrain.core.children import ForkedChild, ForkServer, ending, kill_tree, start_child
-from canon_pretrain.core.cli import (
-    available_cores,
-)
+from canon_pretrain.core.cli import available_cores
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import (
-    UnreadableFile,
-    open_file,
-    read_record,
-    write_json,
-)
+from canon_pretrain.core.files import UnreadableFile, open_file, read_record, write_json
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.core.terminal import Console, duration
 from canon_pretrain.machine.hardware import visible_gpus
@@ -55,6 +41,7 @@ POLL_S = 0.2  # between looks at the children
 SHOW_S = 1.0  # between updates of the progress on a terminal
 REPORT_S = 30.0  # between lines of progress in a log; a sixth of it at the start
 MISSING = "without output"
+LOG_END = 4096  # bytes of a log in which its last error is looked for
 KILL_S = 5.0  # most that a killed process needs to end, a large one on a busy machine
 PATIENCE_S = 120.0  # a run whose driver was killed saves its last step before it ends
 # imports what a trainer does once, for all runs
@@ -107,22 +94,26 @@ class Driver:
         self._shown_s = 0.0  # when the progress was last shown
         self._shown_lines = [""]
 
-        # By name of a run: why the one in its folder is not the planned one, its length, and its
-        # last known step.
+        # By name, for runs whose folder holds a run of another plan: how it differs.
         self._other_plans: dict[str, str] = {}
         for run in sweep.runs:
             if problem := sweep.other_plan(run, folder):
                 self._other_plans[run.name] = problem
+
+        # By name: the length of each run, and its last known step.
         lengths = {config: num_steps(planned_values(Path(config))) for config in sweep.configs}
         self._total_steps = {run.name: lengths[run.config] for run in sweep.runs}
         self._last_steps = {run.name: self._read_step(run) for run in sweep.runs}
+        self._steps_before = sum(self._last_steps.values())  # not trained by this driver
 
     def _read_step(self, run: PlannedRun) -> int:
         """Return the last step in the run's folder."""
         if self._is_done(run):
             return self._total_steps[run.name]
         summary = self._summary(run)
-        return summary.step or 0 if summary else 0
+        if summary is None:
+            return 0
+        return summary.step or 0
 
     def _is_done(self, run: PlannedRun) -> bool:
         is_planned = run.name not in self._other_plans
@@ -147,12 +138,13 @@ class Driver:
         screen = Live(console=self.console, auto_refresh=False, transient=True)
         with self._signals(), screen as live:
             while self._children or (waiting and not self.stops):
-                # Who has ended, and what the race makes of it.
+                # A child that has ended may complete a stage of the race, which continues or stops
+                # other runs.
                 waiting += self._reap()
                 if self.race:
                     waiting = self._advance(self.race, waiting)
 
-                # Fill the free places.
+                # Keep `parallel` runs training.
                 while len(self._children) < self.parallel and not self.stops:
                     if (run := self._next(waiting)) is None:
                         break
@@ -165,7 +157,8 @@ class Driver:
     def _show(self, live: Live) -> None:
         """Show the progress: every second on a terminal, else less often and if it is new."""
         now_s = time.monotonic()
-        if self.console.is_terminal:
+        is_terminal = self.console.is_terminal
+        if is_terminal:
             pause_s = SHOW_S
         elif now_s - self._began_s < 2 * REPORT_S:
             pause_s = REPORT_S / 6
@@ -174,8 +167,9 @@ class Driver:
         if now_s - self._shown_s < pause_s:
             return
 
+        # A terminal is drawn again in place; a log has a line only if something has changed.
         lines = self._progress()
-        if self.console.is_terminal:
+        if is_terminal:
             live.update(Text("\n".join(lines)), refresh=True)
         elif lines != self._shown_lines:
             self._say(*lines)
@@ -184,7 +178,7 @@ class Driver:
 
     def _say(self, *lines: str) -> None:
         for line in lines:
-            self.console.print(Text(line), soft_wrap=True)
+            self.console.print(Text(line))
 
     def _next(self, waiting: Sequence[PlannedRun]) -> PlannedRun | None:
         """Return the first run that no other process trains; after PATIENCE_S any."""
@@ -198,7 +192,9 @@ class Driver:
 
         # All are trained by other processes: wait, then start one, which reports who holds it.
         is_patient = self._children or time.monotonic() - self._began_s < PATIENCE_S
-        return None if is_patient or not due else due[0]
+        if is_patient or not due:
+            return None
+        return due[0]
 
     def _is_due(self, run: PlannedRun) -> bool:
         """Return whether a run may train further; one that only lacks DONE is due as well."""
@@ -207,16 +203,21 @@ class Driver:
 
     def _target(self, run: PlannedRun) -> int:
         """Return the step to which a run may train now."""
-        return self.race.target(run.name) if self.race else self._total_steps[run.name]
+        if self.race:
+            return self.race.target(run.name)
+        return self._total_steps[run.name]
 
     def _start(self, run: PlannedRun) -> None:
         """Train a run in a child process that is stopped if this one is killed."""
         self._forget_failure(run)
         path = self.folder / run.name
+
+        # The GPU with the fewest children.
         gpus_in_use = [child.gpu for child in self._children]
         gpu = min(self.gpus, key=gpus_in_use.count, default=None)
 
         try:
+            # A run that the race has not let train to its end stops by itself at the stage's step.
             arguments = self.sweep.launch(run, self.folder)
             target = self._target(run)
             if target < self._total_steps[run.name]:
@@ -259,6 +260,7 @@ class Driver:
             except OSError:  # the trainer that is started next says why
                 self._close_server()
 
+        # With a GPU, or if the fork server has failed: a new process.
         return start_child(
             train_command(arguments),
             stdin=subprocess.DEVNULL,
@@ -273,11 +275,13 @@ class Driver:
             self._server = None
 
     def _fail(self, run: PlannedRun, reason: str) -> None:
+        """Report a failure, and store it for the next command."""
         self.failures[run.name] = reason
         self._say(f"{run.name}: failed: {reason}")
         write_failures(self.folder, read_failures(self.folder) | {run.name: reason})
 
     def _forget_failure(self, run: PlannedRun) -> None:
+        """Remove the stored failure of a run that is started again."""
         failures = read_failures(self.folder)
         if failures.pop(run.name, None) is not None:
             write_failures(self.folder, failures)
@@ -285,7 +289,8 @@ class Driver:
     def _reap(self) -> list[PlannedRun]:
         """Report the children that have ended; return those that a race continues."""
         paused = []
-        for child in [child for child in self._children if child.process.poll() is not None]:
+        ended_children = [child for child in self._children if child.process.poll() is not None]
+        for child in ended_children:
             self._children.remove(child)
             run = child.run
             step = self._read_step(run)
@@ -315,6 +320,7 @@ class Driver:
         for stop in race.advance(steps, self.failures):
             self._say(f"{stop.task}, {stop}")
 
+        # A stopped run has no steps left, which the total of the progress counts.
         remaining = []
         for run in waiting:
             if race.is_stopped(run.name):
@@ -326,33 +332,30 @@ class Driver:
     def _progress(self) -> list[str]:
         """Return a line per running run, and the total."""
         lines = []
-        trained = 0
+        not_running = {*self._last_steps}
         for child in self._children:
             name = child.run.name
-            summary = self._summary(child.run)
-            if summary is not None:
+            not_running.remove(name)
+            left = ""
+            if summary := self._summary(child.run):
                 self._last_steps[name] = max(self._last_steps[name], summary.step or 0)
+                left = _time_left(summary.eta_s)
             step = self._last_steps[name]
-            trained += step - child.first_step
-            remaining = ""
-            if summary is not None and summary.eta_s is not None:
-                remaining = f", about {duration(summary.eta_s)} left"
-            lines.append(f"{name}: step {step:,} of {self._total_steps[name]:,}{remaining}")
+            lines.append(f"{name}: step {step:,} of {self._total_steps[name]:,}{left}")
 
-        # The time that remains, at the steps per second so far.
+        # The time left, at the steps per second of this driver's runs so far, ended ones included.
         total = sum(self._total_steps.values())
         done = sum(self._last_steps.values())
-        remaining = ""
-        if trained and done < total:
-            remaining_s = (time.monotonic() - self._began_s) / trained * (total - done)
-            remaining = f", about {duration(remaining_s)} left"
+        trained = done - self._steps_before
+        left_s = None
+        if trained > 0 and done < total:
+            left_s = (time.monotonic() - self._began_s) / trained * (total - done)
 
-        not_running = self._last_steps.keys() - {child.run.name for child in self._children}
         num_ended = sum(self._last_steps[name] >= self._total_steps[name] for name in not_running)
         stopping = ", stopping" if self.stops else ""
         lines.append(
             f"{num_ended} of {len(self.sweep.runs)} runs, step {done:,} of {total:,}"
-            f"{remaining}{stopping}"
+            f"{_time_left(left_s)}{stopping}"
         )
         return lines
 
@@ -403,6 +406,10 @@ class Driver:
         raise KeyboardInterrupt
 
 
+def _time_left(seconds: float | None) -> str:
+    return "" if seconds is None else f", about {duration(seconds)} left"
+
+
 def train_sweep(sweep: Sweep, folder: Path, *, threads: int, server: ForkServer | None) -> None:
     """Train all runs, as many at once as there are GPUs, or cores for `threads` each.
 
@@ -444,10 +451,10 @@ def write_failures(folder: Path, reasons: Mapping[str, str]) -> None:
 
 def _last_line(path: Path) -> str:
     """Return the last error[...] in the end of a log, else its last line."""
+    lines = []
     with suppress(OSError), open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
+        file.seek(max(0, path.stat().st_size - LOG_END))
         text = file.read().decode(errors="replace")
         lines = [line.strip() for line in text.split("\n") if line.strip()]
-        errors = [line for line in lines if line.startswith("error[")]
-        return [MISSING, *lines, *errors][-1]
-    return MISSING
+    errors = [line for line in lines if line.startswith("error[")]
+    return [MISSING, *lines, *errors][-1]

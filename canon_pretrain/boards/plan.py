@@ -88,13 +88,18 @@ def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Swe
         hashes[str(config.path)] = values_hash(values)
         promises[str(config.path)] = promised_by(board, setting)
 
-    # Check the plan against what the folder has.
-    _check_files(folder, [config.path for config in configs])
-    if (folder / PLAN).exists():
-        _relocate(folder)
+    # Read what the folder has; if it was moved, correct its paths, by which plans are compared.
+    old_sweep = read_sweep(folder) if (folder / PLAN).exists() else None
+    _check_files(folder, [config.path for config in configs], old_sweep)
+    old_board = _old_board(folder, has_plan=old_sweep is not None)
+    if old_sweep is not None:
+        old_sweep = _relocate(folder, old_sweep)
+
+    # Check the new plan against it.
     new = Sweep(_planned_runs(board, folder), hashes, promises=promises)
-    check_promises(new, folder, _old_promises(folder))
-    _check_configs(new, folder)
+    check_promises(new, folder, _old_promises(folder, old_sweep, old_board))
+    if old_sweep is not None:
+        _check_configs(new, folder, old_sweep)
     sweep, old = merge_plan(folder, new, extend=extend)  # which may refuse it
 
     # Write what has changed.
@@ -103,10 +108,8 @@ def plan_board(board: Board, folder: Path, *, extend: bool = False) -> tuple[Swe
         if not config.is_written:
             config.write()
     planned = store_plan(folder, sweep, old)
-    with suppress(UnreadableFile):
-        if read_record(folder / BOARD, Board) == board:
-            return planned
-    write_json(folder / BOARD, asdict(board))
+    if board != old_board:
+        write_json(folder / BOARD, asdict(board))
     return planned
 
 
@@ -131,6 +134,7 @@ def read_plan(folder: Path) -> tuple[Board, Sweep]:
 
 
 def _planned_runs(board: Board, folder: Path) -> list[PlannedRun]:
+    """Return a run per config, learning rate and seed; arms change fastest, then rates."""
     paths = {place: _path(folder, stem) for stem, place in board.places.items()}
     runs = []
     for setting in board.settings:
@@ -150,10 +154,11 @@ def _path(folder: Path, stem: str) -> Path:
 def _configs(board: Board, folder: Path) -> list[Config]:
     """Return the configs; without WINDOWS if an earlier version, which had none, wrote them."""
     configs = [_config(board, folder, stem, WINDOWS) for stem in board.places]
-    older = [_config(board, folder, stem, None) for stem in board.places]
-    pairs = zip(configs, older, strict=True)
-    is_older = any(old.is_written and not config.is_written for config, old in pairs)
-    return older if is_older else configs
+    older_configs = [_config(board, folder, stem, None) for stem in board.places]
+    for config, older in zip(configs, older_configs, strict=True):
+        if older.is_written and not config.is_written:
+            return older_configs
+    return configs
 
 
 def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Config:
@@ -162,12 +167,14 @@ def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Confi
     `windows`: of a synthetic task, unless the board or the config sets them.
     """
     setting, arm = board.places[stem]
+    dotted = board.settings[setting] | {f"model.{key}": x for key, x in board.arms[arm].items()}
+
     base = board.task_of(setting).config
     base_values = planned_values(Path(base))
-    dotted = board.settings[setting] | {f"model.{key}": x for key, x in board.arms[arm].items()}
     is_synthetic = "task" in base_values.get("data", {})
     if windows and is_synthetic and "windows" not in base_values.get("validation", {}):
         dotted.setdefault("validation.windows", windows)
+
     changes: Settings = {}
     for key, value in dotted.items():
         changes = merge(changes, nested(key, value))
@@ -182,6 +189,7 @@ def _check_score(score: str, config: Path, values: Settings) -> None:
     task = build(Data, dict(values.get("data", {})), str(config), "data.").task
     scores = ["loss"]
     if task.name:
+        # A task checks its settings, for which it needs the length of the sequences.
         settings = dict(task.given)
         training = values.get("training", {})
         if "seq_len" in training:
@@ -196,21 +204,19 @@ def _check_score(score: str, config: Path, values: Settings) -> None:
         )
 
 
-def _relocate(folder: Path) -> None:
-    """Correct the paths of configs in the sweep.json of a board that was moved."""
-    sweep = read_sweep(folder)
+def _relocate(folder: Path, sweep: Sweep) -> Sweep:
+    """Correct the paths of configs in sweep.json if the board was moved; return its sweep."""
     moved = sweep.with_paths({path: str(_path(folder, Path(path).stem)) for path in sweep.configs})
     if moved != sweep:
         write_json(folder / PLAN, asdict(moved))
+    return moved
 
 
-def _check_files(folder: Path, paths: Iterable[Path]) -> None:
-    """Raise UserError if the plan would overwrite a file that no board wrote."""
+def _check_files(folder: Path, paths: Iterable[Path], old: Sweep | None) -> None:
+    """Raise UserError if the plan would overwrite a sweep.json or a config that no board wrote."""
     # A sweep.json is a board's if it has promises; an older one, if a file next to it is a board's.
-    has_plan = (folder / PLAN).exists()
     planned_paths = set[Path]()
-    if has_plan:
-        old = read_sweep(folder)
+    if old is not None:
         planned_paths = {_path(folder, Path(config).stem) for config in old.configs}
         has_configs = all(path.exists() for path in planned_paths)
         if not (old.promises or (folder / BOARD).exists() or has_configs):
@@ -228,17 +234,6 @@ def _check_files(folder: Path, paths: Iterable[Path]) -> None:
                 path=path,
             )
 
-    # A damaged board.json is the board's if there is a plan.
-    try:
-        read_record(folder / BOARD, Board)
-    except UnreadableFile as error:
-        if not has_plan and not error.is_missing:
-            raise UserError(
-                "board.other_file",
-                f"{error}: remove it, or choose another --out",
-                path=folder / BOARD,
-            ) from None
-
 
 def _is_ours(config: Path) -> bool:
     with suppress(UnreadableFile):
@@ -246,11 +241,25 @@ def _is_ours(config: Path) -> bool:
     return False
 
 
-def _check_configs(new: Sweep, folder: Path) -> None:
+def _old_board(folder: Path, *, has_plan: bool) -> Board | None:
+    """Return the board of board.json; None if it is missing, or damaged and there is a plan.
+
+    Raises UserError for a damaged one without a plan: it may be another program's file.
+    """
+    try:
+        return read_record(folder / BOARD, Board)
+    except UnreadableFile as error:
+        if has_plan or error.is_missing:
+            return None
+        raise UserError(
+            "board.other_file",
+            f"{error}: remove it, or choose another --out",
+            path=folder / BOARD,
+        ) from None
+
+
+def _check_configs(new: Sweep, folder: Path, old: Sweep) -> None:
     """Raise UserError if a config whose runs have started has changed."""
-    if not (folder / PLAN).exists():
-        return
-    old = read_sweep(folder)
     started_configs = dict.fromkeys(
         run.config for run in old.runs if has_started(folder / run.name)
     )
@@ -269,22 +278,18 @@ def _check_configs(new: Sweep, folder: Path) -> None:
 
 def promised_by(board: Board, setting: str) -> Promises:
     """Return what the board says about the scores of a task/difficulty."""
-    claims = [claim for claim in board.claims if claim.task == setting]
-    return Promises(
-        board.task_of(setting).score,
-        [asdict(claim) | {"margin": float(claim.margin)} for claim in claims],
-    )
+    claims = [asdict(claim) | {"margin": float(claim.margin)} for claim in board.claims_on(setting)]
+    return Promises(board.task_of(setting).score, claims)
 
 
-def _old_promises(folder: Path) -> dict[str, Promises]:
+def _old_promises(folder: Path, sweep: Sweep | None, board: Board | None) -> dict[str, Promises]:
     """Return a plan's promises by path of a config: by board.json, or if it is lost sweep.json."""
-    with suppress(UnreadableFile):
-        board = read_record(folder / BOARD, Board)
+    if board is not None:
         return {
             str(_path(folder, stem)): promised_by(board, setting)
             for stem, (setting, _) in board.places.items()
         }
-    return read_sweep(folder).promises if (folder / PLAN).exists() else {}
+    return {} if sweep is None else sweep.promises
 
 
 def check_promises(new: Sweep, folder: Path, old: Mapping[str, Promises]) -> None:
@@ -298,8 +303,7 @@ def check_promises(new: Sweep, folder: Path, old: Mapping[str, Promises]) -> Non
         if not has_started(path):
             continue
         promised = new.promises[run.config]
-        planned = read_planned(path)
-        if planned:
+        if planned := read_planned(path):
             promised_before = planned.promises
         else:
             promised_before = old.get(run.config, Promises(promised.score))

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.special import ndtr
 
 from canon_pretrain.boards.results import HELD_OUT_LOSS, Metric, score_curve
-from canon_pretrain.boards.stops import RACE, RACE_SHARE, RaceRecord, Stop, read_race
+from canon_pretrain.boards.stops import RACE, RACE_SHARE, Place, RaceRecord, Stop, read_race
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import write_json
 from canon_pretrain.report.record import RunRecord
@@ -86,7 +86,7 @@ class Race:
     claims: Sequence[Claim] = ()  # on this task; until they are decided, both sides are needed
     stopped: dict[Arm, Stop] = field(default_factory=dict)
     decided: dict[tuple[str, str], Stop] = field(default_factory=dict)  # by (worse, better)
-    seen: dict[tuple[str, str, float | None], Cell] = field(default_factory=dict)
+    seen: dict[Place, Cell] = field(default_factory=dict)
     """The newest cells of all races of the board, by task and arm: which are all-or-nothing."""
 
     def look(
@@ -102,6 +102,7 @@ class Race:
         An arm with an unknown score (None) decides nothing; one that has diverged (NaN) cannot be
         shown, and is stopped if there is another.
         """
+        # The arms whose scores are all known; those with a NaN have diverged.
         racing = {
             arm: [x for x in arm_scores if x is not None]
             for arm, arm_scores in scores.items()
@@ -114,56 +115,57 @@ class Race:
             return []
 
         # The arms of each architecture, which differ in their rates, the best first.
-        cells = self._cells(finite, items, -1 if lower_is_better else 1)
+        cells = self._cells(finite, items, lower_is_better=lower_is_better)
         arms_of: dict[str, list[Arm]] = {}
         for arm in sorted(cells, key=lambda arm: -cells[arm].mean):
             architecture, _ = arm
             arms_of.setdefault(architecture, []).append(arm)
 
         # Arms that have diverged are worse than their architecture's best rate, or any arm.
-        time = datetime.now(UTC).isoformat(timespec="seconds")
         new: dict[Arm, Stop] = {}
         for arm in racing:
             if arm not in finite:
                 architecture, _ = arm
                 better = arms_of.get(architecture, [*finite])[0]
-                new[arm] = self._stop(arm, better, stage, None, time)
+                new[arm] = self._stop(arm, better, stage, None)
 
         # Rates that are worse than another of their architecture. ALPHA is shared by the looks.
-        share = 1 / max(len(self.stages) - 1, 1)
+        look_share = 1 / max(len(self.stages) - 1, 1)
         for arms in arms_of.values():
             tests = [
-                _Test(_worse_p(cells, [worse], better, share * ALPHA), worse, better)
+                _Test(_worse_p(cells, [worse], better, look_share * ALPHA), worse, better)
                 for better, worse in itertools.combinations(arms, 2)
             ]
-            for p, worse, better in _rejected(tests, share):
-                new.setdefault(worse, self._stop(worse, better, stage, p, time))
+            for p, worse, better in _rejected(tests, look_share):
+                new.setdefault(worse, self._stop(worse, better, stage, p))
 
         # Architectures of which all rates are worse than the best one of another. The best rate
-        # was chosen, so that p counts as often as there are equal choices.
-        share *= RACE_SHARE / self.num_races
+        # was chosen, so that p counts as often as there are equal choices. ALPHA is shared by the
+        # races and the final scores too.
+        order_share = look_share * (RACE_SHARE / self.num_races)
         tests = []
         for better_arms, worse_arms in itertools.combinations(arms_of.values(), 2):
             better = better_arms[0]
             worse = worse_arms[0]
-            pair = (worse[0], better[0])
+            pair = _architectures(worse, better)
             if pair in self.decided or pair[::-1] in self.decided:
                 continue
             choices = num_choices(cells[better], [cells[arm] for arm in better_arms])
-            p = _worse_p(cells, worse_arms, better, share * ALPHA / choices) * choices
+            p = _worse_p(cells, worse_arms, better, order_share * ALPHA / choices) * choices
             tests.append(_Test(p, worse, better))
-        for p, worse, better in _rejected(tests, share):
-            self.decided[worse[0], better[0]] = self._stop(worse, better, stage, p, time)
+        for p, worse, better in _rejected(tests, order_share):
+            self.decided[_architectures(worse, better)] = self._stop(worse, better, stage, p)
 
-        # Both sides of an open claim continue, although their order is decided.
+        # An architecture with a decided order is stopped at all rates, unless a claim needs it.
         for (architecture, _), order in self.decided.items():
             if not self._needs(architecture):
                 for arm in arms_of.get(architecture, ()):
-                    new.setdefault(arm, replace(order, learning_rate=arm[1]))
+                    _, learning_rate = arm
+                    new.setdefault(arm, replace(order, learning_rate=learning_rate))
         self.stopped |= new
         return [*new.values()]
 
-    def _stop(self, worse: Arm, better: Arm, stage: Stage, p: float | None, time: str) -> Stop:
+    def _stop(self, worse: Arm, better: Arm, stage: Stage, p: float | None) -> Stop:
         arm, learning_rate = worse
         better_arm, better_rate = better
         return Stop(
@@ -175,15 +177,17 @@ class Race:
             num_seeds=stage.num_seeds,
             step=stage.step,
             p=p,
-            time=time,
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 
     def _cells(
-        self, scores: Mapping[Arm, Sequence[float]], items: int, sign: int
+        self, scores: Mapping[Arm, Sequence[float]], items: int, *, lower_is_better: bool
     ) -> dict[Arm, Cell]:
         """Return the cells, of which a higher mean is better, and add them to `seen`."""
         for arm, cell in measure_task(scores, items=items).items():
-            self.seen[(self.task, *arm)] = cell._replace(mean=sign * cell.mean)
+            if lower_is_better:
+                cell = cell._replace(mean=-cell.mean)
+            self.seen[(self.task, *arm)] = cell
         return {arm: with_all_or_nothing(self.seen, (self.task, *arm)) for arm in scores}
 
     def _needs(self, architecture: str) -> bool:
@@ -196,6 +200,10 @@ class Race:
             if is_open and architecture in (claim.worse, claim.better):
                 return True
         return False
+
+
+def _architectures(worse: Arm, better: Arm) -> tuple[str, str]:
+    return worse[0], better[0]
 
 
 def _worse_p(cells: Mapping[Arm, Cell], arms: Sequence[Arm], best: Arm, level: float) -> float:
@@ -237,7 +245,10 @@ class Entry:
 
     @property
     def name(self) -> str:
-        return f"{self.race.task}@{self.size}" if self.size else self.race.task
+        """The key of the stage in race.json."""
+        if not self.size:
+            return self.race.task
+        return f"{self.race.task}@{self.size}"
 
     @property
     def left(self) -> dict[Arm, Sequence[str]]:
@@ -263,7 +274,7 @@ class BoardRace:
 
         # Continue from race.json. The races of a board see each other's cells.
         record = read_race(folder)
-        seen: dict[tuple[str, str, float | None], Cell] = {}
+        seen: dict[Place, Cell] = {}
         for entry in entries:
             race = entry.race
             race.seen = seen
@@ -304,8 +315,9 @@ class BoardRace:
                     break
 
                 new += self._look(entry, stage, failed)
-                # The last arm has nothing to race with: it trains the rest of its seeds.
-                entry.stage = entry.stage + 1 if len(entry.left) > 1 else last_stage
+                entry.stage += 1
+                if len(entry.left) <= 1:  # nothing to race with: it trains the rest of its seeds
+                    entry.stage = last_stage
                 has_moved = True
         if has_moved:
             self._write()
@@ -319,15 +331,15 @@ class BoardRace:
         scores = dict[Arm, list[float | None]]()
         for arm, names in entry.left.items():
             scores[arm] = [None] * len(names)
-            for k, name in enumerate(names):
+            for seed_index, name in enumerate(names):
                 if name in failed:  # not read: it may be a run of another plan
                     if DIVERGED in failed[name]:
-                        scores[arm][k] = math.nan
+                        scores[arm][seed_index] = math.nan
                     continue
                 with suppress(UserError, OSError, KeyError, TypeError, ValueError):  # no score
                     record = RunRecord(self.folder / name)
                     metric = metric or Metric.of(record, entry.score)
-                    scores[arm][k] = score_curve(record, metric.name)[stage.step]
+                    scores[arm][seed_index] = score_curve(record, metric.name)[stage.step]
 
         metric = metric or HELD_OUT_LOSS
         return entry.race.look(

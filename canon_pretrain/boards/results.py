@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from canon_pretrain.boards.board import Reference
-from canon_pretrain.boards.stops import RaceRecord
+from canon_pretrain.boards.stops import Place, RaceRecord
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import parsing
 from canon_pretrain.core.terminal import printable
@@ -44,7 +44,7 @@ class BoardRun:
     problem: str = ""
 
     @property
-    def place(self) -> tuple[str, str, float | None]:
+    def place(self) -> Place:
         return self.task, self.arm, self.learning_rate
 
 
@@ -77,6 +77,7 @@ class Metric(NamedTuple):
         task = task_of_run(run.identity)
         if task is None or name == LOSS:
             return HELD_OUT_LOSS
+
         higher_is_better = metrics(task)
         name = name or next(iter(higher_is_better))
         windows = run.config.get("validation", {}).get("windows") or SCORED_WINDOWS
@@ -90,10 +91,10 @@ def score_curve(run: RunRecord, name: str) -> dict[int, float]:
     """Return a score by step; NaN if the model had diverged, which has no scores."""
     curve = {}
     for event in run.own_validations:
-        if name == LOSS:
-            score = event.get(LOSS)
-        else:
-            score = (event.get("scores") or {}).get(name)
+        scores: Mapping[str, Any] = event
+        if name != LOSS:
+            scores = event.get("scores") or {}
+        score = scores.get(name)
         curve[event.step] = math.nan if score is None else score
     return curve
 
@@ -103,7 +104,7 @@ class Result:
     """A planned run as it is; `score` is None until the run is done, NaN if it diverged."""
 
     run: BoardRun
-    state: str = "waiting"
+    state: str = "waiting"  # also done, failed, damaged, RACED, or a state of summarize_run
     reason: str = ""
     step: int = 0
     score: float | None = None
@@ -142,7 +143,9 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         return Result(run, "failed", printable(plan.others[run.name]))
 
     path = plan.folder / run.name
-    result = Result(run, "failed" if run.problem else "waiting", printable(run.problem))
+    result = Result(run)
+    if run.problem:
+        result = Result(run, "failed", printable(run.problem))
     if not is_run_folder(path):
         return result
 
@@ -155,6 +158,7 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         result.step = max((event.get("step", 0) for event in record.events), default=0)
     except (UserError, OSError) as error:
         return Result(run, "damaged", printable(str(error)))
+
     result.record = record
     if record.is_done:
         result.state = "done"
@@ -181,25 +185,27 @@ def _metric_of(plan: BoardPlan, task: str, results: Sequence[Result]) -> Metric:
 def _take_score(result: Result) -> None:
     """Set the score of a run that is done."""
     result.score = result.curve.get(result.step, math.nan)
-    if not result.has_score:
-        is_validated = result.step in result.curve
-        result.reason = "diverged" if is_validated else "no validation at its last step"
+    if result.step not in result.curve:
+        result.reason = "no validation at its last step"
+    elif not result.has_score:
+        result.reason = "diverged"
 
 
 def _mark_raced(result: Result, step: int) -> None:
     """Set the state of a run that a race stopped at `step`, or did not start."""
     result.state = RACED
     result.reason = ""
-    score = result.curve.get(step)
-    if score is not None and math.isfinite(score):
-        result.raced_score = score
-    elif score is not None:
-        result.reason = "diverged"
+    if step in result.curve:
+        score = result.curve[step]
+        if math.isfinite(score):
+            result.raced_score = score
+        else:
+            result.reason = "diverged"
 
 
 @dataclass(frozen=True)
 class RateScores:
-    """A cell at one learning rate: None for a run that is not over; `mean` if all have a score."""
+    """A cell at one learning rate: None for a run that is not done; `mean` if all have a score."""
 
     rate: float | None
     scores: list[float | None]
@@ -222,27 +228,30 @@ def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
     for result in results:
         by_rate.setdefault(result.run.learning_rate, []).append(result)
 
+    # A rate has a mean if all of its runs have a score.
     rates = []
     candidates = {}
     for rate, runs in by_rate.items():
-        scores = [run.score if run.is_over else None for run in runs]
+        scores = [run.score for run in runs]
         finite = [score for score in scores if score is not None and math.isfinite(score)]
-        is_scored = len(finite) == len(runs)
-        mean = statistics.fmean(finite) if is_scored else None
-        candidates[rate] = finite if is_scored else [math.nan]  # which loses
-        rates.append(RateScores(rate, scores, mean, any(run.state == RACED for run in runs)))
+        mean = None
+        candidates[rate] = [math.nan]  # loses
+        if len(finite) == len(runs):
+            mean = statistics.fmean(finite)
+            candidates[rate] = finite
+        is_stopped = any(run.state == RACED for run in runs)
+        rates.append(RateScores(rate, scores, mean, is_stopped))
 
     if any(rate_scores.mean is not None for rate_scores in rates):
         optimum = rate_optimum(candidates, lower_is_better=lower_is_better)
-    else:  # no rate is scored: show that with most scores, or that trained for longest
-        best = max(
-            by_rate,
-            key=lambda rate: (
-                sum(run.has_score for run in by_rate[rate]),
-                sum(run.step for run in by_rate[rate]),
-            ),
-        )
-        optimum = RateOptimum(best, "only" if len(by_rate) == 1 else None)
+    else:
+        # Show the rate with most scores; of equal ones, that trained for longest.
+        def progress(rate: float | None) -> tuple[int, int]:
+            runs = by_rate[rate]
+            return sum(run.has_score for run in runs), sum(run.step for run in runs)
+
+        edge = "only" if len(by_rate) == 1 else None
+        optimum = RateOptimum(max(by_rate, key=progress), edge)
 
     # An optimum at the edge of the grid says nothing while runs are missing.
     complete = all(result.is_over for result in results)

@@ -10,6 +10,10 @@ RACE = "race.json"
 RACE_SHARE = 0.4  # share of ALPHA for the looks; the rest is for the final scores
 
 
+Place = tuple[str, str, float | None]
+"""A task, an arm and a learning rate; None: that of the config."""
+
+
 @dataclass(frozen=True)
 class Stop:
     """An arm that was worse than `better` at `step`, over its first `num_seeds` seeds.
@@ -29,7 +33,7 @@ class Stop:
     time: str = ""
 
     @property
-    def place(self) -> tuple[str, str, float | None]:
+    def place(self) -> Place:
         return self.task, self.arm, self.learning_rate
 
     def __str__(self) -> str:

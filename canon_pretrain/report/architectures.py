@@ -89,14 +89,12 @@ def architectures(runs: Sequence[RunRecord]) -> list[Architecture]:
     representatives = [group[0] for group in groups]
     differing = [name for name in names if len(_grouped(representatives, [name])) > 1]
     labels = _labels(representatives, differing)
-    return [
-        Architecture(
-            label,
-            settings={name: _setting(group[0], name) for name in differing},
-            recipes=[recipe_of(recipe_runs) for recipe_runs in _grouped(group, [LEARNING_RATE])],
-        )
-        for label, group in zip(labels, groups, strict=True)
-    ]
+    grouped = []
+    for label, group in zip(labels, groups, strict=True):
+        settings = {name: _setting(group[0], name) for name in differing}
+        recipes = [recipe_of(recipe_runs) for recipe_runs in _grouped(group, [LEARNING_RATE])]
+        grouped.append(Architecture(label, settings, recipes))
+    return grouped
 
 
 def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
@@ -105,8 +103,10 @@ def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
     recipe = Recipe(runs[0].identity.get(LEARNING_RATE), [], [])
     for run in runs:
         identity = _defaults() | run.identity | {HELD_OUT: None}
-        is_repeat = run.identity and identity in seen
-        (recipe.repeats if is_repeat else recipe.runs).append(run)
+        if run.identity and identity in seen:
+            recipe.repeats.append(run)
+        else:
+            recipe.runs.append(run)
         seen.append(identity)
     return recipe
 
@@ -116,25 +116,26 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
     if len(runs) == 1:
         label = str(runs[0].config.get("model", {}).get("flavor") or runs[0].label)
         mixer = _setting(runs[0], "model.mixer")
-        return [printable(label if mixer in (None, "attention") else f"{label}, {mixer}")]
+        if mixer not in (None, "attention"):
+            label = f"{label}, {mixer}"
+        return [printable(label)]
 
-    # Add a field if labels with it distinguish more runs.
-    label_fields: list[str] = []
-    labels = [""] * len(runs)
+    # Add a field if labels with it distinguish more runs; LABEL_FIELDS come first, in their order.
+    labels: list[str] = []
     for name in sorted(differing, key=lambda x: (*LABEL_FIELDS, x).index(x)):
-        longer_labels = []
-        for run in runs:
-            parts = [_label_part(x, _setting(run, x)) for x in (*label_fields, name)]
-            longer_labels.append(printable(", ".join(parts)))
-        if len(set(longer_labels)) > len(set(labels)) or not label_fields:
-            label_fields.append(name)
+        longer_labels = [printable(_label_part(name, _setting(run, name))) for run in runs]
+        if labels:
+            longer_labels = [", ".join(parts) for parts in zip(labels, longer_labels, strict=True)]
+        if len({*longer_labels}) > len({*labels}):
             labels = longer_labels
 
     # Values may be equal in the characters that a label shows.
-    return [
-        label if labels.count(label) == 1 else f"{label} ({run.label})"
-        for label, run in zip(labels, runs, strict=True)
-    ]
+    unique_labels = []
+    for label, run in zip(labels, runs, strict=True):
+        if labels.count(label) > 1:
+            label = f"{label} ({run.label})"
+        unique_labels.append(label)
+    return unique_labels
 
 
 def _label_part(name: str, value: Any) -> str:
@@ -143,8 +144,9 @@ def _label_part(name: str, value: Any) -> str:
     if name == "model.mixer_conv":
         return "conv1d" if value else "no conv1d"
     text = str(value)[:16]
-    is_plain = name in ("model.mixer", "model.position")
-    return text if is_plain else f"{name.rpartition('.')[2]} {text}"
+    if name in ("model.mixer", "model.position"):
+        return text
+    return f"{name.rpartition('.')[2]} {text}"
 
 
 def choose(architecture: Architecture) -> Choice:
@@ -164,12 +166,14 @@ def choose(architecture: Architecture) -> Choice:
         common = set.intersection(*(set(x) for runs in losses_by_recipe for x in runs))
         last = max(common, key=lambda at: (at.step, at.text in own_texts, at.text), default=None)
 
-        if last is not None and (step is None or last.step > step):  # the suite wins at equal steps
+        # The suite is first, so it wins at equal steps.
+        if last is not None and (step is None or last.step > step):
             means = [fmean(x[last] for x in runs) for runs in losses_by_recipe]
             losses = [mean if math.isfinite(mean) else None for mean in means]
             step = last.step
             chosen_source = source
 
+    # The recipe with the lowest loss; a single one needs no loss.
     if len(recipes) == 1:
         return Choice(recipes[0], "its only learning rate", losses, step)
     best = min((x for x in losses if x is not None), default=None)

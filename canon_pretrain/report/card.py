@@ -69,17 +69,20 @@ def model_card(
     `lead`: what the weights are. `loading`: Markdown. Equal runs make equal bytes.
     """
     run = RunRecord(path, "score")  # what tables call its column
-    try:
+    has_log = False
+    with contextlib.suppress(UserError):  # an import has no log; a damaged one may be exported
         has_log = bool(run.steps)
-    except UserError:  # an import has no log; a damaged one is no reason not to export
-        has_log = False
-    picture = _picture(run, step) if has_log else None
+    picture = None
+    samples = []
+    if has_log:
+        picture = _picture(run, step)
+        samples = [*_samples(run, step)]
 
     # What it is and how it was trained.
     args = run.model_args
     data = _data(run)
     description = printable(str(run.config.get("job", {}).get("description") or ""))
-    summary = [description, lead] if description else [lead]
+    summary = [text for text in (description, lead) if text]
     total_steps = run.identity.get("training.steps") or step
     if step < total_steps:
         summary.append(f"The run was configured for {total_steps:,} steps of training.")
@@ -109,9 +112,11 @@ def model_card(
         "picture": picture and PICTURE,
         "suites": [eval_report.suite_content(x.suite, {run: x}, step) for x in evaluated],
         "at_chance": [*_at_chance(evaluated)],
-        "samples": [*_samples(run, step)] if has_log else [],
+        "samples": samples,
         "limits": [*_limits(run, license_id)],
     }
+
+    # The hub's metadata; results need the name of a model.
     tags = ["canon_pretrain"]
     if args:
         tags += [args.mixer, args.position]
@@ -135,35 +140,44 @@ def _architecture(args: ModelArgs) -> Iterator[Row]:
     """Yield the rows on the model's sizes and modules."""
     num_total = num_parameters(args)
     num_active = active_parameters(args)
-    active = f", {num_active:,} used per token" if num_active != num_total else ""
-    yield "parameters", f"{num_total:,}{active}"
+    parameters = [f"{num_total:,}"]
+    if num_active != num_total:
+        parameters.append(f"{num_active:,} used per token")
+    yield "parameters", ", ".join(parameters)
     yield "layers", f"{args.num_layers} of width {args.dim:,}"
 
     # The mixer and its positions.
-    head_sizes = {name: getattr(args, name) for name in ("num_heads", "head_dim", "rope_dim")}
-    mixer = _MIXERS[args.mixer].format(**head_sizes)
-    kv_heads = f", {args.kv_heads} of keys and values" if args.num_kv_heads else ""
-    conv = ", with its convolution" if args.mixer_conv else ""
-    yield "mixer", f"{mixer}{kv_heads}{conv}"
-    yield "positions", _POSITIONS[args.position].format(**head_sizes)
+    sizes = {"num_heads": args.num_heads, "head_dim": args.head_dim, "rope_dim": args.rope_dim}
+    mixer = [_MIXERS[args.mixer].format(**sizes)]
+    if args.num_kv_heads:
+        mixer.append(f"{args.kv_heads} of keys and values")
+    if args.mixer_conv:
+        mixer.append("with its convolution")
+    yield "mixer", ", ".join(mixer)
+    yield "positions", _POSITIONS[args.position].format(**sizes)
     yield "Canon layers", _canon(args)
 
-    # The feed-forward network and the rest of a block.
-    feed_forward = "none"
+    # The feed-forward network and the norms of a block.
+    feed_forward = [args.ffn]
     if args.ffn != "none":
-        feed_forward = f"{args.ffn}, {args.ffn_activation}, width {args.ffn_dim:,}"
-    experts = ""
+        feed_forward += [args.ffn_activation, f"width {args.ffn_dim:,}"]
     if args.ffn == "moe":
-        experts = f", {args.experts_per_token} of {args.num_experts} experts per token"
-    yield "feed-forward", f"{feed_forward}{experts}"
-    qk_norm = f", QK-norm {args.qk_norm}" if args.qk_norm != "none" else ""
-    yield "norm", f"{args.norm}{qk_norm}"
+        feed_forward.append(f"{args.experts_per_token} of {args.num_experts} experts per token")
+    yield "feed-forward", ", ".join(feed_forward)
+    norm = [args.norm]
+    if args.qk_norm != "none":
+        norm.append(f"QK-norm {args.qk_norm}")
+    yield "norm", ", ".join(norm)
 
     # Tokens in and out.
-    tied = ", input and output embeddings tied" if args.tie_embeddings else ""
-    yield "vocabulary", f"{args.vocab_size:,} tokens{tied}"
-    document_mask = ", documents in it are separated" if args.document_mask else ""
-    yield "longest context", f"{args.max_seq_len:,} tokens{document_mask}"
+    vocabulary = [f"{args.vocab_size:,} tokens"]
+    if args.tie_embeddings:
+        vocabulary.append("input and output embeddings tied")
+    yield "vocabulary", ", ".join(vocabulary)
+    context = [f"{args.max_seq_len:,} tokens"]
+    if args.document_mask:
+        context.append("documents in it are separated")
+    yield "longest context", ", ".join(context)
 
 
 def _canon(args: ModelArgs) -> str:
@@ -202,13 +216,12 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
     for event in run.own_validations:
         if event.step != step:
             continue
-        loss = f"{sections.number(event.get('loss'))} nats per token"
+        losses = [f"{sections.number(event.get('loss'))} nats per token"]
         bits = event.get("bits_per_byte")
         if bits is not None:
-            loss = f"{loss}, {sections.number(bits)} bits per byte"
-        yield "held-out loss in training", loss
-        scores = event.get("scores") or {}
-        if scores:
+            losses.append(f"{sections.number(bits)} bits per byte")
+        yield "held-out loss in training", ", ".join(losses)
+        if scores := event.get("scores"):
             texts = [f"{name} {sections.number(value)}" for name, value in scores.items()]
             yield "scores in training", printable(", ".join(texts))
 
@@ -240,6 +253,7 @@ def _data(run: RunRecord) -> DataRows:
         if mixture.fingerprint != fingerprint:
             return described
 
+        # A row per folder of the mixture: its share, its tokens and where they are from.
         for folder, name, source, share in zip(
             folders, mixture.names, mixture.sources, mixture.shares, strict=True
         ):
@@ -249,14 +263,13 @@ def _data(run: RunRecord) -> DataRows:
             if match := _HUB_CACHE.search(str(plan.get("root"))):
                 described.datasets.add("/".join(match.groups()))
 
+            origin = " ".join(str(plan[x]) for x in ("source", "source_version") if plan.get(x))
             label = "data"
-            windows = ""
+            text = f"{source.num_tokens:,} tokens from {origin or 'a source not recorded'}"
             if len(folders) > 1:
                 label = f"data {Path(name).name}"
-                windows = f"{float(share):.1%} of the windows; "
-            origin = " ".join(str(plan[x]) for x in ("source", "source_version") if plan.get(x))
-            tokens = f"{source.num_tokens:,} tokens from {origin or 'a source not recorded'}"
-            described.rows.append((printable(label), printable(windows + tokens)))
+                text = f"{float(share):.1%} of the windows; {text}"
+            described.rows.append((printable(label), printable(text)))
     return described
 
 
@@ -264,8 +277,9 @@ def _picture(run: RunRecord, step: int) -> bytes:
     """Return training and held-out loss, and scores of a synthetic task or the gradient norm."""
 
     def line(label: str, curve: Curve | None) -> Line:
+        """Return a curve up to `step` over the tokens seen."""
         if curve is None:
-            curve = Curve(np.zeros(0, np.int64), np.zeros(0))
+            return Line(label, np.zeros(0), np.zeros(0))
         is_before = curve.steps <= step
         steps = curve.steps[is_before]
         values = curve.values[is_before]
@@ -273,12 +287,14 @@ def _picture(run: RunRecord, step: int) -> bytes:
         tokens = np.array([evaluations.tokens_at(run, at) for at in steps[kept]], float)
         return Line(label, tokens, values[kept])
 
+    # On the left the losses; training may have logged only one of them.
     held_out = Curve.of(
         (event.step, event["loss"]) for event in run.own_validations if "loss" in event
     )
     losses = [line("training", run.curve("loss")), line("held out", held_out)]
     left = Panel("Loss, nats per token", [loss for loss in losses if len(loss.x)])
 
+    # On the right the scores of the task, which text does not have.
     scores = [line(name, curve) for name, curve in run.scores.items() if name != "loss"]
     if scores:
         right = Panel("Scores on the task", scores[:MAX_SCORES])
@@ -294,13 +310,15 @@ def _samples(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
         if not last_step:
             continue
         text = by_step[last_step]
-        lines = ["(not finite)"] if text is None else text.splitlines() or [""]
+        lines = ["(not finite)"]
+        if text is not None:
+            lines = text.splitlines() or [""]
         after = f"after “{prompt}”" if prompt else "no prompt"
         yield f"Step {last_step:,}, {after}:", "\n".join(f"    {line}" for line in lines)
 
 
 def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
-    """Yield a sentence with the primary scores whose 95 % interval has the task's chance level."""
+    """Yield a sentence with the scores whose 95 % interval contains the task's chance level."""
     at_chance = []
     cache = ItemCache()
     for evaluation in shown:
@@ -331,15 +349,17 @@ def _eval_results(shown: Sequence[Evaluation]) -> Iterator[EvalResult]:
         suite = evaluation.suite
         for task, scores in evaluation.results.scores.items():
             # Baselines such as count models are no tasks; of held-out losses one unit is enough.
-            metrics = evaluation.primary_metrics(task) if evaluation.is_task(task) else []
+            if not evaluation.is_task(task):
+                continue
+            metrics = evaluation.primary_metrics(task)
             if suite == VALIDATION and metrics and BITS in scores:
                 metrics = [BITS]
 
+            title = task if task == suite else f"{suite}: {task}"
             for metric in metrics:
                 value = scores[metric].number
                 if not math.isfinite(value):
                     continue
-                title = task if task == suite else f"{suite}: {task}"
                 yield EvalResult(
                     task_type="text-generation",
                     dataset_type=printable(task),

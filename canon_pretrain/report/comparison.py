@@ -4,6 +4,7 @@ architectures.py groups the runs, verdicts.py judges the pairs. A is the baselin
 """
 
 import argparse
+import itertools
 import json
 import math
 from collections import Counter
@@ -76,7 +77,8 @@ def noise_options(arguments: argparse.Namespace, runs: Sequence[RunRecord], **mo
     for run in runs:
         for evaluation in run.evaluations:
             for task, metrics in evaluation.results.scores.items():
-                names |= {task, *(f"{task}:{metric}" for metric in metrics)}
+                names.add(task)
+                names.update(f"{task}:{metric}" for metric in metrics)
     names.discard(f"{VALIDATION}:{BITS}")  # verdicts are in nats per token
 
     sigmas = {}
@@ -110,26 +112,26 @@ def comparison_content(
     choices = {x.label: architectures.choose(x) for x in grouped}
     label = _baseline_label(grouped, baseline)
 
-    # Judge the chosen recipe of each architecture against the baseline's.
-    sides = {
-        architecture: Side(architecture, choice.recipe.runs)
-        for architecture, choice in choices.items()
-        if choice.recipe
-    }
+    # Verdicts are on chosen recipes only; tables show all runs of an architecture without one.
+    sides = {}
+    shown_runs: dict[str, Sequence[RunRecord]] = {}
+    for architecture in grouped:
+        shown_runs[architecture.label] = architecture.runs
+        if recipe := choices[architecture.label].recipe:
+            shown_runs[architecture.label] = recipe.runs
+            sides[architecture.label] = Side(architecture.label, recipe.runs)
+
+    # Judge each architecture against the baseline.
     pairs = []
     if label in sides:
         pairs = [Pair(side, sides[label]) for side in sides.values() if side.label != label]
     comparator = Comparator([recipe for x in grouped for recipe in x.recipes], options)
     rows, refused, notes = verdicts.verdicts(comparator, pairs)
 
-    # Tables show an architecture by the chosen recipe's runs, or by all if none is chosen. A suite
-    # that only some seeds of each architecture have has no step to show.
-    shown_runs: dict[str, Sequence[RunRecord]] = {x.label: x.runs for x in grouped}
-    shown_runs |= {side.label: side.runs for side in sides.values()}
+    # A suite that only some seeds of each architecture have has no step to show.
     steps = {}
     for suite in evaluations.suites_of(runs, options.suites):
-        step_by_label = evaluations.table_steps(shown_runs, label, suite, options.step)
-        if step_by_label:
+        if step_by_label := evaluations.table_steps(shown_runs, label, suite, options.step):
             steps[suite] = step_by_label
     scores = _scores(grouped, choices, comparator, steps)
     summaries = [verdicts.held_out_summary(rows, refused, pair) for pair in pairs]
@@ -220,10 +222,9 @@ def _scores(
             seeds = comparator.noise([key], bounded=bounded)
             cells = []
             for label, side in evaluated.items():
-                cell = _cell(key, label, side, choices[label].recipe, comparator, seeds)
-                if cell:
+                if cell := _cell(key, label, side, choices[label].recipe, comparator, seeds):
                     cells.append(cell)
-            suite_step = next(iter(step_by_label.values()))
+            suite_step = next(iter(step_by_label.values()))  # the baseline's
             rows.append(TaskScores(*key, suite_step, cells))
     return rows
 
@@ -237,11 +238,11 @@ def _cell(
     seeds: SeedNoise | None,
 ) -> ArchitectureScore | None:
     """Return the score of an architecture's best run, and the mean of its chosen runs."""
-    scores = [
-        (score, evaluation)
-        for evaluation in evaluated
-        if (score := evaluation.score(key)) is not None and math.isfinite(score)
-    ]
+    scores = []
+    for evaluation in evaluated:
+        score = evaluation.score(key)
+        if score is not None and math.isfinite(score):
+            scores.append((score, evaluation))
     if not scores:
         return None
 
@@ -252,10 +253,15 @@ def _cell(
     best_score, best = pick(scores, key=lambda pair: pair[0])
     bias = None
     if seeds:
-        bias = expected_maximum(len(scores)) * seeds.sigma * (best_score if scale.is_log else 1)
+        bias = expected_maximum(len(scores)) * seeds.sigma
+        if scale.is_log:
+            bias *= best_score
 
+    # The mean over the runs of the chosen learning rate.
     mean = None
-    labels = [run.label for run in recipe.runs] if recipe else []
+    labels = []
+    if recipe:
+        labels = [run.label for run in recipe.runs]
     chosen = [(score, evaluation) for score, evaluation in scores if evaluation.run in labels]
     if chosen:
         mean_score = scale.score(fmean(scale.mean(score) for score, _ in chosen))
@@ -265,9 +271,8 @@ def _cell(
         if stderr is not None and scale.is_log:
             stderr *= mean_score
         mean = MeanScore(mean_score, len(chosen), stderr)
-    return ArchitectureScore(
-        label, best.step, BestScore(best_score, best.run, len(scores), bias), mean
-    )
+    best_of_runs = BestScore(best_score, best.run, len(scores), bias)
+    return ArchitectureScore(label, best.step, best_of_runs, mean)
 
 
 def _notes(
@@ -277,9 +282,10 @@ def _notes(
     notes = []
     if len(grouped) == 1:
         notes.append("There is only one architecture, so nothing to compare.")
-    if len(grouped) > 1 and choice.recipe is None:
+    elif choice.recipe is None:
         notes.append(f"The baseline {baseline} has no chosen learning rate: no verdicts.")
 
+    # Architectures that are not treated equally.
     num_rates = {len(architecture.recipes) for architecture in grouped}
     if len(num_rates) > 1:
         notes.append(
@@ -374,17 +380,17 @@ def compare_sides(
 
     Raises UserError, with also the `errors` of runs that were not read, if nothing can be compared.
     """
+    # Each side is one recipe, even if its runs differ in more than their seeds, which a note says.
     runs = [run for group in groups for run in group]
     sides = []
     recipes = []
     notes = [line for run in runs for line in run.left_out]
     for name, group in zip("AB", groups, strict=True):
-        # One recipe even if its runs differ in more than their seeds, which a note says.
         side = architectures.recipe_of(group)
-        side_recipes = [x for y in architectures.architectures(side.runs) for x in y.recipes]
         sides.append(Side(name, side.runs))
-        recipes += side_recipes
         notes += [f"{name}: {run.label} repeats the seeds of another run" for run in side.repeats]
+        side_recipes = [x for y in architectures.architectures(side.runs) for x in y.recipes]
+        recipes += side_recipes
         if len(side_recipes) > 1:
             notes.append(f"{name}: runs differ in more than their seeds")
 
@@ -393,7 +399,8 @@ def compare_sides(
     if not rows:
         available = {run.label: _available(run) for run in runs}
         reasons = [f"{x.suite} {x.task or ''}: {x.why}" for x in refused]
-        reasons += [f"{label} has {', '.join(x) or 'no results'}" for label, x in available.items()]
+        for label, texts in available.items():
+            reasons.append(f"{label} has {', '.join(texts) or 'no results'}")
         reasons += map(str, errors)
         raise UserError(
             "compare.nothing",
@@ -402,6 +409,7 @@ def compare_sides(
             found=available,
         )
 
+    # A sentence on held-out loss, unless the user compares on other suites only.
     summary = None
     if options.suites is None or VALIDATION in options.suites:
         summary = verdicts.held_out_summary(rows, refused, Pair(b, a))
@@ -425,19 +433,20 @@ def _read_sides(
     pair = arguments.pair
     a = arguments.a
     b = arguments.b
-    folders_a = named_runs(a or pair[:1])
-    folders_b = named_runs(b or pair[1:])
-    runs, errors = read_runs([*folders_a, *folders_b])
-    sides = [
-        [run for run in runs if run.folder.path in folders] for folders in (folders_a, folders_b)
-    ]
-    is_a_unreadable = folders_a and not sides[0]
-    is_b_unreadable = folders_b and not sides[1]
-    if errors and (is_a_unreadable or is_b_unreadable):
-        raise errors[0]
+    folders_by_side = [named_runs(a or pair[:1]), named_runs(b or pair[1:])]
+    runs, errors = read_runs([folder for folders in folders_by_side for folder in folders])
+
+    # A side may lose runs that cannot be read, but not all of them.
+    sides = []
+    for folders in folders_by_side:
+        side = [run for run in runs if run.folder.path in folders]
+        if errors and folders and not side:
+            raise errors[0]
+        sides.append(side)
 
     # One sweep: its two architectures, with the repeats of their seeds, which a note names.
-    if len(pair) == 1 and not (a or b):
+    is_pair = len(pair) in (1, 2) and not (a or b)
+    if is_pair and len(pair) == 1:
         sides = [
             [run for recipe in architecture.recipes for run in (*recipe.runs, *recipe.repeats)]
             for architecture in architectures.architectures(runs)
@@ -445,7 +454,6 @@ def _read_sides(
         if errors and len(sides) != 2:
             raise errors[0]
 
-    is_pair = len(pair) in (1, 2) and not (a or b)
     is_groups = a and b and not pair
     if len(sides) != 2 or not (is_pair or is_groups):
         raise UserError(
@@ -460,8 +468,10 @@ def _available(run: RunRecord) -> list[str]:
     """Return which evaluations a run has, once each."""
     texts = []
     for evaluation in run.evaluations:
-        trial = " with --limit (not a result)" if evaluation.limit else ""
-        texts.append(f"{evaluation.suite} at step {evaluation.step}{trial}")
+        text = f"{evaluation.suite} at step {evaluation.step}"
+        if evaluation.limit:
+            text = f"{text} with --limit (not a result)"
+        texts.append(text)
     return [*dict.fromkeys(texts)]
 
 
@@ -472,6 +482,7 @@ def _print(content: PairComparison) -> None:
     def show(*lines: str, style: str = "") -> None:
         console.print(Text("\n".join(lines), style=style), soft_wrap=True)
 
+    # The main result, and what is compared.
     if content.held_out:
         show(content.held_out, style="bold")
     if sentence := speed_sentence(content.speed, "A"):
@@ -489,8 +500,10 @@ def _print(content: PairComparison) -> None:
     # Why there is no verdict, or what is known on seeds; rows with one reason share a line.
     scores_by_reason: dict[str, list[str]] = {}
     for row in content.pairs:
-        sigma = row.seed_noise.words if row.seed_noise else "unknown"
-        reason = row.why or f"seed noise {sigma}"
+        reason = row.why
+        if not reason:
+            sigma = row.seed_noise.words if row.seed_noise else "unknown"
+            reason = f"seed noise {sigma}"
         scores_by_reason.setdefault(reason, []).append(f"{row.task} {row.metric}")
     lines = [f"{', '.join(scores)}: {reason}" for reason, scores in scores_by_reason.items()]
     lines += [f"not compared: {x.suite} {x.task or ''}: {x.why}" for x in content.refused]
@@ -503,8 +516,9 @@ def _suite_table(content: PairComparison, rows: Sequence[Verdict], *, is_wide: b
     """Return the rows of one suite; columns that are empty in all rows are left out."""
     columns = {"task, metric": [f"{row.task} {row.metric}" for row in rows]}
     cells = [pair_cells(row, content) for row in rows]
-    for name in [*COLUMNS][: None if is_wide else NARROW_COLUMNS]:
-        texts = [cell_text(row_cells[COLUMNS[name]]) for row_cells in cells]
+    num_columns = len(COLUMNS) if is_wide else NARROW_COLUMNS
+    for name, report_name in itertools.islice(COLUMNS.items(), num_columns):
+        texts = [cell_text(row_cells[report_name]) for row_cells in cells]
         if any(text != MISSING for text in texts):
             columns[name] = texts
 

@@ -132,6 +132,7 @@ def _recorded(run: RunRecord, common_identity: Collection[str]) -> dict[str, Val
 
     `common_identity`: the names in both identities, which are compared there and not in `config`.
     """
+    # The newest launch wrote what it ran on; an older version may not have.
     folder = run.folder.launch_path(max(launch_numbers(run.folder), default=0))
     launch = _read_if_there(folder / "launch.json") or {}
     environment = _read_if_there(folder / "environment.json")
@@ -139,6 +140,7 @@ def _recorded(run: RunRecord, common_identity: Collection[str]) -> dict[str, Val
         machine = {name: launch.get(name) for name in ("platform", "devices")}
         environment = flatten(machine) | environment
 
+    # The commit, and changes that were not committed.
     code: Values | None = None
     git = launch.get("git") or {"problem": "unknown"}
     if not git.get("problem"):
@@ -154,15 +156,17 @@ def _recorded(run: RunRecord, common_identity: Collection[str]) -> dict[str, Val
             if separator:
                 packages[name] = version
 
+    identity = dict(run.identity)
+    config = flatten(run.config)
+    for name in DATA:
+        identity.pop(name, None)
+    for name in common_identity:
+        config.pop(name, None)
     launch_events = run.launch_events
     return {
-        "identity": {name: value for name, value in run.identity.items() if name not in DATA},
+        "identity": identity,
         "data": {name: run.identity[name] for name in DATA if name in common_identity},
-        "config": {
-            name: value
-            for name, value in flatten(run.config).items()
-            if name not in common_identity
-        },
+        "config": config,
         "code": code,
         "packages": packages,
         "environment": environment,
@@ -184,13 +188,17 @@ def _section(name: str, a: Values | None, b: Values | None) -> Section:
     if a is None or b is None:
         return Section(unknown=[run for run, values in (("A", a), ("B", b)) if values is None])
 
+    own_prefixes = PER_RUN_NAMES.get(name, ())
     keys = sorted(a.keys() | b.keys())
     section = Section(compared=len(keys))
     for key in keys:
-        if a.get(key) != b.get(key):
-            is_own = key.startswith(PER_RUN_NAMES.get(name, ()))
-            differences = section.own if is_own else section.differences
-            differences[key] = [a.get(key), b.get(key)]
+        values = [a.get(key), b.get(key)]
+        if values[0] == values[1]:
+            continue
+        if key.startswith(own_prefixes):
+            section.own[key] = values
+        else:
+            section.differences[key] = values
     return section
 
 
@@ -224,9 +232,8 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Losses:
 
     NaN equals NaN; a value that is finite in one run only is beyond any tolerance.
     """
-    empty = Curve(np.empty(0, np.int64), np.empty(0))
-    a = a or empty
-    b = b or empty
+    if a is None or b is None:
+        return Losses(common=0, rtol=rtol)
     steps, indices_a, indices_b = np.intersect1d(
         a.steps, b.steps, assume_unique=True, return_indices=True
     )
@@ -242,16 +249,24 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Losses:
     relative[~np.isfinite(relative)] = math.inf
     relative[(losses_a == losses_b) | (np.isnan(losses_a) & np.isnan(losses_b))] = 0.0
 
-    unequal = np.flatnonzero(relative > 0).tolist()
-    beyond = np.flatnonzero(relative > rtol).tolist()
+    # The first step beyond the tolerance, with its losses, and the first with any difference.
     largest = int(relative.argmax())
+    first_beyond = None
+    there = None
+    if relative[largest] > rtol:
+        index = int((relative > rtol).argmax())
+        first_beyond = int(steps[index])
+        there = float(losses_a[index]), float(losses_b[index])
+    first_unequal = None
+    if relative[largest] > 0:
+        first_unequal = int(steps[(relative > 0).argmax()])
     return Losses(
         common=len(steps),
         rtol=rtol,
-        there=(float(losses_a[beyond[0]]), float(losses_b[beyond[0]])) if beyond else None,
+        there=there,
         largest=float(relative[largest]),
-        first_unequal=int(steps[unequal[0]]) if unequal else None,
-        first_beyond=int(steps[beyond[0]]) if beyond else None,
+        first_unequal=first_unequal,
+        first_beyond=first_beyond,
         largest_step=int(steps[largest]),
         last_common=int(steps[-1]),
     )
@@ -267,13 +282,13 @@ def describe(comparison: Comparison, *, with_own: bool) -> Iterator[str]:
             yield f"{name}: not compared: not recorded in {' and '.join(section.unknown)}"
             continue
 
-        result = "same"
+        # A summary of the section, then its differences.
+        summary = "same"
         if section.differences:
-            result = f"{len(section.differences)} of {section.compared} differ"
-        ignored = ""
+            summary = f"{len(section.differences)} of {section.compared} differ"
         if section.own and not with_own:
-            ignored = f", {len(section.own)} ignored (--all)"
-        yield f"{name}: {result}{ignored}"
+            summary = f"{summary}, {len(section.own)} ignored (--all)"
+        yield f"{name}: {summary}"
         for key, values in section.differences.items():
             yield f"  {key}: {' -> '.join(map(_format, values))}"
         if with_own:
@@ -291,13 +306,15 @@ def _format(value: Any) -> str:
     """Return a value on one line; – for None."""
     if value is None:
         return "–"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _describe_digests(digests: Digests) -> str:
-    common = f"{digests.common:,}"
     if not digests.common:
         return "none in common (A has {:,}, B {:,})".format(*digests.logged)
+    common = f"{digests.common:,}"
     if digests.first_different is None:
         return f"equal in all {common} common steps, to step {digests.last_common:,}"
     different = f"{digests.different:,} of {common} common steps"

@@ -95,10 +95,9 @@ def run(arguments: argparse.Namespace) -> None:
     content = report_content(runs, compared, arguments.published)
     content.warnings.extend(f"{error}; it is left out." for error in errors)
 
-    folder = arguments.out
-    if folder is None:
-        parent = arguments.runs[0] if len(arguments.runs) == 1 else Path()
-        folder = parent / "report"
+    folder = arguments.out or Path("report")
+    if arguments.out is None and len(arguments.runs) == 1:
+        folder = arguments.runs[0] / "report"
     write_report(folder, "index.html", content, figures.labels_of(content))
     if content.held_out:
         panel = figures.held_out_panel(content.held_out)
@@ -145,6 +144,7 @@ def _print(content: ReportContent, path: Path) -> None:
     for sentence in (*sections.failures(content), *content.comparison.held_out):
         console.print(Text(sentence, style="bold"), soft_wrap=True)
 
+    # A section of the table per suite, a line per score and run.
     table = Table("task", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("run", "score", "items"):
         table.add_column(name, no_wrap=True)  # only the first may wrap
@@ -192,6 +192,7 @@ def report_content(
         pairs = "; ".join(f"{label}: {data}" for data, label in label_by_data.items())
         warnings.insert(0, f"The runs were trained on different data ({pairs}).")
 
+    # All settings of one run, or those in which several runs differ.
     if len(runs) == 1:
         title = runs[0].label
         settings = [Setting(name, [value]) for name, value in runs[0].identity.items()]
@@ -234,6 +235,7 @@ COUNTS: dict[str, Callable[[ModelArgs], int]] = {
 
 def _run_content(run: RunRecord) -> RunContent:
     """Return the state of a run, and what is known of its model, training and launches."""
+    # A run without an end in its log was killed, or is still training.
     failure = None
     step = _last_step(run)
     if run.failure:
@@ -248,6 +250,7 @@ def _run_content(run: RunRecord) -> RunContent:
 
     args = run.model_args
     launches = run.launch_events
+    event_times = [event.get("time") for event in run.events] or [None]
     return RunContent(
         label=run.label,
         state=state,
@@ -262,8 +265,8 @@ def _run_content(run: RunRecord) -> RunContent:
             "flavor": run.config.get("model", {}).get("flavor"),
             **{name: args and count(args) for name, count in COUNTS.items()},
             **{name: collapse_repeats(x.get(name) for x in launches) for name in LAUNCH_FIELDS},
-            "first event": run.events[0].get("time") if run.events else None,
-            "last event": run.events[-1].get("time") if run.events else None,
+            "first event": event_times[0],
+            "last event": event_times[-1],
             "folder": printable(str(run.folder.path)),
         },
     )
@@ -279,9 +282,11 @@ def _last_step(run: RunRecord) -> int:
 
 def _samples_content(runs: Sequence[RunRecord]) -> list[Samples]:
     """Return by prompt the steps at which runs were sampled, the last one always, and texts."""
+    # The page stays small: the more texts a step has, the fewer steps.
     prompts = dict.fromkeys(prompt for run in runs for prompt in run.samples)
     num_columns = max(1, len(runs) * len(prompts))
     max_rows = min(SHOWN_SAMPLES, max(2, ALL_SAMPLES // num_columns))
+
     samples = []
     for prompt in prompts:
         texts_by_run = [run.samples.get(prompt, {}) for run in runs]
@@ -289,7 +294,9 @@ def _samples_content(runs: Sequence[RunRecord]) -> list[Samples]:
         stride = math.ceil(len(steps) / max_rows)
         rows = []
         for step in reversed(steps[::stride]):
-            cells = [SampleText(texts[step]) if step in texts else None for texts in texts_by_run]
+            cells: list[SampleText | None] = []
+            for texts in texts_by_run:
+                cells.append(SampleText(texts[step]) if step in texts else None)
             rows.append(SampleRow(step, cells))
         samples.append(Samples(prompt, len(steps), rows))
     return samples
@@ -315,17 +322,22 @@ def suite_content(
             cells = [figures.score_cell(x.results, task, metric) for x in evaluated]
             rows.append(SuiteRow(printable(task), printable(metric), is_primary, cells))
 
-    warnings = [
-        f"{evaluation.run}: its checkpoint has changed since; evaluate it again."
-        for run, evaluation in shown.items()
-        if is_outdated(run.folder, evaluation.results)
-    ]
-    problems = [f"{x.run}: {problem}." for x in evaluated for problem in x.results.problems()]
-    problems += [f"Different options: {x}." for x in evaluations.differing_options(evaluated)]
+    # What makes the scores doubtful.
+    warnings = []
+    for run, evaluation in shown.items():
+        if is_outdated(run.folder, evaluation.results):
+            warnings.append(
+                f"{evaluation.run}: its checkpoint has changed since; evaluate it again."
+            )
+    for evaluation in evaluated:
+        for problem in evaluation.results.problems():
+            warnings.append(printable(f"{evaluation.run}: {problem}."))
+    for options in evaluations.differing_options(evaluated):
+        warnings.append(printable(f"Different options: {options}."))
     return SuiteContent(
         suite=suite,
         suite_step=step,
-        warnings=[*warnings, *map(printable, problems)],
+        warnings=warnings,
         columns=[SuiteColumn(x.run, x.step, x.limit) for x in evaluated],
         rows=rows,
     )

@@ -1,7 +1,6 @@
 """Which evaluations of runs exist, at which steps, and which can be compared. No torch."""
 
 import bisect
-import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -47,8 +46,9 @@ def full_evaluations(run: RunRecord, suite: str) -> list[Evaluation]:
 
 
 def full_results(run: RunRecord, suite: str, step: int | None = None) -> dict[int, Evaluation]:
-    """Return the newest results on `suite` without --limit, by step; only `step` if given."""
-    return {x.step: x for x in full_evaluations(run, suite) if step in (None, x.step)}
+    """Return the newest results on `suite` without --limit, by step; `step`: of this one only."""
+    results = full_evaluations(run, suite)
+    return {x.step: x for x in results if step is None or x.step == step}
 
 
 LOSS_UNITS = {BITS: "bits per byte", NATS: "nats per token"}
@@ -77,12 +77,16 @@ def counted_losses(runs: Sequence[RunRecord], text: str, metric: str = NATS) -> 
     trained on different tokens.
     """
     evaluated = [x for run in runs for x in full_evaluations(run, VALIDATION) if x.text == text]
-    losses_by_model: dict[str, set[float]] = {}
-    for evaluation, model in itertools.product(evaluated, COUNT_MODELS):
-        loss = evaluation.score(ScoreKey(VALIDATION, model, metric))
-        if loss is not None:
-            losses_by_model.setdefault(model, set()).add(round(loss, 6))
-    return {model: losses.pop() for model, losses in losses_by_model.items() if len(losses) == 1}
+    common_losses = {}
+    for model in COUNT_MODELS:
+        losses = set()
+        for evaluation in evaluated:
+            loss = evaluation.score(ScoreKey(VALIDATION, model, metric))
+            if loss is not None:
+                losses.add(round(loss, 6))
+        if len(losses) == 1:
+            common_losses[model] = losses.pop()
+    return common_losses
 
 
 def bits_per_nat(evaluation: Evaluation) -> float | None:
@@ -92,7 +96,9 @@ def bits_per_nat(evaluation: Evaluation) -> float | None:
     """
     nats = evaluation.score(ScoreKey(VALIDATION, VALIDATION, NATS))
     bits = evaluation.score(ScoreKey(VALIDATION, VALIDATION, BITS))
-    return bits / nats if nats and bits else None
+    if not nats or not bits:
+        return None
+    return bits / nats
 
 
 def logged_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
@@ -115,7 +121,9 @@ def tokens_at(run: RunRecord, step: int) -> int | None:
     after = bisect.bisect_left(run.steps, step, key=lambda event: event.step)
     neighbors = run.steps[max(after - 1, 0) : after + 1]
     nearest = min(neighbors, key=lambda event: abs(event.step - step), default=None)
-    return round(step * nearest.tokens / nearest.step) if nearest and nearest.step else None
+    if nearest is None or not nearest.step:
+        return None
+    return round(step * nearest.tokens / nearest.step)
 
 
 def suite_order(name: str) -> tuple[int, str]:
@@ -124,13 +132,10 @@ def suite_order(name: str) -> tuple[int, str]:
 
 
 def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
-    """Return the suites with results without --limit, in the order of a report."""
-    suites = {
-        evaluation.suite
-        for run in runs
-        for evaluation in run.evaluations
-        if evaluation.limit is None and (wanted is None or evaluation.suite in wanted)
-    }
+    """Return the `wanted` suites with results without --limit, in the order of a report."""
+    suites = {x.suite for run in runs for x in run.evaluations if x.limit is None}
+    if wanted is not None:
+        suites &= {*wanted}
     return sorted(suites, key=suite_order)
 
 
@@ -147,12 +152,11 @@ def pair_evaluations(
 ) -> EvaluationPair:
     """Return full results of both sides at their last common step, or at `step`."""
     common = _common_step(suite, step, a, b)
-
-    def evaluated(runs: Sequence[RunRecord]) -> list[Evaluation]:
+    sides = []
+    for runs in (a, b):
         by_run = [full_results(run, suite) for run in runs]
-        return [by_step[common] for by_step in by_run if common in by_step]
-
-    return EvaluationPair(evaluated(a), evaluated(b))
+        sides.append([results[common] for results in by_run if common in results])
+    return EvaluationPair(*sides)
 
 
 def table_steps(
@@ -173,7 +177,7 @@ def table_steps(
     steps = {}
     for label in (baseline, *sides):
         shown_step = judged_steps[label]
-        if shown_step is None:
+        if shown_step is None:  # not judged
             shown_step = _common_step(suite, step, sides[label])
         if shown_step is not None:
             steps[label] = shown_step
@@ -196,16 +200,22 @@ def differing_options(
 ) -> list[str]:
     """Return the evaluation options that differ, as `dotted.name: value / value`."""
     all_options = [flatten(evaluation.results.asked) for evaluation in evaluations]
+    names = dict.fromkeys(name for options in all_options for name in options)
     differing = []
-    for name in dict.fromkeys(name for options in all_options for name in options):
+    for name in names:
+        if name.partition(".")[0] in ignored:
+            continue
         texts = dict.fromkeys(_option_text(options.get(name, {})) for options in all_options)
-        if len(texts) > 1 and name.partition(".")[0] not in ignored:
+        if len(texts) > 1:
             differing.append(f"{name}: {' / '.join(text[:20] for text in texts)}")
     return differing
 
 
 def _option_text(value: Any) -> str:
-    return "None" if value == {} else json.dumps(value, sort_keys=True, ensure_ascii=False)
+    """Return an option as text; an evaluation of another version may not have it, as {}."""
+    if value == {}:
+        return "None"
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
 def differing_task_options(evaluations: Sequence[Evaluation], task: str) -> list[str]:

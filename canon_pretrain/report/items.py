@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon_pretrain.run.results import VALIDATION, Results, read_samples, source_of_record
+from canon_pretrain.run.results import VALIDATION, Results, Score, read_samples, source_of_record
 
 HELD_OUT = "held_out_fingerprint"
 LOWER_IS_BETTER = ("perplexity", "bits_per", "nats_per", "loss")
@@ -60,7 +60,9 @@ class Evaluation:
     @property
     def text(self) -> str:
         """The fingerprint of the held-out text; "" for other suites."""
-        return str(self.results.asked.get(HELD_OUT)) if self.suite == VALIDATION else ""
+        if self.suite != VALIDATION:
+            return ""
+        return str(self.results.asked.get(HELD_OUT))
 
     def described(self, task: str) -> Record:
         """Return the recorded task properties: version, primary, chance, ..."""
@@ -105,14 +107,19 @@ class Evaluation:
 
     def score(self, key: ScoreKey) -> float | None:
         """Return a score; None if it is missing or could not be computed, see `why_missing`."""
-        score = self.results.scores.get(key.task, {}).get(key.metric)
-        return None if score is None or score.value is None else float(score.value)
+        score = self._recorded(key)
+        if score is None or score.value is None:
+            return None
+        return float(score.value)
 
     def why_missing(self, key: ScoreKey) -> str:
         """Return why `score` is None."""
-        score = self.results.scores.get(key.task, {}).get(key.metric)
+        score = self._recorded(key)
         reason = f" ({score.why})" if score else ""
         return f"{self.run} has no {key.metric}{reason}"
+
+    def _recorded(self, key: ScoreKey) -> Score | None:
+        return self.results.scores.get(key.task, {}).get(key.metric)
 
 
 @dataclass(frozen=True)
@@ -146,11 +153,13 @@ class Scale:
 
     def change(self, difference: float, baseline: float) -> float:
         """Return a difference of means on the metric's scale, relative to the baseline's score."""
-        return baseline * (_exp(difference) - 1) if self.is_log else difference
+        if not self.is_log:
+            return difference
+        return baseline * (_exp(difference) - 1)
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+    return math.exp(x) if x < 700 else math.inf  # OverflowError from 709.8 on
 
 
 @dataclass(frozen=True)
@@ -171,11 +180,15 @@ class Items:
         return pairs_N2[:, 0] * Scale.of(metric).factor, pairs_N2[:, 1]
 
 
+ItemsByFilter = dict[str, Items | list[Record]]
+"""By lm_eval's filter, items; records if some have no score, as the items depend on the metric."""
+
+
 class ItemCache:
     """Reads the items of evaluation folders, each once."""
 
     def __init__(self) -> None:
-        self._folders: dict[Path, dict[str, dict[str, Items | list[Record]]]] = {}
+        self._folders: dict[Path, dict[str, ItemsByFilter]] = {}  # by folder and task
 
     def get(self, folder: Path, task: str, metric: str) -> Items | None:
         """Return the items that `metric` averages; None if the evaluation has no item records."""
@@ -199,24 +212,27 @@ class ItemCache:
         """Return the chance level that is declared, else of an accuracy that of its choices."""
         chance = evaluation.chance(task, metric)
         if chance is None and metric.startswith("acc"):
-            items = self.get(evaluation.folder, task, metric)
-            return items.chance if items else None
+            if items := self.get(evaluation.folder, task, metric):
+                chance = items.chance
         return chance
 
-    def _read(self, folder: Path) -> dict[str, dict[str, Items | list[Record]]]:
-        """Return items by task and filter; records if some have no score, thus are in no mean."""
-        by_task: dict[str, dict[str, Items | list[Record]]] = {}
+    def _read(self, folder: Path) -> dict[str, ItemsByFilter]:
+        """Return the items of a folder by task."""
+        by_task: dict[str, ItemsByFilter] = {}
         for task, task_records in read_samples(folder).items():
             by_filter: dict[str, list[Record]] = {}
             for record in task_records:
                 by_filter.setdefault(str(record.get("filter")), []).append(record)
 
+            # Records of an older version, which have no hashes, cannot be paired.
             by_task[task] = {}
             for filter_name, records in by_filter.items():
                 if not all("doc_hash" in record and "prompt_hash" in record for record in records):
-                    continue  # of an older version
-                has_errors = any("error" in record for record in records)
-                by_task[task][filter_name] = records if has_errors else _items(records)
+                    continue
+                if any("error" in record for record in records):
+                    by_task[task][filter_name] = records
+                else:
+                    by_task[task][filter_name] = _items(records)
         return by_task
 
 
@@ -241,9 +257,10 @@ def _chance(records: Sequence[Record]) -> float | None:
     """Return the chance level if all items are multiple choice: one pair of answers per choice."""
     chances = []
     for record in records:
-        answers: Any = record.get("answers")
-        is_list = isinstance(answers, list) and len(answers) > 1
-        if not is_list or not all(isinstance(pair, list) for pair in answers):
+        answers = record.get("answers")
+        if not isinstance(answers, list) or len(answers) < 2:
+            return None
+        if not all(isinstance(pair, list) for pair in answers):
             return None
         chances.append(1 / len(answers))
     return sum(chances) / len(chances)
@@ -253,10 +270,11 @@ def _values(records: Sequence[Record]) -> dict[str, np.ndarray]:
     """Return the metrics that every record has as a number, or as a number and its weight."""
     values = {}
     for name in records[0]:
-        if name not in NOT_METRICS and not name.startswith("answers"):
-            pairs = [_value_and_weight(record.get(name)) for record in records]
-            if None not in pairs:
-                values[name] = np.array(pairs, dtype=np.float64)
+        if name in NOT_METRICS or name.startswith("answers"):
+            continue
+        pairs = [_value_and_weight(record.get(name)) for record in records]
+        if None not in pairs:
+            values[name] = np.array(pairs, dtype=np.float64)
     return values
 
 

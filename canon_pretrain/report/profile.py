@@ -212,7 +212,10 @@ class _Host:
                     break
                 open_spans.pop()
 
-            purpose = self._purpose(event, open_spans[-1].purpose if open_spans else None)
+            outer_purpose = open_spans[-1].purpose if open_spans else None
+            purpose = self._purpose(event, outer_purpose)
+
+            # A launch is not a span: its time counts for the operator around it.
             if event.kind == LAUNCH:
                 self._purpose_of_launch[event.link] = purpose
                 continue
@@ -306,6 +309,7 @@ def print_summary(console: Console, summary: Summary) -> None:
         f"{processor} busy {summary.busy_share:.1%}, idle {summary.idle_share:.1%}"
     )
 
+    # By purpose, all of them, and idle time.
     table = Table("purpose", "share", "description", box=None, pad_edge=False)
     for name, (description, _) in PURPOSES.items():
         if name == COMMUNICATION:
@@ -317,7 +321,7 @@ def print_summary(console: Console, summary: Summary) -> None:
     table.add_row("idle", f"{summary.idle_share:.1%}", f"no {work} runs")
     console.print(table, "")
 
-    # The other columns need 47 characters.
+    # By kernel or operator. The other columns need 47 characters.
     table = Table(box=None, pad_edge=False)
     table.add_column(work, no_wrap=True, max_width=max(20, console.width - 47))
     table.add_column("purpose", no_wrap=True)

@@ -83,10 +83,13 @@ def decision(run: RunRecord, rows: Iterable[Verdict | TaskScores]) -> Decision |
     None if it is not known for any of the rows.
     """
     args = run.model_args
-    log_size = math.log(num_parameters(args) if args else min(DECISION_SIZES.values()))
+    own_size = num_parameters(args) if args else min(DECISION_SIZES.values())
+    log_size = math.log(own_size)
     size = min(DECISION_SIZES, key=lambda name: abs(math.log(DECISION_SIZES[name]) - log_size))
     nearest = Decision(size, DECISION_NOTE.format(size))
-    return nearest if any(nearest.accuracy(row.task, row.metric) for row in rows) else None
+    if any(nearest.accuracy(row.task, row.metric) for row in rows):
+        return nearest
+    return None
 
 
 CLONE = "https://github.com/facebookresearch/PhysicsLM4"
@@ -150,20 +153,23 @@ def _plots(text: str) -> Iterator[tuple[Key, dict[str, Curve]]]:
         traces, position = _argument(text, position)
         layout, _ = _argument(text, position)
 
+        # A plot is of a benchmark, of the training loss, or of something else.
         task = _TASK.fullmatch(str(layout.get("title", {}).get("text")))
         is_loss = layout.get("yaxis", {}).get("title", {}).get("text") == "Training loss"
-        if task or is_loss:
-            key = (printable(task[1]), printable(task[2])) if task else LOSS
-            curves = {printable(str(trace["name"])): _curve(trace) for trace in traces}
-            yield key, {name: curve for name, curve in curves.items() if curve.tokens.size}
+        if not task and not is_loss:
+            continue
+        key = (printable(task[1]), printable(task[2])) if task else LOSS
+        curves = {printable(str(trace["name"])): _curve(trace) for trace in traces}
+        yield key, {name: curve for name, curve in curves.items() if curve.tokens.size}
 
 
 def _argument(text: str, position: int) -> tuple[Any, int]:
     """Return the JSON argument that begins at `position`, and the position of its end."""
     separator = _SEPARATOR.match(text, position)
-    start = separator.end() if separator else position
+    if separator:
+        position = separator.end()
     try:
-        return json.JSONDecoder().raw_decode(text, start)
+        return json.JSONDecoder().raw_decode(text, position)
     except RecursionError:
         raise ValueError("a plot is nested too deeply") from None
 
@@ -205,13 +211,14 @@ def beside_published(
     `plots`: own runs, and the published models of the size nearest to the first run's;
     `models`: every model's score at the tokens of the longest run, or at its first ones.
     """
+    # The models of the shown plots, and their sizes; "" if the name of a model has none.
     curves, pages = read_clone(clone)
     keys = [key for key in (*dict.fromkeys(shown), LOSS) if key in curves]
     models = [*dict.fromkeys(name for key in keys for name in curves[key])]
-    sizes = {}
+    sizes = dict.fromkeys(models, "")
     for name in models:
-        match = _SIZE.search(name)
-        sizes[name] = match[1] if match else ""
+        if match := _SIZE.search(name):
+            sizes[name] = match[1]
     nearest_size = _nearest_size(sizes.values(), runs[0])
 
     # Plots show the models of the nearest size; those of several learning rates are a family.
@@ -235,17 +242,18 @@ def beside_published(
     rows = [
         _model(label, "yours", curve_by_key, math.inf) for label, curve_by_key in run_curves.items()
     ]
-    longest = max((float(run.clock.tokens[-1]) for run in runs), default=0.0)
+    longest = max(float(run.clock.tokens[-1]) for run in runs)
     for name in models:
         model_curves = {key: curves[key].get(name) for key in keys}
         rows.append(_model(name, f"{sizes[name] or '?'}B", model_curves, longest))
 
+    shown_size = f"{nearest_size}B parameters" if nearest_size else "unknown size"
     note = CLONE_NOTE.format(
         models=len(models),
         clone=printable(str(clone)),
         commit=printable(commit_of(clone) or "unknown")[:12],
         files=printable(", ".join(pages)),
-        size=f"{nearest_size}B parameters" if nearest_size else "unknown size",
+        size=shown_size,
     )
     return PublishedCurves(
         source=note,
@@ -270,6 +278,7 @@ def _nearest_size(sizes: Iterable[str], run: RunRecord) -> str:
 
 def _own_curve(run: RunRecord, key: Key) -> Curve:
     """Return a run's scores, or its training loss as a moving average, over tokens."""
+    # The mean of the last LOSS_WINDOW losses, by differences of their running sum.
     if key == LOSS:
         _, tokens, losses = logged_values(run, "loss")
         is_shown = np.isfinite(losses) & (tokens > 0)
@@ -293,10 +302,11 @@ def _own_curve(run: RunRecord, key: Key) -> Curve:
 
 def _points(curve: Curve) -> tuple[list[float], list[float]]:
     """Return tokens and values of at most POINTS, evenly spaced on a logarithmic axis."""
-    last = curve.tokens.size - 1
-    spaced = np.geomspace(float(curve.tokens[0]), float(curve.tokens[last]), POINTS)
-    indices = np.unique(np.append(np.searchsorted(curve.tokens, spaced), last).clip(0, last))
-    return curve.tokens[indices].tolist(), curve.values[indices].tolist()
+    tokens = curve.tokens
+    last = tokens.size - 1
+    spaced = np.geomspace(float(tokens[0]), float(tokens[last]), POINTS)
+    indices = np.unique(np.append(np.searchsorted(tokens, spaced), last).clip(0, last))
+    return tokens[indices].tolist(), curve.values[indices].tolist()
 
 
 def _model(
@@ -311,7 +321,9 @@ def _model(
             continue
 
         # Losses, which are last, are at the tokens of the scores.
-        until = tokens_of_scores if key == LOSS and tokens_of_scores else max_tokens
+        until = max_tokens
+        if key == LOSS and tokens_of_scores:
+            until = tokens_of_scores
         index = max(int(np.searchsorted(curve.tokens, until, side="right")) - 1, 0)
         tokens_of_scores = max(tokens_of_scores, float(curve.tokens[index]))
         values.append([float(curve.values[index]), float(curve.values[-1])])

@@ -9,6 +9,9 @@ from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import launch_numbers, read_launch
 
+Machine = tuple[Any, ...]
+"""Hosts, number of ranks, and the type and names of the devices."""
+
 MAX_SPREAD = 1.1
 """Speeds of seeds of one model that differ by a larger factor were disturbed by other programs."""
 
@@ -18,10 +21,10 @@ def speed_ratio(baseline: Sequence[RunRecord], others: Sequence[RunRecord]) -> f
 
     None if it is not known, if not all runs had the same machine, or if they were disturbed.
     """
-    machines = [_machine(run.folder) for run in (*baseline, *others)]
-    if None in machines or any(machine != machines[0] for machine in machines):
+    if _common_machine([_machine(run.folder) for run in (*baseline, *others)]) is None:
         return None
 
+    # Each side's median over its seeds of each run's median over its steps.
     medians = []
     for side in (baseline, others):
         speeds = [speed for run in side if (speed := _median_speed(run)) is not None]
@@ -39,9 +42,9 @@ def speed_sentence(ratio: float | None, baseline: str) -> str | None:
     return f"Speed: {ratio:.2f} of the tokens per second of {baseline}, median over steps."
 
 
-def _machine(folder: RunFolder) -> tuple[Any, ...] | None:
+def _machine(folder: RunFolder) -> Machine | None:
     """Return hosts, ranks and devices of a run; None if unknown, or if launches differ in them."""
-    machines = []
+    machines: list[Machine | None] = []
     for number in launch_numbers(folder):
         launch = read_launch(folder, number) or {}
         hosts = launch.get("hosts")
@@ -49,13 +52,22 @@ def _machine(folder: RunFolder) -> tuple[Any, ...] | None:
         if not hosts or not devices:
             return None
         machines.append((hosts, launch["world_size"], devices.get("type"), devices.get("names")))
-    is_same = bool(machines) and all(machine == machines[0] for machine in machines)
-    return machines[0] if is_same else None
+    return _common_machine(machines)
+
+
+def _common_machine(machines: Sequence[Machine | None]) -> Machine | None:
+    """Return the machine of all; None if they differ, or if there are none."""
+    if not machines or any(machine != machines[0] for machine in machines):
+        return None
+    return machines[0]
 
 
 def _median_speed(run: RunRecord) -> float | None:
     """Return the median of the logged tokens per second; None if there are none."""
     curve = run.curve("tokens_per_second")
-    logged = [] if curve is None else curve.values.tolist()
-    speeds = [x for x in logged if math.isfinite(x) and x > 0]
-    return statistics.median(speeds) if speeds else None
+    if curve is None:
+        return None
+    speeds = [x for x in curve.values.tolist() if math.isfinite(x) and x > 0]
+    if not speeds:
+        return None
+    return statistics.median(speeds)

@@ -72,9 +72,11 @@ class Options:
 
     def sigma_of(self, key: ScoreKey) -> float | None:
         """Return the seed sigma that the user set for a score; TASK=SIGMA is of its plain one."""
+        sigma = self.seed_sigma.get(f"{key.task}:{key.metric}")
         is_plain = not Scale.of(key.metric).is_log and key.metric != GOLD_BITS
-        of_task = self.seed_sigma.get(key.task) if is_plain else None
-        return self.seed_sigma.get(f"{key.task}:{key.metric}", of_task)
+        if sigma is None and is_plain:
+            sigma = self.seed_sigma.get(key.task)
+        return sigma
 
 
 class NotComparable(Exception):
@@ -165,11 +167,12 @@ class Comparator:
                 is_compared.append(is_side)
 
         # The paper's ranges are of accuracies.
-        use_paper = bounded and not self.options.own_noise_only
-        spreads = [noise.published_spread(key.task, key.suite) for key in keys]
+        spread = None
+        if bounded and not self.options.own_noise_only:
+            spread = _mean_if_all([noise.published_spread(key.task, key.suite) for key in keys])
         return noise.seed_noise(
             recipe_means,
-            spread=_mean_if_all(spreads) if use_paper else None,
+            spread=spread,
             user_sigma=_mean_if_all([self.options.sigma_of(key) for key in keys]),
             own_only=self.options.own_noise_only,
             compared=is_compared,
@@ -183,14 +186,14 @@ class Comparator:
         steps = [step for results in results_by_run for step in results]
         last = max((step for step in steps if steps.count(step) > 1), default=None)
 
+        # A run counts if it has all of the scores.
         scale = Scale.of(keys[0].metric)
         means = []
         for results in results_by_run:
-            if last not in results:
-                continue
-            scores = [x for key in keys if (x := results[last].score(key)) is not None]
-            if len(scores) == len(keys):
-                means.append(sum(map(scale.mean, scores)) / len(keys))
+            if last in results:
+                scores = [x for key in keys if (x := results[last].score(key)) is not None]
+                if len(scores) == len(keys):
+                    means.append(sum(map(scale.mean, scores)) / len(keys))
         return means
 
     def task(self, key: ScoreKey, evaluated: EvaluationPair) -> TaskPair:
@@ -207,10 +210,8 @@ class Comparator:
         side = side._replace(clusters_N=coarse.clusters_N)
         baseline = side._replace(values_RN=baseline.values_RN)
 
-        is_share = all(
-            ((values >= 0) & (values <= 1)).all() for values in (side.values_RN, baseline.values_RN)
-        )
-        bounded = is_share and not is_loss(key.metric)
+        # Scores at a bound, or at chance, say nothing about a difference.
+        bounded = noise.is_bounded(side, baseline, is_loss=is_loss(key.metric))
         chance = self.items.chance(evaluated.side[0], key.task, key.metric)
         extreme = None
         if bounded and coarse.sources.size > 1:
@@ -247,15 +248,26 @@ class Comparator:
                 is_loss=is_loss(keys[0].metric),
             )
 
-        # The value of a mean is the plain mean of its tasks.
+        # The value of a mean is the plain mean of its tasks; it says nothing if none of them does.
         value = fmean(task.value for task in tasks)
         baseline_value = fmean(task.baseline_value for task in tasks)
-        extremes = {task.extreme for task in tasks}
+        uninformative = tasks[0].extreme
+        if any(task.extreme != uninformative for task in tasks):
+            uninformative = None
         bits_per_nat = None
         if (suite, metric) == (VALIDATION, NATS):
             bits_per_nat = evaluations.bits_per_nat(evaluated.baseline[0])
 
-        is_single = len(tasks) == 1
+        # Some statistics are of a single task.
+        mean_of = None
+        items_ci = None
+        mcnemar = None
+        if len(tasks) > 1:
+            mean_of = [key.task for key in keys]
+        else:
+            items_ci = _items_interval(tasks[0])
+            mcnemar = _mcnemar(tasks[0])
+
         row = Verdict(
             suite=suite,
             task=planned.name,
@@ -270,11 +282,11 @@ class Comparator:
             num_clusters=num_clusters,
             num_runs=[len(evaluated.side), len(evaluated.baseline)],
             asked_differently=[*dict.fromkeys(x for task in tasks for x in task.differing)],
-            mean_of=None if is_single else [key.task for key in keys],
-            items_ci=_items_interval(tasks[0]) if is_single else None,
-            mcnemar=_mcnemar(tasks[0]) if is_single else None,
+            mean_of=mean_of,
+            items_ci=items_ci,
+            mcnemar=mcnemar,
             chance=_mean_if_all([task.chance for task in tasks]),
-            uninformative=extremes.pop() if len(extremes) == 1 else None,
+            uninformative=uninformative,
             seed_noise=seeds and SeedSigma.of(seeds, Scale.of(metric).is_log),
             bits_per_nat=bits_per_nat,
             architecture=pair.side.label,
@@ -296,15 +308,17 @@ class Comparator:
         self, key: ScoreKey, evaluated: Sequence[Evaluation]
     ) -> tuple[ItemScores, Items]:
         """Read the item scores of a side's runs. Raises NotComparable."""
+        differing = differing_task_options(evaluated, key.task)
         by_run: list[RunItems] = []
         for evaluation in evaluated:
-            by_run.append(self._run_items(key, evaluation))
-            differing = differing_task_options(evaluated, key.task)
-            _check_items(by_run[0].items, by_run[-1].items, differing)
+            run = self._run_items(key, evaluation)
+            by_run.append(run)
+            _check_items(by_run[0].items, run.items, differing)
 
+        # All runs have the items, and thus the weights and clusters, of the first.
+        items, _, weights_N = by_run[0]
         values_RN = np.stack([run.values_N for run in by_run])
-        items = by_run[0].items
-        return ItemScores(values_RN, by_run[0].weights_N, items.clusters_N), items
+        return ItemScores(values_RN, weights_N, items.clusters_N), items
 
     def _run_items(self, key: ScoreKey, evaluation: Evaluation) -> RunItems:
         """Read the items of one run with their values and weights. Raises NotComparable."""
@@ -319,10 +333,11 @@ class Comparator:
         weighted = items.metric_values(key.metric) if items else None
         if items is None or weighted is None:
             raise NotComparable(f"{evaluation.run} has no item records: evaluate it again")
-
         values_N, weights_N = weighted
         if not np.isfinite(values_N).all():
             raise NotComparable(f"{evaluation.run} has an item without a finite value")
+
+        # Damaged or mixed records do not have the score of results.json.
         mean = _score(key.metric, values_N, weights_N)
         if not math.isclose(score, mean, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
             raise NotComparable(
@@ -332,6 +347,7 @@ class Comparator:
 
 
 def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
+    """Return the metric's value for weighted items."""
     return Scale.of(metric).score(float(np.average(values_N, weights=weights_N)))
 
 
@@ -352,7 +368,9 @@ def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:
     """Raise NotComparable if the items differ."""
     if a.keys != b.keys:
         common = len(set(a.keys) & set(b.keys))
-        options = f"; different options ({'; '.join(differing)})" if differing else ""
+        options = ""
+        if differing:
+            options = f"; different options ({'; '.join(differing)})"
         raise NotComparable(
             f"{len(a.keys)} and {len(b.keys)} items, {common} in common{options}: evaluate both on "
             "the same data with the same options"
@@ -385,13 +403,13 @@ def _mean_if_all(values: Sequence[float | None]) -> float | None:
 
 def _extreme(sides: Sequence[ItemScores], chance: float | None) -> str | None:
     """Return "floor" (0), "ceiling" (1) or "chance" if both sides are within item noise of it."""
-    means = []
+    intervals = []
     for side in sides:
         mean, item_noise = noise.mean_score(side, NO_NOISE)
-        means.append((mean, decide.critical_value(ALPHA, item_noise)))
+        intervals.append((mean, decide.critical_value(ALPHA, item_noise)))
 
-    for name, level in (("floor", 0.0), ("ceiling", 1.0), ("chance", chance)):
-        if level is not None and all(abs(mean - level) <= half for mean, half in means):
+    for name, level in {"floor": 0.0, "ceiling": 1.0, "chance": chance}.items():
+        if level is not None and all(abs(mean - level) <= half for mean, half in intervals):
             return name
     return None
 
@@ -416,6 +434,8 @@ def verdicts(comparator: Comparator, pairs: Sequence[Pair]) -> Verdicts:
             refuse = partial(
                 Refusal, suite, architecture=pair.side.label, baseline=pair.baseline.label
             )
+
+            # Both sides at one step.
             evaluated = evaluations.pair_evaluations(
                 pair.side.runs, pair.baseline.runs, suite, options.step
             )
@@ -429,6 +449,7 @@ def verdicts(comparator: Comparator, pairs: Sequence[Pair]) -> Verdicts:
                 step = evaluated.side[0].step
                 notes[f"{suite} at step {step}: no full results of {', '.join(left_out)}"] = None
 
+            # The tasks on which they can be compared.
             tasks = []
             for key in evaluations.score_keys(evaluated.both, suite):
                 if suite == VALIDATION and key.task != VALIDATION:
@@ -455,21 +476,22 @@ def _planned_tests(
     A task enters a mean with its first metric between 0 and 1, and another with GOLD_BITS; the
     means have half of the weight.
     """
+    # What enters the means: one accuracy of each task, and its GOLD_BITS.
     scored: dict[str, TaskPair] = {}
     for task in tasks:
         if task.bounded and evaluated.side[0].higher_is_better(task.key):
             scored.setdefault(task.key.task, task)
     gold = [task for task in tasks if task.key.metric == GOLD_BITS]
 
-    # Babilong's tasks of one length are one test.
-    rows = [
-        PlannedTest(task.key.task, [task])
-        for task in tasks
-        if not BABILONG.fullmatch(task.key.task)
-    ]
+    # A test per task; Babilong's tasks of one length are one test.
+    rows = []
     by_length: dict[int, list[TaskPair]] = {}
-    for name, task in scored.items():
-        if match := BABILONG.fullmatch(name):
+    for task in tasks:
+        name = task.key.task
+        match = BABILONG.fullmatch(name)
+        if match is None:
+            rows.append(PlannedTest(name, [task]))
+        elif task is scored.get(name):
             by_length.setdefault(int(match[2]), []).append(task)
     for length, members in sorted(by_length.items()):
         name = members[0].key.task
@@ -477,6 +499,7 @@ def _planned_tests(
             name = f"babilong_{length}k, mean of {len(members)} tasks"
         rows.append(PlannedTest(name, members))
 
+    # Equal shares of as much weight as the rows have.
     means = [members for members in ([*scored.values()], gold) if len(members) > 1]
     for members in means:
         name = f"{suite}, mean of {len(members)} tasks"
@@ -486,6 +509,7 @@ def _planned_tests(
 
 def _family(tests: Sequence[Test]) -> Iterator[Verdict]:
     """Yield the rows of one suite, a family, with p, Holm's p and verdicts."""
+    # Rows without a test do not count in the correction.
     paired = [test.paired for test in tests if test.paired]
     weights = np.array([test.planned.weight for test in tests if test.paired])
     corrections = iter(_corrections(paired, weights))
@@ -502,13 +526,11 @@ def _corrections(paired: Sequence[Difference], weights: np.ndarray) -> list[Corr
         return []
 
     p = np.array([decide.two_sided_p(x.difference, x.noise) for x in paired])
-    columns = (
-        p,
-        decide.holm(p, weights),
-        decide.holm_levels(p, weights),
-        ALPHA * weights / weights.sum(),
-    )
-    return [Correction(*row) for row in np.stack(columns, axis=1).tolist()]
+    p_holm = decide.holm(p, weights)
+    levels = decide.holm_levels(p, weights)
+    first_levels = ALPHA * weights / weights.sum()
+    rows = np.stack([p, p_holm, levels, first_levels], axis=1)
+    return [Correction(*row) for row in rows.tolist()]
 
 
 def _not_judged(row: Verdict) -> Verdict:
@@ -517,6 +539,7 @@ def _not_judged(row: Verdict) -> Verdict:
         return replace(row, verdict=UNINFORMATIVE)
     if row.num_clusters >= MIN_CLUSTERS and row.seed_noise is None:
         return replace(row, why="how much seeds differ is unknown: train a second seed")
+
     sources = "documents" if row.suite == VALIDATION else "sources of items"
     return replace(row, why=f"fewer than {MIN_CLUSTERS} {sources}, so their noise is unknown")
 
@@ -527,36 +550,45 @@ def _judged(test: Test, paired: Difference, corrected: Correction) -> Verdict:
     scale = Scale.of(row.metric)
     size = paired.difference
 
+    uninformative = None
     if corrected.p_holm <= ALPHA:
         verdict = BETTER if (size > 0) == row.higher_is_better else WORSE
     elif row.uninformative is not None:
         verdict = UNINFORMATIVE
+        uninformative = row.uninformative
     else:
         verdict = WITHIN
-    is_informative = verdict != UNINFORMATIVE
 
-    # The interval is at Holm's level for this test, power at the level without other rejections.
+    # The interval is at Holm's level for this test.
     half_width = decide.critical_value(corrected.level, paired.noise)
     ends = [size - half_width, size + half_width]
-    detectable = decide.detectable(corrected.first_level, paired.noise)
-    is_detectable = is_informative and not (test.planned.bounded and detectable > 1)
-    seeds_needed = None  # if significant already
+
+    # Power is at the level without other rejections. A share cannot differ by more than 1, and
+    # what is significant needs no more seeds.
+    detectable = None
+    if verdict != UNINFORMATIVE:
+        smallest = decide.detectable(corrected.first_level, paired.noise)
+        if smallest <= 1 or not test.planned.bounded:
+            detectable = scale.change(smallest, row.baseline_value)
+    seeds_needed = None
     if verdict == WITHIN:
         seeds_needed = decide.seeds_needed(size, corrected.first_level, paired.noise_with)
+
+    # The test of a perplexity is of its logarithm.
+    if scale.is_log:
+        row = replace(row, log_difference=size, log_ci=ends)
     return replace(
         row,
         ci=[scale.change(end, row.baseline_value) for end in ends],
-        log_difference=size if scale.is_log else None,
-        log_ci=ends if scale.is_log else None,
         stderr=paired.noise.stderr,
         stderr_items=math.sqrt(paired.noise.item_variance),
         stderr_seeds=math.sqrt(paired.noise.seed_variance),
         p=corrected.p,
         p_holm=corrected.p_holm,
-        detectable=scale.change(detectable, row.baseline_value) if is_detectable else None,
+        detectable=detectable,
         seeds_needed=seeds_needed,
         verdict=verdict,
-        uninformative=None if is_informative else row.uninformative,
+        uninformative=uninformative,
     )
 
 
@@ -572,17 +604,18 @@ def held_out_summary(rows: Sequence[Verdict], refused: Sequence[Refusal], pair: 
             summary = SUMMARIES[row.verdict].format(side=side, baseline=baseline, why=row.why)
             return f"{summary}: {held_out_difference(row)}"
 
-    # Training may have logged losses, at the last step that all runs have in common.
+    # Training may have logged losses: take the last step and text that all runs have in common.
     way_out = "`canon eval run --suite validation` scores it"
-    has_bytes = any(evaluations.logged_losses(run, BITS) for run in pair.side.runs)
-    metric = BITS if has_bytes else NATS
+    metric = NATS
+    if any(evaluations.logged_losses(run, BITS) for run in pair.side.runs):
+        metric = BITS
     ours = [evaluations.logged_losses(run, metric) for run in pair.side.runs]
     theirs = [evaluations.logged_losses(run, metric) for run in pair.baseline.runs]
-    scored = set.intersection(*(set(losses) for losses in (*ours, *theirs)))
-    if not scored:
+    common = set.intersection(*map(set, ours), *map(set, theirs))
+    if not common:
         return f"No verdict on held-out text, not scored at a common step: {way_out}"
 
-    last = max(scored)
+    last = max(common)
     our_mean = fmean(losses[last] for losses in ours)
     their_mean = fmean(losses[last] for losses in theirs)
     return (
@@ -608,21 +641,27 @@ def held_out_difference(row: Verdict, documents: str = "documents") -> str:
     documents; 0.143 nats per token)"; nats per token alone if the text's bytes are not known.
     """
     nats = abs(row.difference)
-    scale = 1.0 if row.bits_per_nat is None else row.bits_per_nat
-    unit = LOSS_UNITS[NATS if row.bits_per_nat is None else BITS]
+    scale = 1.0
+    unit = LOSS_UNITS[NATS]
+    if row.bits_per_nat is not None:
+        scale = row.bits_per_nat
+        unit = LOSS_UNITS[BITS]
     direction = "lower" if row.difference < 0 else "higher"
 
+    # The interval and p; what is not judged has an interval over documents at most.
     details = []
     if row.ci is not None:
         details.append(f"95 % {_interval_words(row.ci, scale)}")
-    elif row.items_ci is not None:  # not judged
+    elif row.items_ci is not None:
         details.append(f"95 % over documents alone {_interval_words(row.items_ci, scale)}")
     if row.p is not None:
         details.append(f"p {row.p_holm:.2g}")
 
+    # What was measured.
     details.append(_seeds_words(*row.num_runs))
-    count = row.num_clusters
-    details.append(f"{count:,} document" if count == 1 else f"{count:,} {documents}")
+    if row.num_clusters == 1:
+        documents = "document"
+    details.append(f"{row.num_clusters:,} {documents}")
     if row.bits_per_nat is not None:
         details.append(f"{nats:.3g} {LOSS_UNITS[NATS]}")
     return f"{scale * nats:.3g} {unit} {direction} on held-out text ({'; '.join(details)})"

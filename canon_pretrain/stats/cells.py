@@ -156,17 +156,17 @@ def measure(
 
     # The variance over seeds, at least that of the items behind a score. Other scores get a
     # floor as small as their rounding: a variance of 0 has no logarithm.
-    floors = [
-        (1e-6 * float(abs(group).max())) ** 2 + 1e-300
-        if task in unbounded_tasks
-        else _item_variance(group, num_items[task])
-        for (task, _), group in groups.items()
-    ]
+    floors = []
+    variances = np.zeros(len(groups))
+    for k, ((task, _), group) in enumerate(groups.items()):
+        if task in unbounded_tasks:
+            floors.append((1e-6 * float(abs(group).max())) ** 2 + 1e-300)
+        else:
+            floors.append(_item_variance(group, num_items[task]))
+        if group.size > 1:
+            variances[k] = group.var(ddof=1)
+    variances = np.maximum(variances, floors)
     dfs = np.array([group.size - 1 for group in groups.values()])
-    seed_variances = [
-        float(group.var(ddof=1)) if group.size > 1 else 0.0 for group in groups.values()
-    ]
-    variances = np.maximum(seed_variances, floors)
 
     # Shrink them towards the task's typical variance, and pool them over the task.
     task_indices = np.array([tasks.index(task) for task, _ in groups])
@@ -176,21 +176,25 @@ def measure(
 
     cells: dict[tuple[str, str], Cell] = {}
     for k, ((task, name), group) in enumerate(groups.items()):
+        task_index = task_indices[k]
         cell = Cell(
             mean=float(group.mean()),
             variance=float(max(shrunk[k], floors[k]) / group.size),
             df=float(shrunk_dfs[k]),
-            pooled=float(pooled[task_indices[k]]) / group.size,
-            pooled_df=int(pooled_dfs[task_indices[k]]),
+            pooled=float(pooled[task_index]) / group.size,
+            pooled_df=int(pooled_dfs[task_index]),
             num_seeds=group.size,
             choices=(choices or {}).get((name, task), 1.0),
         )
 
+        # Scores between 0 and 1 have an interval between 0 and 1.
         is_bounded = task not in unbounded_tasks
         interval = _interval(cell, lower_is_better=task in lower_is_better)
         if interval is not None and is_bounded:
-            interval = max(interval[0], 0.0), min(interval[1], 1.0)
+            low, high = interval
+            interval = max(low, 0.0), min(high, 1.0)
 
+        # Only shares of right answers can be all or nothing.
         is_split = None
         if is_bounded and num_items[task] < UNBOUNDED:
             is_split = bool(np.diff(np.sort(group)).max(initial=0.0) > APART)
@@ -215,14 +219,13 @@ def _interval(cell: Cell, *, lower_is_better: bool) -> tuple[float, float] | Non
     if cell.df <= 0:
         return None
 
-    choices_below, choices_above = cell.choices, 1.0
-    if lower_is_better:
-        choices_below, choices_above = choices_above, choices_below
-    stderr = math.sqrt(cell.variance)
     # Quantiles of the lower tail, so both are below 0.
-    below = stdtrit(cell.df, ALPHA / 2 / choices_below) * stderr
-    above = stdtrit(cell.df, ALPHA / 2 / choices_above) * stderr
-    return cell.mean + float(below), cell.mean - float(above)
+    stderr = math.sqrt(cell.variance)
+    half_width = float(stdtrit(cell.df, ALPHA / 2) * stderr)
+    wider = float(stdtrit(cell.df, ALPHA / 2 / cell.choices) * stderr)
+    if lower_is_better:
+        return cell.mean + half_width, cell.mean - wider
+    return cell.mean + wider, cell.mean - half_width
 
 
 def with_all_or_nothing(cells: Mapping[P, Cell], place: P) -> Cell:
@@ -324,14 +327,9 @@ def _df_of_log_variance(log_variance: np.ndarray) -> np.ndarray:
     return np.interp(-log_variance, -polygamma(1, df / 2), df)
 
 
-def _cell_noise(x: Cell, y: Cell) -> Noise:
-    """Return the noise of a difference by the variances of the two cells."""
-    return Noise(x.variance, x.df, y.variance, y.df)
-
-
 def _noises(x: Cell, y: Cell) -> list[Noise]:
     """Return the noise by the cells' variances, and by the task's pooled one if there is one."""
-    noises = [_cell_noise(x, y)]
+    noises = [Noise(x.variance, x.df, y.variance, y.df)]
     if x.pooled_df:
         noises.append(Noise(x.pooled + y.pooled, x.pooled_df, 0.0, 1.0))
     return noises
@@ -341,7 +339,11 @@ def difference_p(size: float, x: Cell, y: Cell) -> float | None:
     """Return the two-sided p of a difference; None without noise."""
     if min(x.df, y.df) <= 0:
         return None
-    p = max(pooled_p(size, x, y), two_sided_p(size, _cell_noise(x, y)))
+
+    # The largest p: both variances, of the cells and of the task, must reject.
+    p = two_sided_p(size, Noise(x.variance, x.df, y.variance, y.df))
+    if x.pooled_df:
+        p = max(p, student_p(size, math.sqrt(x.pooled + y.pooled), x.pooled_df))
     return min(p + chance_p(x, y), 1.0)
 
 
@@ -372,13 +374,6 @@ def chance_p(x: Cell, y: Cell) -> float:
     )
 
 
-def pooled_p(size: float, x: Cell, y: Cell) -> float:
-    """Return Student's two-sided p by the task's pooled variance; 0 if there is none."""
-    if not x.pooled_df:
-        return 0.0
-    return student_p(size, math.sqrt(x.pooled + y.pooled), x.pooled_df)
-
-
 def student_p(size: float, stderr: float, df: float) -> float:
     """Return Student's two-sided p of a difference with this estimated standard error."""
     return 2 * float(stdtr(df, -abs(size) / stderr))
@@ -390,9 +385,12 @@ def differences(cells: Cells, *, lower_is_better: Collection[str] = ()) -> list[
     for task, by_name in cells.items():
         for (a, x), (b, y) in itertools.combinations(by_name.items(), 2):
             size = x.mean - y.mean
-            # Of the cell that is better if the difference is above 0, and if it is below 0.
-            choices = (y.choices, x.choices) if task in lower_is_better else (x.choices, y.choices)
             p = difference_p(size, x, y)
+
+            # The choices of the cell that is better if the difference is above 0, and below 0.
+            choices = (x.choices, y.choices)
+            if task in lower_is_better:
+                choices = choices[::-1]
             if p is not None:
                 above, below = choices
                 p = min(p * (below if size < 0 else above), 1.0)
@@ -423,10 +421,17 @@ def check_claims(
     for claim in claims:
         x = cells[claim.task][claim.better]
         y = cells[claim.task][claim.worse]
-        ahead = (x.mean - y.mean) * (-1 if claim.task in lower_is_better else 1)
-        p = difference_p(ahead + claim.margin, x, y)
-        if p is not None:
-            p = min(p / 2 * x.choices, 1.0) if ahead + claim.margin > 0 else 1 - p / 2
+        ahead = x.mean - y.mean
+        if claim.task in lower_is_better:
+            ahead = -ahead
+
+        # One-sided: half of the two-sided p, if `better` is ahead of the margin.
+        above_margin = ahead + claim.margin
+        p = difference_p(above_margin, x, y)
+        if p is not None and above_margin > 0:
+            p = min(p / 2 * x.choices, 1.0)
+        elif p is not None:
+            p = 1 - p / 2
         tests.append(Tested(claim, ahead, p))
 
     adjusted = _holm([test.p for test in tests])
@@ -441,15 +446,18 @@ def ranking(by_name: Mapping[str, Cell], *, lower_is_better: bool = False) -> Ra
     if not all(cell.df > 0 for cell in by_name.values()):
         return None
 
-    sign = -1 if lower_is_better else 1
-    order = sorted(by_name, key=lambda name: -sign * by_name[name].mean)
+    order = sorted(by_name, key=lambda name: by_name[name].mean, reverse=not lower_is_better)
 
     # True means by architecture, best first, and draw; negated if lower is better.
     rng = np.random.default_rng(0)
-    cells = [by_name[name] for name in order]
-    true_means = sign * np.stack(
-        [cell.mean + math.sqrt(cell.variance) * rng.standard_t(cell.df, DRAWS) for cell in cells]
-    )
+    true_means = np.empty((len(order), DRAWS))
+    for k, name in enumerate(order):
+        cell = by_name[name]
+        true_means[k] = cell.mean + math.sqrt(cell.variance) * rng.standard_t(cell.df, DRAWS)
+    if lower_is_better:
+        true_means = -true_means
+
+    # How often other seeds would have the same order, and each architecture as the best.
     keeps_order = (np.diff(true_means, axis=0) <= 0).all(axis=0)
     winners = np.argmax(true_means, axis=0)
     best = {name: float((winners == k).mean()) for k, name in enumerate(order)}
@@ -478,14 +486,17 @@ def rate_optimum(
         raise ValueError("no learning rate has finite scores only")
 
     cells = measure_task(finite)
-    sign = -1 if lower_is_better else 1
-    best = max(cells, key=lambda rate: sign * cells[rate].mean)
+    pick = min if lower_is_better else max
+    best = pick(cells, key=lambda rate: cells[rate].mean)
 
     # The rates that are not significantly worse than the best one.
     by_name = {str(rate): cell for rate, cell in cells.items()}
     pairs = differences({"": by_name}, lower_is_better=[""] if lower_is_better else ())
-    worse = {name for pair in pairs if pair.better == str(best) for name in (pair.a, pair.b)}
-    level = [rate for rate in cells if str(rate) not in worse | {str(best)}]
+    not_level = {str(best)}
+    for pair in pairs:
+        if pair.better == str(best):
+            not_level |= {pair.a, pair.b}
+    level = [rate for rate in cells if str(rate) not in not_level]
 
     edge = None
     if len(rates) == 1:
@@ -494,7 +505,8 @@ def rate_optimum(
         edge = "lowest"
     elif best == rates[-1]:
         edge = "highest"
-    return RateOptimum(best, edge, level, num_choices(cells[best], cells.values()))
+    choices = num_choices(cells[best], cells.values())
+    return RateOptimum(best, edge, level, choices)
 
 
 def num_choices(best: Cell, cells: Iterable[Cell]) -> float:

@@ -49,12 +49,15 @@ def _variance_nodes(df: float, finer: int = 1) -> tuple[np.ndarray, np.ndarray]:
     elif df >= 5:
         num_nodes = 49
 
+    # The nodes leave out 1e-15 of the probability at each end.
     low = scipy.stats.chi2.ppf(1e-15, df)
     high = scipy.stats.chi2.isf(1e-15, df)
     log_chi2 = np.linspace(math.log(low), math.log(high), num_nodes * finer)
+    chi2 = np.exp(log_chi2)
+
     # A density over log(x) is x times the density over x.
-    weights = np.exp(scipy.stats.chi2.logpdf(np.exp(log_chi2), df) + log_chi2)
-    return df / np.exp(log_chi2), weights / weights.sum()
+    weights = np.exp(scipy.stats.chi2.logpdf(chi2, df) + log_chi2)
+    return df / chi2, weights / weights.sum()
 
 
 def two_sided_p(difference: float, noise: Noise) -> float:
@@ -80,9 +83,11 @@ def critical_value(p: float, noise: Noise) -> float:
         return stderr
 
     def excess(log_size: float) -> float:
+        """Return the log of the p of a difference, in standard errors, over `p`."""
         tail = two_sided_p(stderr * math.exp(log_size), noise)
         return math.log(max(tail, 1e-300)) - math.log(p)
 
+    # Bracket the log of the difference in standard errors, then find it.
     high = 1.0
     while excess(high) > 0:
         high += 2.0
@@ -125,10 +130,16 @@ def detectable(alpha: float, noise: Noise) -> float:
     # Where the critical value is many standard errors, the power changes fast: finer nodes for the
     # item variance if it dominates with few degrees of freedom, else for the seed variance. With
     # many degrees of freedom the item variance is taken as known.
-    item_df = noise.item_df if noise.item_df < MANY_DF else math.inf
-    are_items_finer = noise.item_variance > noise.seed_variance and item_df < MANY_DF
-    item_ratio, item_weight = _variance_nodes(item_df, FINER_NODES if are_items_finer else 1)
-    seed_ratio, seed_weight = _variance_nodes(noise.seed_df, 1 if are_items_finer else FINER_NODES)
+    item_df = noise.item_df
+    if item_df >= MANY_DF:
+        item_df = math.inf
+    item_finer = 1
+    seed_finer = FINER_NODES
+    if noise.item_variance > noise.seed_variance and item_df < MANY_DF:
+        item_finer = FINER_NODES
+        seed_finer = 1
+    item_ratio, item_weight = _variance_nodes(item_df, item_finer)
+    seed_ratio, seed_weight = _variance_nodes(noise.seed_df, seed_finer)
 
     # The critical value is nearly proportional to the estimated standard error.
     estimated_variances = np.add.outer(
@@ -140,6 +151,7 @@ def detectable(alpha: float, noise: Noise) -> float:
     def missing_power(difference: float) -> float:
         return POWER - float((ndtr((difference - criticals) / stderr) * weights).sum())
 
+    # Bracket the difference that has the power, then find it.
     high = critical + stderr
     while missing_power(high) > 0:
         high *= 2

@@ -109,8 +109,13 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
 
 def are_shares(a: ItemScores, b: ItemScores, *, is_loss: bool) -> bool:
     """Return whether differences of these scores are between -1 and 1, and equally weighted."""
-    in_range = all(((x >= 0) & (x <= 1)).all() for x in (a.values_RN, b.values_RN))
-    return bool(in_range and not is_loss and (a.weights_N == 1).all())
+    return is_bounded(a, b, is_loss=is_loss) and bool((a.weights_N == 1).all())
+
+
+def is_bounded(a: ItemScores, b: ItemScores, *, is_loss: bool) -> bool:
+    """Return whether these scores are between 0 and 1, and not by chance as those of a loss."""
+    scores = np.concatenate([a.values_RN.ravel(), b.values_RN.ravel()])
+    return not is_loss and bool(((scores >= 0) & (scores <= 1)).all())
 
 
 def interaction_variance(*tasks: ItemScores) -> float:
@@ -187,27 +192,30 @@ class SeedNoise(NamedTuple):
 
         # The paper's range counts until own seeds have as many degrees of freedom.
         own_df = max(self.df - RANGE_DF + more_runs, 0.0)
-        return own_df if own_df >= RANGE_DF else RANGE_DF + own_df
+        if own_df >= RANGE_DF:
+            return own_df
+        return RANGE_DF + own_df
 
 
 def published_spread(task: str, suite: str) -> float | None:
     """Return the published range of the paper's eight seeds on `task`, or on tasks of its kind."""
     if suite == "discriminative":
         return PUBLISHED_SPREADS.get(task, OTHER_DISCRIMINATIVE)
-    is_generative = task.startswith(("jrt_", "babilong_"))
-    return PUBLISHED_SPREADS.get(task, OTHER_GENERATIVE) if is_generative else None
+    if task.startswith(("jrt_", "babilong_")):  # generative
+        return PUBLISHED_SPREADS.get(task, OTHER_GENERATIVE)
+    return None
 
 
 def pooled_variance(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Return the variance within groups of runs of one recipe, and its degrees of freedom."""
-    squares: float = 0
+    squares = 0.0
     df = 0
     for group in groups:
         if len(group) > 1:
             scores = np.asarray(group, dtype=np.float64)
             squares += float(((scores - scores.mean()) ** 2).sum())
             df += scores.size - 1
-    return (squares / df, df) if df else (0.0, 0)
+    return squares / max(df, 1), df
 
 
 def seed_noise(
@@ -232,12 +240,15 @@ def seed_noise(
     # Other recipes do not count if the two sides vary more.
     excluded = ""
     if compared is not None:
-        sides = [group for group, is_side in zip(groups, compared, strict=True) if is_side]
-        others = [group for group, is_side in zip(groups, compared, strict=True) if not is_side]
+        sides: list[Sequence[float]] = []
+        others: list[Sequence[float]] = []
+        for group, is_side in zip(groups, compared, strict=True):
+            (sides if is_side else others).append(group)
         if _vary_more(sides, others):
             groups = sides
             excluded = "; other recipes vary less and are excluded"
 
+    # Own seeds alone, if there are enough or nothing else.
     own_variance, own_df = pooled_variance(groups)
     num_seeds = [len(group) for group in groups if len(group) > 1]
     own_text = f"own: {sum(num_seeds)} runs, {len(num_seeds)} recipes, {own_df} degrees of freedom"
@@ -246,6 +257,7 @@ def seed_noise(
     if spread is None:
         return None
 
+    # The paper's alone, if no recipe has two seeds.
     paper_variance = (spread / RANGE_OF_8) ** 2
     paper_text = f"the paper's: 8 seeds within {100 * spread:.3g} %"
     if not own_df:
@@ -323,6 +335,7 @@ def paired_difference(
     `interaction_variance` in both (single runs keep it twice). Runs that share a seed count as
     independent. Both err towards "within noise".
     """
+    # The difference on each item, summed by cluster, and the variance of its mean over clusters.
     num_clusters = 1 + max(int(task.clusters_N.max()) for task in a)
     differences = [Clusters.of_difference(x, y, num_clusters) for x, y in zip(a, b, strict=True)]
     if len(a) == 1:
@@ -338,19 +351,26 @@ def paired_difference(
         clusters = Clusters(*np.sum(scaled, axis=0))
         over_items = mean_variance(*differences)
 
-    # A run's score varies over seeds at least by the interaction.
+    # A run's score varies over seeds at least by the interaction. The variance of a difference of
+    # means over runs is that of one run times 1 / a + 1 / b.
     interaction = _interaction(a, b)
-    num_runs = len(a[0].values_RN), len(b[0].values_RN)
-    per_run = 1 / num_runs[0] + 1 / num_runs[1]
+    num_runs_a = len(a[0].values_RN)
+    num_runs_b = len(b[0].values_RN)
+    per_run = 1 / num_runs_a + 1 / num_runs_b
     item_variance = _item_variance(over_items, per_run * interaction, clusters)
-    noise = Noise(
-        item_variance=item_variance,
-        item_df=degrees_of_freedom(clusters),
-        seed_variance=per_run * max(seeds.variance, interaction),
-        seed_df=seeds.df,
+    return Difference(
+        difference=clusters.mean,
+        noise=Noise(
+            item_variance=item_variance,
+            item_df=degrees_of_freedom(clusters),
+            seed_variance=per_run * max(seeds.variance, interaction),
+            seed_df=seeds.df,
+        ),
+        residual=0.0 if num_runs_a == num_runs_b == 1 else item_variance,
+        clusters=clusters,
+        num_runs=(num_runs_a, num_runs_b),
+        seeds=seeds,
     )
-    residual = item_variance if max(num_runs) > 1 else 0.0
-    return Difference(clusters.mean, noise, residual, clusters, num_runs, seeds)
 
 
 class MeanScore(NamedTuple):
@@ -384,11 +404,11 @@ def _item_variance(over_items: float, interaction: float, clusters: Clusters) ->
 
 def _interaction(*sides: Sequence[ItemScores]) -> float:
     """Return `interaction_variance` pooled over the sides with several runs; 0 if none has."""
-    squares: float = 0
+    squares = 0.0
     total_df = 0
     for tasks in sides:
         df = len(tasks[0].values_RN) - 1
         if df:
             squares += df * interaction_variance(*tasks)
             total_df += df
-    return squares / total_df if total_df else 0.0
+    return squares / max(total_df, 1)

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from canon_pretrain.boards.board import BOARD, Board, read_board
 from canon_pretrain.boards.commands import race_entries
-from canon_pretrain.boards.driver import OUTPUT, Driver, read_failures
+from canon_pretrain.boards.driver import OUTPUT, Driver, _Child, read_failures
 from canon_pretrain.boards.plan import read_plan
 from canon_pretrain.boards.race import BoardRace
 from canon_pretrain.boards.stops import Stop, read_race
@@ -666,6 +667,26 @@ def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
     driver = Driver(sweep, out, parallel=1, race=Race(), gpus=["0"])
     driver.train()
     assert (0, False) in looks and (2, False) not in looks
+
+
+def test_the_time_left_counts_the_steps_of_runs_that_have_ended(tmp_path, monkeypatch):
+    """In a minute, 5 steps of a run that is DONE and 1 more of a run that began with 2."""
+    sweep = plan(tmp_path, SMALL)
+    steps = {NAMES[0]: 0, NAMES[1]: 2}
+    monkeypatch.setattr(Driver, "_summary", lambda self, run: RunSummary("", step=steps[run.name]))
+    driver = Driver(sweep, tmp_path / "out", parallel=2, gpus=["0"])
+    for run, exit_code in zip(sweep.runs, (0, None), strict=True):
+        process = SimpleNamespace(poll=lambda code=exit_code: code, returncode=exit_code)
+        driver._children.append(_Child(run, process, steps[run.name], "0"))
+
+    steps[NAMES[1]] = 3
+    done_file = RunFolder(tmp_path / "out" / NAMES[0]).done_file
+    done_file.parent.mkdir()
+    done_file.touch()
+    driver._reap()
+    driver._began_s = time.monotonic() - 60
+
+    assert driver._progress()[-1] == "1 of 2 runs, step 8 of 10, about 20 s left"
 
 
 def test_killed_runs_have_ended_when_their_driver_ends(tmp_path, monkeypatch):
