@@ -298,7 +298,7 @@ def read_sweep(folder: Path) -> Sweep:
         if error.is_missing:
             raise UserError(
                 "sweep.not_a_sweep",
-                f"{folder} has no {PLAN}, which `canon_pretrain.cluster.sweep plan` writes",
+                f"{folder} has no {PLAN}: pass a folder that `canon sweep plan` wrote",
             ) from None
         raise UserError("sweep.damaged", f"{error}: remove it and plan again") from None
 

@@ -240,16 +240,15 @@ def _user_error(
     # The hub's own reply, a subclass before its base. LocalEntryNotFoundError, the error without a
     # network, is an EntryNotFoundError too.
     login = f"log in (HF_TOKEN), {hints.without_hub}"
-    replies = (
-        (errors.GatedRepoError, "hub.no_access", f"accept its terms and {login}"),
-        (errors.RevisionNotFoundError, "hub.not_found", f"no such revision; {hints.revision}"),
-        (errors.RepositoryNotFoundError, "hub.no_access", f"no such dataset, or {login}"),
-        (errors.EntryNotFoundError, "hub.not_found", f"not in this revision; {hints.revision}"),
-    )
     if not is_any(errors.LocalEntryNotFoundError):
-        for kind, code, problem in replies:
-            if is_any(kind):
-                return UserError(code, message(problem))
+        if is_any(errors.GatedRepoError):
+            return UserError("hub.no_access", message(f"accept its terms and {login}"))
+        if is_any(errors.RevisionNotFoundError):
+            return UserError("hub.not_found", message(f"no such revision; {hints.revision}"))
+        if is_any(errors.RepositoryNotFoundError):
+            return UserError("hub.no_access", message(f"no such dataset, or {login}"))
+        if is_any(errors.EntryNotFoundError):
+            return UserError("hub.not_found", message(f"not in this revision; {hints.revision}"))
         if isinstance(error, unexpected):
             return UserError("hub.unexpected", message(f"not the expected data; {hints.revision}"))
     if isinstance(error, errors.HfHubHTTPError) and error.response is not None:
