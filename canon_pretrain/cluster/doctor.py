@@ -766,7 +766,7 @@ def _check_trainer(
     """Train CONFIG for STEPS steps in `scratch`, and verify the checkpoint."""
     from canon_pretrain.checkpoint.folder import CheckpointFolder
     from canon_pretrain.checkpoint.manifest import verify
-    from canon_pretrain.run.folder import RunFolder
+    from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 
     # Train.
     run = RunFolder(scratch / "run")
@@ -784,7 +784,7 @@ def _check_trainer(
     # A run that seems to have ended well must have saved its last step.
     if problem is None:
         try:
-            verify(CheckpointFolder.of_run(run).step_path(STEPS))
+            verify(CheckpointFolder(run.path / CHECKPOINTS).step_path(STEPS))
         except (OSError, UserError) as error:
             problem = str(error)
 
