@@ -54,8 +54,14 @@ def training_cases(args: ModelArgs) -> list[Case]:
         cases.append(norm_case("norm + A", args, "A", readers=mixer.readers))
     if "C" in args.canon_set:
         cases.append(norm_case("norm + C", args, "C", readers=2 if is_gated else 1))
-    if "B" in args.canon_set:
+    if "B" in args.canon_set and args.mixer == "attention":
         cases.append(heads_case(args))
+    elif "B" in args.canon_set:
+        # A recurrence mixes q, k and v, which are parts; Mamba2 all of its projection at once.
+        widths = args.mixer_parts
+        if args.mixer == "mamba2":
+            widths = (sum(widths),)
+        cases.append(canon_case("B", "B", widths, args))
     if "D" in args.canon_set and is_gated:
         cases.append(gate_case(args))
     elif "D" in args.canon_set:

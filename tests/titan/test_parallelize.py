@@ -75,6 +75,9 @@ def test_faults_in_the_kernels_source_are_found_and_named():
         assert (problem or "").startswith(FOUND[name] or "?"), (name, problem)
 
 
+RECURRENT = {"position": "nope", "num_kv_heads": 0}
+
+
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
@@ -82,10 +85,14 @@ def test_faults_in_the_kernels_source_are_found_and_named():
         (torch.bfloat16, {"canon_set": "ABCD", "qk_norm": "full"}),
         (torch.float32, {"canon_set": "BD", "ffn": "standard", "canon_activation": True}),
         (torch.bfloat16, {"canon_set": "C", "canon_trainable": False, "canon_residual": False}),
+        (torch.float32, {"canon_set": "ABCD", "mixer": "gla", **RECURRENT}),
+        (torch.float32, {"canon_set": "ABCD", "mixer": "gated_deltanet", **RECURRENT}),
+        (torch.float32, {"canon_set": "AB", "mixer": "mamba2", "ffn": "none", **RECURRENT}),
     ],
 )
 def test_a_right_backend_passes_and_keeps_the_random_state(dtype, options):
-    args = ModelArgs(dim=24, num_heads=2, num_kv_heads=1, ffn_dim=40, max_seq_len=50, **options)
+    sizes = {"dim": 24, "num_heads": 2, "num_kv_heads": 1, "ffn_dim": 40, "max_seq_len": 50}
+    args = ModelArgs(**sizes | options)
     before = torch.get_rng_state()
     assert canon_check.training_problem(args, "compiled", (3, 50), dtype, CPU) is None
     assert torch.equal(torch.get_rng_state(), before)
