@@ -246,7 +246,7 @@ def _board_plan(folder: Path, title: str) -> "BoardPlan":
 
     # The runs that have started must have started under the claims that the page will show.
     promises = {run.config: promised_by(board, board.place_of(run.config)[0]) for run in sweep.runs}
-    check_promises(dataclasses.replace(sweep, promises=promises), folder, promises)
+    check_promises(dataclasses.replace(sweep, promises=promises), folder, old=promises)
 
     failures = read_failures(folder)
     runs = []
@@ -263,6 +263,8 @@ def _board_plan(folder: Path, title: str) -> "BoardPlan":
                 problem=failures.get(run.name, ""),
             )
         )
+
+        # Its folder holds another run, of which nothing is counted.
         if problem := sweep.other_plan(run, folder):
             others[run.name] = problem
     return BoardPlan(

@@ -272,7 +272,8 @@ class BoardRace:
             for run in runs
         }
 
-        # Continue from race.json. The races of a board see each other's cells.
+        # Continue from race.json, which may be of a plan with more stages. A task has a race per
+        # size; the races of a board see each other's cells.
         record = read_race(folder)
         seen: dict[Place, Cell] = {}
         for entry in entries:
@@ -285,6 +286,8 @@ class BoardRace:
             for order in record.orders:
                 if order.task == race.task:
                     race.decided[order.arm, order.better] = order
+
+        # Before the first look: from here on the final tests have only 1 - RACE_SHARE of alpha.
         self._write()
 
     def is_stopped(self, run: str) -> bool:

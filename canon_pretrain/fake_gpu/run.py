@@ -165,6 +165,7 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
     spec.write_shard = lambda parameter, value: None
     checkpoint.CanonCheckpointManager.check_room = lambda self: None  # type: ignore[method-assign]
     launch.check_room = lambda *args, **kwargs: None
+    # Values for what the host reads from fake tensors, which have none.
     tracker.answers += [_validation_answer(tracker), EqualLoad(parallelize.ExpertExchange)]
 
     # Phases: each step, each save, validation.
@@ -176,6 +177,7 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
     def advance_as_phase(self: Any, data: Any) -> Any:
         report.micro_batch = self.job_config.training.local_batch_size
         report.seq_len = self.job_config.training.seq_len
+        # The blocks of a step, for the host's time.
         num_layers = len(self.model_parts[0].layers)
         report.num_blocks = num_layers * self.gradient_accumulation_steps
         _label_state(tracker, self)
@@ -185,6 +187,7 @@ def _observe_trainer(tracker: Tracker, options: Options, report: Report) -> None
     def save_as_phase(self: Any) -> None:
         if not options.saves:
             return
+        # The first save allocates the host's buffers; all later ones are as the second.
         for name in ("first save", "second save"):
             with tracker.within(name):
                 self.checkpointer.staging.copy(

@@ -74,7 +74,8 @@ class _Dynamic(torch.autograd.Function):
             conv_BTC = _convolve(x_BTC, z_BTR, weight_KCR, segments_BN, recompute=True)
             dconv_BTC = dconv_BTC * silu_slope(conv_BTC, conv_BTC.sigmoid())
 
-        # Tap K-1-j, W = z_t weight^T, mixes x_{t-j} into token t, for M = T - j tokens.
+        # Tap K-1-j, W = z_t weight^T, mixes x_{t-j} into token t, for M = T - j tokens. Taps are
+        # computed again in another way than in forward: else a compiler would save them.
         dz_BTR = torch.zeros_like(z_BTR, dtype=dtype)
         dweights = [torch.zeros_like(weight_KCR[0])] * num_taps
         for j in range(min(num_taps, num_tokens)):

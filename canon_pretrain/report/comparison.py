@@ -388,7 +388,10 @@ def compare_sides(
     for name, group in zip("AB", groups, strict=True):
         side = architectures.recipe_of(group)
         sides.append(Side(name, side.runs))
-        notes += [f"{name}: {run.label} repeats the seeds of another run" for run in side.repeats]
+        for run in side.repeats:
+            notes.append(f"{name}: {run.label} repeats the seeds of another run")
+
+        # Seed noise is estimated within a recipe: among runs that differ in their seeds only.
         side_recipes = [x for y in architectures.architectures(side.runs) for x in y.recipes]
         recipes += side_recipes
         if len(side_recipes) > 1:

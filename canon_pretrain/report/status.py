@@ -335,7 +335,7 @@ def overview(runs: Sequence[RunSummary], console: Console) -> Group:
     """Return the table of `runs` and the lines below it.
 
     Columns that are empty for all runs are left out. If the others do not fit into the window, the
-    table has the first NARROW_COLUMNS, and the lines below it have the rest.
+    table has the first NARROW_COLUMNS, also empty ones, and the lines below it have the rest.
     """
     # Try the table with every column that a run has a text in.
     rows = [_cells(run) for run in runs]

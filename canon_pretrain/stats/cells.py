@@ -387,7 +387,8 @@ def differences(cells: Cells, *, lower_is_better: Collection[str] = ()) -> list[
             size = x.mean - y.mean
             p = difference_p(size, x, y)
 
-            # The choices of the cell that is better if the difference is above 0, and below 0.
+            # A cell is the best of about `choices` equal rates: Bonferroni's factor is that
+            # of the cell that is better if the difference is above 0, and if it is below 0.
             choices = (x.choices, y.choices)
             if task in lower_is_better:
                 choices = choices[::-1]

@@ -77,13 +77,16 @@ class Grammar:
         self.terminals = np.array(levels[-1])
         self.depth = len(levels) - 1
         self._root = levels[0][0]
+
+        # For exact distributions: the rules' probabilities by level, and a factor per token that
+        # keeps the weight of a sentence from underflow
         self._levels = [
             self._level(symbols, children)
             for symbols, children in zip(levels, levels[1:], strict=False)
         ]
         self._scale = self._mean_scale(levels)
 
-        # For sampling: the rules of all symbols one after another, padded with zeros
+        # For sampling: the rules of all symbols one after another; those of two children end in 0
         rules = [rule for alternatives in self.rules.values() for rule in alternatives]
         counts = [len(alternatives) for alternatives in self.rules.values()]
         self._children = np.array([(*rule, 0)[:MAX_CHILDREN] for rule in rules], np.uint8)

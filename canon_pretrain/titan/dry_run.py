@@ -497,7 +497,7 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
     if any(plan.gpu for plan in plans.values()):
         console.print(
             "time: computed from products, bytes, launches and exchanges with assumed speeds "
-            "(kernels/gpus.py); --mfu 0.4 assumes an MFU instead"
+            "(machine/gpus.py); --mfu 0.4 assumes an MFU instead"
         )
     if too_small := ", ".join(title for title, plan in plans.items() if not plan.fits):
         console.print(

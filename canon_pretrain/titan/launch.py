@@ -262,7 +262,7 @@ def checkpoints_outside(job: CanonJobConfig) -> Path | None:
 def _check_folder(
     job: CanonJobConfig, run: RunFolder, checkpoints: CheckpointFolder, *, fresh: bool
 ) -> None:
-    """Raise UserError if the launch cannot use its folder; moves nothing."""
+    """Raise UserError if the launch cannot use its folder; archives nothing."""
     path = checkpoints.path
 
     # Checkpoints in the folder must be this run's.
@@ -314,6 +314,7 @@ def _check_folder(
                 path=start,
             )
         check_initial(initial, weights, model_only=job.checkpoint.initial_load_model_only)
+    # This tries to write there, in an empty trial folder.
     check_room(checkpoints, full_bytes(weights))
     remove_tree(checkpoints.trial_path)
 

@@ -1,7 +1,7 @@
 """The time of a training step on a GPU, computed from what it multiplies, moves and exchanges.
 
 Nothing is measured: the counts are those of the block's graphs (costs.py), of the head and of
-FSDP2 in closed form; the speeds are assumed (kernels/gpus.py), with a range that the result keeps.
+FSDP2 in closed form; the speeds are assumed (machine/gpus.py), with a range that the result keeps.
 `tests/fake_gpu` compares the counts with those of the trainer on fake GPUs.
 """
 

@@ -428,6 +428,7 @@ def generation_request(
     tokens: Sequence[int], options: dict[str, Any], max_length: int
 ) -> GenerationRequest:
     """Return the request of a prompt, whose beginning is cut if it and its answer do not fit."""
+    # lm_eval samples if a temperature is set, unless do_sample is False.
     options = dict(normalize_gen_kwargs(options, DEFAULT_GEN_TOKENS))
     unknown = options.keys() - GENERATION_OPTIONS
     if options.get("num_beams", 1) != 1 or unknown:

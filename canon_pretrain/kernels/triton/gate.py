@@ -251,6 +251,7 @@ def canon_gate_backward(
             )
     if not want_sums:
         return dgate, dup, weight.new_empty(0)
+    # Without a norm before it there is no gain, which is the second gradient.
     dweight, _ = blocks.weight_gradient(sums_PKC, weight, None, residual=residual)
     return dgate, dup, dweight
 
