@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def read_prompt(file: Path | None) -> str | None:
-    """Return the text of `file` or of a stdin that is no terminal, less one line end, as $(<FILE).
+    """Return the text of `file` or of a stdin that is no terminal, less one line end.
 
     None if there is none: without `file`, an empty stdin is no prompt.
     """

@@ -145,6 +145,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     limits = Limits(arguments.max_documents, arguments.max_tokens)
     if arguments.unbuilt_of:
+        # For slurm/data_prep.sh. Stdout is the result: if it cannot be written, the command fails.
         with command(prints=True):
             print_unbuilt(arguments, source, limits)
         return

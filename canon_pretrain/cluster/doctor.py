@@ -997,7 +997,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.world or arguments.config:
         raise UserError("option.conflict", "--world and CONFIG: only with --fake")
 
-    # Each group as soon as it has ended; JSON is one object, at the end.
+    # In order, each group once it and those before it have ended; JSON is one object, at the end.
     console = Console(highlight=False)
     rows: list[dict[str, Any]] = []
     broken: list[str] = []

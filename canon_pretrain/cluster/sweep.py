@@ -585,7 +585,7 @@ def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
                 job_id=summary.job_id,
                 reason=summary.reason,
             )
-        # Its loss, which is absent before the common step.
+        # Its loss, if it has one at the step that most runs have (of several the last).
         if run.name in held_out.losses:
             row = replace(
                 row,

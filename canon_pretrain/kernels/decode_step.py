@@ -204,7 +204,8 @@ class DynamicMemory:
         if not self.windows:
             self.windows = [part.new_zeros(len(part), reach, part.shape[2]) for part in parts]
 
-        # Canon of each part behind its last P inputs, whose outputs are dropped.
+        # Canon of each part behind its last P inputs, whose outputs are dropped. `segments_BN`,
+        # [B, P + T], has these P; the P before them, here 0, concern the dropped outputs only.
         if segments_BN is not None:
             options["segments_BN"] = F.pad(segments_BN, (reach, 0))
         windows = []

@@ -600,6 +600,7 @@ def _score_trace(line: ScoreLine, labels: Sequence[str], over_tokens: bool) -> J
     if "circle-open" in symbols:
         attributes["marker"] = {"symbol": symbols}
     if len(labels) <= MAX_BARS:
+        # A score without an error has a bar of length 0.
         stderrs = np.array([_drawn(point.cell.stderr) for point in line.points], float)
         attributes["error_y"] = {"array": rounded(np.nan_to_num(stderrs)), "visible": True}
     attributes["x"] = [point.tokens if over_tokens else point.step for point in line.points]

@@ -266,7 +266,8 @@ class CanonCheckpointManager:
         """Begin a checkpoint of the present state as `step`, due or not."""
         begin = time.monotonic()
 
-        # Preflight: the previous save must have ended, and there must be room.
+        # Preflight. A step is skipped while the previous save is being written: asked by the store,
+        # as the save's thread uses the group. And there must be room.
         if self.rank_zero.run_by_store(lambda: self._is_saving(step)):
             return
         self.wait()

@@ -509,6 +509,7 @@ class CanonTrainer(torchtitan.train.Trainer):
                     dist_utils.set_pg_timeouts(timeout=limit, parallel_dims=self.parallel_dims)
                     begin = time.monotonic()
 
+                # After the last step, or a stop, `train` saves first and then validates.
                 restart_watchdog()
                 if stop is None and self.step < job.last_step and self._validate():
                     restart_watchdog()

@@ -182,8 +182,7 @@ class CanonLM(TemplateLM):
                 "eval.continuation",
                 f"no token of {continuation!r:.40} is its own: one crosses the boundary "
                 f"from the context {context[-20:]!r}",
-                given=0,
-                expected=self.max_length,
+                given=continuation,
             )
 
         pair = self._pair(before + after, len(after))
