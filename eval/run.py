@@ -382,9 +382,10 @@ def merge_tasks(
         if part.failures.count > failures.count:
             results.failures[reported] = part.failures
 
-        # One record per item, with the fields of all parts. The first part's prompt hash counts.
-        records = records_by_item.setdefault(reported, {})
+        # One record per item, with the fields of all parts. The first part's prompt hash counts. A
+        # task without records, such as a count model, has no file of them.
         for record in part.samples:
+            records = records_by_item.setdefault(reported, {})
             merged = records.setdefault((record["doc_id"], record["filter"]), {})
             for field, value in record.items():
                 merged.setdefault(field, value)
