@@ -110,8 +110,8 @@ def test_judge_evaluates_the_last_expression():
         pytest.param([29, 24, 1, 1, 28], id="no <bos>"),
         pytest.param([27, 30, 24, 1, 1, 28], id="another length"),
         pytest.param([27, 29, 24, 1, 1], id="no <ans>"),
-        pytest.param([27, 29, 24, 1, 28], id="an operand missing"),
-        pytest.param([27, 29, 24, 1, 1, 1, 28], id="an operand too many"),
+        pytest.param([27, 29, 24, 1, 28], id="missing operand"),
+        pytest.param([27, 29, 24, 1, 1, 1, 28], id="extra operand"),
         pytest.param([27, 32, *[24] * 4, *[1] * 5, 28], id="too long"),
     ],
 )
