@@ -650,7 +650,7 @@ _shtab_canon_synthetic_defaults_added=0
 _shtab_canon_synthetic_score_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "*--set[settings of the task, as n\=8 or name_tokens\=\[1,2\]]:KEY=VALUE:"
-  ":one of brevo1, brevo2, capo, copy, depo1, depo2, lano, mano:"
+  ":one of automata, brevo1, brevo2, capo, copy, depo1, depo2, lano, mano, mqar, state:"
   ":lines \{\"prompt\"\: \[id, ...\], \"answer\"\: \[id, ...\]\}:_files"
 )
 
@@ -663,7 +663,7 @@ _shtab_canon_synthetic_show_options=(
   "--seed[default 0]:seed:"
   "--index[of the window\; default 0]:index:"
   "--json[ids and loss_mask]"
-  ":one of brevo1, brevo2, capo, copy, depo1, depo2, lano, mano:"
+  ":one of automata, brevo1, brevo2, capo, copy, depo1, depo2, lano, mano, mqar, state:"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -674,7 +674,7 @@ _shtab_canon_synthetic_stats_options=(
   "*--set[settings of the task, as n\=8 or name_tokens\=\[1,2\]]:KEY=VALUE:"
   "--seed[default 0]:seed:"
   "--windows[default 100]:windows:"
-  ":one of brevo1, brevo2, capo, copy, depo1, depo2, lano, mano:"
+  ":one of automata, brevo1, brevo2, capo, copy, depo1, depo2, lano, mano, mqar, state:"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -828,7 +828,7 @@ _shtab_canon_train_options=(
   "--data.order[random (with replacement), or permute (once per epoch)]:data.order:(random permute)"
   "--data.data_seed[seed of the sample order]:data.data_seed:"
   "--data.read_ahead[data.read_ahead]:data.read_ahead:"
-  "--data.task.name[instead\: a synthetic task\; also .n, .k, ... (--help-all)]:data.task.name:(brevo1 brevo2 capo copy depo1 depo2 lano mano)"
+  "--data.task.name[instead\: a synthetic task\; also .n, .k, ... (--help-all)]:data.task.name:(automata brevo1 brevo2 capo copy depo1 depo2 lano mano mqar state)"
   "--data.task.n[data.task.n]:data.task.n:"
   "--data.task.k[data.task.k]:data.task.k:"
   "--data.task.vocab[data.task.vocab]:data.task.vocab:"
@@ -845,6 +845,15 @@ _shtab_canon_train_options=(
   "--data.task.root[data.task.root]:data.task.root:"
   "--data.task.people[data.task.people]:data.task.people:"
   "--data.task.exposures[data.task.exposures]:data.task.exposures:"
+  "--data.task.pairs[data.task.pairs]:data.task.pairs:"
+  "--data.task.queries[data.task.queries]:data.task.queries:"
+  "--data.task.slots[data.task.slots]:data.task.slots:"
+  "--data.task.power[data.task.power]:data.task.power:"
+  "--data.task.group[data.task.group]:data.task.group:"
+  "--data.task.states[data.task.states]:data.task.states:"
+  "--data.task.symbols[data.task.symbols]:data.task.symbols:"
+  "--data.task.examples[data.task.examples]:data.task.examples:"
+  "--data.task.example_tokens[data.task.example_tokens]:data.task.example_tokens:"
   "--data.task.loss_on[data.task.loss_on]:data.task.loss_on:(answers all)"
   "--run.stop_at[stop after this step with a checkpoint]:run.stop_at:"
   "--run.allow_changes[keys that may differ from those of the resumed run]:run.allow_changes:"

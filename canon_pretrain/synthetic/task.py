@@ -297,6 +297,26 @@ def below(words: np.ndarray, bound: Any) -> np.ndarray:
     return (scaled >> half).astype(np.int64)
 
 
+def draw_distinct(words: np.ndarray, bound: Any) -> np.ndarray:
+    """Return distinct numbers in [0, bound), as many as a row has words, in random order, int64.
+
+    `bound` is a number, or one per row.
+
+    Floyd's algorithm: the j-th of n draws is below bound - n + j + 1; a number that the row has
+    already stands for the highest one of these, which no earlier draw could be.
+    """
+    n = words.shape[1]
+    numbers = np.empty(words.shape, np.int64)
+    for j in range(n):
+        highest = bound - n + j
+        draw = below(words[:, j], highest + 1)
+        is_taken = (numbers[:, :j] == draw[:, None]).any(axis=1)
+        numbers[:, j] = np.where(is_taken, highest, draw)
+    # `below` takes the upper half of a word: order by the lower one.
+    order = np.argsort(words << np.uint64(32), axis=1)
+    return np.take_along_axis(numbers, order, axis=1)
+
+
 def mix(words: np.ndarray) -> np.ndarray:
     """Return a hash of each uint64 word, by SplitMix64's finalizer."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

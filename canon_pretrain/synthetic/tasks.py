@@ -10,16 +10,20 @@ from pydantic import TypeAdapter, ValidationError
 
 from canon_pretrain.core.errors import UserError, check_choice, suggestion
 from canon_pretrain.core.fields import help_of, optional_fields
+from canon_pretrain.synthetic.automata import AutomataTask
 from canon_pretrain.synthetic.brevo import Brevo1, Brevo2
 from canon_pretrain.synthetic.capo import Capo
 from canon_pretrain.synthetic.copying import Copy
 from canon_pretrain.synthetic.depo import Depo1, Depo2
 from canon_pretrain.synthetic.lano import Lano
 from canon_pretrain.synthetic.mano import Mano
+from canon_pretrain.synthetic.mqar import Mqar
+from canon_pretrain.synthetic.state import State
 from canon_pretrain.synthetic.task import Task
 
 TASKS: Mapping[str, type[Task]] = MappingProxyType(
     {
+        "automata": AutomataTask,
         "brevo1": Brevo1,
         "brevo2": Brevo2,
         "capo": Capo,
@@ -28,6 +32,8 @@ TASKS: Mapping[str, type[Task]] = MappingProxyType(
         "depo2": Depo2,
         "lano": Lano,
         "mano": Mano,
+        "mqar": Mqar,
+        "state": State,
     }
 )
 _ORDER = (
@@ -47,6 +53,15 @@ _ORDER = (
     "root",
     "people",
     "exposures",
+    "pairs",
+    "queries",
+    "slots",
+    "power",
+    "group",
+    "states",
+    "symbols",
+    "examples",
+    "example_tokens",
     "loss_on",
 )
 """The order of the keys in --help-all and in config.json; other settings follow."""
@@ -78,7 +93,8 @@ def _section() -> Any:
 @dataclass(frozen=True)
 class TaskName:
     name: str = ""
-    """Generate the data: depo1, depo2, brevo1, brevo2, capo, mano, lano or copy."""
+    """Generate the data: depo1, depo2, brevo1, brevo2, capo, mano, lano, copy, mqar, state or
+    automata."""
 
 
 @dataclass(frozen=True)

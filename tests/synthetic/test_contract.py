@@ -30,6 +30,9 @@ SMALL = {
     "brevo2": {"n": 6, "vocab": 4, "name_tokens": (2, 3), "seq_len": 160},
     "lano": {"root": 10, "seq_len": 64},
     "capo": {"people": 20, "seq_len": 128},
+    "mqar": {"vocab": 20, "pairs": 5, "queries": 3, "slots": 6, "seq_len": 64},
+    "state": {"l": 4, "seq_len": 40},
+    "automata": {"symbols": 6, "examples": 4, "example_tokens": 9, "seq_len": 96},
 }
 SEVERAL_ORDERS = ("brevo1", "brevo2")  # of the vertices of a right answer
 OTHER = {
@@ -37,6 +40,8 @@ OTHER = {
     "all": "answers",
     "n+sqrt(N)": "sqrt(N+n)",
     "cfg3f": "cfg3j",
+    "s5": "a5",
+    0.01: 1.0,
     (1, 2): (1, 1),
     (2, 3): (2, 2),
 }
@@ -50,7 +55,7 @@ def task(request):
 def mutations(task, answer, rng):
     """Return functions: the answer with a token dropped, added, duplicated and changed, and two
     swapped."""
-    if task.name == "lano":  # a sentence changed may be another sentence: change its end
+    if task.name in ("lano", "automata"):  # what is changed may be right: change its end
         changed_ends = [answer[:-1], [*answer, answer[-1]], [answer[-1], *answer]]
         return [lambda changed=changed: changed for changed in changed_ends]
 
@@ -137,7 +142,8 @@ def test_fingerprint_depends_on_each_setting(task):
     settings = {key: value for key, value in task.settings.items() if value is not None}
     fingerprints = {task.fingerprint, dataclasses.replace(task).fingerprint}
     for key, value in settings.items():
-        other = value + 1 if isinstance(value, int) else OTHER[value]
+        # MQAR's vocabulary is even.
+        other = value + 2 if isinstance(value, int) else OTHER[value]
         fingerprints.add(dataclasses.replace(task, **{key: other}).fingerprint)
     assert len(fingerprints) == 1 + len(settings)
 
@@ -177,8 +183,10 @@ def test_evaluations_are_tasks_of_the_same_vocabulary(task):
 
 def test_settings_and_prompts_out_of_range_are_refused(task):
     small = SMALL[task.name]
-    sizes = {"n", "k", "vocab", "l", "modulus", "people", "exposures"} & task.settings.keys()
-    choices = {"loss_on", "grammar", "n_weight"} & task.settings.keys()
+    sizes = {"n", "k", "vocab", "l", "modulus", "people", "exposures", "pairs", "queries", "slots"}
+    sizes |= {"states", "symbols", "examples", "example_tokens"}
+    sizes &= task.settings.keys()
+    choices = {"loss_on", "grammar", "n_weight", "group", "power"} & task.settings.keys()
     bad_settings = [(key, 0) for key in sizes] + [(key, "x") for key in sizes | choices]
     for key, value in bad_settings:
         with refused("task.setting", task=task.name, key=key):
@@ -186,7 +194,7 @@ def test_settings_and_prompts_out_of_range_are_refused(task):
 
     with refused("task.unknown_setting", task=task.name, key="size"):
         build_task(task.name, small | {"size": 3})
-    if task.longest:
+    if task.longest is not None:
         with refused("task.too_long", longest=task.longest):
             build_task(task.name, small | {"seq_len": task.longest - 1})
     for prompt in ([], [1], [task.vocab_size] * 3, [-1] * 9):
