@@ -63,7 +63,7 @@ def job_of(name):
 
 def test_every_task_of_the_paper_has_its_files():
     assert {*NAMES} == {*ROWS, *(f"capo_{people}" for people in CAPO)}
-    assert {name.partition("_")[0] for name in NAMES} == {*TASKS}
+    assert {name.partition("_")[0] for name in NAMES} == {*TASKS} - {"automata", "mqar", "state"}
 
 
 @pytest.mark.parametrize("name", NAMES)
