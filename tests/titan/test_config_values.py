@@ -96,6 +96,14 @@ NUMBERS = {
     "data.task.root": ("the grammar's own", TASK, task("lano")),
     "data.task.people": (TASK, TASK, task("capo")),
     "data.task.exposures": (TASK, TASK, task("capo")),
+    "data.task.pairs": (TASK, TASK, task("mqar")),
+    "data.task.queries": (TASK, TASK, task("mqar")),
+    "data.task.slots": (TASK, TASK, task("mqar")),
+    "data.task.power": (TASK, TASK, task("mqar")),
+    "data.task.states": (TASK, TASK, task("automata")),
+    "data.task.symbols": (TASK, TASK, task("automata")),
+    "data.task.examples": (TASK, TASK, task("automata")),
+    "data.task.example_tokens": (TASK, TASK, task("automata")),
     "model.vocab_size": (MODEL, MODEL),
     "model.num_layers": (MODEL, MODEL),
     "model.dim": (MODEL, MODEL),
@@ -151,7 +159,8 @@ def test_what_an_odd_number_means(key, tmp_path):
     is_float = float in kinds_of(key)
     not_finite = "config.type"
     if is_float:
-        not_finite = {"data.weights": "data.weights"}.get(key, RANGE)
+        others = {"data.weights": "data.weights", "data.task.power": TASK}
+        not_finite = others.get(key, RANGE)
         not_finite = MODEL if key.startswith("model.") else not_finite
     expected = {0: zero, -1: minus_one, math.inf: not_finite, math.nan: not_finite}
 
@@ -228,10 +237,15 @@ TEXTS = {
     "data.task.name": CHOICE,
     "data.task.n_weight": TASK,
     "data.task.grammar": TASK,
+    "data.task.group": TASK,
     "run.allow_changes": "run.unknown_change",
     "samples.prompts": "a text to continue",
 }
-TASK_OF = {"data.task.n_weight": "depo1", "data.task.grammar": "lano"}
+TASK_OF = {
+    "data.task.n_weight": "depo1",
+    "data.task.grammar": "lano",
+    "data.task.group": "state",
+}
 
 
 def test_every_text_has_its_row():
