@@ -19,7 +19,7 @@ from canon_pretrain.kernels import triton as kernels
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.canon_check import training_problem
 
-RUN = "place, -first, num_tokens - first"
+RUN = "-first_token, num_tokens - first_token"
 RUN_OF_GATE = "low, high, length = window.own_run(num_tokens, run, taps)"
 SMALL = {"dim": 12, "num_heads": 2, "ffn_dim": 14, "vocab_size": 32, "num_layers": 1}
 # fault: file, text, its replacement; the options of the model
@@ -29,7 +29,7 @@ FAULTS: dict[str, tuple[str, str, str, dict[str, object]]] = {
     "wrong tap in the gradient": (
         "rows.py", "mix(d3, d2, d1, d0, w0, w1", "mix(d3, d2, d1, d0, w1, w0", {"canon_set": "A"},
     ),
-    "no halo": ("window.py", RUN, "place, 0, num_tokens - first", {"canon_set": "A"}),
+    "no halo": ("window.py", RUN, "0, num_tokens - first_token", {"canon_set": "A"}),
     "first tokens": (
         "gate.py", RUN_OF_GATE,
         f"{RUN_OF_GATE}\n    low -= 3 * tl.minimum(tl.program_id(2), 1).to(tl.int32)",
@@ -40,7 +40,7 @@ FAULTS: dict[str, tuple[str, str, str, dict[str, object]]] = {
         {"canon_set": "B", "position": "nope", "document_mask": True},
     ),
     "no gradient": (
-        "fused.py", "need_added), (dweight, need_weight)", "need_added), (dweight, False)",
+        "fused.py", "dh_BTC, dh_BTC, dweight, dgain)", "dh_BTC, dh_BTC, None, dgain)",
         {"canon_set": "C"},
     ),
     "not a number": ("rows.py", "/ width + eps", "/ width - 9.0", {"canon_set": "A"}),
