@@ -28,12 +28,13 @@ from canon_pretrain.synthetic.task import (
     PROBLEM,
     Instances,
     Judgement,
+    OneTokenTask,
     Question,
     Span,
-    Task,
     below,
     draw_distinct,
     mix,
+    token_spans,
 )
 
 DIGITS = 8
@@ -57,7 +58,7 @@ class Automata(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutomataTask(Task):
+class AutomataTask(OneTokenTask):
     """Languages of random automata, learned from examples in context.
 
     A question asks for the last symbol of an example of the first instance of a window; any symbol
@@ -187,13 +188,6 @@ class AutomataTask(Task):
                 yield Question(ids[: end - 1].tolist(), [int(ids[end - 1])], number)
 
     @property
-    def answer_limit(self) -> int:
-        return 1
-
-    def is_complete(self, answer: Sequence[int]) -> bool:
-        return len(answer) == 1
-
-    @property
     def metrics(self) -> list[str]:
         return ["valid"]
 
@@ -241,13 +235,7 @@ class AutomataTask(Task):
     def spans(self, ids: np.ndarray, max_positions: int | None = None) -> list[Span]:
         """Return every symbol in each place that has one, or in a random sample of places."""
         positions = np.flatnonzero(self.distribution(ids).any(axis=1))
-        if max_positions is not None:
-            positions = np.random.default_rng(0).permutation(positions)[:max_positions]
-        return [
-            Span(position, [symbol])
-            for position in positions.tolist()
-            for symbol in range(1, self.symbols + 1)
-        ]
+        return token_spans(positions, range(1, self.symbols + 1), max_positions)
 
     def score_spans(
         self, ids: np.ndarray, spans: Sequence[Span], logs: Sequence[float], num_parameters: int

@@ -27,6 +27,7 @@ from canon_pretrain.synthetic.task import (
     Instances,
     Judgement,
     Task,
+    after_last,
     below,
 )
 
@@ -295,7 +296,7 @@ class Brevo1(GraphTask):
         query_mark = self._first_mark + QUERY
         ans = self._first_mark + ANS
         ids = list(prompt[-self.longest :])
-        ids = ids[len(ids) - ids[::-1].index(bos) :] if bos in ids else []
+        ids = after_last(ids, bos) if bos in ids else []
 
         middle = ids.index(query_mark) if query_mark in ids else 0
         edge_ends = self._names.parse(ids[:middle])

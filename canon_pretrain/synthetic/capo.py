@@ -38,6 +38,7 @@ from canon_pretrain.synthetic.task import (
     Span,
     Task,
     Windows,
+    after_last,
     below,
     mix,
 )
@@ -287,7 +288,7 @@ class Capo(Task):
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
         # The full name, behind <bos>, tells who it is; the number of sentences, what is asked.
-        text = [BOS, *_after(prompt, BOS)]
+        text = [BOS, *after_last(prompt, BOS)]
         attribute = text.count(PERIOD)
         slots = _slots_of_name(*text[1:4], self.people) if len(text) > 3 else ()
         if not slots or attribute >= len(ATTRIBUTES):
@@ -295,7 +296,7 @@ class Capo(Task):
 
         # The open sentence must be a template up to its value.
         _, templates, kinds, roles = language()
-        sentence = _after(text, PERIOD) if attribute else text
+        sentence = after_last(text, PERIOD) if attribute else text
         starts = (kinds[attribute] == ANSWER).argmax(axis=1)
         beginnings = (
             [slots[-1 - token] if token < 0 else token for token in template[:start]]
@@ -318,12 +319,6 @@ class Capo(Task):
             f"exact_{ATTRIBUTES[attribute]}": float(is_right),
         }
         return Judgement(self.verdict(answer, is_right, is_malformed), values)
-
-
-def _after(tokens: Sequence[int], token: int) -> list[int]:
-    """Return the tokens after the last `token`; all if there is none."""
-    tokens = list(tokens)
-    return tokens[len(tokens) - tokens[::-1].index(token) :] if token in tokens else tokens
 
 
 def _slots(person: np.ndarray) -> np.ndarray:

@@ -21,6 +21,7 @@ from canon_pretrain.synthetic.task import (
     Instances,
     Judgement,
     Task,
+    after_last,
     below,
 )
 
@@ -163,7 +164,7 @@ class Depo1(GraphTask):
         """Return the k and the right answer of the last question of a prompt."""
         if self._bos in prompt and prompt[-1] == self._ans:
             # Edges up to the first special token; the question between the last two
-            instance = prompt[len(prompt) - prompt[::-1].index(self._bos) :]
+            instance = after_last(prompt, self._bos)
             specials = [i for i, token in enumerate(instance) if token >= self._bos]
             query = specials[-2] if len(specials) > 1 else 0
             k = instance[query] - self._ans

@@ -21,6 +21,7 @@ from canon_pretrain.synthetic.task import (
     Question,
     Span,
     Task,
+    token_spans,
 )
 
 BOS = 4
@@ -179,14 +180,7 @@ class Lano(Task):
 
     def spans(self, ids: np.ndarray, max_positions: int | None = None) -> list[Span]:
         """Return every id as the next token at each position, or at a random sample of them."""
-        positions = np.arange(1, len(ids))
-        if max_positions is not None:
-            positions = np.random.default_rng(0).permutation(positions)[:max_positions]
-        return [
-            Span(position, [token])
-            for position in positions.tolist()
-            for token in range(1, self.vocab_size)
-        ]
+        return token_spans(np.arange(1, len(ids)), range(1, self.vocab_size), max_positions)
 
     def score_spans(
         self, ids: np.ndarray, spans: Sequence[Span], logs: Sequence[float], num_parameters: int

@@ -11,7 +11,16 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from canon_pretrain.synthetic.task import ANSWER, MARK, PROBLEM, Instances, Judgement, Task, below
+from canon_pretrain.synthetic.task import (
+    ANSWER,
+    MARK,
+    PROBLEM,
+    Instances,
+    Judgement,
+    OneTokenTask,
+    Task,
+    below,
+)
 
 OPERATORS = ("+", "-", "*")
 MARKS = (*OPERATORS, "<bos>", "<ans>")
@@ -19,7 +28,7 @@ MARKS = (*OPERATORS, "<bos>", "<ans>")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mano(Task):
+class Mano(OneTokenTask):
     """Expressions of 1 to `l` operations, or of exactly `l` with `exact_l`.
 
     `synonyms` (as the release): each <bos>, <len_l>, operator and <ans> is one of two ids.
@@ -133,13 +142,6 @@ class Mano(Task):
 
         is_used = np.arange(self.longest) <= ans_column[:, None] + 1
         return Instances(ids[is_used], kinds[is_used], np.cumsum(ans_column + 2))
-
-    @property
-    def answer_limit(self) -> int:
-        return 1
-
-    def is_complete(self, answer: Sequence[int]) -> bool:
-        return len(answer) == 1
 
     @property
     def metrics(self) -> list[str]:

@@ -22,14 +22,15 @@ from canon_pretrain.synthetic.task import (
     PROBLEM,
     Instances,
     Judgement,
-    Task,
+    OneTokenTask,
+    after_last,
     below,
     draw_distinct,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mqar(Task):
+class Mqar(OneTokenTask):
     """Recall `queries` of `pairs` values."""
 
     name: ClassVar[str] = "mqar"
@@ -113,13 +114,6 @@ class Mqar(Task):
         return Instances(ids.ravel(), kinds.ravel(), self.longest * np.arange(1, count + 1))
 
     @property
-    def answer_limit(self) -> int:
-        return 1
-
-    def is_complete(self, answer: Sequence[int]) -> bool:
-        return len(answer) == 1
-
-    @property
     def metrics(self) -> list[str]:
         return ["exact"]
 
@@ -132,7 +126,7 @@ class Mqar(Task):
     def _value(self, prompt: list[int]) -> int:
         """Return the value of the key at the end of a prompt."""
         if self._bos in prompt:
-            context = prompt[len(prompt) - prompt[::-1].index(self._bos) :]
+            context = after_last(prompt, self._bos)
             pairs = context[: 2 * self.pairs]
             slots = context[2 * self.pairs :]
             value_of = dict(zip(pairs[::2], pairs[1::2], strict=False))

@@ -18,14 +18,24 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from canon_pretrain.synthetic.task import ANSWER, MARK, PROBLEM, Instances, Judgement, Task, below
+from canon_pretrain.synthetic.task import (
+    ANSWER,
+    MARK,
+    PROBLEM,
+    Instances,
+    Judgement,
+    OneTokenTask,
+    Task,
+    after_last,
+    below,
+)
 
 Group = Literal["s5", "a5", "z60", "parity"]
 
 
 @functools.cache
 def multiplication_table(group: Group) -> np.ndarray:
-    """Return the products of all pairs of elements, int64 [order, order], of `S5`, A5 or Zn."""
+    """Return the products of all pairs of elements, int64 [order, order], of S5, A5 or Zn."""
     if group in ("z60", "parity"):
         elements = np.arange(60 if group == "z60" else 2)
         return (elements[:, None] + elements) % len(elements)
@@ -44,7 +54,7 @@ def _is_even(permutation: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State(Task):
+class State(OneTokenTask):
     """Words of 1 to `l` elements of `group`, or of exactly `l` with `exact_l`."""
 
     name: ClassVar[str] = "state"
@@ -122,13 +132,6 @@ class State(Task):
         return Instances(ids[is_used], kinds[is_used], np.cumsum(3 + length))
 
     @property
-    def answer_limit(self) -> int:
-        return 1
-
-    def is_complete(self, answer: Sequence[int]) -> bool:
-        return len(answer) == 1
-
-    @property
     def metrics(self) -> list[str]:
         lengths = [self.l] if self.exact_l else range(1, self.l + 1)
         return ["exact", *(f"exact_l{length}" for length in lengths)]
@@ -149,7 +152,7 @@ class State(Task):
     def _elements(self, prompt: list[int]) -> list[int]:
         """Return the last word of a prompt."""
         if self._bos in prompt and prompt[-1] == self._ans:
-            word = prompt[len(prompt) - prompt[::-1].index(self._bos) : -1]
+            word = after_last(prompt, self._bos)[:-1]
             if 1 <= len(word) <= self.l and all(1 <= token <= self.order for token in word):
                 return [token - 1 for token in word]
         self.bad_prompt("<bos>, a word of elements and <ans>")

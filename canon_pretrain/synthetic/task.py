@@ -290,6 +290,31 @@ class Task(ABC):
                     yield Question(ids[:start].tolist(), answer, number)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OneTokenTask(Task):
+    """A task whose answers are single tokens."""
+
+    @property
+    def answer_limit(self) -> int:
+        return 1
+
+    def is_complete(self, answer: Sequence[int]) -> bool:
+        return len(answer) == 1
+
+
+def after_last(tokens: Sequence[int], token: int) -> list[int]:
+    """Return the tokens after the last `token`; all if there is none."""
+    tokens = list(tokens)
+    return tokens[len(tokens) - tokens[::-1].index(token) :] if token in tokens else tokens
+
+
+def token_spans(positions: np.ndarray, tokens: range, max_positions: int | None) -> list[Span]:
+    """Return a span of each of `tokens` at each position, or at a random sample of positions."""
+    if max_positions is not None:
+        positions = np.random.default_rng(0).permutation(positions)[:max_positions]
+    return [Span(position, [token]) for position in positions.tolist() for token in tokens]
+
+
 def below(words: np.ndarray, bound: Any) -> np.ndarray:
     """Map uint64 words to [0, bound) for bounds up to 2**31, int64; the bias is below 2**-32."""
     half = np.uint64(32)
