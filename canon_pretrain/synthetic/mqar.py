@@ -35,8 +35,7 @@ class Mqar(OneTokenTask):
 
     name: ClassVar[str] = "mqar"
     vocab: int = 8192
-    """Depo, Brevo: names have tokens 1 to vocab, the last one vocab + 1 to 2 vocab. MQAR: keys and
-    values, half of the tokens each."""
+    """MQAR: keys and values, half of the tokens each."""
     pairs: int = 64
     """MQAR: pairs of a key and its value in a context."""
     queries: int = 64

@@ -60,11 +60,11 @@ class State(OneTokenTask):
     name: ClassVar[str] = "state"
     seq_len: int = 256
     l: int = 16  # noqa: E741
-    """Mano: the most operators of an expression. State: the most elements of a word."""
+    """State: the most elements of a word."""
     group: Group = "s5"
     """State: s5, a5, z60 or parity."""
     exact_l: bool = False
-    """Mano: l operators in each expression. State: l elements in each word."""
+    """State: l elements in each word."""
 
     def check(self) -> None:
         self.check_least(l=1)

@@ -76,7 +76,11 @@ def _section() -> Any:
     for cls in filter(is_dataclass, classes):
         hints = get_type_hints(cls)
         types |= {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-        help_texts |= help_of(cls)
+        # Tasks that share a key each say what it means to them.
+        for key, text in help_of(cls).items():
+            earlier = help_texts.get(key, "")
+            if text not in earlier:
+                help_texts[key] = f"{earlier} {text}".strip()
     del types["seq_len"]
 
     # TOML has lists, and a task refuses other choices than its own itself.
