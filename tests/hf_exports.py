@@ -89,8 +89,7 @@ def our_logits(found: Imported, tokens_BT: Tensor = TOKENS) -> Tensor:
     with torch.device("meta"):
         model = Transformer(found.args)
     model.load_state_dict(whole_state(found.checkpoint), assign=True)
-    if model.rope is not None:
-        model.rope.reset(torch.device("cpu"))
+    model.reset_ropes(torch.device("cpu"))
     with torch.no_grad():
         return model(tokens_BT)
 

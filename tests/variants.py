@@ -112,6 +112,41 @@ def variant(name: str) -> ModelArgs:
 
 
 VARIANTS: dict[str, ModelArgs] = {name: variant(name) for name in NAMES}
+PATTERNS: dict[str, ModelArgs] = {
+    "window": replace(BASE, window=5, canon_set="ABCD", num_kv_heads=2),
+    "window_alibi_docs": replace(BASE, window=3, position="alibi", document_mask=True),
+    "window_h_alibi": replace(BASE, window=1, position="h_alibi", document_mask=True),
+    "last_attention": replace(
+        BASE,
+        num_layers=4,
+        qk_norm="per_head",
+        canon_set="ABCD",
+        document_mask=True,
+        pattern=("gdn", "gdn", "gdn", "attention"),
+        layers={"gdn": _mixer("gated_deltanet", expand_k=0.75, expand_v=1.5, canon_kernel=3)},
+    ),
+    "canon_in_some": replace(
+        BASE,
+        num_layers=5,
+        pattern=("canon", "plain"),
+        layers={"canon": {"canon_set": "ABCD", "window": 7}, "plain": {"rope_theta": 100.0}},
+    ),
+    "mamba_gla_moe": replace(
+        BASE,
+        num_layers=4,
+        num_experts=4,
+        document_mask=True,
+        pattern=("ssm", "gla", "wide", "attention"),
+        layers={
+            "ssm": _mixer("mamba2", ffn="none", state_dim=6, mixer_conv=True),
+            "gla": {"canon_set": "AC", "ffn": "moe"},
+            "wide": {"ffn": "standard", "ffn_dim": 40, "window": 4, "num_kv_heads": 2},
+            "attention": {"position": "nope", "canon_set": "BD", "canon_filter": "dynamic"},
+        },
+    ),
+}
+"""Models whose layers differ, or see a window."""
+VARIANTS |= PATTERNS
 
 
 def _words_with_mixer(name: str) -> set[tuple[str, str]]:

@@ -139,8 +139,7 @@ def load_model(
     # Memory, and the weights, which are converted to `dtype`.
     model.to(dtype)
     model.to_empty(device=device)
-    if model.rope is not None:
-        model.rope.reset(device)  # its tables are not weights
+    model.reset_ropes(device)
     model.load_state_dict(weights)
 
     if is_faster(model):

@@ -26,6 +26,8 @@ from canon_pretrain.hf.config import (
     to_args,
     to_ours,
 )
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.init import initial_value
@@ -73,17 +75,17 @@ class DecodingCache(HFCache):
     is_croppable = False
     is_initialized = True
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, args: ModelArgs) -> None:
         super().__init__(layers=[])
-        self.num_layers = num_layers
+        self.args = args
         self.reset()
 
     def reset(self) -> None:
-        self.memory = Cache(self.num_layers)
+        self.memory = Cache.of(self.args)
         self.rows = 0  # before the first tokens
 
     def __len__(self) -> int:
-        return self.num_layers
+        return self.args.num_layers
 
     def get_seq_length(self, *args: object, **kwargs: object) -> int:
         return self.memory.length
@@ -298,7 +300,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
             )
 
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = DecodingCache(self.core.args.num_layers)
+            model_kwargs["past_key_values"] = DecodingCache(self.core.args)
 
     def _check_length(self, num_tokens: int) -> None:
         limit = self.config.max_position_embeddings
@@ -346,9 +348,9 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
         # Let `core` compute with what is registered now, on the device of the tokens.
         _update(self._registrations)
-        rope = self.core.rope
-        if rope is not None and rope.cos_TR.device != tokens_BT.device:
-            rope.reset(tokens_BT.device)  # transformers builds models on the meta device
+        for rope in self.core.modules():
+            if isinstance(rope, Rope) and rope.cos_TR.device != tokens_BT.device:
+                rope.reset(tokens_BT.device)  # transformers builds models on the meta device
 
         # `core` computes all logits (0) if their positions are in a tensor.
         is_count = isinstance(logits_to_keep, int)
@@ -384,7 +386,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
         cache = past_key_values
         if cache is None:
-            cache = DecodingCache(self.core.args.num_layers)
+            cache = DecodingCache(self.core.args)
         if not isinstance(cache, DecodingCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}, expected DecodingCache")
 

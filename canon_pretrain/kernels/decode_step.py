@@ -51,6 +51,10 @@ class CanonMemory:
         self._slot = 0
         self._step_slices: list[_StepSlice] = []  # per part
 
+    @property
+    def numbers_per_row(self) -> int:
+        return self._sums_PB1C[:, :1].numel()
+
     def _taps(self, weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
         """Return the taps, the current token's first, [K, 1, 1, C]."""
         taps_KC = weight_C1K[:, 0].T.flip(0).to(sum_dtype(x_BTC))
@@ -184,6 +188,10 @@ class DynamicMemory:
         self.windows: list[Tensor] = []  # per part, [B, P, C]
         self._flat_weights: list[Tensor] = []  # per part, for a single token, [R, K C]
 
+    @property
+    def numbers_per_row(self) -> int:
+        return sum(window[:1].numel() for window in self.windows)
+
     def read(
         self,
         parts: Parts,
@@ -270,6 +278,7 @@ class CanonStep:
         self.num_read = 0
         sums_PB1C = torch.cat([memory._sums_PB1C for memory in memories], dim=-1)
         taps_K11C = torch.cat([memory._taps_K11C for memory in memories], dim=-1)
+        self.reach = len(sums_PB1C)
         self._sums = sums_PB1C.unbind()
         self._taps = taps_K11C.unbind()
         self._x_B1C = torch.empty_like(self._sums[0])
@@ -291,7 +300,7 @@ class CanonStep:
 
     def begin(self, segments_BN: Tensor | None) -> None:
         """Start a token; `segments_BN` as for `CanonMemory.read`."""
-        same_B11 = _continues_segment(segments_BN, 0, len(self._sums))
+        same_B11 = _continues_segment(segments_BN, 0, self.reach)
         if same_B11 is not None:
             for sum_B1C in self._sums:
                 sum_B1C.mul_(same_B11)
@@ -324,16 +333,18 @@ class CanonStep:
 
 
 def group_steps(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> list[CanonStep]:
-    """Return the steps of all `memories`, one per device and dtype; the `earlier` ones if valid."""
-    grouped = [memory for step in earlier for memory in step.memories if not step.is_stale]
-    pairs = zip(grouped, memories, strict=False)
-    if len(grouped) == len(memories) and all(memory is other for memory, other in pairs):
+    """Return the steps of all `memories`; the `earlier` ones if valid.
+
+    A step is of one device, dtype and reach.
+    """
+    grouped = {id(memory) for step in earlier for memory in step.memories if not step.is_stale}
+    if grouped == {id(memory) for memory in memories}:
         return earlier
 
     groups: dict[object, list[CanonMemory]] = {}
     for memory in memories:
         sums = memory._sums_PB1C
-        groups.setdefault((sums.device, sums.dtype), []).append(memory)
+        groups.setdefault((sums.device, sums.dtype, len(sums)), []).append(memory)
     return [CanonStep(group) for group in groups.values()]
 
 

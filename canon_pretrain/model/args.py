@@ -4,8 +4,10 @@ Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
@@ -37,6 +39,13 @@ Amount = Annotated[
 Taps = Annotated[int, Range("2 to 16 (the paper's is 4)", lambda value: value in range(2, 17))]
 
 
+class Table(dict[str, Any]):
+    """A dict that is not changed after it was made, so that it has a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted((key, repr(value)) for key, value in self.items())))
+
+
 @dataclass(frozen=True)
 class ModelArgs:
     """All options of one model; equal args mean equal initial weights.
@@ -60,8 +69,9 @@ class ModelArgs:
     # What mixes tokens: attention, or a recurrence of states (H heads, K key width, V value width)
     # without positions. GLA and GatedDeltaNet: H K = expand_k D, H V = expand_v D. Mamba2: K =
     # state_dim, H V = 2 D. The native conv1d has SiLU and canon_kernel taps; Canon-B replaces it.
-    mixer: Annotated[str, MIXERS] = "attention"
-    """attention, gla, mamba2 or gated_deltanet, with the paper's heads, layers and widths."""
+    mixer: str = "attention"
+    """attention, gla, mamba2 or gated_deltanet, with the paper's heads, layers and widths; or
+    FILE.py:Name, a class of your own (train_configs/mixers/README.md)."""
     mixer_conv: bool = False
     """The recurrent mixer's native conv1d. Unset: on for mamba2 and gated_deltanet without
     Canon-B."""
@@ -121,6 +131,8 @@ class ModelArgs:
     partial_rope_dim: Size = 0
     """Rotated dims per head in partial_rope_c; 0: a quarter."""
     rope_theta: Positive = 10000.0
+    window: Size = 0
+    """Number of last tokens that attention sees, the token itself included; 0: all."""
 
     # Canon layers at the sites of section 4, stored sorted and in upper case. A dynamic filter adds
     # to each tap what the token itself asks for (model/canon.py).
@@ -149,6 +161,13 @@ class ModelArgs:
     init_seed: Size = 0
     """Seed of the initial weights, which are the same at every world size."""
 
+    # A model whose layers differ. `layers` has for each name in `pattern` the fields that differ
+    # from those above; a field of which such a layer has no use is its default there.
+    pattern: tuple[str, ...] = ()
+    """Names of the layers, repeated over num_layers, such as ["gdn", "gdn", "gdn", "attention"]."""
+    layers: Table = Table()
+    """[model.layers.NAME]: the keys of [model] that differ in the layers NAME of the pattern."""
+
     def __post_init__(self) -> None:
         # each site at most once, and nothing else
         letters = "".join(sorted(self.canon_set.upper()))
@@ -163,12 +182,42 @@ class ModelArgs:
 
         # Normalize, so that "ca" and "AC", or a default and its value, are equal args.
         object.__setattr__(self, "canon_set", sites)
+        object.__setattr__(self, "pattern", tuple(self.pattern))
+        layers = {name: Table(overrides) for name, overrides in self.layers.items()}
+        object.__setattr__(self, "layers", Table(layers))
         if self.num_kv_heads == self.num_heads:
             object.__setattr__(self, "num_kv_heads", 0)
         _check(self)
         # only once head_dim is checked
         if 4 * self.partial_rope_dim == self.head_dim:
             object.__setattr__(self, "partial_rope_dim", 0)
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The name of each layer in `pattern`, from the first layer on; without one, "layer"."""
+        names = self.pattern or ("layer",)
+        return [names[i % len(names)] for i in range(self.num_layers)]
+
+    @property
+    def kinds(self) -> Mapping[str, "ModelArgs"]:
+        """The arguments of a layer of each name that the model has, in the order of the layers."""
+        return _kinds(self)
+
+    @property
+    def layer_args(self) -> list["ModelArgs"]:
+        """The arguments of each layer, from the first on: those of its kind."""
+        return [self.kinds[name] for name in self.layer_names]
+
+    @property
+    def layer_counts(self) -> list[tuple["ModelArgs", int]]:
+        """The arguments of each kind, and its number of layers."""
+        counts = Counter(self.layer_names)
+        return [(args, counts[name]) for name, args in self.kinds.items()]
+
+    @property
+    def is_own_mixer(self) -> bool:
+        """Whether the mixer is a class of the user's: FILE.py:Name."""
+        return is_own_mixer(self.mixer)
 
     @property
     def head_dim(self) -> int:
@@ -218,6 +267,8 @@ class ModelArgs:
     @property
     def reach(self) -> int:
         """How many tokens before a token its block's convolutions and state depend on directly."""
+        if self.pattern:
+            return max(args.reach for args in self.kinds.values())
         if self.mixer == "attention" and not self.canon_set:
             return 0
         return self.canon_kernel - 1
@@ -230,8 +281,10 @@ class ModelArgs:
     @property
     def canon_channels(self) -> dict[str, int]:
         """The channels of each of this model's Canon sites."""
-        channels = {"A": self.dim, "B": sum(self.mixer_parts), "C": self.dim, "D": self.ffn_in_dim}
-        return {site: channels[site] for site in self.canon_set}
+        channels = {"A": self.dim, "C": self.dim, "D": self.ffn_in_dim}
+        if not self.is_own_mixer:  # whose Canon-B is part of the class
+            channels["B"] = sum(self.mixer_parts)
+        return {site: channels[site] for site in self.canon_set if site in channels}
 
     @property
     def canon_parts(self) -> dict[str, int]:
@@ -241,7 +294,7 @@ class ModelArgs:
             parts["B"] = 1  # of in_proj
         if self.ffn == "gated":
             parts["D"] = 2  # of w1 and w3
-        return {site: parts[site] for site in self.canon_set}
+        return {site: parts[site] for site in self.canon_channels}
 
     @property
     def canon_bound(self) -> float:
@@ -261,6 +314,35 @@ class ModelArgs:
         return self.partial_rope_dim or self.head_dim // _DIMS_PER_ROTATED.get(self.position, 1)
 
 
+def is_own_mixer(mixer: str) -> bool:
+    """Return whether `mixer` is FILE.py:Name and not one of MIXERS."""
+    return ".py:" in mixer
+
+
+@cache
+def _kinds(args: ModelArgs) -> Mapping[str, ModelArgs]:
+    if not args.pattern:
+        return {"layer": args}
+    return {name: _layer_args(args, name) for name in dict.fromkeys(args.layer_names)}
+
+
+def _layer_args(args: ModelArgs, name: str) -> ModelArgs:
+    """Return the arguments of a layer `name`: the model's with the fields that differ there."""
+    overrides = dict(args.layers.get(name, {}))
+    if name in MIXERS or is_own_mixer(name):
+        overrides.setdefault("mixer", name)
+    values = {f.name: getattr(args, f.name) for f in fields(args)} | overrides
+    values |= {"pattern": (), "layers": Table()}
+
+    # What the model sets for its other layers, and this one has no use for.
+    if values["mixer"] in MIXERS[1:]:
+        values["position"] = overrides.get("position", "nope")
+    for unused, _ in _unused(values):
+        if unused not in overrides:
+            values[unused] = getattr(ModelArgs, unused)
+    return ModelArgs(**values)
+
+
 def _annotated_fields(kind: type) -> Mapping[str, Any]:
     """Return the annotation of type `kind` of each field of ModelArgs that has one."""
     annotations = {}
@@ -274,11 +356,34 @@ def _annotated_fields(kind: type) -> Mapping[str, Any]:
 RANGES: Mapping[str, Range] = _annotated_fields(Range)
 CHOICES: Mapping[str, tuple[str, ...]] = _annotated_fields(tuple)
 
+NOT_OF_LAYERS = (
+    "vocab_size",
+    "num_layers",
+    "dim",
+    "max_seq_len",
+    "norm",
+    "norm_eps",
+    "num_experts",
+    "experts_per_token",
+    "moe_balance",
+    "moe_balance_rate",
+    "tie_embeddings",
+    "document_mask",
+    "eos_id",
+    "init",
+    "init_seed",
+    "pattern",
+    "layers",
+)
+"""Fields that are the same in all layers of a model."""
+LAYER_FIELDS = tuple(f.name for f in fields(ModelArgs) if f.name not in NOT_OF_LAYERS)
+
 _MIXERS_OF = {
     "qk_norm": ("attention",),
     "num_kv_heads": ("attention",),
     "partial_rope_dim": ("attention",),
     "bias": ("attention",),
+    "window": ("attention",),
     "mixer_conv": MIXERS[1:],
     "expand_k": ("gla", "gated_deltanet"),
     "expand_v": ("gla", "gated_deltanet"),
@@ -308,8 +413,13 @@ def _check(args: ModelArgs) -> None:
             raise _out_of_range(name, value, range_.expected)
     for name, choices in CHOICES.items():
         check_choice(name, getattr(args, name), choices)
+    if not args.is_own_mixer:
+        check_choice("mixer", args.mixer, MIXERS)
 
-    # Fields together.
+    # Fields together: of each kind of layer, if layers differ.
+    if args.pattern or args.layers:
+        _check_pattern(args)
+        return
     if args.document_mask and args.eos_id >= args.vocab_size:
         raise _out_of_range(
             "eos_id",
@@ -318,11 +428,69 @@ def _check(args: ModelArgs) -> None:
         )
     if args.ffn_activation == "gelu" and args.ffn not in ("standard", "moe"):
         raise _conflict("ffn_activation", 'ffn_activation = "gelu" needs ffn = "standard"')
+    for name, requirement in _unused(vars(args)):
+        _refuse(args, name, requirement)
     _check_divisible(args)
     _check_position(args)
     _check_mixer(args)
     _check_ffn(args)
     _check_canon(args)
+
+
+def _unused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each field of which a model with these fields has no use, and what it needs."""
+    mixer, ffn = values["mixer"], values["ffn"]
+    if not is_own_mixer(mixer):
+        for name, mixers in _MIXERS_OF.items():
+            if mixer not in mixers:
+                yield name, f"mixer = {' or '.join(mixers)}, not {mixer}"
+
+    if ffn != "moe":
+        for name in _MOE_FIELDS:
+            yield name, f'ffn = "moe", not "{ffn}"'
+    if ffn == "none":
+        yield "ffn_activation", 'a feed-forward, but ffn = "none"'
+
+    # the native conv1d has canon_kernel taps too
+    if not values["canon_set"]:
+        names = _CANON_FIELDS if values["mixer_conv"] else ("canon_kernel", *_CANON_FIELDS)
+        for name in names:
+            yield name, 'Canon layers, but canon_set = ""'
+
+
+def _check_pattern(args: ModelArgs) -> None:
+    """Raise UserError unless each name has its layer, whose fields fit together."""
+    names = set(args.pattern)
+    for name in names - args.layers.keys():
+        if name not in MIXERS and not is_own_mixer(name):
+            raise UserError(
+                "model.pattern",
+                f'pattern has "{name}", which is neither a mixer nor a section '
+                f"[model.layers.{name}]",
+                given=name,
+            )
+    for name, overrides in args.layers.items():
+        if name not in args.layer_names:
+            raise UserError(
+                "model.pattern",
+                f"[model.layers.{name}] is the section of no layer: pattern = "
+                f"{list(args.pattern)}, num_layers = {args.num_layers}",
+                given=name,
+            )
+        for field in overrides:
+            check_choice(f"key of [model.layers.{name}]", field, LAYER_FIELDS)
+
+    for name in names:
+        try:
+            _layer_args(args, name)
+        except UserError as error:
+            error.message = f"[model.layers.{name}]: {error}"
+            raise
+
+    # A field of the model must be of use in a layer.
+    unused_names = [{unused for unused, _ in _unused(vars(kind))} for kind in args.kinds.values()]
+    for name in set.intersection(*unused_names):
+        _refuse(args, name, "a layer of the pattern that has a use for it")
 
 
 def _check_divisible(args: ModelArgs) -> None:
@@ -332,7 +500,7 @@ def _check_divisible(args: ModelArgs) -> None:
             _divide("num_heads", args.num_heads, "num_kv_heads", args.kv_heads)
         case "mamba2":
             _divide("2 dim", 2 * args.dim, "num_heads", args.num_heads)
-        case _:
+        case "gla" | "gated_deltanet":
             _divide("expand_k dim", args.expand_k * args.dim, "num_heads", args.num_heads)
             _divide("expand_v dim", args.expand_v * args.dim, "num_heads", args.num_heads)
 
@@ -390,16 +558,12 @@ def _divide_for_position(args: ModelArgs, name: str, divisor: int) -> None:
 
 
 def _check_mixer(args: ModelArgs) -> None:
-    if args.mixer != "attention" and args.position != "nope":
+    if args.mixer in MIXERS[1:] and args.position != "nope":
         raise _conflict(
             "position",
             f'mixer = "{args.mixer}" has no positions: set position = "nope", not '
             f'"{args.position}"',
         )
-
-    for name, mixers in _MIXERS_OF.items():
-        if args.mixer not in mixers:
-            _refuse(args, [name], f"mixer = {' or '.join(mixers)}, not {args.mixer}")
     if args.mixer_conv and "B" in args.canon_set:
         raise _conflict(
             "mixer_conv",
@@ -410,9 +574,6 @@ def _check_mixer(args: ModelArgs) -> None:
 
 def _check_ffn(args: ModelArgs) -> None:
     if args.ffn != "moe":
-        _refuse(args, _MOE_FIELDS, f'ffn = "moe", not "{args.ffn}"')
-        if args.ffn == "none":
-            _refuse(args, ["ffn_activation"], 'a feed-forward, but ffn = "none"')
         return
 
     # Mixtures of experts.
@@ -442,23 +603,15 @@ def _check_canon(args: ModelArgs) -> None:
             f'canon_set = "{args.canon_set}": ffn = "moe" sends neighboring tokens to different '
             "experts, whose inner channels D could not mix: choose from A, B and C",
         )
-
-    # Options of Canon.
-    if args.canon_filter == "dynamic" and not args.canon_trainable:
-        _refuse(args, ["canon_trainable"], 'canon_filter = "static"')
-    if not args.canon_set:
-        requirement = 'Canon layers, but canon_set = ""'
-        if not args.mixer_conv:  # the native conv1d has canon_kernel taps too
-            _refuse(args, ["canon_kernel"], requirement)
-        _refuse(args, _CANON_FIELDS, requirement)
+    if args.canon_filter == "dynamic":
+        _refuse(args, "canon_trainable", 'canon_filter = "static"')
 
 
-def _refuse(args: ModelArgs, names: Iterable[str], requirement: str) -> None:
+def _refuse(args: ModelArgs, name: str, requirement: str) -> None:
     """Raise UserError if a field is not its default: its option needs the `requirement`."""
-    for name in names:
-        value = getattr(args, name)
-        if value != getattr(ModelArgs, name):
-            raise _conflict(name, f"{name} = {str(value).lower()} needs {requirement}")
+    value = getattr(args, name)
+    if value != getattr(ModelArgs, name):
+        raise _conflict(name, f"{name} = {str(value).lower()} needs {requirement}")
 
 
 def _conflict(name: str, message: str) -> UserError:
@@ -538,7 +691,7 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
         defaults = {
             "position": "nope",
             "num_heads": base.num_heads,
-            "mixer_conv": mixer != "gla" and not has_canon_b,
+            "mixer_conv": mixer in _SMALL_MIXERS and not has_canon_b,
         }
         # ModelArgs refuses an unknown mixer
         sizes = defaults | _MIXER_SIZES.get(mixer, {}) | sizes

@@ -75,8 +75,8 @@ _SDPA_ORDERS = {
 class Attend(nn.Module):
     """The attention of one model, without parameters; `backend` is one of BACKENDS.
 
-    `auto`: SDPA, but flex on a GPU for ALiBi, H-ALiBi and segments; `flex`: also on a CPU, forward
-    only. `cudnn` and `flash`: SDPA with that kernel first (`auto`: cuDNN's); `fa3` and `fa4`:
+    `auto`: SDPA, but flex on a GPU for ALiBi, H-ALiBi, windows and segments; `flex`: also on a CPU,
+    forward only. `cudnn` and `flash`: SDPA with that kernel first (`auto`: cuDNN's); `fa3` and `fa4`:
     `flash` by that package, process-wide. With a cache SDPA replaces flex. Raises UserError for a
     backend that can't compute this model.
     """
@@ -94,7 +94,8 @@ class Attend(nn.Module):
         if self.backend in _PACKAGES:
             return self.backend
         # SDPA's fast kernels compute causal attention only
-        needs_mask = masked or self.args.position in ("alibi", "h_alibi")
+        has_mask = self.args.position in ("alibi", "h_alibi") or self.args.window
+        needs_mask = masked or has_mask
         wants_flex = self.backend == "flex" or (self.backend == "auto" and device_type == "cuda")
         return "flex" if needs_mask and wants_flex else "sdpa"
 
@@ -124,22 +125,39 @@ class Attend(nn.Module):
         if name == "flex" and offset == 0:
             return self._block_mask(segments_BS, num_keys, device)
 
-        # SDPA has its own causal mask for a whole sequence, and a single query sees all keys.
+        # SDPA has its own causal mask for a whole sequence, and a single query sees all keys: of a
+        # window, the cache has no others.
+        window = self.args.window
         is_causal_only = segments_BS is None and not self.num_windowed
-        if is_causal_only and (offset == 0 or num_queries == 1):
+        if is_causal_only and offset == 0 and (not window or num_keys <= window):
             return None
-        keys_S = torch.arange(num_keys, device=device)
-        return self._visible_keys(keys_S[offset:], keys_S, segments_BS)
+        is_alibi_ring = window and offset and self.args.position == "alibi"
+        if is_causal_only and num_queries == 1 and not is_alibi_ring:
+            return None
+
+        queries_T = torch.arange(offset, num_keys, device=device)
+        if not window or offset == 0:
+            return self._visible_keys(queries_T, torch.arange(num_keys, device=device), segments_BS)
+
+        # The keys that a cache with a window returns. ALiBi's bias knows the positions of others
+        # by their order only: it is added here.
+        keys_S = ring_positions(offset, num_queries, window, device)
+        is_visible = self._visible_keys(queries_T, keys_S, segments_BS)
+        if is_alibi_ring:
+            return self._alibi_bias(queries_T[:, None] - keys_S, is_visible)
+        return is_visible
 
     def _block_mask(
         self, segments_BS: Tensor | None, num_tokens: int, device: torch.device
     ) -> BlockMask:
         """Return the mask of a whole sequence for flex attention."""
-        num_windowed = self.num_windowed  # flex attention traces `mask_mod`: without a module
+        # flex attention traces `mask_mod`: without a module
+        num_windowed = self.num_windowed
+        window = self.args.window
 
         def mask_mod(b: Any, h: Any, q: Any, s: Any) -> Any:
             """Return whether the query at q of head h may attend to key s in row b."""
-            return _is_visible(b, h, q, s, segments_BS, num_windowed)
+            return _is_visible(b, h, q, s, segments_BS, num_windowed, window)
 
         create = create_block_mask if device.type == "cpu" else _compiled(create_block_mask)
         return create(
@@ -154,10 +172,19 @@ class Attend(nn.Module):
     def step_mask(self, position_1: Tensor, segments_BS: Tensor | None, num_keys: int) -> Tensor:
         """Return the mask of the token at `position_1` among keys that are not all read yet.
 
-        bool [B or 1, H or 1, 1, S]; of ALiBi, the bias in float32.
+        bool [B or 1, H or 1, 1, S]; of ALiBi, the bias in float32. With a window, the keys are the
+        slots of its ring.
         """
-        keys_S = torch.arange(num_keys, device=position_1.device)
-        is_visible = self._visible_keys(position_1, keys_S, segments_BS)
+        window = self.args.window
+        if window:
+            slots_S = torch.arange(window, device=position_1.device)
+            keys_S = position_1 - (position_1 - slots_S) % window
+            is_read_S = keys_S >= 0
+            is_visible = self._visible_keys(position_1, keys_S.clamp(min=0), segments_BS)
+            is_visible = is_visible & is_read_S
+        else:
+            keys_S = torch.arange(num_keys, device=position_1.device)
+            is_visible = self._visible_keys(position_1, keys_S, segments_BS)
         if self.args.position == "alibi":
             return self._alibi_bias(position_1 - keys_S, is_visible)
         return is_visible
@@ -178,7 +205,13 @@ class Attend(nn.Module):
 
         queries_11T1 = queries_T[None, None, :, None]
         return _is_visible(
-            rows_B111, heads_H11, queries_11T1, keys_S, segments_BS, self.num_windowed
+            rows_B111,
+            heads_H11,
+            queries_11T1,
+            keys_S,
+            segments_BS,
+            self.num_windowed,
+            self.args.window,
         )
 
     def forward(self, q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, mask: Mask) -> Tensor:
@@ -187,7 +220,11 @@ class Attend(nn.Module):
             slopes_H = None
             if self.args.position == "alibi":
                 slopes_H = alibi_slopes(self.args.num_heads, q_BTHK.device)
-            return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, causal=True, alibi_slopes=slopes_H)
+            options: dict[str, Any] = {"causal": True, "alibi_slopes": slopes_H}
+            # numbers of keys before and after the query; a single one sees all of a ring
+            if self.args.window and q_BTHK.shape[1] > 1:
+                options["window_size"] = (self.args.window - 1, 0)
+            return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, **options)
 
         attend = self._flex if isinstance(mask, BlockMask) else self._sdpa
         q_BHTK = q_BTHK.transpose(1, 2)
@@ -259,20 +296,41 @@ class Attend(nn.Module):
 
 
 def _is_visible(
-    row: Any, head: Any, query: Any, key: Any, segments_BS: Tensor | None, num_windowed: int
+    row: Any,
+    head: Any,
+    query: Any,
+    key: Any,
+    segments_BS: Tensor | None,
+    num_windowed: int,
+    window: int,
 ) -> Any:
     """Return whether the query of a row and head may attend to the key; arguments broadcast.
 
-    `query` and `key` are positions. The first `num_windowed` heads have a window: head h sees the
-    token itself and the h before it.
+    `query` and `key` are positions. A query sees the last `window` tokens, 0: all. The first
+    `num_windowed` heads have their own window: head h sees the token itself and the h before it.
     """
     distance = query - key
     is_visible = distance >= 0
+    if window:
+        is_visible = is_visible & (distance < window)
     if num_windowed:
         is_visible = is_visible & ((head >= num_windowed) | (distance <= head))
     if segments_BS is not None:
         is_visible = is_visible & (segments_BS[row, query] == segments_BS[row, key])
     return is_visible
+
+
+def ring_positions(
+    start: int, num_tokens: int, window: int, device: torch.device | None = None
+) -> Tensor:
+    """Return the positions of the keys that `LayerCache.append_tokens` returns with a window.
+
+    Those that tokens start, start + 1, .. may see; of a single token in the order of the ring.
+    """
+    if num_tokens > 1:
+        return torch.arange(max(0, start - window + 1), start + num_tokens, device=device)
+    slots = torch.arange(min(start + 1, window), device=device)
+    return start - (start - slots) % window
 
 
 def check_backend(args: ModelArgs, backend: str) -> None:
@@ -299,7 +357,15 @@ def check_backend_fits(args: ModelArgs, backend: str) -> None:
     check_choice("attention_backend", backend, BACKENDS)
     if backend not in _PACKAGES:
         return
-    # FlashAttention 2 computes ALiBi itself
+    if args.pattern:
+        for kind in args.kinds.values():
+            check_backend_fits(kind, backend)
+        return
+    if args.mixer != "attention":
+        return
+    # FlashAttention 2 computes ALiBi and windows itself
+    if args.window and (backend in FLASH_IMPLS or args.position == "alibi"):
+        raise _unsupported(backend, "window")
     if args.position == "h_alibi" or (args.position == "alibi" and backend in FLASH_IMPLS):
         raise _unsupported(backend, args.position)
     if args.document_mask:

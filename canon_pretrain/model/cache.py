@@ -11,7 +11,7 @@ tokens in Canon's window, N = P + T.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.kernels.decode_step import CanonMemory, CanonStep, DynamicMemory, group_steps
 from canon_pretrain.kernels.recurrences import Recurrence
-from canon_pretrain.model.attend import Mask
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.attend import Mask, ring_positions
 
 FIRST_CAPACITY = 64
 PADDING = -1
@@ -41,6 +42,32 @@ class Context(NamedTuple):
     segments_BN: Tensor | None = None
     # the block's cache of the tokens before, to which these are added; None: these are all
     cache: "LayerCache | None" = None
+
+    def starts(self, num_tokens: int) -> Tensor | None:
+        """Return which tokens are in another segment than the one before, bool [B, T].
+
+        Their state starts empty. None: each row is one segment.
+        """
+        if self.segments_BN is None:
+            return None
+        last_BX = self.segments_BN[:, -num_tokens - 1 :]
+        return last_BX[:, 1:] != last_BX[:, :-1]
+
+    def recall(self, name: str) -> Tensor | None:
+        """Return the state `name` after the tokens before, [B, ..]; None if these are the first."""
+        return None if self.cache is None else self.cache.states.get(name)
+
+    def keep(self, name: str, state: Tensor) -> None:
+        """Keep the state `name`, [B, ..], for the tokens after these, if there may be any."""
+        if self.cache is not None:
+            self.cache.states[name] = state
+
+    def append(self, name: str, x_BTX: Tensor) -> Tensor:
+        """Return `name` of all tokens so far, [B, S, ..]: those before, and `x_BTX` of these."""
+        if self.cache is None:
+            return x_BTX
+        x_B1TC = x_BTX.flatten(2).unsqueeze(1)
+        return self.cache.append_tokens(name, x_B1TC).squeeze(1).unflatten(-1, x_BTX.shape[2:])
 
 
 NO_CONTEXT = Context()
@@ -67,33 +94,30 @@ def run_recurrence(
 
     `inputs`: what it reads of each token, [B, T, ..]; then its parameters.
     """
-    # a token in another segment than the one before starts from an empty state
-    starts_BT = None
-    if context.segments_BN is not None:
-        last = context.segments_BN[:, -inputs[0].shape[1] - 1 :]
-        starts_BT = last[:, 1:] != last[:, :-1]
-
-    cache = context.cache
-    state = None if cache is None else cache.state
-    y, state = recurrence(*inputs, state=state, starts_BT=starts_BT, **options)
-    if cache is not None:
-        cache.state = state
+    starts_BT = context.starts(inputs[0].shape[1])
+    y, state = recurrence(*inputs, state=context.recall("state"), starts_BT=starts_BT, **options)
+    context.keep("state", state)
     return y
 
 
 class LayerCache:
-    """The cache of one block. `start`: number of tokens before those that are being read."""
+    """The cache of one block. `start`: number of tokens before those that are being read.
 
-    def __init__(self, capacity: int = FIRST_CAPACITY) -> None:
+    `window`: the number of tokens that a token sees, itself included: a ring; 0: all.
+    """
+
+    def __init__(self, capacity: int = FIRST_CAPACITY, window: int = 0) -> None:
         self.start = 0
         self._capacity = capacity
+        self._window = window
         self._position: Tensor | None = None
-        # [B, G, capacity, K], as the values: twice as fast to read as [B, capacity, G, K]
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+        # by name, such as keys and values: [B, G, capacity or window, K], twice as fast to read as
+        # [B, capacity, G, K]
+        self._buffers: dict[str, Tensor] = {}
         # by the letter of the site; empty before the first token
         self.canon: dict[str, CanonMemory | DynamicMemory] = {}
-        self.state: Tensor | None = None  # of a recurrent mixer, [B, H, K, V]
+        # by name, [B, ..]; a recurrent mixer has "state", [B, H, K, V]
+        self.states: dict[str, Tensor] = {}
 
     @property
     def next_position(self) -> int | Tensor:
@@ -101,20 +125,23 @@ class LayerCache:
         return self.start if self._position is None else self._position
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values; return all so far, [B, S, G, K] each.
-
-        Once fixed, S is the capacity: the mask of the step hides what is not read yet.
-        """
-        self._keys, keys_BGSK = self._append_to(self._keys, k_BTGK.transpose(1, 2))
-        self._values, values_BGSK = self._append_to(self._values, v_BTGK.transpose(1, 2))
+        """Append keys and values; return those that the new tokens may see, [B, S, G, K] each."""
+        keys_BGSK = self.append_tokens("keys", k_BTGK.transpose(1, 2))
+        values_BGSK = self.append_tokens("values", v_BTGK.transpose(1, 2))
         return keys_BGSK.transpose(1, 2), values_BGSK.transpose(1, 2)
 
-    def _append_to(self, buffer: Tensor | None, new_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Write tokens to `buffer`; return it, replaced if it was too small, and what is filled."""
+    def append_tokens(self, name: str, new_BGTK: Tensor) -> Tensor:
+        """Append to the buffer `name`; return what the new tokens may see of it, [B, G, S, K].
+
+        Those are all tokens so far, or with a window the tokens of `ring_positions`. Once fixed, S
+        is the capacity or the window: the mask of the step hides what is not read yet.
+        """
+        if self._window:
+            return self._append_to_ring(name, new_BGTK)
+        buffer = self._buffers.get(name)
         if self._position is not None:
             assert buffer is not None
-            buffer.index_copy_(2, self._position, new_BGTK)
-            return buffer, buffer
+            return buffer.index_copy_(2, self._position, new_BGTK)
 
         num_rows, num_heads, num_tokens, head_dim = new_BGTK.shape
         stop = self.start + num_tokens
@@ -127,30 +154,78 @@ class LayerCache:
             buffer = new_BGTK.new_empty(num_rows, num_heads, capacity, head_dim)
             buffer[:, :, : old.shape[2]] = old
         buffer[:, :, self.start : stop] = new_BGTK
-        return buffer, buffer[:, :, :stop]
+        self._buffers[name] = buffer
+        return buffer[:, :, :stop]
+
+    def _append_to_ring(self, name: str, new_BGTK: Tensor) -> Tensor:
+        """Write the token at position t to slot t % window of the ring; see `append_tokens`."""
+        window = self._window
+        num_rows, num_heads, num_tokens, head_dim = new_BGTK.shape
+        if name not in self._buffers:
+            shape = (num_rows, num_heads, window, head_dim)
+            self._buffers[name] = new_BGTK.new_zeros(shape)
+        ring = self._buffers[name]
+
+        if self._position is not None:
+            return ring.index_copy_(2, self._position % window, new_BGTK)
+        if num_tokens == 1:
+            ring[:, :, self.start % window] = new_BGTK[:, :, 0]
+            return ring[:, :, : self.start + 1]
+
+        # Several tokens: those before that the first one sees, and these; the last ones stay.
+        stop = self.start + num_tokens
+        positions_S = ring_positions(self.start, num_tokens, window, ring.device)
+        earlier = ring[:, :, positions_S[:-num_tokens] % window]
+        seen_BGSK = torch.cat((earlier, new_BGTK), dim=2)
+        last = new_BGTK[:, :, -window:]
+        slots = torch.arange(stop - last.shape[2], stop, device=ring.device) % window
+        ring[:, :, slots] = last
+        return seen_BGSK
+
+    @property
+    def numbers_per_row(self) -> int:
+        """Numbers that are held of a row at any length: states, a window of tokens, Canon's."""
+        number = sum(state[:1].numel() for state in self.states.values())
+        number += sum(memory.numbers_per_row for memory in self.canon.values())
+        if self._window:
+            number += self._window * self._numbers_per_key
+        return number
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers that are held of each token so far."""
+        return 0 if self._window else self._numbers_per_key
+
+    @property
+    def _numbers_per_key(self) -> int:
+        return sum(buffer[:1, :, :1].numel() for buffer in self._buffers.values())
 
     def fix(self, position: Tensor) -> None:
         """Write the next tokens in place, at `position`; see Cache.fix."""
         self._position = position
-        for buffer in (self._keys, self._values):
-            if buffer is not None:  # masked scores of what is not read yet must be finite
+        for buffer in self._buffers.values():
+            # masked scores of what is not read yet must be finite; a ring begins with zeros
+            if not self._window:
                 buffer[:, :, self.start :] = 0
 
     def select_rows(self, rows_N: Tensor) -> None:
         """Keep these rows, in this order; repeats are allowed."""
-        if self._keys is not None and self._values is not None:
-            self._keys = self._keys[rows_N]
-            self._values = self._values[rows_N]
-        if self.state is not None:
-            self.state = self.state[rows_N]
+        self._buffers = {name: buffer[rows_N] for name, buffer in self._buffers.items()}
+        self.states = {name: state[rows_N] for name, state in self.states.items()}
         self.canon = {site: memory.select_rows(rows_N) for site, memory in self.canon.items()}
 
 
 class Cache:
-    """The cache of a model of `num_layers` blocks; its capacity in tokens doubles when full."""
+    """The cache of a model of `num_layers` blocks; its capacity in tokens doubles when full.
 
-    def __init__(self, num_layers: int, capacity: int = FIRST_CAPACITY) -> None:
-        self.layers = [LayerCache(capacity) for _ in range(num_layers)]
+    `windows`: of each block, the number of tokens that a token sees, or 0.
+    """
+
+    def __init__(
+        self, num_layers: int, capacity: int = FIRST_CAPACITY, windows: Sequence[int] = ()
+    ) -> None:
+        windows = windows or [0] * num_layers
+        self.layers = [LayerCache(capacity, window) for window in windows]
         self.length = 0
         self.capacity = capacity
         self.position: Tensor | None = None  # [1], `length` on the device; see fix()
@@ -161,6 +236,12 @@ class Cache:
         # whether the last tokens came with segments, or surely continue the segment before them
         self._had_segments = False
         self._is_continuation = False
+
+    @classmethod
+    def of(cls, args: ModelArgs, capacity: int = FIRST_CAPACITY) -> "Cache":
+        """Return an empty cache of the model of `args`."""
+        windows = [layer.window for layer in args.layer_args]
+        return cls(args.num_layers, capacity, windows)
 
     def append_segments(self, segments_BT: Tensor | None, tokens_BT: Tensor) -> Tensor | None:
         """Append segments (None: no new one); return all so far, or None if there is one."""
@@ -217,7 +298,7 @@ class Cache:
         static = [memory for memory in self._memories() if isinstance(memory, CanonMemory)]
         self._steps = group_steps(static, self._steps)
         for step in self._steps:
-            step.begin(segments_BN)
+            step.begin(None if segments_BN is None else segments_BN[:, -step.reach - 1 :])
 
     def end(self, num_tokens: int) -> None:
         """Count the tokens that all layers have read."""
@@ -261,7 +342,8 @@ class Cache:
         """Yield (attributes or list, key) of each tensor that a pass replaces."""
         yield vars(self), "next_document"
         for layer in self.layers:
-            yield vars(layer), "state"
+            for name in layer.states:
+                yield layer.states, name
         for memory in self._memories():
             if isinstance(memory, DynamicMemory):
                 for i in range(len(memory.windows)):

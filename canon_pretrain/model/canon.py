@@ -114,11 +114,15 @@ class Canon(CausalFilter):
     """The Canon layer of `site`, a letter of args.canon_set.
 
     Dynamic filters add `up` [C, R, K] and `down`, R rows for each part that the site mixes.
+    `widths`: of the parts, if the mixer is the user's own and the site its Canon-B.
     """
 
-    def __init__(self, args: ModelArgs, site: str, backend: str = "auto") -> None:
+    def __init__(
+        self, args: ModelArgs, site: str, backend: str = "auto", widths: tuple[int, ...] = ()
+    ) -> None:
         is_dynamic = args.canon_filter == "dynamic"
-        channels = args.canon_channels[site]
+        channels = sum(widths) or args.canon_channels[site]
+        num_parts = len(widths) or args.canon_parts[site]
         super().__init__(
             site,
             channels,
@@ -133,7 +137,7 @@ class Canon(CausalFilter):
         self.down: nn.Parameter | None = None
         self.up: nn.Parameter | None = None
         if is_dynamic:
-            self.down = nn.Parameter(torch.empty(DYNAMIC_RANK * args.canon_parts[site], args.dim))
+            self.down = nn.Parameter(torch.empty(DYNAMIC_RANK * num_parts, args.dim))
             self.up = nn.Parameter(torch.empty(channels, DYNAMIC_RANK, args.canon_kernel))
 
     def forward(
@@ -219,12 +223,18 @@ class ShortConv(CausalFilter):
         return tuple(F.silu(part + bias) for part, bias in zip(parts, biases, strict=True))
 
 
-def make_canon(site: str, args: ModelArgs, backend: str) -> Canon | None:
-    """Return the Canon layer of `site` ("A" to "D"); None if `args` have none."""
+def make_canon(
+    site: str, args: ModelArgs, backend: str = "auto", widths: tuple[int, ...] = ()
+) -> Canon | None:
+    """Return the Canon layer of `site` ("A" to "D"); None if `args` have none.
+
+    `widths`: of the projections that a mixer of the user's own lets Canon-B mix.
+    """
     if site not in args.canon_set:
         return None
-    kind = CanonGate if site == "D" and args.ffn == "gated" else Canon
-    return kind(args, site, backend)
+    if site == "D" and args.ffn == "gated":
+        return CanonGate(args, site, backend)
+    return Canon(args, site, backend, widths)
 
 
 def add_norm_canon(

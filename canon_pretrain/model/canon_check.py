@@ -20,7 +20,7 @@ from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.attention import Attention, Rope
 from canon_pretrain.model.cache import Context, document_numbers, window_segments
 from canon_pretrain.model.canon import Canon, CanonGate, add_norm_canon, per_reader
-from canon_pretrain.model.transformer import RECURRENT_MIXERS, Mixer, make_norm
+from canon_pretrain.model.transformer import RECURRENT_MIXERS, AnyMixer, make_norm
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
 """Several roundings: unfused backends round between norm, Canon and activation."""
@@ -50,7 +50,7 @@ def training_cases(args: ModelArgs) -> list[Case]:
     is_gated = args.ffn == "gated"
     cases = []
     if "A" in args.canon_set:
-        mixer: type[Mixer] = RECURRENT_MIXERS.get(args.mixer, Attention)
+        mixer: type[AnyMixer] = RECURRENT_MIXERS.get(args.mixer, Attention)
         cases.append(norm_case("norm + A", args, "A", readers=mixer.readers))
     if "C" in args.canon_set:
         cases.append(norm_case("norm + C", args, "C", readers=2 if is_gated else 1))

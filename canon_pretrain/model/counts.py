@@ -1,10 +1,18 @@
-"""Parameters, FLOPs and bytes of state of a model, in closed form; no torch.
+"""Parameters, FLOPs and bytes of state of a model, in closed form and without torch.
+
+Of a mixer of the user's own, they are counted by running it. Functions of `layer` take the
+arguments of one layer (`ModelArgs.layer_args`).
 
 Letters: L layers, D hidden, H heads, K key width and V value width of a head, F ffn dim, E experts,
 V D the size of the embedding.
 """
 
+from typing import TYPE_CHECKING, NamedTuple
+
 from canon_pretrain.model.args import ModelArgs
+
+if TYPE_CHECKING:
+    from canon_pretrain.model.mixers import Measures
 
 DECAY_RANK = 16
 """Rank of GLA's gate of the decay."""
@@ -16,7 +24,9 @@ STATE_BYTES = 4  # recurrent states and Canon's sums are float32
 def num_parameters(args: ModelArgs) -> int:
     """Return N, the parameters of `Transformer(args)`, in closed form; those of cst-Canon too."""
     embedding = args.vocab_size * args.dim
-    number = embedding + args.num_layers * layer_parameters(args) + _norm_parameters(args)
+    number = embedding + _norm_parameters(args)
+    for layer, count in args.layer_counts:
+        number += count * layer_parameters(layer)
     if not args.tie_embeddings:
         number += embedding  # the output matrix
     return number
@@ -24,17 +34,21 @@ def num_parameters(args: ModelArgs) -> int:
 
 def active_parameters(args: ModelArgs) -> int:
     """Return the parameters that one token is computed with: of its own experts only."""
-    if args.ffn != "moe":
-        return num_parameters(args)
-    num_idle = args.num_experts - args.experts_per_token
-    return num_parameters(args) - args.num_layers * num_idle * _expert_parameters(args)
+    number = num_parameters(args)
+    for layer, count in args.layer_counts:
+        if layer.ffn == "moe":
+            num_idle = layer.num_experts - layer.experts_per_token
+            number -= count * num_idle * _expert_parameters(layer)
+    return number
 
 
 def routed_parameters(args: ModelArgs) -> int:
     """Return the parameters of all experts to which tokens are sent."""
-    if args.ffn != "moe":
-        return 0
-    return args.num_layers * args.num_experts * _expert_parameters(args)
+    number = 0
+    for layer, count in args.layer_counts:
+        if layer.ffn == "moe":
+            number += count * layer.num_experts * _expert_parameters(layer)
+    return number
 
 
 def layer_parameters(args: ModelArgs) -> int:
@@ -42,7 +56,9 @@ def layer_parameters(args: ModelArgs) -> int:
     mixer_parameters = {
         "attention": _attention_parameters,
         "mamba2": _mamba2_parameters,
-    }.get(args.mixer, _gated_recurrence_parameters)
+        "gla": _gated_recurrence_parameters,
+        "gated_deltanet": _gated_recurrence_parameters,
+    }.get(args.mixer, _own_parameters)
     number = mixer_parameters(args) + _norm_parameters(args)
 
     # Canon at all sites: taps, and with dynamic filters `up` (R per tap) and `down`
@@ -112,25 +128,49 @@ def _gated_recurrence_parameters(args: ModelArgs) -> int:
     return number + 2 * dim * args.num_heads + 2 * args.num_heads  # wa, wb; A_log, dt_bias
 
 
+def _own_parameters(args: ModelArgs) -> int:
+    return _measures(args).num_parameters
+
+
+def _measures(layer: ModelArgs) -> "Measures":
+    from canon_pretrain.model.mixers import measure  # torch, for a class of the user's own only
+
+    return measure(layer)
+
+
 def flops_per_token(args: ModelArgs, seq_len: int) -> int:
     """Return 6 (N - V D) + 12 L H K T (PaLM, Chowdhery et al. 2022), as torchtitan does.
 
-    N counts the token's own experts. A recurrence writes and reads a state of V columns instead of
-    T keys and values: 12 L H K V, and 18 for the delta rule, which reads it once more; chunks do
-    more.
+    N counts the token's own experts, T at most the window. A recurrence writes and reads a state of
+    V columns instead of T keys and values: 12 L H K V, and 18 for the delta rule, which reads it
+    once more; chunks do more. Products of the user's own mixer are counted.
     """
     number = active_parameters(args)
     if not args.tie_embeddings:  # a tied embedding is also the output matrix
         number -= args.vocab_size * args.dim
-    if args.mixer == "attention":
-        mixing = 12 * args.num_heads * args.head_dim * seq_len
-    else:
-        mixing = _flops_per_state_element(args) * state_size(args)
-    return 6 * number + args.num_layers * mixing
+    mixing = sum(count * _mixing_flops(layer, seq_len) for layer, count in args.layer_counts)
+    return 6 * number + mixing
+
+
+def _mixing_flops(layer: ModelArgs, seq_len: int) -> int:
+    """Return the FLOPs of a token in a layer's mixer that are no products with parameters."""
+    if layer.is_own_mixer:
+        measures = _measures(layer)
+        return round(measures.flops_per_token(seq_len) - 6 * measures.num_parameters)
+    if layer.mixer == "attention":
+        num_keys = min(seq_len, layer.window or seq_len)
+        return 12 * layer.num_heads * layer.head_dim * num_keys
+    return _flops_per_state_element(layer) * state_size(layer)
 
 
 def flops_formula(args: ModelArgs) -> str:
     """Return the formula of `flops_per_token`."""
+    if args.pattern:
+        return "6(N - embeddings) + the mixing of each layer"
+    if args.is_own_mixer:
+        return "6(N - embeddings) + further products of the mixer, counted"
+    if args.window:
+        return "PaLM's formula with a window of W tokens, 6(N - embeddings) + 12LHKW"
     if args.mixer == "attention":
         return "PaLM's formula, 6(N - embeddings) + 12LHKT, causality not halved"
     factor = _flops_per_state_element(args)
@@ -145,17 +185,40 @@ def state_size(args: ModelArgs) -> int:
     """Return the numbers of a recurrent mixer's state, of one layer; 0 for attention."""
     if args.mixer == "attention":
         return 0
+    if args.is_own_mixer:
+        return _measures(args).state_per_row
     return args.num_heads * args.key_dim * args.value_dim
 
 
-def state_bytes(args: ModelArgs, itemsize: int) -> tuple[int, int]:
+class StateBytes(NamedTuple):
+    """What decoding holds of each row."""
+
+    per_token: int
+    per_row: int
+    """At any length."""
+
+
+def state_bytes(args: ModelArgs, itemsize: int) -> StateBytes:
     """Return the bytes that decoding holds per token, and per row at any length.
 
-    Per token: keys and values, of `itemsize` bytes. Per row, in float32: states, and the sums of
-    Canon and of the native conv1d; inputs of dynamic Canon, of `itemsize` bytes.
+    Per token: keys and values, of `itemsize` bytes; of a window, per row. Per row, in float32:
+    states, and the sums of Canon and of the native conv1d; inputs of dynamic Canon, of `itemsize`
+    bytes.
     """
     per_token = 0
-    if args.mixer == "attention":
+    per_row = 0
+    for layer, count in args.layer_counts:
+        layer_bytes = _layer_state_bytes(layer, itemsize)
+        per_token += count * layer_bytes.per_token
+        per_row += count * layer_bytes.per_row
+    return StateBytes(per_token, per_row)
+
+
+def _layer_state_bytes(args: ModelArgs, itemsize: int) -> StateBytes:
+    per_token = 0
+    if args.is_own_mixer:
+        per_token = _measures(args).state_per_token * itemsize
+    elif args.mixer == "attention":
         _, k_dim, v_dim = args.qkv_dims
         per_token = (k_dim + v_dim) * itemsize
 
@@ -165,4 +228,6 @@ def state_bytes(args: ModelArgs, itemsize: int) -> tuple[int, int]:
     if args.mixer_conv:
         per_reached_token += STATE_BYTES * args.conv_channels
     per_row = STATE_BYTES * state_size(args) + (args.canon_kernel - 1) * per_reached_token
-    return args.num_layers * per_token, args.num_layers * per_row
+    if args.window and not args.is_own_mixer:  # whose window is part of its state
+        return StateBytes(0, per_row + args.window * per_token)
+    return StateBytes(per_token, per_row)

@@ -167,7 +167,7 @@ class _BatchDecoder:
         draws_BT: Tensor | None,
         has_logps: bool,
     ) -> None:
-        cache = Cache(model.args.num_layers, capacity=len(prompts[0]) + limit)
+        cache = Cache.of(model.args, capacity=len(prompts[0]) + limit)
         chunk = max(1, tokens_per_pass // len(prompts))
         self._logits_BV = _prefill(model, prompts, cache, chunk)
         self.step = DecodeStep(model, cache, limit)

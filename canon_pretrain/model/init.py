@@ -6,6 +6,7 @@ world size elsewhere.
 
 import hashlib
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.mixers import mixer_class
 
 BLOCK_ELEMENTS = 2**16
 TRUNCATE_SIGMAS = 3.0
@@ -136,12 +139,20 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     deviation 0.02 of one matrix, as the release's. Raises ValueError for an unknown name.
     """
     name = plain_name(name)
+    if in_layer := re.match(r"layers\.(\d+)\.", name):
+        args = args.layer_args[int(in_layer[1])]
+    elif args.pattern:  # the embedding, the last norm and the head, by the first layer
+        args = args.layer_args[0]
     value = partial(InitialValue, name, torch.Size(shape), args.init_seed)
     *_, module, own_name = f".{name}".split(".")
     if args.mimetic_init:
         mimetic = _mimetic_value(args, name, shape, value)
         if mimetic is not None:
             return mimetic
+
+    if args.is_own_mixer and (own := name.partition(".attention.")[2]):
+        if own in (values := mixer_class(args.mixer).init):
+            return value(*values[own])
 
     # convolutions
     if module.startswith("canon_"):
@@ -156,6 +167,12 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
         return value("normal", PAPER_STD)
 
     # vectors
+    if args.is_own_mixer and own_name not in ("bias", "weight"):
+        raise UserError(
+            "mixer.init",
+            f"{args.mixer}: the class has no initial value for {name}. Add it to `init`",
+            name=name,
+        )
     if own_name in VECTORS:
         return value(*VECTORS[own_name])
     if module.endswith("norm"):

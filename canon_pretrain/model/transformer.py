@@ -28,9 +28,10 @@ from canon_pretrain.model.cache import (
     document_numbers,
     window_segments,
 )
-from canon_pretrain.model.canon import Stream, add_norm_canon, make_canon, per_reader
+from canon_pretrain.model.canon import Canon, Stream, add_norm_canon, make_canon, per_reader
 from canon_pretrain.model.init import InitialValue, initial_value
 from canon_pretrain.model.mamba2 import Mamba2
+from canon_pretrain.model.mixers import Mixer, mixer_class
 from canon_pretrain.model.moe import MoE, Routed
 from canon_pretrain.model.recurrent import GLA, GatedDeltaNet
 
@@ -77,7 +78,10 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """h += Mixer(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h))) if there is one."""
+    """h += Mixer(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h))) if there is one.
+
+    `args`: of this layer (`ModelArgs.layer_args`).
+    """
 
     def __init__(
         self,
@@ -153,7 +157,7 @@ RECURRENT_MIXERS: dict[str, type[GLA | Mamba2 | GatedDeltaNet]] = {
     "mamba2": Mamba2,
     "gated_deltanet": GatedDeltaNet,
 }
-Mixer = Attention | GLA | Mamba2 | GatedDeltaNet
+AnyMixer = Attention | GLA | Mamba2 | GatedDeltaNet | Mixer
 
 
 def make_mixer(
@@ -162,16 +166,41 @@ def make_mixer(
     attend: Attend | None,
     canon_backend: str = "auto",
     mixer_backend: str = "auto",
-) -> Mixer:
-    """Return the mixer of `args`: mixer(x_BTD, context) is added to the residual stream.
+) -> AnyMixer:
+    """Return the mixer of a layer: mixer(x_BTD, context) is added to the residual stream.
 
     `readers` linear layers read its x. LayerCache holds its keys and values or its state; counts.py
-    has its parameters and FLOPs, init.py its initial values.
+    has its parameters and FLOPs, init.py its initial values. Raises UserError for a mixer of the
+    user's own without the Canon-B that `args` have.
     """
     if args.mixer == "attention":
         assert attend is not None
         return Attention(args, rope, attend, canon_backend)
-    return RECURRENT_MIXERS[args.mixer](args, canon_backend, mixer_backend)
+    if not args.is_own_mixer:
+        return RECURRENT_MIXERS[args.mixer](args, canon_backend, mixer_backend)
+
+    mixer = mixer_class(args.mixer)(args)
+    sites = {module.site for module in mixer.modules() if isinstance(module, Canon)}
+    if "B" in args.canon_set and "B" not in sites:
+        raise UserError(
+            "mixer.no_canon_b",
+            f'canon_set = "{args.canon_set}", but {args.mixer} has no Canon-B: choose from A, C '
+            'and D, or let it mix its projections by make_canon("B", args, widths=...)',
+            given=args.canon_set,
+        )
+    return mixer
+
+
+def make_attend(args: ModelArgs, backend: str) -> Attend | None:
+    """Return the attention of a layer, or the masks that its mixer reads; None if it has neither.
+
+    Raises UserError for a backend that can't compute it.
+    """
+    if args.mixer == "attention":
+        return Attend(args, backend)
+    if args.is_own_mixer and mixer_class(args.mixer).reads_mask:
+        return Attend(args, "sdpa")  # whose masks are tensors, or None for causal attention
+    return None
 
 
 def make_norm(args: ModelArgs) -> nn.RMSNorm | nn.LayerNorm:
@@ -219,21 +248,36 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         check_canon_backend(canon_backend)
-        check_mixer_backend(args.mixer, args.key_dim, mixer_backend)
+        for kind in args.kinds.values():
+            check_mixer_backend(kind.mixer, kind.key_dim, mixer_backend)
         self.args = args
         self.canon_backend = canon_backend
         # else the embedding draws one, which on the meta device imports torch._dynamo first
         weight_VD = torch.empty(args.vocab_size, args.dim)
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim, _weight=weight_VD)
-        self.rope = Rope(args) if args.rope_dim else None
-        is_attention = args.mixer == "attention"
-        self.attend = Attend(args, attention_backend) if is_attention else None
+
+        # Layers of one kind share their attention and its masks; layers with equal rotations, the
+        # tables. An own mixer makes its tables itself.
+        self.attends: dict[str, Attend] = {}
+        ropes: dict[str, Rope] = {}
+        tables: dict[tuple[str, int, float], Rope] = {}
+        for name, kind in args.kinds.items():
+            attend = make_attend(kind, attention_backend)
+            if attend is not None:
+                self.attends[name] = attend
+            if kind.mixer == "attention" and kind.rope_dim:
+                rotation = (kind.position, kind.rope_dim, kind.rope_theta)
+                ropes[name] = tables.setdefault(rotation, Rope(kind))
 
         # a ModuleDict: torchtitan's compile and FSDP helpers go through layers.named_children()
         self.layers = nn.ModuleDict()
-        for i in range(args.num_layers):
+        for i, name in enumerate(args.layer_names):
             self.layers[str(i)] = TransformerBlock(
-                args, self.rope, self.attend, canon_backend, mixer_backend
+                args.kinds[name],
+                ropes.get(name),
+                self.attends.get(name),
+                canon_backend,
+                mixer_backend,
             )
 
         self.norm = make_norm(args)
@@ -262,15 +306,14 @@ class Transformer(nn.Module):
         `expert_load_LE` (int64 [L, E + 1]): the experts' tokens, and those dropped, are added here.
         Raises UserError past max_seq_len tokens.
         """
-        context = self._context(tokens_BT, is_real_BT, cache)
-        if cache is not None:
-            cache.begin(tokens_BT.shape[1], context.segments_BN)
+        contexts = self._contexts(tokens_BT, is_real_BT, cache)
 
         # Each block has its own cache. In training, experts also return their load and balance.
         h_BTD = self.tok_embeddings(tokens_BT)
         loads, balances = [], []
         for i, block in enumerate(self.layers.values()):
             layer_cache = None if cache is None else cache.layers[i]
+            context = contexts[self.args.layer_names[i]]
             h_BTD = block(h_BTD, Context(context.mask, context.segments_BN, layer_cache))
             if isinstance(h_BTD, tuple):
                 h_BTD, load_E, balance_B = h_BTD
@@ -299,10 +342,10 @@ class Transformer(nn.Module):
         balance = (torch.stack(balances).sum(dim=0) * num_labels_B).sum()
         return nats_BT, objective + self.args.moe_balance_rate * balance
 
-    def _context(
+    def _contexts(
         self, tokens_BT: Tensor, is_real_BT: Tensor | None, cache: Cache | None
-    ) -> Context:
-        """Return the mask and the segments, which are the same in all blocks.
+    ) -> dict[str, Context]:
+        """Return the mask and the segments of each kind of layer; begin to read into the cache.
 
         Raises UserError past max_seq_len tokens.
         """
@@ -317,22 +360,33 @@ class Transformer(nn.Module):
                 f"{self.args.max_seq_len}",
             )
 
-        # The mask is of attention only.
+        # The masks are of attention only.
         segments_BS = self._segments(tokens_BT, is_real_BT, cache)
-        mask: Mask = None
-        if self.attend is not None:
+        masks: dict[str, Mask] = {}
+        for name, attend in self.attends.items():
             if cache is not None and cache.position is not None:
-                mask = self.attend.step_mask(cache.position, segments_BS, cache.capacity)
+                masks[name] = attend.step_mask(cache.position, segments_BS, cache.capacity)
             else:
-                mask = self.attend.mask(num_tokens, segments_BS, num_so_far, tokens_BT.device)
+                masks[name] = attend.mask(num_tokens, segments_BS, num_so_far, tokens_BT.device)
 
-        # The segments are of convolutions and states.
+        # The segments are of convolutions and states: of the tokens, and as many before them as
+        # the kind of layer reaches.
+        segments_BN: Tensor | None = None
         reach = self.args.reach
-        if segments_BS is None or not reach:
-            return Context(mask)
+        if segments_BS is not None and reach and cache is not None:
+            segments_BN = cache.window_segments(num_tokens, reach)
+        elif segments_BS is not None and reach:
+            segments_BN = window_segments(segments_BS, num_tokens, reach)
         if cache is not None:
-            return Context(mask, cache.window_segments(num_tokens, reach))
-        return Context(mask, window_segments(segments_BS, num_tokens, reach))
+            cache.begin(num_tokens, segments_BN)
+
+        contexts = {}
+        for name, kind in self.args.kinds.items():
+            kind_segments_BN = None
+            if segments_BN is not None and kind.reach:
+                kind_segments_BN = segments_BN[:, reach - kind.reach :]
+            contexts[name] = Context(masks.get(name), kind_segments_BN)
+        return contexts
 
     def _head(
         self, h_BTD: Tensor, labels_BT: Tensor | None, loss: HeadLoss | None
@@ -398,7 +452,7 @@ class Transformer(nn.Module):
     def init_weights(
         self, write: Writer | None = None, buffer_device: torch.device | None = None
     ) -> None:
-        """Initialize every parameter by `write`, by default whole; recompute the rotary tables."""
+        """Initialize every parameter by `write`, by default whole, and the buffers."""
         for name, parameter in self.named_parameters():
             value = initial_value(self.args, name, parameter.shape)
             if write is not None:
@@ -408,8 +462,12 @@ class Transformer(nn.Module):
             else:
                 parameter.copy_(value.rows(0, value.shape[0]))
 
-        # buffers
         for bias in self.expert_biases():
             bias.zero_()
-        if self.rope is not None:
-            self.rope.reset(buffer_device or self.tok_embeddings.weight.device)
+        self.reset_ropes(buffer_device or self.tok_embeddings.weight.device)
+
+    def reset_ropes(self, device: torch.device) -> None:
+        """Compute the rotary tables, which are no weights, on `device`."""
+        for module in self.modules():
+            if isinstance(module, Rope):
+                module.reset(device)

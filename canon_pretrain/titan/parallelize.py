@@ -280,12 +280,17 @@ def compile_blocks(model: Transformer, job: CanonJobConfig, *, whole: bool = Tru
 
 def check_attention(model: Transformer, job: CanonJobConfig, device: str) -> None:
     """Raise UserError if the requested attention cannot be trained on this device and dtype."""
-    if model.attend is None:
-        return
-    dtype = job.training.mixed_precision_param
+    for attend in model.attends.values():
+        selected = attend.implementation(device, masked=model.args.document_mask)
+        _check_implementation(selected, job, device)
 
-    # Flex attention has no backward pass on a CPU; the other kernels are for half precision.
-    selected = model.attend.implementation(device, masked=model.args.document_mask)
+
+def _check_implementation(selected: str, job: CanonJobConfig, device: str) -> None:
+    """Raise UserError if an implementation of attention cannot be trained here.
+
+    Flex attention has no backward pass on a CPU; the other kernels are for half precision.
+    """
+    dtype = job.training.mixed_precision_param
     setting = f'model.attention_backend = "{job.model.attention_backend}" selects {selected}'
     if selected != "sdpa" and device == "cpu":
         raise UserError(

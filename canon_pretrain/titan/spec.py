@@ -176,8 +176,7 @@ def fill(model: Transformer) -> None:
     # buffers
     for bias in model.expert_biases():
         bias.zero_()
-    if model.rope is not None:
-        model.rope.reset(model.tok_embeddings.weight.device)
+    model.reset_ropes(model.tok_embeddings.weight.device)
 
 
 def random_model(

@@ -138,7 +138,7 @@ def make_trial(lm: CanonLM) -> Callable[[int], float | None]:
 
         # Generate after the same rows, a few tokens for an answer's.
         prompts_BT = rows_BT[:, :-1].to(device)
-        cache = Cache(model.args.num_layers, capacity=length + TRIAL_STEPS)
+        cache = Cache.of(model.args, capacity=length + TRIAL_STEPS)
         model(prompts_BT, cache=cache, logits_to_keep=1)
         start = now()
         for _ in range(TRIAL_STEPS):

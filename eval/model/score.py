@@ -274,7 +274,7 @@ def score_batch(
     step = max(1, planner.read_tokens // len(first_rows))
     cache = None
     if batch.prefix or step < stop:
-        cache = Cache(model.args.num_layers, capacity=batch.width)
+        cache = Cache.of(model.args, capacity=batch.width)
     for start in range(0, stop, step):
         scores.append(_read(model, pairs, first_rows, start, min(start + step, stop), cache))
 

@@ -110,9 +110,9 @@ def test_bfloat16_keeps_the_rotary_tables(tmp_path):
     model = build(VARIANTS["rope ABCD k2 standard gqa"]).eval()
     checkpoint = plant_run(tmp_path / "run", model)
     loaded = load_model(checkpoint, CPU, max_length=700, dtype=torch.bfloat16)
-    assert loaded.rope is not None
+    rope = loaded.layers["0"].attention.rope
     cos, sin = rope_tables(700, model.args.rope_dim, model.args.rope_theta)
-    assert torch.equal(loaded.rope.cos_TR, cos) and torch.equal(loaded.rope.sin_TR, sin)
+    assert torch.equal(rope.cos_TR, cos) and torch.equal(rope.sin_TR, sin)
     for name, weight in loaded.named_parameters():
         expected = dict(model.named_parameters())[name].to(torch.bfloat16)
         assert weight.dtype == torch.bfloat16 and torch.equal(weight, expected)

@@ -113,7 +113,7 @@ def test_a_model_activates_its_flash_package(backend, kv_heads):
     with flash_impl(backend):
         for _ in range(2):  # a second model of this process
             with torch.device("meta"):
-                attend = Transformer(args, attention_backend=backend).attend
+                attend = Transformer(args, attention_backend=backend).attends["layer"]
             assert torch.nn.attention.current_flash_attention_impl() == backend.upper()
             assert _flash_kernels() not in ([], before)
     assert attend.describe("cuda") == backend

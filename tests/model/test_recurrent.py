@@ -84,7 +84,7 @@ def test_values_and_gradients_equal_transformers(name, oracle, num_tokens):
 def states_of(model, tokens):
     cache = Cache(model.args.num_layers)
     model(tokens, cache=cache)
-    return [layer.state for layer in cache.layers]
+    return [layer.states["state"] for layer in cache.layers]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,172 @@
+"""A mixer of the user's own: a class in a file, FILE.py:Name (train_configs/mixers/README.md).
+
+Shapes: B batch, T tokens, D hidden.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.cache import NO_CONTEXT, Context, LayerCache
+
+COUNTED_LENGTHS = (256, 512)
+CACHED_TOKENS = 8
+
+
+class Mixer(nn.Module):
+    """What a layer computes from the tokens up to each one: x_BTD -> what is added to h, [B, T, D].
+
+    A subclass has a constructor of ModelArgs and `forward`. Everything else is derived: parameters,
+    FLOPs and the size of the state are counted (`measure`).
+    """
+
+    reads_mask: bool = False
+    """Whether `forward` needs `context.mask`, the tokens that each token sees: for attention.
+    None there means causal attention."""
+    init: Mapping[str, tuple[str, float]] = {}
+    """Initial value of a parameter by its name: (kind, scale) of model/init.py, such as
+    ("uniform", 0.1). Others: matrices as the model's, norm gains 1, biases 0."""
+
+    readers = 1
+    """Number of linear layers that read x; see `per_reader`."""
+
+    def forward(self, x_BTD: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        """Return what is added to the residual stream, [B, T, D].
+
+        `context` has the states after the tokens before these (`recall`, `keep`, `append`) and says
+        where a document starts (`starts`), before which nothing may be seen.
+        """
+        raise NotImplementedError
+
+
+class MixerFile(NamedTuple):
+    """A mixer of FILE.py:Name."""
+
+    path: Path
+    name: str
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.path.read_bytes()).hexdigest()
+
+
+def mixer_file(mixer: str) -> MixerFile:
+    """Return the file and the class name of FILE.py:Name. Raises UserError without that file."""
+    path, _, name = mixer.rpartition(":")
+    file = MixerFile(Path(path).expanduser(), name)
+    if not file.path.is_file():
+        raise UserError(
+            "mixer.no_file",
+            f'mixer = "{mixer}": there is no file {file.path} in {Path.cwd()}. Expected '
+            f"FILE.py:Name",
+            given=mixer,
+        )
+    return file
+
+
+def mixer_class(mixer: str) -> type[Mixer]:
+    """Return the class of FILE.py:Name. Raises UserError if there is none."""
+    file = mixer_file(mixer)
+    return _load(file, mixer, file.sha256)
+
+
+@functools.cache
+def _load(file: MixerFile, mixer: str, sha256: str) -> type[Mixer]:
+    """Return the class as the file defines it now; `sha256`: of the file."""
+    # in sys.modules, so that dataclasses, pickle and torch.compile find it
+    module_name = f"canon_mixer_{sha256[:16]}_{file.path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file.path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise UserError(
+            "mixer.import",
+            f'mixer = "{mixer}": {file.path} cannot be imported: {type(error).__name__}: {error}',
+            given=mixer,
+        ) from error
+
+    kind = getattr(module, file.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Mixer)):
+        names = [name for name, value in vars(module).items() if _is_mixer_of(value, module_name)]
+        raise UserError(
+            "mixer.no_class",
+            f'mixer = "{mixer}": {file.path} has no class {file.name} that is a '
+            f"canon_pretrain.model.mixers.Mixer; it has {', '.join(names) or 'none'}",
+            given=mixer,
+        )
+    return kind
+
+
+def _is_mixer_of(value: object, module_name: str) -> bool:
+    return isinstance(value, type) and issubclass(value, Mixer) and value.__module__ == module_name
+
+
+class Measures(NamedTuple):
+    """What a mixer of the user's own costs, counted by running it."""
+
+    num_parameters: int
+    base_flops: float
+    """FLOPs of a token's products, forward and backward, at any length."""
+    flops_per_length: float
+    """Further FLOPs of a token, times the length of the sequence."""
+    state_per_row: int
+    """Numbers that decoding holds of a sequence, in float32."""
+    state_per_token: int
+    """Numbers that it holds of each token, in the dtype of the model."""
+
+    def flops_per_token(self, num_tokens: int) -> float:
+        return self.base_flops + self.flops_per_length * num_tokens
+
+
+@functools.lru_cache(maxsize=64)
+def measure(args: ModelArgs) -> Measures:
+    """Count what the mixer FILE.py:Name of a layer costs, on tensors without data.
+
+    FLOPs of products are counted at two lengths: they are linear in the length.
+    """
+    with torch.device("meta"):
+        mixer = mixer_class(args.mixer)(args)
+
+    # Forward and backward.
+    flops = {}
+    for num_tokens in COUNTED_LENGTHS:
+        x_BTD = torch.empty(1, num_tokens, args.dim, device="meta", requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            mixer(x_BTD, context_for(mixer, num_tokens)).sum().backward()
+        flops[num_tokens] = counter.get_total_flops() / num_tokens
+    short, long = COUNTED_LENGTHS
+    flops_per_length = (flops[long] - flops[short]) / (long - short)
+
+    # What is kept between tokens, after a few of them.
+    cache = LayerCache(window=args.window)
+    with torch.no_grad():
+        x_BTD = torch.empty(1, CACHED_TOKENS, args.dim, device="meta")
+        mixer(x_BTD, context_for(mixer, CACHED_TOKENS)._replace(cache=cache))
+    return Measures(
+        num_parameters=sum(parameter.numel() for parameter in mixer.parameters()),
+        base_flops=flops[short] - flops_per_length * short,
+        flops_per_length=flops_per_length,
+        state_per_row=cache.numbers_per_row,
+        state_per_token=cache.numbers_per_token,
+    )
+
+
+def context_for(mixer: Mixer, num_tokens: int, device: str = "meta") -> Context:
+    """Return the context of a single sequence without documents."""
+    if not mixer.reads_mask:
+        return NO_CONTEXT
+    return Context(torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril())
