@@ -9,10 +9,12 @@ from typing import Any
 from canon_pretrain.checkpoint.folder import CheckpointFolder
 from canon_pretrain.checkpoint.manifest import HASH_WORKERS, DamagedCheckpoint, verify
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.model.args import ModelArgs, with_mixers_in
+from canon_pretrain.run.folder import MIXERS, RunFolder
 
 LATEST = "latest"
+JSON_TYPES = {"pattern": list, "layers": dict}
+"""Types of the fields of ModelArgs that JSON has no type for."""
 _MAX_DEPTH = 4  # RUN/archive/K-LABEL/checkpoint/step-N
 
 logger = logging.getLogger(__name__)
@@ -75,15 +77,20 @@ def model_args_of(folder: RunFolder) -> ModelArgs:
 
 
 def model_args(identity: Mapping[str, Any], file: Path) -> ModelArgs:
-    """Return the model of a run's identity, which is in `file`."""
+    """Return the model of a run's identity, which is in `file`.
+
+    The files of the user's own mixers are those that the run has copied.
+    """
     values: dict[str, Any] = {}
     for f in fields(ModelArgs):
-        # fields that an earlier version did not have are the default
+        # a field that an earlier version did not have is the default
         name = f"model.{f.name}"
-        value = identity.get(name, f.default)
+        if name not in identity:
+            continue
+        value = identity[name]
 
         # not isinstance: a bool is no int; but JSON may hold 1 for 1.0
-        default_type = type(f.default)
+        default_type = JSON_TYPES.get(f.name, type(f.default))
         is_int_for_float = default_type is float and type(value) is int
         if type(value) is not default_type and not is_int_for_float:
             raise UserError(
@@ -93,4 +100,4 @@ def model_args(identity: Mapping[str, Any], file: Path) -> ModelArgs:
                 given=value,
             )
         values[f.name] = value
-    return ModelArgs(**values)
+    return with_mixers_in(ModelArgs(**values), str(file.parent / MIXERS))

@@ -9,7 +9,7 @@ with the planned one as the trainer does on resume.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.files import find_record, write_json
 from canon_pretrain.core.lock import live_holder
 from canon_pretrain.data.mixture import Mixture
-from canon_pretrain.model.args import ModelArgs, fill_sizes, flavor
+from canon_pretrain.model.args import ModelArgs, fill_model, flavor, to_json
 from canon_pretrain.run.config import build, check_section, check_type, merge, read_experiment
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.identity import IDENTITY, differences
@@ -29,6 +29,8 @@ from canon_pretrain.run.setting import option_key
 from canon_pretrain.synthetic.tasks import TaskSection, build_task
 
 SHOWN = 4  # differences in a sentence
+JSON_TYPES: dict[str, Any] = {"pattern": list[str], "layers": dict[str, dict[str, Any]]}
+"""Types of the fields of ModelArgs that TOML has no type for."""
 Values = dict[str, dict[str, Any]]
 """A job's values by section and key, as in TOML"""
 
@@ -134,7 +136,7 @@ def planned_identity(values: Values) -> dict[str, Any]:
     """
     # The architecture.
     seq_len = _section("training", values)["seq_len"]
-    model = asdict(_model_args(values, seq_len))
+    model = to_json(_model_args(values, seq_len))
     if values.get("model", {}).get("vocab_size") is None:
         del model["vocab_size"]
     identity = {f"model.{key}": value for key, value in model.items()}
@@ -160,11 +162,11 @@ def _model_args(values: Values, seq_len: int) -> ModelArgs:
     section = {key: value for key, value in values.get("model", {}).items() if value is not None}
     base = flavor(str(section.get("flavor", "debug")))
     changes = {}  # without keys that are no fields, such as `flavor`
-    for key, hint in get_type_hints(ModelArgs).items():
+    for key, hint in (get_type_hints(ModelArgs) | JSON_TYPES).items():
         if key in section:
             check_type(section[key], hint, "the plan", f"model.{key}")
             changes[key] = section[key]
-    return replace(base, **fill_sizes(base, changes) | {"max_seq_len": seq_len})
+    return fill_model(base, changes | {"max_seq_len": seq_len})
 
 
 def data_fingerprint(values: Values) -> str | None:

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from canon_pretrain.hf import config as fields
 from canon_pretrain.hf import lingua
 from canon_pretrain.hf.config import layout, to_hf
 from canon_pretrain.hf.writing import INDEX, folder_beside
-from canon_pretrain.model.args import FLAVORS, ModelArgs
+from canon_pretrain.model.args import FLAVORS, ModelArgs, to_json
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import IMPORTED_FROM, RunFolder
@@ -91,7 +91,7 @@ def import_folder(
         # The model, to train from and, as in a run folder, to export and evaluate.
         origin = str(source.absolute())
         write_atomic(temporary / MODEL_TOML, model_toml(args, origin).encode())
-        identity = {f"model.{name}": value for name, value in asdict(args).items()}
+        identity = {f"model.{name}": value for name, value in to_json(args).items()}
         RunFolder(temporary).write_config({IMPORTED_FROM: origin}, identity)
 
         # a folder may have both a SentencePiece model and its conversion; data accepts one
@@ -291,12 +291,18 @@ def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
     }
 
 
+def _num_equal_fields(args: ModelArgs, other: ModelArgs) -> int:
+    values = vars(other)
+    return sum(value == values[name] for name, value in vars(args).items())
+
+
 def model_toml(args: ModelArgs, source: str) -> str:
     """Return a TOML file whose [model] section sets every field of `args`."""
-    values = asdict(args)
+    values = to_json(args)
     # the flavor that agrees in the most fields; all fields are set anyway
-    flavor = max(FLAVORS, key=lambda name: len(asdict(FLAVORS[name]).items() & values.items()))
+    flavor = max(FLAVORS, key=lambda name: _num_equal_fields(FLAVORS[name], args))
     seq_len = values.pop("max_seq_len")
+    layers = values.pop("layers")
     lines = [
         f"# the model of {json.dumps(source)}",  # quoted: a path may contain line ends
         "",
@@ -308,6 +314,12 @@ def model_toml(args: ModelArgs, source: str) -> str:
         f"seq_len = {seq_len}",
         "",
     ]
+    for name, section in layers.items():
+        lines += [
+            f"[model.layers.{json.dumps(name)}]",
+            *(f"{key} = {json.dumps(value)}" for key, value in section.items()),
+            "",
+        ]
     return "\n".join(lines)
 
 

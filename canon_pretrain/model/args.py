@@ -6,9 +6,9 @@ Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, get_type_hints
 
 from canon_pretrain.core.errors import UserError, check_choice, nearest, suggestion
@@ -341,6 +341,36 @@ def _layer_args(args: ModelArgs, name: str) -> ModelArgs:
         if unused not in overrides:
             values[unused] = getattr(ModelArgs, unused)
     return ModelArgs(**values)
+
+
+def own_mixers(args: ModelArgs) -> list[str]:
+    """Return the mixers FILE.py:Name of the model's layers, each once."""
+    mixers = dict.fromkeys(layer.mixer for layer in args.layer_args)
+    return [mixer for mixer in mixers if is_own_mixer(mixer)]
+
+
+def with_mixers_in(args: ModelArgs, folder: str) -> ModelArgs:
+    """Return `args` with FILE.py:Name as the file of that name in `folder` ("": without one)."""
+
+    def moved(mixer: str) -> str:
+        if not is_own_mixer(mixer):
+            return mixer
+        file_name = mixer.rpartition("/")[2]
+        return f"{folder}/{file_name}" if folder else file_name
+
+    layers = {}
+    for name, section in args.layers.items():
+        layers[name] = dict(section)
+        if "mixer" in section:
+            layers[name]["mixer"] = moved(section["mixer"])
+    return replace(args, mixer=moved(args.mixer), layers=Table(layers))
+
+
+def to_json(args: ModelArgs) -> dict[str, Any]:
+    """Return the fields as a run's config.json holds them: mixers without their folder."""
+    values = asdict(with_mixers_in(args, ""))
+    layers = {name: dict(section) for name, section in values["layers"].items()}
+    return values | {"pattern": list(args.pattern), "layers": layers}
 
 
 def _annotated_fields(kind: type) -> Mapping[str, Any]:
@@ -708,3 +738,28 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if expansion is not None:
         sizes.setdefault("ffn_dim", expansion * sizes.get("dim", base.dim))
     return sizes
+
+
+def fill_model(base: ModelArgs, overrides: Mapping[str, Any]) -> ModelArgs:
+    """Return the model of the flavor `base` with the keys of a `[model]` section.
+
+    `fill_sizes` fills in what a mixer changes, also in each layer of a pattern.
+    """
+    names = tuple(overrides.get("pattern", ()))
+    sections = overrides.get("layers", {})
+    values = {name: value for name, value in overrides.items() if name not in ("pattern", "layers")}
+    if not names:
+        return replace(base, **fill_sizes(base, values), layers=Table(sections))
+
+    # A model whose layers differ: its keys are of all layers that have a use for them. Unlike a
+    # model of Mamba2 alone, a layer has the feed-forward that the others have.
+    values = fill_sizes(base, values)
+    shared: Any = SimpleNamespace(**vars(base) | values)
+    inherited = {name: overrides[name] for name in ("ffn_dim",) if name in overrides}
+    layers = {}
+    for name in dict.fromkeys((*names, *sections)):
+        section = dict(sections.get(name, {}))
+        if name in MIXERS or is_own_mixer(name):
+            section.setdefault("mixer", name)
+        layers[name] = fill_sizes(shared, {"ffn": shared.ffn} | inherited | section)
+    return replace(base, **values, pattern=names, layers=Table(layers))

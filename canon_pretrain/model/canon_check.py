@@ -51,12 +51,13 @@ def training_cases(args: ModelArgs) -> list[Case]:
     cases = []
     if "A" in args.canon_set:
         mixer: type[AnyMixer] = RECURRENT_MIXERS.get(args.mixer, Attention)
-        cases.append(norm_case("norm + A", args, "A", readers=mixer.readers))
+        readers = 1 if args.is_own_mixer else mixer.readers
+        cases.append(norm_case("norm + A", args, "A", readers=readers))
     if "C" in args.canon_set:
         cases.append(norm_case("norm + C", args, "C", readers=2 if is_gated else 1))
     if "B" in args.canon_set and args.mixer == "attention":
         cases.append(heads_case(args))
-    elif "B" in args.canon_set:
+    elif "B" in args.canon_channels:
         # A recurrence mixes q, k and v, which are parts; Mamba2 all of its projection at once.
         widths = args.mixer_parts
         if args.mixer == "mamba2":
@@ -140,7 +141,16 @@ def training_problem(
     """Return why a training step with micro-batches of `shape` must not use `backend`, or None."""
     if problem := backend_problem(backend, device.type, dtype):
         return problem
+    for name, kind in args.kinds.items():
+        if kind.canon_set and (problem := _layer_problem(kind, backend, shape, dtype, device)):
+            return f"{name}: {problem}" if args.pattern else problem
+    return None
 
+
+def _layer_problem(
+    args: ModelArgs, backend: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Return why a kind of layer must not be trained with `backend`, or None."""
     # Where the backend would silently fall back to `compiled`.
     if args.canon_filter == "dynamic":
         return 'it has static filters only, but model.canon_filter = "dynamic"'

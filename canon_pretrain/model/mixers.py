@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import ModelArgs, own_mixers
 from canon_pretrain.model.cache import NO_CONTEXT, Context, LayerCache
 
 COUNTED_LENGTHS = (256, 512)
@@ -72,6 +73,21 @@ def mixer_file(mixer: str) -> MixerFile:
             given=mixer,
         )
     return file
+
+
+def mixer_files(args: ModelArgs) -> list[MixerFile]:
+    """Return the files of the model's own mixers. Raises UserError for two of one name."""
+    paths = dict.fromkeys(mixer_file(mixer).path.resolve() for mixer in own_mixers(args))
+    names = Counter(path.name for path in paths)
+    for path in paths:
+        if names[path.name] > 1:
+            raise UserError(
+                "mixer.two_files",
+                f"two mixers are in files called {path.name}, such as {path}: a run copies each "
+                "file by its name. Rename one",
+                given=path,
+            )
+    return [MixerFile(path, "") for path in paths]
 
 
 def mixer_class(mixer: str) -> type[Mixer]:

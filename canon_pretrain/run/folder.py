@@ -51,6 +51,10 @@ DATA = "data_wait"
 VALIDATION = "validation"
 
 
+MIXERS = "mixers"
+"""Folder of the copies of a run's own mixers (model.mixer = "FILE.py:Name")."""
+
+
 @dataclass(unsafe_hash=True)
 class RunFolder:
     """Paths in one run folder, and its config.json and log.jsonl."""
@@ -67,6 +71,7 @@ class RunFolder:
         # its launches
         self.launches = self.path / "launches"
         self.code = self.path / "code"
+        self.mixers = self.path / MIXERS
         self.applied_file = self.path / "obeyed.json"
 
         # its state

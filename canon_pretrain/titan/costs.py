@@ -61,7 +61,9 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
 def block_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype) -> int:
     """Return the bytes that a block that is not compiled keeps, with its input."""
     # on a GPU, flex attention computes masks and ALiBi and saves what plain attention does
-    plain = args if args.rope_dim else dataclasses.replace(args, position="nope")
+    plain = dataclasses.replace(args, window=0)
+    if not args.rope_dim:
+        plain = dataclasses.replace(plain, position="nope")
     shape = (micro_batch, args.max_seq_len)
     with FakeTensorMode():
         with default_dtype(dtype):
@@ -89,8 +91,9 @@ def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Head
 def _make_block(
     args: ModelArgs, attend: type[Attend] = Attend, **backends: str
 ) -> TransformerBlock:
-    rope = Rope(args) if args.rope_dim else None
-    attention = attend(args) if args.mixer == "attention" else None
+    is_attention = args.mixer == "attention"
+    rope = Rope(args) if is_attention and args.rope_dim else None
+    attention = attend(args) if is_attention else None
     return TransformerBlock(args, rope, attention, **backends)
 
 
@@ -120,7 +123,8 @@ class BlockCosts:
 
 def planned_backend(job: CanonJobConfig) -> str:
     """Return the backend of Canon that a job takes on a GPU, unless its check fails."""
-    is_fused = job.model_args.canon_set and job.model.canon_backend in ("auto", "triton")
+    has_canon = any(layer.canon_set for layer in job.model_args.kinds.values())
+    is_fused = has_canon and job.model.canon_backend in ("auto", "triton")
     return "triton" if is_fused else "compiled"
 
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,7 +49,7 @@ from canon_pretrain.titan.costs import (
 from canon_pretrain.titan.data import open_shards, open_task
 from canon_pretrain.titan.device import has_accelerator
 from canon_pretrain.titan.job_config import CanonJobConfig, micro_batch_size, shard_degree
-from canon_pretrain.titan.parallelize import CHUNKED_SLOWDOWN, all_experts
+from canon_pretrain.titan.parallelize import all_experts, chunked_slowdown
 from canon_pretrain.titan.spec import head_loss
 from canon_pretrain.titan.step_time import StepCounts, count_step, step_seconds
 from canon_pretrain.titan.tasks import TaskWindows
@@ -69,7 +70,7 @@ CPU_FLOPS_PER_RANK = 3e10
 ADVICE = "training.local_batch_size (it changes no result), use more"
 SUMMARIZED_KEYS = """num_layers num_heads dim ffn_dim vocab_size max_seq_len norm_eps position
     canon_set qk_norm mixer mixer_conv expand_k expand_v state_dim ffn num_experts
-    experts_per_token""".split()
+    experts_per_token pattern layers""".split()
 SHOWN_WINDOWS = 16
 
 
@@ -155,16 +156,17 @@ def count_memory(
 
     # FSDP2 gathers the embedding, the head and two blocks at a time, or keeps all blocks.
     # Experts stay split over `degree` ranks.
-    block = model.get_submodule("layers.0")
-    block_parameters = count_parameters(block).total
-    end_parameters = parameters.total - args.num_layers * block_parameters
+    blocks = list(model.get_submodule("layers").children())
+    end_parameters = parameters.total - sum(count_parameters(block).total for block in blocks)
     degree = job.parallelism.expert_parallel_degree
-    experts = sum(p.numel() for module in all_experts(block) for p in module.parameters())
-    gathered_block = block_parameters - (experts - experts // degree)
-    num_gathered = args.num_layers
+    gathered_blocks = []
+    for block in blocks:
+        experts = sum(p.numel() for module in all_experts(block) for p in module.parameters())
+        gathered_blocks.append(count_parameters(block).total - (experts - experts // degree))
+    largest_block = max(gathered_blocks)
     if job.parallelism.fsdp_reshard_after_forward != "never":
-        num_gathered = min(2, args.num_layers)
-    gathered_bytes = (end_parameters + num_gathered * gathered_block) * param_dtype.itemsize
+        gathered_blocks = sorted(gathered_blocks)[-2:]
+    gathered_bytes = (end_parameters + sum(gathered_blocks)) * param_dtype.itemsize
 
     # The loss's peak: the logits of a chunk, their float32 copy and log-softmax. Chunks are equal.
     num_chunks = -(-tokens // (job.loss.chunk_tokens or tokens))
@@ -176,8 +178,10 @@ def count_memory(
     # What the backward graph of a block allocates: for attention, less than the loss needs.
     activations = _activation_bytes(job, micro_batch, param_dtype, is_gpu=is_gpu)
     temporary = 0
-    if args.mixer in TEMPORARY_BYTES and is_gpu and job.compile.enable:
-        temporary = TEMPORARY_BYTES[args.mixer] * tokens * args.num_heads * args.value_dim
+    if is_gpu and job.compile.enable:
+        for layer in args.kinds.values():
+            token_bytes = TEMPORARY_BYTES.get(layer.mixer, 0) * layer.num_heads * layer.value_dim
+            temporary = max(temporary, tokens * token_bytes)
 
     # The three moments that may be the peak; earlier micro-batches have left gradients.
     accumulates = training.global_batch_size > micro_batch * world_size
@@ -191,7 +195,7 @@ def count_memory(
     after_backward = states | {
         "gradients": gradient_bytes,
         # the last block's gradient is float32 and of all ranks' rows
-        "gathered by FSDP2": gathered_bytes + 4 * gathered_block,
+        "gathered by FSDP2": gathered_bytes + 4 * largest_block,
         "activations": activations // args.num_layers,
         "loss": 0,
     }
@@ -204,19 +208,23 @@ def _activation_bytes(
     """Return the bytes that all blocks keep for backward."""
     args = job.model_args
     tokens = micro_batch * args.max_seq_len
-    # blocks with experts on other ranks are compiled in part, and keep 6 % more than a whole one
-    if job.compile.enable and is_gpu:
-        costs = compiled_block_costs(args, dtype, planned_backend(job))
-        per_block = round(costs.kept_bytes * tokens)
-    else:
-        per_block = block_bytes(args, micro_batch, dtype)
-        if job.compile.enable:
-            per_block = round(CPU_FRACTION * per_block)
+    kept = []
+    for layer, count in args.layer_counts:
+        # blocks with experts on other ranks are compiled in part, and keep 6 % more than a whole
+        # one
+        if job.compile.enable and is_gpu:
+            costs = compiled_block_costs(layer, dtype, planned_backend(job))
+            per_block = round(costs.kept_bytes * tokens)
+        else:
+            per_block = block_bytes(layer, micro_batch, dtype)
+            if job.compile.enable:
+                per_block = round(CPU_FRACTION * per_block)
+        kept += [per_block] * count
 
     # Full checkpointing keeps each block's input, and all of the block that is being recomputed.
     if job.activation_checkpoint.mode == "full":
-        return args.num_layers * tokens * args.dim * dtype.itemsize + per_block
-    return args.num_layers * per_block
+        return args.num_layers * tokens * args.dim * dtype.itemsize + max(kept)
+    return sum(kept)
 
 
 class ParameterCounts(NamedTuple):
@@ -373,7 +381,7 @@ class Plan:
         """Estimated speed of fla over the chunked form, 1 for a model that does not use fla."""
         if self.job.model.mixer_backend == "chunked":
             return 1.0
-        return CHUNKED_SLOWDOWN.get(self.job.model_args.mixer, 1.0)
+        return chunked_slowdown(self.job.model_args)
 
     @property
     def seconds(self) -> float:
@@ -519,9 +527,8 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
         parameters = f"{parameters}, {num_active:,} active per token"
 
     lines = {
-        "model": f"{job.model.flavor}: {args.num_layers} layers, {args.num_heads} heads, "
-        f"hidden {args.dim}, {_feed_forward(args)}, {', '.join(_variant(job))}",
-        "parameters": f"{parameters}, {layer_parameters(args) / args.dim**2:.3f} D^2 per layer",
+        **_model_lines(job),
+        "parameters": f"{parameters}, {_parameters_per_layer(args):.3f} D^2 per layer",
         "FLOPs per token": f"{_abbreviate(plan.flops_per_token)} by {flops_formula(args)}",
         "decoding holds": _decoding_state(args),
         "steps": f"{steps:,} of {plan.tokens // steps:,} tokens: {_abbreviate(plan.tokens)} tokens",
@@ -541,6 +548,33 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     return lines
 
 
+def _model_lines(job: CanonJobConfig) -> dict[str, str]:
+    """Return the line of the model, and one of each kind of layer if layers differ."""
+    args = job.model_args
+    settings = [
+        f"{name} = {json.dumps(value)}"
+        for name, value in vars(job.loss).items()
+        if value != vars(Loss())[name]
+    ]
+    if not args.pattern:
+        return {"model": f"{job.model.flavor}: {', '.join([*_layer_texts(args, args), *settings])}"}
+
+    counts = Counter(args.layer_names)
+    pattern = ", ".join(f"{count} {name}" for name, count in counts.items())
+    model = f"{job.model.flavor}: {args.num_layers} layers ({pattern}), hidden {args.dim}"
+    lines = {"model": ", ".join([model, *settings])}
+    for name, layer in args.kinds.items():
+        parameters = f"{layer_parameters(layer) / args.dim**2:.3f} D^2"
+        lines[f"layer {name}"] = ", ".join([*_layer_texts(layer, args)[1:], parameters])
+    return lines
+
+
+def _parameters_per_layer(args: ModelArgs) -> float:
+    """Return the parameters of a layer over D^2, a mean over the layers."""
+    number = sum(count * layer_parameters(layer) for layer, count in args.layer_counts)
+    return number / args.num_layers / args.dim**2
+
+
 def _feed_forward(args: ModelArgs) -> str:
     match args.ffn:
         case "none":
@@ -555,22 +589,25 @@ def _feed_forward(args: ModelArgs) -> str:
     return f"F {args.ffn_dim}"
 
 
-def _variant(job: CanonJobConfig) -> list[str]:
-    """Return the mixer, position and Canon set, and each other setting that is no default."""
-    args = job.model_args
+def _layer_texts(args: ModelArgs, model: ModelArgs) -> list[str]:
+    """Return the sizes of a layer, its mixer, position and Canon set, and what is no default."""
+    sizes = [f"{args.num_layers} layers", f"{args.num_heads} heads"]
+    if not model.pattern:
+        sizes.append(f"hidden {args.dim}")
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
     if args.mixer == "attention":
         variant = [args.position, canon, f"QK-norm {args.qk_norm}"]
+    elif args.is_own_mixer:
+        variant = [args.mixer, canon]
     else:
         states = f"states {args.key_dim} x {args.value_dim}"
         variant = [args.mixer, states, "conv1d" if args.mixer_conv else "no conv1d", canon]
 
     # SUMMARIZED_KEYS are in other lines.
-    defaults = vars(ModelArgs()) | vars(Loss())
-    for name, value in (vars(args) | vars(job.loss)).items():
-        if name not in SUMMARIZED_KEYS and value != defaults[name]:
+    for name, value in vars(args).items():
+        if name not in SUMMARIZED_KEYS and value != getattr(ModelArgs, name):
             variant.append(f"{name} = {json.dumps(value)}")
-    return variant
+    return [*sizes, _feed_forward(args), *variant]
 
 
 def _decoding_state(args: ModelArgs) -> str:

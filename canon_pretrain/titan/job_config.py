@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_type_hints
 
+import tyro
 from torchtitan.config import job_config as titan
 
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.core.fields import help_of, optional_fields
 from canon_pretrain.data.mixture import check_order, exact_weight
 from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
-from canon_pretrain.model.args import ModelArgs, fill_sizes
+from canon_pretrain.model.args import ModelArgs, fill_model
 from canon_pretrain.model.args import flavor as model_flavor
 from canon_pretrain.model.attend import check_backend_fits
 from canon_pretrain.run import sections
@@ -28,7 +29,8 @@ from canon_pretrain.synthetic.tasks import TaskSection, build_task
 def _model_overrides() -> Any:
     """Return a dataclass of ModelArgs' fields as optional keys, but for training.seq_len."""
     kinds = get_type_hints(ModelArgs)
-    del kinds["max_seq_len"]
+    for name in ("max_seq_len", "pattern", "layers"):
+        del kinds[name]
     return optional_fields(kinds, help_of(ModelArgs))
 
 
@@ -38,6 +40,10 @@ class Model(_model_overrides(), titan.Model):  # type: ignore[misc]  # a class i
 
     name: str = "canon"
     flavor: str = "debug"
+    pattern: list[str] = field(default_factory=list)
+    """Names of layers that differ, repeated over num_layers: a mixer, or [model.layers.NAME]."""
+    layers: tyro.conf.Suppress[dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """[model.layers.NAME]: the keys of [model] that differ in the layers NAME of the pattern."""
     attention_backend: str = "auto"
     """auto, sdpa, flex, flash_attn; SDPA with cudnn or flash first; or the packages fa3, fa4."""
     canon_backend: str = "auto"
@@ -132,8 +138,8 @@ class CanonJobConfig(titan.JobConfig):
         }
 
         # a mixer changes sizes that are not set
-        sizes = fill_sizes(base, overrides)
-        return dataclasses.replace(base, max_seq_len=self.training.seq_len, **sizes)
+        overrides |= {"max_seq_len": self.training.seq_len}
+        return fill_model(base, overrides)
 
 
 def shard_degree(job: CanonJobConfig, world_size: int) -> int:
@@ -234,6 +240,8 @@ CODE = "code"
 """Name of the source code in `run.allow_changes`; not part of the identity."""
 FINGERPRINT = "data_fingerprint"
 """Name of the training data in a run's identity."""
+MIXER_CODE = "mixer_code"
+"""Name of the hashes of the files of own mixers in a run's identity; absent without one."""
 HELD_OUT = "held_out_fingerprint"
 """Name of the held-out split in a run's identity; absent if validation is off."""
 
@@ -281,7 +289,7 @@ def split_names(entries: list[str]) -> list[str]:
 
 def check_allowed_changes(allowed: list[str], identity: Iterable[str]) -> None:
     """Raise UserError unless `run.allow_changes` has names in a run's `identity` only, or CODE."""
-    valid = {*identity, HELD_OUT}
+    valid = {*identity, HELD_OUT, MIXER_CODE}
     if unknown := [name for name in split_names(allowed) if name not in valid | {CODE}]:
         raise UserError(
             "run.unknown_change",
@@ -375,7 +383,8 @@ def _computation_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     # Each rank has equally many experts.
     args = job.model_args
     degree = job.parallelism.expert_parallel_degree
-    num_experts = args.num_experts if args.ffn == "moe" else 0
+    has_experts = any(layer.ffn == "moe" for layer in args.kinds.values())
+    num_experts = args.num_experts if has_experts else 0
     if degree > 1 and (num_experts == 0 or num_experts % degree):
         name = "parallelism.expert_parallel_degree"
         yield name, f"{name} = {degree} does not divide the model's {num_experts or 'no'} experts"

@@ -5,7 +5,7 @@ logging and checkpointing do not change what is computed and are not part of the
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from canon_pretrain.checkpoint.folder import ARCHIVE, CheckpointFolder, remove_tree
+from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import host_name
+from canon_pretrain.model.args import own_mixers, to_json
+from canon_pretrain.model.mixers import mixer_files
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder
@@ -31,6 +34,7 @@ from canon_pretrain.titan.job_config import (
     CODE,
     FINGERPRINT,
     HELD_OUT,
+    MIXER_CODE,
     CanonJobConfig,
     check_allowed_changes,
     split_names,
@@ -57,6 +61,8 @@ class Comparison:
     code_changes: Changes = field(default_factory=dict)
     config_changes: Changes = field(default_factory=dict)
     old_config: dict[str, Any] = field(default_factory=dict)
+    mixers: list[Path] = field(default_factory=list)
+    """Files of the model's own mixers."""
 
 
 def resolved(job: CanonJobConfig) -> dict[str, Any]:
@@ -79,6 +85,7 @@ def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Compari
         identity=run_identity(job, data.training.fingerprint, data.identity),
         code=code_hashes(),
         config=resolved(job),
+        mixers=[file.path for file in mixer_files(job.model_args)],
     )
     if is_fresh(job, folder):
         return comparison
@@ -102,12 +109,25 @@ def run_identity(
     job: CanonJobConfig, fingerprint: str, held_out: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return by dotted name what must not change between a run's launches unless allowed."""
+    args = job.model_args
+    code = {}
+    if own_mixers(args):
+        code[MIXER_CODE] = {file.path.name: file.sha256 for file in mixer_files(args)}
     return {
         FINGERPRINT: fingerprint,
         **(held_out or {}),
-        **{f"model.{key}": value for key, value in asdict(job.model_args).items()},
+        **{f"model.{key}": value for key, value in to_json(args).items()},
+        **code,
         **{name: value_of(job, name) for name in IDENTITY},
     }
+
+
+def _write_config(folder: RunFolder, compared: Comparison) -> None:
+    """Write config.json, after the files of own mixers that it names."""
+    for path in compared.mixers:
+        folder.mixers.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(folder.mixers / path.name, path.read_bytes())
+    folder.write_config(compared.config, compared.identity, compared.code)
 
 
 def check_identity(
@@ -400,7 +420,7 @@ def record_launch(
             "changed", step=step, run=compared.changes, config=changes, code=compared.code_changes
         )
     metrics.flush()
-    rank_zero.run(lambda: folder.write_config(compared.config, compared.identity, compared.code))
+    rank_zero.run(lambda: _write_config(folder, compared))
     if record is not None:
         for problem in record.write(folder, _launch_fields(step, header)):
             logger.warning(f"{problem}. The run continues")

@@ -6,7 +6,8 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from canon_pretrain.kernels.backends import (
     fla_mixers,
     resolve_backend,
 )
+from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.init import InitialValue
 from canon_pretrain.model.moe import GroupedExperts
 from canon_pretrain.model.transformer import Transformer
@@ -84,7 +86,7 @@ def choose_canon(
 
     Raises UserError if the requested backend fails its check, or a check made the GPU unusable.
     """
-    if not job.model_args.canon_set:
+    if not any(layer.canon_set for layer in job.model_args.kinds.values()):
         return None
     requested = job.model.canon_backend
     is_auto = requested == "auto"
@@ -117,8 +119,11 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
 
     Raises UserError if fla is requested and fails its check.
     """
-    args = job.model_args
-    if args.mixer == "attention":
+    recurrent = {}
+    for layer in job.model_args.kinds.values():
+        if layer.mixer in CHUNKED_SLOWDOWN:
+            recurrent[layer.mixer] = layer
+    if not recurrent:
         return None
     requested = job.model.mixer_backend
     # fla autotunes: another process may add in another order
@@ -126,10 +131,13 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
     if requested != "fla" and not tries_fla:
         return BackendChoice("chunked")
 
+    # All recurrences of a model take the same form.
     dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
-    problem = _from_rank_zero(
-        lambda: fla_mixers().check_mixer(args.mixer, args.key_dim, args.value_dim, dtype, device)
-    )
+    problem = None
+    for mixer, args in recurrent.items():
+        problem = problem or _from_rank_zero(
+            partial(fla_mixers().check_mixer, mixer, args.key_dim, args.value_dim, dtype, device)
+        )
     if problem is None:
         return BackendChoice("fla", "equal to chunked")
     if requested == "fla":
@@ -141,13 +149,19 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
             problem=problem,
         )
 
-    slowdown = CHUNKED_SLOWDOWN[args.mixer]
+    slowdown = chunked_slowdown(job.model_args)
     if dist.get_rank() == 0:
         logger.warning(
-            f"{args.mixer} uses chunked instead of fla: about {slowdown} times as slow (computed "
-            f"for 1.3B on an H100). fla was refused: {problem}"
+            f"{' and '.join(recurrent)} uses chunked instead of fla: about {slowdown:.3g} times as "
+            f"slow (computed for 1.3B on an H100). fla was refused: {problem}"
         )
     return BackendChoice("chunked", "auto; fla was refused", refused=problem, slowdown=slowdown)
+
+
+def chunked_slowdown(args: ModelArgs) -> float:
+    """Return the time of a step by the chunked form over that by fla, a mean over the layers."""
+    slowdowns = [CHUNKED_SLOWDOWN.get(layer.mixer, 1.0) for layer in args.layer_args]
+    return sum(slowdowns) / len(slowdowns)
 
 
 def _from_rank_zero(compute: Callable[[], T]) -> T:
@@ -174,7 +188,7 @@ def _check_backend(
         "code": {p: h for p, h in code.items() if p.startswith(("kernels/", "model/"))},
         "shape": shape,
         "dtype": str(dtype),
-        "model": vars(job.model_args),
+        "model": asdict(job.model_args),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -263,6 +277,10 @@ def compile_blocks(model: Transformer, job: CanonJobConfig, *, whole: bool = Tru
 
     If not `whole`, only its attention: what ranks exchange has sizes that a graph cannot know.
     """
+    # each kind of layer is one graph of the same code
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, 2 * len(model.args.kinds)
+    )
     backend = job.compile.backend
     options = {}
     if backend == "inductor":

@@ -103,23 +103,31 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
     )
 
     # Both passes of a block; full checkpointing runs the forward pass again.
-    costs = compiled_block_costs(job.model_args, layout.dtype, planned_backend(job))
-    block = costs.forward.for_tokens(tokens)
-    block.add(costs.backward.for_tokens(tokens))
-    if layout.recomputes:
-        block.add(costs.forward.for_tokens(tokens))
-    block.bytes_moved *= TRAFFIC_FACTOR
-    if layout.expert_degree > 1:
-        block.bytes_moved *= APART_FACTOR
-        block.launches *= APART_FACTOR
-    return count_model(job.model_args, layout, block)
+    blocks = []
+    for layer in job.model_args.kinds.values():
+        costs = compiled_block_costs(layer, layout.dtype, planned_backend(job))
+        block = costs.forward.for_tokens(tokens)
+        block.add(costs.backward.for_tokens(tokens))
+        if layout.recomputes:
+            block.add(costs.forward.for_tokens(tokens))
+        block.bytes_moved *= TRAFFIC_FACTOR
+        if layout.expert_degree > 1:
+            block.bytes_moved *= APART_FACTOR
+            block.launches *= APART_FACTOR
+        blocks.append(block)
+    return count_model(job.model_args, layout, *blocks)
 
 
-def count_model(args: ModelArgs, layout: Layout, block: Work) -> StepCounts:
-    """Count a step of a model whose blocks cost `block` per micro-batch, without attention."""
+def count_model(args: ModelArgs, layout: Layout, *blocks: Work) -> StepCounts:
+    """Count a step of a model.
+
+    `blocks`: what a block of each kind costs per micro-batch, without attention.
+    """
     # A micro-batch: blocks, attention, the head, and what FSDP2 copies.
-    micro_batch = block.repeated(args.num_layers)
-    micro_batch.add(_attention_work(args, layout).repeated(args.num_layers))
+    micro_batch = Work()
+    for (layer, count), block in zip(args.layer_counts, blocks, strict=True):
+        micro_batch.add(block.repeated(count))
+        micro_batch.add(_attention_work(layer, layout).repeated(count))
     micro_batch.add(_head_work(args, layout))
     micro_batch.add(_sharding_work(args, layout))
 
@@ -143,7 +151,8 @@ def _attention_work(args: ModelArgs, layout: Layout) -> Work:
         return Work()
     num_forward = 2 if layout.recomputes else 1
     # of the whole square of tokens, without the half that causality leaves out
-    product_flops = 2 * args.qkv_dims[0] * args.max_seq_len * layout.tokens
+    num_keys = min(args.max_seq_len, args.window or args.max_seq_len)
+    product_flops = 2 * args.qkv_dims[0] * num_keys * layout.tokens
     # fused kernels are for half precision
     kind = "float32" if layout.dtype == torch.float32 else "attention"
     return Work(
@@ -224,7 +233,8 @@ def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
     # Rows go to the experts and back, in each pass.
     num_passes = 3 if layout.recomputes else 2
     row_bytes = args.experts_per_token * args.dim * itemsize
-    receive(2 * num_passes * row_bytes * layout.tokens * args.num_layers, layout.expert_degree)
+    num_layers = sum(layer.ffn == "moe" for layer in args.layer_args)
+    receive(2 * num_passes * row_bytes * layout.tokens * num_layers, layout.expert_degree)
     return received[False], received[True]
 
 

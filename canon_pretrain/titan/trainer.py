@@ -394,14 +394,16 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _log_start(self) -> None:
         """Log which steps this launch trains, and with which backends."""
         job = self.job_config
-        # without attention, the mixer is a recurrence
-        attend = self.model_parts[0].attend
-        backend = attend.describe(self.device.type) if attend else self.mixer
+        mixers = []
+        for name, layer in job.model_args.kinds.items():
+            attend = self.model_parts[0].attends.get(name)
+            backend = attend.describe(self.device.type) if attend else self.mixer
+            mixers.append(f"{layer.mixer}: {backend}")
         canon = f", Canon: {self.canon}" if self.canon else ""
         logger.info(
             f"{'resuming' if self.step else 'starting'} at step {self.step + 1} of "
             f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; "
-            f"{job.model_args.mixer}: {backend}{canon}"
+            f"{', '.join(dict.fromkeys(mixers))}{canon}"
         )
 
     def _finish(self, stop: str | None) -> None:
