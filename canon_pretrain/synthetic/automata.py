@@ -175,7 +175,7 @@ class AutomataTask(OneTokenTask):
 
         ids = np.hstack([header, examples.reshape(count, -1)])
         kinds = np.where(ids <= self.symbols, ANSWER, PROBLEM)
-        return packed(ids, kinds, ids != 0)
+        return packed(ids, kinds)
 
     def questions(
         self, seed: int, first: int, count: int, domain: int = EVALUATION

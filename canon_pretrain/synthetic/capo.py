@@ -235,9 +235,8 @@ class Capo(Task):
         row, _ = is_slot.nonzero()
         ids[is_slot] = slots[row, -1 - ids[is_slot]]
 
-        # Without the padding of the templates
         token_kinds = kinds[attribute, template].reshape(count, -1)
-        return packed(ids, token_kinds, ids != 0)
+        return packed(ids, token_kinds)
 
     def windows(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Windows:
         per_window = self.per_window

@@ -323,10 +323,12 @@ class OneTokenTask(Task):
         return Judgement(self.verdict(answer, is_right, is_malformed), values)
 
 
-def packed(ids: np.ndarray, kinds: np.ndarray, is_used: np.ndarray) -> Instances:
-    """Return rows of tokens [count, width] as instances, without the tokens that are not used."""
-    lengths = np.count_nonzero(is_used, axis=1)
-    return Instances(ids[is_used], kinds[is_used], np.cumsum(lengths))
+def packed(ids: np.ndarray, kinds: np.ndarray) -> Instances:
+    """Return rows `ids` [count, width] as instances, without zeros; `kinds` broadcasts to them."""
+    is_token = ids != 0
+    kinds = np.broadcast_to(kinds, ids.shape)
+    lengths = np.count_nonzero(is_token, axis=1)
+    return Instances(ids[is_token], kinds[is_token], np.cumsum(lengths))
 
 
 def after_last(tokens: Sequence[int], token: int) -> list[int]:
