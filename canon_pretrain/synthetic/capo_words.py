@@ -23,11 +23,7 @@ LISTS = {
     "month": (
         "January,February,March,April,May,June,July,August,September,October,November,December",
     ),
-    "year": (
-        "19,20",
-        "0,1,2,3,4,5,6,7,8,9",
-        "0,1,2,3,4,5,6,7,8,9",
-    ),
+    "year": ("19,20", "0,1,2,3,4,5,6,7,8,9", "0,1,2,3,4,5,6,7,8,9"),
     "city": (
         "Amber,Birch,Cinder,Dover,Elk,Fox,Gold,Heron,Iron,Jade,King,Lark,Mill,New,Otter,Pine,Red,"
         "Silver,Tall,West",

@@ -239,10 +239,7 @@ def _outer(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _join(end: np.ndarray, is_left: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of all pairs of a left span, by its end, and a right one that starts there.
-
-    Spans are left ones where `is_left`; `start` ascends.
-    """
+    """Return the indices of all pairs of neighbors: left ones of `is_left`; `start` ascends."""
     # Left span i is followed by counts[i] right spans, from first[i].
     left = np.flatnonzero(is_left)
     first = np.searchsorted(start, end[left])
