@@ -303,8 +303,8 @@ class Brevo1(GraphTask):
         ids = after_last(ids, bos) if bos in ids else []
 
         middle = ids.index(query_mark) if query_mark in ids else 0
-        edge_ends = self._names.parse(ids[:middle]) or ()
-        queries = self._names.parse(ids[middle + 1 : -1]) or ()
+        edge_ends = self._names.parse(ids[:middle]) or []
+        queries = self._names.parse(ids[middle + 1 : -1]) or []
         has_edges = len(edge_ends) > 0 and len(edge_ends) % 2 == 0
         has_query = len(queries) == 1 and ids[-1] == ans
         if not has_edges or not has_query:

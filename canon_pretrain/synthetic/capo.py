@@ -58,24 +58,16 @@ SIZES = (400, 400, 1000, 28, 12, 200, 200, 300, 100, 263)
 """Of the lists of words in LISTS, which are the values of the first ten slots."""
 STARTS = tuple(itertools.accumulate(SIZES, initial=3))
 """The first id of each list, and the first id behind them."""
-DAY, MONTH, CITY, UNIVERSITY = STARTS[3], STARTS[4], STARTS[6], STARTS[7]
+DAY = STARTS[3]
+MONTH = STARTS[4]
+CITY = STARTS[6]
+UNIVERSITY = STARTS[7]
 SHE = STARTS[10]
 NUM_GENDERS = 2
 NAMES = math.prod(SIZES[:3])
 VALUES = NUM_GENDERS * math.prod(SIZES[3:])
 """Part 3.3's N0 and S0. S0 counts the pronoun, but not the city that follows from the employer."""
-LIST_ROLES = (
-    "name",
-    "name",
-    "name",
-    "birth_date",
-    "birth_date",
-    "birth_date",
-    "birth_city",
-    "university",
-    "major",
-    "employer",
-)
+LIST_ROLES = ("name",) * 3 + ("birth_date",) * 3 + ATTRIBUTES[1:5]
 """Of the words of each list. Two cities share a list; `token_roles` tells them apart."""
 NAME_SLOTS = (0, 1, 2)
 DATE_SLOTS = (3, 4, 5)
@@ -86,12 +78,13 @@ SHE_SLOT = 11
 HER_SLOT = 12
 CITY_FACTOR = 61
 """Employer e is in city (61 e + 17) mod 200; without a common factor, every city has one or two."""
-NAME_KEY, VALUE_KEY = 0xB105, 0xB106
+NAME_KEY = 0xB105
+VALUE_KEY = 0xB106
 ROUNDS = 8
 
 
 class Language(NamedTuple):
-    """The vocabulary, words by id, and templates of sentences.
+    """Words by id (`vocabulary`), and templates of sentences.
 
     `templates` [6, templates, longest] has ids, or -1 - slot for a word of the person, and 0 past
     the end; `kinds` are those of its tokens. `roles` has a number of ROLES by id.
@@ -308,8 +301,7 @@ class Capo(Task):
         # The full name, behind <bos>, tells who it is; the number of sentences, what is asked.
         text = [BOS, *after_last(prompt, BOS)]
         attribute = text.count(PERIOD)
-        name = text[1:4]
-        slots = _slots_of_name(*name, self.people) if len(name) == len(NAME_SLOTS) else ()
+        slots = _slots_of_name(tuple(text[1:4]), self.people)
         if not slots or attribute >= len(ATTRIBUTES):
             self.bad_prompt("<bos> and part of a biography of one of its people")
 
@@ -360,10 +352,12 @@ def _slots(person: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots_of_name(first: int, middle: int, last: int, people: int) -> tuple[int, ...]:
-    """Return the slots of the person of this name; empty if there is none."""
+def _slots_of_name(full_name: tuple[int, ...], people: int) -> tuple[int, ...]:
+    """Return the slots of the person of this name, three ids; empty if there is none."""
+    if len(full_name) < len(NAME_SLOTS):
+        return ()
     name = np.zeros(1, np.uint64)
-    for token, start, size in zip((first, middle, last), STARTS, SIZES, strict=False):
+    for token, start, size in zip(full_name, STARTS, SIZES, strict=False):
         number = token - start
         if not 0 <= number < size:
             return ()

@@ -137,7 +137,7 @@ def metrics(task: Task) -> dict[str, bool]:
     """Return the names of all scores, the main one first, and whether higher is better."""
     higher_is_better = {}
     for label, setting in _labeled(task):
-        scores = dict.fromkeys(setting.metrics, True) | setting.span_metrics
+        scores = dict.fromkeys(setting.metrics, True) | dict(setting.span_metrics)
         for metric, is_better in scores.items():
             higher_is_better[label + metric] = is_better
     return higher_is_better

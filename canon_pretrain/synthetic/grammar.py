@@ -66,14 +66,14 @@ class Grammar:
         self.rules: dict[int, list[tuple[int, ...]]] = {}
         for line in text.strip().splitlines():
             symbol, alternatives = line.split(" -> ")
-            rules = alternatives.split(" | ")
-            self.rules[int(symbol)] = [tuple(map(int, rule.split())) for rule in rules]
+            rules = [rule.split() for rule in alternatives.split(" | ")]
+            self.rules[int(symbol)] = [tuple(map(int, rule)) for rule in rules]
 
         # The symbols that derive from the root, level by level down to the terminals
         levels = [[root or next(iter(self.rules))]]
         while levels[-1][0] in self.rules:
-            alternatives = [self.rules[symbol] for symbol in levels[-1]]
-            children = set(chain(*chain(*alternatives)))
+            rules_of_level = chain.from_iterable(self.rules[symbol] for symbol in levels[-1])
+            children = set(chain.from_iterable(rules_of_level))
             levels.append(sorted(children))
         self.bos = max(levels[-1]) + 1
         self.terminals = np.array(levels[-1])

@@ -139,7 +139,7 @@ class Names:
         return token - 2 * self.vocab + self.count
 
     def write(self, symbols: np.ndarray, kinds: np.ndarray) -> Instances:
-        """Return the rows of `symbols` [count, width] as tokens, of `kinds` that broadcast."""
+        """Return the rows of `symbols` [count, width] as tokens, of `kinds` [..., width]."""
         tokens = self._tokens[symbols].reshape(len(symbols), -1)
         token_kinds = np.repeat(kinds, self.high, axis=-1)
         instances = packed(tokens, token_kinds)
