@@ -143,7 +143,7 @@ class Grammar:
         count = len(random_bits)
         symbols = np.full(count, self._root, np.uint8)
         ends = np.arange(1, count + 1)
-        for seeds in random_bits.T:
+        for seeds in random_bits.T[: self.depth]:
             # Number n of a sentence's symbols, from 1 on, draws mix(seed + n * GOLDEN).
             counts = np.diff(ends, prepend=0)
             starts = np.repeat(ends - counts, counts)
