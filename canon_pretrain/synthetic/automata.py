@@ -131,7 +131,7 @@ class AutomataTask(OneTokenTask):
         alphabet = draw_distinct(bits_alphabet, self.symbols)
         degree = 1 + below(bits_degree, EDGES)
 
-        # Distinct symbols, and distinct states other than the edge's own
+        # Distinct symbols, and distinct targets other than the state itself
         by_state = (-1, self.states, EDGES)
         index = draw_distinct(bits_symbol.reshape(by_state), alphabet_size)
         symbol = 1 + np.take_along_axis(alphabet[:, None], index, axis=2)
