@@ -190,7 +190,7 @@ def _check_score(score: str, config: Path, values: Settings) -> None:
     scores = ["loss"]
     if task.name:
         # A task checks its settings, for which it needs the length of the sequences.
-        settings = dict(task.given)
+        settings = dict(task.settings)
         training = values.get("training", {})
         if "seq_len" in training:
             settings["seq_len"] = training["seq_len"]

@@ -150,7 +150,7 @@ def planned_identity(values: Values) -> dict[str, Any]:
 
     # The task, with the defaults that it fills in.
     if data.task.name:
-        task = build_task(data.task.name, data.task.given | {"seq_len": seq_len})
+        task = build_task(data.task.name, data.task.settings | {"seq_len": seq_len})
         identity["data.task.name"] = task.name
         identity |= {f"data.task.{key}": value for key, value in task.settings.items()}
         del identity["data.task.seq_len"]  # as training.seq_len

@@ -32,8 +32,11 @@ from canon_pretrain.synthetic.task import (
     Question,
     Span,
     below,
+    divergence,
     draw_distinct,
     mix,
+    packed,
+    split_columns,
     token_spans,
 )
 
@@ -43,7 +46,7 @@ LEAST = 4
 """The fewest states and symbols of an automaton."""
 EDGES = 3
 """The most edges from a state."""
-KEY = np.uint64(0xAD70)
+KEY = 0xAD70
 
 
 class Automata(NamedTuple):
@@ -115,89 +118,88 @@ class AutomataTask(OneTokenTask):
 
     def automata(self, numbers: np.ndarray) -> Automata:
         """Return the automata with these numbers, uint64 [count] below 2**32."""
-        count = len(numbers)
+        # One SplitMix64 stream per automaton, [count, num_words]
         num_words = 2 + self.symbols + self.states * (1 + 2 * EDGES)
-        stream = mix(numbers ^ KEY)[:, None] + np.arange(num_words, dtype=np.uint64) * GOLDEN
-        parts = np.cumsum([1, 1, self.symbols, self.states, EDGES * self.states])
-        words_states, words_size, words_alphabet, words_degree, words_symbol, words_target = (
-            np.split(mix(stream), parts, axis=1)
+        offsets = np.arange(num_words, dtype=np.uint64) * GOLDEN
+        stream = mix(mix(numbers ^ KEY)[:, None] + offsets)
+        bits_states, bits_size, bits_alphabet, bits_degree, bits_symbol, bits_target = (
+            split_columns(stream, 1, 1, self.symbols, self.states, EDGES * self.states)
         )
 
-        num_states = LEAST + below(words_states, self.states - LEAST + 1)
-        alphabet_size = LEAST + below(words_size, self.symbols - LEAST + 1)
-        alphabet = draw_distinct(words_alphabet, self.symbols)
-        degree = 1 + below(words_degree, EDGES)
+        num_states = LEAST + below(bits_states, self.states - LEAST + 1)
+        alphabet_size = LEAST + below(bits_size, self.symbols - LEAST + 1)
+        alphabet = draw_distinct(bits_alphabet, self.symbols)
+        degree = 1 + below(bits_degree, EDGES)
 
-        # Distinct symbols and distinct other states, for each state of each automaton
-        by_state = (count, self.states, EDGES)
-        index = draw_distinct(
-            words_symbol.reshape(-1, EDGES), np.repeat(alphabet_size.ravel(), self.states)
+        # Distinct symbols, and distinct targets other than the state itself
+        by_state = (-1, self.states, EDGES)
+        index = draw_distinct(bits_symbol.reshape(by_state), alphabet_size)
+        symbol = 1 + np.take_along_axis(alphabet[:, None], index, axis=2)
+        target = draw_distinct(bits_target.reshape(by_state), num_states - 1)
+        target += target >= np.arange(self.states)[:, None]
+        return Automata(degree, symbol, target)
+
+    def build(self, random_bits: np.ndarray, seed: int) -> Instances:
+        count = len(random_bits)
+        bits_number, bits_examples, bits_lengths, bits_edges = split_columns(
+            random_bits, 1, 1, self.examples
         )
-        symbol = np.take_along_axis(alphabet[:, None], index.reshape(by_state), axis=2)
-        other = draw_distinct(
-            words_target.reshape(-1, EDGES), np.repeat(num_states.ravel() - 1, self.states)
-        ).reshape(by_state)
-        state = np.arange(self.states)[:, None]
-        target = other + (other >= state)
-        return Automata(degree, 1 + symbol, target)
-
-    def build(self, words: np.ndarray, seed: int) -> Instances:
-        count = len(words)
-        parts = np.cumsum([1, 1, self.examples])
-        words_number, words_examples, words_length, words_edges = np.split(words, parts, axis=1)
-        numbers = words_number[:, 0] >> np.uint64(32)
+        numbers = bits_number >> 32
         fewest = -(-self.examples // 2)
-        num_examples = fewest + below(words_examples, self.examples - fewest + 1)
-        lengths = 1 + below(words_length, self.example_tokens)
+        num_examples = fewest + below(bits_examples, self.examples - fewest + 1)
+        lengths = 1 + below(bits_lengths, self.example_tokens)
 
-        # Ids in columns [count, examples, tokens]: the walks of all examples, then their ends
-        degree, symbol, target = self.automata(numbers)
+        # Walks of all examples at once, ids [count, examples, tokens]; each step has random numbers
+        # of its own, from the streams that `bits_edges` seed.
+        degree, symbol, target = self.automata(numbers[:, 0])
         row = np.arange(count)[:, None]
-        state = np.zeros((count, self.examples), np.int64)
-        examples = np.zeros((count, self.examples, self.example_tokens + 1), np.int64)
-        for step in range(self.example_tokens):
-            random = mix(words_edges + np.array([step + 1], np.uint64) * GOLDEN)
-            edge = below(random, degree[row, state])
+        state = np.zeros_like(lengths)
+        examples = np.zeros((*lengths.shape, self.example_tokens + 1), np.int64)
+        offsets = np.arange(1, self.example_tokens + 1, dtype=np.uint64) * GOLDEN
+        for step, offset in enumerate(offsets):
+            edge = below(mix(bits_edges + offset), degree[row, state])
             examples[:, :, step] = symbol[row, state, edge]
             state = target[row, state, edge]
-        np.put_along_axis(examples, lengths[..., None], self._end, axis=2)
 
-        # What is beyond the end of an example or beyond the last one is not used.
-        is_used = np.arange(self.example_tokens + 1) <= lengths[..., None]
-        is_used &= (np.arange(self.examples) < num_examples)[..., None]
+        # An example ends after `lengths` symbols; those beyond `num_examples` are not used.
+        end = lengths[:, :, None]
+        np.put_along_axis(examples, end, self._end, axis=2)
+        is_used = np.arange(self.example_tokens + 1) <= end
+        is_used[np.arange(self.examples) >= num_examples] = False
+        examples[~is_used] = 0
+
         header = np.empty((count, 1 + DIGITS), np.int64)
         header[:, 0] = self._bos
-        shifts = np.arange(DIGITS, dtype=np.uint64)[::-1] * np.uint64(4)
-        header[:, 1:] = self._zero + (numbers[:, None] >> shifts & np.uint64(BASE - 1)).astype(int)
+        shifts = 4 * np.arange(DIGITS, dtype=np.uint64)[::-1]
+        header[:, 1:] = self._zero + (numbers >> shifts) % BASE
 
-        ids = np.concatenate([header, examples.reshape(count, -1)], axis=1)
-        is_token = np.concatenate([header > 0, is_used.reshape(count, -1)], axis=1)
-        ends = np.cumsum(is_token.sum(axis=1))
-        ids = ids[is_token]
-        kinds = np.where(ids <= self.symbols, np.uint8(ANSWER), np.uint8(PROBLEM))
-        return Instances(ids, kinds, ends)
+        ids = np.hstack([header, examples.reshape(count, -1)])
+        kinds = np.where(ids <= self.symbols, ANSWER, PROBLEM)
+        return packed(ids, kinds)
 
     def questions(
         self, seed: int, first: int, count: int, domain: int = EVALUATION
     ) -> Iterator[Question]:
         """Yield the last symbols of the whole examples of each window's first instance."""
-        for number, ids in enumerate(self.windows(seed, first, count, domain).ids, first):
-            starts = np.flatnonzero(ids == self._bos)
-            instance = ids[: starts[1]] if len(starts) > 1 else ids
-            for end in np.flatnonzero(instance == self._end).tolist():
-                yield Question(ids[: end - 1].tolist(), [int(ids[end - 1])], number)
+        windows = self.windows(seed, first, count, domain)
+        for number, ids in enumerate(windows.ids.tolist(), first):
+            for end, token in enumerate(ids[1:], 1):
+                if token == self._bos:
+                    break
+                if token == self._end:
+                    *prompt, last_symbol = ids[:end]
+                    yield Question(prompt, [last_symbol], number)
 
     @property
     def metrics(self) -> list[str]:
         return ["valid"]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
-        possible = list(self._possible_symbols([*prompt, 0]))[-1:]
-        if not possible or not possible[0]:
+        # The last place is that of the answer.
+        *_, possible = self._possible_symbols([*prompt, 0])
+        if not possible:
             self.bad_prompt("<bos>, a number of 8 digits and examples of its automaton")
-        is_right = len(answer) == 1 and answer[0] in possible[0]
-        is_malformed = not all(1 <= token <= self.symbols for token in answer)
-        return Judgement(self.verdict(answer, is_right, is_malformed), {"valid": float(is_right)})
+        return self.judge_token(answer, possible, range(1, self.symbols + 1), self.metrics)
 
     def _possible_symbols(self, ids: Sequence[int]) -> Iterator[frozenset[int]]:
         """Yield, for each token, the symbols that were possible in its place; empty in a header, in
@@ -206,35 +208,34 @@ class AutomataTask(OneTokenTask):
         state: int | None = None
         header: list[int] = []
         for token in ids:
-            yield frozenset(edges[state]) if state is not None else frozenset()
+            yield frozenset() if state is None else frozenset(edges[state])
             if token == self._bos:
                 state = None
                 header = [token]
-            elif header and len(header) <= DIGITS:
+            elif 1 <= len(header) <= DIGITS:
                 header.append(token)
                 digits = [digit - self._zero for digit in header[1:]]
-                if len(header) > DIGITS and all(0 <= digit < BASE for digit in digits):
-                    edges = _edges(self, int("".join(f"{digit:x}" for digit in digits), BASE))
+                if len(digits) == DIGITS and all(0 <= digit < BASE for digit in digits):
+                    number = np.polyval(digits, BASE)
+                    edges = _edges(self, int(number))
                     state = 0
-            elif token == self._end:
-                state = 0 if len(header) > DIGITS and state is not None else None
             elif state is not None:
-                state = edges[state].get(token)
+                state = 0 if token == self._end else edges[state].get(token)
 
     def distribution(self, ids: np.ndarray) -> np.ndarray:
         """Return the distribution of each token of a window [seq_len] that is a symbol, over
         symbols, float64 [seq_len, symbols + 1]; zeros for other tokens and in unknown states."""
         p = np.zeros((len(ids), self.symbols + 1))
-        for place, (token, possible) in enumerate(
-            zip(ids.tolist(), self._possible_symbols(ids.tolist()), strict=True)
-        ):
-            if token <= self.symbols:
+        for place, possible in enumerate(self._possible_symbols(ids.tolist())):
+            if possible:
                 p[place, list(possible)] = 1 / len(possible)
+        p[ids > self.symbols] = 0
         return p
 
     def spans(self, ids: np.ndarray, max_positions: int | None = None) -> list[Span]:
         """Return every symbol in each place that has one, or in a random sample of places."""
-        positions = np.flatnonzero(self.distribution(ids).any(axis=1))
+        p = _distribution(self, ids.tobytes())
+        positions = np.flatnonzero(p.any(axis=1))
         return token_spans(positions, range(1, self.symbols + 1), max_positions)
 
     def score_spans(
@@ -245,12 +246,16 @@ class AutomataTask(OneTokenTask):
         The model's distribution q is that over symbols, without "|" and all other tokens.
         """
         positions = [span.start for span in spans[:: self.symbols]]
-        p = self.distribution(ids)[positions, 1:]
-        log_q = np.array(logs).reshape(-1, self.symbols)
-        log_q = log_q - np.logaddexp.reduce(log_q, axis=1, keepdims=True)
-        is_possible = p > 0
-        nats = p[is_possible] * (np.log(p[is_possible]) - log_q[is_possible])
-        return {"kl": float(nats.sum() / len(positions))}
+        p = _distribution(self, ids.tobytes())[positions, 1:]
+        log_q = np.array(logs).reshape(p.shape)
+        log_q -= np.logaddexp.reduce(log_q, axis=1, keepdims=True)
+        return {"kl": divergence(p, log_q)}
+
+
+@functools.lru_cache(maxsize=512)
+def _distribution(task: AutomataTask, window: bytes) -> np.ndarray:
+    """Cache `task.distribution` of a window: spans and scores of each validation need it."""
+    return task.distribution(np.frombuffer(window, np.int64))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -29,6 +29,8 @@ from canon_pretrain.synthetic.task import (
     Task,
     after_last,
     below,
+    packed,
+    split_columns,
 )
 
 MARKS = ("<bos>", "<query>", "<ans>", "<eos>")
@@ -38,18 +40,19 @@ DEGREE = 4
 DEPTHS = range(1, 6)
 HALVES = 2 + 2 * DEGREE
 """Random 32-bit numbers per vertex: how many parents, which, the keys of its edges, its wait."""
-PARTS = (BOS, None, QUERY, None, ANS, None, EOS)
-"""An instance in parts: marks, and runs of names (edges, the query, the answer) between them."""
+PARTS = (BOS, 0, QUERY, 0, ANS, 0, EOS)
+"""An instance in parts: marks, and between them runs of names: edges, the query, the answer."""
 KINDS = (PROBLEM, PROBLEM, PROBLEM, PROBLEM, MARK, ANSWER, ANSWER)
 EDGES_PART, QUERY_PART, ANSWER_PART = 1, 3, 5
 Name = tuple[int, ...]
 
 
 class Edges(NamedTuple):
-    """The edges into one vertex in all graphs: graph, parent, and which of its parents (slot)."""
+    """The edges into one vertex in all graphs; slot: which of the vertex's parents it is."""
 
     graph: np.ndarray
     parent: np.ndarray
+    vertex: np.ndarray
     slot: np.ndarray
 
 
@@ -61,14 +64,16 @@ class _Numbers:
         self.count = n
         self.random_words = n
 
-    def draw(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        return np.argsort(words, axis=1) + 1
+    def draw(self, random_bits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        return np.argsort(random_bits, axis=1) + 1
 
     def write(self, symbols: np.ndarray, kinds: np.ndarray) -> Instances:
-        return Instances(symbols[:, 0], kinds[:, 0], np.arange(1, len(symbols) + 1))
+        return packed(symbols, kinds)
 
     def parse(self, ids: Sequence[int]) -> list[Name] | None:
-        return [(id_,) for id_ in ids] if all(1 <= id_ <= self.count for id_ in ids) else None
+        if not all(1 <= number <= self.count for number in ids):
+            return None
+        return [(number,) for number in ids]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,59 +131,62 @@ class Brevo1(GraphTask):
     def random_words(self) -> int:
         return 3 + self._names.random_words + self.n * HALVES // 2
 
-    def build(self, words: np.ndarray, seed: int) -> Instances:
-        count = len(words)
-        parts = np.cumsum([1, 1, 1, self._names.random_words])
-        words_n, words_leaves, words_query, words_names, words_graph = np.split(
-            words, parts, axis=1
+    def build(self, random_bits: np.ndarray, seed: int) -> Instances:
+        count = len(random_bits)
+        bits_n, bits_leaves, bits_query, bits_names, bits_graph = split_columns(
+            random_bits, 1, 1, 1, self._names.random_words
         )
 
         # Vertices 0 ... n - 1, each after those that it depends on; the first ones have no parent.
         # The query is one of the last quarter, or the last one.
-        n = self.draw_n(words_n[:, 0])
+        n = self.draw_n(bits_n[:, 0])
         max_leaves = 1 + -(-(n - 1) // 4)
-        leaves = 1 + below(words_leaves[:, 0], max_leaves)
+        leaves = 1 + below(bits_leaves[:, 0], max_leaves)
         earliest_query = n - 1 if self.last_query else 3 * n // 4
-        query = earliest_query + below(words_query[:, 0], n - earliest_query)
-        names = self._names.draw(words_names, n)
+        query = earliest_query + below(bits_query[:, 0], n - earliest_query)
+        names = self._names.draw(bits_names, n)
 
         # random [N, HALVES, graphs], graphs by descending size: those with a vertex i come first.
         order = np.argsort(-n, kind="stable")
-        random = words_graph[order].view(np.uint32)
+        random = bits_graph[order].view(np.uint32)
         random = random.reshape(count, self.n, HALVES).transpose(1, 2, 0)
 
         # A graph that may have too many edges has one parent per vertex instead.
-        max_parents = np.minimum(np.arange(1, self.n), DEGREE)[:, None]
-        num_parents = 1 + (random[1:, 0] * max_parents >> 32)
-        random[:, 0, num_parents.sum(axis=0) > self._most_edges] = 0
+        max_parents = np.minimum(np.arange(1, self.n), DEGREE)
+        num_parents = 1 + (random[1:, 0] * max_parents[:, None] >> 32)
+        has_too_many = num_parents.sum(axis=0) > self._most_edges
+        random[:, 0, has_too_many] = 0
         edges = self._draw_edges(random, n[order], leaves[order])
-        times = self._draw_times(random, edges, query[order])[np.argsort(order)]
+        times = np.empty((count, self.n))
+        times[order] = self._draw_times(random, edges, query[order])
 
         # All edges, by instance, within one in random order
-        graph, parent, slot = (np.concatenate(column) for column in zip(*edges, strict=True))
-        child = np.repeat(np.arange(1, self.n), [len(into.graph) for into in edges])
-        random_bits = random[child, 1 + DEGREE + slot, graph]
+        graph, parent, child, slot = map(np.concatenate, zip(*edges, strict=True))
         instance = order[graph]
-        shuffled = np.argsort(random_bits | instance << 32)
-        edge_ends = np.stack([parent, child], axis=1)[shuffled]
+        edge_bits = random[child, 1 + DEGREE + slot, graph]
+        edge_order = np.argsort(edge_bits | instance << 32)
+        edge_names = np.stack([names[instance, parent], names[instance, child]], axis=1)
 
         # The answer is drawn from its end: the vertices that are taken last come first.
         num_answers = np.isfinite(times).sum(axis=1)
-        answers = np.argsort(-times, axis=1)[np.arange(self.n) < num_answers[:, None]]
+        is_answer = np.arange(self.n) < num_answers[:, None]
+        last_first = np.argsort(-times, axis=1)
+        answer_names = np.take_along_axis(names, last_first, axis=1)[is_answer]
 
         # One symbol after another: the number of its part, then the mark or the name.
         lengths = np.ones((count, len(PARTS)), np.int64)
         lengths[:, EDGES_PART] = 2 * np.bincount(instance, minlength=count)
         lengths[:, ANSWER_PART] = num_answers
-        part = np.repeat(np.tile(np.arange(len(PARTS)), count), lengths.ravel())
-        marks = np.array([mark or 0 for mark in PARTS]) + self._names.count + 1
+        parts = np.tile(np.arange(len(PARTS)), count)
+        part = np.repeat(parts, lengths.ravel())
+        marks = np.array(PARTS) + self._names.count + 1
         symbols = marks[part]
-        symbols[part == EDGES_PART] = names[instance[shuffled, None], edge_ends].ravel()
+        symbols[part == EDGES_PART] = edge_names[edge_order].ravel()
         symbols[part == QUERY_PART] = names[np.arange(count), query]
-        symbols[part == ANSWER_PART] = names[np.repeat(np.arange(count), num_answers), answers]
+        symbols[part == ANSWER_PART] = answer_names
 
         # `write` takes each symbol for an instance: keep the ends of whole instances.
-        kinds = np.array(KINDS, np.uint8)[part]
+        kinds = np.array(KINDS)[part]
         written = self._names.write(symbols[:, None], kinds[:, None])
         last_symbols = lengths.sum(axis=1).cumsum() - 1
         return written._replace(ends=written.ends[last_symbols])
@@ -189,21 +197,19 @@ class Brevo1(GraphTask):
         `random` is uniform uint32 [N, HALVES, graphs]; `n` descends, and vertices from `leaves` on
         have parents: 1 to 4 distinct ones among those with less than 4 children.
         """
-        is_open = np.ones((len(n), self.n), bool)
-        num_children = np.zeros(is_open.size, np.int8)
-        num_full = np.zeros(len(n), np.int64)
+        num_children = np.zeros((len(n), self.n), np.int8)
         slots = np.arange(DEGREE)[:, None]
-
-        # Graphs with a vertex: the first `num_graphs`
-        num_graphs_by_vertex = np.searchsorted(-n, -np.arange(self.n)).tolist()
         edges = []
-        for vertex, num_graphs in enumerate(num_graphs_by_vertex[1:], 1):
+        for vertex in range(1, self.n):
+            # Graphs with this vertex come first.
+            num_graphs = np.count_nonzero(n > vertex)
             uniform = random[vertex, : 1 + DEGREE, :num_graphs].astype(np.int64)
 
             # The open vertices of all graphs, one graph after another, and one less than the
             # number of parents
-            open_vertices = is_open[:num_graphs, :vertex].reshape(-1).nonzero()[0]
-            num_open = vertex - num_full[:num_graphs]
+            is_open = num_children[:num_graphs, :vertex] < DEGREE
+            open_vertices = np.flatnonzero(is_open)
+            num_open = np.count_nonzero(is_open, axis=1)
             last_slot = uniform[0] * np.minimum(num_open, DEGREE) >> 32
 
             # Fisher-Yates, [slots, graphs]: choice j picks one of num_open - j, then the last of
@@ -211,21 +217,16 @@ class Brevo1(GraphTask):
             last_index = num_open - 1 - slots
             index = uniform[1:] * np.maximum(last_index + 1, 1) >> 32
             for j in reversed(range(DEGREE - 1)):
-                np.copyto(index[j + 1 :], last_index[j], where=index[j + 1 :] == index[j])
+                later = index[j + 1 :]
+                np.copyto(later, last_index[j], where=later == index[j])
             index += num_open.cumsum() - num_open
 
             # Leaves have no parents.
             has_edge = (slots <= last_slot) & (leaves[:num_graphs] <= vertex)
             slot, graph = has_edge.nonzero()
             parent = open_vertices[index[slot, graph]] - graph * vertex
-            edges.append(Edges(graph, parent, slot))
-
-            # A parent with 4 children is no longer open.
-            flat_parent = graph * self.n + parent
-            num_children[flat_parent] += 1
-            is_full = num_children[flat_parent] == DEGREE
-            is_open.reshape(-1)[flat_parent[is_full]] = False
-            num_full[:num_graphs] += np.bincount(graph[is_full], minlength=num_graphs)
+            num_children[graph, parent] += 1
+            edges.append(Edges(graph, parent, np.full_like(graph, vertex), slot))
         return edges
 
     def _draw_times(self, random: np.ndarray, edges: list[Edges], query: np.ndarray) -> np.ndarray:
@@ -235,17 +236,15 @@ class Brevo1(GraphTask):
         is uniform among those that are ready.
         """
         graphs = np.arange(len(query))
-        waits = -np.log((random[:, -1] + 0.5) * 2.0**-32)
+        uniform = (random[:, -1] + 0.5) * 2.0**-32
+        waits = -np.log(uniform)
 
         # When a vertex is ready: its last child is taken. Children come after their parents.
         ready = np.full((len(query), self.n), -np.inf)
         ready[graphs, query] = 0
-        for vertex in reversed(range(1, self.n)):
-            into = edges[vertex - 1]
-            taken = ready[:, vertex] + waits[vertex]
-            ready[into.graph, into.parent] = np.maximum(
-                ready[into.graph, into.parent], taken[into.graph]
-            )
+        for graph, parent, vertex, _ in reversed(edges):
+            taken = ready[graph, vertex] + waits[vertex, graph]
+            ready[graph, parent] = np.maximum(ready[graph, parent], taken)
 
         # The query itself is no part of the answer.
         times = ready + waits.T
@@ -261,7 +260,8 @@ class Brevo1(GraphTask):
 
     @property
     def metrics(self) -> list[str]:
-        return ["exact", *(f"exact_depth{depth}" for depth in DEPTHS)]
+        by_depth = [f"exact_depth{depth}" for depth in DEPTHS]
+        return ["exact", *by_depth]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
         parents, query = self._read(prompt)
@@ -274,11 +274,15 @@ class Brevo1(GraphTask):
             by_distance.append(ancestors - needed)
             needed |= by_distance[-1]
         # The depth of a question: the distance to the nearest vertex without parents
-        has_leaf = (not names <= parents.keys() for names in by_distance)
-        depth = next((distance for distance, leaf in enumerate(has_leaf) if leaf), 0)
+        depths_of_leaves = (
+            distance for distance, names in enumerate(by_distance) if not names <= parents.keys()
+        )
+        depth = next(depths_of_leaves, 0)
 
         # The vertices of the answer that come once, and after all that they depend on
-        names = self._names.parse(answer[:-1]) if self.is_complete(answer) else None
+        names = None
+        if self.is_complete(answer):
+            names = self._names.parse(answer[:-1])
         in_order = set[Name]()
         for name in names or ():
             if name not in in_order and in_order.issuperset(parents.get(name, ())):
@@ -299,15 +303,11 @@ class Brevo1(GraphTask):
         ids = after_last(ids, bos) if bos in ids else []
 
         middle = ids.index(query_mark) if query_mark in ids else 0
-        edge_ends = self._names.parse(ids[:middle])
-        queries = self._names.parse(ids[middle + 1 : -1])
-        if (
-            ids[-1:] != [ans]
-            or not edge_ends
-            or len(edge_ends) % 2
-            or queries is None
-            or len(queries) != 1
-        ):
+        edge_ends = self._names.parse(ids[:middle]) or []
+        queries = self._names.parse(ids[middle + 1 : -1]) or []
+        has_edges = len(edge_ends) > 0 and len(edge_ends) % 2 == 0
+        has_query = len(queries) == 1 and ids[-1] == ans
+        if not has_edges or not has_query:
             self.bad_prompt("<bos>, pairs of names, <query>, a name and <ans>")
 
         parents = defaultdict[Name, set[Name]](set)

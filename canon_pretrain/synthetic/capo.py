@@ -41,14 +41,15 @@ from canon_pretrain.synthetic.task import (
     after_last,
     below,
     mix,
+    packed,
+    token_accuracy,
 )
 
 ATTRIBUTES = ("birth_date", "birth_city", "university", "major", "employer", "working_city")
 ROLES = ("none", "name", *ATTRIBUTES, "pronoun")
 """Roles of tokens, by number; "pronoun": the first of a biography, which tells its person's."""
-NAMES = 400 * 400 * 1000
-VALUES = 2 * (28 * 12 * 200) * 200 * 300 * 100 * 263
-"""Part 3.3's N0 and S0. S0 counts the pronoun, but not the city that follows from the employer."""
+NO_ROLE = ROLES.index("none")
+PRONOUN = ROLES.index("pronoun")
 PADDING = 3
 """A kind of tokens, beside those of task.py: never counted by the loss."""
 BOS = 1
@@ -57,9 +58,17 @@ SIZES = (400, 400, 1000, 28, 12, 200, 200, 300, 100, 263)
 """Of the lists of words in LISTS, which are the values of the first ten slots."""
 STARTS = tuple(itertools.accumulate(SIZES, initial=3))
 """The first id of each list, and the first id behind them."""
-DAY, MONTH, CITY, UNIVERSITY = STARTS[3], STARTS[4], STARTS[6], STARTS[7]
+DAY = STARTS[3]
+MONTH = STARTS[4]
+CITY = STARTS[6]
+UNIVERSITY = STARTS[7]
 SHE = STARTS[10]
 NUM_GENDERS = 2
+NAMES = math.prod(SIZES[:3])
+VALUES = NUM_GENDERS * math.prod(SIZES[3:])
+"""Part 3.3's N0 and S0. S0 counts the pronoun, but not the city that follows from the employer."""
+LIST_ROLES = ("name",) * 3 + ("birth_date",) * 3 + ATTRIBUTES[1:5]
+"""Of the words of each list. Two cities share a list; `token_roles` tells them apart."""
 NAME_SLOTS = (0, 1, 2)
 DATE_SLOTS = (3, 4, 5)
 FIRST_VALUE_SLOT = 6
@@ -69,18 +78,19 @@ SHE_SLOT = 11
 HER_SLOT = 12
 CITY_FACTOR = 61
 """Employer e is in city (61 e + 17) mod 200; without a common factor, every city has one or two."""
-NAME_KEY, VALUE_KEY = 0xB105, 0xB106
+NAME_KEY = 0xB105
+VALUE_KEY = 0xB106
 ROUNDS = 8
 
 
 class Language(NamedTuple):
-    """Words by id, and templates of sentences.
+    """Words by id (`vocabulary`), and templates of sentences.
 
     `templates` [6, templates, longest] has ids, or -1 - slot for a word of the person, and 0 past
     the end; `kinds` are those of its tokens. `roles` has a number of ROLES by id.
     """
 
-    words: list[str]
+    vocabulary: list[str]
     templates: np.ndarray
     kinds: np.ndarray
     roles: np.ndarray
@@ -89,10 +99,12 @@ class Language(NamedTuple):
 @functools.cache
 def language() -> Language:
     """Build the words, the templates with the kinds of their tokens, and the roles by id."""
-    words = ["<unused>", "<bos>", "."]
-    for parts, size in zip(LISTS.values(), SIZES, strict=True):
-        words += ["".join(word) for word in itertools.product(*parts)][:size]
-    words += ["She", "He", "her", "his"]
+    vocabulary = ["<unused>", "<bos>", "."]
+    for rows_of_parts, size in zip(LISTS.values(), SIZES, strict=True):
+        parts = [row.split(",") for row in rows_of_parts]
+        words_of_list = map("".join, itertools.product(*parts))
+        vocabulary += itertools.islice(words_of_list, size)
+    vocabulary += ["She", "He", "her", "his"]
 
     # Rows of ids, one per template; a new word of a template takes the next id.
     ids = {
@@ -108,28 +120,26 @@ def language() -> Language:
             row = [BOS] if attribute == 0 else []
             for word in sentence.split():
                 if word not in ids:
-                    ids[word] = [len(words)]
-                    words.append(word)
+                    ids[word] = [len(vocabulary)]
+                    vocabulary.append(word)
                 row += ids[word]
             rows.append(row)
-    longest = max(map(len, rows))
-    templates = np.array([row + [0] * (longest - len(row)) for row in rows])
+    columns = itertools.zip_longest(*rows, fillvalue=0)
+    templates = np.array(list(columns)).T
 
     # The slots of dates and other values are what a biography tells about its person.
     slots = -1 - templates
     is_value = (slots >= DATE_SLOTS[0]) & (slots < SHE_SLOT)
-    kinds = np.where(is_value, ANSWER, PROBLEM).astype(np.uint8)
+    kinds = np.where(is_value, ANSWER, PROBLEM)
 
-    # The lists in the order of their ids: three of the name, three of the date, then one each. Two
-    # cities share a list; `token_roles` tells them apart. She and He follow the lists.
-    name, date, birth_city, university, major, employer = range(1, 7)
-    pronoun = ROLES.index("pronoun")
-    roles_of_lists = [name] * 3 + [date] * 3 + [birth_city, university, major, employer, pronoun]
-    roles = np.zeros(len(words), np.uint8)
-    roles[STARTS[0] : SHE + NUM_GENDERS] = np.repeat(roles_of_lists, [*SIZES, NUM_GENDERS])
+    # The lists in the order of their ids, then She and He
+    roles = np.full(len(vocabulary), NO_ROLE, np.uint8)
+    for start, size, role in zip(STARTS, SIZES, LIST_ROLES, strict=False):
+        roles[start : start + size] = ROLES.index(role)
+    roles[SHE : SHE + NUM_GENDERS] = PRONOUN
 
-    shape = (len(ATTRIBUTES), -1, longest)
-    return Language(words, templates.reshape(shape), kinds.reshape(shape), roles)
+    shape = (len(ATTRIBUTES), -1, templates.shape[1])
+    return Language(vocabulary, templates.reshape(shape), kinds.reshape(shape), roles)
 
 
 def _value_slots(attribute: int) -> Sequence[int]:
@@ -145,11 +155,11 @@ def bits_per_parameter(nats: Sequence[float], people: int, parameters: int) -> f
     working city carries no bits and is in neither sum. At most log2(N0 / people) + log2(S0) per
     person, as names are learned as a set.
     """
-    name, birth_date, employer = 1, 2, 6
-    p1 = nats[name]
-    p2 = sum(nats[birth_date : employer + 1]) + nats[ROLES.index("pronoun")]
-    bits = people * (math.log2(NAMES) + math.log2(VALUES) - (p1 + p2) / math.log(2))
-    return bits / parameters
+    p1 = nats[ROLES.index("name")]
+    of_values = nats[ROLES.index("birth_date") : ROLES.index("working_city")]
+    p2 = sum(of_values) + nats[PRONOUN]
+    bits_per_person = math.log2(NAMES) + math.log2(VALUES) - (p1 + p2) / math.log(2)
+    return people * bits_per_person / parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +182,8 @@ class Capo(Task):
 
     @property
     def longest(self) -> int:
-        return int((language().templates != 0).sum(axis=2).max(axis=1).sum())
+        lengths = np.count_nonzero(language().templates, axis=2)
+        return int(lengths.max(axis=1).sum())
 
     @property
     def per_window(self) -> int:
@@ -186,40 +197,39 @@ class Capo(Task):
 
     @property
     def vocab_size(self) -> int:
-        return len(language().words)
+        return len(language().vocabulary)
 
     def word(self, token: int) -> str:
-        return language().words[token]
+        return language().vocabulary[token]
 
     @property
     def random_words(self) -> int:
         return 1 + len(ATTRIBUTES)
 
-    def _words(self, seed: int, first: int, count: int, domain: int) -> np.ndarray:
+    def _random_bits(self, seed: int, first: int, count: int, domain: int) -> np.ndarray:
         """Return the place in the stream, which is far on for evaluation, then random words."""
-        words = super()._words(seed, first, count, domain)
-        position = (first + domain * (self.people << 32)) % (1 << 64)
-        words[:, 0] = np.arange(count, dtype=np.uint64) + np.uint64(position)
-        return words
+        random_bits = super()._random_bits(seed, first, count, domain)
+        place = first + domain * (self.people << 32)
+        random_bits[:, 0] = np.arange(count, dtype=np.uint64) + place % (1 << 64)
+        return random_bits
 
-    def build(self, words: np.ndarray, seed: int) -> Instances:
-        exposure, position = np.divmod(words[:, 0], np.uint64(self.people))
+    def build(self, random_bits: np.ndarray, seed: int) -> Instances:
+        count = len(random_bits)
+        exposure, position = np.divmod(random_bits[:, 0], self.people)
         person = _permute(position, self.people, _hash(seed, exposure))
         slots = _slots(person)
 
         # A template per attribute, [count, 6 * longest], the person's ids in its slots
         _, templates, kinds, _ = language()
-        template = below(words[:, 1:], templates.shape[1])
+        template = below(random_bits[:, 1:], templates.shape[1])
         attribute = np.arange(len(ATTRIBUTES))
-        ids = templates[attribute, template].reshape(len(words), -1)
-        rows, columns = np.nonzero(ids < 0)
-        ids[rows, columns] = slots[rows, -1 - ids[rows, columns]]
+        ids = templates[attribute, template].reshape(count, -1)
+        is_slot = ids < 0
+        row, _ = is_slot.nonzero()
+        ids[is_slot] = slots[row, -1 - ids[is_slot]]
 
-        # Without the padding of the templates
-        is_token = ids != 0
-        ends = np.cumsum(np.count_nonzero(is_token, axis=1))
-        token_kinds = kinds[attribute, template].reshape(ids.shape)
-        return Instances(ids[is_token], token_kinds[is_token], ends)
+        token_kinds = kinds[attribute, template].reshape(count, -1)
+        return packed(ids, token_kinds)
 
     def windows(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Windows:
         per_window = self.per_window
@@ -248,10 +258,10 @@ class Capo(Task):
         roles[is_city & is_second] = ROLES.index("working_city")
 
         # She or He opens each sentence but that of the birth date; only the first one tells which.
-        is_pronoun = roles == ROLES.index("pronoun")
+        is_pronoun = roles == PRONOUN
         sentences = len(ATTRIBUTES) - 1
         is_first = np.cumsum(is_pronoun, axis=1) % sentences == 1
-        roles[is_pronoun & ~is_first] = ROLES.index("none")
+        roles[is_pronoun & ~is_first] = NO_ROLE
         return roles
 
     def spans(self, ids: np.ndarray, max_positions: int | None = None) -> list[Span]:
@@ -262,15 +272,16 @@ class Capo(Task):
         return [
             Span(start, ids[start:end].tolist())
             for start, end in zip(starts, ends, strict=True)
-            if roles[start] != ROLES.index("none")
+            if roles[start] != NO_ROLE
         ]
 
     def score_spans(
         self, ids: np.ndarray, spans: Sequence[Span], logs: Sequence[float], num_parameters: int
     ) -> dict[str, float]:
         roles = self.token_roles(ids[None])[0]
-        nats = np.zeros(len(ROLES))
-        np.add.at(nats, [roles[span.start] for span in spans], -np.array(logs) / self.per_window)
+        span_roles = roles[[span.start for span in spans]]
+        losses = -np.array(logs) / self.per_window
+        nats = np.bincount(span_roles, losses, minlength=len(ROLES))
         bits = bits_per_parameter(nats.tolist(), self.people, num_parameters)
         return {"bits_per_parameter": bits}
 
@@ -290,32 +301,31 @@ class Capo(Task):
         # The full name, behind <bos>, tells who it is; the number of sentences, what is asked.
         text = [BOS, *after_last(prompt, BOS)]
         attribute = text.count(PERIOD)
-        slots = _slots_of_name(*text[1:4], self.people) if len(text) > 3 else ()
+        slots = _slots_of_name(tuple(text[1:4]), self.people)
         if not slots or attribute >= len(ATTRIBUTES):
             self.bad_prompt("<bos> and part of a biography of one of its people")
 
         # The open sentence must be a template up to its value.
-        _, templates, kinds, roles = language()
-        sentence = after_last(text, PERIOD) if attribute else text
-        starts = (kinds[attribute] == ANSWER).argmax(axis=1)
-        beginnings = (
-            [slots[-1 - token] if token < 0 else token for token in template[:start]]
-            for template, start in zip(templates[attribute].tolist(), starts, strict=True)
-        )
-        if sentence not in beginnings:
+        _, templates, _, roles = language()
+        value_slots = _value_slots(attribute)
+        beginnings = []
+        for template in templates[attribute].tolist():
+            start = template.index(-1 - value_slots[0])
+            beginnings.append(
+                [slots[-1 - token] if token < 0 else token for token in template[:start]]
+            )
+        if after_last(text, PERIOD) not in beginnings:
             self.bad_prompt("a biography up to a value")
 
         # An answer is malformed if any of its words is none of the attribute.
-        answer = list(answer)
-        right_answer = [slots[slot] for slot in _value_slots(attribute)]
-        is_right = answer == right_answer
-        answer_roles = {roles[token] if 0 <= token < len(roles) else 0 for token in answer}
-        is_malformed = answer_roles != {roles[right_answer[0]]}
+        right_answer = [slots[slot] for slot in value_slots]
+        is_right = list(answer) == right_answer
+        has_role = roles == roles[right_answer[0]]
+        is_malformed = not set(answer).issubset(has_role.nonzero()[0])
 
-        right_tokens = sum(a == b for a, b in zip(answer, right_answer, strict=False))
         values = {
             "exact": float(is_right),
-            "tokens": right_tokens / len(right_answer),
+            "tokens": token_accuracy(answer, right_answer),
             f"exact_{ATTRIBUTES[attribute]}": float(is_right),
         }
         return Judgement(self.verdict(answer, is_right, is_malformed), values)
@@ -331,8 +341,9 @@ def _slots(person: np.ndarray) -> np.ndarray:
 
     # Uniform values: date, birth city, university, major, employer, and the pronoun
     bounds = (*SIZES[3:], NUM_GENDERS)
-    draws = below(_hash(VALUE_KEY, person[:, None], np.arange(len(bounds))), bounds)
-    *values, employer, gender = draws.T
+    draw = np.arange(len(bounds))
+    random_bits = _hash(VALUE_KEY, person[:, None], draw)
+    *values, employer, gender = below(random_bits, bounds).T
     working_city = (CITY_FACTOR * employer + 17) % SIZES[6]
 
     numbers = [first, middle, last, *values, employer, working_city, gender, gender]
@@ -341,15 +352,17 @@ def _slots(person: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots_of_name(first: int, middle: int, last: int, people: int) -> tuple[int, ...]:
-    """Return the slots of the person of this name; empty if there is none."""
-    name = 0
-    for token, start, size in zip((first, middle, last), STARTS, SIZES, strict=False):
+def _slots_of_name(full_name: tuple[int, ...], people: int) -> tuple[int, ...]:
+    """Return the slots of the person of this name, three ids; empty if there is none."""
+    if len(full_name) < len(NAME_SLOTS):
+        return ()
+    name = np.zeros(1, np.uint64)
+    for token, start, size in zip(full_name, STARTS, SIZES, strict=False):
         number = token - start
         if not 0 <= number < size:
             return ()
         name = name * size + number
-    person = _permute(np.array([name], np.uint64), NAMES, _hash(NAME_KEY), backward=True)
+    person = _permute(name, NAMES, _hash(NAME_KEY), backward=True)
     if person[0] >= people:
         return ()
     return tuple(_slots(person)[0].tolist())
@@ -373,15 +386,16 @@ def _permute(
     # A number is two halves, [0, bounds[0]) and [0, bounds[1]), about the square root of `size`.
     root = math.isqrt(size - 1) + 1
     bounds = (root, -(-size // root))
-    rounds = reversed(range(ROUNDS)) if backward else range(ROUNDS)
-    order = list(rounds)
+    rounds = range(ROUNDS)
+    if backward:
+        rounds = rounds[::-1]
 
     images = numbers.copy()
     keys = np.broadcast_to(keys, numbers.shape)
     pending = np.arange(len(numbers))
     while len(pending):
-        halves: list[np.ndarray] = list(np.divmod(images[pending], np.uint64(bounds[1])))
-        for index in order:
+        halves = [*np.divmod(images[pending], bounds[1])]
+        for index in rounds:
             # Add a hash of one half to the other one, or take it away again.
             side = index % 2
             bound = bounds[side]

@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +48,20 @@ def run_show(arguments: argparse.Namespace) -> None:
         return
 
     # An instance starts at <bos>, unless that is the padding behind another <bos>.
-    words = [task.word(token) for token in ids]
-    is_bos = [word.startswith("<bos>") for word in words]
-    starts = [i for i in range(1, len(words)) if is_bos[i] and not is_bos[i - 1]]
+    texts = [task.word(token) for token in ids]
+    is_bos = np.array([text.startswith("<bos>") for text in texts])
+    starts = np.flatnonzero(is_bos[1:] & ~is_bos[:-1]) + 1
 
     # +1 where an answer begins, -1 behind its end
-    edges = np.diff((kinds == ANSWER).astype(int), prepend=0, append=0).tolist()
-    for i, word in enumerate(words):
-        opening = "[" if edges[i] > 0 else ""
-        closing = "]" if edges[i + 1] < 0 else ""
-        words[i] = f"{opening}{word}{closing}"
+    is_answer = (kinds == ANSWER).astype(int)
+    edges = np.diff(is_answer, prepend=0, append=0)
+    for begin in np.flatnonzero(edges > 0):
+        texts[begin] = f"[{texts[begin]}"
+    for end in np.flatnonzero(edges < 0):
+        texts[end - 1] = f"{texts[end - 1]}]"
 
-    for start, end in zip([0, *starts], [*starts, len(words)], strict=True):
-        instance = " ".join(words[start:end])
+    for start, end in pairwise([0, *starts, len(texts)]):
+        instance = " ".join(texts[start:end])
         lines = textwrap.wrap(instance, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
         print(*lines, sep="\n")
 
@@ -70,8 +72,8 @@ def run_score(arguments: argparse.Namespace) -> None:
     right = verdicts.pop("right", 0)
     print(json.dumps({"right": right, "wrong": verdicts.total()}))
     if verdicts:
-        text = ", ".join(f"{number:,} {verdict}" for verdict, number in verdicts.most_common())
-        print(f"not right: {text}", file=sys.stderr)
+        counts = [f"{number:,} {verdict}" for verdict, number in verdicts.most_common()]
+        print(f"not right: {', '.join(counts)}", file=sys.stderr)
 
 
 def _task(arguments: argparse.Namespace) -> Task:
@@ -87,10 +89,11 @@ def _verdicts(task: Task, path: Path) -> Iterator[str]:
                 line = adapter.validate_json(raw, strict=True)
                 yield task.judge(line.prompt, line.answer).verdict
             except ValidationError as error:
+                problem = error.errors()[0]["msg"]
                 raise UserError(
                     "task.line",
-                    f'{path}, line {number}: {error.errors()[0]["msg"]}; expected {{"prompt": '
-                    '[id, ...], "answer": [id, ...]}',
+                    f'{path}, line {number}: {problem}; expected {{"prompt": [id, ...], '
+                    '"answer": [id, ...]}',
                     path=path,
                     line=number,
                 ) from None
@@ -106,29 +109,36 @@ def run_stats(arguments: argparse.Namespace) -> None:
     seed = arguments.seed
     count = arguments.windows
     num_instances = INSTANCES_PER_WINDOW * count
-    lengths = np.diff(task.instances(seed, 0, num_instances).ends, prepend=0)
+    instances = task.instances(seed, 0, num_instances)
+    lengths = np.diff(instances.ends, prepend=0)
     windows = task.windows(seed, 0, count)
-    questions = list(task.questions(seed, 0, count))
+    is_counted = task.is_counted(windows.kinds[:, 1:])
+    answers = [question.answer for question in task.questions(seed, 0, count)]
 
-    # How often each id occurs, and the words that are no plain numbers
-    numbers = np.bincount(windows.ids.ravel(), minlength=task.vocab_size)
-    by_number = np.argsort(-numbers, kind="stable").tolist()
-    frequent = [token for token in by_number[:FREQUENT_WORDS] if numbers[token]]
-    words = {token: task.word(token) for token in range(1, task.vocab_size)}
-    marks = [f"{word} {token}" for token, word in words.items() if not word.isdigit()]
+    # How often each id occurs, and the ids of words that are no plain numbers
+    frequencies = Counter(windows.ids.ravel().tolist())
+    by_frequency = sorted(frequencies, key=lambda token: (-frequencies[token], token))
+    shares = [
+        f"{task.word(token)} {frequencies[token] / windows.ids.size:.1%}"
+        for token in by_frequency[:FREQUENT_WORDS]
+    ]
+    marks = []
+    for token in range(1, task.vocab_size):
+        text = task.word(token)
+        if not text.isdigit():
+            marks.append(f"{text} {token}")
     ellipsis = " ..." if len(marks) > WORDS_SHOWN else ""
 
     settings = [f"{key}={json.dumps(value)}" for key, value in task.settings.items()]
-    shares = [f"{words[token]} {numbers[token] / numbers.sum():.1%}" for token in frequent]
     rows = {
         "settings": " ".join(settings),
-        "vocab_size": f"{task.vocab_size:,}, of which {np.count_nonzero(numbers):,} ids occur",
+        "vocab_size": f"{task.vocab_size:,}, of which {len(frequencies):,} ids occur",
         "ids": f"{', '.join(marks[:WORDS_SHOWN])}{ellipsis}",
         "tokens per instance": _quantiles(lengths),
         "instances per window": f"mean {task.seq_len / lengths.mean():.1f}",
-        "counted labels": f"{task.is_counted(windows.kinds[:, 1:]).mean():.1%}",
-        "questions per window": f"mean {len(questions) / count:.1f}",
-        "tokens per answer": _quantiles([len(question.answer) for question in questions]),
+        "counted labels": f"{is_counted.mean():.1%}",
+        "questions per window": f"mean {len(answers) / count:.1f}",
+        "tokens per answer": _quantiles(list(map(len, answers))),
         "frequent": ", ".join(shares),
     }
     print(f"{task.name}: {count:,} windows and {num_instances:,} instances of seed {seed}")
@@ -139,8 +149,10 @@ def run_stats(arguments: argparse.Namespace) -> None:
 def _quantiles(lengths: Sequence[int] | np.ndarray) -> str:
     if not len(lengths):
         return "none"
-    values = np.quantile(lengths, list(QUANTILES.values()))
-    parts = (f"{name} {value:,.0f}" for name, value in zip(QUANTILES, values, strict=True))
+    parts = []
+    for name, share in QUANTILES.items():
+        quantile = np.quantile(lengths, share)
+        parts.append(f"{name} {quantile:,.0f}")
     return f"mean {np.mean(lengths):,.1f}; {', '.join(parts)}"
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from canon_pretrain.synthetic.task import ANSWER, PROBLEM, Instances, Judgement, Task
+from canon_pretrain.synthetic.task import ANSWER, PROBLEM, Instances, Judgement, Task, packed
 
 FIRST = (1, 2, 4)
 """Also scored: the first 1, 2 and 4 tokens of an answer."""
@@ -48,17 +48,16 @@ class Copy(Task):
     def random_words(self) -> int:
         return self.n
 
-    def build(self, words: np.ndarray, seed: int) -> Instances:
-        count = len(words)
-        permutations = np.argsort(words, axis=1) + 1
+    def build(self, random_bits: np.ndarray, seed: int) -> Instances:
+        count = len(random_bits)
+        permutations = np.argsort(random_bits, axis=1) + 1
         bos = np.full((count, 1), self._bos)
         query = np.full((count, 1), self._query)
-        ids = np.concatenate([bos, permutations, query, permutations], axis=1)
+        ids = np.hstack([bos, permutations, query, permutations])
 
         # <bos>, the permutation and <query>, then the answer
-        kinds = np.repeat(np.array([PROBLEM, ANSWER], np.uint8), [self.n + 2, self.n])
-        ends = self.longest * np.arange(1, count + 1)
-        return Instances(ids.ravel(), np.tile(kinds, count), ends)
+        kinds = np.array([PROBLEM] * (self.n + 2) + [ANSWER] * self.n)
+        return packed(ids, kinds)
 
     @property
     def answer_limit(self) -> int:
@@ -69,17 +68,20 @@ class Copy(Task):
 
     @property
     def metrics(self) -> list[str]:
-        return ["exact", *(f"first_{t}" for t in FIRST if t <= self.n)]
+        firsts = [f"first_{t}" for t in FIRST if t <= self.n]
+        return ["exact", *firsts]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
         right_answer = list(prompt[-self.n - 1 : -1])
-        answer = list(answer)
-        if sorted(right_answer) != list(range(1, self.n + 1)) or prompt[-1] != self._query:
+        is_permutation = sorted(right_answer) == list(range(1, self.n + 1))
+        if not is_permutation or prompt[-1] != self._query:
             self.bad_prompt("<bos>, a permutation and <query>")
 
+        answer = list(answer)
         is_right = answer == right_answer
         values = {"exact": float(is_right)}
         for t in FIRST:
             if t <= self.n:
-                values[f"first_{t}"] = float(answer[:t] == right_answer[:t])
+                is_right_so_far = answer[:t] == right_answer[:t]
+                values[f"first_{t}"] = float(is_right_so_far)
         return Judgement(self.verdict(answer, is_right), values)

@@ -22,12 +22,14 @@ from canon_pretrain.synthetic.task import (
     Judgement,
     Task,
     after_last,
-    below,
+    draw_size,
+    split_columns,
+    token_accuracy,
 )
 
 QUERIES = 10
 """The most queries of an instance."""
-QUERY_TOKENS = 4
+QUERY_KINDS = (PROBLEM, PROBLEM, MARK, ANSWER)
 """Symbols of a query: <query_k>, the node, <ans>, the answer."""
 
 
@@ -86,49 +88,52 @@ class Depo1(GraphTask):
             return "<bos>"
         if token == self._ans:
             return "<ans>"
-        return f"<query_{token - self._ans}>" if token > self._ans else str(token)
+        k = token - self._ans
+        return f"<query_{k}>" if k > 0 else str(token)
 
     @property
     def random_words(self) -> int:
         return 1 + 2 * self.n + self.queries + self.names.random_words
 
-    def build(self, words: np.ndarray, seed: int) -> Instances:
-        count = len(words)
-        num_queries = self.queries
-        parts = np.cumsum([1, self.n, self.n, num_queries])
-        words_n, words_edges, words_nodes, words_k, words_names = np.split(words, parts, axis=1)
+    def build(self, random_bits: np.ndarray, seed: int) -> Instances:
+        count = len(random_bits)
+        bits_n, bits_edges, bits_nodes, bits_hops, bits_names = split_columns(
+            random_bits, 1, self.n, self.n, self.queries
+        )
 
         # A row of `cycle` [count, N] has the names of n nodes, then zeros: node i precedes i + 1.
-        n = self.draw_n(words_n[:, 0])
-        cycle = self.names.draw(words_names, n)
-        successor = np.pad(cycle[:, 1:], ((0, 0), (0, 1)))
-        successor[np.arange(count), n - 1] = cycle[:, 0]
+        n = self.draw_n(bits_n[:, 0])
+        row = np.arange(count)
+        cycle = self.names.draw(bits_names, n)
+        successor = np.zeros_like(cycle)
+        successor[:, :-1] = cycle[:, 1:]
+        successor[row, n - 1] = cycle[:, 0]
 
         # Edges in shuffled order; queries about distinct nodes
-        edge_order = _shuffle(words_edges, n)
-        query_nodes = _shuffle(words_nodes, n)[:, :num_queries]
-        if self.exact_k:
-            hops = np.full((count, num_queries), self.k)
-        else:
-            hops = 1 + below(words_k, self.k)
+        edge_order = _shuffle(bits_edges, n)
+        query_nodes = _shuffle(bits_nodes, n)[:, : self.queries]
+        hops = draw_size(bits_hops, self.k, self.exact_k)
         answer_nodes = (query_nodes + hops) % n[:, None]
 
-        # Symbols in columns: <bos>, 2 N for the edges, four for each query; 0 where n is lower
-        end_of_edges = 1 + 2 * self.n
-        symbols = np.empty((count, end_of_edges + QUERY_TOKENS * num_queries), np.int64)
-        symbols[:, 0] = self.names.symbol(self._bos)
-        symbols[:, 1:end_of_edges:2] = np.take_along_axis(cycle, edge_order, axis=1)
-        symbols[:, 2:end_of_edges:2] = np.take_along_axis(successor, edge_order, axis=1)
-        queries = symbols[:, end_of_edges:]
-        queries[:, 0::QUERY_TOKENS] = self.names.symbol(self._ans) + hops
-        queries[:, 1::QUERY_TOKENS] = np.take_along_axis(cycle, query_nodes, axis=1)
-        queries[:, 2::QUERY_TOKENS] = self.names.symbol(self._ans)
-        queries[:, 3::QUERY_TOKENS] = np.take_along_axis(cycle, answer_nodes, axis=1)
-        queries *= np.repeat(np.arange(num_queries), QUERY_TOKENS) < n[:, None]
+        # Symbols [count, N, 2] of edges and [count, queries, 4] of queries; 0 where n is lower
+        row = row[:, None]
+        ans = np.full_like(hops, self.names.symbol(self._ans))
+        edges = np.stack([cycle[row, edge_order], successor[row, edge_order]], axis=2)
+        queries = np.stack(
+            [
+                ans + hops,
+                cycle[row, query_nodes],
+                ans,
+                cycle[row, answer_nodes],
+            ],
+            axis=2,
+        )
+        queries[np.arange(self.queries) >= n[:, None]] = 0
 
-        kinds = np.full(symbols.shape[1], PROBLEM, np.uint8)
-        kinds[end_of_edges:] = np.tile([PROBLEM, PROBLEM, MARK, ANSWER], num_queries)
-        return self.names.write(symbols, kinds)
+        bos = np.full((count, 1), self.names.symbol(self._bos))
+        symbols = np.hstack([bos, edges.reshape(count, -1), queries.reshape(count, -1)])
+        kinds = [PROBLEM] * (1 + 2 * self.n) + [*QUERY_KINDS] * self.queries
+        return self.names.write(symbols, np.array(kinds))
 
     @property
     def answer_limit(self) -> int:
@@ -140,25 +145,28 @@ class Depo1(GraphTask):
     @property
     def metrics(self) -> list[str]:
         """Exact answers by k; accuracy over answer tokens, as in the paper, for k and k/2."""
-        hops = [self.k] if self.exact_k else range(1, self.k + 1)
+        fewest_hops = self.k if self.exact_k else 1
+        hops = range(fewest_hops, self.k + 1)
+        exact = [f"exact_k{k}" for k in hops]
         tokens = [f"tokens_k{k}" for k in (self.k // 2, self.k) if k in hops]
-        return ["exact", "tokens", *(f"exact_k{k}" for k in hops), *tokens]
+        return ["exact", "tokens", *exact, *tokens]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
         k, right_answer = self._solve(list(prompt))
-        answer = list(answer)
-        is_right = answer == right_answer
-        names = self.names.parse(answer)
-        is_malformed = names is None or len(names) != 1
+        is_right = list(answer) == right_answer
+        names = self.names.parse(answer) or ()
+        verdict = self.verdict(answer, is_right, is_malformed=len(names) != 1)
 
         exact = float(is_right)
-        right_tokens = sum(a == b for a, b in zip(answer, right_answer, strict=False))
-        tokens = right_tokens / len(right_answer)
-        values = {"exact": exact, f"exact_k{k}": exact, "tokens": tokens, f"tokens_k{k}": tokens}
-        return Judgement(
-            self.verdict(answer, is_right, is_malformed),
-            {metric: values[metric] for metric in self.metrics if metric in values},
-        )
+        tokens = token_accuracy(answer, right_answer)
+        values = {
+            "exact": exact,
+            "tokens": tokens,
+            f"exact_k{k}": exact,
+            f"tokens_k{k}": tokens,
+        }
+        metrics = self.metrics
+        return Judgement(verdict, {name: values[name] for name in values if name in metrics})
 
     def _solve(self, prompt: list[int]) -> tuple[int, list[int]]:
         """Return the k and the right answer of the last question of a prompt."""
@@ -168,11 +176,11 @@ class Depo1(GraphTask):
             specials = [i for i, token in enumerate(instance) if token >= self._bos]
             query = specials[-2] if len(specials) > 1 else 0
             k = instance[query] - self._ans
-            ends = self.names.parse(instance[: specials[0]])
-            nodes = self.names.parse(instance[query + 1 : -1])
+            ends = self.names.parse(instance[: specials[0]]) or ()
+            nodes = self.names.parse(instance[query + 1 : -1]) or ()
 
             # Walk from the node round the cycle, which must hold all edges.
-            if ends and nodes and len(nodes) == 1 and 1 <= k <= self.k:
+            if len(nodes) == 1 and 1 <= k <= self.k:
                 successors = dict(zip(ends[::2], ends[1::2], strict=False))
                 start = nodes[0]
                 cycle = [start]
@@ -181,7 +189,8 @@ class Depo1(GraphTask):
                     cycle.append(node)
                     node = successors.get(node)
                 if node == start and 2 * len(cycle) == len(ends):
-                    return k, list(cycle[k % len(cycle)])
+                    answer_node = cycle[k % len(cycle)]
+                    return k, list(answer_node)
         self.bad_prompt("<bos>, the edges of a cycle and queries, the last one open")
 
     def evaluations(self) -> list[Task]:
@@ -200,11 +209,12 @@ class Depo2(Depo1):
     name_tokens: tuple[int, int] | int = (5, 7)
 
 
-def _shuffle(words: np.ndarray, n: np.ndarray) -> np.ndarray:
+def _shuffle(random_bits: np.ndarray, n: np.ndarray) -> np.ndarray:
     """Return a random order of 0 ... n[i] - 1 in row i, then the rest."""
     # Sort keys: bit 63 puts numbers from n on last, then random bits, then 16 bits of the number.
-    numbers = np.arange(words.shape[1], dtype=np.uint64)
-    is_beyond = (numbers >= n[:, None].astype(np.uint64)).astype(np.uint64)
-    random_bits = words >> np.uint64(17) << np.uint64(16)
-    keys = np.sort(random_bits | is_beyond << np.uint64(63) | numbers, axis=1)
-    return (keys & np.uint64(0xFFFF)).astype(np.int64)
+    numbers = np.arange(random_bits.shape[1], dtype=np.uint64)
+    is_beyond = numbers >= n[:, None]
+    keys = random_bits >> 17 << 16 | numbers
+    keys |= is_beyond.astype(np.uint64) << 63
+    keys.sort(axis=1)
+    return (keys & 0xFFFF).astype(np.int64)

@@ -31,8 +31,8 @@ def task_of_run(identity: Mapping[str, Any]) -> Task | None:
     return build_task(name, settings | {"seq_len": identity["training.seq_len"]})
 
 
-class Asked(NamedTuple):
-    """What is asked about one window of `task`; `label` precedes the names of its metrics."""
+class EvaluationWindow(NamedTuple):
+    """A window of `task` with its questions and spans; `label` precedes the names of metrics."""
 
     task: Task
     label: str
@@ -42,17 +42,18 @@ class Asked(NamedTuple):
 
     def limit(self, question: Question) -> int:
         """Return how many tokens to generate: one too many, if the window has room."""
-        return min(self.task.answer_limit + 1, self.task.seq_len - len(question.prompt))
+        room = self.task.seq_len - len(question.prompt)
+        return min(self.task.answer_limit + 1, room)
 
 
 def evaluation_windows(
     task: Task, count: int, max_positions: int | None = None
-) -> list[list[Asked]]:
-    """Return what is asked about `count` windows of each setting of `task`, by window.
+) -> list[list[EvaluationWindow]]:
+    """Return the windows of each number below `count`, one per setting of `task`.
 
-    `max_positions` is that of `Task.spans`.
+    Numbers without any question or span are left out. `max_positions` is that of `Task.spans`.
     """
-    by_window: list[list[Asked]] = [[] for _ in range(count)]
+    by_number: list[list[EvaluationWindow]] = [[] for _ in range(count)]
     for label, setting in _labeled(task):
         windows = setting.windows(EVALUATION_SEED, 0, count, EVALUATION).ids
         questions = defaultdict[int, list[Question]](list)
@@ -60,9 +61,12 @@ def evaluation_windows(
             questions[question.window].append(question)
         for number, ids in enumerate(windows):
             spans = setting.spans(ids, max_positions)
-            by_window[number].append(Asked(setting, label, ids, questions[number], spans))
+            window = EvaluationWindow(setting, label, ids, questions[number], spans)
+            by_number[number].append(window)
     return [
-        window for window in by_window if any(asked.questions or asked.spans for asked in window)
+        windows
+        for windows in by_number
+        if any(window.questions or window.spans for window in windows)
     ]
 
 
@@ -71,44 +75,47 @@ Pooled = tuple[float, int]
 
 
 def score_window(
-    window: Sequence[Asked],
+    windows: Sequence[EvaluationWindow],
     answers: Iterable[Sequence[int]],
     logs: Iterable[float],
     num_parameters: int,
 ) -> tuple[dict[str, Pooled], Counter[str]]:
-    """Return a window's scores, to be pooled over windows, and the number of each verdict.
+    """Return the scores of a number's windows, to be pooled, and the number of each verdict.
 
-    `answers` and log-likelihoods `logs` are to all questions and spans, in the order of `window`.
+    `answers` and log-likelihoods `logs` are to all questions and spans, in the order of `windows`.
     """
     answers = iter(answers)
     logs = iter(logs)
     scores: dict[str, Pooled] = {}
     verdicts: Counter[str] = Counter()
-    for asked in window:
-        task = asked.task
+    for window in windows:
+        task = window.task
 
         # Scores of answers are pooled over the questions of the window.
         values = defaultdict[str, list[float]](list)
-        for question in asked.questions:
-            judgement = task.judge(question.prompt, _complete(task, list(next(answers))))
+        for question in window.questions:
+            answer = _complete(task, list(next(answers)))
+            judgement = task.judge(question.prompt, answer)
             verdicts[judgement.verdict] += 1
             for metric, value in judgement.values.items():
                 values[metric].append(value)
         for metric, metric_values in values.items():
-            scores[asked.label + metric] = sum(metric_values), len(metric_values)
+            scores[window.label + metric] = sum(metric_values), len(metric_values)
 
         # A score of log-likelihoods is one number for the window.
-        span_logs = [next(logs) for _ in asked.spans]
-        span_scores = task.score_spans(asked.ids, asked.spans, span_logs, num_parameters)
+        span_logs = [next(logs) for _ in window.spans]
+        span_scores = task.score_spans(window.ids, window.spans, span_logs, num_parameters)
         for metric, value in span_scores.items():
-            scores[asked.label + metric] = value, 1
+            scores[window.label + metric] = value, 1
     return scores, verdicts
 
 
 def _complete(task: Task, answer: list[int]) -> list[int]:
     """Return the answer up to its end; a model of another library may not stop there."""
-    ends = (end for end in range(1, len(answer)) if task.is_complete(answer[:end]))
-    return answer[: next(ends, len(answer))]
+    for end in range(1, len(answer)):
+        if task.is_complete(answer[:end]):
+            return answer[:end]
+    return answer
 
 
 def _labeled(task: Task) -> Iterator[tuple[str, Task]]:
@@ -130,9 +137,8 @@ def metrics(task: Task) -> dict[str, bool]:
     """Return the names of all scores, the main one first, and whether higher is better."""
     higher_is_better = {}
     for label, setting in _labeled(task):
-        for metric in setting.metrics:
-            higher_is_better[label + metric] = True
-        for metric, is_better in setting.span_metrics.items():
+        scores = dict.fromkeys(setting.metrics, True) | dict(setting.span_metrics)
+        for metric, is_better in scores.items():
             higher_is_better[label + metric] = is_better
     return higher_is_better
 

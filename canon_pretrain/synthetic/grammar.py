@@ -10,6 +10,8 @@ together with a derivation that continues with the symbol. At the terminals, the
 of a place are proportional to the probabilities of the next token.
 """
 
+import math
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -64,15 +66,15 @@ class Grammar:
         self.rules: dict[int, list[tuple[int, ...]]] = {}
         for line in text.strip().splitlines():
             symbol, alternatives = line.split(" -> ")
-            self.rules[int(symbol)] = [
-                tuple(map(int, rule.split())) for rule in alternatives.split(" | ")
-            ]
+            rules = [rule.split() for rule in alternatives.split(" | ")]
+            self.rules[int(symbol)] = [tuple(map(int, rule)) for rule in rules]
 
         # The symbols that derive from the root, level by level down to the terminals
         levels = [[root or next(iter(self.rules))]]
         while levels[-1][0] in self.rules:
-            rules = [rule for symbol in levels[-1] for rule in self.rules[symbol]]
-            levels.append(sorted({child for rule in rules for child in rule}))
+            rules_of_level = chain.from_iterable(self.rules[symbol] for symbol in levels[-1])
+            children = set(chain.from_iterable(rules_of_level))
+            levels.append(sorted(children))
         self.bos = max(levels[-1]) + 1
         self.terminals = np.array(levels[-1])
         self.depth = len(levels) - 1
@@ -80,16 +82,14 @@ class Grammar:
 
         # For exact distributions: the rules' probabilities by level, and a factor per token that
         # keeps the weight of a sentence from underflow
-        self._levels = [
-            self._level(symbols, children)
-            for symbols, children in zip(levels, levels[1:], strict=False)
-        ]
+        self._levels = [self._level(symbols, children) for symbols, children in pairwise(levels)]
         self._scale = self._mean_scale(levels)
 
         # For sampling: the rules of all symbols one after another; those of two children end in 0
-        rules = [rule for alternatives in self.rules.values() for rule in alternatives]
-        counts = [len(alternatives) for alternatives in self.rules.values()]
-        self._children = np.array([(*rule, 0)[:MAX_CHILDREN] for rule in rules], np.uint8)
+        counts = list(map(len, self.rules.values()))
+        self._children = np.zeros((sum(counts), MAX_CHILDREN), np.uint8)
+        for row, rule in zip(self._children, chain(*self.rules.values()), strict=True):
+            row[: len(rule)] = rule
         self._num_rules = np.zeros(SYMBOLS, np.int64)
         self._num_rules[list(self.rules)] = counts
         self._first_rule = np.zeros(SYMBOLS, np.int64)
@@ -134,20 +134,21 @@ class Grammar:
             tokens = num_children @ tokens
         return float(np.exp(nats[0] / tokens[0]))
 
-    def sample(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return one sentence per row of `words`, uint64 [count, depth]: uint8 tokens and ends.
+    def sample(self, random_bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return one sentence per row of `random_bits`, uint64 [count, depth]: uint8 tokens, ends.
 
         Level h of a sentence draws from the splitmix64 stream that word h seeds, one number per
         symbol.
         """
-        symbols = np.full(len(words), self._root, np.uint8)
-        ends = np.arange(1, len(words) + 1)
-        for level in range(self.depth):
-            # Number n of a sentence's symbols, from 1 on, draws mix(word + n * GOLDEN).
+        count = len(random_bits)
+        symbols = np.full(count, self._root, np.uint8)
+        ends = np.arange(1, count + 1)
+        for seeds in random_bits.T[: self.depth]:
+            # Number n of a sentence's symbols, from 1 on, draws mix(seed + n * GOLDEN).
             counts = np.diff(ends, prepend=0)
             starts = np.repeat(ends - counts, counts)
             number = np.arange(1, len(symbols) + 1) - starts
-            state = number.astype(np.uint64) * GOLDEN + np.repeat(words[:, level], counts)
+            state = np.repeat(seeds, counts) + number.astype(np.uint64) * GOLDEN
 
             # Each symbol becomes the two or three children of a rule of its own.
             choice = below(mix(state), self._num_rules[symbols])
@@ -174,17 +175,16 @@ class Grammar:
         position_ends = len(ids) + 1
 
         # From the root down: `prefix` [ends, symbols], the weight of a symbol that begins there.
-        prefix = np.append(False, ids == self.bos).astype(float)[:, None]
+        prefix = np.append(0.0, ids == self.bos)[:, None]
         for level, spans, pairs in zip(
-            self._levels, inside.spans[::-1], inside.pairs[::-1], strict=True
+            self._levels, reversed(inside.spans), reversed(inside.pairs), strict=True
         ):
             # A child is the first one of its rule, the second after a span, the third after two.
             size = level.first.shape[1]
             child_prefix = prefix @ level.first
             for siblings, rules in ((spans, level.second), (pairs, level.ternary)):
-                weight = prefix[siblings.start, :, None] * siblings.weight[:, None, :]
-                rules = rules.reshape(-1, size)
-                next_weight = weight.reshape(-1, len(rules)) @ rules
+                weight = _outer(prefix[siblings.start], siblings.weight)
+                next_weight = weight @ rules.reshape(-1, size)
                 child_prefix += _at_ends(siblings.end, next_weight, position_ends)
             prefix = child_prefix
 
@@ -201,47 +201,52 @@ class Grammar:
         terminal_weight = self._scale * (ids[positions, None] == self.terminals)
         spans = [Spans(positions, positions + 1, terminal_weight)]
         pairs = []
-        for height, level in enumerate(self._levels[::-1], 1):
-            right = spans[-1]
-            left = right
+        for height, level in enumerate(reversed(self._levels), 1):
+            child = spans[-1]
+            num_parents, size = level.first.shape
+            is_first = np.ones(len(child.start), bool)
             if height == self.depth:
                 # A whole sentence begins after <bos>: other spans of the root need not be found.
-                follows_bos = is_start[right.start]
-                left = Spans(*(column[follows_bos] for column in right))
-            num_parents, size = level.first.shape
+                is_first = is_start[child.start]
 
             # Pairs of neighbors, [pairs, size * size]; a binary rule makes one a parent.
-            i, j = _join(left, right)
-            weight = left.weight[i, :, None] * right.weight[j, None, :]
-            two = _merge(left.start[i], right.end[j], weight.reshape(len(i), size**2))
-            pairs.append(two)
-            binary = two.weight @ level.binary.reshape(num_parents, -1).T
+            i, j = _join(child.end, is_first, child.start)
+            weight = _outer(child.weight[i], child.weight[j])
+            pair = _merge(child.start[i], child.end[j], weight)
+            pairs.append(pair)
+            binary = pair.weight @ level.binary.reshape(num_parents, -1).T
 
             # Per pair, the weight of each parent for each third child, [pairs, parents * size]
-            rules = level.ternary.reshape(num_parents, size**2, size).swapaxes(0, 1)
-            incomplete = two.weight @ rules.reshape(size**2, -1)
-            kept = np.flatnonzero(incomplete.any(axis=1))
+            rules = np.moveaxis(level.ternary, 0, 2)
+            incomplete = pair.weight @ rules.reshape(size**2, -1)
 
             # A third neighbor completes them.
-            i, j = _join(Spans(two.start[kept], two.end[kept], incomplete), right)
-            i = kept[i]
+            i, j = _join(pair.end, incomplete.any(axis=1), child.start)
             by_third = incomplete[i].reshape(-1, num_parents, size)
-            ternary = np.einsum("nas,ns->na", by_third, right.weight[j])
-            start = np.append(two.start, two.start[i])
-            end = np.append(two.end, right.end[j])
+            ternary = np.einsum("nas,ns->na", by_third, child.weight[j])
+            start = np.append(pair.start, pair.start[i])
+            end = np.append(pair.end, child.end[j])
             spans.append(_merge(start, end, np.concatenate([binary, ternary])))
         root = spans.pop()
-        return Inside(spans, pairs, _at_ends(root.end, root.weight, len(ids) + 1)[:, 0])
+        complete = _at_ends(root.end, root.weight, len(ids) + 1)
+        return Inside(spans, pairs, complete[:, 0])
 
 
-def _join(left: Spans, right: Spans) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of all pairs of a left span and a right span that starts at its end."""
-    # Right spans are sorted by start: left span i is followed by counts[i] of them, from first[i].
-    first = np.searchsorted(right.start, left.end)
-    counts = np.searchsorted(right.start, left.end, side="right") - first
-    left_index = np.repeat(np.arange(len(counts)), counts)
-    offset = np.repeat(first - (np.cumsum(counts) - counts), counts)
-    return left_index, np.arange(len(left_index)) + offset
+def _outer(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Return the outer product of each pair of rows, [n, A] and [n, B], as [n, A * B]."""
+    products = left[:, :, None] * right[:, None, :]
+    return products.reshape(len(left), math.prod(products.shape[1:]))
+
+
+def _join(end: np.ndarray, is_left: np.ndarray, start: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of all pairs of neighbors: left ones of `is_left`; `start` ascends."""
+    # Left span i is followed by counts[i] right spans, from first[i].
+    left = np.flatnonzero(is_left)
+    first = np.searchsorted(start, end[left])
+    counts = np.searchsorted(start, end[left], side="right") - first
+    offset = first - (np.cumsum(counts) - counts)
+    right_index = np.arange(counts.sum()) + np.repeat(offset, counts)
+    return np.repeat(left, counts), right_index
 
 
 def _merge(start: np.ndarray, end: np.ndarray, weight: np.ndarray) -> Spans:
@@ -252,9 +257,11 @@ def _merge(start: np.ndarray, end: np.ndarray, weight: np.ndarray) -> Spans:
     end = end[order]
 
     # Equal spans now follow each other: sum each run of them.
-    is_new = (np.diff(start, prepend=-1) > 0) | (np.diff(end, prepend=-1) != 0)
-    new = np.flatnonzero(is_new)
-    return Spans(start[new], end[new], np.add.reduceat(weight[order], new, axis=0))
+    has_new_start = np.diff(start, prepend=-1) != 0
+    has_new_end = np.diff(end, prepend=-1) != 0
+    new = np.flatnonzero(has_new_start | has_new_end)
+    sums = np.add.reduceat(weight[order], new, axis=0)
+    return Spans(start[new], end[new], sums)
 
 
 def _at_ends(end: np.ndarray, weight: np.ndarray, count: int) -> np.ndarray:

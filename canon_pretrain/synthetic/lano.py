@@ -21,6 +21,7 @@ from canon_pretrain.synthetic.task import (
     Question,
     Span,
     Task,
+    divergence,
     token_spans,
 )
 
@@ -136,21 +137,24 @@ class Lano(Task):
     def random_words(self) -> int:
         return self.language.depth
 
-    def build(self, words: np.ndarray, seed: int) -> Instances:
-        sentences, ends = self.language.sample(words)
-        ids = np.insert(sentences.astype(np.int64), np.append(0, ends[:-1]), BOS)
-        kinds = np.where(ids == BOS, np.uint8(MARK), np.uint8(ANSWER))
-        return Instances(ids, kinds, ends + np.arange(1, len(words) + 1))
+    def build(self, random_bits: np.ndarray, seed: int) -> Instances:
+        sentences, ends = self.language.sample(random_bits)
+        starts = np.append(0, ends[:-1])
+        ids = np.insert(sentences.astype(np.int64), starts, BOS)
+        kinds = np.where(ids == BOS, MARK, ANSWER)
+        num_bos = np.arange(1, len(ends) + 1)
+        return Instances(ids, kinds, ends + num_bos)
 
     def questions(
         self, seed: int, first: int, count: int, domain: int = EVALUATION
     ) -> Iterator[Question]:
         """Yield a question per window that holds its first sentence and the next <bos>."""
-        for number, ids in enumerate(self.windows(seed, first, count, domain).ids, first):
-            starts = np.flatnonzero(ids == BOS)
-            if len(starts) > 1:
-                next_bos = starts[1]
-                yield Question([BOS], ids[1 : next_bos + 1].tolist(), number)
+        windows = self.windows(seed, first, count, domain)
+        for number, ids in enumerate(windows.ids.tolist(), first):
+            bos, *tokens = ids
+            if bos in tokens:
+                next_bos = tokens.index(bos)
+                yield Question([bos], tokens[: next_bos + 1], number)
 
     @property
     def answer_limit(self) -> int:
@@ -167,8 +171,9 @@ class Lano(Task):
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
         if not prompt or prompt[-1] != BOS:
             self.bad_prompt("a prompt that ends in <bos>")
-        is_sound = self.is_complete(answer) and set(answer[:-1]) <= {1, 2, 3}
-        is_right = is_sound and self.language.accepts(np.array(answer[:-1], np.int64))
+        sentence = answer[:-1]
+        is_sound = self.is_complete(answer) and set(sentence) <= {1, 2, 3}
+        is_right = is_sound and self.language.accepts(np.array(sentence, np.int64))
         verdict = self.verdict(answer, is_right, not is_sound)
         return Judgement(verdict, {"valid": float(is_right)})
 
@@ -185,17 +190,12 @@ class Lano(Task):
     def score_spans(
         self, ids: np.ndarray, spans: Sequence[Span], logs: Sequence[float], num_parameters: int
     ) -> dict[str, float]:
-        """Return the divergence from the true distribution, nats per token.
-
-        KL = sum over tokens of p * (log p - log q), mean over positions; p = 0 adds nothing.
-        """
-        starts, tokens = np.array([(span.start, span.tokens[0]) for span in spans]).T
-        p = _distribution(self, ids.tobytes())[starts - 1, tokens]
-        is_possible = p > 0
-        p = p[is_possible]
-        log_q = np.array(logs)[is_possible]
-        nats = p * (np.log(p) - log_q)
-        return {"kl": float(nats.sum() / len(np.unique(starts)))}
+        """Return the divergence from the true distribution, nats per token."""
+        spans_per_position = self.vocab_size - 1
+        earlier = [span.start - 1 for span in spans[::spans_per_position]]
+        p = _distribution(self, ids.tobytes())[earlier, 1:]
+        log_q = np.array(logs).reshape(p.shape)
+        return {"kl": divergence(p, log_q)}
 
 
 @functools.lru_cache(maxsize=512)

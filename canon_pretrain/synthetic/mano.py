@@ -20,6 +20,8 @@ from canon_pretrain.synthetic.task import (
     OneTokenTask,
     Task,
     below,
+    draw_size,
+    packed,
 )
 
 OPERATORS = ("+", "-", "*")
@@ -87,29 +89,26 @@ class Mano(OneTokenTask):
         """A word per token but the last: 32 bits for its value, one for its synonym."""
         return self.longest - 1
 
-    def build(self, words: np.ndarray, seed: int) -> Instances:
-        count = len(words)
-        if self.exact_l:
-            length = np.full(count, self.l)
-        else:
-            length = 1 + below(words[:, 0], self.l)
-        synonym_bits = words & np.uint64(1)
-        words = np.ascontiguousarray(words[:, 2:-1].T)
+    def build(self, random_bits: np.ndarray, seed: int) -> Instances:
+        count = len(random_bits)
+        length = draw_size(random_bits[:, 0], self.l, self.exact_l)
 
         # Arrays are [positions, count]. The subexpression at position p has sizes[p] operations
         # and 2 * sizes[p] + 1 tokens; one without operations is a value.
-        sizes = np.zeros((2 * self.l + 1, count), np.int64)
+        position_bits = np.ascontiguousarray(random_bits[:, 2:-1].T)
+        sizes = np.zeros(position_bits.shape, np.int64)
         sizes[0] = length
-        values = below(words, self.modulus)
+        values = below(position_bits, self.modulus)
         tokens = 1 + values
 
         # From the left: an operator, and how many other operations its left operand takes. The
         # left operand starts at p + 1, the right one after it.
         operations = []
-        for p in range(2 * self.l - 1):
+        positions = range(2 * self.l - 1)
+        for p in positions:
             rows = np.flatnonzero(sizes[p])
             size = sizes[p, rows]
-            draw = below(words[p, rows], len(OPERATORS) * size)
+            draw = below(position_bits[p, rows], len(OPERATORS) * size)
             operator, left_size = np.divmod(draw, size)
             right = p + 1 + (2 * left_size + 1)
             sizes[p + 1, rows] = left_size
@@ -118,50 +117,54 @@ class Mano(OneTokenTask):
             operations.append((rows, operator, right))
 
         # From the right: the value of a subexpression comes from its two operands.
-        for p in reversed(range(2 * self.l - 1)):
+        for p in reversed(positions):
             rows, operator, right = operations[p]
             a = values[p + 1, rows]
             b = values[right, rows]
-            values[p, rows] = np.choose(operator, [a + b, a - b, a * b]) % self.modulus
+            result = np.choose(operator, [a + b, a - b, a * b])
+            values[p, rows] = result % self.modulus
 
         # Rows of tokens: <bos> <len_l>, the expression, <ans> over its unused end, the value
         row = np.arange(count)
         ans_column = 2 + (2 * length + 1)
+        value_column = ans_column + 1
         ids = np.empty((count, self.longest), np.int64)
-        kinds = np.full((count, self.longest), PROBLEM, np.uint8)
         ids[:, 0] = self._bos
         ids[:, 1] = self._ans + length
         ids[:, 2:-2] = tokens.T
         ids[row, ans_column] = self._ans
-        kinds[row, ans_column] = MARK
         if self.synonyms:
-            is_mark = ids[:, :-1] > self.modulus
-            ids[:, :-1] += synonym_bits.astype(np.int64) * is_mark * self._num_marks
-        ids[row, ans_column + 1] = 1 + values[0]
-        kinds[row, ans_column + 1] = ANSWER
+            problem = ids[:, :-1]
+            is_mark = problem > self.modulus
+            is_synonym = is_mark & (random_bits % 2 == 1)
+            problem += self._num_marks * is_synonym
+        ids[row, value_column] = 1 + values[0]
+        ids[np.arange(self.longest) > value_column[:, None]] = 0
 
-        is_used = np.arange(self.longest) <= ans_column[:, None] + 1
-        return Instances(ids[is_used], kinds[is_used], np.cumsum(ans_column + 2))
+        kinds = np.full(ids.shape, PROBLEM)
+        kinds[row, ans_column] = MARK
+        kinds[row, value_column] = ANSWER
+        return packed(ids, kinds)
 
     @property
     def metrics(self) -> list[str]:
-        return ["exact", *(f"exact_l{size}" for size in range(1, self.l + 1))]
+        by_length = [f"exact_l{length}" for length in range(1, self.l + 1)]
+        return ["exact", *by_length]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
         length, value = self._solve(prompt)
-        is_right = list(answer) == [1 + value]
-        is_malformed = not all(1 <= token <= self.modulus for token in answer)
-        values = dict.fromkeys(("exact", f"exact_l{length}"), float(is_right))
-        return Judgement(self.verdict(answer, is_right, is_malformed), values)
+        values = range(1, self.modulus + 1)
+        return self.judge_token(answer, [1 + value], values, ["exact", f"exact_l{length}"])
 
     def _solve(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Return the length and the value of the expression after the last <bos>."""
         # The tokens from the last one back to <bos>, without synonyms
         reversed_tokens = list[int]()
         for token in reversed(prompt):
-            is_synonym = self.synonyms and token > self.modulus + self._num_marks
-            reversed_tokens.append(token - self._num_marks if is_synonym else token)
-            if reversed_tokens[-1] == self._bos:
+            if self.synonyms and token > self.modulus + self._num_marks:
+                token -= self._num_marks
+            reversed_tokens.append(token)
+            if token == self._bos:
                 break
         expression = reversed_tokens[1:-2]
         marks = reversed_tokens[:1] + reversed_tokens[-2:]
@@ -175,7 +178,8 @@ class Mano(OneTokenTask):
             elif len(stack) >= 2 and 0 <= operator < len(OPERATORS):
                 a = stack.pop()
                 b = stack.pop()
-                stack.append((a + b, a - b, a * b)[operator] % self.modulus)
+                result = (a + b, a - b, a * b)[operator]
+                stack.append(result % self.modulus)
             else:
                 stack.clear()
                 break

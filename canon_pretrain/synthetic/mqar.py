@@ -26,6 +26,8 @@ from canon_pretrain.synthetic.task import (
     after_last,
     below,
     draw_distinct,
+    packed,
+    split_columns,
 )
 
 
@@ -81,36 +83,39 @@ class Mqar(OneTokenTask):
         """For keys and values, which pairs are queried, where, and the tokens of all slots."""
         return 3 * self.pairs + self.slots + 2 * self.slots
 
-    def build(self, words: np.ndarray, seed: int) -> Instances:
-        count = len(words)
+    def build(self, random_bits: np.ndarray, seed: int) -> Instances:
+        count = len(random_bits)
         num_keys = self.vocab // 2
-        parts = np.cumsum([self.pairs, self.pairs, self.pairs, self.slots])
-        words_keys, words_values, words_queried, words_slots, words_tokens = np.split(
-            words, parts, axis=1
+        bits_keys, bits_values, bits_queried, bits_slots, bits_tokens = split_columns(
+            random_bits, self.pairs, self.pairs, self.pairs, self.slots
         )
-        keys = 1 + draw_distinct(words_keys, num_keys)
-        values = 1 + num_keys + draw_distinct(words_values, num_keys)
-        queried = draw_distinct(words_queried, self.pairs)[:, : self.queries]
+        keys = 1 + draw_distinct(bits_keys, num_keys)
+        values = 1 + num_keys + draw_distinct(bits_values, num_keys)
+        queried = draw_distinct(bits_queried, self.pairs)[:, : self.queries]
 
         # A weighted draw without replacement: the least of exponential times with rates `weight`.
         weight = np.arange(1, self.slots + 1) ** (self.power - 1)
-        uniform = ((words_slots >> np.uint64(11)) + 0.5) * 2.0**-53
+        uniform = ((bits_slots >> 11) + 0.5) * 2.0**-53
         times = -np.log(uniform) / weight
         slots = np.argsort(times, axis=1)[:, : self.queries]
 
-        # Tokens [count, longest]: <bos>, the pairs, and slots
+        # Tokens [count, longest]: <bos>, the pairs, and slots of random tokens
         ids = np.empty((count, self.longest), np.int64)
-        kinds = np.full((count, self.longest), PROBLEM, np.uint8)
         end_of_pairs = 1 + 2 * self.pairs
         ids[:, 0] = self._bos
         ids[:, 1:end_of_pairs:2] = keys
         ids[:, 2:end_of_pairs:2] = values
-        ids[:, end_of_pairs:] = 1 + below(words_tokens, self.vocab)
-        query_columns = end_of_pairs + 2 * slots
-        np.put_along_axis(ids, query_columns, np.take_along_axis(keys, queried, 1), 1)
-        np.put_along_axis(ids, query_columns + 1, np.take_along_axis(values, queried, 1), 1)
-        np.put_along_axis(kinds, query_columns + 1, np.uint8(ANSWER), 1)
-        return Instances(ids.ravel(), kinds.ravel(), self.longest * np.arange(1, count + 1))
+        ids[:, end_of_pairs:] = 1 + below(bits_tokens, self.vocab)
+
+        # The drawn slots have a key and its value.
+        row = np.arange(count)[:, None]
+        key_column = end_of_pairs + 2 * slots
+        value_column = key_column + 1
+        ids[row, key_column] = keys[row, queried]
+        ids[row, value_column] = values[row, queried]
+        kinds = np.full(ids.shape, PROBLEM)
+        kinds[row, value_column] = ANSWER
+        return packed(ids, kinds)
 
     @property
     def metrics(self) -> list[str]:
@@ -118,9 +123,8 @@ class Mqar(OneTokenTask):
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
         value = self._value(list(prompt))
-        is_right = list(answer) == [value]
-        is_malformed = not all(self.vocab // 2 < token <= self.vocab for token in answer)
-        return Judgement(self.verdict(answer, is_right, is_malformed), {"exact": float(is_right)})
+        values = range(self.vocab // 2 + 1, self.vocab + 1)
+        return self.judge_token(answer, [value], values, self.metrics)
 
     def _value(self, prompt: list[int]) -> int:
         """Return the value of the key at the end of a prompt."""
@@ -129,7 +133,9 @@ class Mqar(OneTokenTask):
             pairs = context[: 2 * self.pairs]
             slots = context[2 * self.pairs :]
             value_of = dict(zip(pairs[::2], pairs[1::2], strict=False))
-            is_key = slots and len(slots) % 2 and slots[-1] in value_of
-            if is_key and len(value_of) == self.pairs and 2 * self.pairs == len(pairs):
-                return value_of[slots[-1]]
+
+            # Keys are distinct; slots are whole but for the last one, which ends at its key.
+            last_key = slots[-1] if len(slots) % 2 else None
+            if last_key in value_of and len(value_of) == self.pairs:
+                return value_of[last_key]
         self.bad_prompt(f"<bos>, {self.pairs} keys and values, and slots up to a queried key")

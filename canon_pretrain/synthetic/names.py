@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from canon_pretrain.synthetic.task import GOLDEN, Instances, Task, below, mix
+from canon_pretrain.synthetic.task import GOLDEN, Instances, Task, below, mix, packed, split_columns
 
 MOST = 1 << 20
 """The most names of a task."""
@@ -49,15 +49,16 @@ class Names:
         # `_tokens` [symbols, high] by symbol, 0 past the end: padding, names by length, specials.
         # The names of one length count in base `vocab`, digits 1 ... V, the last one V higher.
         self._sizes = np.array(sizes, np.uint64)
-        self._first_symbols = 1 + np.cumsum([0, *sizes[:-1]])
+        self._first_symbols = 1 + np.cumsum(sizes) - sizes
         self._tokens = np.zeros((1 + self.count + specials, high), np.int32)
         for length, first, size in zip(lengths, self._first_symbols, sizes, strict=True):
             powers = vocab ** np.arange(length)[::-1]
+            number = np.arange(size)[:, None]
             rows = self._tokens[first : first + size]
-            rows[:, :length] = 1 + np.arange(size)[:, None] // powers % vocab
+            rows[:, :length] = 1 + number // powers % vocab
             rows[:, length - 1] += vocab
-        self._tokens[1 + self.count :, 0] = 2 * vocab + 1 + np.arange(specials)
-        self._lengths = (self._tokens != 0).sum(axis=1)
+        first_special = 2 * vocab + 1
+        self._tokens[1 + self.count :, 0] = np.arange(first_special, first_special + specials)
 
     @functools.cached_property
     def _candidates(self) -> int:
@@ -65,63 +66,71 @@ class Names:
         draws = np.arange(self.n, 16 * self.n + 64)[:, None]
         # The probability that none of the draws is one certain name of each length:
         # (1 - p)**draws with p = 1 / (lengths * names of this length); 1e-9 keeps p below 1.
-        p = 1 / (len(self._sizes) * self._sizes + 1e-9)
+        sizes = self._sizes
+        p = 1 / (len(sizes) * sizes + 1e-9)
         missed = np.exp(draws * np.log1p(-p))
-        distinct = (self._sizes * (1 - missed)).sum(axis=1)
-        variance = (self._sizes * missed * (1 - missed)).sum(axis=1)
+        distinct = (sizes * (1 - missed)).sum(axis=1)
+        variance = (sizes * missed * (1 - missed)).sum(axis=1)
         is_enough = distinct - 3 * np.sqrt(variance) >= self.n
         # `_choose` draws again where even the last number of draws is not enough.
-        best = np.argmax(is_enough) if is_enough.any() else -1
-        return int(draws[best, 0])
+        return int(draws[is_enough].min(initial=draws[-1, 0]))
 
     @property
     def random_words(self) -> int:
         """The words per instance that `draw` needs."""
         return self._candidates + self.n
 
-    def draw(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    def draw(self, random_bits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return the symbols of `sizes[i]` distinct names for row i, in random order, then zeros,
         int64 [count, n]: a name's length is uniform, then its tokens are; a name that the row has
-        already is drawn again. `words` is uniform uint64 [count, random_words]."""
-        chosen = self._choose(words[:, : self._candidates], sizes)
-        # Sort keys: bit 63 puts the zeros last, then 42 random bits, then 21 bits of the symbol.
-        is_zero = (chosen == 0).astype(np.uint64)
-        keys = words[:, self._candidates :] >> np.uint64(22) << np.uint64(21)
-        keys |= is_zero << np.uint64(63)
-        keys |= chosen.astype(np.uint64)
-        return (np.sort(keys, axis=1) & np.uint64((1 << 21) - 1)).astype(np.int64)
+        already is drawn again. `random_bits` is uniform uint64 [count, random_words]."""
+        bits_names, bits_order = split_columns(random_bits, self._candidates)
+        chosen = self._choose(bits_names, sizes)
 
-    def _choose(self, words: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        # Sort keys: bit 63 puts the zeros last, then 42 random bits, then 21 bits of the symbol.
+        keys = bits_order >> 22 << 21 | chosen.astype(np.uint64)
+        is_zero = chosen == 0
+        keys |= is_zero.astype(np.uint64) << 63
+        keys.sort(axis=1)
+        symbols = keys & ((1 << 21) - 1)
+        return symbols.astype(np.int64)
+
+    def _choose(self, random_bits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return the symbols of the first `sizes[i]` distinct names that the words of row i name,
         then zeros; where these are not enough, hashes of the words continue the row."""
-        width = words.shape[1]
-        lengths = below(words << np.uint64(32), len(self._sizes))
-        symbols = self._first_symbols[lengths] + below(words, self._sizes[lengths])
+        width = random_bits.shape[1]
+        lengths = below(random_bits << 32, len(self._sizes))
+        symbols = self._first_symbols[lengths] + below(random_bits, self._sizes[lengths])
 
         # Sort by symbol, then by column, so that a repeated name follows its first draw.
         # Keys of 32 bits, which sort faster, where symbol, column and one more bit fit.
         symbol_bits = self.count.bit_length()
         column_bits = width.bit_length()
         key_type = np.int32 if symbol_bits + column_bits < 31 else np.int64
-        keys = np.sort((symbols << column_bits | np.arange(width)).astype(key_type), axis=1)
+        keys = symbols << column_bits | np.arange(width)
+        keys = keys.astype(key_type)
+        keys.sort(axis=1)
         symbols = keys >> column_bits
         columns = keys & ((1 << column_bits) - 1)
-        is_new = np.ones(keys.shape, bool)
-        np.not_equal(symbols[:, 1:], symbols[:, :-1], out=is_new[:, 1:])
+        is_repeated = np.zeros(keys.shape, bool)
+        is_repeated[:, 1:] = symbols[:, 1:] == symbols[:, :-1]
 
         # Sort by column again, repeated names behind all columns.
-        columns += np.where(is_new, 0, 1 << column_bits).astype(key_type)
-        keys = np.sort(columns << symbol_bits | symbols, axis=1)[:, : self.n]
-        symbols = keys & ((1 << symbol_bits) - 1)
-        chosen = np.where(np.arange(self.n) < sizes[:, None], symbols, 0)
+        columns += is_repeated.astype(key_type) << column_bits
+        keys = columns << symbol_bits | symbols
+        keys.sort(axis=1)
+        symbols = keys[:, : self.n] & ((1 << symbol_bits) - 1)
+        is_chosen = np.arange(self.n) < sizes[:, None]
+        chosen = symbols * is_chosen
 
         # A row with too few distinct names gets as many words again, hashed from its own.
-        is_short = is_new.sum(axis=1) < sizes
+        num_distinct = width - np.count_nonzero(is_repeated, axis=1)
+        is_short = num_distinct < sizes
         if is_short.any():
-            row_words = words[is_short]
+            short_bits = random_bits[is_short]
             new_columns = np.arange(width, 2 * width, dtype=np.uint64)
-            new_words = mix(row_words + new_columns + GOLDEN)
-            longer = np.concatenate([row_words, new_words], axis=1)
+            new_bits = mix(short_bits + new_columns + GOLDEN)
+            longer = np.hstack([short_bits, new_bits])
             chosen[is_short] = self._choose(longer, sizes[is_short])
         return chosen
 
@@ -130,13 +139,11 @@ class Names:
         return token - 2 * self.vocab + self.count
 
     def write(self, symbols: np.ndarray, kinds: np.ndarray) -> Instances:
-        """Return the rows of `symbols` [count, width] as tokens, of `kinds` [width]."""
-        tokens = self._tokens[symbols]
-        is_token = tokens != 0
-        lengths = self._lengths[symbols]
-        kinds = np.repeat(np.broadcast_to(kinds, symbols.shape).ravel(), lengths.ravel())
-        ends = lengths.sum(axis=1).cumsum()
-        return Instances(tokens[is_token].astype(np.int64), kinds, ends)
+        """Return the rows of `symbols` [count, width] as tokens, of `kinds` [..., width]."""
+        tokens = self._tokens[symbols].reshape(len(symbols), -1)
+        token_kinds = np.repeat(kinds, self.high, axis=-1)
+        instances = packed(tokens, token_kinds)
+        return instances._replace(ids=instances.ids.astype(np.int64))
 
     def parse(self, ids: Sequence[int]) -> list[tuple[int, ...]] | None:
         """Return the names that `ids` consist of; None if they are no sequence of names."""

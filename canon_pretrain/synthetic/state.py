@@ -28,6 +28,8 @@ from canon_pretrain.synthetic.task import (
     Task,
     after_last,
     below,
+    draw_size,
+    packed,
 )
 
 Group = Literal["s5", "a5", "z60", "parity"]
@@ -43,9 +45,12 @@ def multiplication_table(group: Group) -> np.ndarray:
     permutations = list(itertools.permutations(range(5)))
     if group == "a5":
         permutations = [p for p in permutations if _is_even(p)]
-    number = {p: i for i, p in enumerate(permutations)}
-    products = [[number[tuple(h[i] for i in g)] for h in permutations] for g in permutations]
-    return np.array(products)
+
+    # products[h, g, i] = h(g(i)); in the order of the elements, their numbers in base 5 ascend.
+    elements = np.array(permutations)
+    products = elements[:, elements]
+    places = 5 ** np.arange(5)[::-1]
+    return np.searchsorted(elements @ places, products @ places).T
 
 
 def _is_even(permutation: Sequence[int]) -> bool:
@@ -104,57 +109,56 @@ class State(OneTokenTask):
     def random_words(self) -> int:
         return 1 + self.l
 
-    def build(self, words: np.ndarray, seed: int) -> Instances:
-        count = len(words)
-        if self.exact_l:
-            length = np.full(count, self.l)
-        else:
-            length = 1 + below(words[:, 0], self.l)
+    def build(self, random_bits: np.ndarray, seed: int) -> Instances:
+        count = len(random_bits)
+        length = draw_size(random_bits[:, 0], self.l, self.exact_l)
 
-        # Products of the first elements, [count, l]
-        elements = below(words[:, 1:], self.order)
-        products = elements.copy()
-        for i in range(1, self.l):
-            products[:, i] = self._table[products[:, i - 1], elements[:, i]]
+        # products[:, i] is the product of the first i elements; 0 is the identity.
+        elements = below(random_bits[:, 1:], self.order)
+        products = np.zeros((count, 1 + self.l), np.int64)
+        for i, element in enumerate(elements.T):
+            products[:, i + 1] = self._table[products[:, i], element]
 
         # <bos>, the elements, then <ans> and the product over the unused ones
         row = np.arange(count)
+        ans_column = 1 + length
+        product_column = 2 + length
         ids = np.empty((count, self.longest), np.int64)
-        kinds = np.full((count, self.longest), PROBLEM, np.uint8)
         ids[:, 0] = self._bos
         ids[:, 1:-2] = 1 + elements
-        ids[row, 1 + length] = self._ans
-        kinds[row, 1 + length] = MARK
-        ids[row, 2 + length] = 1 + products[row, length - 1]
-        kinds[row, 2 + length] = ANSWER
+        ids[row, ans_column] = self._ans
+        ids[row, product_column] = 1 + products[row, length]
+        ids[np.arange(self.longest) > product_column[:, None]] = 0
 
-        is_used = np.arange(self.longest) < 3 + length[:, None]
-        return Instances(ids[is_used], kinds[is_used], np.cumsum(3 + length))
+        kinds = np.full(ids.shape, PROBLEM)
+        kinds[row, ans_column] = MARK
+        kinds[row, product_column] = ANSWER
+        return packed(ids, kinds)
 
     @property
     def metrics(self) -> list[str]:
-        lengths = [self.l] if self.exact_l else range(1, self.l + 1)
-        return ["exact", *(f"exact_l{length}" for length in lengths)]
+        shortest = self.l if self.exact_l else 1
+        by_length = [f"exact_l{length}" for length in range(shortest, self.l + 1)]
+        return ["exact", *by_length]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> Judgement:
         elements = self._elements(list(prompt))
         product = 0
         for element in elements:
             product = int(self._table[product, element])
-        is_right = list(answer) == [1 + product]
-        is_malformed = not all(1 <= token <= self.order for token in answer)
 
-        values = {"exact": float(is_right)}
-        if f"exact_l{len(elements)}" in self.metrics:
-            values[f"exact_l{len(elements)}"] = float(is_right)
-        return Judgement(self.verdict(answer, is_right, is_malformed), values)
+        names = ("exact", f"exact_l{len(elements)}")
+        metrics = [name for name in names if name in self.metrics]
+        return self.judge_token(answer, [1 + product], range(1, self.order + 1), metrics)
 
     def _elements(self, prompt: list[int]) -> list[int]:
         """Return the last word of a prompt."""
         if self._bos in prompt and prompt[-1] == self._ans:
             word = after_last(prompt, self._bos)[:-1]
-            if 1 <= len(word) <= self.l and all(1 <= token <= self.order for token in word):
-                return [token - 1 for token in word]
+            elements = [token - 1 for token in word]
+            is_word = all(0 <= element < self.order for element in elements)
+            if is_word and 1 <= len(word) <= self.l:
+                return elements
         self.bad_prompt("<bos>, a word of elements and <ans>")
 
     def evaluations(self) -> list[Task]:

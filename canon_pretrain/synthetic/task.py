@@ -9,10 +9,11 @@ windows that it needs. Everything is vectorized over instances. No torch.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, get_args
@@ -26,9 +27,9 @@ EVALUATION = 1
 """Domains of random numbers: no window for evaluation is one of training, at any seed."""
 EVALUATION_SEED = 0
 """The same for runs that differ in seeds, so that their items can be paired."""
-PROBLEM = 0
-MARK = 1
-ANSWER = 2
+PROBLEM = np.uint8(0)
+MARK = np.uint8(1)
+ANSWER = np.uint8(2)
 """Kinds of tokens. MARK: precedes or ends an answer; with `loss_on = "answers"` the loss counts
 MARK and ANSWER. A question asks for a run of ANSWER, given all tokens before it."""
 STRIDE = 1 << 20
@@ -37,7 +38,7 @@ PHILOX_WORDS = 4
 """64-bit words that Philox makes from each value of its counter, which has 256 bits."""
 SAMPLED_INSTANCES = 256
 """Instances whose lengths estimate how many fill a window."""
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = 0x9E3779B97F4A7C15
 """The step of SplitMix64's state, before `mix`."""
 VERSION = 1
 """Part of the fingerprint; to be raised whenever any task's data change."""
@@ -137,8 +138,8 @@ class Task(ABC):
         """Random 64-bit words per instance."""
 
     @abstractmethod
-    def build(self, words: np.ndarray, seed: int) -> Instances:
-        """Return one instance per row of `words`, uint64 [count, random_words], uniform."""
+    def build(self, random_bits: np.ndarray, seed: int) -> Instances:
+        """Return an instance per row of `random_bits`, uniform uint64 [count, random_words]."""
 
     @property
     @abstractmethod
@@ -219,53 +220,57 @@ class Task(ABC):
 
     def instances(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Instances:
         """Return the instances `first` ... `first + count - 1`."""
-        return self.build(self._words(seed, first, count, domain), seed)
+        return self.build(self._random_bits(seed, first, count, domain), seed)
 
-    def _words(self, seed: int, first: int, count: int, domain: int) -> np.ndarray:
+    def _random_bits(self, seed: int, first: int, count: int, domain: int) -> np.ndarray:
         """Return the random words of instances `first` on, uint64 [count, random_words].
 
         Each instance owns a run of the counter's values, so that its words depend on no other one.
         """
         blocks = math.ceil(self.random_words / PHILOX_WORDS)
+        num_words = blocks * PHILOX_WORDS
         # NumPy increments the counter before each block: start one below the first value.
         counter = (first * blocks - 1) % (1 << 256)
         key = np.array([seed, domain], dtype=np.uint64)
         generator = np.random.Philox(key=key, counter=counter)
-        words = generator.random_raw(count * blocks * PHILOX_WORDS)
-        return words.reshape(count, blocks * PHILOX_WORDS)[:, : self.random_words]
+        random_bits = generator.random_raw(count * num_words).reshape(count, num_words)
+        return random_bits[:, : self.random_words]
 
     @functools.cached_property
     def _per_window(self) -> int:
         """The number of instances that usually fill a window: the mean plus 2 deviations."""
-        words = self._words(0, 0, SAMPLED_INSTANCES, EVALUATION)
-        lengths = np.diff(self.build(words, 0).ends, prepend=0)
-        mean_number = self.seq_len / lengths.mean()
+        sample = self.instances(0, 0, SAMPLED_INSTANCES, EVALUATION)
+        lengths = np.diff(sample.ends, prepend=0)
+        mean_length = lengths.mean()
+        mean_number = self.seq_len / mean_length
         # Renewal theory: instances of a window have variance number * (std / mean)**2.
-        deviation = lengths.std() / lengths.mean() * np.sqrt(mean_number)
+        deviation = lengths.std() / mean_length * np.sqrt(mean_number)
         return int(np.ceil(mean_number + 2 * deviation))
 
     def windows(self, seed: int, first: int, count: int, domain: int = TRAINING) -> Windows:
         """Return the windows `first` ... `first + count - 1`."""
-        return self._fill(seed, np.arange(first, first + count), domain, self._per_window)
+        numbers = np.arange(first, first + count)
+        return self._fill(seed, numbers, domain, self._per_window)
 
     def _fill(
         self, seed: int, numbers: np.ndarray, domain: int, instances_per_window: int
     ) -> Windows:
         """Return the windows `numbers`; those that the instances do not fill are made from more."""
-        words = [
-            self._words(seed, int(number) * STRIDE, instances_per_window, domain)
-            for number in numbers
+        random_bits = [
+            self._random_bits(seed, number * STRIDE, instances_per_window, domain)
+            for number in numbers.tolist()
         ]
-        instances = self.build(np.concatenate(words), seed)
+        instances = self.build(np.concatenate(random_bits), seed)
         ends = instances.ends[instances_per_window - 1 :: instances_per_window]
-        starts = np.concatenate([[0], ends[:-1]])
+        lengths = np.diff(ends, prepend=0)
+        starts = ends - lengths
 
         # The first seq_len tokens of each run; a window that is too short is replaced below.
         token = starts[:, None] + np.arange(self.seq_len)
         token = np.minimum(token, len(instances.ids) - 1)
         windows = Windows(instances.ids[token], instances.kinds[token])
 
-        is_short = ends - starts < self.seq_len
+        is_short = lengths < self.seq_len
         if is_short.any():
             longer = self._fill(seed, numbers[is_short], domain, 2 * instances_per_window)
             windows.ids[is_short] = longer.ids
@@ -274,7 +279,9 @@ class Task(ABC):
 
     def is_counted(self, kinds: np.ndarray) -> np.ndarray:
         """Return which tokens the loss counts as labels, bool."""
-        return np.ones_like(kinds, dtype=bool) if self.loss_on == "all" else kinds != PROBLEM
+        if self.loss_on == "all":
+            return np.ones_like(kinds, dtype=bool)
+        return kinds != PROBLEM
 
     def questions(
         self, seed: int, first: int, count: int, domain: int = EVALUATION
@@ -283,8 +290,9 @@ class Task(ABC):
         windows = self.windows(seed, first, count, domain)
         for number, (ids, kinds) in enumerate(zip(*windows, strict=True), first):
             # Where a run of ANSWER begins and ends, in turns
-            edges = np.flatnonzero(np.diff(kinds == ANSWER, prepend=False, append=False))
-            for start, end in edges.reshape(-1, 2).tolist():
+            is_edge = np.diff(kinds == ANSWER, prepend=False, append=False)
+            runs = np.flatnonzero(is_edge).reshape(-1, 2)
+            for start, end in runs.tolist():
                 answer = ids[start:end].tolist()
                 if end < self.seq_len or self.is_complete(answer):
                     yield Question(ids[:start].tolist(), answer, number)
@@ -301,11 +309,38 @@ class OneTokenTask(Task):
     def is_complete(self, answer: Sequence[int]) -> bool:
         return len(answer) == 1
 
+    def judge_token(
+        self,
+        answer: Sequence[int],
+        right_tokens: Collection[int],
+        alphabet: range,
+        metrics: Sequence[str],
+    ) -> Judgement:
+        """Score an answer that should be one of `right_tokens`; malformed: not in `alphabet`."""
+        is_right = len(answer) == 1 and answer[0] in right_tokens
+        is_malformed = not all(token in alphabet for token in answer)
+        values = dict.fromkeys(metrics, float(is_right))
+        return Judgement(self.verdict(answer, is_right, is_malformed), values)
+
+
+def packed(ids: np.ndarray, kinds: np.ndarray) -> Instances:
+    """Return rows `ids` [count, width] as instances, without zeros; `kinds` broadcasts to them."""
+    is_token = ids != 0
+    kinds = np.broadcast_to(kinds, ids.shape)
+    lengths = np.count_nonzero(is_token, axis=1)
+    return Instances(ids[is_token], kinds[is_token], np.cumsum(lengths))
+
 
 def after_last(tokens: Sequence[int], token: int) -> list[int]:
     """Return the tokens after the last `token`; all if there is none."""
-    tokens = list(tokens)
-    return tokens[len(tokens) - tokens[::-1].index(token) :] if token in tokens else tokens
+    reversed_tail = itertools.takewhile(lambda other: other != token, reversed(tokens))
+    return list(reversed_tail)[::-1]
+
+
+def token_accuracy(answer: Sequence[int], right_answer: Sequence[int]) -> float:
+    """Return the share of the tokens of `right_answer` that `answer` has in the same places."""
+    pairs = zip(answer, right_answer, strict=False)
+    return sum(token == right_token for token, right_token in pairs) / len(right_answer)
 
 
 def token_spans(positions: np.ndarray, tokens: range, max_positions: int | None) -> list[Span]:
@@ -315,38 +350,63 @@ def token_spans(positions: np.ndarray, tokens: range, max_positions: int | None)
     return [Span(position, [token]) for position in positions.tolist() for token in tokens]
 
 
-def below(words: np.ndarray, bound: Any) -> np.ndarray:
+def divergence(p: np.ndarray, log_q: np.ndarray) -> float:
+    """Return KL(p || q) = sum of p * (log p - log q), in nats, mean over rows [rows, tokens].
+
+    p = 0 adds nothing.
+    """
+    is_possible = p > 0
+    num_rows = len(p)
+    p = p[is_possible]
+    nats = p * (np.log(p) - log_q[is_possible])
+    return float(nats.sum() / num_rows)
+
+
+def split_columns(random_bits: np.ndarray, *widths: int) -> list[np.ndarray]:
+    """Split `random_bits` [count, words] into parts of these widths, and the rest."""
+    return np.split(random_bits, np.cumsum(widths), axis=1)
+
+
+def below(random_bits: np.ndarray, bound: Any) -> np.ndarray:
     """Map uint64 words to [0, bound) for bounds up to 2**31, int64; the bias is below 2**-32."""
-    half = np.uint64(32)
-    scaled = (words >> half) * np.asarray(bound, np.uint64)
-    return (scaled >> half).astype(np.int64)
+    scaled = (random_bits >> 32) * np.asarray(bound, np.uint64)
+    return (scaled >> 32).astype(np.int64)
 
 
-def draw_distinct(words: np.ndarray, bound: Any) -> np.ndarray:
+def draw_size(random_bits: np.ndarray, largest: int, is_exact: bool) -> np.ndarray:
+    """Map uint64 words to sizes 1 ... `largest`, int64; if `is_exact`, all to the largest one."""
+    if is_exact:
+        return np.full(random_bits.shape, largest)
+    return 1 + below(random_bits, largest)
+
+
+def draw_distinct(random_bits: np.ndarray, bound: Any) -> np.ndarray:
     """Return distinct numbers in [0, bound), as many as a row has words, in random order, int64.
 
-    `bound` is a number, or one per row.
+    `random_bits` is [..., n]; `bound` is a number, or an array that broadcasts over the rows.
 
     Floyd's algorithm: the j-th of n draws is below bound - n + j + 1; a number that the row has
     already stands for the highest one of these, which no earlier draw could be.
     """
-    n = words.shape[1]
-    numbers = np.empty(words.shape, np.int64)
+    n = random_bits.shape[-1]
+    numbers = np.empty(random_bits.shape, np.int64)
     for j in range(n):
         highest = bound - n + j
-        draw = below(words[:, j], highest + 1)
-        is_taken = (numbers[:, :j] == draw[:, None]).any(axis=1)
-        numbers[:, j] = np.where(is_taken, highest, draw)
+        draw = below(random_bits[..., j], highest + 1)
+        earlier = numbers[..., :j]
+        is_taken = (earlier == draw[..., None]).any(axis=-1)
+        numbers[..., j] = np.where(is_taken, highest, draw)
+
     # `below` takes the upper half of a word: order by the lower one.
-    order = np.argsort(words << np.uint64(32), axis=1)
-    return np.take_along_axis(numbers, order, axis=1)
+    order = np.argsort(random_bits << 32, axis=-1)
+    return np.take_along_axis(numbers, order, axis=-1)
 
 
-def mix(words: np.ndarray) -> np.ndarray:
-    """Return a hash of each uint64 word, by SplitMix64's finalizer."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+def mix(state: np.ndarray) -> np.ndarray:
+    """Return a hash of each uint64 number, by SplitMix64's finalizer."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,10 +425,10 @@ class GraphTask(Task):
         if self.n_weight not in get_args(NWeight):
             self.refuse("n_weight", self.n_weight, " or ".join(get_args(NWeight)))
 
-    def draw_n(self, words: np.ndarray) -> np.ndarray:
+    def draw_n(self, random_bits: np.ndarray) -> np.ndarray:
         """Map uint64 words to numbers of vertices, int64."""
         if self.exact_n:
-            return np.full(len(words), self.n)
+            return np.full(len(random_bits), self.n)
         n = np.arange(3, self.n + 1)
         if self.n_weight == "n+sqrt(N)":
             weights = 1 / (n + self.n**0.5)
@@ -377,5 +437,5 @@ class GraphTask(Task):
 
         # Inverse of the distribution function at a uniform number of 53 bits in [0, 1)
         cumulative = np.cumsum(weights)[:-1] / weights.sum()
-        uniform = (words >> np.uint64(11)) * 2.0**-53
+        uniform = (random_bits >> 11) * 2.0**-53
         return 3 + np.searchsorted(cumulative, uniform, side="right")

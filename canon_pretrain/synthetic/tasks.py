@@ -106,10 +106,10 @@ class TaskSection(_section(), TaskName):  # type: ignore[misc]  # the class is m
     """The `[data.task]` section: a synthetic task instead of shards. Unset: the task's value."""
 
     @property
-    def given(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The settings that are set."""
-        settings = {key: value for key, value in vars(self).items() if key != "name"}
-        return {key: value for key, value in settings.items() if value is not None}
+        values = vars(self) | {"name": None}
+        return {key: value for key, value in values.items() if value is not None}
 
 
 def build_task(name: str, settings: Mapping[str, Any]) -> Task:

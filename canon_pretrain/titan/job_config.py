@@ -125,7 +125,7 @@ class CanonJobConfig(titan.JobConfig):
         section = self.data.task
         if not section.name:
             return None
-        return build_task(section.name, section.given | {"seq_len": self.training.seq_len})
+        return build_task(section.name, section.settings | {"seq_len": self.training.seq_len})
 
     @property
     def model_args(self) -> ModelArgs:
@@ -351,8 +351,8 @@ def _data_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
             yield name, f"{name} = {value_of(job, name)!r} and a task: unset it, or data.task.name"
         if job.validation.windows == -1:
             yield "validation.windows", "validation.windows = -1, but a task has no end"
-    elif data.task.given:
-        yield "data.task.name", f"data.task.name is unset, but has {', '.join(data.task.given)}"
+    elif data.task.settings:
+        yield "data.task.name", f"data.task.name is unset, but has {', '.join(data.task.settings)}"
 
     prompts = job.samples.prompts
     if job.samples.interval and not prompts:

@@ -14,7 +14,7 @@ from canon_pretrain.model.decode import generate, sample_generator
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.synthetic.evaluation import (
     END,
-    Asked,
+    EvaluationWindow,
     evaluation_windows,
     pooled_scores,
     score_window,
@@ -56,7 +56,7 @@ class TaskScores:
 
         What is drawn depends on the window and the question's number in it.
         """
-        questions: list[tuple[Asked, Question]] = []
+        questions: list[tuple[EvaluationWindow, Question]] = []
         numbers: list[tuple[int, int]] = []  # seeds of a question's generator
         for window_index, window in enumerate(self._windows):
             for setting in window:

@@ -134,6 +134,18 @@ def test_distribution_is_that_of_a_walk():
             np.testing.assert_allclose(row, expected)
 
 
+def test_distribution_is_zero_after_a_symbol_that_was_not_possible():
+    task = build_task("automata", SETTINGS)
+    ids = task.windows(0, 0, 1).ids[0]
+    _, next_bos, *_ = np.flatnonzero(ids == task.symbols + 1)
+    possible = np.flatnonzero(task.distribution(ids)[9])
+    ids[9] = min(set(range(1, task.symbols + 1)) - set(possible.tolist()))
+    rows = task.distribution(ids)
+    assert rows[9].any()
+    assert not rows[10:next_bos].any()
+    assert rows[next_bos:].any()
+
+
 def test_walks_take_every_edge_equally_often():
     task = build_task("automata", SETTINGS | {"example_tokens": 9, "seq_len": 64})
     ids = task.windows(5, 0, 400).ids

@@ -13,7 +13,10 @@ from canon_pretrain.synthetic.capo_words import LISTS, TEMPLATES
 from canon_pretrain.synthetic.task import ANSWER, EVALUATION, TRAINING
 from tests.support import refused
 
-WORDS = {key: ["".join(word) for word in product(*parts)] for key, parts in LISTS.items()}
+WORDS = {
+    key: ["".join(word) for word in product(*(row.split(",") for row in rows))]
+    for key, rows in LISTS.items()
+}
 
 
 def hashed(*parts):

@@ -22,7 +22,7 @@ from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.synthetic.evaluation import (
     END,
     VERDICTS,
-    Asked,
+    EvaluationWindow,
     evaluation_windows,
     metrics,
     pooled_mean,
@@ -65,7 +65,7 @@ class Playground(lm_eval.api.task.Task):
         self.dataset: dict[str, Any] = {}
 
     @cached_property
-    def _windows(self) -> list[list[Asked]]:
+    def _windows(self) -> list[list[EvaluationWindow]]:
         num_windows = str(self._metadata.get("playground_windows", WINDOWS))
         if not num_windows.isdecimal() or int(num_windows) < 1:
             raise UserError(
