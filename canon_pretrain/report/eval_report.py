@@ -102,7 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
     if content.held_out:
         panel = figures.held_out_panel(content.held_out)
         for kind in FIGURE_KINDS:
-            write_atomic(folder / f"held_out.{kind}", picture.draw([panel], kind))
+            image = picture.draw([panel], kind)
+            write_atomic(folder / f"held_out.{kind}", image)
     _print(content, folder / "index.html")
     exit_if_left_out(errors)
 
@@ -122,7 +123,8 @@ def write_report(
     template_values = {"content": content, "kind": kind, **TEMPLATE_MODULES, **modules}
     comparisons.store_json(folder / "report.json", content)
     write_atomic(folder / "report.md", markdown_page(template_values).encode())
-    page.write_page(folder / name, TEMPLATES, "report", {"labels": labels}, **template_values)
+    plotted = {"labels": labels}
+    page.write_page(folder / name, TEMPLATES, "report", plotted, **template_values)
 
 
 def markdown_page(values: Mapping[str, Any]) -> str:
@@ -134,8 +136,8 @@ def markdown_page(values: Mapping[str, Any]) -> str:
 
 def escape_markdown(text: object) -> str:
     """Return `text` on one line, with characters escaped that have a meaning in Markdown."""
-    line = html.escape(" ".join(str(text).split()), quote=False)
-    return re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
+    line = " ".join(str(text).split())
+    return re.sub(r"([\\`*\[\]|~])", r"\\\1", html.escape(line, quote=False))
 
 
 def _print(content: ReportContent, path: Path) -> None:
@@ -159,8 +161,12 @@ def _print(content: ReportContent, path: Path) -> None:
 
             for label, cell in cells.items():
                 value, error, items = sections.score_parts(cell)
-                task = Text(f"{row.task} {row.metric}")
-                table.add_row(task, Text(label), f"{value} {error}", items)
+                table.add_row(
+                    Text(f"{row.task} {row.metric}"),
+                    Text(label),
+                    f"{value} {error}",
+                    items,
+                )
         table.add_section()
     console.print(table)
     console.print(Text(f"report: {path.resolve()}"), soft_wrap=True)
@@ -187,25 +193,33 @@ def report_content(
 
     # A warning, and a run with each fingerprint, if the data differs.
     warnings = [line for run in runs for line in run.left_out]
-    label_by_data = {str(run.identity.get("data_fingerprint"))[:12]: run.label for run in runs}
+    label_by_data = {}
+    for run in runs:
+        fingerprint = str(run.identity.get("data_fingerprint"))
+        label_by_data[fingerprint[:12]] = run.label
     if len(label_by_data) > 1:
-        pairs = "; ".join(f"{label}: {data}" for data, label in label_by_data.items())
-        warnings.insert(0, f"The runs were trained on different data ({pairs}).")
+        runs_by_data = "; ".join(f"{label}: {data}" for data, label in label_by_data.items())
+        warnings.insert(0, f"The runs were trained on different data ({runs_by_data}).")
 
     # All settings of one run, or those in which several runs differ.
     if len(runs) == 1:
-        title = runs[0].label
-        settings = [Setting(name, [value]) for name, value in runs[0].identity.items()]
+        [run] = runs
+        title = run.label
+        settings = [Setting(name, [value]) for name, value in run.identity.items()]
     else:
         title = f"{len(runs)} runs"
         settings = [Setting(*row) for row in differing_settings(runs).items()]
+
+    published_curves = None
+    if clone is not None:
+        published_curves = published.beside_published(clone, runs, keys)
     return ReportContent(
         version=VERSION,
         title=title,
         warnings=warnings,
         comparison=comparison,
         anchors=published.published_scores(keys),
-        published=published.beside_published(clone, runs, keys) if clone else None,
+        published=published_curves,
         held_out=figures.held_out_curves(runs, drawn_runs),
         score_curves=figures.score_curves(runs),
         lengths=figures.length_figures(runs, drawn_runs, comparison.steps),
@@ -249,7 +263,9 @@ def _run_content(run: RunRecord) -> RunContent:
         state = "unfinished"
 
     args = run.model_args
+    counts = {name: args and count(args) for name, count in COUNTS.items()}
     launches = run.launch_events
+    software = {name: collapse_repeats(x.get(name) for x in launches) for name in LAUNCH_FIELDS}
     event_times = [event.get("time") for event in run.events] or [None]
     return RunContent(
         label=run.label,
@@ -261,10 +277,10 @@ def _run_content(run: RunRecord) -> RunContent:
             "tokens": run.steps[-1].tokens if run.steps else 0,
             "started from": run.initial_load,
             "resumed at": [event["from_step"] for event in launches if event.kind == "resume"],
-            "description": printable(str(run.config.get("job", {}).get("description") or "")),
-            "flavor": run.config.get("model", {}).get("flavor"),
-            **{name: args and count(args) for name, count in COUNTS.items()},
-            **{name: collapse_repeats(x.get(name) for x in launches) for name in LAUNCH_FIELDS},
+            "description": run.description,
+            "flavor": run.flavor,
+            **counts,
+            **software,
             "first event": event_times[0],
             "last event": event_times[-1],
             "folder": printable(str(run.folder.path)),
@@ -296,7 +312,10 @@ def _samples_content(runs: Sequence[RunRecord]) -> list[Samples]:
         for step in reversed(steps[::stride]):
             cells: list[SampleText | None] = []
             for texts in texts_by_run:
-                cells.append(SampleText(texts[step]) if step in texts else None)
+                cell = None
+                if step in texts:
+                    cell = SampleText(texts[step])
+                cells.append(cell)
             rows.append(SampleRow(step, cells))
         samples.append(Samples(prompt, len(steps), rows))
     return samples
@@ -318,9 +337,13 @@ def suite_content(
     rows = []
     for task, metrics in metrics_by_task.items():
         for metric in metrics:
-            is_primary = any(metric in x.primary_metrics(task) for x in evaluated)
-            cells = [figures.score_cell(x.results, task, metric) for x in evaluated]
-            rows.append(SuiteRow(printable(task), printable(metric), is_primary, cells))
+            row = SuiteRow(
+                task=printable(task),
+                metric=printable(metric),
+                primary=any(metric in x.primary_metrics(task) for x in evaluated),
+                cells=[figures.score_cell(x.results, task, metric) for x in evaluated],
+            )
+            rows.append(row)
 
     # What makes the scores doubtful.
     warnings = []

@@ -119,7 +119,8 @@ def tokens_at(run: RunRecord, step: int) -> int | None:
     The tokens per step are those of the nearest logged step.
     """
     after = bisect.bisect_left(run.steps, step, key=lambda event: event.step)
-    neighbors = run.steps[max(after - 1, 0) : after + 1]
+    before = max(after - 1, 0)
+    neighbors = run.steps[before : after + 1]
     nearest = min(neighbors, key=lambda event: abs(event.step - step), default=None)
     if nearest is None or not nearest.step:
         return None
@@ -128,7 +129,7 @@ def tokens_at(run: RunRecord, step: int) -> int | None:
 
 def suite_order(name: str) -> tuple[int, str]:
     """Return a sort key: held-out loss, then the paper's order, then other suites."""
-    return (SUITES.index(name) if name in SUITES else len(SUITES), name)
+    return (*SUITES, name).index(name), name
 
 
 def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
@@ -143,7 +144,10 @@ def _common_step(suite: str, step: int | None, *sides: Iterable[RunRecord]) -> i
     """Return the last step at which every side has a run with full results."""
     steps_by_side = []
     for runs in sides:
-        steps_by_side.append({at for run in runs for at in full_results(run, suite, step)})
+        side_steps: set[int] = set()
+        for run in runs:
+            side_steps |= full_results(run, suite, step).keys()
+        steps_by_side.append(side_steps)
     return max(set.intersection(*steps_by_side), default=None)
 
 
@@ -205,14 +209,16 @@ def differing_options(
     for name in names:
         if name.partition(".")[0] in ignored:
             continue
-        texts = dict.fromkeys(_option_text(options.get(name, {})) for options in all_options)
+        texts = dict.fromkeys(_option_text(options, name) for options in all_options)
         if len(texts) > 1:
-            differing.append(f"{name}: {' / '.join(text[:20] for text in texts)}")
+            shown = " / ".join(text[:20] for text in texts)
+            differing.append(f"{name}: {shown}")
     return differing
 
 
-def _option_text(value: Any) -> str:
+def _option_text(options: Mapping[str, Any], name: str) -> str:
     """Return an option as text; an evaluation of another version may not have it, as {}."""
+    value = options.get(name, {})
     if value == {}:
         return "None"
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
@@ -221,8 +227,9 @@ def _option_text(value: Any) -> str:
 def differing_task_options(evaluations: Sequence[Evaluation], task: str) -> list[str]:
     """Return the evaluation options of one task that differ."""
     differing = differing_options(evaluations, (*PER_RUN_KEYS, *PER_SUITE_KEYS))
+    descriptions = [evaluation.described(task) for evaluation in evaluations]
     for name in ("version", "config_sha256"):
-        values = dict.fromkeys(str(x.described(task).get(name)) for x in evaluations)
+        values = dict.fromkeys(str(description.get(name)) for description in descriptions)
         if len(values) > 1:
             differing.append(f"{name} of the task: {' / '.join(values)}")
     return differing

@@ -165,6 +165,18 @@ class RunRecord:
         _ = self.config, self.identity, self.steps, self.clock, self.evaluations
 
     @property
+    def flavor(self) -> str | None:
+        """The name of the model's sizes, from config.json."""
+        model: dict[str, Any] = self.config.get("model", {})
+        return model.get("flavor")
+
+    @property
+    def description(self) -> str:
+        """The user's description of the run, from config.json; "" if there is none."""
+        job = self.config.get("job", {})
+        return printable(str(job.get("description") or ""))
+
+    @property
     def seeds(self) -> tuple[Any, ...]:
         return tuple(self.identity.get(name) for name in SEEDS)
 
