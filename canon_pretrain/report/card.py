@@ -305,9 +305,7 @@ def _picture(run: RunRecord, step: int) -> bytes:
         return Line(label, np.array(tokens, float), values[kept])
 
     # On the left the losses; training may have logged only one of them.
-    held_out = Curve.of(
-        (event.step, event["loss"]) for event in run.own_validations if "loss" in event
-    )
+    held_out = Curve.of((event.step, event.get("loss")) for event in run.own_validations)
     losses = [
         line("training", run.curve("loss")),
         line("held out", held_out),

@@ -180,11 +180,14 @@ def report_content(
     `clone`: of PhysicsLM4, whose curves to show beside the runs'.
     """
     # The newest scores of each suite.
-    names = {evaluation.suite for run in runs for evaluation in run.evaluations}
+    newest: dict[str, dict[RunRecord, Evaluation]] = {}
+    for run in runs:
+        for evaluation in run.evaluations:
+            newest.setdefault(evaluation.suite, {})[run] = evaluation
     suites = []
-    for name in sorted(names, key=evaluations.suite_order):
-        newest = {run: x for run in runs for x in run.evaluations if x.suite == name}
-        suites.append(suite_content(name, newest, comparison.suite_step(name)))
+    for name in sorted(newest, key=evaluations.suite_order):
+        step = comparison.suite_step(name)
+        suites.append(suite_content(name, newest[name], step))
     keys = [(row.task, row.metric) for suite in suites for row in suite.rows]
 
     # An architecture is drawn by the runs of its chosen learning rate.
