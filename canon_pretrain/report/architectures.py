@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import cache
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -29,6 +28,9 @@ LABEL_FIELDS = (
     "model.num_heads",
 )
 """In a label before any other field."""
+
+DEFAULTS = {f"model.{field.name}": field.default for field in fields(ModelArgs)}
+"""Settings of runs whose version did not have the field yet."""
 
 
 class Recipe(NamedTuple):
@@ -60,14 +62,8 @@ class Choice(NamedTuple):
     step: int | None
 
 
-@cache
-def _defaults() -> dict[str, Any]:
-    """Settings of runs whose version did not have the field yet."""
-    return {f"model.{field.name}": field.default for field in fields(ModelArgs)}
-
-
 def _setting(run: RunRecord, name: str) -> Any:
-    return run.identity.get(name, _defaults().get(name))
+    return run.identity.get(name, DEFAULTS.get(name))
 
 
 def _grouped(runs: Sequence[RunRecord], names: Sequence[str]) -> list[list[RunRecord]]:
@@ -102,7 +98,7 @@ def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
     seen: list[dict[str, Any]] = []
     recipe = Recipe(runs[0].identity.get(LEARNING_RATE), [], [])
     for run in runs:
-        identity = _defaults() | run.identity | {HELD_OUT: None}
+        identity = DEFAULTS | run.identity | {HELD_OUT: None}
         if run.identity and identity in seen:
             recipe.repeats.append(run)
         else:

@@ -215,8 +215,7 @@ def _scores(
         all_evaluated: list[Evaluation] = []
         for architecture in grouped:
             step = step_by_label.get(architecture.label)
-            by_run = [full_results(run, suite) for run in architecture.runs]
-            side = [results[step] for results in by_run if step in results]
+            side = evaluations.results_at(step, architecture.runs, suite)
             evaluated[architecture.label] = side
             all_evaluated += side
 

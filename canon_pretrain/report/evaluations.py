@@ -51,6 +51,12 @@ def full_results(run: RunRecord, suite: str, step: int | None = None) -> dict[in
     return {x.step: x for x in results if step is None or x.step == step}
 
 
+def results_at(step: int | None, runs: Iterable[RunRecord], suite: str) -> list[Evaluation]:
+    """Return the newest results at `step` without --limit, of the runs that have them."""
+    by_run = [full_results(run, suite) for run in runs]
+    return [results[step] for results in by_run if step in results]
+
+
 LOSS_UNITS = {BITS: "bits per byte", NATS: "nats per token"}
 """Metric of held-out loss -> its unit, the first choice first."""
 
@@ -105,11 +111,10 @@ def logged_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
     """Return the held-out losses that training logged, by step and text."""
     losses = {}
     for event in run.events:
-        step = event.get("step")
         loss = event.get(LOGGED_FIELDS[metric])
-        if event.kind == "validation" and step is not None and loss is not None:
+        if event.kind == "validation" and loss is not None:
             text = event.get(HELD_OUT, run.identity.get(HELD_OUT))
-            losses[Scored(step, str(text))] = loss
+            losses[Scored(event.step, str(text))] = loss
     return losses
 
 
@@ -156,11 +161,10 @@ def pair_evaluations(
 ) -> EvaluationPair:
     """Return full results of both sides at their last common step, or at `step`."""
     common = _common_step(suite, step, a, b)
-    sides = []
-    for runs in (a, b):
-        by_run = [full_results(run, suite) for run in runs]
-        sides.append([results[common] for results in by_run if common in results])
-    return EvaluationPair(*sides)
+    return EvaluationPair(
+        side=results_at(common, a, suite),
+        baseline=results_at(common, b, suite),
+    )
 
 
 def table_steps(

@@ -142,22 +142,22 @@ def _by_name(curves_of_runs: Sequence[Mapping[str, Curve]]) -> dict[str, list[St
 
 def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]]:
     """Return suite -> "task, metric" -> the curve of full results per run."""
-    by_suite: dict[str, dict[str, list[StyledCurve]]] = {}
-    for k, run in enumerate(runs):
-        scores_by_step: dict[tuple[str, str], dict[int, Score]] = {}
+    scores: dict[tuple[str, str], dict[RunRecord, dict[int, Score]]] = {}
+    for run in runs:
         for (suite, step), results in sorted(run.latest.items()):
             if results.limit is not None:
                 continue
             for task, metrics in results.scores.items():
                 for metric, score in metrics.items():
                     name = printable(f"{task}, {metric}")
-                    scores_by_step.setdefault((suite, name), {})[step] = score
+                    by_run = scores.setdefault((suite, name), {})
+                    by_run.setdefault(run, {})[step] = score
 
-        # Other runs may lack this score: they have no curve.
-        for (suite, name), scores in scores_by_step.items():
-            no_curves = [StyledCurve(None, {})] * len(runs)
-            curves_of_runs = by_suite.setdefault(suite, {}).setdefault(name, no_curves)
-            curves_of_runs[k] = _score_curve(scores)
+    # Runs that lack a score have an empty curve.
+    by_suite: dict[str, dict[str, list[StyledCurve]]] = {}
+    for (suite, name), by_run in scores.items():
+        score_curves = [_score_curve(by_run.get(run, {})) for run in runs]
+        by_suite.setdefault(suite, {})[name] = score_curves
     return by_suite
 
 

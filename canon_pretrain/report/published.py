@@ -82,13 +82,7 @@ def decision(run: RunRecord, rows: Iterable[Verdict | TaskScores]) -> Decision |
 
     None if it is not known for any of the rows.
     """
-    args = run.model_args
-    run_size = num_parameters(args) if args else min(DECISION_SIZES.values())
-
-    def distance(name: str) -> float:
-        return abs(math.log(DECISION_SIZES[name]) - math.log(run_size))
-
-    size = min(DECISION_SIZES, key=distance)
+    size = _nearest_size(DECISION_SIZES, run, default=min(DECISION_SIZES.values()))
     nearest = Decision(size, DECISION_NOTE.format(size))
     if any(nearest.accuracy(row.task, row.metric) for row in rows):
         return nearest
@@ -236,7 +230,8 @@ def beside_published(
         for name in curves[key]:
             match = _SIZE.search(name)
             sizes[name] = match[1] if match else ""
-    nearest_size = _nearest_size(sizes.values(), runs[0])
+    num_parameters_of = {size: 1e9 * float(size) for size in sizes.values() if size}
+    nearest_size = _nearest_size(num_parameters_of, runs[0], default=1e9)
 
     # Plots show the models of the nearest size; those of several learning rates are a family.
     families = {name: _RATE.sub("", name) for name, size in sizes.items() if size == nearest_size}
@@ -286,15 +281,11 @@ def beside_published(
     )
 
 
-def _nearest_size(sizes: Iterable[str], run: RunRecord) -> str:
-    """Return the size in billions of parameters that is nearest to the run's."""
+def _nearest_size(sizes: Mapping[str, float], run: RunRecord, *, default: float) -> str:
+    """Return the name of the size that is nearest to the run's, or to `default` if unknown."""
     args = run.model_args
-    log_size = math.log(num_parameters(args) / 1e9) if args else 0.0
-
-    def distance(size: str) -> float:
-        return abs(math.log(float(size)) - log_size) if size else math.inf
-
-    return min(sizes, key=distance, default="")
+    log_size = math.log(num_parameters(args) if args else default)
+    return min(sizes, key=lambda name: abs(math.log(sizes[name]) - log_size), default="")
 
 
 def _own_curve(run: RunRecord, key: Key) -> Curve:
@@ -347,7 +338,7 @@ def _model(
         until = max_tokens
         if key == LOSS and tokens_of_scores:
             until = tokens_of_scores
-        index = max(int(np.searchsorted(curve.tokens, until, side="right")) - 1, 0)
+        index = max(np.searchsorted(curve.tokens, until, side="right") - 1, 0)
         tokens_of_scores = max(tokens_of_scores, float(curve.tokens[index]))
         values.append(curve.values[[index, -1]].tolist())
     return PublishedModel(name, size, tokens_of_scores, values)

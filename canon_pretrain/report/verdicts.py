@@ -187,25 +187,21 @@ class Comparator:
 
     def _seed_means(self, recipe: Recipe, keys: Sequence[ScoreKey]) -> list[float]:
         """Return the mean score over `keys` per run, at the last step that two runs have."""
-        first_key = keys[0]
-        results_by_run = []
+        suite = keys[0].suite
         runs_at_step: Counter[int] = Counter()
         for run in recipe.runs:
-            results = evaluations.full_results(run, first_key.suite, self.options.step)
-            results_by_run.append(results)
-            runs_at_step.update(results.keys())
+            runs_at_step.update(evaluations.full_results(run, suite, self.options.step).keys())
         common_steps = [step for step, num_runs in runs_at_step.items() if num_runs > 1]
         last = max(common_steps, default=None)
 
         # A run counts if it has all of the scores.
-        scale = Scale.of(first_key.metric)
+        scale = Scale.of(keys[0].metric)
         means = []
-        for results in results_by_run:
-            if last in results:
-                scores = [results[last].score(key) for key in keys]
-                item_means = [scale.mean(score) for score in scores if score is not None]
-                if len(item_means) == len(keys):
-                    means.append(sum(item_means) / len(keys))
+        for evaluation in evaluations.results_at(last, recipe.runs, suite):
+            scores = [evaluation.score(key) for key in keys]
+            item_means = [scale.mean(score) for score in scores if score is not None]
+            if len(item_means) == len(keys):
+                means.append(sum(item_means) / len(keys))
         return means
 
     def task(self, key: ScoreKey, evaluated: EvaluationPair) -> TaskPair:
