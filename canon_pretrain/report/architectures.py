@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.report.evaluations import Scored, logged_losses, suite_losses
+from canon_pretrain.report.evaluations import logged_losses, suite_losses
 from canon_pretrain.report.items import HELD_OUT
 from canon_pretrain.report.record import SEEDS, RunRecord
 
@@ -157,20 +157,19 @@ def choose(architecture: Architecture) -> Choice:
     """
     recipes = architecture.recipes
     own_texts = [str(run.identity.get(HELD_OUT)) for run in architecture.runs]
-
-    def preference(scored: Scored) -> tuple[int, bool, str]:
-        """The last step; of several texts, the one that the runs held out."""
-        return scored.step, scored.text in own_texts, scored.text
-
     losses: list[float | None] = [None] * len(recipes)
     step = None
     chosen_source = ""
     sources = {"the suite `validation`": suite_losses, "the training log": logged_losses}
     for source, losses_of in sources.items():
-        # The last step at which all runs have a loss of one text.
+        # The last step at which all runs have a loss of one text; of several, of their own text.
         losses_by_run = {run: losses_of(run) for run in architecture.runs}
         common = set.intersection(*map(set, losses_by_run.values()))
-        last = max(common, key=preference, default=None)
+        last = max(
+            common,
+            key=lambda scored: (scored.step, scored.text in own_texts, scored.text),
+            default=None,
+        )
 
         # The suite is first, so it wins at equal steps.
         if last is not None and (step is None or last.step > step):

@@ -293,13 +293,8 @@ def _picture(run: RunRecord, step: int) -> bytes:
 
     def line(label: str, curve: Curve | None) -> Line:
         """Return a curve up to `step` over the tokens seen."""
-        if curve is None:
-            empty = np.zeros(0)
-            return Line(label, empty, empty)
-
-        is_before = curve.steps <= step
-        steps = curve.steps[is_before]
-        values = curve.values[is_before]
+        steps, values = curve or Curve(np.zeros(0), np.zeros(0))
+        values = values[steps <= step]
         kept = downsample(values, segments(len(values), MAX_POINTS))
         tokens = [evaluations.tokens_at(run, at) for at in steps[kept]]
         return Line(label, np.array(tokens, float), values[kept])

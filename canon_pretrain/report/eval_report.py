@@ -212,17 +212,13 @@ def report_content(
     else:
         title = f"{len(runs)} runs"
         settings = [Setting(*row) for row in differing_settings(runs).items()]
-
-    published_curves = None
-    if clone is not None:
-        published_curves = published.beside_published(clone, runs, keys)
     return ReportContent(
         version=VERSION,
         title=title,
         warnings=warnings,
         comparison=comparison,
         anchors=published.published_scores(keys),
-        published=published_curves,
+        published=published.beside_published(clone, runs, keys) if clone else None,
         held_out=figures.held_out_curves(runs, drawn_runs),
         score_curves=figures.score_curves(runs),
         lengths=figures.length_figures(runs, drawn_runs, comparison.steps),
