@@ -216,8 +216,7 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
     if checkpoint := run.initial_load:
         origin = f"{checkpoint}, not from random weights; its training is not shown here"
         yield "started from", origin
-    num_tokens = evaluations.tokens_at(run, step)
-    yield "tokens seen", sections.number(num_tokens, 0)
+    yield "tokens seen", sections.number(evaluations.tokens_at(run, step), 0)
 
     # The validation at this step, which training logged.
     for event in run.own_validations:

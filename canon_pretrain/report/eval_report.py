@@ -123,8 +123,7 @@ def write_report(
     template_values = {"content": content, "kind": kind, **TEMPLATE_MODULES, **modules}
     comparisons.store_json(folder / "report.json", content)
     write_atomic(folder / "report.md", markdown_page(template_values).encode())
-    plotted = {"labels": labels}
-    page.write_page(folder / name, TEMPLATES, "report", plotted, **template_values)
+    page.write_page(folder / name, TEMPLATES, "report", {"labels": labels}, **template_values)
 
 
 def markdown_page(values: Mapping[str, Any]) -> str:

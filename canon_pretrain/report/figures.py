@@ -482,7 +482,6 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
             line_points = [x for x in panel_points if x.label == label]
             if not line_points:
                 continue
-
             values = []
             for length in lengths:
                 values.append([x.value for x in line_points if x.length == length])

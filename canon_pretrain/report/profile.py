@@ -286,7 +286,6 @@ def run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(document))
         return 0
-
     console = Console(highlight=False)
     num_bytes = path.stat().st_size
     console.print(f"{path} ({size(num_bytes)})", soft_wrap=True, markup=False)

@@ -161,7 +161,6 @@ def _plots(text: str) -> Iterator[tuple[Key, dict[str, Curve]]]:
             key = LOSS
         else:
             continue
-
         curves = {}
         for trace in traces:
             name = str(trace["name"])

@@ -34,7 +34,7 @@ def speed_ratio(baseline: Sequence[RunRecord], others: Sequence[RunRecord]) -> f
             if speed is None:
                 return None
             speeds.append(speed)
-        if not speeds or max(speeds) > MAX_SPREAD * min(speeds):
+        if max(speeds) > MAX_SPREAD * min(speeds):
             return None
         medians.append(statistics.median(speeds))
     baseline_speed, other_speed = medians

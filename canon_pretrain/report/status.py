@@ -282,12 +282,11 @@ def format_duration(seconds: float | None) -> str:
 
 def _cells(run: RunSummary) -> dict[str, str]:
     """Return one line of the table by column title."""
+    step = format_number(run.step) or "-"
+    num_steps = format_number(run.steps) or "?"
     progress = ""
     if run.steps and run.step is not None:
         progress = f"{100 * run.step / run.steps:.1f} %"
-
-    step = format_number(run.step) or "-"
-    num_steps = format_number(run.steps) or "?"
 
     checkpoint = "none"
     if run.checkpoint is not None:

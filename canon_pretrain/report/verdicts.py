@@ -579,12 +579,11 @@ def _judged(test: Test, paired: Difference, corrected: Correction) -> Verdict:
     scale = Scale.of(row.metric)
     size = paired.difference
 
-    uninformative = None
     if corrected.p_holm <= ALPHA:
         verdict = BETTER if (size > 0) == row.higher_is_better else WORSE
-    elif row.uninformative is not None:
+        row = replace(row, uninformative=None)
+    elif row.uninformative:
         verdict = UNINFORMATIVE
-        uninformative = row.uninformative
     else:
         verdict = WITHIN
 
@@ -617,7 +616,6 @@ def _judged(test: Test, paired: Difference, corrected: Correction) -> Verdict:
         detectable=detectable,
         seeds_needed=seeds_needed,
         verdict=verdict,
-        uninformative=uninformative,
     )
 
 
