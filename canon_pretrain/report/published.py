@@ -337,7 +337,7 @@ def _model(
         until = max_tokens
         if key == LOSS and tokens_of_scores:
             until = tokens_of_scores
-        index = max(np.searchsorted(curve.tokens, until, side="right") - 1, 0)
+        index = max(int(np.searchsorted(curve.tokens, until, side="right")) - 1, 0)
         tokens_of_scores = max(tokens_of_scores, float(curve.tokens[index]))
         values.append(curve.values[[index, -1]].tolist())
     return PublishedModel(name, size, tokens_of_scores, values)
