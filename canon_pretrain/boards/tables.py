@@ -24,6 +24,7 @@ from canon_pretrain.report.sections import (
     rounded,
     signed,
 )
+from canon_pretrain.report.status import format_duration
 from canon_pretrain.run.log import json_value
 
 SYMBOLS = {"best": "▲", "between": "◆", "worst": "▼", "undecided": "", "missing": ""}
@@ -504,16 +505,12 @@ def facts(content: BoardContent) -> Table:
     texts = {
         "page written": content.written,
         "first and last event": " to ".join(times),
-        "wall time from first to last event": _seconds(board.wall_seconds),
-        "training time of all runs": _seconds(board.training_seconds),
-        "CPU time of launches that ended in order": _seconds(board.cpu_seconds),
+        "wall time from first to last event": format_duration(board.wall_seconds),
+        "training time of all runs": format_duration(board.training_seconds),
+        "CPU time of launches that ended in order": format_duration(board.cpu_seconds),
         "launches": number(board.launches, 0),
         "canon_pretrain": ", ".join(versions),
     }
     for name in ("torch", "torchtitan", "python", "hosts", "platforms"):
         texts[name] = ", ".join(getattr(board, name))
     return make_table(["", ""], [[name, text or MISSING] for name, text in texts.items()], text=2)
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else duration(value)

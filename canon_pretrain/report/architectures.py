@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import cache
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -29,6 +28,9 @@ LABEL_FIELDS = (
     "model.num_heads",
 )
 """In a label before any other field."""
+
+DEFAULTS = {f"model.{field.name}": field.default for field in fields(ModelArgs)}
+"""Settings of runs whose version did not have the field yet."""
 
 
 class Recipe(NamedTuple):
@@ -60,14 +62,8 @@ class Choice(NamedTuple):
     step: int | None
 
 
-@cache
-def _defaults() -> dict[str, Any]:
-    """Settings of runs whose version did not have the field yet."""
-    return {f"model.{field.name}": field.default for field in fields(ModelArgs)}
-
-
 def _setting(run: RunRecord, name: str) -> Any:
-    return run.identity.get(name, _defaults().get(name))
+    return run.identity.get(name, DEFAULTS.get(name))
 
 
 def _grouped(runs: Sequence[RunRecord], names: Sequence[str]) -> list[list[RunRecord]]:
@@ -102,7 +98,7 @@ def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
     seen: list[dict[str, Any]] = []
     recipe = Recipe(runs[0].identity.get(LEARNING_RATE), [], [])
     for run in runs:
-        identity = _defaults() | run.identity | {HELD_OUT: None}
+        identity = DEFAULTS | run.identity | {HELD_OUT: None}
         if run.identity and identity in seen:
             recipe.repeats.append(run)
         else:
@@ -114,8 +110,9 @@ def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
 def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
     """Return a short unique label per architecture; `runs`: one run of each."""
     if len(runs) == 1:
-        label = str(runs[0].config.get("model", {}).get("flavor") or runs[0].label)
-        mixer = _setting(runs[0], "model.mixer")
+        [run] = runs
+        label = run.flavor or run.label
+        mixer = _setting(run, "model.mixer")
         if mixer not in (None, "attention"):
             label = f"{label}, {mixer}"
         return [printable(label)]
@@ -123,7 +120,7 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
     # Add a field if labels with it distinguish more runs; LABEL_FIELDS come first, in their order.
     labels: list[str] = []
     for name in sorted(differing, key=lambda x: (*LABEL_FIELDS, x).index(x)):
-        longer_labels = [printable(_label_part(name, _setting(run, name))) for run in runs]
+        longer_labels = [printable(_label_part(run, name)) for run in runs]
         if labels:
             longer_labels = [", ".join(parts) for parts in zip(labels, longer_labels, strict=True)]
         if len({*longer_labels}) > len({*labels}):
@@ -138,15 +135,19 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
     return unique_labels
 
 
-def _label_part(name: str, value: Any) -> str:
+def _label_part(run: RunRecord, name: str) -> str:
+    """Return the setting `name` of a run as a part of a label."""
+    value = _setting(run, name)
     if name == "model.canon_set":
         return f"Canon-{value}" if value else "no Canon"
     if name == "model.mixer_conv":
         return "conv1d" if value else "no conv1d"
+
     text = str(value)[:16]
     if name in ("model.mixer", "model.position"):
         return text
-    return f"{name.rpartition('.')[2]} {text}"
+    _, _, field_name = name.rpartition(".")
+    return f"{field_name} {text}"
 
 
 def choose(architecture: Architecture) -> Choice:
@@ -162,26 +163,33 @@ def choose(architecture: Architecture) -> Choice:
     sources = {"the suite `validation`": suite_losses, "the training log": logged_losses}
     for source, losses_of in sources.items():
         # The last step at which all runs have a loss of one text; of several, of their own text.
-        losses_by_recipe = [[losses_of(run) for run in recipe.runs] for recipe in recipes]
-        common = set.intersection(*(set(x) for runs in losses_by_recipe for x in runs))
-        last = max(common, key=lambda at: (at.step, at.text in own_texts, at.text), default=None)
+        losses_by_run = {run: losses_of(run) for run in architecture.runs}
+        common = set.intersection(*map(set, losses_by_run.values()))
+        last = max(
+            common,
+            key=lambda scored: (scored.step, scored.text in own_texts, scored.text),
+            default=None,
+        )
 
         # The suite is first, so it wins at equal steps.
         if last is not None and (step is None or last.step > step):
-            means = [fmean(x[last] for x in runs) for runs in losses_by_recipe]
-            losses = [mean if math.isfinite(mean) else None for mean in means]
             step = last.step
             chosen_source = source
+            losses = []
+            for recipe in recipes:
+                mean = fmean(losses_by_run[run][last] for run in recipe.runs)
+                losses.append(mean if math.isfinite(mean) else None)
 
     # The recipe with the lowest loss; a single one needs no loss.
     if len(recipes) == 1:
         return Choice(recipes[0], "its only learning rate", losses, step)
-    best = min((x for x in losses if x is not None), default=None)
-    if best is None:
+    finite_losses = [loss for loss in losses if loss is not None]
+    if not finite_losses:
         reason = (
             f"{len(recipes)} learning rates without a finite held-out loss at a common step and "
             "text: evaluate them on the suite `validation`, or pass the runs of one only"
         )
         return Choice(None, reason, losses, step)
+    best = losses.index(min(finite_losses))
     reason = f"lowest loss at step {step} in {chosen_source}"
-    return Choice(recipes[losses.index(best)], reason, losses, step)
+    return Choice(recipes[best], reason, losses, step)

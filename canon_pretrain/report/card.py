@@ -81,8 +81,7 @@ def model_card(
     # What it is and how it was trained.
     args = run.model_args
     data = _data(run)
-    description = printable(str(run.config.get("job", {}).get("description") or ""))
-    summary = [text for text in (description, lead) if text]
+    summary = [text for text in (run.description, lead) if text]
     total_steps = run.identity.get("training.steps") or step
     if step < total_steps:
         summary.append(f"The run was configured for {total_steps:,} steps of training.")
@@ -101,16 +100,20 @@ def model_card(
     }
     evaluated = [by_suite[name] for name in sorted(by_suite, key=evaluations.suite_order)]
     results = [*_eval_results(evaluated)]
+    suites = [eval_report.suite_content(x.suite, {run: x}, step) for x in evaluated]
 
+    model = None
+    if args:
+        model = sections.make_table(["", ""], [*_architecture(args)], text=2)
     content = {
         "title": title,
         "summary": summary,
         "loading": loading,
-        "model": args and sections.make_table(["", ""], [*_architecture(args)], text=2),
+        "model": model,
         "training": sections.make_table(["", ""], training, text=2),
         "settings": sections.settings(["value"], settings),
         "picture": picture and PICTURE,
-        "suites": [eval_report.suite_content(x.suite, {run: x}, step) for x in evaluated],
+        "suites": suites,
         "at_chance": [*_at_chance(evaluated)],
         "samples": samples,
         "limits": [*_limits(run, license_id)],
@@ -130,7 +133,8 @@ def model_card(
         eval_results=results or None,
     )
     page = eval_report.markdown_page({"content": content, "kind": "card", "tables": sections})
-    files = {CARD: f"---\n{metadata.to_yaml()}\n---\n\n{page}".encode()}
+    card = f"---\n{metadata.to_yaml()}\n---\n\n{page}"
+    files = {CARD: card.encode()}
     if picture:
         files[PICTURE] = picture
     return files
@@ -192,8 +196,10 @@ def _canon(args: ModelArgs) -> str:
         "with filters that depend on the token": args.canon_filter == "dynamic",
     }
     properties = " ".join(text for text, holds in has_property.items() if holds)
-    sites = ", ".join(f"{site} {_SITES[site]}" for site in args.canon_set)
-    return f"Canon-{args.canon_set}: causal convolutions per channel {properties}; {sites}"
+    sites = [f"{site} {_SITES[site]}" for site in args.canon_set]
+    return (
+        f"Canon-{args.canon_set}: causal convolutions per channel {properties}; {', '.join(sites)}"
+    )
 
 
 def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
@@ -216,7 +222,8 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
     for event in run.own_validations:
         if event.step != step:
             continue
-        losses = [f"{sections.number(event.get('loss'))} nats per token"]
+        nats = event.get("loss")
+        losses = [f"{sections.number(nats)} nats per token"]
         bits = event.get("bits_per_byte")
         if bits is not None:
             losses.append(f"{sections.number(bits)} bits per byte")
@@ -228,7 +235,8 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
     launches = [event for event in run.launch_events if event.from_step < step]
     for name in eval_report.LAUNCH_FIELDS:
         values = collapse_repeats(event.get(name) for event in launches)
-        yield name.replace("_", " "), ", ".join(map(str, values))
+        heading = name.replace("_", " ")
+        yield heading, ", ".join(map(str, values))
 
 
 class DataRows(NamedTuple):
@@ -247,9 +255,12 @@ def _data(run: RunRecord) -> DataRows:
     fingerprint = str(run.identity.get("data_fingerprint") or "")
     described = DataRows([("data fingerprint", fingerprint or "not recorded")], set())
     data = run.config.get("data", {})
-    folders = data.get("paths") or [x for x in [data.get("path")] if x]
+    folders = data.get("paths") or []
+    if not folders and data.get("path"):
+        folders = [data["path"]]
+    weights = data.get("weights") or [1.0] * len(folders)
     with contextlib.suppress(UserError, OSError):  # the data has moved
-        mixture = Mixture.open(folders, data.get("weights") or [1.0] * len(folders))
+        mixture = Mixture.open(folders, weights)
         if mixture.fingerprint != fingerprint:
             return described
 
@@ -260,16 +271,19 @@ def _data(run: RunRecord) -> DataRows:
             plan: dict[str, Any] = {}
             with contextlib.suppress(UserError):  # written by others than data_prep
                 plan = read_json(Path(folder) / "plan.json")
-            if match := _HUB_CACHE.search(str(plan.get("root"))):
+            root = str(plan.get("root"))
+            if match := _HUB_CACHE.search(root):
                 described.datasets.add("/".join(match.groups()))
 
-            origin = " ".join(str(plan[x]) for x in ("source", "source_version") if plan.get(x))
+            source_name = [plan.get("source"), plan.get("source_version")]
+            origin = " ".join(str(part) for part in source_name if part)
             label = "data"
             text = f"{source.num_tokens:,} tokens from {origin or 'a source not recorded'}"
             if len(folders) > 1:
                 label = f"data {Path(name).name}"
                 text = f"{float(share):.1%} of the windows; {text}"
-            described.rows.append((printable(label), printable(text)))
+            row = printable(label), printable(text)
+            described.rows.append(row)
     return described
 
 
@@ -278,28 +292,28 @@ def _picture(run: RunRecord, step: int) -> bytes:
 
     def line(label: str, curve: Curve | None) -> Line:
         """Return a curve up to `step` over the tokens seen."""
-        if curve is None:
-            return Line(label, np.zeros(0), np.zeros(0))
-        is_before = curve.steps <= step
-        steps = curve.steps[is_before]
-        values = curve.values[is_before]
+        steps, values = curve or Curve(np.zeros(0), np.zeros(0))
+        values = values[steps <= step]
         kept = downsample(values, segments(len(values), MAX_POINTS))
-        tokens = np.array([evaluations.tokens_at(run, at) for at in steps[kept]], float)
-        return Line(label, tokens, values[kept])
+        tokens = [evaluations.tokens_at(run, at) for at in steps[kept]]
+        return Line(label, np.array(tokens, float), values[kept])
 
     # On the left the losses; training may have logged only one of them.
-    held_out = Curve.of(
-        (event.step, event["loss"]) for event in run.own_validations if "loss" in event
-    )
-    losses = [line("training", run.curve("loss")), line("held out", held_out)]
-    left = Panel("Loss, nats per token", [loss for loss in losses if len(loss.x)])
+    held_out = Curve.of((event.step, event.get("loss")) for event in run.own_validations)
+    losses = [
+        line("training", run.curve("loss")),
+        line("held out", held_out),
+    ]
+    logged_losses = [loss for loss in losses if len(loss.x)]
+    left = Panel("Loss, nats per token", logged_losses)
 
     # On the right the scores of the task, which text does not have.
     scores = [line(name, curve) for name, curve in run.scores.items() if name != "loss"]
     if scores:
         right = Panel("Scores on the task", scores[:MAX_SCORES])
     else:
-        right = Panel("Gradient norm, before clipping", [line("", run.curve("grad_norm"))])
+        grad_norm = line("", run.curve("grad_norm"))
+        right = Panel("Gradient norm, before clipping", [grad_norm])
     return draw([left, right], "png")
 
 
@@ -313,8 +327,9 @@ def _samples(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
         lines = ["(not finite)"]
         if text is not None:
             lines = text.splitlines() or [""]
+        block = "\n".join(f"    {line}" for line in lines)
         after = f"after “{prompt}”" if prompt else "no prompt"
-        yield f"Step {last_step:,}, {after}:", "\n".join(f"    {line}" for line in lines)
+        yield f"Step {last_step:,}, {after}:", block
 
 
 def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
@@ -334,7 +349,8 @@ def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
 
                 half_width = student_half_width(score.stderr, num_clusters - 1)
                 if abs(score.number - chance) <= half_width:
-                    at_chance.append(f"{task} {metric} (chance {sections.number(chance, 3)})")
+                    level = sections.number(chance, 3)
+                    at_chance.append(f"{task} {metric} (chance {level})")
     if at_chance:
         scores = printable(", ".join(dict.fromkeys(at_chance)))
         yield f"Not distinguishable from guessing: {scores}."

@@ -123,10 +123,12 @@ def comparison_content(
 
     # Judge each architecture against the baseline.
     pairs = []
-    if label in sides:
-        pairs = [Pair(side, sides[label]) for side in sides.values() if side.label != label]
-    comparator = Comparator([recipe for x in grouped for recipe in x.recipes], options)
-    rows, refused, notes = verdicts.verdicts(comparator, pairs)
+    baseline_side = sides.pop(label, None)
+    if baseline_side is not None:
+        pairs = [Pair(side, baseline_side) for side in sides.values()]
+    recipes = [recipe for architecture in grouped for recipe in architecture.recipes]
+    comparator = Comparator(recipes, options)
+    rows, refused, verdict_notes = verdicts.verdicts(comparator, pairs)
 
     # A suite that only some seeds of each architecture have has no step to show.
     steps = {}
@@ -135,6 +137,7 @@ def comparison_content(
             steps[suite] = step_by_label
     scores = _scores(grouped, choices, comparator, steps)
     summaries = [verdicts.held_out_summary(rows, refused, pair) for pair in pairs]
+    notes = _notes(grouped, choices[label], label, steps)
     return finite(
         Comparison(
             alpha=ALPHA,
@@ -148,7 +151,7 @@ def comparison_content(
             steps=steps,
             scores=scores,
             decision=published.decision(runs[0], [*rows, *scores]),
-            notes=[*_notes(grouped, choices[label], label, steps), *notes],
+            notes=[*notes, *verdict_notes],
         )
     )
 
@@ -163,9 +166,10 @@ def _baseline_label(grouped: Sequence[Architecture], baseline: str | None) -> st
     for architecture in grouped:
         if baseline in [run.label for run in architecture.runs]:
             return architecture.label
+    expected = ", ".join(map(repr, labels))
     raise UserError(
         "compare.baseline",
-        f"baseline {baseline!r}: expected a run or one of {', '.join(map(repr, labels))}",
+        f"baseline {baseline!r}: expected a run or one of {expected}",
         given=baseline,
         expected=labels,
     )
@@ -173,7 +177,8 @@ def _baseline_label(grouped: Sequence[Architecture], baseline: str | None) -> st
 
 def family(rows: Sequence[Verdict]) -> dict[str, int]:
     """Return the number of tests by suite, which share its error rate (Holm)."""
-    return dict(Counter(row.suite for row in rows if row.p is not None))
+    suites = [row.suite for row in rows if row.p is not None]
+    return dict(Counter(suites))
 
 
 def _architecture(architecture: Architecture, choice: Choice) -> ArchitectureContent:
@@ -207,22 +212,23 @@ def _scores(
 
         # The runs of each architecture that have results at the step that tables show.
         evaluated: dict[str, list[Evaluation]] = {}
+        all_evaluated: list[Evaluation] = []
         for architecture in grouped:
-            step = step_by_label.get(architecture.label, -1)
-            evaluated[architecture.label] = [
-                evaluation
-                for run in architecture.runs
-                for evaluation in full_results(run, suite, step).values()
-            ]
-        all_evaluated = [evaluation for side in evaluated.values() for evaluation in side]
+            step = step_by_label.get(architecture.label)
+            side = evaluations.results_at(step, architecture.runs, suite)
+            evaluated[architecture.label] = side
+            all_evaluated += side
 
         for key in evaluations.score_keys(all_evaluated, suite):
-            scores = [x for evaluation in all_evaluated if (x := evaluation.score(key)) is not None]
-            bounded = not is_loss(key.metric) and all(0 <= x <= 1 for x in scores)
+            scores = [evaluation.score(key) for evaluation in all_evaluated]
+            are_shares = all(0 <= score <= 1 for score in scores if score is not None)
+            bounded = are_shares and not is_loss(key.metric)
             seeds = comparator.noise([key], bounded=bounded)
             cells = []
             for label, side in evaluated.items():
-                if cell := _cell(key, label, side, choices[label].recipe, comparator, seeds):
+                recipe = choices[label].recipe
+                cell = _cell(key, label, side, recipe, comparator, seeds)
+                if cell is not None:
                     cells.append(cell)
             suite_step = next(iter(step_by_label.values()))  # the baseline's
             rows.append(TaskScores(*key, suite_step, cells))
@@ -249,7 +255,8 @@ def _cell(
     # The best of several runs is better than a typical one by the noise of seeds alone. The
     # noise of a perplexity is in nats, so relative to the score.
     scale = Scale.of(key.metric)
-    pick = max if scores[0][1].higher_is_better(key) else min
+    _, first_evaluation = scores[0]
+    pick = max if first_evaluation.higher_is_better(key) else min
     best_score, best = pick(scores, key=lambda pair: pair[0])
     bias = None
     if seeds:
@@ -264,10 +271,12 @@ def _cell(
         labels = [run.label for run in recipe.runs]
     chosen = [(score, evaluation) for score, evaluation in scores if evaluation.run in labels]
     if chosen:
-        mean_score = scale.score(fmean(scale.mean(score) for score, _ in chosen))
+        item_means = [scale.mean(score) for score, _ in chosen]
+        mean_score = scale.score(fmean(item_means))
         stderr = None
         if seeds:
-            stderr = comparator.stderr(key, [evaluation for _, evaluation in chosen], seeds)
+            chosen_evaluations = [evaluation for _, evaluation in chosen]
+            stderr = comparator.stderr(key, chosen_evaluations, seeds)
         if stderr is not None and scale.is_log:
             stderr *= mean_score
         mean = MeanScore(mean_score, len(chosen), stderr)
@@ -392,18 +401,22 @@ def compare_sides(
             notes.append(f"{name}: {run.label} repeats the seeds of another run")
 
         # Seed noise is estimated within a recipe: among runs that differ in their seeds only.
-        side_recipes = [x for y in architectures.architectures(side.runs) for x in y.recipes]
+        grouped = architectures.architectures(side.runs)
+        side_recipes = [recipe for architecture in grouped for recipe in architecture.recipes]
         recipes += side_recipes
         if len(side_recipes) > 1:
             notes.append(f"{name}: runs differ in more than their seeds")
 
     a, b = sides
-    rows, refused, verdict_notes = verdicts.verdicts(Comparator(recipes, options), [Pair(b, a)])
+    pair = Pair(b, a)
+    comparator = Comparator(recipes, options)
+    rows, refused, verdict_notes = verdicts.verdicts(comparator, [pair])
     if not rows:
         available = {run.label: _available(run) for run in runs}
-        reasons = [f"{x.suite} {x.task or ''}: {x.why}" for x in refused]
+        reasons = [refusal.sentence() for refusal in refused]
         for label, texts in available.items():
-            reasons.append(f"{label} has {', '.join(texts) or 'no results'}")
+            results = ", ".join(texts) or "no results"
+            reasons.append(f"{label} has {results}")
         reasons += map(str, errors)
         raise UserError(
             "compare.nothing",
@@ -415,7 +428,7 @@ def compare_sides(
     # A sentence on held-out loss, unless the user compares on other suites only.
     summary = None
     if options.suites is None or VALIDATION in options.suites:
-        summary = verdicts.held_out_summary(rows, refused, Pair(b, a))
+        summary = verdicts.held_out_summary(rows, refused, pair)
     return PairComparison(
         a=[run.label for run in a.runs],
         b=[run.label for run in b.runs],
@@ -434,30 +447,31 @@ def _read_sides(
 ) -> tuple[Sequence[Sequence[RunRecord]], list[UserError]]:
     """Return the runs of A and of B, and the errors of those that cannot be read."""
     pair = arguments.pair
-    a = arguments.a
-    b = arguments.b
-    folders_by_side = [named_runs(a or pair[:1]), named_runs(b or pair[1:])]
-    runs, errors = read_runs([folder for folders in folders_by_side for folder in folders])
+    a = named_runs(arguments.a or pair[:1])
+    b = named_runs(arguments.b or pair[1:])
+    runs, errors = read_runs([*a, *b])
 
     # A side may lose runs that cannot be read, but not all of them.
     sides = []
-    for folders in folders_by_side:
+    for folders in (a, b):
         side = [run for run in runs if run.folder.path in folders]
         if errors and folders and not side:
             raise errors[0]
         sides.append(side)
 
     # One sweep: its two architectures, with the repeats of their seeds, which a note names.
-    is_pair = len(pair) in (1, 2) and not (a or b)
+    is_pair = len(pair) in (1, 2) and not (arguments.a or arguments.b)
     if is_pair and len(pair) == 1:
-        sides = [
-            [run for recipe in architecture.recipes for run in (*recipe.runs, *recipe.repeats)]
-            for architecture in architectures.architectures(runs)
-        ]
+        sides = []
+        for architecture in architectures.architectures(runs):
+            side = []
+            for recipe in architecture.recipes:
+                side += [*recipe.runs, *recipe.repeats]
+            sides.append(side)
         if errors and len(sides) != 2:
             raise errors[0]
 
-    is_groups = a and b and not pair
+    is_groups = arguments.a and arguments.b and not pair
     if len(sides) != 2 or not (is_pair or is_groups):
         raise UserError(
             "compare.sides",
@@ -490,13 +504,18 @@ def _print(content: PairComparison) -> None:
         show(content.held_out, style="bold")
     if sentence := speed_sentence(content.speed, "A"):
         show(sentence)
-    show(f"A: {', '.join(content.a)}", f"B: {', '.join(content.b)}")
+    show(f"A: {', '.join(content.a)}")
+    show(f"B: {', '.join(content.b)}")
 
     for suite in dict.fromkeys(row.suite for row in content.pairs):
         rows = [row.in_bits() for row in content.pairs if row.suite == suite]
         console.print(_suite_table(content, rows, is_wide=console.width >= WIDE))
-    if tests := ", ".join(f"{suite} {count}" for suite, count in content.family.items()):
-        show(f"tests: {tests}; any false verdict in a suite has a probability of 5 % (Holm)")
+    if content.family:
+        tests = [f"{suite} {count}" for suite, count in content.family.items()]
+        show(
+            f"tests: {', '.join(tests)}; "
+            "any false verdict in a suite has a probability of 5 % (Holm)"
+        )
     else:
         show("tests: none")
 
@@ -508,8 +527,10 @@ def _print(content: PairComparison) -> None:
             sigma = row.seed_noise.words if row.seed_noise else "unknown"
             reason = f"seed noise {sigma}"
         scores_by_reason.setdefault(reason, []).append(f"{row.task} {row.metric}")
-    lines = [f"{', '.join(scores)}: {reason}" for reason, scores in scores_by_reason.items()]
-    lines += [f"not compared: {x.suite} {x.task or ''}: {x.why}" for x in content.refused]
+    lines = []
+    for reason, scores in scores_by_reason.items():
+        lines.append(f"{', '.join(scores)}: {reason}")
+    lines += [f"not compared: {refusal.sentence()}" for refusal in content.refused]
     if content.decision:
         lines.append(f"{DECIDES}: {content.decision.source}")
     show(*lines, *content.notes)
@@ -517,7 +538,8 @@ def _print(content: PairComparison) -> None:
 
 def _suite_table(content: PairComparison, rows: Sequence[Verdict], *, is_wide: bool) -> Table:
     """Return the rows of one suite; columns that are empty in all rows are left out."""
-    columns = {"task, metric": [f"{row.task} {row.metric}" for row in rows]}
+    scores = [f"{row.task} {row.metric}" for row in rows]
+    columns = {"task, metric": scores}
     cells = [pair_cells(row, content) for row in rows]
     num_columns = len(COLUMNS) if is_wide else NARROW_COLUMNS
     for name, report_name in itertools.islice(COLUMNS.items(), num_columns):
@@ -525,8 +547,12 @@ def _suite_table(content: PairComparison, rows: Sequence[Verdict], *, is_wide: b
         if any(text != MISSING for text in texts):
             columns[name] = texts
 
+    # All rows of a suite have equal steps.
+    first_row = rows[0]
     table = Table(
-        title=f"{rows[0].suite}, A at step {rows[0].baseline_step}, B at step {rows[0].step}",
+        title=(
+            f"{first_row.suite}, A at step {first_row.baseline_step}, B at step {first_row.step}"
+        ),
         title_justify="left",
         box=box.SIMPLE,
         pad_edge=False,

@@ -157,6 +157,9 @@ class Refusal:
     baseline: str
     why: str
 
+    def sentence(self) -> str:
+        return f"{self.suite} {self.task or ''}: {self.why}"
+
 
 @dataclass(frozen=True)
 class Decision:

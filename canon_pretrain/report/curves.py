@@ -60,7 +60,8 @@ def group_seeds(runs: Sequence[RunRecord]) -> list[Entry]:
         if len(seeds) == 1:
             entries += [Entry(runs[k].label, (k,)) for k in indices]
         else:
-            label = f"{runs[indices[0]].label} and {len(indices) - 1} more"
+            first_run = runs[indices[0]]
+            label = f"{first_run.label} and {len(indices) - 1} more"
             entries.append(Entry(label, tuple(indices)))
     return sorted(entries, key=lambda entry: entry.runs)
 
@@ -71,7 +72,8 @@ def segments(num_points: int, max_segments: int) -> np.ndarray:
     Returns int64 [n + 1] bounds: segment k has the points from bounds[k] to bounds[k + 1] - 1.
     """
     num_segments = min(num_points, max_segments)
-    return np.linspace(0, num_points, num_segments + 1).round().astype(np.int64)
+    bounds = np.linspace(0, num_points, num_segments + 1)
+    return bounds.round().astype(np.int64)
 
 
 def downsample(values: np.ndarray, bounds: np.ndarray) -> np.ndarray:
@@ -114,10 +116,18 @@ def segment_statistics(curve: Curve, bounds: np.ndarray) -> SegmentStatistics:
         sums = np.add.reduceat(np.where(is_finite, numbers, 0.0), begins)
         return sums / np.maximum(num_finite, 1)
 
-    low = np.minimum.reduceat(np.where(is_finite, curve.values, np.inf), begins)
-    high = np.maximum.reduceat(np.where(is_finite, curve.values, -np.inf), begins)
-    rows = (mean(curve.steps), mean(curve.values), low, high)
-    return SegmentStatistics(*(np.where(num_finite > 0, row, np.nan) for row in rows))
+    for_minimum = np.where(is_finite, curve.values, np.inf)
+    for_maximum = np.where(is_finite, curve.values, -np.inf)
+    statistics = np.stack(
+        [
+            mean(curve.steps),
+            mean(curve.values),
+            np.minimum.reduceat(for_minimum, begins),
+            np.maximum.reduceat(for_maximum, begins),
+        ]
+    )
+    statistics[:, num_finite == 0] = np.nan
+    return SegmentStatistics(*statistics)
 
 
 class Band(NamedTuple):
@@ -146,14 +156,17 @@ class Band(NamedTuple):
         bounds = segments(len(steps), max_segments)
         statistics = []
         for curve in logged:
-            common = Curve(steps, curve.values[np.searchsorted(curve.steps, steps)])
+            indices = np.searchsorted(curve.steps, steps)
+            common = Curve(steps, curve.values[indices])
             statistics.append(segment_statistics(common, bounds))
 
         # [runs, segments] each. A gap in one run is a gap in the band.
-        _, means, lows, highs = map(np.stack, zip(*statistics, strict=True))
-        means[:, ~np.isfinite(means).all(axis=0)] = np.nan
+        _, means, lows, highs = np.stack(statistics, axis=1)
+        is_gap = ~np.isfinite(means).all(axis=0)
+        means[:, is_gap] = np.nan
+        step_sums = np.add.reduceat(steps, bounds[:-1])
         return cls(
-            steps=np.add.reduceat(steps, bounds[:-1]) / np.diff(bounds),
+            steps=step_sums / np.diff(bounds),
             mean=means.mean(axis=0),
             low=lows.min(axis=0),
             high=highs.max(axis=0),
@@ -169,13 +182,20 @@ def axis(run: RunRecord) -> dict[str, Any]:
     # At a launch, time jumps between two steps: both are kept.
     launch_steps = [launch.from_step for launch in clock.launches]
     after = np.searchsorted(clock.steps, launch_steps, side="right")
-    kept = [segments(last, MAX_KNOTS), after - 1, np.minimum(after, last)]
-    knots = np.unique(np.concatenate(kept)).astype(np.int64)
+    kept = [
+        segments(last, MAX_KNOTS),
+        after - 1,
+        np.minimum(after, last),
+    ]
+    knots = np.unique(np.concatenate(kept))
 
     # Hours that are unknown stay None.
     columns = clock._asdict()
     del columns["launches"]
-    return {name: None if x is None else rounded(x[knots]) for name, x in columns.items()}
+    for name, values in columns.items():
+        if values is not None:
+            columns[name] = rounded(values[knots])
+    return columns
 
 
 def rounded(values: np.ndarray) -> list[float | int | None]:

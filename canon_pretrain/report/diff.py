@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,14 +145,17 @@ def _recorded(run: RunRecord, common_identity: Collection[str]) -> dict[str, Val
     git = launch.get("git") or {"problem": "unknown"}
     if not git.get("problem"):
         code = {name: git.get(name) for name in ("commit", "untracked")}
-        if (folder / "source.patch").exists():
-            code["patch"] = sha256_file(folder / "source.patch")[:12]
+        patch = folder / "source.patch"
+        if patch.exists():
+            code["patch"] = sha256_file(patch)[:12]
 
     packages: Values | None = None
-    if (folder / "packages.txt").exists():
+    packages_file = folder / "packages.txt"
+    if packages_file.exists():
         packages = {"python": launch.get("python")}
-        for line in read_bytes(folder / "packages.txt").decode(errors="replace").split():
-            name, separator, version = line.partition("==")
+        requirements = read_bytes(packages_file).decode(errors="replace")
+        for requirement in requirements.split():
+            name, separator, version = requirement.partition("==")
             if separator:
                 packages[name] = version
 
@@ -186,7 +189,8 @@ def _read_if_there(path: Path) -> Values | None:
 
 def _section(name: str, a: Values | None, b: Values | None) -> Section:
     if a is None or b is None:
-        return Section(unknown=[run for run, values in (("A", a), ("B", b)) if values is None])
+        records = {"A": a, "B": b}
+        return Section(unknown=[run for run, values in records.items() if values is None])
 
     own_prefixes = PER_RUN_NAMES.get(name, ())
     keys = sorted(a.keys() | b.keys())
@@ -207,7 +211,8 @@ def digests_by_step(events: Iterable[Event]) -> dict[int, str]:
     digests: dict[int, str] = {}
     for event in events:
         if event.kind == "step":
-            for steps_ago, digest in enumerate(reversed(event.get("data_digests") or [])):
+            new_digests = event.get("data_digests") or []
+            for steps_ago, digest in enumerate(reversed(new_digests)):
                 digests[event.step - steps_ago] = digest
     return digests
 
@@ -245,9 +250,11 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Losses:
     losses_a = a.values[indices_a]
     losses_b = b.values[indices_b]
     with np.errstate(all="ignore"):
-        relative = np.abs(losses_a - losses_b) / np.maximum(np.abs(losses_a), np.abs(losses_b))
+        larger = np.maximum(np.abs(losses_a), np.abs(losses_b))
+        relative = np.abs(losses_a - losses_b) / larger
     relative[~np.isfinite(relative)] = math.inf
-    relative[(losses_a == losses_b) | (np.isnan(losses_a) & np.isnan(losses_b))] = 0.0
+    both_nan = np.isnan(losses_a) & np.isnan(losses_b)
+    relative[both_nan | (losses_a == losses_b)] = 0.0
 
     # The first step beyond the tolerance, with its losses, and the first with any difference.
     largest = int(relative.argmax())
@@ -290,10 +297,10 @@ def describe(comparison: Comparison, *, with_own: bool) -> Iterator[str]:
             summary = f"{summary}, {len(section.own)} ignored (--all)"
         yield f"{name}: {summary}"
         for key, values in section.differences.items():
-            yield f"  {key}: {' -> '.join(map(_format, values))}"
+            yield f"  {key}: {_change(values)}"
         if with_own:
             for key, values in section.own.items():
-                yield f"  {key} (ignored): {' -> '.join(map(_format, values))}"
+                yield f"  {key} (ignored): {_change(values)}"
 
     yield f"data digests: {_describe_digests(comparison.data_digests)}"
     yield f"losses: {_describe_losses(comparison.losses)}"
@@ -302,13 +309,17 @@ def describe(comparison: Comparison, *, with_own: bool) -> Iterator[str]:
     yield "same" if comparison.same else "different"
 
 
-def _format(value: Any) -> str:
-    """Return a value on one line; – for None."""
-    if value is None:
-        return "–"
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False)
+def _change(values: Sequence[Any]) -> str:
+    """Return the values of A and B on one line; – for None."""
+    texts = []
+    for value in values:
+        text = value
+        if value is None:
+            text = "–"
+        elif not isinstance(value, str):
+            text = json.dumps(value, ensure_ascii=False)
+        texts.append(text)
+    return " -> ".join(texts)
 
 
 def _describe_digests(digests: Digests) -> str:
@@ -332,8 +343,10 @@ def _describe_losses(losses: Losses) -> str:
     if losses.there is None:
         return f"equal to {losses.rtol:g} in all {lines}; {first}"
     change = " -> ".join(f"{loss:.7g}" for loss in losses.there)
-    beyond = f"from step {losses.first_beyond:,} ({change}) on"
-    return f"differ by more than {losses.rtol:g} {beyond}; {first}; {lines}"
+    return (
+        f"differ by more than {losses.rtol:g} from step {losses.first_beyond:,} ({change}) on; "
+        f"{first}; {lines}"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -363,9 +376,13 @@ def run(arguments: argparse.Namespace) -> int:
             f"--rtol {arguments.rtol}: expected at least 0 and less than 1",
             given=arguments.rtol,
         )
-    comparison = compare(RunRecord(arguments.a), RunRecord(arguments.b), rtol=arguments.rtol)
+    a = RunRecord(arguments.a)
+    b = RunRecord(arguments.b)
+    comparison = compare(a, b, rtol=arguments.rtol)
     if arguments.json:
-        print(json.dumps(json_value(comparison), indent=2, ensure_ascii=False))
+        text = json.dumps(json_value(comparison), indent=2, ensure_ascii=False)
     else:
-        print(printable("\n".join(describe(comparison, with_own=arguments.all)), keep="\n"))
+        lines = describe(comparison, with_own=arguments.all)
+        text = printable("\n".join(lines), keep="\n")
+    print(text)
     return 0 if comparison.same else 1

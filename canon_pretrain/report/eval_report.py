@@ -102,7 +102,8 @@ def run(arguments: argparse.Namespace) -> None:
     if content.held_out:
         panel = figures.held_out_panel(content.held_out)
         for kind in FIGURE_KINDS:
-            write_atomic(folder / f"held_out.{kind}", picture.draw([panel], kind))
+            image = picture.draw([panel], kind)
+            write_atomic(folder / f"held_out.{kind}", image)
     _print(content, folder / "index.html")
     exit_if_left_out(errors)
 
@@ -134,8 +135,8 @@ def markdown_page(values: Mapping[str, Any]) -> str:
 
 def escape_markdown(text: object) -> str:
     """Return `text` on one line, with characters escaped that have a meaning in Markdown."""
-    line = html.escape(" ".join(str(text).split()), quote=False)
-    return re.sub(r"([\\`*\[\]|~])", r"\\\1", line)
+    line = " ".join(str(text).split())
+    return re.sub(r"([\\`*\[\]|~])", r"\\\1", html.escape(line, quote=False))
 
 
 def _print(content: ReportContent, path: Path) -> None:
@@ -159,8 +160,12 @@ def _print(content: ReportContent, path: Path) -> None:
 
             for label, cell in cells.items():
                 value, error, items = sections.score_parts(cell)
-                task = Text(f"{row.task} {row.metric}")
-                table.add_row(task, Text(label), f"{value} {error}", items)
+                table.add_row(
+                    Text(f"{row.task} {row.metric}"),
+                    Text(label),
+                    f"{value} {error}",
+                    items,
+                )
         table.add_section()
     console.print(table)
     console.print(Text(f"report: {path.resolve()}"), soft_wrap=True)
@@ -174,11 +179,14 @@ def report_content(
     `clone`: of PhysicsLM4, whose curves to show beside the runs'.
     """
     # The newest scores of each suite.
-    names = {evaluation.suite for run in runs for evaluation in run.evaluations}
+    newest: dict[str, dict[RunRecord, Evaluation]] = {}
+    for run in runs:
+        for evaluation in run.evaluations:
+            newest.setdefault(evaluation.suite, {})[run] = evaluation
     suites = []
-    for name in sorted(names, key=evaluations.suite_order):
-        newest = {run: x for run in runs for x in run.evaluations if x.suite == name}
-        suites.append(suite_content(name, newest, comparison.suite_step(name)))
+    for name in sorted(newest, key=evaluations.suite_order):
+        step = comparison.suite_step(name)
+        suites.append(suite_content(name, newest[name], step))
     keys = [(row.task, row.metric) for suite in suites for row in suite.rows]
 
     # An architecture is drawn by the runs of its chosen learning rate.
@@ -187,15 +195,19 @@ def report_content(
 
     # A warning, and a run with each fingerprint, if the data differs.
     warnings = [line for run in runs for line in run.left_out]
-    label_by_data = {str(run.identity.get("data_fingerprint"))[:12]: run.label for run in runs}
+    label_by_data = {}
+    for run in runs:
+        fingerprint = str(run.identity.get("data_fingerprint"))
+        label_by_data[fingerprint[:12]] = run.label
     if len(label_by_data) > 1:
-        pairs = "; ".join(f"{label}: {data}" for data, label in label_by_data.items())
-        warnings.insert(0, f"The runs were trained on different data ({pairs}).")
+        runs_by_data = "; ".join(f"{label}: {data}" for data, label in label_by_data.items())
+        warnings.insert(0, f"The runs were trained on different data ({runs_by_data}).")
 
     # All settings of one run, or those in which several runs differ.
     if len(runs) == 1:
-        title = runs[0].label
-        settings = [Setting(name, [value]) for name, value in runs[0].identity.items()]
+        [run] = runs
+        title = run.label
+        settings = [Setting(name, [value]) for name, value in run.identity.items()]
     else:
         title = f"{len(runs)} runs"
         settings = [Setting(*row) for row in differing_settings(runs).items()]
@@ -249,7 +261,9 @@ def _run_content(run: RunRecord) -> RunContent:
         state = "unfinished"
 
     args = run.model_args
+    counts = {name: args and count(args) for name, count in COUNTS.items()}
     launches = run.launch_events
+    software = {name: collapse_repeats(x.get(name) for x in launches) for name in LAUNCH_FIELDS}
     event_times = [event.get("time") for event in run.events] or [None]
     return RunContent(
         label=run.label,
@@ -261,10 +275,10 @@ def _run_content(run: RunRecord) -> RunContent:
             "tokens": run.steps[-1].tokens if run.steps else 0,
             "started from": run.initial_load,
             "resumed at": [event["from_step"] for event in launches if event.kind == "resume"],
-            "description": printable(str(run.config.get("job", {}).get("description") or "")),
-            "flavor": run.config.get("model", {}).get("flavor"),
-            **{name: args and count(args) for name, count in COUNTS.items()},
-            **{name: collapse_repeats(x.get(name) for x in launches) for name in LAUNCH_FIELDS},
+            "description": run.description,
+            "flavor": run.flavor,
+            **counts,
+            **software,
             "first event": event_times[0],
             "last event": event_times[-1],
             "folder": printable(str(run.folder.path)),
@@ -296,7 +310,10 @@ def _samples_content(runs: Sequence[RunRecord]) -> list[Samples]:
         for step in reversed(steps[::stride]):
             cells: list[SampleText | None] = []
             for texts in texts_by_run:
-                cells.append(SampleText(texts[step]) if step in texts else None)
+                cell = None
+                if step in texts:
+                    cell = SampleText(texts[step])
+                cells.append(cell)
             rows.append(SampleRow(step, cells))
         samples.append(Samples(prompt, len(steps), rows))
     return samples
@@ -318,9 +335,13 @@ def suite_content(
     rows = []
     for task, metrics in metrics_by_task.items():
         for metric in metrics:
-            is_primary = any(metric in x.primary_metrics(task) for x in evaluated)
-            cells = [figures.score_cell(x.results, task, metric) for x in evaluated]
-            rows.append(SuiteRow(printable(task), printable(metric), is_primary, cells))
+            row = SuiteRow(
+                task=printable(task),
+                metric=printable(metric),
+                primary=any(metric in x.primary_metrics(task) for x in evaluated),
+                cells=[figures.score_cell(x.results, task, metric) for x in evaluated],
+            )
+            rows.append(row)
 
     # What makes the scores doubtful.
     warnings = []

@@ -51,6 +51,12 @@ def full_results(run: RunRecord, suite: str, step: int | None = None) -> dict[in
     return {x.step: x for x in results if step is None or x.step == step}
 
 
+def results_at(step: int | None, runs: Iterable[RunRecord], suite: str) -> list[Evaluation]:
+    """Return the newest results at `step` without --limit, of the runs that have them."""
+    by_run = [full_results(run, suite) for run in runs]
+    return [results[step] for results in by_run if step in results]
+
+
 LOSS_UNITS = {BITS: "bits per byte", NATS: "nats per token"}
 """Metric of held-out loss -> its unit, the first choice first."""
 
@@ -105,11 +111,10 @@ def logged_losses(run: RunRecord, metric: str = NATS) -> dict[Scored, float]:
     """Return the held-out losses that training logged, by step and text."""
     losses = {}
     for event in run.events:
-        step = event.get("step")
         loss = event.get(LOGGED_FIELDS[metric])
-        if event.kind == "validation" and step is not None and loss is not None:
+        if event.kind == "validation" and loss is not None:
             text = event.get(HELD_OUT, run.identity.get(HELD_OUT))
-            losses[Scored(step, str(text))] = loss
+            losses[Scored(event.step, str(text))] = loss
     return losses
 
 
@@ -119,7 +124,8 @@ def tokens_at(run: RunRecord, step: int) -> int | None:
     The tokens per step are those of the nearest logged step.
     """
     after = bisect.bisect_left(run.steps, step, key=lambda event: event.step)
-    neighbors = run.steps[max(after - 1, 0) : after + 1]
+    before = max(after - 1, 0)
+    neighbors = run.steps[before : after + 1]
     nearest = min(neighbors, key=lambda event: abs(event.step - step), default=None)
     if nearest is None or not nearest.step:
         return None
@@ -128,7 +134,7 @@ def tokens_at(run: RunRecord, step: int) -> int | None:
 
 def suite_order(name: str) -> tuple[int, str]:
     """Return a sort key: held-out loss, then the paper's order, then other suites."""
-    return (SUITES.index(name) if name in SUITES else len(SUITES), name)
+    return (*SUITES, name).index(name), name
 
 
 def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
@@ -143,7 +149,10 @@ def _common_step(suite: str, step: int | None, *sides: Iterable[RunRecord]) -> i
     """Return the last step at which every side has a run with full results."""
     steps_by_side = []
     for runs in sides:
-        steps_by_side.append({at for run in runs for at in full_results(run, suite, step)})
+        side_steps: set[int] = set()
+        for run in runs:
+            side_steps |= full_results(run, suite, step).keys()
+        steps_by_side.append(side_steps)
     return max(set.intersection(*steps_by_side), default=None)
 
 
@@ -152,11 +161,10 @@ def pair_evaluations(
 ) -> EvaluationPair:
     """Return full results of both sides at their last common step, or at `step`."""
     common = _common_step(suite, step, a, b)
-    sides = []
-    for runs in (a, b):
-        by_run = [full_results(run, suite) for run in runs]
-        sides.append([results[common] for results in by_run if common in results])
-    return EvaluationPair(*sides)
+    return EvaluationPair(
+        side=results_at(common, a, suite),
+        baseline=results_at(common, b, suite),
+    )
 
 
 def table_steps(
@@ -205,14 +213,16 @@ def differing_options(
     for name in names:
         if name.partition(".")[0] in ignored:
             continue
-        texts = dict.fromkeys(_option_text(options.get(name, {})) for options in all_options)
+        texts = dict.fromkeys(_option_text(options, name) for options in all_options)
         if len(texts) > 1:
-            differing.append(f"{name}: {' / '.join(text[:20] for text in texts)}")
+            shown = " / ".join(text[:20] for text in texts)
+            differing.append(f"{name}: {shown}")
     return differing
 
 
-def _option_text(value: Any) -> str:
+def _option_text(options: Mapping[str, Any], name: str) -> str:
     """Return an option as text; an evaluation of another version may not have it, as {}."""
+    value = options.get(name, {})
     if value == {}:
         return "None"
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
@@ -221,8 +231,9 @@ def _option_text(value: Any) -> str:
 def differing_task_options(evaluations: Sequence[Evaluation], task: str) -> list[str]:
     """Return the evaluation options of one task that differ."""
     differing = differing_options(evaluations, (*PER_RUN_KEYS, *PER_SUITE_KEYS))
+    descriptions = [evaluation.described(task) for evaluation in evaluations]
     for name in ("version", "config_sha256"):
-        values = dict.fromkeys(str(x.described(task).get(name)) for x in evaluations)
+        values = dict.fromkeys(str(description.get(name)) for description in descriptions)
         if len(values) > 1:
             differing.append(f"{name} of the task: {' / '.join(values)}")
     return differing

@@ -94,19 +94,30 @@ def row_from_event(event: Event) -> Row | None:
     elif event.kind == "validation":
         values = _validation_values(event)
     elif event.kind == "samples":
-        samples = [(sample["prompt"], sample["text"]) for sample in event.get("samples") or ()]
+        recorded = event.get("samples") or ()
+        samples = [(sample["prompt"], sample["text"]) for sample in recorded]
     else:
         return None
-    numbers = {name: value for name, value in values.items() if value is not None}
-    return Row(event.step, event.tokens, _time(event), numbers, samples)
+    return Row(
+        step=event.step,
+        tokens=event.tokens,
+        time=_time(event),
+        values={name: value for name, value in values.items() if value is not None},
+        samples=samples,
+    )
 
 
 def _step_values(event: Event) -> dict[str, Any]:
     """Return the fields of GROUPS, and the tokens of each source of a mixture."""
-    values = {f"{group}/{name}": event.get(name) for group in GROUPS for name in GROUPS[group]}
+    values = {}
+    for group, names in GROUPS.items():
+        for name in names:
+            values[f"{group}/{name}"] = event.get(name)
+
     sources = event.get("source_tokens") or {}
     if len(sources) > 1:
-        values |= {f"data/tokens/{chart_name(name)}": tokens for name, tokens in sources.items()}
+        for source, tokens in sources.items():
+            values[f"data/tokens/{chart_name(source)}"] = tokens
     return values
 
 
@@ -115,20 +126,23 @@ def _validation_values(event: Event) -> dict[str, Any]:
     losses: dict[str, Mapping[str, Any]] = {"validation": event}
     sources = event.get("sources") or {}
     if len(sources) > 1:
-        losses |= {f"validation/{chart_name(name)}": loss for name, loss in sources.items()}
+        for source, loss in sources.items():
+            losses[f"validation/{chart_name(source)}"] = loss
 
     values = {}
     for heading, loss in losses.items():
         for name in ("loss", "bits_per_byte"):
             values[f"{heading}/{name}"] = loss.get(name)
     scores = event.get("scores") or {}
-    return values | {f"scores/{chart_name(name)}": score for name, score in scores.items()}
+    for name, score in scores.items():
+        values[f"scores/{chart_name(name)}"] = score
+    return values
 
 
 def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
     """Yield scores as eval/SUITE/TASK/METRIC, of a trial as eval/SUITE-firstN/TASK/METRIC."""
     batch_size = run.identity.get("training.global_batch_size") or 0  # unknown
-    tokens_per_step = batch_size * (run.identity.get("training.seq_len") or 0)
+    seq_len = run.identity.get("training.seq_len") or 0
     for (suite, step), results in run.latest.items():
         heading = suite
         if results.limit is not None:
@@ -140,7 +154,8 @@ def _evaluations(run: RunRecord, last_time: float) -> Iterable[Row]:
                 if score.value is not None:
                     names = map(chart_name, (heading, task, metric))
                     values["/".join(("eval", *names))] = score.value
-        yield Row(step, step * tokens_per_step, last_time, values)
+        tokens = step * batch_size * seq_len
+        yield Row(step, tokens, last_time, values)
 
 
 def merge_rows(rows: Iterable[Row]) -> list[Row]:
@@ -180,6 +195,8 @@ def run_metadata(run: RunRecord, events: list[Event]) -> RunMetadata:
         run_id = event.get("run_id", run_id)
         if event.kind in SEGMENT_EVENTS:
             launches.append(event)
+    if not run_id:
+        run_id = _digest(json.dumps(events[:1], sort_keys=True))
     newest_launch = {**launches[-1]} if launches else {}
     newest_launch.pop("event", None)
 
@@ -187,9 +204,9 @@ def run_metadata(run: RunRecord, events: list[Event]) -> RunMetadata:
     mixer = run.identity.get("model.mixer")
     if mixer in (None, "attention"):
         mixer = run.identity.get("model.position")
-    canon = run.identity.get("model.canon_set")
-    flavor = run.config.get("model", {}).get("flavor")
-    tags = tuple(filter(None, (flavor, mixer, f"canon{canon}" if canon else "no-canon")))
+    canon_set = run.identity.get("model.canon_set")
+    canon = f"canon{canon_set}" if canon_set else "no-canon"
+    tags = tuple(filter(None, (run.flavor, mixer, canon)))
 
     # A folder named "run" is distinguished by its parent.
     path = run.folder.path.resolve()
@@ -198,7 +215,7 @@ def run_metadata(run: RunRecord, events: list[Event]) -> RunMetadata:
         name = f"{path.parent.name}/{name}"
 
     return RunMetadata(
-        run_id=str(run_id or _digest(json.dumps(events[:1], sort_keys=True))),
+        run_id=str(run_id),
         name=name,
         group="-".join((*tags, _digest(run.recipe)[:6])),
         tags=tags,
@@ -213,7 +230,8 @@ def run_metadata(run: RunRecord, events: list[Event]) -> RunMetadata:
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    sha256 = hashlib.sha256(text.encode())
+    return sha256.hexdigest()[:8]
 
 
 class TensorBoardTarget:
@@ -230,10 +248,13 @@ class TensorBoardTarget:
 
         # TensorBoard reads files by name: a live one must come after earlier ones.
         began = time.time() if live else metadata.began
-        self._final = folder / f"events.out.tfevents.{int(began):010d}.{metadata.run_id}{SUFFIX}"
-        copies = folder.glob(f"events.out.tfevents.*.{metadata.run_id}{SUFFIX}")
+        ending = f"{metadata.run_id}{SUFFIX}"
+        self._final = folder / f"events.out.tfevents.{int(began):010d}.{ending}"
+        copies = folder.glob(f"events.out.tfevents.*.{ending}")
         self._earlier = set(copies) - {self._final}
-        self._path = self._final if live else folder / f".{self._final.name}.tmp"
+        self._path = self._final
+        if not live:
+            self._path = folder / f".{self._final.name}.tmp"
 
         folder.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO = open(self._path, "wb")  # noqa: SIM115 - as long as the target lives
@@ -250,19 +271,22 @@ class TensorBoardTarget:
             values["tokens"] = row.tokens
         self._step = row.step
 
-        scalars = [{"tag": name, "simple_value": value} for name, value in values.items()]
-        texts = [
-            {
-                "tag": f"samples/{k}",
-                "tensor": {"dtype": "DT_STRING", "string_val": [f"{prompt}|{text}".encode()]},
-                "metadata": {"plugin_data": {"plugin_name": "text"}},
-            }
-            for k, (prompt, text) in enumerate(row.samples)
-        ]
+        summaries: list[dict[str, Any]] = []
+        for name, value in values.items():
+            summaries.append({"tag": name, "simple_value": value})
+        for k, (prompt, text) in enumerate(row.samples):
+            sample = f"{prompt}|{text}"
+            summaries.append(
+                {
+                    "tag": f"samples/{k}",
+                    "tensor": {"dtype": "DT_STRING", "string_val": [sample.encode()]},
+                    "metadata": {"plugin_data": {"plugin_name": "text"}},
+                }
+            )
         self._write(
             wall_time=row.time or self._began,
             step=row.step,
-            summary={"value": [*scalars, *texts]},
+            summary={"value": summaries},
         )
 
     def restart(self, step: int) -> None:
@@ -287,7 +311,8 @@ class TensorBoardTarget:
         return f"{self._final}; `tensorboard --logdir {self._folder}` shows it"
 
     def _write(self, **fields: Any) -> None:
-        self._writer.write(self._events.Event(**fields).SerializeToString())
+        event = self._events.Event(**fields)
+        self._writer.write(event.SerializeToString())
 
 
 class WandbTarget:
@@ -373,11 +398,12 @@ class WandbTarget:
             **row.values,
         }
         if row.samples:
-            texts = "\n\n".join(
-                f"<b>{escape(prompt)}</b>{escape(text)}" for prompt, text in row.samples
-            )
+            texts = []
+            for prompt, text in row.samples:
+                texts.append(f"<b>{escape(prompt)}</b>{escape(text)}")
             # Not a Table, which offline runs keep in the user's cache.
-            values["samples"] = self._html(f"<pre>{texts}</pre>")
+            samples = "\n\n".join(texts)
+            values["samples"] = self._html(f"<pre>{samples}</pre>")
         self._run.log(values, step=row.step)
 
     def restart(self, step: int) -> None:
@@ -428,7 +454,8 @@ def copy(
     for row in rows:
         target.write(row)
     location = target.finish()
-    return f"{len(rows)} steps and {len(run.latest)} evaluations of {run.folder.path}: {location}"
+    num_evaluations = len(run.latest)
+    return f"{len(rows)} steps and {num_evaluations} evaluations of {run.folder.path}: {location}"
 
 
 def _follow(
@@ -439,7 +466,9 @@ def _follow(
     log = LogFollower(run.folder.log_file)
     events = drop_superseded(log.poll())
     is_over = False
-    while not is_over and not any(event.kind in ("step", *SEGMENT_EVENTS) for event in events):
+    while not is_over:
+        if any(event.kind in ("step", *SEGMENT_EVENTS) for event in events):
+            break
         is_over = wait(POLL_S)
         events = drop_superseded([*events, *log.poll()])
 

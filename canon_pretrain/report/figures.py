@@ -109,13 +109,14 @@ def logged_values(run: RunRecord, field: str) -> LoggedValues:
     """Look up one logged field of a run, empty if it has none."""
     empty = Curve(np.zeros(0, np.int64), np.zeros(0))
     steps, values = run.curve(field) or empty
-    tokens = run.clock.tokens[np.searchsorted(run.clock.steps, steps)]
-    return LoggedValues(steps, tokens, values)
+    indices = np.searchsorted(run.clock.steps, steps)
+    return LoggedValues(steps, run.clock.tokens[indices], values)
 
 
 def training_curve(runs: Sequence[RunRecord], chart: Chart) -> TrainingCurve:
     """Draw one field over tokens: a downsampled line per run, None for a gap."""
-    max_segments = min(MAX_SEGMENTS, 1 + ALL_SEGMENTS // (len(runs) * len(REPORT_CHARTS)))
+    num_lines = len(runs) * len(REPORT_CHARTS)
+    max_segments = min(MAX_SEGMENTS, 1 + ALL_SEGMENTS // num_lines)
     lines = []
     for run in runs:
         steps, tokens, values = logged_values(run, chart.id)
@@ -145,7 +146,8 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
     late_losses: list[LoggedValues] = []
     for logged in losses:
         is_late = (logged.tokens > half) & np.isfinite(logged.values)
-        late_losses.append(LoggedValues(*(array[is_late] for array in logged)))
+        late = LoggedValues(*(array[is_late] for array in logged))
+        late_losses.append(late)
 
     # As many segments as the page and the run with the most logged steps allow.
     max_steps = max(len(late.steps) for late in late_losses)
@@ -168,9 +170,9 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
             means[run.label] = sums / counts
 
     def smooth_curve(title: str, values_by_run: Mapping[str, np.ndarray]) -> SmoothCurve:
-        lines = [
-            RunLine(run, middles, finite(values.tolist())) for run, values in values_by_run.items()
-        ]
+        lines = []
+        for label, values in values_by_run.items():
+            lines.append(RunLine(label, middles, finite(values.tolist())))
         return SmoothCurve(title, form=",.4f", log_scale=False, lines=lines)
 
     curves = [smooth_curve("The last half, smoothed", means)]
@@ -213,13 +215,14 @@ def score_curves(runs: Sequence[RunRecord]) -> list[ScoreCurve]:
     points: dict[_Scored, dict[str, list[ScorePoint]]] = {}
     for run in runs:
         for scored, point in _score_points(run):
-            points.setdefault(scored, {}).setdefault(run.label, []).append(point)
+            points_by_run = points.setdefault(scored, {})
+            points_by_run.setdefault(run.label, []).append(point)
 
     curves = []
     num_texts = Counter((x.suite, x.task, x.metric) for x in points)
     for scored in sorted(points, key=lambda scored: evaluations.suite_order(scored.suite)):
         suite, task, metric, text = scored
-        lines = [ScoreLine(label, line_points) for label, line_points in points[scored].items()]
+        lines = [ScoreLine(*line) for line in points[scored].items()]
         if all(len(line.points) == 1 for line in lines):
             continue
 
@@ -227,7 +230,8 @@ def score_curves(runs: Sequence[RunRecord]) -> list[ScoreCurve]:
         title = task
         if num_texts[suite, task, metric] > 1:
             title = f"{task} of text {text[:8]}"
-        curves.append(ScoreCurve(suite, printable(title), printable(metric), lines))
+        curve = ScoreCurve(suite, printable(title), printable(metric), lines)
+        curves.append(curve)
     return curves
 
 
@@ -266,15 +270,17 @@ def held_out_curves(
             whole_losses = {run: evaluations.suite_losses(run, metric) for run in runs}
             texts = {text for run_losses in losses.values() for _, text in run_losses}
             for text in sorted(texts):
-                lines = [
-                    _held_out_line(label, labels, text, losses, whole_losses)
-                    for label, labels in architectures.items()
-                ]
+                lines = []
+                for label, labels in architectures.items():
+                    line = _held_out_line(label, labels, text, losses, whole_losses)
+                    if line is not None:
+                        lines.append(line)
                 counted = evaluations.counted_losses(runs, text, metric)
-                candidates.append(HeldOutCurves(source, unit, [*filter(None, lines)], counted))
+                candidates.append(HeldOutCurves(source, unit, lines, counted))
 
     def size(curves: HeldOutCurves) -> tuple[int, int]:
-        return len(curves.lines), sum(len(line.steps) for line in curves.lines)
+        num_points = sum(len(line.steps) for line in curves.lines)
+        return len(curves.lines), num_points
 
     largest = max(candidates, key=size, default=None)
     if largest is None or not largest.lines:
@@ -307,7 +313,8 @@ def _held_out_line(
 
     # A point is a step at which every run has a finite loss.
     points: dict[int, list[float]] = {}
-    for step in sorted(set.intersection(*map(set, losses_by_step.values()))):
+    common_steps = set.intersection(*map(set, losses_by_step.values()))
+    for step in sorted(common_steps):
         step_losses = [by_step[step] for by_step in losses_by_step.values()]
         if all(map(math.isfinite, step_losses)):
             points[step] = step_losses
@@ -395,7 +402,8 @@ def length_figures(
         if points:
             trials = {x.evaluation.run for x in points if x.evaluation.limit is not None}
             panels = _panels(points, list(architectures))
-            figures.append(LengthFigure(title, unit, sorted(trials), panels))
+            figure = LengthFigure(title, unit, sorted(trials), panels)
+            figures.append(figure)
     return figures
 
 
@@ -409,7 +417,8 @@ def _points(
     # By suite: a result replaces a trial, as trials are first in `evaluations`.
     evaluation_of: dict[str, Evaluation] = {}
     for evaluation in run.evaluations:
-        shown_step = steps.get(evaluation.suite, {}).get(label, evaluation.step)
+        step_by_label = steps.get(evaluation.suite, {})
+        shown_step = step_by_label.get(label, evaluation.step)
         if evaluation.limit or evaluation.step == shown_step:
             evaluation_of[evaluation.suite] = evaluation
 
@@ -420,7 +429,8 @@ def _points(
             match = pattern.fullmatch(task)
             if match is None:
                 continue
-            series, length = match[1], int(match[2])
+            series = match[1]
+            length = int(match[2])
             for metric, score in metrics.items():
                 if math.isfinite(score.number) and not is_loss(metric):
                     points[series, metric, length] = _Point(
@@ -435,12 +445,14 @@ def _points(
 
     # The mean of Babilong's tasks, where all of them have a score; other series have other names.
     means = []
-    for metric, length in {(metric, length) for _, metric, length in points}:
+    metrics_at_lengths = {(metric, length) for _, metric, length in points}
+    for metric, length in metrics_at_lengths:
         keys = [(task, metric, length) for task in AVERAGED_TASKS]
         parts = [points[key] for key in keys if key in points]
         if len(parts) == len(AVERAGED_TASKS):
             mean = statistics.fmean(part.value for part in parts)
-            means.append(parts[0]._replace(series=MEAN, value=mean, chance=None))
+            mean_point = parts[0]._replace(series=MEAN, value=mean, chance=None)
+            means.append(mean_point)
     return [*points.values(), *means]
 
 
@@ -468,10 +480,13 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
         lines = []
         for label, step in steps.items():
             line_points = [x for x in panel_points if x.label == label]
-            values = [[x.value for x in line_points if x.length == length] for length in lengths]
-            if line_points:
-                shown_step = None if step == first_step else step
-                lines.append(LengthLine(label, shown_step, **_spread(values)))
+            if not line_points:
+                continue
+            values = []
+            for length in lengths:
+                values.append([x.value for x in line_points if x.length == length])
+            shown_step = None if step == first_step else step
+            lines.append(LengthLine(label, shown_step, **_spread(values)))
 
         # The level of chance, if all tasks of the panel declare the same.
         chances = {point.chance for point in panel_points}
@@ -490,7 +505,9 @@ def _trace(
     needs_markers = len(y) <= FEW_POINTS or None in y  # a value between two gaps has no line
     numbers = rounded(np.array(y, float))
     if form:
-        numbers = [None if x is None else shortest(format(x, form)) for x in numbers]
+        for k, number in enumerate(numbers):
+            if number is not None:
+                numbers[k] = shortest(format(number, form))
     return {
         "mode": "lines+markers" if needs_markers else "lines",
         "of": of,
@@ -505,7 +522,8 @@ def _over_steps(steps: Sequence[int], tokens: Sequence[int]) -> Json:
     x: Json = {"steps": np.diff(steps, prepend=0).tolist()}
     if steps and steps[0]:
         per_step = tokens[0] / steps[0]
-        if per_step and list(tokens) == [per_step * step for step in steps]:
+        multiples = [per_step * step for step in steps]
+        if per_step and list(tokens) == multiples:
             return {**x, "tokens_per_step": per_step}
     return {**x, "tokens": np.diff(tokens, prepend=0).tolist()}
 
@@ -516,19 +534,24 @@ def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = 
     To keep pages small, what all traces have in common is there once, as "shared".
     """
     first_trace, *other_traces = traces or [{}]
-    common = {
-        name: value
-        for name, value in first_trace.items()
-        if all(name in trace and trace[name] == value for trace in other_traces)
-    }
-    data = [
-        {name: value for name, value in trace.items() if name not in common} for trace in traces
-    ]
+    common = {}
+    for name, value in first_trace.items():
+        if all((name, value) in trace.items() for trace in other_traces):
+            common[name] = value
+    data = []
+    for trace in traces:
+        data.append({name: value for name, value in trace.items() if name not in common})
 
     template = f"%{{fullData.name}}: {hover}<extra></extra>"  # once for all traces
     layout = {
-        "xaxis": {"title": {"text": over, "standoff": 4}, "exponentformat": "B"},
-        "yaxis": {"type": "log" if log_scale else "linear", "exponentformat": "B"},
+        "xaxis": {
+            "title": {"text": over, "standoff": 4},
+            "exponentformat": "B",
+        },
+        "yaxis": {
+            "type": "log" if log_scale else "linear",
+            "exponentformat": "B",
+        },
         "template": {"data": {"scatter": [{"hovertemplate": template}]}},
     }
     return {"data": data, "shared": common, "layout": layout}
@@ -548,22 +571,23 @@ def labels_of(content: ReportContent) -> dict[str, list[str]]:
 
 
 def draw_curve(curve: TrainingCurve, labels: Sequence[str]) -> list[Plot]:
-
     form = curve.form.replace(",", "")  # of a JSON number, which has no thousands separators
     traces = []
     for line in curve.lines:
         x = _over_steps(line.steps, line.tokens)
-        traces.append(_trace("run", labels, line.run, line.values, form=form, **x))
+        trace = _trace("run", labels, line.run, line.values, form=form, **x)
+        traces.append(trace)
     hover = f"<b>%{{y:{curve.form}}}</b>, step %{{customdata:,d}}"
-    return [(curve.title, "", _figure(traces, "tokens", hover, log_scale=curve.log_scale))]
+    figure = _figure(traces, "tokens", hover, log_scale=curve.log_scale)
+    return [(curve.title, "", figure)]
 
 
 def draw_late_loss(curves: Sequence[SmoothCurve], labels: Sequence[str]) -> list[Plot]:
-
     plots: list[Plot] = []
     for curve in curves:
         traces = [_trace("run", labels, x.run, x.values, x=x.tokens) for x in curve.lines]
-        figure = _figure(traces, "tokens", f"<b>%{{y:{curve.form}}}</b>")
+        hover = f"<b>%{{y:{curve.form}}}</b>"
+        figure = _figure(traces, "tokens", hover)
         plots.append((curve.title, "", figure))
     return plots
 
@@ -572,15 +596,17 @@ def draw_scores(curves: Sequence[ScoreCurve], labels: Sequence[str]) -> dict[str
     """Draw score curves by suite, trials as open circles."""
     plots: dict[str, list[Plot]] = {}
     for curve in curves:
-        has_tokens = all(point.tokens is not None for line in curve.lines for point in line.points)
-        traces = [_score_trace(line, labels, has_tokens) for line in curve.lines]
+        points = [point for line in curve.lines for point in line.points]
+        has_tokens = all(point.tokens is not None for point in points)
+        over = "tokens" if has_tokens else "step"
+        traces = [_score_trace(line, labels, over) for line in curve.lines]
         hover = "<b>%{y:,.4f}</b> %{text}<br>%{customdata}"
-        figure = _figure(traces, "tokens" if has_tokens else "step", hover)
-        plots.setdefault(curve.suite, []).append((curve.task, curve.metric, figure))
+        plot = (curve.task, curve.metric, _figure(traces, over, hover))
+        plots.setdefault(curve.suite, []).append(plot)
     return plots
 
 
-def _score_trace(line: ScoreLine, labels: Sequence[str], over_tokens: bool) -> Json:
+def _score_trace(line: ScoreLine, labels: Sequence[str], over: str) -> Json:
     # Texts on hovering, and the symbols: a result is a circle, which is plotly's default.
     errors: list[str] = []
     descriptions: list[str] = []
@@ -601,9 +627,12 @@ def _score_trace(line: ScoreLine, labels: Sequence[str], over_tokens: bool) -> J
         attributes["marker"] = {"symbol": symbols}
     if len(labels) <= MAX_BARS:
         # A score without an error has a bar of length 0.
-        stderrs = np.array([_drawn(point.cell.stderr) for point in line.points], float)
-        attributes["error_y"] = {"array": rounded(np.nan_to_num(stderrs)), "visible": True}
-    attributes["x"] = [point.tokens if over_tokens else point.step for point in line.points]
+        stderrs = [_drawn(point.cell.stderr) for point in line.points]
+        bars = np.nan_to_num(np.array(stderrs, float))
+        attributes["error_y"] = {"array": rounded(bars), "visible": True}
+    attributes["x"] = [point.step for point in line.points]
+    if over == "tokens":
+        attributes["x"] = [point.tokens for point in line.points]
 
     values = [_drawn(point.cell.value) for point in line.points]
     return _trace("run", labels, line.run, values, form=".4f", **attributes)
@@ -675,7 +704,8 @@ def draw_means(
                 mode="lines",
             )
             areas.append(area)
-        traces.append(_trace("entry", labels, line.label, line.values, x=x, **attributes))
+        trace = _trace("entry", labels, line.label, line.values, x=x, **attributes)
+        traces.append(trace)
 
     # Areas first: lines are drawn over them.
     return _figure([*areas, *traces], over, "<b>%{y:.4f}</b>, %{text} run(s)")
@@ -683,7 +713,8 @@ def draw_means(
 
 def draw_held_out(curves: HeldOutCurves, labels: Sequence[str]) -> Json:
     """Draw `held_out_curves`, with a horizontal line for each model that counts tokens."""
-    figure = draw_means(curves.lines, [line.tokens for line in curves.lines], labels, "tokens")
+    tokens = [line.tokens for line in curves.lines]
+    figure = draw_means(curves.lines, tokens, labels, "tokens")
 
     # A label is above its line, at the right end of the plot.
     annotations = [
@@ -708,12 +739,14 @@ def held_out_panel(curves: HeldOutCurves) -> Panel:
     """Return the figure of `held_out_curves` for papers and slides."""
     lines = []
     for line in curves.lines:
-        columns = (line.tokens, line.values, line.low, line.high)
-        tokens, mean, low, high = (np.array(column, float) for column in columns)
-        if max(line.n) > 1:
-            lines.append(Line(line.label, tokens, mean, low, high))
-        else:  # a single seed has no band
-            lines.append(Line(line.label, tokens, mean))
+        tokens = np.array(line.tokens, float)
+        mean = np.array(line.values, float)
+        low = None
+        high = None
+        if max(line.n) > 1:  # a single seed has no band
+            low = np.array(line.low, float)
+            high = np.array(line.high, float)
+        lines.append(Line(line.label, tokens, mean, low, high))
     return Panel(f"Held-out loss, {curves.unit}", lines, curves.counted)
 
 
@@ -735,7 +768,8 @@ def draw_lengths(content: LengthFigure, labels: Sequence[str]) -> list[Plot]:
     plots: list[Plot] = []
     for panel in content.panels:
         lengths = [str(length) for length in panel.lengths]
-        figure = draw_means(panel.lines, [lengths] * len(panel.lines), labels, content.unit)
+        x_values = [lengths] * len(panel.lines)
+        figure = draw_means(panel.lines, x_values, labels, content.unit)
         layout = figure["layout"]
         layout["xaxis"] |= {"type": "category", "categoryarray": lengths}
         layout["yaxis"] |= {"range": SHARE_RANGE}

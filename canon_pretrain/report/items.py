@@ -18,7 +18,8 @@ from canon_pretrain.run.results import VALIDATION, Results, Score, read_samples,
 
 HELD_OUT = "held_out_fingerprint"
 LOWER_IS_BETTER = ("perplexity", "bits_per", "nats_per", "loss")
-NOT_METRICS = ("doc_id", "filter", "doc_hash", "prompt_hash", "target", "source", "error")
+HASHES = {"doc_hash", "prompt_hash"}
+NOT_METRICS = {"doc_id", "filter", "target", "source", "error", *HASHES}
 
 Record = dict[str, Any]
 
@@ -84,7 +85,8 @@ class Evaluation:
         """Return the metrics that a table with one row per task shows."""
         scores = self.results.scores.get(task, {})
         primary = self.described(task).get("primary") or []
-        return [name for name in primary if name in scores] or [*scores][:1]
+        scored = [name for name in primary if name in scores]
+        return scored or [*scores][:1]
 
     def chance(self, task: str, metric: str) -> float | None:
         """Return the chance level that the task, or its part with that metric, declares."""
@@ -92,7 +94,8 @@ class Evaluation:
             return None
         for properties in self._declarations(task):
             chance = properties.get("chance")
-            if chance is not None and metric in (properties.get("primary") or ()):
+            primary = properties.get("primary") or ()
+            if chance is not None and metric in primary:
                 return float(chance)
         return None
 
@@ -174,10 +177,12 @@ class Items:
 
     def metric_values(self, metric: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the values to average and their weights; None if the metric is not recorded."""
-        pairs_N2 = self.values.get(metric.partition(", ")[0])
+        name, _, _ = metric.partition(", ")
+        pairs_N2 = self.values.get(name)
         if pairs_N2 is None:
             return None
-        return pairs_N2[:, 0] * Scale.of(metric).factor, pairs_N2[:, 1]
+        values_N, weights_N = pairs_N2.T
+        return values_N * Scale.of(metric).factor, weights_N
 
 
 ItemsByFilter = dict[str, Items | list[Record]]
@@ -222,12 +227,13 @@ class ItemCache:
         for task, task_records in read_samples(folder).items():
             by_filter: dict[str, list[Record]] = {}
             for record in task_records:
-                by_filter.setdefault(str(record.get("filter")), []).append(record)
+                name = str(record.get("filter"))
+                by_filter.setdefault(name, []).append(record)
 
             # Records of an older version, which have no hashes, cannot be paired.
             by_task[task] = {}
             for filter_name, records in by_filter.items():
-                if not all("doc_hash" in record and "prompt_hash" in record for record in records):
+                if not all(HASHES <= record.keys() for record in records):
                     continue
                 if any("error" in record for record in records):
                     by_task[task][filter_name] = records
@@ -242,15 +248,21 @@ def _items(records: Sequence[Record]) -> Items:
     record_by_key: dict[str, Record] = {}
     for record in records:
         hashes = f"{record['doc_hash']} {record['prompt_hash']}"
-        record_by_key[f"{hashes} {num_repeats[hashes]:06}"] = record
+        key = f"{hashes} {num_repeats[hashes]:06}"
+        record_by_key[key] = record
         num_repeats[hashes] += 1
 
     keys = tuple(sorted(record_by_key))
     ordered = [record_by_key[key] for key in keys]
-    sources, clusters_N = np.unique(
-        [source_of_record(record) for record in ordered], return_inverse=True
+    item_sources = [source_of_record(record) for record in ordered]
+    sources, clusters_N = np.unique(item_sources, return_inverse=True)
+    return Items(
+        keys=keys,
+        sources=sources,
+        clusters_N=clusters_N,
+        values=_values(ordered),
+        chance=_chance(ordered),
     )
-    return Items(keys, sources, clusters_N, _values(ordered), _chance(ordered))
 
 
 def _chance(records: Sequence[Record]) -> float | None:

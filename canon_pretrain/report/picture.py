@@ -74,8 +74,9 @@ def draw(panels: Sequence[Panel], kind: Format) -> bytes:
         # A character that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
 
-        figure = Figure(figsize=(WIDTH * len(panels), HEIGHT), dpi=DPI, layout="constrained")
-        charts = figure.subplots(1, len(panels), squeeze=False)[0]
+        num_panels = len(panels)
+        figure = Figure(figsize=(WIDTH * num_panels, HEIGHT), dpi=DPI, layout="constrained")
+        [charts] = figure.subplots(1, num_panels, squeeze=False)
         for chart, panel in zip(charts, panels, strict=True):
             _draw(chart, panel)
 
@@ -93,9 +94,15 @@ def _draw(chart: Any, panel: Panel) -> None:
     for k, line in enumerate(panel.lines):
         color = COLORS[k % len(COLORS)]
         marked = _marked_points(line.y)
-        markers = {"marker": "o", "markersize": 4, "markevery": marked} if marked else {}
-        handles += chart.plot(line.x, line.y, color=color, **markers)
-        if line.low is not None and line.high is not None:
+        handles += chart.plot(
+            line.x,
+            line.y,
+            color=color,
+            marker="o" if marked else None,
+            markersize=4,
+            markevery=marked or None,
+        )
+        if line.low is not None:
             chart.fill_between(line.x, line.low, line.high, color=color, alpha=0.2, linewidth=0)
 
     # Dashed levels, with their names at the right end.
@@ -111,7 +118,8 @@ def _draw(chart: Any, panel: Panel) -> None:
         )
 
     # A run that has diverged is as long as its tokens, though its last values are not drawn.
-    tokens = np.concatenate([np.zeros(0), *(line.x for line in panel.lines)])
+    tokens_of_lines = [line.x for line in panel.lines]
+    tokens = np.concatenate([np.zeros(0), *tokens_of_lines])
     if np.isfinite(tokens).any():
         low = np.nanmin(tokens)
         high = np.nanmax(tokens)
@@ -138,6 +146,7 @@ def _marked_points(values: np.ndarray) -> list[int]:
     """Return the points that a marker shows: all of a few, else those between two gaps."""
     if len(values) <= FEW_POINTS:
         return [*range(len(values))]
-    is_gap = np.concatenate([[True], ~np.isfinite(values), [True]])  # the ends count as gaps
-    is_alone = ~is_gap[1:-1] & is_gap[:-2] & is_gap[2:]
+    is_finite = np.isfinite(values)
+    is_gap = np.pad(~is_finite, 1, constant_values=True)  # the ends count as gaps
+    is_alone = is_finite & is_gap[:-2] & is_gap[2:]
     return np.flatnonzero(is_alone).tolist()

@@ -5,7 +5,6 @@ smooths and filters them. No torch.
 """
 
 import argparse
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
@@ -46,9 +45,18 @@ class MarkStyle(NamedTuple):
 
 # By role, as in the `meta` of a trace.
 MARKS = {
-    "gap": MarkStyle([0.02], {"mode": "markers", "marker": {"symbol": "x", "size": 8}}),
-    "skip": MarkStyle([0.06], {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 8}}),
-    "restart": MarkStyle([0, 1, None], {"mode": "lines", "line": {"dash": "dot", "width": 1}}),
+    "gap": MarkStyle(
+        [0.02],
+        {"mode": "markers", "marker": {"symbol": "x", "size": 8}},
+    ),
+    "skip": MarkStyle(
+        [0.06],
+        {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 8}},
+    ),
+    "restart": MarkStyle(
+        [0, 1, None],
+        {"mode": "lines", "line": {"dash": "dot", "width": 1}},
+    ),
 }
 
 Json = dict[str, Any]
@@ -81,33 +89,38 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
         """Draw the charts that a run has a curve of, in their variants."""
         drawn = []
         for chart, by_name in curves_of_charts:
-            variants = [
-                {"name": name, "traces": list(_traces(chart, styled, runs, entries, max_segments))}
-                for name, styled in by_name.items()
-                if any(curve for curve, _ in styled)
-            ]
+            variants = []
+            for name, styled in by_name.items():
+                if any(curve for curve, _ in styled):
+                    traces = [*_traces(chart, styled, runs, entries, max_segments)]
+                    variants.append({"name": name, "traces": traces})
             if variants:
                 drawn.append(asdict(chart) | {"variants": variants})
         return drawn
 
     # What is logged in each step has one variant.
-    training = [
-        (chart, {"": [StyledCurve(run.curve(chart.id), {}) for run in runs]}) for chart in CHARTS
-    ]
+    training = []
+    for chart in CHARTS:
+        logged = [StyledCurve(run.curve(chart.id), {}) for run in runs]
+        training.append((chart, {"": logged}))
 
     # Evaluations have a chart for held-out text, the synthetic task and each suite; the variants
     # are sources of the text, or scores.
-    by_source = _by_name([run.validation for run in runs])
-    validation = {
-        f"source {name}" if name else "all sources": styled for name, styled in by_source.items()
-    }
-    evaluations = [(VALIDATION, validation), (TASK, _by_name([run.scores for run in runs]))]
+    validation = {}
+    for name, styled in _by_name([run.validation for run in runs]).items():
+        heading = f"source {name}" if name else "all sources"
+        validation[heading] = styled
+    scores = _by_name([run.scores for run in runs])
+    evaluations = [(VALIDATION, validation), (TASK, scores)]
     for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
         chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
         evaluations.append((chart, by_task))
 
+    title = f"{len(runs)} runs"
+    if len(runs) == 1:
+        title = runs[0].label
     return {
-        "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
+        "title": title,
         "runs": [{"label": run.label, "axis": curves.axis(run)} for run in runs],
         "entries": [entry._asdict() for entry in entries],
         "sections": [
@@ -129,32 +142,37 @@ def _by_name(curves_of_runs: Sequence[Mapping[str, Curve]]) -> dict[str, list[St
 
 def _scores(runs: Sequence[RunRecord]) -> dict[str, dict[str, list[StyledCurve]]]:
     """Return suite -> "task, metric" -> the curve of full results per run."""
-    by_suite: dict[str, dict[str, list[StyledCurve]]] = {}
-    for k, run in enumerate(runs):
-        scores_by_step: dict[tuple[str, str], dict[int, Score]] = {}
+    scores: dict[tuple[str, str], dict[RunRecord, dict[int, Score]]] = {}
+    for run in runs:
         for (suite, step), results in sorted(run.latest.items()):
             if results.limit is not None:
                 continue
             for task, metrics in results.scores.items():
                 for metric, score in metrics.items():
                     name = printable(f"{task}, {metric}")
-                    scores_by_step.setdefault((suite, name), {})[step] = score
+                    by_run = scores.setdefault((suite, name), {})
+                    by_run.setdefault(run, {})[step] = score
 
-        # Other runs may lack this score: they have no curve.
-        for (suite, name), scores in scores_by_step.items():
-            no_curves = [StyledCurve(None, {})] * len(runs)
-            curves_of_runs = by_suite.setdefault(suite, {}).setdefault(name, no_curves)
-            curves_of_runs[k] = _score_curve(scores)
+    # Runs that lack a score have an empty curve.
+    by_suite: dict[str, dict[str, list[StyledCurve]]] = {}
+    for (suite, name), by_run in scores.items():
+        score_curves = [_score_curve(by_run.get(run, {})) for run in runs]
+        by_suite.setdefault(suite, {})[name] = score_curves
     return by_suite
 
 
 def _score_curve(scores: Mapping[int, Score]) -> StyledCurve:
     """Return the curve of scores by step, with error bars."""
-    errors = [finite(score.stderr) for score in scores.values()]
+    bars = []
+    texts = []
+    for score in scores.values():
+        error = finite(score.stderr)
+        bars.append(error or 0)
+        texts.append("" if error is None else f" ± {error:.2g}")
     style = {
         "mode": "lines+markers",
-        "error_y": {"array": [error or 0 for error in errors]},
-        "text": ["" if error is None else f" ± {error:.2g}" for error in errors],
+        "error_y": {"array": bars},
+        "text": texts,
     }
     curve = Curve.of((step, score.number) for step, score in scores.items())
     return StyledCurve(curve, style)
@@ -187,14 +205,22 @@ def _traces(
             bounds = curves.segments(len(curve.steps), max_segments)
             kept = curves.downsample(curve.values, bounds)
             raw = Curve(curve.steps[kept], curve.values[kept])
-            meta = {"entry": None if band else number, "run": k, "runs": [k], "role": "raw"}
+            meta = {
+                "entry": None if band else number,
+                "run": k,
+                "runs": [k],
+                "role": "raw",
+            }
             yield _line(chart, run.label, raw, meta, style)
 
             # plot.js smooths the means of segments, not single values.
             if chart.smooth:
                 statistics = curves.segment_statistics(curve, bounds)
                 is_finite = np.isfinite(statistics.mean)
-                smooth = Curve(statistics.steps[is_finite], statistics.mean[is_finite])
+                smooth = Curve(
+                    steps=statistics.steps[is_finite],
+                    values=statistics.mean[is_finite],
+                )
                 yield _line(chart, run.label, smooth, meta | {"role": "smooth"}, {})
 
             # Marks stay visible: no band shows them.
@@ -210,15 +236,19 @@ def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]
     mean = Curve(band.steps, band.mean)
 
     # plot.js draws the outline of the area from low and high.
-    area = meta | {"role": "band", "low": low, "high": high, "members": members}
+    area = meta | {
+        "role": "band",
+        "low": low,
+        "high": high,
+        "members": members,
+    }
     yield _line(chart, entry.label, mean, area, {"fill": "toself", "hoverinfo": "skip"})
 
     # The range is shown on hovering over the mean.
-    text = [
-        f"<br>{_escape(lowest)} to {_escape(highest)}, n = {len(members)}"
-        for lowest, highest in zip(low, high, strict=True)
-    ]
-    yield _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": text})
+    ranges = []
+    for lowest, highest in zip(low, high, strict=True):
+        ranges.append(f"<br>{_escape(lowest)} to {_escape(highest)}, n = {len(members)}")
+    yield _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": ranges})
 
 
 def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
@@ -240,20 +270,20 @@ def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Js
 
 def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[Json]:
     """Yield symbols at skipped steps and values that are not finite, and lines at restarts."""
-    gaps = [
-        (step, f"<b>{json_value(value)}</b>, step {step:,}")
-        for step, value in zip(drawn.steps.tolist(), drawn.values.tolist(), strict=True)
-        if not math.isfinite(value)
-    ]
+    gaps = []
+    is_gap = ~np.isfinite(drawn.values)
+    gap_steps = drawn.steps[is_gap].tolist()
+    for step, value in zip(gap_steps, drawn.values[is_gap].tolist(), strict=True):
+        gaps.append((step, f"<b>{json_value(value)}</b>, step {step:,}"))
     yield from _mark("gap", run, gaps, meta)
 
     if chart.skips:
         skips = []
         for skip in run.skips:
-            text = (
-                f"<b>skipped</b> step {skip['step']:,}<br>{_escape(skip.get('reason'))}<br>"
-                f"loss {_escape(skip.get('loss'))}, norm {_escape(skip.get('grad_norm'))}"
-            )
+            reason = _escape(skip.get("reason"))
+            loss = _escape(skip.get("loss"))
+            norm = _escape(skip.get("grad_norm"))
+            text = f"<b>skipped</b> step {skip.step:,}<br>{reason}<br>loss {loss}, norm {norm}"
             skips.append((skip.step, text))
         yield from _mark("skip", run, skips, meta)
 
@@ -261,7 +291,8 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[J
         launches = run.clock.launches[1:]
         restarts = []
         for launch in launches:
-            time = _escape((launch.time or "")[:16].replace("T", " "))  # to minutes
+            time = (launch.time or "")[:16]  # to minutes
+            time = _escape(time.replace("T", " "))
             text = (
                 f"<b>restart</b> from step {launch.from_step:,}<br>"
                 f"on {launch.world_size or '?'} devices, {time}"
@@ -311,7 +342,8 @@ def _notes(run: RunRecord, max_segments: int) -> Iterator[str]:
         yield f"{run.label}: {num_steps:,} logged steps are drawn as {max_segments:,} segments"
     if run.clock.training_hours is None:
         yield f"{run.label}: not shown over hours, as its log has no valid times"
-    yield from (f"{run.label}: {sentence}" for sentence in run.notices)
+    for sentence in run.notices:
+        yield f"{run.label}: {sentence}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -337,7 +369,8 @@ def run(arguments: argparse.Namespace) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     write_page(out, content)
 
-    num_runs = f"{len(runs)} run{'s' * (len(runs) > 1)}"
-    print(f"plot: {out} ({num_runs}, {size(out.stat().st_size)})")
+    num_runs = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+    num_bytes = out.stat().st_size
+    print(f"plot: {out} ({num_runs}, {size(num_bytes)})")
     exit_if_left_out(errors)
     return 0

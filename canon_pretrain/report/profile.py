@@ -101,10 +101,14 @@ class _Span:
 def _busy_share(spans: Iterable[_Span], begin: float, end: float) -> float:
     """Return the part of the window in which at least one of the spans runs."""
     intervals = sorted(interval for span in spans for interval in span.self_intervals)
-    begins, ends = np.clip(np.array(intervals).reshape(-1, 2), begin, end).T
+    bounds = np.array(intervals).reshape(-1, 2)
+    begins, ends = np.clip(bounds, begin, end).T
+
     # Of each interval, only what is after the end of all earlier ones counts.
-    covered_until = np.maximum.accumulate(np.append(begin, ends))[:-1]
-    return float(np.maximum(ends - np.maximum(begins, covered_until), 0).sum()) / (end - begin)
+    earlier_ends = np.append(begin, ends[:-1])
+    covered_until = np.maximum.accumulate(earlier_ends)
+    busy_us = np.maximum(ends - np.maximum(begins, covered_until), 0)
+    return float(busy_us.sum()) / (end - begin)
 
 
 def summarize(trace: Trace) -> Summary:
@@ -114,7 +118,8 @@ def summarize(trace: Trace) -> Summary:
     that may overlap; while communication is `exposed`, nothing else runs.
     """
     host = _Host(trace.threads.values())
-    steps = [span.event for span in host.spans if span.event.name.startswith(STEP)]
+    host_events = [span.event for span in host.spans]
+    steps = [event for event in host_events if event.name.startswith(STEP)]
     if trace.work:
         spans = [_Span.whole(work, host.purpose_of_work(work)) for work in trace.work]
     else:  # and the scopes of gloo's collectives
@@ -134,21 +139,21 @@ def summarize(trace: Trace) -> Summary:
     calls: dict[tuple[str, str], list[float]] = defaultdict(list)
     for span in spans:
         self_us = sum(until - since for since, until in span.self_intervals)
-        calls[span.event.name, span.purpose or OTHER].append(self_us)
+        purpose = span.purpose or OTHER
+        calls[span.event.name, purpose].append(self_us)
     rows = []
     purposes = dict.fromkeys(PURPOSES, 0.0)
     for (name, purpose), calls_us in calls.items():
         total_us = sum(calls_us)
-        row = Row(name, purpose, len(calls_us), total_us, share=total_us / window_us)
-        purposes[purpose] += row.share
-        rows.append(row)
+        share = total_us / window_us
+        purposes[purpose] += share
+        rows.append(Row(name, purpose, len(calls_us), total_us, share))
 
     # Waiting for data, including overlap with device work.
-    waits = [
-        _Span.whole(span.event, DATA)
-        for span in host.spans
-        if span.event.kind == SCOPE and span.event.name == DATA
-    ]
+    waits = []
+    for event in host_events:
+        if event.kind == SCOPE and event.name == DATA:
+            waits.append(_Span.whole(event, DATA))
     purposes[DATA] = _busy_share(waits, begin, end)
 
     # Time in which both run counts in both shares, and once in that of all spans.
@@ -160,14 +165,16 @@ def summarize(trace: Trace) -> Summary:
     overlapped = communication + computation - busy
 
     # A host is idle while it waits for data, a device may not be.
-    idle = 1 - (busy if trace.work else _busy_share([*spans, *waits], begin, end))
+    not_idle = busy
+    if not trace.work:
+        not_idle = _busy_share([*spans, *waits], begin, end)
     return Summary(
         is_device=bool(trace.work),
         # The profiler counts completed steps.
         steps=sorted({int(event.name.removeprefix(STEP)) + 1 for event in steps}),
         window_us=window_us,
         busy_share=busy,
-        idle_share=idle,
+        idle_share=1 - not_idle,
         purposes=purposes,
         communication_exposed=communication - overlapped,
         communication_overlapped=overlapped,
@@ -272,10 +279,16 @@ def run(arguments: argparse.Namespace) -> int:
         ) from None
     summary.rows = summary.rows[: arguments.top]
     if arguments.json:
-        print(json.dumps({"trace": str(path), "events": trace.num_events, **asdict(summary)}))
+        document = {
+            "trace": str(path),
+            "events": trace.num_events,
+            **asdict(summary),
+        }
+        print(json.dumps(document))
         return 0
     console = Console(highlight=False)
-    console.print(f"{path} ({size(path.stat().st_size)})", soft_wrap=True, markup=False)
+    num_bytes = path.stat().st_size
+    console.print(f"{path} ({size(num_bytes)})", soft_wrap=True, markup=False)
     print_summary(console, summary)
     return 0
 
@@ -290,12 +303,13 @@ def find_trace(run: Path, rank: int) -> Path:
     if not newest and not is_run_folder(run):
         raise not_a_run(run)
     if f"rank{rank}" not in newest:
-        others = f", only of {', '.join(sorted(newest))}" if newest else ""
+        ranks = sorted(newest)
+        others = f", only of {', '.join(ranks)}" if ranks else ""
         raise UserError(
             "profile.no_trace",
             f"{run} has no trace of rank {rank}{others}. A run writes traces to {TRACES}/ with "
             "--profiling.enable_profiling, every profiling.profile_freq steps",
-            found=sorted(newest),
+            found=ranks,
         )
     return newest[f"rank{rank}"]
 
@@ -304,9 +318,11 @@ def print_summary(console: Console, summary: Summary) -> None:
     """Print the tables of purposes and of kernels or operators."""
     processor = "GPU" if summary.is_device else "CPU"
     work = "kernel" if summary.is_device else "operator"
+    steps = ", ".join(map(str, summary.steps))
+    window_ms = summary.window_us / 1000
+    idle = f"{summary.idle_share:.1%}"
     console.print(
-        f"step {', '.join(map(str, summary.steps))}: {summary.window_us / 1000:,.1f} ms, "
-        f"{processor} busy {summary.busy_share:.1%}, idle {summary.idle_share:.1%}"
+        f"step {steps}: {window_ms:,.1f} ms, {processor} busy {summary.busy_share:.1%}, idle {idle}"
     )
 
     # By purpose, all of them, and idle time.
@@ -317,22 +333,25 @@ def print_summary(console: Console, summary: Summary) -> None:
                 f"{description}; {summary.communication_exposed:.1%} exposed, "
                 f"{summary.communication_overlapped:.1%} overlapped"
             )
-        table.add_row(name, f"{summary.purposes[name]:.1%}", description)
-    table.add_row("idle", f"{summary.idle_share:.1%}", f"no {work} runs")
+        share = summary.purposes[name]
+        table.add_row(name, f"{share:.1%}", description)
+    table.add_row("idle", idle, f"no {work} runs")
     console.print(table, "")
 
     # By kernel or operator. The other columns need 47 characters.
     table = Table(box=None, pad_edge=False)
-    table.add_column(work, no_wrap=True, max_width=max(20, console.width - 47))
+    max_width = max(20, console.width - 47)
+    table.add_column(work, no_wrap=True, max_width=max_width)
     table.add_column("purpose", no_wrap=True)
     for name in ("calls", "self ms", "share"):
         table.add_column(name, no_wrap=True, justify="right")
     for row in summary.rows:
+        self_ms = row.self_us / 1000
         table.add_row(
             Text(row.name, overflow="ellipsis"),
             row.purpose,
             f"{row.count:,}",
-            f"{row.self_us / 1000:,.3f}",
+            f"{self_ms:,.3f}",
             f"{row.share:.1%}",
         )
     console.print(table)

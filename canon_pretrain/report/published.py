@@ -82,10 +82,7 @@ def decision(run: RunRecord, rows: Iterable[Verdict | TaskScores]) -> Decision |
 
     None if it is not known for any of the rows.
     """
-    args = run.model_args
-    own_size = num_parameters(args) if args else min(DECISION_SIZES.values())
-    log_size = math.log(own_size)
-    size = min(DECISION_SIZES, key=lambda name: abs(math.log(DECISION_SIZES[name]) - log_size))
+    size = _nearest_size(DECISION_SIZES, run, default=min(DECISION_SIZES.values()))
     nearest = Decision(size, DECISION_NOTE.format(size))
     if any(nearest.accuracy(row.task, row.metric) for row in rows):
         return nearest
@@ -132,10 +129,12 @@ def read_clone(clone: Path) -> tuple[Curves, dict[str, str]]:
     pages: dict[str, str] = {}
     for path in sorted(clone.rglob("*.html")):
         content = read_bytes(path)
+        text = content.decode(errors="replace")
+        name = str(path.relative_to(clone))
         with parsing(path):
-            for key, plot_curves in _plots(content.decode(errors="replace")):
+            for key, plot_curves in _plots(text):
                 curves.setdefault(key, {}).update(plot_curves)
-                pages[str(path.relative_to(clone))] = hashlib.sha256(content).hexdigest()
+                pages[name] = hashlib.sha256(content).hexdigest()
     if not curves:
         raise UserError(
             "report.published",
@@ -154,12 +153,18 @@ def _plots(text: str) -> Iterator[tuple[Key, dict[str, Curve]]]:
         layout, _ = _argument(text, position)
 
         # A plot is of a benchmark, of the training loss, or of something else.
-        task = _TASK.fullmatch(str(layout.get("title", {}).get("text")))
-        is_loss = layout.get("yaxis", {}).get("title", {}).get("text") == "Training loss"
-        if not task and not is_loss:
+        title = layout.get("title", {}).get("text")
+        y_title = layout.get("yaxis", {}).get("title", {}).get("text")
+        if task := _TASK.fullmatch(str(title)):
+            key = printable(task[1]), printable(task[2])
+        elif y_title == "Training loss":
+            key = LOSS
+        else:
             continue
-        key = (printable(task[1]), printable(task[2])) if task else LOSS
-        curves = {printable(str(trace["name"])): _curve(trace) for trace in traces}
+        curves = {}
+        for trace in traces:
+            name = str(trace["name"])
+            curves[printable(name)] = _curve(trace)
         yield key, {name: curve for name, curve in curves.items() if curve.tokens.size}
 
 
@@ -195,12 +200,17 @@ def commit_of(clone: Path) -> str | None:
         ref = head.removeprefix("ref: ")
         if ref == head:  # detached
             return head
-        if (folder / ref).is_file():
-            return (folder / ref).read_text().strip()
-        packed_refs = (folder / "packed-refs").read_text().splitlines()
+        ref_file = folder / ref
+        if ref_file.is_file():
+            return ref_file.read_text().strip()
+        packed_refs = (folder / "packed-refs").read_text()
     except (OSError, ValueError):
         return None
-    return next((line.split()[0] for line in packed_refs if line.endswith(f" {ref}")), None)
+
+    for line in packed_refs.splitlines():
+        if line.endswith(f" {ref}"):
+            return line.split()[0]
+    return None
 
 
 def beside_published(
@@ -214,42 +224,47 @@ def beside_published(
     # The models of the shown plots, and their sizes; "" if the name of a model has none.
     curves, pages = read_clone(clone)
     keys = [key for key in (*dict.fromkeys(shown), LOSS) if key in curves]
-    models = [*dict.fromkeys(name for key in keys for name in curves[key])]
-    sizes = dict.fromkeys(models, "")
-    for name in models:
-        if match := _SIZE.search(name):
-            sizes[name] = match[1]
-    nearest_size = _nearest_size(sizes.values(), runs[0])
+    sizes: dict[str, str] = {}
+    for key in keys:
+        for name in curves[key]:
+            match = _SIZE.search(name)
+            sizes[name] = match[1] if match else ""
+    num_parameters_of = {size: 1e9 * float(size) for size in sizes.values() if size}
+    nearest_size = _nearest_size(num_parameters_of, runs[0], default=1e9)
 
     # Plots show the models of the nearest size; those of several learning rates are a family.
-    families = {name: _RATE.sub("", name) for name in models if sizes[name] == nearest_size}
-    run_curves = {run.label: {key: _own_curve(run, key) for key in keys} for run in runs}
+    families = {name: _RATE.sub("", name) for name, size in sizes.items() if size == nearest_size}
+    run_curves = {}
+    for run in runs:
+        run_curves[run.label] = {key: _own_curve(run, key) for key in keys}
     plots = []
     for key in keys:
-        lines = [
-            PublishedLine(name, family, *_points(curves[key][name]))
-            for name, family in families.items()
-            if name in curves[key]
-        ]
-        run_lines = [
-            RunLine(label, *_points(curve_by_key[key]))
-            for label, curve_by_key in run_curves.items()
-            if curve_by_key[key].tokens.size
-        ]
+        lines = []
+        for name, family in families.items():
+            if name in curves[key]:
+                tokens, values = _points(curves[key][name])
+                lines.append(PublishedLine(name, family, tokens, values))
+
+        run_lines = []
+        for label, curve_by_key in run_curves.items():
+            curve = curve_by_key[key]
+            if curve.tokens.size:
+                tokens, values = _points(curve)
+                run_lines.append(RunLine(label, tokens, values))
         plots.append(PublishedPlot(*key, run_lines, lines))
 
     # The table shows own runs at their end, and all models.
-    rows = [
-        _model(label, "yours", curve_by_key, math.inf) for label, curve_by_key in run_curves.items()
-    ]
-    longest = max(float(run.clock.tokens[-1]) for run in runs)
-    for name in models:
+    rows = []
+    for label, curve_by_key in run_curves.items():
+        rows.append(_model(label, "yours", curve_by_key, math.inf))
+    longest = max(run.clock.tokens[-1] for run in runs)
+    for name, size in sizes.items():
         model_curves = {key: curves[key].get(name) for key in keys}
-        rows.append(_model(name, f"{sizes[name] or '?'}B", model_curves, longest))
+        rows.append(_model(name, f"{size or '?'}B", model_curves, longest))
 
     shown_size = f"{nearest_size}B parameters" if nearest_size else "unknown size"
     note = CLONE_NOTE.format(
-        models=len(models),
+        models=len(sizes),
         clone=printable(str(clone)),
         commit=printable(commit_of(clone) or "unknown")[:12],
         files=printable(", ".join(pages)),
@@ -265,15 +280,11 @@ def beside_published(
     )
 
 
-def _nearest_size(sizes: Iterable[str], run: RunRecord) -> str:
-    """Return the size in billions of parameters that is nearest to the run's."""
+def _nearest_size(sizes: Mapping[str, float], run: RunRecord, *, default: float) -> str:
+    """Return the name of the size that is nearest to the run's, or to `default` if unknown."""
     args = run.model_args
-    log_size = math.log(num_parameters(args) / 1e9) if args else 0.0
-
-    def distance(size: str) -> float:
-        return abs(math.log(float(size)) - log_size) if size else math.inf
-
-    return min(sizes, key=distance, default="")
+    log_size = math.log(num_parameters(args) if args else default)
+    return min(sizes, key=lambda name: abs(math.log(sizes[name]) - log_size), default="")
 
 
 def _own_curve(run: RunRecord, key: Key) -> Curve:
@@ -283,10 +294,10 @@ def _own_curve(run: RunRecord, key: Key) -> Curve:
         _, tokens, losses = logged_values(run, "loss")
         is_shown = np.isfinite(losses) & (tokens > 0)
         cumulative = np.append(0, np.cumsum(losses[is_shown]))
-        ends = np.arange(1, is_shown.sum() + 1)
+        ends = np.arange(1, len(cumulative))
         starts = np.maximum(ends - LOSS_WINDOW, 0)
-        means = (cumulative[ends] - cumulative[starts]) / (ends - starts)
-        return Curve(tokens[is_shown].astype(float), means)
+        sums = cumulative[ends] - cumulative[starts]
+        return Curve(tokens[is_shown].astype(float), sums / (ends - starts))
 
     task, metric = key
     points: dict[int, float] = {}
@@ -297,15 +308,17 @@ def _own_curve(run: RunRecord, key: Key) -> Curve:
         tokens_seen = evaluations.tokens_at(run, evaluation.step)
         if tokens_seen:
             points[tokens_seen] = score.number
-    return Curve(*np.array(sorted(points.items()), np.float64).reshape(-1, 2).T)
+    pairs_N2 = np.array(sorted(points.items()), np.float64).reshape(-1, 2)
+    return Curve(*pairs_N2.T)
 
 
 def _points(curve: Curve) -> tuple[list[float], list[float]]:
     """Return tokens and values of at most POINTS, evenly spaced on a logarithmic axis."""
     tokens = curve.tokens
     last = tokens.size - 1
-    spaced = np.geomspace(float(tokens[0]), float(tokens[last]), POINTS)
-    indices = np.unique(np.append(np.searchsorted(tokens, spaced), last).clip(0, last))
+    spaced = np.geomspace(tokens[0], tokens[last], POINTS)
+    points = np.append(np.searchsorted(tokens, spaced), last)
+    indices = np.unique(points.clip(0, last))
     return tokens[indices].tolist(), curve.values[indices].tolist()
 
 
@@ -326,5 +339,5 @@ def _model(
             until = tokens_of_scores
         index = max(int(np.searchsorted(curve.tokens, until, side="right")) - 1, 0)
         tokens_of_scores = max(tokens_of_scores, float(curve.tokens[index]))
-        values.append([float(curve.values[index]), float(curve.values[-1])])
+        values.append(curve.values[[index, -1]].tolist())
     return PublishedModel(name, size, tokens_of_scores, values)

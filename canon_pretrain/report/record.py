@@ -60,14 +60,15 @@ class Curve(NamedTuple):
     values: np.ndarray
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[int, float]]) -> "Curve | None":
-        """Return the curve of (step, value) pairs, the last per step; None if there are none."""
-        by_step = dict(sorted(dict(pairs).items()))
+    def of(cls, pairs: Iterable[tuple[int, float | None]]) -> "Curve | None":
+        """Return the curve of (step, value) pairs, the last per step; None without values."""
+        by_step = {step: value for step, value in pairs if value is not None}
         if not by_step:
             return None
+        steps = sorted(by_step)
         return cls(
-            steps=np.array([*by_step], np.int64),
-            values=np.array([*by_step.values()], np.float64),
+            steps=np.array(steps, np.int64),
+            values=np.array([by_step[step] for step in steps], np.float64),
         )
 
 
@@ -119,7 +120,8 @@ class RunRecord:
     @classmethod
     def of_all(cls, paths: Sequence[Path]) -> "list[RunRecord]":
         """Return the runs with unique labels. Raises UserError if a path occurs twice."""
-        return [cls(path, label) for path, label in zip(paths, unique_labels(paths), strict=True)]
+        labels = unique_labels(paths)
+        return [cls(path, label) for path, label in zip(paths, labels, strict=True)]
 
     def _section(self, name: str) -> dict[str, Any]:
         section = self.folder.read_config().get(name)
@@ -163,6 +165,18 @@ class RunRecord:
     def check(self) -> None:
         """Read all that views of several runs show. Raises UserError if a file is damaged."""
         _ = self.config, self.identity, self.steps, self.clock, self.evaluations
+
+    @property
+    def flavor(self) -> str | None:
+        """The name of the model's sizes, from config.json."""
+        model: dict[str, Any] = self.config.get("model", {})
+        return model.get("flavor")
+
+    @property
+    def description(self) -> str:
+        """The user's description of the run, from config.json; "" if there is none."""
+        job = self.config.get("job", {})
+        return printable(str(job.get("description") or ""))
 
     @property
     def seeds(self) -> tuple[Any, ...]:
@@ -229,8 +243,7 @@ class RunRecord:
 
     def curve(self, field: str) -> Curve | None:
         """Return one field of the `step` events; None if no event has it."""
-        logged = [(event.step, event.get(field)) for event in self.steps]
-        return Curve.of((step, value) for step, value in logged if value is not None)
+        return Curve.of((event.step, event.get(field)) for event in self.steps)
 
     @cached_property
     def own_validations(self) -> list[Event]:
@@ -415,7 +428,8 @@ class RunRecord:
     @property
     def notices(self) -> list[str]:
         """One sentence per item that is left out of the curves and evaluations."""
-        sentences = [*self.left_out, *(f"{error}; it is left out" for error in self.damaged)]
+        sentences = list(self.left_out)
+        sentences += [f"{error}; it is left out" for error in self.damaged]
         num_others = len(self._events("validation")) - len(self.own_validations)
         if num_others:
             sentences.append(f"{num_others} validation(s) on another held-out text are left out")
@@ -424,11 +438,17 @@ class RunRecord:
 
 def _curves_by_name(points: Iterable[tuple[str, int, float | None]]) -> dict[str, Curve]:
     """Return the curves of (name, step, value) points, by printable name; None is no value."""
-    by_name: dict[str, list[tuple[int, float]]] = {}
+    by_name: dict[str, list[tuple[int, float | None]]] = {}
     for name, step, value in points:
-        if value is not None:
-            by_name.setdefault(printable(name), []).append((step, value))
-    return {name: curve for name, pairs in by_name.items() if (curve := Curve.of(pairs))}
+        pairs = by_name.setdefault(printable(name), [])
+        pairs.append((step, value))
+
+    curves = {}
+    for name, pairs in by_name.items():
+        curve = Curve.of(pairs)
+        if curve is not None:
+            curves[name] = curve
+    return curves
 
 
 def read_runs(paths: Sequence[Path]) -> tuple[list[RunRecord], list[UserError]]:
@@ -481,7 +501,8 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
 
 def collapse_repeats(values: Iterable[Any]) -> list[Any]:
     """Return `values` without None and without consecutive duplicates."""
-    return [value for value, _ in itertools.groupby(x for x in values if x is not None)]
+    present = (value for value in values if value is not None)
+    return [value for value, _ in itertools.groupby(present)]
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -111,7 +111,8 @@ def rounded(value: float | str | None) -> str:
 
 
 def signed(value: float | None) -> str:
-    return _formatted(value, f"+,.{_decimals(value)}f").replace("-", "−")
+    form = f"+,.{_decimals(value)}f"
+    return _formatted(value, form).replace("-", "−")
 
 
 def interval(bounds: Sequence[float] | None) -> str:
@@ -157,7 +158,8 @@ def score_parts(cell: ScoreCell | None) -> ScoreTexts:
     elif isinstance(cell.stderr, str):
         error = f"± {cell.stderr}"
     elif cell.stderr is not None:
-        error = f"± {number(cell.stderr, _decimals(value))}"
+        decimals = _decimals(value)
+        error = f"± {number(cell.stderr, decimals)}"
 
     # Items of fewer sources, such as questions on one text, are not independent.
     num_items = ""
@@ -189,7 +191,8 @@ def score_notes(suites: Sequence[SuiteContent]) -> Iterator[str]:
 
 
 def state_text(run: RunContent) -> str:
-    text = f"{run.state} at step {run.step:,} of {run.total_steps or '?'}"
+    total_steps = run.total_steps or "?"
+    text = f"{run.state} at step {run.step:,} of {total_steps}"
     if run.failure:
         return f"{text}: {run.failure}"
     return text
@@ -197,7 +200,8 @@ def state_text(run: RunContent) -> str:
 
 def failures(content: ReportContent) -> list[str]:
     """Return a sentence per run whose last launch failed."""
-    return [f"{run.label} {state_text(run)}" for run in content.runs if run.state == "failed"]
+    failed_runs = [run for run in content.runs if run.state == "failed"]
+    return [f"{run.label} {state_text(run)}" for run in failed_runs]
 
 
 def _step_note(step: int | None, suite_step: int | None = None) -> str:
@@ -208,7 +212,8 @@ def _step_note(step: int | None, suite_step: int | None = None) -> str:
 
 
 def _join(*parts: object) -> str:
-    return ", ".join(str(part) for part in parts if part not in (None, ""))
+    texts = [str(part) for part in parts if part not in (None, "")]
+    return ", ".join(texts)
 
 
 def _common(texts: Iterable[str]) -> str:
@@ -244,15 +249,19 @@ def make_table(
     A table with a `name` can be sorted; `more` labels the control that shows the columns after the
     first `shown`; `filters` are the columns by whose values rows can be chosen.
     """
-    heads = [Head(x, "") if isinstance(x, str) else Head(*x) for x in columns]
+    heads = []
+    for column in columns:
+        if isinstance(column, str):
+            column = (column, "")
+        heads.append(Head(*column))
     titles = [head.text for head in heads]
 
     # A filter offers the values that its column has.
     options = []
     for title in filters:
-        column = titles.index(title)
-        values = {cell_text(row[column]) for row in rows}
-        options.append(Filter(title, column, sorted(values)))
+        index = titles.index(title)
+        values = {cell_text(row[index]) for row in rows}
+        options.append(Filter(title, index, sorted(values)))
 
     return Table(
         id=name,
@@ -271,25 +280,36 @@ def make_table(
 def held_out(curves: HeldOutCurves) -> Table:
     """Return the last point of each architecture's held-out loss, with the range of its seeds."""
     columns = [f"{curves.unit} of the held-out text", "last step", curves.source, "seeds"]
+    # The loss on the whole text is shown unless it is unknown or says the same.
+    shows_whole = any(line.whole_text not in (None, line.values[-1]) for line in curves.lines)
+    if shows_whole:
+        columns.append(WHOLE_TEXT)
+
     rows: list[list[Cell]] = []
     for line in curves.lines:
-        seeds = f"{number(line.low[-1])} to {number(line.high[-1])} ({line.n[-1]})"
-        loss = number(line.values[-1])
-        rows.append([line.label, number(line.steps[-1], 0), loss, seeds, number(line.whole_text)])
-
-    # The loss on the whole text is shown unless it is unknown or says the same.
-    if any(line.whole_text not in (None, line.values[-1]) for line in curves.lines):
-        return make_table([*columns, WHOLE_TEXT], rows)
-    return make_table(columns, [row[:-1] for row in rows])
+        low = number(line.low[-1])
+        high = number(line.high[-1])
+        row: list[Cell] = [
+            line.label,
+            number(line.steps[-1], 0),
+            number(line.values[-1]),
+            f"{low} to {high} ({line.n[-1]})",
+        ]
+        if shows_whole:
+            row.append(number(line.whole_text))
+        rows.append(row)
+    return make_table(columns, rows)
 
 
 def verdicts_by_architecture(comparison: Comparison) -> dict[str, dict[str, list[Verdict]]]:
     """Return architecture -> verdict -> rows, without held-out loss, which is in the headline."""
     by_architecture: dict[str, dict[str, list[Verdict]]] = {}
     for row in comparison.pairs:
-        if row.suite != VALIDATION:
-            by_verdict = by_architecture.setdefault(row.architecture, {x: [] for x in VERDICTS})
-            by_verdict[row.verdict].append(row)
+        if row.suite == VALIDATION:
+            continue
+        if row.architecture not in by_architecture:
+            by_architecture[row.architecture] = {verdict: [] for verdict in VERDICTS}
+        by_architecture[row.architecture][row.verdict].append(row)
     return by_architecture
 
 
@@ -301,8 +321,9 @@ def tally(comparison: Comparison) -> Table:
         cells = [make_cell(label, f"against {comparison.baseline}")]
         for verdict, judged in by_verdict.items():
             listed = judged if verdict in SIGNIFICANT else []
-            tasks = [f"{x.task} {x.metric} {signed(x.difference)}" for x in listed]
-            cells.append(make_cell(str(len(judged)), *tasks))
+            differences = [f"{x.task} {x.metric} {signed(x.difference)}" for x in listed]
+            count = str(len(judged))
+            cells.append(make_cell(count, *differences))
 
         # How small a difference could have been seen; perplexities have another scale.
         detectable = [
@@ -312,8 +333,10 @@ def tally(comparison: Comparison) -> Table:
         ]
         summary = MISSING
         if detectable:
-            ends = f"{rounded(min(detectable))} to {rounded(max(detectable))}"
-            summary = f"{ends}, median {rounded(statistics.median(detectable))}"
+            low = rounded(min(detectable))
+            high = rounded(max(detectable))
+            median = rounded(statistics.median(detectable))
+            summary = f"{low} to {high}, median {median}"
         rows.append([*cells, summary])
     return make_table(["architecture", *VERDICTS, "detectable"], rows, "tally")
 
@@ -328,7 +351,8 @@ def reasons(comparison: Comparison) -> Table:
             texts += [f"different options: {x}" for x in row.asked_differently]
         scored = _join(row.suite, row.task, row.metric)
         rows += [[row.architecture, scored, text] for text in texts if text]
-    return make_table(["architecture", "task", "why"], rows[:MAX_ROWS], "reasons", text=3)
+    columns = ["architecture", "task", "why"]
+    return make_table(columns, rows[:MAX_ROWS], "reasons", text=3)
 
 
 def _verdict_cell(row: Verdict) -> Cell:
@@ -404,7 +428,9 @@ def pairs(comparison: Comparison) -> Table:
     if len({row["suite"] for row in rows}) == 1:
         columns.remove("suite")
 
-    filters = [name for name in ("suite", "verdict", "architecture") if name in columns]
+    filters = []
+    if len(rows) >= MIN_FILTERED_ROWS:
+        filters = [name for name in ("suite", "verdict", "architecture") if name in columns]
     return make_table(
         columns,
         [[row[name] for name in columns] for row in rows],
@@ -412,7 +438,7 @@ def pairs(comparison: Comparison) -> Table:
         text=3,
         shown=sum(name in short for name in columns),
         more=more,
-        filters=filters if len(rows) >= MIN_FILTERED_ROWS else (),
+        filters=filters,
     )
 
 
@@ -432,11 +458,13 @@ def scores(content: ReportContent) -> list[tuple[str, Table]]:
     tables = []
 
     def add(title: str, heads: Sequence[Column], rows: Sequence[ScoreRow]) -> None:
-        tables.append((title, _score_table(title, heads, rows, content)))
+        table = _score_table(title, heads, rows, content)
+        tables.append((title, table))
 
     add(CHOSEN_TITLE, *_by_architecture(comparison.scores, labels, "chosen"))
     # The best of one run is that run.
-    if any(cell.best.num_runs > 1 for row in comparison.scores for cell in row.cells):
+    cells = [cell for row in comparison.scores for cell in row.cells]
+    if any(cell.best.num_runs > 1 for cell in cells):
         add(BEST_TITLE, *_by_architecture(comparison.scores, labels, "best"))
     if len(runs) > len(labels):
         add(EVERY_RUN_TITLE, runs, _every_run(content.suites, runs))
@@ -448,37 +476,46 @@ def _score_table(
 ) -> Table:
     """Return a table of scores; published ones are in columns that a control shows."""
     columns: list[Column] = ["task", *heads]
-    cells = [[make_cell(row.task, row.metric), *row.cells] for row in rows]
 
     # How well the task tells models of this size apart, as published.
     comparison = content.comparison
+    accuracies = {}
     if comparison.decision:
         columns.append(("decision accuracy", f"published, at {comparison.decision.size}"))
-        accuracies = {
-            (x.task, x.metric): comparison.decision_accuracy(x) for x in comparison.scores
-        }
-        for row, row_cells in zip(rows, cells, strict=True):
-            row_cells.append(percent(accuracies.get((row.task, row.metric))))
+        for scored in comparison.scores:
+            accuracy = comparison.decision_accuracy(scored)
+            accuracies[scored.task, scored.metric] = accuracy
 
     # The scores of published models, which are hidden at first.
     num_shown = len(columns)
     more = ""
+    models: Sequence[str] = ()
+    published = {}
     if content.anchors:
-        models = content.anchors.models
         more = "published scores"
+        models = content.anchors.models
         columns += [(model, "published") for model in models]
         published = {(x.task, x.metric): x.values for x in content.anchors.rows}
-        for row, row_cells in zip(rows, cells, strict=True):
-            values = published.get((row.task, row.metric), [None] * len(models))
-            row_cells += map(rounded, values)
-    return make_table(columns, cells, title.split()[0].lower(), shown=num_shown, more=more)
+
+    table_rows = []
+    for row in rows:
+        score = (row.task, row.metric)
+        cells = [make_cell(*score), *row.cells]
+        if comparison.decision:
+            cells.append(percent(accuracies.get(score)))
+        cells += map(rounded, published.get(score, [None] * len(models)))
+        table_rows.append(cells)
+    name = title.split()[0].lower()
+    return make_table(columns, table_rows, name, shown=num_shown, more=more)
 
 
 def _every_run(suites: Sequence[SuiteContent], runs: Sequence[str]) -> list[ScoreRow]:
     rows = []
     for suite in suites:
+        if suite.suite == VALIDATION:
+            continue
         for row in suite.rows:
-            if row.primary and suite.suite != VALIDATION:
+            if row.primary:
                 by_run = suite.by_run(row)
                 cells: list[Cell] = [score_parts(by_run.get(run)).value for run in runs]
                 rows.append(ScoreRow(row.task, row.metric, cells))
@@ -496,7 +533,10 @@ def _by_architecture(
     heads: list[Column] = []
     for label in labels:
         # The scores of this column: an architecture has none on a suite that it lacks.
-        column = [next((x for x in row.cells if x.architecture == label), None) for row in scores]
+        column = []
+        for task in scores:
+            by_label = {cell.architecture: cell for cell in task.cells}
+            column.append(by_label.get(label))
         shown_scores = [getattr(cell, kind, None) for cell in column]
         common_count = _common(_num_runs(score) for score in shown_scores if score)
         heads.append((label, common_count))
@@ -520,7 +560,9 @@ def _num_runs(score: MeanScore | BestScore) -> str:
 def _score_cell(score: MeanScore | BestScore, num_runs: str, step_note: str) -> Cell:
     value = rounded(score.value)
     if isinstance(score, MeanScore):
-        error = "" if score.stderr is None else f"± {rounded(score.stderr)}"
+        error = ""
+        if score.stderr is not None:
+            error = f"± {rounded(score.stderr)}"
         return make_cell(value, error, num_runs, step_note)
 
     # The best of one run is not biased.
@@ -531,7 +573,6 @@ def _score_cell(score: MeanScore | BestScore, num_runs: str, step_note: str) -> 
 
 
 def published(curves: PublishedCurves) -> Table:
-
     rows: list[list[Cell]] = []
     for model in curves.models:
         cells: list[Cell] = [model.name, model.size, number(model.tokens, 0)]
@@ -541,7 +582,9 @@ def published(curves: PublishedCurves) -> Table:
                 continue
             # The score at the end of training is in small print, unless it is the same.
             at_tokens, at_end = scores
-            small = rounded(at_end) if at_tokens != at_end else ""
+            small = ""
+            if at_tokens != at_end:
+                small = rounded(at_end)
             cells.append(make_cell(rounded(at_tokens), small))
         rows.append(cells)
     columns: list[Column] = ["model", "size", "tokens", *curves.tasks]
@@ -552,7 +595,7 @@ def architectures(comparison: Comparison) -> Table:
     """Return a row per architecture and learning rate, with the reason of the chosen one."""
     rows: list[list[Cell]] = []
     for architecture in comparison.architectures:
-        settings = [_setting(name, value) for name, value in architecture.settings.items()]
+        settings = [_setting(*setting) for setting in architecture.settings.items()]
 
         # The reason is next to the chosen learning rate; if none is chosen, next to all.
         has_chosen = any(recipe.chosen for recipe in architecture.recipes)
@@ -579,15 +622,14 @@ def _setting(name: str, value: Any) -> str:
 
 
 def over_length(panel: LengthPanel) -> Table:
-
     title = f"{panel.series} {panel.metric}"
     if panel.chance is not None:
         title = f"{title}, chance {number(panel.chance, 3)}"
     lengths = [number(length, 0) for length in panel.lengths]
-    rows = [
-        [make_cell(line.label, _step_note(line.step)), *map(number, line.values)]
-        for line in panel.lines
-    ]
+    rows = []
+    for line in panel.lines:
+        label = make_cell(line.label, _step_note(line.step))
+        rows.append([label, *map(number, line.values)])
     return make_table([title, *lengths], rows)
 
 
@@ -607,17 +649,18 @@ def _value(value: Any) -> str:
 
 
 def facts(runs: Sequence[RunContent]) -> Table:
-
     columns = ["", *(run.label for run in runs)]
-    states = ["state", *map(state_text, runs)]
-    rows = [[name, *(_value(run.facts[name]) for run in runs)] for name in runs[0].facts]
-    return make_table(columns, [states, *rows], text=len(columns))
+    rows = [["state", *map(state_text, runs)]]
+    for name in runs[0].facts:
+        texts = [_value(run.facts[name]) for run in runs]
+        rows.append([name, *texts])
+    return make_table(columns, rows, text=len(columns))
 
 
 def settings(labels: Sequence[str], differing: Sequence[Setting]) -> Table:
-
+    columns = ["setting", *labels]
     rows = [[row.setting, *map(_value, row.values)] for row in differing]
-    return make_table(["setting", *labels], rows, "settings", text=1 + len(labels))
+    return make_table(columns, rows, "settings", text=len(columns))
 
 
 def curve(content: TrainingCurve) -> Table:
@@ -629,16 +672,18 @@ def curve(content: TrainingCurve) -> Table:
         if not finite:
             rows.append([line.run, MISSING, MISSING, MISSING])
             continue
-        shown = (finite[-1], min(finite), max(finite))
-        cells = [make_cell(format(value, content.form), _step_note(step)) for value, step in shown]
-        rows.append([line.run, *cells])
+        cells: list[Cell] = [line.run]
+        for value, step in (finite[-1], min(finite), max(finite)):
+            text = format(value, content.form)
+            cells.append(make_cell(text, _step_note(step)))
+        rows.append(cells)
     return make_table(["run", "last", "lowest", "highest"], rows)
 
 
 def samples(content: Samples, runs: Sequence[str]) -> Table:
-
+    columns = ["step", *runs]
     rows = [[number(row.step, 0), *map(_text_cell, row.cells)] for row in content.rows]
-    return make_table(["step", *runs], rows, text=1 + len(runs))
+    return make_table(columns, rows, text=len(columns))
 
 
 def _text_cell(cell: SampleText | None) -> Cell:
@@ -652,7 +697,6 @@ def _text_cell(cell: SampleText | None) -> Cell:
 
 
 def suite(content: SuiteContent) -> Table:
-
     columns: list[Column] = ["task"]
     for column in content.columns:
         small = _step_note(column.step)

@@ -21,18 +21,24 @@ def speed_ratio(baseline: Sequence[RunRecord], others: Sequence[RunRecord]) -> f
 
     None if it is not known, if not all runs had the same machine, or if they were disturbed.
     """
-    if _common_machine([_machine(run.folder) for run in (*baseline, *others)]) is None:
+    machines = [_machine(run.folder) for run in (*baseline, *others)]
+    if _common_machine(machines) is None:
         return None
 
     # Each side's median over its seeds of each run's median over its steps.
     medians = []
     for side in (baseline, others):
-        speeds = [speed for run in side if (speed := _median_speed(run)) is not None]
-        if not speeds or len(speeds) < len(side) or max(speeds) > MAX_SPREAD * min(speeds):
+        speeds = []
+        for run in side:
+            speed = _median_speed(run)
+            if speed is None:
+                return None
+            speeds.append(speed)
+        if max(speeds) > MAX_SPREAD * min(speeds):
             return None
         medians.append(statistics.median(speeds))
-    baseline_speed, speed = medians
-    return speed / baseline_speed
+    baseline_speed, other_speed = medians
+    return other_speed / baseline_speed
 
 
 def speed_sentence(ratio: float | None, baseline: str) -> str | None:
@@ -51,7 +57,13 @@ def _machine(folder: RunFolder) -> Machine | None:
         devices = launch.get("devices")
         if not hosts or not devices:
             return None
-        machines.append((hosts, launch["world_size"], devices.get("type"), devices.get("names")))
+        machine = (
+            hosts,
+            launch["world_size"],
+            devices.get("type"),
+            devices.get("names"),
+        )
+        machines.append(machine)
     return _common_machine(machines)
 
 
@@ -67,7 +79,7 @@ def _median_speed(run: RunRecord) -> float | None:
     curve = run.curve("tokens_per_second")
     if curve is None:
         return None
-    speeds = [x for x in curve.values.tolist() if math.isfinite(x) and x > 0]
+    speeds = [speed for speed in curve.values.tolist() if 0 < speed < math.inf]
     if not speeds:
         return None
     return statistics.median(speeds)

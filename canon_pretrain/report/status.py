@@ -108,7 +108,8 @@ def summarize_run(path: Path, now: datetime) -> RunSummary:
     """Return the summary of a run at `now`; never raises."""
     problems: list[str] = []
     try:
-        return _RunReader(RunRecord(path), now.astimezone(UTC), problems).summary()
+        reader = _RunReader(RunRecord(path), now.astimezone(UTC), problems)
+        return reader.summary()
     except UserError as error:
         problems.append(str(error))
     except Exception as error:  # an unexpected error in one run must not hide the others
@@ -136,7 +137,8 @@ class _RunReader:
             return read()
         except (UserError, OSError, ValueError) as error:
             if not getattr(error, "is_missing", False):
-                self.problems.append(str(error).replace(f"{self.folder.path}{os.sep}", ""))
+                parent = f"{self.folder.path}{os.sep}"
+                self.problems.append(str(error).replace(parent, ""))
             return None
 
     def _setting(self, section: str, key: str) -> Any:
@@ -162,7 +164,8 @@ class _RunReader:
 
         # The last step in the log.
         last_step = Event()
-        for event in self._try_read(lambda: read_tail(self.folder.log_file)) or ():
+        last_events = self._try_read(lambda: read_tail(self.folder.log_file)) or ()
+        for event in last_events:
             if event.kind == "step":
                 last_step = event
         for name in STEP_FIELDS:
@@ -180,10 +183,9 @@ class _RunReader:
         if self.holder is not None:
             summary.holder = str(self.holder)
         evals = self.folder.path / EVALS
-        summary.evaluations = EvaluationCounts(
-            done=len([*evals.glob(f"step-*/*/*/{RESULTS}")]),
-            pending=len([path for path in entries(evals / HOLDS) if path.suffix]),
-        )
+        results = [*evals.glob(f"step-*/*/*/{RESULTS}")]
+        holds = [path for path in entries(evals / HOLDS) if path.suffix]
+        summary.evaluations = EvaluationCounts(done=len(results), pending=len(holds))
         return summary
 
     def _eta_s(self, summary: RunSummary) -> float | None:
@@ -224,8 +226,8 @@ class _RunReader:
             return "done" if is_done else "unknown", None
 
         # A running process may have died, or hang, without a last word in status.json.
-        expiry_s = EXPIRY_HEARTBEATS * (self._setting("run", "heartbeat_s") or HEARTBEAT_S)
-        state: str = health(status, self.now, dead_after_s=expiry_s)
+        heartbeat_s = self._setting("run", "heartbeat_s") or HEARTBEAT_S
+        state: str = health(status, self.now, dead_after_s=EXPIRY_HEARTBEATS * heartbeat_s)
         reason = status.reason or None
         if status.state == "running" and self._has_exited(status):
             state = "dead"
@@ -233,9 +235,11 @@ class _RunReader:
         elif state == "running":
             state = status.phase
         elif state == "dead":
-            reason = f"no heartbeat for {_age(self._age_s(status.written))}"
+            silence = format_duration(self._age_s(status.written))
+            reason = f"no heartbeat for {silence}"
         elif state in ("slow", "hung"):
-            reason = f"no progress for {_age(self._age_s(status.heartbeat))} ({status.phase})"
+            delay = format_duration(self._age_s(status.heartbeat))
+            reason = f"no progress for {delay} ({status.phase})"
 
         # A launch that trains removes DONE first: a failed one has not changed the result.
         if is_done and state in ("dead", "failed"):
@@ -245,7 +249,7 @@ class _RunReader:
     def _has_exited(self, status: Status) -> bool:
         """Return whether the process that wrote the status is known to have ended."""
         holder = self.holder
-        if holder is None or (holder.pid, holder.host) != (status.pid, status.host):
+        if holder is None or holder.pid != status.pid or holder.host != status.host:
             return False
         return process_lives(holder) is False
 
@@ -254,9 +258,11 @@ class _RunReader:
         name = self._setting("checkpoint", "folder") or CHECKPOINTS
         folder = CheckpointFolder(self.folder.path / str(name))
         for step in reversed(folder.steps()):
-            manifest = self._try_read(partial(verify, folder.step_path(step), hashes=False))
+            check_sizes = partial(verify, folder.step_path(step), hashes=False)
+            manifest = self._try_read(check_sizes)
             if manifest is not None and manifest.kind == "full":
-                return NewestCheckpoint(step, manifest.saved, self._age_s(manifest.saved))
+                age_s = self._age_s(manifest.saved)
+                return NewestCheckpoint(step, manifest.saved, age_s)
         return None
 
 
@@ -264,22 +270,28 @@ def format_number(value: float | None, form: str = ",") -> str:
     """Return a number, or its name in JSON if it is not finite; "" for None."""
     if value is None:
         return ""
-    return format(value, form) if math.isfinite(value) else str(json_value(value))
+    if not math.isfinite(value):
+        return str(json_value(value))
+    return format(value, form)
 
 
-def _age(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
+    """Return a duration in its largest fitting unit; "" for None."""
     return "" if seconds is None else duration(seconds)
 
 
 def _cells(run: RunSummary) -> dict[str, str]:
     """Return one line of the table by column title."""
+    step = format_number(run.step) or "-"
+    num_steps = format_number(run.steps) or "?"
     progress = ""
     if run.steps and run.step is not None:
         progress = f"{100 * run.step / run.steps:.1f} %"
 
     checkpoint = "none"
     if run.checkpoint is not None:
-        checkpoint = f"{run.checkpoint.step:,} ({_age(run.checkpoint.age_s)} ago)"
+        age = format_duration(run.checkpoint.age_s)
+        checkpoint = f"{run.checkpoint.step:,} ({age} ago)"
     if run.checkpoint_failures:
         checkpoint = f"{checkpoint}, then {run.checkpoint_failures} failed"
 
@@ -295,16 +307,16 @@ def _cells(run: RunSummary) -> dict[str, str]:
     return {
         "run": printable(run.path),
         "state": run.state,
-        "step": f"{format_number(run.step) or '-'}/{format_number(run.steps) or '?'}",
+        "step": f"{step}/{num_steps}",
         "": progress,
         "loss": format_number(run.loss, ".4f"),
         "tokens/s": format_number(run.tokens_per_second, ",.0f"),
-        "ETA": _age(run.eta_s),
+        "ETA": format_duration(run.eta_s),
         "MFU": format_number(run.mfu, ".1%"),
         "restarts": format_number(run.restarts),
         "skipped": format_number(run.skipped_steps),
         "checkpoint": checkpoint,
-        "heartbeat": _age(run.heartbeat_age_s),
+        "heartbeat": format_duration(run.heartbeat_age_s),
         "evals done+pending": evals,
         "job": " on ".join(filter(None, (job, run.nodes))),
     }
@@ -327,7 +339,8 @@ def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
         table.add_column(title, justify=justify, no_wrap=title != "run", overflow="fold")
     for row in rows:
         styles = {"run": "bold", "state": COLORS[row["state"]]}
-        table.add_row(*(Text(row[title], styles.get(title, "")) for title in titles))
+        cells = [Text(row[title], styles.get(title, "")) for title in titles]
+        table.add_row(*cells)
     return table
 
 
@@ -353,18 +366,25 @@ def overview(runs: Sequence[RunSummary], console: Console) -> Group:
     # Below the table, a line for each run with cells that are left, or with something to explain.
     lines = []
     for run, row in zip(runs, rows, strict=True):
-        cells = [f"{title.split()[0]} {row[title]}" for title in titles_below if row[title]]
-        details = [", ".join(cells)]
+        cells = []
+        for title in titles_below:
+            if row[title]:
+                name, *_ = title.split()
+                cells.append(f"{name} {row[title]}")
+        details = []
+        if cells:
+            details.append(", ".join(cells))
         if run.reason:
             details.append(f"{run.state}: {run.reason}")
         if run.state == "dead" and run.holder:
             details.append(f"lock held by {run.holder}")
 
-        text = "; ".join(filter(None, [*details, *run.problems]))
-        if text:
-            lines.append(Text(printable(f"{run.path}: {text}"), overflow="fold"))
+        details += run.problems
+        if details:
+            line = printable(f"{run.path}: {'; '.join(details)}")
+            lines.append(Text(line, overflow="fold"))
 
-    count = f"{len(runs)} run{'s' * (len(runs) > 1)}"
+    count = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
     heading = Text(f"{count}, {datetime.now(UTC):%F %T} UTC", "bold")
     return Group(heading, table, *lines)
 
@@ -376,7 +396,9 @@ def find_runs(patterns: Iterable[str]) -> list[Path]:
         paths = [pattern]
         if not os.path.lexists(pattern):
             paths = sorted(glob.glob(pattern), key=natural_key)
-        matched = [run for path in paths for run in runs_below(Path(path))]
+        matched: list[Path] = []
+        for path in paths:
+            matched += runs_below(Path(path))
         if not matched:
             raise not_a_run(Path(pattern))
         for run in matched:

@@ -6,6 +6,7 @@ suite as one family (decide.py). No torch.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -72,11 +73,12 @@ class Options:
 
     def sigma_of(self, key: ScoreKey) -> float | None:
         """Return the seed sigma that the user set for a score; TASK=SIGMA is of its plain one."""
-        sigma = self.seed_sigma.get(f"{key.task}:{key.metric}")
-        is_plain = not Scale.of(key.metric).is_log and key.metric != GOLD_BITS
-        if sigma is None and is_plain:
-            sigma = self.seed_sigma.get(key.task)
-        return sigma
+        name = f"{key.task}:{key.metric}"
+        if name in self.seed_sigma:
+            return self.seed_sigma[name]
+        if key.metric == GOLD_BITS or Scale.of(key.metric).is_log:
+            return None
+        return self.seed_sigma.get(key.task)
 
 
 class NotComparable(Exception):
@@ -161,39 +163,45 @@ class Comparator:
         for recipe in self.recipes:
             means = self._seed_means(recipe, keys)
             is_side = any(run.label in compared_runs for run in recipe.runs)
+            if not np.isfinite(means).all():
+                continue
             at_bound = bounded and means and (max(means) <= 0 or min(means) >= 1)
-            if np.isfinite(means).all() and (not at_bound or (is_side and both_have_seeds)):
-                recipe_means.append(means)
-                is_compared.append(is_side)
+            if at_bound and not (is_side and both_have_seeds):
+                continue
+            recipe_means.append(means)
+            is_compared.append(is_side)
 
         # The paper's ranges are of accuracies.
         spread = None
         if bounded and not self.options.own_noise_only:
-            spread = _mean_if_all([noise.published_spread(key.task, key.suite) for key in keys])
+            spreads = [noise.published_spread(key.task, key.suite) for key in keys]
+            spread = _mean_if_all(spreads)
+        user_sigmas = [self.options.sigma_of(key) for key in keys]
         return noise.seed_noise(
             recipe_means,
             spread=spread,
-            user_sigma=_mean_if_all([self.options.sigma_of(key) for key in keys]),
+            user_sigma=_mean_if_all(user_sigmas),
             own_only=self.options.own_noise_only,
             compared=is_compared,
         )
 
     def _seed_means(self, recipe: Recipe, keys: Sequence[ScoreKey]) -> list[float]:
         """Return the mean score over `keys` per run, at the last step that two runs have."""
-        results_by_run = [
-            evaluations.full_results(run, keys[0].suite, self.options.step) for run in recipe.runs
-        ]
-        steps = [step for results in results_by_run for step in results]
-        last = max((step for step in steps if steps.count(step) > 1), default=None)
+        suite = keys[0].suite
+        runs_at_step: Counter[int] = Counter()
+        for run in recipe.runs:
+            runs_at_step.update(evaluations.full_results(run, suite, self.options.step).keys())
+        common_steps = [step for step, num_runs in runs_at_step.items() if num_runs > 1]
+        last = max(common_steps, default=None)
 
         # A run counts if it has all of the scores.
         scale = Scale.of(keys[0].metric)
         means = []
-        for results in results_by_run:
-            if last in results:
-                scores = [x for key in keys if (x := results[last].score(key)) is not None]
-                if len(scores) == len(keys):
-                    means.append(sum(map(scale.mean, scores)) / len(keys))
+        for evaluation in evaluations.results_at(last, recipe.runs, suite):
+            scores = [evaluation.score(key) for key in keys]
+            item_means = [scale.mean(score) for score in scores if score is not None]
+            if len(item_means) == len(keys):
+                means.append(sum(item_means) / len(keys))
         return means
 
     def task(self, key: ScoreKey, evaluated: EvaluationPair) -> TaskPair:
@@ -216,13 +224,17 @@ class Comparator:
         extreme = None
         if bounded and coarse.sources.size > 1:
             extreme = _extreme((side, baseline), chance)
+
+        # Both sides have the items, and thus the weights, of `side`.
+        values_N = side.values_RN.mean(axis=0)
+        baseline_values_N = baseline.values_RN.mean(axis=0)
         return TaskPair(
             key=key,
             side=side,
             baseline=baseline,
             sources=coarse.sources,
-            value=_score(key.metric, side.values_RN.mean(axis=0), side.weights_N),
-            baseline_value=_score(key.metric, baseline.values_RN.mean(axis=0), side.weights_N),
+            value=_score(key.metric, values_N, side.weights_N),
+            baseline_value=_score(key.metric, baseline_values_N, side.weights_N),
             bounded=bounded,
             chance=chance,
             extreme=extreme,
@@ -234,13 +246,15 @@ class Comparator:
         tasks = planned.tasks
         keys = [task.key for task in tasks]
         suite = keys[0].suite
-        metric = ", ".join(dict.fromkeys(key.metric for key in keys))
+        metrics = dict.fromkeys(key.metric for key in keys)
+        metric = ", ".join(metrics)
         seeds = self.noise(keys, bounded=planned.bounded, compared=evaluated)
 
         # The test is paired by item. A source that tasks share is one cluster.
         tasks_of_clusters, num_clusters = _with_common_clusters(tasks)
         paired = None
-        if seeds is not None and all(task.sources.size >= MIN_CLUSTERS for task in tasks):
+        has_clusters = all(task.sources.size >= MIN_CLUSTERS for task in tasks)
+        if seeds is not None and has_clusters:
             paired = noise.paired_difference(
                 [task.side for task in tasks_of_clusters],
                 [task.baseline for task in tasks_of_clusters],
@@ -268,12 +282,14 @@ class Comparator:
             items_ci = _items_interval(tasks[0])
             mcnemar = _mcnemar(tasks[0])
 
+        first_evaluation = evaluated.side[0]
+        differing = [option for task in tasks for option in task.differing]
         row = Verdict(
             suite=suite,
             task=planned.name,
             metric=metric,
-            higher_is_better=evaluated.side[0].higher_is_better(keys[0]),
-            step=evaluated.side[0].step,
+            higher_is_better=first_evaluation.higher_is_better(keys[0]),
+            step=first_evaluation.step,
             baseline_step=evaluated.baseline[0].step,
             value=value,
             baseline_value=baseline_value,
@@ -281,7 +297,7 @@ class Comparator:
             num_items=sum(task.side.weights_N.size for task in tasks),
             num_clusters=num_clusters,
             num_runs=[len(evaluated.side), len(evaluated.baseline)],
-            asked_differently=[*dict.fromkeys(x for task in tasks for x in task.differing)],
+            asked_differently=[*dict.fromkeys(differing)],
             mean_of=mean_of,
             items_ci=items_ci,
             mcnemar=mcnemar,
@@ -348,12 +364,14 @@ class Comparator:
 
 def _score(metric: str, values_N: np.ndarray, weights_N: np.ndarray) -> float:
     """Return the metric's value for weighted items."""
-    return Scale.of(metric).score(float(np.average(values_N, weights=weights_N)))
+    mean = float(np.average(values_N, weights=weights_N))
+    return Scale.of(metric).score(mean)
 
 
 def _with_common_clusters(tasks: Sequence[TaskPair]) -> tuple[list[TaskPair], int]:
     """Number the clusters over the sources of all tasks; return the tasks and the count."""
-    all_sources = np.unique(np.concatenate([task.sources for task in tasks]))
+    sources_of_tasks = [task.sources for task in tasks]
+    all_sources = np.unique(np.concatenate(sources_of_tasks))
     renumbered = []
     for task in tasks:
         indices_G = np.searchsorted(all_sources, task.sources)
@@ -367,22 +385,23 @@ def _with_common_clusters(tasks: Sequence[TaskPair]) -> tuple[list[TaskPair], in
 def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:
     """Raise NotComparable if the items differ."""
     if a.keys != b.keys:
-        common = len(set(a.keys) & set(b.keys))
+        common = set(a.keys) & set(b.keys)
+        counts = f"{len(a.keys)} and {len(b.keys)} items, {len(common)} in common"
         options = ""
         if differing:
             options = f"; different options ({'; '.join(differing)})"
         raise NotComparable(
-            f"{len(a.keys)} and {len(b.keys)} items, {common} in common{options}: evaluate both on "
-            "the same data with the same options"
+            f"{counts}{options}: evaluate both on the same data with the same options"
         )
 
 
 def _items_interval(task: TaskPair) -> list[float] | None:
     """Return the interval over the items of these runs, without seed noise."""
+    metric = task.key.metric
     clusters = Clusters.of_difference(task.side, task.baseline)
-    bounded = noise.are_shares(task.side, task.baseline, is_loss=is_loss(task.key.metric))
+    bounded = noise.are_shares(task.side, task.baseline, is_loss=is_loss(metric))
     ends = noise.items_interval(clusters, bounded=bounded)
-    scale = Scale.of(task.key.metric)
+    scale = Scale.of(metric)
     return ends and [scale.change(end, task.baseline_value) for end in ends]
 
 
@@ -390,15 +409,20 @@ def _mcnemar(task: TaskPair) -> noise.McNemar | None:
     """Test two single runs on items that are right or wrong; None for others."""
     a_RN = task.side.values_RN
     b_RN = task.baseline.values_RN
-    if len(a_RN) == len(b_RN) == 1 and np.isin([a_RN, b_RN], (0.0, 1.0)).all():
-        return noise.mcnemar_test(a_RN[0], b_RN[0])
-    return None
+    if not len(a_RN) == len(b_RN) == 1:
+        return None
+    are_binary = np.isin([a_RN, b_RN], (0.0, 1.0))
+    if not are_binary.all():
+        return None
+    return noise.mcnemar_test(a_RN[0], b_RN[0])
 
 
 def _mean_if_all(values: Sequence[float | None]) -> float | None:
     """Return the mean; None if any value is None."""
     present = [x for x in values if x is not None]
-    return fmean(present) if len(present) == len(values) else None
+    if len(present) < len(values):
+        return None
+    return fmean(present)
 
 
 def _extreme(sides: Sequence[ItemScores], chance: float | None) -> str | None:
@@ -406,10 +430,14 @@ def _extreme(sides: Sequence[ItemScores], chance: float | None) -> str | None:
     intervals = []
     for side in sides:
         mean, item_noise = noise.mean_score(side, NO_NOISE)
-        intervals.append((mean, decide.critical_value(ALPHA, item_noise)))
+        half_width = decide.critical_value(ALPHA, item_noise)
+        intervals.append((mean, half_width))
 
-    for name, level in {"floor": 0.0, "ceiling": 1.0, "chance": chance}.items():
-        if level is not None and all(abs(mean - level) <= half for mean, half in intervals):
+    levels = {"floor": 0.0, "ceiling": 1.0}
+    if chance is not None:
+        levels["chance"] = chance
+    for name, level in levels.items():
+        if all(abs(mean - level) <= half_width for mean, half_width in intervals):
             return name
     return None
 
@@ -429,25 +457,24 @@ def verdicts(comparator: Comparator, pairs: Sequence[Pair]) -> Verdicts:
     refused: list[Refusal] = []
     notes: dict[str, None] = {}
     for pair in pairs:
-        runs = [*pair.side.runs, *pair.baseline.runs]
+        side, baseline = pair
+        runs = [*side.runs, *baseline.runs]
         for suite in evaluations.suites_of(runs, options.suites):
-            refuse = partial(
-                Refusal, suite, architecture=pair.side.label, baseline=pair.baseline.label
-            )
+            refuse = partial(Refusal, suite, architecture=side.label, baseline=baseline.label)
 
             # Both sides at one step.
-            evaluated = evaluations.pair_evaluations(
-                pair.side.runs, pair.baseline.runs, suite, options.step
-            )
+            evaluated = evaluations.pair_evaluations(side.runs, baseline.runs, suite, options.step)
             if not evaluated.side:
                 refused.append(refuse(None, None, why="no full results at a common step"))
                 continue
 
             # Runs without results at the common step do not count.
             labels = {evaluation.run for evaluation in evaluated.both}
-            if left_out := [run.label for run in runs if run.label not in labels]:
+            left_out = [run.label for run in runs if run.label not in labels]
+            if left_out:
                 step = evaluated.side[0].step
-                notes[f"{suite} at step {step}: no full results of {', '.join(left_out)}"] = None
+                note = f"{suite} at step {step}: no full results of {', '.join(left_out)}"
+                notes[note] = None
 
             # The tasks on which they can be compared.
             tasks = []
@@ -460,11 +487,13 @@ def verdicts(comparator: Comparator, pairs: Sequence[Pair]) -> Verdicts:
                     refused.append(refuse(key.task, key.metric, why=str(reason)))
 
             for planned in _planned_tests(suite, tasks, evaluated):
-                tests.setdefault(suite, []).append(comparator.test(planned, evaluated, pair))
+                test = comparator.test(planned, evaluated, pair)
+                tests.setdefault(suite, []).append(test)
 
     # Holm's correction is over the tests of all pairs on a suite.
-    suites = sorted(tests, key=evaluations.suite_order)
-    rows = [row for suite in suites for row in _family(tests[suite])]
+    rows: list[Verdict] = []
+    for suite in sorted(tests, key=evaluations.suite_order):
+        rows += _family(tests[suite])
     return Verdicts(rows, refused, list(notes))
 
 
@@ -550,12 +579,11 @@ def _judged(test: Test, paired: Difference, corrected: Correction) -> Verdict:
     scale = Scale.of(row.metric)
     size = paired.difference
 
-    uninformative = None
     if corrected.p_holm <= ALPHA:
         verdict = BETTER if (size > 0) == row.higher_is_better else WORSE
-    elif row.uninformative is not None:
+        row = replace(row, uninformative=None)
+    elif row.uninformative:
         verdict = UNINFORMATIVE
-        uninformative = row.uninformative
     else:
         verdict = WITHIN
 
@@ -588,7 +616,6 @@ def _judged(test: Test, paired: Difference, corrected: Correction) -> Verdict:
         detectable=detectable,
         seeds_needed=seeds_needed,
         verdict=verdict,
-        uninformative=uninformative,
     )
 
 
@@ -611,7 +638,7 @@ def held_out_summary(rows: Sequence[Verdict], refused: Sequence[Refusal], pair: 
         metric = BITS
     ours = [evaluations.logged_losses(run, metric) for run in pair.side.runs]
     theirs = [evaluations.logged_losses(run, metric) for run in pair.baseline.runs]
-    common = set.intersection(*map(set, ours), *map(set, theirs))
+    common = set.intersection(*map(set, [*ours, *theirs]))
     if not common:
         return f"No verdict on held-out text, not scored at a common step: {way_out}"
 
