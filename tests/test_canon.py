@@ -123,19 +123,6 @@ printf "%s\\n" "${COMPREPLY[@]}"
 """
 
 
-# arguments: the script of `canon completion bash`, then the words of the line
-COMPLETE = """
-source "$1"
-shift
-COMP_WORDS=("$@")
-COMP_CWORD=$(($# - 1))
-name=$(complete -p canon)
-name=${name##*-F }
-${name% canon}
-printf "%s\\n" "${COMPREPLY[@]}"
-"""
-
-
 @pytest.fixture(scope="module")
 def bash(tmp_path_factory):
     """Return a function from words to what bash completes the last of them to."""
