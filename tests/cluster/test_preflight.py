@@ -23,7 +23,6 @@ from tests.ports import free_port
 from tests.ranks import whole_state
 from tests.support import ROOT, debug_run, refused
 
-
 NOPE_CANON = ["--config", str(ROOT / "train_configs" / "nope_canon.toml")]
 TWO_REPLICAS = [*NOPE_CANON, "--parallelism.data_parallel_replicate_degree", "2"]
 
