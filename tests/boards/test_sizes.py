@@ -111,7 +111,7 @@ def test_the_windows_of_a_config_are_kept(tmp_path):
     assert job.validation.windows == 9
 
 
-def test_a_board_that_was_planned_without_windows_keeps_its_configs(tmp_path):
+def test_a_board_planned_without_windows_keeps_its_configs(tmp_path):
     """As earlier versions did."""
     plan(tmp_path, ROPE)
     (config,) = (tmp_path / "out" / "configs").iterdir()
