@@ -32,11 +32,18 @@ TEXT = "now is better than never although never is often better than right now"
 def answers(ranks: Ranks) -> dict[str, Any]:
     """All three kinds of request, floats as hex: bitwise."""
     costs: list[int] = []
-    given = {"max_length": 40, "batch_tokens": 150, "ranks": ranks, "on_done": costs.append}
-    lm = CanonLM(build(VARIANTS["nope ABCD"]).eval(), Letters(), **given)
+    lm = CanonLM(
+        build(VARIANTS["nope ABCD"]).eval(),
+        Letters(),
+        max_length=40,
+        batch_tokens=150,
+        ranks=ranks,
+        on_done=costs.append,
+    )
     choices = [(TEXT[: 5 + n], TEXT[n : n + k]) for n in range(30) for k in (3, 5, 9)]
-    prompts = [(TEXT[:n], {"until": ["j"], "max_gen_toks": 9}) for n in range(3, 40, 2)]
     texts = [(TEXT[:n],) for n in (1, 39, 40, 41, 60, 70)]
+    prompts = [(TEXT[:n], {"until": ["j"], "max_gen_toks": 9}) for n in range(3, 40, 2)]
+
     scores = lm.loglikelihood(requests("loglikelihood", choices))
     rolling = lm.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
     return {
@@ -50,7 +57,8 @@ def answers(ranks: Ranks) -> dict[str, Any]:
 
 def plumbing(ranks: Ranks) -> Any:
     """Order, distribution and reported costs of items."""
-    costs, mine = list[int](), list[int]()
+    costs: list[int] = []
+    mine: list[int] = []
 
     def work(item: int) -> tuple[int, int]:
         mine.append(item)
@@ -73,17 +81,20 @@ def plumbing(ranks: Ranks) -> Any:
 def memory(ranks: Ranks) -> Any:
     """The last rank has less memory than the others."""
     lines: list[str] = []
-    most = 60 if ranks.rank == ranks.world_size - 1 else 10_000
-    model: Any = LimitedMemory(build(VARIANTS["rope"]).eval(), most)
+    max_tokens = 60 if ranks.rank == ranks.world_size - 1 else 10_000
+    model: Any = LimitedMemory(build(VARIANTS["rope"]).eval(), max_tokens)
     # or one rank would do all batches before the other begins
     model.register_forward_pre_hook(lambda *_: time.sleep(0.005))
-    given = {"max_length": 30, "batch_tokens": 300, "ranks": ranks, "log": lines.append}
-    lm = CanonLM(model, Letters(), **given)
+    lm = CanonLM(model, Letters(), max_length=30, batch_tokens=300, ranks=ranks, log=lines.append)
     choices = [(TEXT[:n], TEXT[n : n + 4]) for n in range(3, 60)]
+
     for _ in range(3):
         scores = lm.loglikelihood(requests("loglikelihood", choices))
-    found = {"scores": [s for s, _ in scores], "batch_tokens": lm.batch_tokens}
-    return {**found, "logged": len(lines)}
+    return {
+        "scores": [score for score, _ in scores],
+        "batch_tokens": lm.batch_tokens,
+        "logged": len(lines),
+    }
 
 
 def ending(who: int, act: Callable[[], Any]) -> Callable[[Ranks], None]:
@@ -135,25 +146,32 @@ SCENARIOS: dict[str, tuple[Callable[[Ranks], Any], tuple[int, ...]]] = {
 def in_ranks(function: Callable[[Ranks], Any], world_size: int, folder: Path) -> list[dict]:
     """How each rank ended: result or error, exit code (-9 after SIGKILL), seconds."""
     port = free_port()
-    started, ranks = time.monotonic(), dict[int, int]()
+    started = time.monotonic()
+    ranks: dict[int, int] = {}
     for rank in range(world_size):
         pid = os.fork()
         if not pid:
             signal.alarm(TIMEOUT_S)
-            names = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank}
-            names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            os.environ |= {name: str(value) for name, value in names.items()}
+            os.environ |= {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
             os._exit(_rank(function, folder / f"{rank}.json"))
         ranks[pid] = rank
-    ended: dict[int, dict[str, Any]] = {}
-    while len(ended) < world_size:
+
+    outcomes: dict[int, dict[str, Any]] = {}
+    while len(outcomes) < world_size:
         pid, status = os.waitpid(-1, 0)
         path = folder / f"{ranks[pid]}.json"
         outcome = json.loads(path.read_text()) if path.exists() else {}
         path.unlink(missing_ok=True)
-        code = os.waitstatus_to_exitcode(status)
-        ended[ranks[pid]] = {**outcome, "code": code, "seconds": time.monotonic() - started}
-    return [ended[rank] for rank in range(world_size)]
+        outcome["code"] = os.waitstatus_to_exitcode(status)
+        outcome["seconds"] = time.monotonic() - started
+        outcomes[ranks[pid]] = outcome
+    return [outcomes[rank] for rank in range(world_size)]
 
 
 def _rank(function: Callable[[Ranks], Any], path: Path) -> int:
@@ -172,13 +190,14 @@ def _rank(function: Callable[[Ranks], Any], path: Path) -> int:
 
 
 def main(out: Path) -> None:
+    """Run all scenarios and write {name and world size: outcome per rank}."""
     torch.set_num_threads(1)
-    found = {}
+    outcomes = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (function, sizes) in SCENARIOS.items():
             for world_size in sizes:
-                found[f"{name} {world_size}"] = in_ranks(function, world_size, Path(folder))
-    out.write_text(json.dumps(found))
+                outcomes[f"{name} {world_size}"] = in_ranks(function, world_size, Path(folder))
+    out.write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -16,9 +16,13 @@ CPU = torch.device("cpu")
 def flash_attn_func(q, k, v, *, causal=False, alibi_slopes=None):
     """The package's documented contract: causal, aligned at the bottom right corner."""
     assert causal and (alibi_slopes is None or alibi_slopes.dtype == torch.float32)
-    num_queries, num_heads, num_keys = q.shape[1], q.shape[2], k.shape[1]
-    k, v = (part.repeat_interleave(num_heads // k.shape[2], dim=2) for part in (k, v))
-    scores = torch.einsum("bthk,bshk->bhts", q, k) * q.shape[3] ** -0.5
+    num_queries, num_heads, head_dim = q.shape[1:]
+    num_keys = k.shape[1]
+    q_heads_per_k_head = num_heads // k.shape[2]
+    k = k.repeat_interleave(q_heads_per_k_head, dim=2)
+    v = v.repeat_interleave(q_heads_per_k_head, dim=2)
+
+    scores = torch.einsum("bthk,bshk->bhts", q, k) * head_dim**-0.5
     distance = torch.arange(num_keys)[-num_queries:, None] - torch.arange(num_keys)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None, None] * distance
@@ -28,6 +32,7 @@ def flash_attn_func(q, k, v, *, causal=False, alibi_slopes=None):
 
 @contextmanager
 def flash_attn_package(function=flash_attn_func):
+    """Add a package flash_attn with this function, without it if None."""
     with pytest.MonkeyPatch.context() as patch:
         _add(patch, "flash_attn", **({"flash_attn_func": function} if function else {}))
         yield
@@ -45,10 +50,14 @@ def flash_impl(backend, capability=(9, 0)):
                     library.define(f"{name}(Tensor q) -> Tensor")
                 _add(patch, "flash_attn_interface")
             else:
-                kernels = {"_flash_attn_fwd": flash_attn_func, "_flash_attn_bwd": flash_attn_func}
                 for name in ("flash_attn", "flash_attn.cute"):
                     _add(patch, name, __path__=[])
-                _add(patch, "flash_attn.cute.interface", **kernels)
+                _add(
+                    patch,
+                    "flash_attn.cute.interface",
+                    _flash_attn_fwd=flash_attn_func,
+                    _flash_attn_bwd=flash_attn_func,
+                )
             patch.setattr(attend, "flash_problem", lambda args, device: check(args, CPU))
             patch.setattr(torch.cuda, "is_available", lambda: True)
             patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)

@@ -59,30 +59,40 @@ def _cell(rng, kind, level, spread, seeds):
 
 def scores_of(rng, kind, seeds, *, null):
     """Return true means and scores [name][task]; `null`: equal means; `mixed`: unequal noise."""
-    means, scores = {name: {} for name in NAMES}, {name: {} for name in NAMES}
+    means = {name: {} for name in NAMES}
+    scores = {name: {} for name in NAMES}
     for task in map(str, range(TASKS)):
-        level, spread = rng.choice(LEVELS), np.exp(rng.normal(-0.7, 0.5))
+        level = rng.choice(LEVELS)
+        spread = np.exp(rng.normal(-0.7, 0.5))
+
         for name in NAMES:
             if not null:
                 level = rng.choice(LEVELS)
             if kind == "mixed" or (kind == "logit" and not null):
                 spread = np.exp(rng.normal(-0.7, 0.5))
-            own = "bimodal" if kind == "beside steady" and name == NAMES[0] else kind
-            means[name][task], scores[name][task] = _cell(rng, own, level, spread, seeds)
+            cell_kind = "bimodal" if kind == "beside steady" and name == NAMES[0] else kind
+            mean, cell_scores = _cell(rng, cell_kind, level, spread, seeds)
+            means[name][task] = mean
+            scores[name][task] = cell_scores
     return means, scores
 
 
 def fixed_boards(kind, seeds, boards, rng):
     """Return the share of intervals that cover, and of null boards with any difference called."""
-    covered, false_calls, false_claims = [], 0, 0
+    covered = []
+    false_calls = 0
+    false_claims = 0
     claims = [Claim(str(task), *NAMES[:2]) for task in range(TASKS)]
+
     for _ in range(boards):
         means, scores = scores_of(rng, kind, seeds, null=False)
         for task, by_name in board.measure(scores).items():
             for name, cell in by_name.items():
                 low, high = cell.interval
                 covered.append(low <= means[name][task] <= high)
-        cells = board.measure(scores_of(rng, kind, seeds, null=True)[1])
+
+        _, null_scores = scores_of(rng, kind, seeds, null=True)
+        cells = board.measure(null_scores)
         false_calls += any(each.better for each in board.differences(cells))
         false_claims += any(each.is_seen for each in board.check_claims(cells, claims))
     return float(np.mean(covered)), false_calls / boards, false_claims / boards
@@ -177,28 +187,34 @@ def race(drawn, final=True):
     """Return the orders called by the race and, if `final`, at its end; and its share of tokens."""
     seen = drawn.scores
     names, rates, seeds = seen.shape[1:4]
-    found, ends, spent, cells = set(), {}, 0, {}
+    stages = racing.race_stages(seeds, LOOKS)
+    orders = set()
+    final_scores = {}
+    spent = 0
+    cells = {}
     for t in range(TASKS):
-        stages = racing.race_stages(seeds, LOOKS)
         run = racing.Race(str(t), stages, TASKS, seen=cells)
-        at = np.zeros(seen.shape[1:4], int)
+        steps = np.zeros(seen.shape[1:4], int)
         arms = {(f"a{k}", float(r)): (k, r) for k in range(names) for r in range(rates)}
+
         for stage in stages:
             for place in arms.values():
-                at[place][: stage.num_seeds] = stage.step
+                steps[place][: stage.num_seeds] = stage.step
             scores = {
-                x: seen[t, k, r, : stage.num_seeds, stage.step - 1] for x, (k, r) in arms.items()
+                arm: seen[t, k, r, : stage.num_seeds, stage.step - 1]
+                for arm, (k, r) in arms.items()
             }
             if stage == stages[-1]:
-                ends[str(t)] = scores
+                final_scores[str(t)] = scores
                 break
             for stop in run.look(stage, scores):
                 del arms[stop.arm, stop.learning_rate]
-        spent += at.sum()
-        found |= {(str(t), *pair) for pair in run.decided}
+
+        spent += steps.sum()
+        orders |= {(str(t), *pair) for pair in run.decided}
     if final:
-        found |= calls(ends, 1 - RACE_SHARE)
-    return found, spent / seen.size
+        orders |= calls(final_scores, 1 - RACE_SHARE)
+    return orders, spent / seen.size
 
 
 def fixed(drawn):
@@ -216,10 +232,10 @@ def fixed(drawn):
     )
 
 
-def _rates_of(found, level):
+def _rates_of(orders, level):
     """Return whether an order is false, and the number of worse architectures found."""
     best = level.max(axis=2)
-    pairs = [(int(t), int(a[1:]), int(b[1:])) for t, a, b in found]
+    pairs = [(int(t), int(a[1:]), int(b[1:])) for t, a, b in orders]
     is_false = any(best[t, a] >= best[t, b] for t, a, b in pairs)
     worse = {(t, a) for t, a, b in pairs if best[t, a] < best[t, b]}
     return is_false, len(worse)
@@ -236,13 +252,15 @@ def races(boards, rng, design, levels=(), slower=1.0, failing=0.0, final=True):
     sums = np.zeros(6)
     for _ in range(boards):
         drawn = curves(rng, design, levels, slower, failing)
+        race_orders, tokens = race(drawn, final)
+        fixed_orders = fixed(drawn) if final else set()
+
+        false, power = _rates_of(race_orders, drawn.level)
+        fixed_false, fixed_power = _rates_of(fixed_orders, drawn.level)
         best = drawn.level.max(axis=2)
-        run, tokens = race(drawn, final)
-        fix = fixed(drawn) if final else set()
-        false, power = _rates_of(run, drawn.level)
-        fixed_false, fixed_power = _rates_of(fix, drawn.level)
         worse = (best < best.max(axis=1, keepdims=True)).sum()
         sums += (false, fixed_false, tokens, power, fixed_power, worse)
+
     false, fixed_false, tokens, power, fixed_power, worse = sums
     row = {"false": false / boards, "fixed_false": fixed_false / boards, "tokens": tokens / boards}
     if worse:
@@ -255,23 +273,27 @@ def main():
     parser.add_argument("--boards", type=int, default=1000)
     boards = parser.parse_args().boards
     names = ("coverage", "false_calls", "false_claims")
+
     for kind in KINDS:
         for seeds in (3, 5):
-            found = fixed_boards(kind, seeds, boards, np.random.default_rng(0))
-            row = dict(zip(names, found, strict=True))
-            print(json.dumps({"kind": kind, "seeds": seeds} | row), flush=True)
+            rates = fixed_boards(kind, seeds, boards, np.random.default_rng(0))
+            print_row({"kind": kind, "seeds": seeds}, dict(zip(names, rates, strict=True)))
     for seeds in (3, 5):
-        found = chosen_boards(4, seeds, boards, np.random.default_rng(0))
-        row = dict(zip(names, found, strict=True))
-        print(json.dumps({"rates": 4, "seeds": seeds} | row), flush=True)
+        rates = chosen_boards(4, seeds, boards, np.random.default_rng(0))
+        print_row({"rates": 4, "seeds": seeds}, dict(zip(names, rates, strict=True)))
+
     for failing in (0.05, 0.1, 0.2, 0.4):
-        found = races(boards, np.random.default_rng(0), (4, 1, 3), failing=failing)
-        print(json.dumps({"failing": failing, "design": (4, 1, 3)} | found), flush=True)
+        rates = races(boards, np.random.default_rng(0), (4, 1, 3), failing=failing)
+        print_row({"failing": failing, "design": (4, 1, 3)}, rates)
     for design in DESIGNS:
         for name, levels, slower in OTHERS:
-            found = races(boards, np.random.default_rng(0), design, levels, slower)
-            row = {"others": name, "design": design} | found
-            print(json.dumps(row), flush=True)
+            rates = races(boards, np.random.default_rng(0), design, levels, slower)
+            print_row({"others": name, "design": design}, rates)
+
+
+def print_row(settings, rates):
+    """Print a line of JSON."""
+    print(json.dumps(settings | rates), flush=True)
 
 
 if __name__ == "__main__":

@@ -67,67 +67,96 @@ def missing() -> str | None:
 
 
 class SlurmCluster:
+    """The daemons of a cluster whose files are in the folder `state`."""
+
     def __init__(self, state: Path, **settings: int) -> None:
-        self.state, self._settings = state, settings
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
-        self.environ = kept | {"SLURM_CONF": str(state / "slurm.conf")}
+        self.state = state
+        self._settings = settings
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+        self.environ = outside | {"SLURM_CONF": str(state / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
+        """Start the daemons, and wait until both nodes are idle."""
+        self.state.chmod(0o755)
+        self._add_hosts()
+        self._write_conf()
+        self._start_munged()
+
+        conf = str(self.state / "slurm.conf")
+        self._daemon("slurmctld", "-D", "-f", conf)
+        self.until(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld")
+        for node in NODES:
+            self._daemon("slurmd", "-D", "-N", node, "-f", conf)
+        self.until(
+            lambda: self.run("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").stdout == "2\n",
+            "two idle nodes",
+        )
+
+    def _add_hosts(self) -> None:
         try:
             for node in NODES:
                 socket.getaddrinfo(node, None)
         except socket.gaierror:
             with open("/etc/hosts", "a") as hosts:
                 hosts.write(f"127.0.0.1 {' '.join(NODES)}\n")
-        host, port = socket.gethostname().split(".")[0], _free_ports()
-        self.state.chmod(0o755)
+
+    def _write_conf(self) -> None:
         for name in ("ctld", *NODES):
             (self.state / name).mkdir()
         for gpu in range(GPUS):
             subprocess.run(["mknod", self.state / f"fakegpu{gpu}", "c", "1", "3"], check=True)
-        conf = CONF.format(
-            host=host, port=port, node_port=port + 1, last_port=port + len(NODES), gpus=GPUS,
-            state=self.state, **self._settings,
-            # slurm/lib.sh derives the port of the rendezvous from it
-            first_job=random.randrange(1, 50_000),
-        )  # fmt: skip
-        (self.state / "slurm.conf").write_text(conf)
         devices = f"{self.state}/fakegpu[0-{GPUS - 1}]"
         (self.state / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={devices}\n")
+
+        port = _free_ports()
+        conf = CONF.format(
+            host=socket.gethostname().split(".")[0],
+            port=port,
+            node_port=port + 1,
+            last_port=port + len(NODES),
+            gpus=GPUS,
+            state=self.state,
+            # slurm/lib.sh derives the port of the rendezvous from it
+            first_job=random.randrange(1, 50_000),
+            **self._settings,
+        )
+        (self.state / "slurm.conf").write_text(conf)
+
+    def _start_munged(self) -> None:
         key = self.state / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         socket_path = self.state / "munge.socket"
         self._daemon(
-            "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket_path}",
-            f"--pid-file={self.state}/munged.pid", f"--log-file={self.state}/munged.log",
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={socket_path}",
+            f"--pid-file={self.state}/munged.pid",
+            f"--log-file={self.state}/munged.log",
             f"--seed-file={self.state}/munged.seed",
-        )  # fmt: skip
-        self.until(socket_path.exists, "munged")
-        self._daemon("slurmctld", "-D", "-f", str(self.state / "slurm.conf"))
-        self.until(lambda: self.run("scontrol", "ping", check=False).returncode == 0, "slurmctld")
-        for node in NODES:
-            self._daemon("slurmd", "-D", "-N", node, "-f", str(self.state / "slurm.conf"))
-        self.until(
-            lambda: self.run("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").stdout == "2\n",
-            "two idle nodes",
         )
+        self.until(socket_path.exists, "munged")
 
     def _daemon(self, name: str, *arguments: str) -> None:
         command = [str(shutil.which(name, path=PATH)), *arguments]
         with open(self.state / f"{name}.out", "ab") as log:
-            pipes = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
-            self._daemons.append(subprocess.Popen(command, env=self.environ, **pipes))
+            daemon = subprocess.Popen(
+                command, env=self.environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        self._daemons.append(daemon)
 
     def run(
         self, *command: str, check: bool = True, **options: Any
     ) -> subprocess.CompletedProcess[str]:
+        """Run a command of a user of the cluster."""
         options = {"env": self.environ, "capture_output": True, "text": True} | options
-        found = subprocess.run(command, timeout=60, **options)
-        if check and found.returncode:
-            raise AssertionError(f"{command}: {found.returncode}: {found.stdout}{found.stderr}")
-        return found
+        done = subprocess.run(command, timeout=60, **options)
+        if check and done.returncode:
+            raise AssertionError(f"{command}: {done.returncode}: {done.stdout}{done.stderr}")
+        return done
 
     def until(self, happened: Callable[[], object], what: str, timeout_s: float = 60) -> None:
         """Wait; raise AssertionError with the daemons' logs after `timeout_s`."""
@@ -145,6 +174,7 @@ class SlurmCluster:
         return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-800:]}" for log in logs)
 
     def stop(self) -> None:
+        """Kill the jobs and end the daemons."""
         self.run("scancel", "--signal=KILL", "--full", "--state=RUNNING", check=False)
         self.run("scancel", "--user=root", check=False)
         for daemon in reversed(self._daemons):

@@ -46,8 +46,14 @@ def show(cluster: SlurmCluster) -> None:
     def run(command: str, code: int = 0) -> str:
         words = shlex.split(command)
         print(f"$ {shlex.join(words)}", flush=True)
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        done = subprocess.run(words, env=environ, cwd=ROOT, text=True, **pipes)
+        done = subprocess.run(
+            words,
+            env=environ,
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         print(done.stdout.rstrip(), flush=True)
         if done.returncode != code:
             sys.exit(f"failed with code {done.returncode}")
@@ -62,15 +68,18 @@ def show(cluster: SlurmCluster) -> None:
     cluster.until(is_idle, "the shards", 300)
     for path in (DEMO / "data.logs").glob("*-finish.log"):
         run(f"tail -n 3 {path}")
+
     print("\n== a number of nodes that does not divide the batch is refused before it is queued")
     run(f"bash slurm/submit.sh --nodes 3 {TRAIN}", code=2)
+
     print("\n== train on two nodes; a watch evaluates the checkpoints")
-    sent = run(f"bash slurm/submit.sh --nodes 2 {SHARED} {TRAIN}")
-    job = Job(cluster, re.findall(r"Submitted batch job (\d+)", sent)[0], RUN / "slurm.log")
+    printed = run(f"bash slurm/submit.sh --nodes 2 {SHARED} {TRAIN}")
+    job = Job(cluster, re.findall(r"Submitted batch job (\d+)", printed)[0], RUN / "slurm.log")
     run(WATCH)
     job.until_step(RUN, 20)
     run(QUEUE)
     run(f"python -m canon_pretrain.run status {RUN}")
+
     print("\n== the signal of a time limit: the trainer saves, the job is requeued")
     run(f"scancel --batch --signal=USR1 {job.id}")
     job.until_requeued(1)
@@ -78,6 +87,7 @@ def show(cluster: SlurmCluster) -> None:
     job.until((RUN / "DONE").exists, "the end of training")
     job.until((RUN / "report/index.html").exists, "the report")
     job.until(is_idle, "the end of the watch")
+
     print("\n== done")
     run(f"python -m eval submit {RUN} --status")
     run(f"python -m canon_pretrain.run status {RUN}")
@@ -85,8 +95,9 @@ def show(cluster: SlurmCluster) -> None:
 
 
 def main() -> None:
-    if why := missing():
-        sys.exit(f"no Slurm can be started here: {why}")
+    """Run the demo in a cluster of its own."""
+    if problem := missing():
+        sys.exit(f"no Slurm can be started here: {problem}")
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # with all jobs
     if DEMO.exists():

@@ -32,9 +32,10 @@ class Job:
         self._hurried = 0
 
     def fields(self, *names: str) -> list[str]:
-        shown = self.cluster.run("scontrol", "show", "job", "-o", self.id).stdout.split()
-        found = dict(word.split("=", 1) for word in reversed(shown) if "=" in word)
-        return [found[name] for name in names]
+        """Return fields as scontrol shows them; of a repeated one, the first value."""
+        words = self.cluster.run("scontrol", "show", "job", "-o", self.id).stdout.split()
+        values = dict(word.split("=", 1) for word in reversed(words) if "=" in word)
+        return [values[name] for name in names]
 
     def field(self, name: str) -> str:
         return self.fields(name)[0]
@@ -59,9 +60,10 @@ class Job:
             # let a requeued job start soon; Slurm revokes its old credential first
             state, restarts = self.fields("JobState", "Restarts")
             if state == "PENDING" and int(restarts) > self._hurried:
-                # refused if no node is left for it
-                command = ("scontrol", "update", f"JobId={self.id}", "StartTime=now+2")
-                if self.cluster.run(*command, check=False).returncode == 0:
+                update = self.cluster.run(
+                    "scontrol", "update", f"JobId={self.id}", "StartTime=now+2", check=False
+                )
+                if update.returncode == 0:  # refused if no node is left for it
                     self._hurried = int(restarts)
             time.sleep(0.2)
 
@@ -117,11 +119,20 @@ class Jobs:
     def submit(
         self, *words: object, flags: tuple[str, ...] = (), cwd: Path = ROOT, **variables: object
     ) -> Job:
-        command = ("sbatch", "--parsable", f"--output={self.folder}/sbatch-%j.out", *flags)
-        environ = self.environ(variables)
-        number = self.cluster.run(*command, *map(str, words), cwd=cwd, env=environ).stdout.strip()
-        self.submitted.append(Job(self.cluster, number, self.folder / f"sbatch-{number}.out"))
-        return self.submitted[-1]
+        """Submit a script."""
+        done = self.cluster.run(
+            "sbatch",
+            "--parsable",
+            f"--output={self.folder}/sbatch-%j.out",
+            *flags,
+            *map(str, words),
+            cwd=cwd,
+            env=self.environ(variables),
+        )
+        number = done.stdout.strip()
+        job = Job(self.cluster, number, self.folder / f"sbatch-{number}.out")
+        self.submitted.append(job)
+        return job
 
     def array(self, done: subprocess.CompletedProcess[str], *elements: int) -> list[Job]:
         """Return tasks of the array that a script has submitted."""
@@ -140,12 +151,19 @@ class Jobs:
 def script(
     name: str, *words: object, environ: Mapping[str, str], cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(ROOT / "slurm" / name), *map(str, words)]
-    options = {"capture_output": True, "text": True, "timeout": 600}
-    return subprocess.run(command, cwd=cwd, env=environ, **options)  # type: ignore[call-overload, no-any-return]
+    """Run a script of slurm/."""
+    return subprocess.run(
+        ["bash", str(ROOT / "slurm" / name), *map(str, words)],
+        cwd=cwd,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
 
 
 def log_of(run: Path) -> str:
+    """Return the log of a run's jobs, "" without one."""
     path = run / "slurm.log"
     return path.read_text(errors="replace") if path.exists() else ""
 
@@ -157,10 +175,11 @@ def ended(run: Path) -> str | None:
 
 def processes_of(text: str) -> dict[int, str]:
     """Return the command lines that contain `text`, joined by spaces, by process."""
-    found = {}
+    lines = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
+            pid = int(path.parent.name)
             line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if text in line and int(path.parent.name) != os.getpid():
-                found[int(path.parent.name)] = line
-    return found
+            if text in line and pid != os.getpid():
+                lines[pid] = line
+    return lines

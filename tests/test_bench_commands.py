@@ -34,18 +34,21 @@ def run(tmp_path, monkeypatch):
 
 def test_step_compares_sets_with_no_canon(run):
     base, row = run(f"step {SMALL} --tokens 16 --micro-batch 2 --position rope")
+
     assert (base["name"], row["name"]) == ("no Canon", "Canon-AC")
     assert base["timing"]["ratio"] is None
-    ratio = row["timing"]["ratio"]
-    assert 0 < ratio["low"] <= ratio["median"] <= ratio["high"]
-    assert row["tokens_per_second"] == pytest.approx(2 * 16 / row["timing"]["seconds"])
-    assert row["timing"]["peak_bytes"] is None  # no GPU
+
+    timing = row["timing"]
+    assert 0 < timing["ratio"]["low"] <= timing["ratio"]["median"] <= timing["ratio"]["high"]
+    assert row["tokens_per_second"] == pytest.approx(2 * 16 / timing["seconds"])
+    assert timing["peak_bytes"] is None  # no GPU
 
 
 def test_generate_compares_sets_by_batch(run):
     rows = run(f"generate {SMALL} --batches 1 2 --prompt-tokens 4 --new-tokens 3")
-    named = [(row["name"], row["batch"]) for row in rows]
-    assert named == [("no Canon", 1), ("Canon-AC", 1), ("no Canon", 2), ("Canon-AC", 2)]
+
+    names = [(row["name"], row["batch"]) for row in rows]
+    assert names == [("no Canon", 1), ("Canon-AC", 1), ("no Canon", 2), ("Canon-AC", 2)]
     assert rows[3]["tokens_per_second"] == pytest.approx(2 * 3 / rows[3]["timing"]["seconds"])
 
 
@@ -54,7 +57,9 @@ def test_generate_compares_an_export_with_transformers(run, tmp_path):
     model = Transformer(FLAVORS["debug"])
     model.init_weights()
     export = export_model(tmp_path, model)
+
     rows = run("generate --batches 2 --prompt-tokens 4 --new-tokens 3", export)
+
     assert [row["name"] for row in rows] == ["canon_pretrain", "transformers"]
     assert [row["equal_answers"] for row in rows] == [1.0, None]
 
@@ -92,24 +97,26 @@ def test_too_little_gpu_memory_is_an_error(run, monkeypatch, capsys):
 def test_ratios_are_those_of_pairs(monkeypatch):
     pairs = [(base, 1.1 * base) for base in (1.0, 2.0, 4.0, 8.0, 16.0)]  # the machine slows down
     monkeypatch.setattr(timing, "alternate", lambda *timers: pairs)
-    step = lambda: None  # noqa: E731
-    base, other = timing.compare(
-        {"a": lambda: step, "b": lambda: step}, num_pairs=5, block_s=0
-    ).values()
-    assert (base.seconds, base.ratio) == (4.0, None)
-    assert other.seconds == pytest.approx(4.4)
-    assert [*vars(other.ratio).values()] == pytest.approx([1.1] * 3)
+
+    def build():
+        return lambda: None
+
+    timings = timing.compare({"a": build, "b": build}, num_pairs=5, block_s=0)
+
+    assert (timings["a"].seconds, timings["a"].ratio) == (4.0, None)
+    assert timings["b"].seconds == pytest.approx(4.4)
+    assert [*vars(timings["b"].ratio).values()] == pytest.approx([1.1] * 3)
 
 
 def test_at_most_two_candidates_are_in_memory():
     alive: set[str] = set()
-    seen: list[set[str]] = []
+    alive_after_builds: list[set[str]] = []
 
-    class Held:
+    class Candidate:
         def __init__(self, name):
             alive.add(name)
             self.name = name
-            seen.append({*alive})
+            alive_after_builds.append({*alive})
 
         def __call__(self):
             pass
@@ -117,6 +124,7 @@ def test_at_most_two_candidates_are_in_memory():
         def __del__(self):
             alive.discard(self.name)
 
-    builders = {name: (lambda name=name: Held(name)) for name in "abc"}
+    builders = {name: (lambda name=name: Candidate(name)) for name in "abc"}
     timing.compare(builders, num_pairs=2, block_s=0)
-    assert seen == [{"a"}, {"a", "b"}, {"a", "c"}]
+
+    assert alive_after_builds == [{"a"}, {"a", "b"}, {"a", "c"}]

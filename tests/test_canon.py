@@ -20,37 +20,51 @@ GROUPS = {name: stage for name, stage in COMMANDS.items() if isinstance(stage, G
 def test_entry_points_and_stages_exist():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert scripts["canon"] == f"{start.__module__}:{start.__name__}"
-    modules = [script.partition(":")[0] for script in scripts.values()]
-    for module in modules:
+    for script in scripts.values():
+        module = script.partition(":")[0]
         assert importlib.util.find_spec(module), module
 
 
-def test_the_table_fits_a_terminal_and_imports_no_stage():
-    code = "import sys; from canon_pretrain.__main__ import main; main([]); "
-    code += "import json; print(json.dumps([*sys.modules]))"
+def run_python(code):
+    """Run code in a process of its own, and return the lines that it prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    *lines, loaded = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+TABLE = """
+import json, sys
+from canon_pretrain.__main__ import main
+main([])
+print(json.dumps([*sys.modules]))
+"""
+
+
+def test_the_table_fits_a_terminal_and_imports_no_stage():
+    *lines, loaded = run_python(TABLE)
+
     assert [line.split()[0] for line in lines if line.startswith("  ")] == [*COMMANDS]
     assert max(map(len, lines)) <= 80
-    own = {name for name in json.loads(loaded) if name.startswith(("canon_pretrain.", "eval"))}
-    assert {name for name in own if name.count(".") == 1} <= {
+
+    modules = {*json.loads(loaded)}
+    ours = {name for name in modules if name.startswith(("canon_pretrain.", "eval"))}
+    assert {name for name in ours if name.count(".") == 1} <= {
         "canon_pretrain.core",
         "canon_pretrain.__main__",
         "canon_pretrain.commands",
     }
-    assert not {"torch", "numpy", "pydantic"} & {*json.loads(loaded)}
+    assert not {"torch", "numpy", "pydantic"} & modules
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "exit_code"),
     [
-        "train --help",
-        "train --typo",
-        f"train --config {DEBUG} --model.dims 3",
-        "eval run --help",
+        ("train --help", 0),
+        ("train --typo", 2),
+        (f"train --config {DEBUG} --model.dims 3", 2),
+        ("eval run --help", 0),
     ],
 )
-def test_help_and_typos_need_no_torch(words):
+def test_help_and_typos_need_no_torch(words, exit_code):
     code = f"""
 import sys, time
 from canon_pretrain.__main__ import main
@@ -59,17 +73,16 @@ try:
 except SystemExit as left:
     print([left.code, "torch" in sys.modules, time.process_time() < 1.0])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    expected = 2 if "ty" in words or "dims" in words else 0
-    assert done.stdout.splitlines()[-1] == str([expected, False, True])
+    assert run_python(code)[-1] == str([exit_code, False, True])
 
 
-def test_an_unknown_word_is_an_error(capsys):
-    for word in ("evl", "--bogus"):
-        with pytest.raises(SystemExit) as left:
-            main([word])
-        assert left.value.code == 2
-        assert error_codes(capsys.readouterr().err) == ["cli.unknown_stage"]
+@pytest.mark.parametrize("word", ["evl", "--bogus"])
+def test_an_unknown_word_is_an_error(word, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([word])
+
+    assert left.value.code == 2
+    assert error_codes(capsys.readouterr().err) == ["cli.unknown_stage"]
 
 
 def test_a_stage_gets_the_rest_of_the_words(capsys, tmp_path):
@@ -85,7 +98,8 @@ def test_a_stage_without_its_command_prints_help(name, capsys):
         main([name])
     output = capsys.readouterr()
     assert (left.value.code, output.out) == (2, "")
-    assert "--help" in output.err and "required" not in output.err
+    assert "--help" in output.err
+    assert "required" not in output.err
 
 
 @pytest.mark.parametrize("name", ["data", "run", "checkpoint", "eval", "hf", "sweep"])
@@ -94,6 +108,19 @@ def test_help_names_what_was_typed(name, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert capsys.readouterr().out.startswith(f"usage: canon {name} ")
+
+
+# arguments: the script of `canon completion bash`, then the words of the line
+COMPLETE = """
+source "$1"
+shift
+COMP_WORDS=("$@")
+COMP_CWORD=$(($# - 1))
+name=$(complete -p canon)
+name=${name##*-F }
+${name% canon}
+printf "%s\\n" "${COMPREPLY[@]}"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +132,8 @@ def bash(tmp_path_factory):
         subprocess.run(command, stdout=out, check=True, cwd=ROOT)
 
     def complete(*words):
-        lines = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); name=$(complete -p '
-        lines += 'canon); name=${name##*-F }; ${name% canon}; printf "%s\\n" "${COMPREPLY[@]}"'
-        asked = ["bash", "--norc", "-c", lines, "bash", script, "canon", *words]
-        done = subprocess.run(asked, capture_output=True, text=True, check=True, cwd=ROOT)
+        command = ["bash", "--norc", "-c", COMPLETE, "bash", script, "canon", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
         return done.stdout.split()
 
     return complete
@@ -119,7 +144,7 @@ def test_bash_completes_stages_and_commands(bash):
     assert bash("") == [*COMMANDS]
     assert bash("che") == ["checkpoint"]
     for name, group in GROUPS.items():
-        shown = {word for word, each in group.commands.items() if not each.is_hidden}
+        shown = {word for word, command in group.commands.items() if not command.is_hidden}
         assert {*bash(name, "")} == shown, name
 
 
@@ -128,10 +153,7 @@ def test_bash_completes_stages_and_commands(bash):
     "words, expected",
     [
         ("data build --sou", ["--source"]),
-        (
-            "data build --files train_configs/quick",
-            ["train_configs/quickstart.toml"],
-        ),
+        ("data build --files train_configs/quick", ["train_configs/quickstart.toml"]),
         ("eval run --dtype ", ["auto", "float32", "bfloat16"]),
         ("eval compare train_c", ["train_configs"]),
         ("hf export outputs --dt", ["--dtype"]),

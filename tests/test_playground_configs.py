@@ -53,11 +53,16 @@ ROWS = {
     "copy_1l": (50, {}),
     "copy_2l": (50, {}),
 }
-ROWS |= {f"{name}_k4": (row[0], row[1] | {"k": 4}) for name, row in ROWS.items() if "k" in row[1]}
+ROWS |= {
+    f"{name}_k4": (kilosteps, settings | {"k": 4})
+    for name, (kilosteps, settings) in ROWS.items()
+    if "k" in settings
+}
 CAPO = {"50k": 12, "100k": 24, "200k": 48, "500k": 96, "1m": 192, "2m": 384}  # global batches
 
 
 def job_of(name):
+    """Return the job of a file of the playground."""
     return parse_job(["--config", str(FOLDER / f"{name}.toml")])
 
 
@@ -66,30 +71,49 @@ def test_every_task_of_the_paper_has_its_files():
     assert {name.partition("_")[0] for name in NAMES} == {*TASKS} - {"automata", "mqar", "state"}
 
 
+def people_of(size):
+    """Return the number in a name such as 50k or 2m."""
+    return int(size[:-1]) * {"k": 1000, "m": 1_000_000}[size[-1]]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_are_the_appendixs(name):
-    job, (family, size) = job_of(name), name.split("_", 1)
+    job = job_of(name)
+    family, size = name.split("_", 1)
     context, batch, decay, rates, settings = FAMILIES[family]
-    training, optimizer, schedule = job.training, job.optimizer, job.lr_scheduler
+
+    # the task
     if family == "capo":
-        batch, people = CAPO[size], int(size[:-1]) * {"k": 1000, "m": 1_000_000}[size[-1]]
-        steps, own = math.ceil(people * 100 / 8 / batch), {"people": people}
-        assert job.task.per_window == 8 and job.model_args.tie_embeddings
+        batch = CAPO[size]
+        steps = math.ceil(people_of(size) * 100 / 8 / batch)
+        file_settings = {"people": people_of(size)}
+        assert job.task.per_window == 8
+        assert job.model_args.tie_embeddings
     else:
-        steps, own = 1000 * ROWS[name][0], ROWS[name][1]
-    settings = settings | {"seq_len": context} | own
+        kilosteps, file_settings = ROWS[name]
+        steps = 1000 * kilosteps
+    settings = settings | {"seq_len": context} | file_settings
     assert {key: job.task.settings[key] for key in settings} == settings
     assert job.task.loss_on == ("all" if family in ("mano", "lano", "capo") else "answers")
+    for quirk in ("exact_n", "exact_k", "exact_l", "last_query", "synonyms"):
+        assert not getattr(job.task, quirk, False)
+
+    # training
+    training = job.training
     assert (job.task.name, training.global_batch_size, training.steps) == (family, batch, steps)
-    assert optimizer.lr in rates and optimizer.weight_decay == decay
-    adam = (optimizer.name, optimizer.beta1, optimizer.beta2, optimizer.eps)
-    assert adam == ("AdamW", 0.9, 0.98, 1e-6)
-    paper = (0, "linear", 0.0) if family == "lano" else (1000, "cosine", 0.1)
-    assert (schedule.warmup_steps, schedule.decay_type, schedule.min_lr_factor) == paper
-    layers = {"copy_1l": 1, "copy_2l": 2}.get(name, 12)
-    assert job.model_args.num_layers == layers and job.model_args.canon_set == ""
-    quirks = ("exact_n", "exact_k", "exact_l", "last_query", "synonyms")
-    assert not any(getattr(job.task, key, False) for key in quirks)
+    optimizer = job.optimizer
+    assert optimizer.lr in rates
+    assert optimizer.weight_decay == decay
+    assert (optimizer.name, optimizer.eps) == ("AdamW", 1e-6)
+    assert (optimizer.beta1, optimizer.beta2) == (0.9, 0.98)
+    schedule = job.lr_scheduler
+    expected = (0, "linear", 0.0) if family == "lano" else (1000, "cosine", 0.1)
+    assert (schedule.warmup_steps, schedule.decay_type, schedule.min_lr_factor) == expected
+
+    # the model
+    num_layers = {"copy_1l": 1, "copy_2l": 2}.get(name, 12)
+    assert job.model_args.num_layers == num_layers
+    assert job.model_args.canon_set == ""
 
 
 @pytest.mark.system
@@ -99,7 +123,13 @@ def test_the_dry_run_plans_it(name, capsys):
     job = job_of(name)
     args = dataclasses.replace(job.model_args, vocab_size=job.task.vocab_size)
     text = " ".join(capsys.readouterr().out.split())
-    assert f"{num_parameters(args):,}" in text and f"{job.training.steps:,} of" in text
+    assert f"{num_parameters(args):,}" in text
+    assert f"{job.training.steps:,} of" in text
+
+
+def parameters_of_canon(args):
+    """Return the number of parameters that Canon-ABCD adds."""
+    return num_parameters(dataclasses.replace(args, canon_set="ABCD")) - num_parameters(args)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -107,13 +137,15 @@ def test_sizes_have_the_papers_parameters(size):
     """The paper prints no counts, but 12 d^2 per layer, and below 0.45 % for Canon at 12L768D."""
     layers, dim = SIZES[size]
     tasks = [job_of(name).task for name in NAMES if not name.startswith(("copy", "capo"))]
+
     for vocab_size in {task.vocab_size for task in tasks}:
         args = dataclasses.replace(flavor(size), vocab_size=vocab_size)
-        blocks = num_parameters(args) - (2 * vocab_size + 1) * dim
         assert (args.num_layers, args.dim, args.num_heads) == (layers, dim, dim // 64)
+
+        blocks = num_parameters(args) - (2 * vocab_size + 1) * dim
         assert blocks == pytest.approx(12 * layers * dim**2, rel=3e-3)
-        canon = num_parameters(dataclasses.replace(args, canon_set="ABCD")) - num_parameters(args)
-        assert size != "12L768D" or 0.004 < canon / blocks < 0.0045
+        if size == "12L768D":
+            assert 0.004 < parameters_of_canon(args) / blocks < 0.0045
 
 
 # Parameters of the blocks over those of Llama's, measured; section 3 and appendix C: l layers, or
@@ -129,10 +161,13 @@ LINEAR = {
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", LINEAR)
 def test_linear_models_have_the_sizes_of_llama(name, size):
-    own, depth, heads, (low, high) = LINEAR[name]
-    base, (layers, dim) = flavor(size), SIZES[size]
-    given = fill_sizes(base, {"mixer": name.removesuffix("(mlp)"), **own})
-    args = dataclasses.replace(base, **given)
+    changes, depth, heads, (low, high) = LINEAR[name]
+    layers, dim = SIZES[size]
+    base = flavor(size)
+    mixer = name.removesuffix("(mlp)")
+
+    args = dataclasses.replace(base, **fill_sizes(base, {"mixer": mixer, **changes}))
+
     assert (args.num_layers, args.dim, args.num_heads) == (depth * layers, dim, heads)
     blocks = depth * layers * layer_parameters(args)
     ratio = blocks / (layers * layer_parameters(base))
@@ -144,23 +179,27 @@ def test_linear_models_have_the_sizes_of_llama(name, size):
 @pytest.mark.parametrize("path", sorted((FOLDER / "boards").glob("*.toml")), ids=lambda x: x.stem)
 def test_a_board_is_planned_and_its_configs_parse(path, tmp_path):
     board = read_board(path)
+    assert len(board.seeds) > 1
+    assert board.claims
+
     sweep, _ = plan_board(board, tmp_path)
+
     for config in sweep.configs:
         job = parse_job(["--config", config])
-        last, freq = job.training.steps, job.validation.freq
-        assert last % freq == 0  # scored at the last step
+        assert job.training.steps % job.validation.freq == 0  # scored at the last step
         assert job.compile.enable or path.stem == "quickstart"  # which ends before it has compiled
-    assert len(board.seeds) > 1 and board.claims
 
 
-def test_the_board_of_seed_000_has_its_table():
+def test_the_board_of_tiny_stories_has_its_table():
     """The evaluation losses of the runs that train_configs/tiny repeats."""
-    board = read_board(FOLDER / "boards" / "lm.toml")
-    stated = {}
+    losses = {}
     for path in (FOLDER.parent / "tiny").glob("*.toml"):
         model = parse_job(["--config", str(path)]).model
-        (line,) = [x for x in path.read_text().splitlines() if "valuation loss" in x]
-        stated[model.position, model.canon_set] = float(re.findall(r"1\.\d{4}", line)[0])
+        [line] = [line for line in path.read_text().splitlines() if "valuation loss" in line]
+        losses[model.position, model.canon_set] = float(re.findall(r"1\.\d{4}", line)[0])
+
+    board = read_board(FOLDER / "boards" / "lm.toml")
+
     values = board.reference.values["text"]
     for name, model in board.architectures.items():
-        assert values[name] == stated[model["position"], model["canon_set"]]
+        assert values[name] == losses[model["position"], model["canon_set"]]

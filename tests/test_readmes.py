@@ -43,15 +43,17 @@ QUICK = {"canon train --config mine.toml": f"canon train --config mine.toml {STE
 OTHER_TOOLS = """--nproc-per-node --nodes --time --cpus-per-task --gpus-per-node --gres --signal
 --name --index-url --no-build-isolation --model_args --tasks --include_path --metadata --model
 --help --section.key --model.KEY --additional-suffix --force-reinstall --no-deps""".split()
-each = pytest.mark.parametrize("name", DOCS)
+of_every_document = pytest.mark.parametrize("name", DOCS)
 
 
 def blocks(name, *, dry):
-    found = BLOCK.findall(DOCS[name].read_text())
-    return "".join(body for mark, body in found if bool(mark) == dry)
+    """Return the text of a document's `sh` blocks that are marked as dry, or that are not."""
+    marked_blocks = BLOCK.findall(DOCS[name].read_text())
+    return "".join(body for mark, body in marked_blocks if bool(mark) == dry)
 
 
 def dry_commands():
+    """Yield the words of each command in dry blocks."""
     for line in "".join(blocks(name, dry=True) for name in DOCS).splitlines():
         for command in re.split("&&|;", line.partition(" #")[0]):
             if words := shlex.split(command, comments=True):
@@ -59,12 +61,15 @@ def dry_commands():
 
 
 def code(name):
+    """Return the code of a document: inline, and its `sh` blocks."""
     text = DOCS[name].read_text()
-    inline = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    without_blocks = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    inline = re.findall(r"`([^`\n]+)`", without_blocks)
     return "\n".join([*inline, blocks(name, dry=True), blocks(name, dry=False)])
 
 
 def keys(cls, prefix=""):
+    """Yield the dotted names of the fields of a config class."""
     for field in dataclasses.fields(cls):
         yield prefix + field.name
         if dataclasses.is_dataclass(field.default_factory):
@@ -85,29 +90,47 @@ def test_every_room_has_a_readme_with_a_line_per_file():
         readme = folder / "README.md"
         assert readme.exists() or len(files) <= 5, folder
         if readme.exists():
-            assert files == {name for name in files if name in readme.read_text()}, folder
+            text = readme.read_text()
+            assert not [name for name in files if name not in text], folder
 
 
-@each
+def anchors_of(page):
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@of_every_document
 def test_links_resolve(name):
     for target in re.findall(r"\]\((?!http)([^)]+)\)", DOCS[name].read_text()):
         path, _, anchor = target.partition("#")
         page = DOCS[name].parent / path if path else DOCS[name]
-        heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE) if anchor else []
-        slugs = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
-        assert page.is_file() and (not anchor or anchor in slugs), target
+        assert page.is_file(), target
+        assert not anchor or anchor in anchors_of(page), target
 
 
-@each
-def test_paths_modules_options_and_config_keys_exist(name):
+@of_every_document
+def test_paths_exist(name):
     for path in re.findall(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./*-]*", code(name)):
         # but for a placeholder such as NAME, a user's own file, a name that goes on with braces
-        if not re.search(r"\b[A-Z]+\b(?!\.md)|cluster\.env$|[-_]$", path):
-            assert (ROOT / path).is_dir() if path[-1] == "/" else any(ROOT.glob(path)), path
+        if re.search(r"\b[A-Z]+\b(?!\.md)|cluster\.env$|[-_]$", path):
+            continue
+        if path.endswith("/"):
+            assert (ROOT / path).is_dir(), path
+        else:
+            assert any(ROOT.glob(path)), path
+
+
+@of_every_document
+def test_modules_and_stages_exist(name):
     for module in re.findall(r"-m ([a-z_]\w+(?:\.\w+)*)", code(name)):
         assert module in ("system", "gpu", "slurm") or importlib.util.find_spec(module), module
     for stage in re.findall(r"(?<![\w./-])canon ([a-z]+)", code(name)):
         assert stage in commands.COMMANDS, stage
+
+
+@of_every_document
+def test_options_and_config_keys_exist(name):
     for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*[\w]", code(name)):
         key = option[2:].replace("-", "_").replace(".no_", ".")
         assert option.replace("_", "-") in OPTIONS or key in KEYS or option in OTHER_TOOLS, option
@@ -123,32 +146,44 @@ def test_the_quickstart_and_its_toml_agree():
     assert 2 * job["checkpoint"]["interval"] == job["training"]["steps"]
 
 
+def canon_words(tool, rest, scripts):
+    """Return the words of the `canon` command that a command runs, [] if none."""
+    if scripts and "--" in rest:
+        return ["data", "build", *rest[rest.index("--") + 1 :]]
+    if "-m" in rest and rest[rest.index("-m") + 1] == "canon_pretrain.train":
+        return ["train", *rest[rest.index("-m") + 2 :]]
+    return rest if tool == "canon" else []
+
+
 @pytest.mark.system
 def test_dry_commands_parse(monkeypatch):
     def parsed(arguments):
         raise EOFError  # and no further
 
-    real = commands.functions_of
-    monkeypatch.setattr(
-        commands, "functions_of", lambda name, chosen: (real(name, chosen)[0], parsed)
-    )
+    def functions_of(name, chosen, real=commands.functions_of):
+        return (real(name, chosen)[0], parsed)
+
+    monkeypatch.setattr(commands, "functions_of", functions_of)
+    targets = (ROOT / "Makefile").read_text()
+
     for words in dry_commands():
         tool, *rest = [word for word in words if not re.match(r"[A-Z_]+=", word)]
-        assert tool != "make" or f"\n{rest[0]}: " in (ROOT / "Makefile").read_text(), words
+        if tool == "make":
+            assert f"\n{rest[0]}: " in targets, words
+
         scripts = [word for word in rest if word.endswith(".sh")]
         for script in scripts:
             subprocess.run(["bash", "-n", ROOT / script], check=True)
-        stage = rest if tool == "canon" else []
-        if "-m" in rest and rest[rest.index("-m") + 1] == "canon_pretrain.train":
-            stage = ["train", *rest[rest.index("-m") + 2 :]]
+
         if scripts and scripts[-1].endswith("pretrain_1b3.sh"):
-            config, *given = rest[rest.index(scripts[-1]) + 1 :]
-            parse_job(["--config", str(ROOT / config), *given])
-        elif scripts and "--" in rest:
-            stage = ["data", "build", *rest[rest.index("--") + 1 :]]
+            config, *options = rest[rest.index(scripts[-1]) + 1 :]
+            parse_job(["--config", str(ROOT / config), *options])
+            continue
+
+        stage = canon_words(tool, rest, scripts)
         if stage[:1] == ["train"]:
-            options, given = _split_options([*stage[1:], "--dry-run"])
-            make_plans(parse_job(given), options.gpu, options.world, options.mfu, 1)
+            options, job_words = _split_options([*stage[1:], "--dry-run"])
+            make_plans(parse_job(job_words), options.gpu, options.world, options.mfu, 1)
         elif stage:
             with pytest.raises(EOFError):
                 main(stage)
@@ -157,19 +192,32 @@ def test_dry_commands_parse(monkeypatch):
 @pytest.mark.system
 @pytest.mark.parametrize("name", [name for name in DOCS if blocks(name, dry=False)])
 def test_commands_run(name, tmp_path):
+    # a copy of the repository, with a text of the user
+    for folder in FOLDERS[:5]:
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / "mytext").mkdir()
     for i, text in enumerate("".join(topics.values()).split("\n\n\n")):
         (tmp_path / "mytext" / f"{i}.txt").write_text(text or "-")
+
     script = blocks(name, dry=False)
     for long, short in QUICK.items():
         assert name != "README.md" or long in script
         script = script.replace(long, short)
-    for folder in FOLDERS[:5]:
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    path = f"{tmp_path / 'bin'}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    own = {"HF_HOME": f"{tmp_path}/hf", "PATH": path, "PYTHONPATH": str(tmp_path)}
-    own |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    kept = {"capture_output": True, "text": True, "cwd": tmp_path, "env": os.environ | own}
+    environ = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HOME": f"{tmp_path}/hf",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{tmp_path / 'bin'}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}",
+        "PYTHONPATH": str(tmp_path),
+    }
+
     with canon_program(tmp_path / "bin"):
-        done = subprocess.run(["bash", "-euxo", "pipefail", "-c", script], **kept)
+        done = subprocess.run(
+            ["bash", "-euxo", "pipefail", "-c", script],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=environ,
+        )
+
     assert not done.returncode, f"{done.stdout}\n{done.stderr}"

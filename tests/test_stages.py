@@ -32,7 +32,8 @@ def test_a_failure_has_the_reason_and_names_the_log(stages):
     with refused("command.failed", exit_code=2) as caught:
         stages.call("trian")
     message = caught.value.message
-    assert "error[cli.unknown_stage]" in message and str(stages.log) in message
+    assert "error[cli.unknown_stage]" in message
+    assert str(stages.log) in message
 
 
 def sleepers(stages, monkeypatch, *codes):
@@ -41,7 +42,8 @@ def sleepers(stages, monkeypatch, *codes):
 
     def start(words, output):
         code = codes[len(children)]
-        text = f"import sys, time; time.sleep({100 if code is None else 0.2}); sys.exit({code})"
+        seconds = 100 if code is None else 0.2
+        text = f"import sys, time; time.sleep({seconds}); sys.exit({code})"
         children.append(start_child([sys.executable, "-c", text], stdout=output))
         return children[-1]
 
@@ -52,24 +54,29 @@ def sleepers(stages, monkeypatch, *codes):
 def test_an_interruption_ends_the_command_first(stages, monkeypatch):
     """Ctrl-C while it waits; a test process may ignore the signal."""
     children = sleepers(stages, monkeypatch, None)
-    waits = iter([KeyboardInterrupt])
+    real_sleep = time.sleep
+    interrupts = [KeyboardInterrupt]
 
-    def sleep(seconds, real=time.sleep):
-        for error in waits:
-            raise error
-        real(seconds)
+    def sleep(seconds):
+        if interrupts:
+            raise interrupts.pop()
+        real_sleep(seconds)
 
     monkeypatch.setattr(time, "sleep", sleep)
+
     with pytest.raises(KeyboardInterrupt):
         stages.call("train")
+
     assert [child.returncode for child in children] == [-signal.SIGTERM]
 
 
 def test_the_first_rank_that_fails_ends_the_others(stages, monkeypatch):
     monkeypatch.setattr(stages, "server", object())
     children = sleepers(stages, monkeypatch, None, 3, None)
+
     with refused("command.failed", exit_code=3):
         stages.call_ranks(3, "--config", "a.toml")
+
     assert [child.returncode for child in children] == [-signal.SIGTERM, 3, -signal.SIGTERM]
     stages.server = None
 
@@ -86,7 +93,11 @@ def test_bars_show_scores_and_intervals():
         {"arm": "nope", "mean": 0.05, "interval": [0.0, 0.1]},
         {"arm": "nope_canon", "mean": 1.0, "interval": [0.97, 1.0]},
     ]
-    with_canon, without = quickstart.bars({"cells": cells}).splitlines()
-    assert "with Canon" in with_canon and with_canon.count("#") == quickstart.BAR_WIDTH
-    assert without.count("#") == round(0.05 * quickstart.BAR_WIDTH)
-    assert "1.00  (95 % 0.97 to 1.00)" in with_canon and "0.05  (95 % 0.00 to 0.10)" in without
+
+    with_canon, without_canon = quickstart.bars({"cells": cells}).splitlines()
+
+    assert "with Canon" in with_canon
+    assert with_canon.count("#") == quickstart.BAR_WIDTH
+    assert "1.00  (95 % 0.97 to 1.00)" in with_canon
+    assert without_canon.count("#") == round(0.05 * quickstart.BAR_WIDTH)
+    assert "0.05  (95 % 0.00 to 0.10)" in without_canon

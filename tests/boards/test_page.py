@@ -5,7 +5,7 @@ import math
 import resource
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -33,16 +33,23 @@ LEVELS = {"rope": 0.75, "rope_canon": 1.0, "nope": 0.125}
 
 
 def arm_of(run):
+    """Return the architecture of a planned run."""
     return Path(run.config).stem.rpartition("-")[2]
 
 
 def usual(run):
+    """Return scores in which rope_canon is best and nope worst."""
     return curve(LEVELS[arm_of(run)], run.seed)
 
 
 def report(folder, capsys, scores=usual, text=BOARD):
     """Plant a board, write its page, and return report.json and the printed lines."""
     path = plant_board(folder / "board", scores, text)
+    return write_report(path, capsys)
+
+
+def write_report(path, capsys):
+    """Write the page of a board into its folder; return report.json and the printed lines."""
     capsys.readouterr()
     main(["report", str(path), "--out", str(path.parent)])
     printed = capsys.readouterr().out.splitlines()
@@ -50,55 +57,71 @@ def report(folder, capsys, scores=usual, text=BOARD):
 
 
 def cell(content, task, arm):
-    (found,) = [x for x in content["cells"] if (x["task"], x["arm"]) == (task, arm)]
-    return found
+    """Return the cell of an architecture on a task."""
+    (only,) = [x for x in content["cells"] if (x["task"], x["arm"]) == (task, arm)]
+    return only
 
 
-def test_cells_claims_and_orders_are_those_of_the_runs(tmp_path, capsys):
-    text = BOARD + CLAIM.format("n8", "rope_canon", "rope", 0.0)
-    text += CLAIM.format("n16", "nope", "rope", 0.01)
-    content, printed = report(tmp_path, capsys, text=text)
+def test_cells_and_orders_are_those_of_the_runs(tmp_path, capsys):
+    content, printed = report(tmp_path, capsys)
+
     assert printed[-1].endswith(str(tmp_path / "board" / "report.html"))
     for arm in LEVELS:
-        own = [curve(LEVELS[arm], seed)[500] for seed in range(3)]
-        found = cell(content, "copy/n8", arm)
-        assert [x["score"] for x in found["seeds"]] == own
-        assert found["mean"] == pytest.approx(sum(own) / 3) and found["num_seeds"] == 3
-        assert found["interval"][0] < found["mean"] <= found["interval"][1]
-    assert [x["arm"] for x in content["arms"]] == ["rope_canon", "rope", "nope"]
+        scores = [curve(LEVELS[arm], seed)[500] for seed in range(3)]
+        arm_cell = cell(content, "copy/n8", arm)
+        assert [seed["score"] for seed in arm_cell["seeds"]] == scores
+        assert arm_cell["mean"] == pytest.approx(sum(scores) / 3)
+        assert arm_cell["num_seeds"] == 3
+        assert arm_cell["interval"][0] < arm_cell["mean"] <= arm_cell["interval"][1]
+
+    assert [arm["arm"] for arm in content["arms"]] == ["rope_canon", "rope", "nope"]
     assert cell(content, "copy/n8", "rope_canon")["beats"] == ["rope", "nope"]
     verdicts = [cell(content, "copy/n8", arm)["verdict"] for arm in LEVELS]
     assert verdicts == ["between", "best", "worst"]
-    seen, other = content["claims"]
-    assert (seen["verdict"], other["verdict"]) == ("seen", "not seen")
-    assert seen["p"] < seen["p_holm"] < 0.05 and other["p"] > 0.5
-    assert len(content["differences"]) == 6 and len(content["rankings"]) == 2
+
+    assert len(content["differences"]) == 6
+    assert len(content["rankings"]) == 2
     assert content["rankings"][0]["holds"] > 0.9
-    assert {x["name"] for x in content["tasks"]} == {"exact"}
-    assert [x["items"] for x in content["tasks"]] == [16 * 7, 16 * 3]  # 7 or 3 in a window
+    assert {task["name"] for task in content["tasks"]} == {"exact"}
+    assert [task["items"] for task in content["tasks"]] == [16 * 7, 16 * 3]  # 7 or 3 in a window
+
+
+def test_claims_are_seen_or_not(tmp_path, capsys):
+    true_claim = CLAIM.format("n8", "rope_canon", "rope", 0.0)
+    false_claim = CLAIM.format("n16", "nope", "rope", 0.01)
+
+    content, _ = report(tmp_path, capsys, text=BOARD + true_claim + false_claim)
+
+    seen, not_seen = content["claims"]
+    assert (seen["verdict"], not_seen["verdict"]) == ("seen", "not seen")
+    assert seen["p"] < seen["p_holm"] < 0.05
+    assert not_seen["p"] > 0.5
 
 
 def test_page_and_markdown_show_the_content(tmp_path, capsys):
     content, _ = report(tmp_path, capsys, text=BOARD + CLAIM.format("n8", "rope", "nope", 0.0))
+
     page = Page(tmp_path / "board" / "report.html")
-    written = (tmp_path / "board" / "report.md").read_text()
-    for found in content["cells"]:
-        number = f"{found['mean']:.3f}"
-        assert number in page.text and number in written
-    ids = [
-        attributes["id"] for tag, attributes in page.tags if tag == "table" and "id" in attributes
-    ]
-    assert {"matrix", "claims", "rankings", "models", "pairs", "data", "runs"} <= {*ids}
+    markdown = (tmp_path / "board" / "report.md").read_text()
+    for arm_cell in content["cells"]:
+        number = f"{arm_cell['mean']:.3f}"
+        assert number in page.text
+        assert number in markdown
+
+    tables = {attributes.get("id") for tag, attributes in page.tags if tag == "table"}
+    assert {"matrix", "claims", "rankings", "models", "pairs", "data", "runs"} <= tables
+
+    # per task, a line and a band of each architecture
     plots = [attributes for _, attributes in page.tags if "data-figure" in attributes]
     assert len(plots) == len(content["curves"]) == 2
     traces = json.loads(plots[0]["data-figure"])["data"]
-    assert [x.get("fill") for x in traces].count("toself") == 3 and len(traces) == 6
+    assert len(traces) == 6
+    assert [trace.get("fill") for trace in traces].count("toself") == 3
 
 
 def test_the_best_rate_wins_and_a_diverged_one_loses(tmp_path, capsys):
-    text = BOARD.replace(
-        f'config = "{COPY}"', f'config = "{COPY}"\nlearning_rates = [1e-3, 2e-3, 4e-3]'
-    )
+    config = f'config = "{COPY}"'
+    text = BOARD.replace(config, f"{config}\nlearning_rates = [1e-3, 2e-3, 4e-3]")
 
     def scores(run):
         if arm_of(run) == "nope" and run.seed == 1:
@@ -108,45 +131,59 @@ def test_the_best_rate_wins_and_a_diverged_one_loses(tmp_path, capsys):
         return curve({1e-3: 0.25, 2e-3: 0.5, 4e-3: 1.0}[run.learning_rate], run.seed)
 
     content, _ = report(tmp_path, capsys, scores, text)
+
     rope, canon, nope = (cell(content, "copy/n16", arm) for arm in LEVELS)
     assert (rope["learning_rate"], rope["edge"]) == (4e-3, "highest")
     assert (canon["learning_rate"], canon["edge"]) == (2e-3, None)
-    assert [x["mean"] is None for x in canon["rates"]] == [False, False, True]
-    assert nope["num_without_score"] == 1 and nope["num_seeds"] == 2
-    assert not any("nope" in (x["a"], x["b"]) for x in content["differences"])
-    bad = [x["name"] for x in content["runs"] if x["reason"] == "diverged"]
-    assert len(bad) == 2 * (3 + 1)
+    assert [rate["mean"] is None for rate in canon["rates"]] == [False, False, True]
+    assert nope["num_without_score"] == 1
+    assert nope["num_seeds"] == 2
+    for difference in content["differences"]:
+        assert "nope" not in (difference["a"], difference["b"])
+    # of two tasks: of nope one seed at each of 3 rates, of rope_canon one run
+    diverged = [run["name"] for run in content["runs"] if run["reason"] == "diverged"]
+    assert len(diverged) == 2 * (3 + 1)
 
 
 def test_missing_and_damaged_runs_are_open_or_lose(tmp_path, capsys):
+    def scores(run):
+        return None if arm_of(run) == "nope" else usual(run)
+
     text = BOARD + CLAIM.format("n8", "rope", "nope", 0.0)
-    plant_board(tmp_path / "board", lambda run: None if arm_of(run) == "nope" else usual(run), text)
-    damaged = tmp_path / "board" / "copy-n8-rope-seed1"
-    (damaged / "log.jsonl").write_text('{"event": "step", "step": 1}\n{"event": "done"}\n')
-    sweep = read_sweep(tmp_path / "board")
-    (planned,) = [run for run in sweep.runs if run.name == "copy-n8-nope-seed0"]
-    plant_planned_run(tmp_path / "board", sweep, planned, [])
-    write_failures(tmp_path / "board", {"copy-n8-nope-seed2": "error[job.bad]: it is"})
-    (tmp_path / "board" / "board.toml").write_text(text)
-    main(["report", str(tmp_path / "board" / "board.toml"), "--out", str(tmp_path / "board")])
-    content = json.loads((tmp_path / "board" / "report.json").read_text())
-    states = {x["name"]: x["state"] for x in content["runs"]}
-    assert states["copy-n8-rope-seed1"] == "damaged"
-    assert states["copy-n8-nope-seed1"] == "waiting" and states["copy-n8-nope-seed2"] == "failed"
-    reasons = {x["name"]: x["reason"] for x in content["runs"]}
-    assert "error[job.bad]" in reasons["copy-n8-nope-seed2"]
+    path = plant_board(tmp_path / "board", scores, text)
+    folder = path.parent
+
+    # a run of rope is damaged; of nope one began, one waits and one failed
+    log = folder / "copy-n8-rope-seed1" / "log.jsonl"
+    log.write_text('{"event": "step", "step": 1}\n{"event": "done"}\n')
+    sweep = read_sweep(folder)
+    (began,) = [run for run in sweep.runs if run.name == "copy-n8-nope-seed0"]
+    plant_planned_run(folder, sweep, began, [])
+    write_failures(folder, {"copy-n8-nope-seed2": "error[job.bad]: it is"})
+
+    content, _ = write_report(path, capsys)
+
+    runs = {run["name"]: run for run in content["runs"]}
+    assert runs["copy-n8-rope-seed1"]["state"] == "damaged"
+    assert runs["copy-n8-nope-seed1"]["state"] == "waiting"
+    assert runs["copy-n8-nope-seed2"]["state"] == "failed"
+    assert "error[job.bad]" in runs["copy-n8-nope-seed2"]["reason"]
     assert cell(content, "copy/n8", "nope")["verdict"] == "missing"
-    assert content["claims"][0]["verdict"] == "open" and content["claims"][0]["p"] is None
+    (claim,) = content["claims"]
+    assert (claim["verdict"], claim["p"]) == ("open", None)
 
 
-@pytest.mark.parametrize("found", [None, {}, {500: math.nan}])
-def test_a_board_without_scores_has_a_page(found, tmp_path, capsys):
+@pytest.mark.parametrize("scores", [None, {}, {500: math.nan}])
+def test_a_board_without_scores_has_a_page(scores, tmp_path, capsys):
     text = BOARD + CLAIM.format("n8", "rope", "nope", 0.0)
-    content, printed = report(tmp_path, capsys, lambda run: found, text)
+
+    content, printed = report(tmp_path, capsys, lambda run: scores, text)
+
+    assert printed
     assert {x["verdict"] for x in content["cells"]} == {"missing"}
     assert (content["differences"], content["rankings"]) == ([], [])
     assert content["claims"][0]["verdict"] == "open"
-    assert "matrix" in (tmp_path / "board" / "report.html").read_text() and printed
+    assert "matrix" in (tmp_path / "board" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("scores", [None, {}, {500: math.nan}])
@@ -156,23 +193,28 @@ def test_heat_maps_of_a_board_without_scores_have_no_colors(scores, tmp_path, ca
     report(tmp_path, capsys, lambda run: scores, text)
 
     page = (tmp_path / "board" / "report.html").read_text()
-    assert "Sizes and difficulties" in page and "copy: rope_canon" in page
+    assert "Sizes and difficulties" in page
+    assert "copy: rope_canon" in page
 
 
 def test_scores_of_a_publication_are_beside(tmp_path, capsys):
     values = {"rope": 0.75, "rope_canon": 0.5, "nope": 0.25}
     text = f'{BOARD}[reference]\nsource = "a paper"\n[reference.values."copy/n8"]\n'
     text += "".join(f"{arm} = {value}\n" for arm, value in values.items())
+
     content, printed = report(tmp_path, capsys, text=text)
-    (found,) = content["reference"]["tasks"]
-    assert (found["task"], found["values"], found["num_compared"]) == ("copy/n8", values, 3)
-    assert found["ranks"] == {"rope": 1, "rope_canon": 2, "nope": 3}
-    assert found["rank_correlation"] == pytest.approx(0.5)  # the first two change places
+
+    (task,) = content["reference"]["tasks"]
+    assert (task["task"], task["values"], task["num_compared"]) == ("copy/n8", values, 3)
+    assert task["ranks"] == {"rope": 1, "rope_canon": 2, "nope": 3}
+    assert task["rank_correlation"] == pytest.approx(0.5)  # the first two change places
     assert any("0.50" in line for line in printed)
+
     page = Page(tmp_path / "board" / "report.html")
-    written = (tmp_path / "board" / "report.md").read_text()
-    for text in ("0.7500", "0.2500", "a paper"):
-        assert text in page.text and text in written
+    markdown = (tmp_path / "board" / "report.md").read_text()
+    for shown in ("0.7500", "0.2500", "a paper"):
+        assert shown in page.text
+        assert shown in markdown
 
 
 def test_control_characters_of_foreign_texts_are_not_written(tmp_path, capsys):
@@ -182,38 +224,48 @@ def test_control_characters_of_foreign_texts_are_not_written(tmp_path, capsys):
     text += '[reference.values."copy/n8"]\nrope = 1\nnope = 2\n'
     path = plant_board(tmp_path, usual, text)
     first, second, *_ = (tmp_path / run.name for run in read_sweep(tmp_path).runs)
+
+    # in a host of the first run, the reason of the second, and the board's file name
     log = first / "log.jsonl"
     log.write_text(log.read_text().replace('"laptop"', json.dumps(f"laptop {controls}")))
     (second / "DONE").unlink()
-    found = Status("failed", 1, 2, *2 * [datetime.now(UTC).isoformat()], reason=f"no {controls}")
-    write_json(second / "status.json", asdict(found))
-    named = path.rename(tmp_path / f"a {controls}.toml")
-    capsys.readouterr()
-    main(["report", str(named), "--out", str(tmp_path)])
-    pages = [(tmp_path / f"report.{end}").read_text() for end in ("md", "html")]
-    for shown in pages:
-        assert not {*controls} & {"\x1b", "\x07", "\x9b", "\u202e"} & {*shown}
-        assert "paper" in shown and "laptop" in shown
-    content = json.loads((tmp_path / "report.json").read_text())
-    assert content["title"] == named.stem
+    now = datetime.now(UTC).isoformat()
+    failed = Status("failed", 1, 2, now, now, reason=f"no {controls}")
+    write_json(second / "status.json", asdict(failed))
+    renamed = path.rename(tmp_path / f"a {controls}.toml")
+
+    content, _ = write_report(renamed, capsys)
+
+    assert content["title"] == renamed.stem
+    for suffix in ("md", "html"):
+        text = (tmp_path / f"report.{suffix}").read_text()
+        assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*text}
+        assert "paper" in text
+        assert "laptop" in text
+
+
+def change_digests(log, change):
+    """Let `change` edit the lines of a run's log."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    change(lines)
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_runs_with_other_data_are_an_error(tmp_path, capsys):
+    def change(lines):
+        lines[5]["data_digests"][7] = "0" * 16
+
     path = plant_board(tmp_path / "board", usual)
-    log = path.parent / "copy-n8-nope-seed1" / "log.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    lines[5]["data_digests"][7] = "0" * 16
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    capsys.readouterr()
-    main(["report", str(path), "--out", str(path.parent)])
-    content = json.loads((path.parent / "report.json").read_text())
-    wrong = [x for x in content["data"] if x["different"]]
-    assert [(x["task"], x["seed"], x["different"]) for x in wrong] == [
-        ("copy/n8", 1, ["copy-n8-nope-seed1"])
-    ]
-    assert len({x["digest"] for x in content["data"]}) == 2 * 3
-    assert {(x["batches"], x["covered"]) for x in content["data"]} == {(500, 1)}
-    classes = [x.get("class") for _, x in Page(path.parent / "report.html").tags]
+    change_digests(path.parent / "copy-n8-nope-seed1" / "log.jsonl", change)
+
+    content, _ = write_report(path, capsys)
+
+    wrong = [data for data in content["data"] if data["different"]]
+    assert [(data["task"], data["seed"]) for data in wrong] == [("copy/n8", 1)]
+    assert wrong[0]["different"] == ["copy-n8-nope-seed1"]
+    assert len({data["digest"] for data in content["data"]}) == 2 * 3
+    assert {(data["batches"], data["covered"]) for data in content["data"]} == {(500, 1)}
+    classes = [attributes.get("class") for _, attributes in Page(path.parent / "report.html").tags]
     assert classes.count("error") == 1
 
 
@@ -232,70 +284,86 @@ def test_a_race_decides_what_it_stopped(tmp_path):
     folder = plant_board(tmp_path / "board", scores, text).parent
     runs = []
     for run in read_sweep(folder).runs:
-        arm = arm_of(run)
-        if 500 not in (scores(run) or {}) and (folder / run.name / "DONE").exists():
-            (folder / run.name / "DONE").unlink()
-        runs.append(BoardRun(run.name, "copy/n8", arm, run.learning_rate, run.seed))
-    stop = {"task": "copy/n8", "step": 250, "num_seeds": 2, "p": 0.001, "time": ""}
-    stopped = [("nope", 1e-3, "rope", 1e-3), ("nope", 2e-3, "rope", 1e-3)]
-    stopped += [("rope_canon", 1e-3, "rope_canon", 2e-3)]
-    keys = ("arm", "learning_rate", "better", "better_rate")
-    stops = [Stop(**stop, **dict(zip(keys, x, strict=True))) for x in stopped]
-    claims = [Claim("copy/n8", *pair) for pair in (("rope", "nope"), ("nope", "rope"))]
-    claims.append(Claim("copy/n8", "rope_canon", "rope"))
-    tasks = {"copy/n8": ""}
-    found = [
-        json_value(
-            board_content(
-                BoardPlan(
-                    folder,
-                    "b",
-                    [*LEVELS],
-                    tasks,
-                    runs,
-                    claims,
-                    RaceRecord(stops, stops[:1], share=share),
-                ),
-                datetime.now(UTC),
-            )
-        )
-        for share in (1.0, 0.5)
+        if 500 not in (scores(run) or {}):
+            (folder / run.name / "DONE").unlink(missing_ok=True)
+        runs.append(BoardRun(run.name, "copy/n8", arm_of(run), run.learning_rate, run.seed))
+
+    stop = Stop(
+        task="copy/n8",
+        arm="nope",
+        learning_rate=1e-3,
+        better="rope",
+        better_rate=1e-3,
+        step=250,
+        num_seeds=2,
+        p=0.001,
+        time="",
+    )
+    canon_stop = replace(
+        stop, arm="rope_canon", learning_rate=1e-3, better="rope_canon", better_rate=2e-3
+    )
+    stops = [stop, replace(stop, learning_rate=2e-3), canon_stop]
+    claims = [
+        Claim("copy/n8", "rope", "nope"),
+        Claim("copy/n8", "nope", "rope"),
+        Claim("copy/n8", "rope_canon", "rope"),
     ]
-    content = found[0]
-    nope, canon = (cell(content, "copy/n8", arm) for arm in ("nope", "rope_canon"))
+
+    def content_of(share):
+        race = RaceRecord(stops, stops[:1], share=share)
+        plan = BoardPlan(folder, "b", [*LEVELS], {"copy/n8": ""}, runs, claims, race)
+        return json_value(board_content(plan, datetime.now(UTC)))
+
+    content = content_of(share=1.0)
+
+    nope = cell(content, "copy/n8", "nope")
     assert (nope["verdict"], nope["below"], nope["raced"]) == ("worst", ["rope"], 0.125)
     assert (nope["mean"], nope["num_without_score"]) == (None, 0)
-    assert [(x["arm"], x["rank"]) for x in content["arms"]][-1] == ("nope", 3)
-    assert canon["learning_rate"] == 2e-3 and canon["complete"] and "rope" in canon["beats"]
-    assert [x["verdict"] for x in content["claims"]] == ["seen", "not seen", "seen"]
-    assert [x["step"] for x in content["claims"]] == [250, None, None]
-    assert all(x["is_over"] for x in content["runs"]) and "stopped by the race" in str(content)
-    (full, _), (half, raced) = (x["differences"] for x in found)
+    assert [(arm["arm"], arm["rank"]) for arm in content["arms"]][-1] == ("nope", 3)
+
+    canon = cell(content, "copy/n8", "rope_canon")
+    assert canon["learning_rate"] == 2e-3
+    assert canon["complete"]
+    assert "rope" in canon["beats"]
+
+    assert [claim["verdict"] for claim in content["claims"]] == ["seen", "not seen", "seen"]
+    assert [claim["step"] for claim in content["claims"]] == [250, None, None]
+    assert all(run["is_over"] for run in content["runs"])
+    assert "stopped by the race" in str(content)
+    assert 0.5 < content["facts"]["share_of_steps"] < 0.75  # 9 of 18 runs, 7 of them half
+
+    # the last look has half of alpha left
+    full, _ = content["differences"]
+    half, raced = content_of(share=0.5)["differences"]
     assert half["p_holm"] == pytest.approx(2 * full["p_holm"])
     assert (raced["step"], raced["better"], raced["b"]) == (250, "rope", "nope")
-    assert 0.5 < content["facts"]["share_of_steps"] < 0.75  # 9 of 18 runs, 7 of them half
 
 
 def test_digests_are_compared_by_step_after_a_kill(tmp_path, capsys):
+    def change(lines):
+        del lines[7]["data_digests"][:20]  # of the steps before a checkpoint, in a killed process
+
     path = plant_board(tmp_path / "board", usual)
-    log = path.parent / "copy-n8-nope-seed1" / "log.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    del lines[7]["data_digests"][:20]  # of the steps before a checkpoint, in a killed process
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    capsys.readouterr()
-    main(["report", str(path), "--out", str(path.parent)])
-    content = json.loads((path.parent / "report.json").read_text())
-    assert not any(x["different"] for x in content["data"])
-    assert [x["covered"] for x in content["data"]].count(1) == 5
-    assert min(x["covered"] for x in content["data"]) == 480 / 500
+    change_digests(path.parent / "copy-n8-nope-seed1" / "log.jsonl", change)
+
+    content, _ = write_report(path, capsys)
+
+    assert not any(data["different"] for data in content["data"])
+    covered = [data["covered"] for data in content["data"]]
+    assert covered.count(1) == 5
+    assert min(covered) == 480 / 500
 
 
 def test_seeds_that_learn_or_do_not_are_counted(tmp_path, capsys):
     def scores(run):
-        return {500: {0: 1.0, 1: 0.0, 2: 0.9375}[run.seed]} if arm_of(run) == "rope" else {500: 1.0}
+        if arm_of(run) == "rope_canon":
+            return {500: 1.0}
+        return {500: {0: 1.0, 1: 0.0, 2: 0.9375}[run.seed]}
 
     text = BOARD.replace(BOARD[BOARD.index(ROPE) :], ROPE + CANON)
+
     content, _ = report(tmp_path, capsys, scores, text)
+
     assert cell(content, "copy/n8", "rope")["learned"] == 2
     assert cell(content, "copy/n8", "rope_canon")["learned"] is None
 
@@ -306,12 +374,17 @@ def test_a_page_of_500_runs_takes_seconds(tmp_path):
         level = 0.2 + 0.15 * len(arm_of(run)) / 11 + 100 * run.learning_rate
         return curve(level, run.seed, num_points=200, last=5000)
 
+    def cpu_seconds_of_children():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
     path = plant_board(tmp_path / "board", scores, large_board(5, 5, "[1e-3, 2e-3, 3e-3, 5e-3]"))
-    words = ["report", str(path), "--out", str(path.parent)]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "canon_pretrain", "playground", *words], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
+    command = [sys.executable, "-m", "canon_pretrain", "playground", "report", str(path)]
+
+    before = cpu_seconds_of_children()
+    subprocess.run([*command, "--out", str(path.parent)], check=True)
+
+    assert cpu_seconds_of_children() - before < 20
     assert sum((path.parent / f"report.{end}").stat().st_size for end in ("html", "json")) < 10e6
     assert len(json.loads((path.parent / "report.json").read_text())["runs"]) == 500
 
@@ -328,6 +401,8 @@ def test_the_page_fits_any_window(size, tmp_path, browser):
     main(["report", str(path), "--out", str(path.parent)])
     page = path.parent / "report.html"
     browser.open(page, *size)
+
+    # plots are drawn once they are seen, or printed
     browser.run("for (const each of document.querySelectorAll('details')) each.open = true")
     browser.run("dispatchEvent(new Event('beforeprint'))")
     drawn = "return [...document.querySelectorAll('.plot')].map((x) => x.data?.length ?? 0)"
@@ -335,10 +410,13 @@ def test_the_page_fits_any_window(size, tmp_path, browser):
     assert browser.run(drawn) == [6] * 4  # a line and a band per architecture
     assert "rope_canon: " in browser.hover("[data-figure]", 500)
     browser.assert_fits(page, size[0])
-    click = "document.getElementById('matrix').tHead.rows[0].cells[1].firstChild.click()"
-    browser.run(click)
+
+    # a click on its head sorts a column
+    browser.run("document.getElementById('matrix').tHead.rows[0].cells[1].firstChild.click()")
     cells = "return [...document.querySelectorAll('#matrix tbody tr')].map((x) => x.cells[1])"
-    shown = browser.run(f"{cells}.map((x) => parseFloat(x.textContent.replace(/[▲◆▼]/, '')))")
-    assert shown == sorted(shown) and shown[0] < shown[-1]
+    scores = browser.run(f"{cells}.map((x) => parseFloat(x.textContent.replace(/[▲◆▼]/, '')))")
+    assert scores == sorted(scores)
+    assert scores[0] < scores[-1]
+
     heats = "return [...document.querySelectorAll('[style*=heat]')].map((x) => x.textContent)"
     assert len(browser.run(heats)) == 3 * 2 * 2  # architectures x sizes x difficulties

@@ -71,6 +71,7 @@ SMALL = TEXT.replace("[0, 3]", "[0]").partition("[tasks.copy.difficulties.n4]")[
 
 
 def board(folder, text=TEXT):
+    """Write a board."""
     path = folder / "board.toml"
     folder.mkdir(exist_ok=True)
     path.write_text(text)
@@ -78,6 +79,7 @@ def board(folder, text=TEXT):
 
 
 def plan(folder, text=TEXT, *words):
+    """Write and plan a board; return its sweep."""
     main(["plan", str(board(folder, text)), "--out", str(folder / "out"), *words])
     return read_sweep(folder / "out")
 
@@ -99,13 +101,16 @@ def test_a_plan_is_a_sweep_of_all_combinations(tmp_path):
         *(name.replace("seed0", "seed3") for name in NAMES),
     ]
     assert len(sweep.runs) == 2 * 2 * 2
+
     job = parse_job(["--config", *sweep.launch(sweep.runs[3], tmp_path / "out")])
     assert (job.model.position, job.model.canon_set, job.model.num_layers) == ("nope", "ABCD", 1)
     assert (job.data.task.n, job.training.seq_len, job.training.steps) == (8, 18, 5)
     assert (job.model.init_seed, job.data.data_seed, job.optimizer.lr) == (3, 3, 5e-3)
+
     stored = read_record(tmp_path / "out" / BOARD, Board)
     assert stored == read_board(tmp_path / "board.toml")
-    assert [*stored.settings] == ["copy/n8", "copy/n4"] and stored.claims[0].margin == 0
+    assert [*stored.settings] == ["copy/n8", "copy/n4"]
+    assert stored.claims[0].margin == 0
     assert stored.reference.values == {"copy/n8": {"rope": 0.4, "nope_canon": 1}}
 
 
@@ -113,27 +118,33 @@ def test_a_config_is_found_beside_its_board(tmp_path, monkeypatch):
     beside = tmp_path / "beside.toml"
     beside.write_text(f'extends = "{COPY}"\n')
     monkeypatch.chdir(ROOT)
-    for given, found in (("beside.toml", beside), (COPY.relative_to(ROOT), COPY)):
-        text = TEXT.replace(f'"{COPY}"', f'"{given}"')
-        assert read_board(board(tmp_path, text)).tasks["copy"].config == str(found)
+
+    for name, path in (("beside.toml", beside), (COPY.relative_to(ROOT), COPY)):
+        text = TEXT.replace(f'"{COPY}"', f'"{name}"')
+        assert read_board(board(tmp_path, text)).tasks["copy"].config == str(path)
 
 
 def test_each_architecture_is_an_arm_at_each_size(tmp_path):
-    text = TEXT.partition("[reference]")[0]
-    text = text.replace('better = "nope_canon', 'better = "nope_canon/wide')
+    text = TEXT.replace('better = "nope_canon', 'better = "nope_canon/wide')
     text = text.replace('worse = "rope', 'worse = "nope_canon/thin')
-    text += "[sizes.thin]\ndim = 16\n[sizes.wide]\ndim = 32\nffn_dim = 96\n"
-    sweep = plan(tmp_path, text)
+    sizes = "[sizes.thin]\ndim = 16\n[sizes.wide]\ndim = 32\nffn_dim = 96\n"
+
+    sweep = plan(tmp_path, text + sizes)
+
     stored = read_board(tmp_path / "board.toml")
     assert [*stored.arms] == ["rope/thin", "rope/wide", "nope_canon/thin", "nope_canon/wide"]
     assert stored.arms["nope_canon/wide"] == {
-        **{"position": "nope", "canon_set": "ABCD"},
-        **{"dim": 32, "ffn_dim": 96},
+        "position": "nope",
+        "canon_set": "ABCD",
+        "dim": 32,
+        "ffn_dim": 96,
     }
-    names = [run.name.removesuffix("-lr5e-3-seed0") for run in sweep.runs]
-    assert names[:2] == ["copy-n8-rope-thin", "copy-n8-rope-wide"] and len(names) == 2 * 2 * 4
     assert stored.places["copy-n8-rope-wide"] == ("copy/n8", "rope/wide")
     assert {*stored.places} == {Path(run.config).stem for run in sweep.runs}
+
+    names = [run.name.removesuffix("-lr5e-3-seed0") for run in sweep.runs]
+    assert names[:2] == ["copy-n8-rope-thin", "copy-n8-rope-wide"]
+    assert len(names) == 2 * 2 * 4
     job = parse_job(["--config", *sweep.launch(sweep.runs[1], tmp_path / "out")])
     assert (job.model.dim, job.model.ffn_dim, job.model.canon_set) == (32, 96, "")
 
@@ -178,18 +189,26 @@ def test_bad_boards_are_refused(old, new, code, tmp_path, capsys):
 
 def test_only_extend_changes_the_plan_of_a_board(tmp_path, capsys):
     """Of which a run has started."""
-    old, out = plan(tmp_path), tmp_path / "out"
+    out = tmp_path / "out"
+
+    def modified():
+        return {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+
+    old = plan(tmp_path)
     plant_run(out / NAMES[0], [])
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    before = modified()
     assert plan(tmp_path) == old
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    assert modified() == before
+
     changed = TEXT.replace("= 5,", "= 6,")
     assert refused(capsys, tmp_path, changed, "--extend") == "board.changed"
     more = TEXT.replace("[0, 3]", "[0, 3, 4]")
     assert refused(capsys, tmp_path, more) == "sweep.other_plan"
     assert plan(tmp_path) == old
+
     new = plan(tmp_path, more, "--extend")
-    assert new.runs[:8] == old.runs and len(new.runs) == 12
+    assert new.runs[:8] == old.runs
+    assert len(new.runs) == 12
     assert refused(capsys, tmp_path, TEXT, "--extend") == "sweep.other_plan"
 
 
@@ -233,7 +252,8 @@ def test_a_mended_board_is_planned_unless_its_runs_have_started(tmp_path, capsys
         TEXT,
     ):
         sweep = plan(tmp_path, text)
-        assert sweep == read_plan(out)[1] and len(sweep.configs) == 4
+        assert sweep == read_plan(out)[1]
+        assert len(sweep.configs) == 4
         for run in sweep.runs:
             assert sweep.launch(run, out)[0] == run.config
 
@@ -252,13 +272,18 @@ def test_a_plan_overwrites_no_file_of_others(name, content, tmp_path, capsys):
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
     path.write_text(content)
+
     assert refused(capsys, tmp_path, TEXT) in ("board.other_file", "sweep.damaged")
+
     assert path.read_text() == content
-    assert [x for x in (tmp_path / "out").rglob("*") if x.is_file()] == [path]
-    path.unlink()
+    assert [file for file in (tmp_path / "out").rglob("*") if file.is_file()] == [path]
+
+
+def test_a_plan_that_was_removed_is_planned_again(tmp_path):
     plan(tmp_path)
-    for own in (BOARD, PLAN):  # damaged, and removed
-        (tmp_path / "out" / own).unlink()
+    for name in (BOARD, PLAN):
+        (tmp_path / "out" / name).unlink()
+
     assert plan(tmp_path, TEXT.replace("= 5,", "= 6,")).runs
 
 
@@ -278,39 +303,56 @@ def test_a_board_and_a_sweep_do_not_replace_each_other(tmp_path, capsys):
 @pytest.mark.parametrize("command", ["status", "report"])
 def test_files_of_different_boards_are_an_error(command, tmp_path, capsys):
     """As a full disk while a board is extended leaves them; the same plan mends it."""
+    out = tmp_path / "out"
+    more = TEXT.replace("[0, 3]", "[0, 3, 4]") + REFERENCE
+    words = [command, str(tmp_path / "board.toml"), "--out", str(out)]
+
     plan(tmp_path)
-    out, more = tmp_path / "out", TEXT.replace("[0, 3]", "[0, 3, 4]") + REFERENCE
-    written = {name: (out / name).read_bytes() for name in (BOARD, PLAN)}
+    old_board = (out / BOARD).read_bytes()
+    old_plan = (out / PLAN).read_bytes()
     plant_run(out / NAMES[0], [])
     plan(tmp_path, more, "--extend")
     BoardRace(out, race_entries(*read_plan(out)))
-    words = [command, str(tmp_path / "board.toml"), "--out", str(out)]
-    for name, content in (*written.items(), (BOARD, b"{"), (BOARD, None)):
+
+    for name, content, code in (
+        (BOARD, old_board, "board.other_plan"),
+        (PLAN, old_plan, "board.other_plan"),
+        (BOARD, b"{", "board.damaged"),
+        (BOARD, None, "board.damaged"),
+    ):
         path = out / name
-        after = path.read_bytes()
-        path.unlink() if content is None else path.write_bytes(content)
+        good = path.read_bytes()
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+
         capsys.readouterr()
         with pytest.raises(SystemExit):
             main(words)
-        expected = "board.other_plan" if content in written.values() else "board.damaged"
-        assert error_codes(capsys.readouterr().err) == [expected]
+        assert error_codes(capsys.readouterr().err) == [code]
+
         plan(tmp_path, more, "--extend")
-        assert path.read_bytes() == after and read_plan(out)
+        assert path.read_bytes() == good
+        assert read_plan(out)
         main(words)
 
 
 def test_a_config_may_leave_all_but_the_batch_to_defaults(tmp_path):
     """Such as training.steps, which the driver and a race need."""
     bare = tmp_path / "bare.toml"
-    bare.write_text("[data.task]\nname = 'copy'\nn = 4\n")
+    task = "[data.task]\nname = 'copy'\nn = 4\n"
+    bare.write_text(task)
     with pytest.raises(UserError) as caught:
         check_values(planned_values(bare))
     assert caught.value.fields["key"] == "training.global_batch_size"
-    bare.write_text(f"{bare.read_text()}[training]\nglobal_batch_size = 2\n")
-    text = TEXT.replace(str(COPY), str(bare)).replace("set = {", "set = {}\nunused = {")
-    text = text.replace('unused = { "training.steps" = 5, "lr_scheduler.warmup_steps" = 1, '
-                        '"compile.enable" = false }', "")  # fmt: skip
-    sweep, out = plan(tmp_path, text), tmp_path / "out"
+
+    bare.write_text(f"{task}[training]\nglobal_batch_size = 2\n")
+    lines = TEXT.replace(str(COPY), str(bare)).splitlines(keepends=True)
+    text = "".join(line for line in lines if not line.startswith("set = {"))
+    out = tmp_path / "out"
+
+    sweep = plan(tmp_path, text)
+
     assert race_entries(*read_plan(out))[0].race.stages[-1].step == 10_000
     assert {*Driver(sweep, out, parallel=1)._total_steps.values()} == {10_000}
 
@@ -320,7 +362,8 @@ def test_a_config_may_leave_all_but_the_batch_to_defaults(tmp_path):
 
 def trained(folder, text=TEXT):
     """Plan a board, and plant a DONE run for each of its runs, as a driver would start it."""
-    sweep, out = plan(folder, text), folder / "out"
+    out = folder / "out"
+    sweep = plan(folder, text)
     for run in sweep.runs:
         sweep.launch(run, out)
         values = planned_values(Path(run.config))
@@ -330,6 +373,7 @@ def trained(folder, text=TEXT):
 
 
 def rows_of(folder, capsys):
+    """Return the rows of `status`, and report.json."""
     capsys.readouterr()
     words = [str(folder / "board.toml"), "--out", str(folder / "out")]
     main(["status", *words, "--json"])
@@ -355,57 +399,80 @@ def test_finished_runs_of_another_board_are_not_counted(lost, old, new, names, t
     assert {row["state"] for row in rows} == {"done"}
     assert not any(row["num_without_score"] for row in content["cells"])
 
+    # another board has runs of the same names
     for name in lost:
         (tmp_path / "out" / name).unlink()
     assert TEXT.count(old) == 1
     sweep = plan(tmp_path, TEXT.replace(old, new))
-    assert [run.name for run in sweep.runs] == [run.name for run in before.runs]
+    run_names = {run.name for run in sweep.runs}
+    assert run_names == {run.name for run in before.runs}
     others = {f"copy-{name}-lr5e-3-seed{seed}" for name in names for seed in (0, 3)}
+
     driver = Driver(sweep, tmp_path / "out", parallel=2)
     driver.train()
     assert driver.failures.keys() == others
+
     rows, content = rows_of(tmp_path, capsys)
     assert {row["name"] for row in rows if row["state"] == "failed" and row["reason"]} == others
-    assert {row["name"] for row in rows if row["state"] == "done"} == {
-        run.name for run in sweep.runs
-    } - others
-    shown = {x["name"]: (x["state"], x["score"]) for x in content["runs"]}
-    assert {name for name, found in shown.items() if found == ("failed", None)} == others
+    assert {row["name"] for row in rows if row["state"] == "done"} == run_names - others
+    failed = [run for run in content["runs"] if run["state"] == "failed" and run["score"] is None]
+    assert {run["name"] for run in failed} == others
     for cell in content["cells"]:
-        place = f"{cell['task'].partition('/')[2]}-{cell['arm']}"
-        assert (cell["mean"] is None) == (place in names)
+        difficulty = cell["task"].partition("/")[2]
+        assert (cell["mean"] is None) == (f"{difficulty}-{cell['arm']}" in names)
+
+
+LATER_CLAIM = '[[claims]]\ntask = "copy/n4"\nbetter = "rope"\nworse = "nope_canon"\n'
 
 
 @pytest.mark.parametrize("lost", [(), (BOARD,), (PLAN,), (PLAN, BOARD), (PLAN, BOARD, "records")])
 def test_claims_are_those_under_which_the_runs_started(lost, tmp_path, capsys):
-    sweep, out = trained(tmp_path), tmp_path / "out"
-    for run in sweep.runs if "records" in lost else ():
-        RunFolder(out / run.name).planned_file.unlink()
+    out = tmp_path / "out"
+    sweep = trained(tmp_path)
+    if "records" in lost:
+        for run in sweep.runs:
+            RunFolder(out / run.name).planned_file.unlink()
     for name in {*lost} - {"records"}:
         (out / name).unlink()
-    added = TEXT + '[[claims]]\ntask = "copy/n4"\nbetter = "rope"\nworse = "nope_canon"\n'
-    assert refused(capsys, tmp_path, added) == "board.claims_changed"
-    other = TEXT.replace("learning_rates", 'score = "loss"\nlearning_rates')
+
+    assert refused(capsys, tmp_path, TEXT + LATER_CLAIM) == "board.claims_changed"
     if "records" not in lost:
-        assert refused(capsys, tmp_path, other) == "board.claims_changed"
-        plan(tmp_path)
-        stored = json.loads((out / BOARD).read_text())
-        stored["claims"] += [{"task": "copy/n4", "better": "rope", "worse": "nope_canon"}]
-        (out / BOARD).write_text(json.dumps(stored))
-        with pytest.raises(SystemExit):
-            main(["report", str(tmp_path / "board.toml"), "--out", str(out)])
-        assert error_codes(capsys.readouterr().err) == ["board.claims_changed"]
+        other_score = TEXT.replace("learning_rates", 'score = "loss"\nlearning_rates')
+        assert refused(capsys, tmp_path, other_score) == "board.claims_changed"
+
+
+def test_a_claim_that_was_written_into_a_plan_is_an_error(tmp_path, capsys):
+    out = tmp_path / "out"
+    trained(tmp_path)
+    stored = json.loads((out / BOARD).read_text())
+    stored["claims"] += [{"task": "copy/n4", "better": "rope", "worse": "nope_canon"}]
+    (out / BOARD).write_text(json.dumps(stored))
+
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path / "board.toml"), "--out", str(out)])
+
+    assert error_codes(capsys.readouterr().err) == ["board.claims_changed"]
 
 
 def test_a_race_does_not_look_at_runs_of_another_plan(tmp_path):
-    sweep, out = trained(tmp_path, TEXT.replace("[0, 3]", "[0, 1, 2]")), tmp_path / "out"
+    out = tmp_path / "out"
+    sweep = trained(tmp_path, TEXT.replace("[0, 3]", "[0, 1, 2]"))
     race = BoardRace(out, race_entries(*read_plan(out)))
-    looked = []
+    scores_of_looks = []
+
+    def look(stage, scores, **options):
+        scores_of_looks.append(scores)
+        return []
+
     for entry in race.entries:
-        entry.race.look = lambda stage, scores, **how: looked.append(scores) or []
+        entry.race.look = look
     race.advance({run.name: 5 for run in sweep.runs}, {NAMES[0]: "of another plan"})
-    first = [scores["rope", 5e-3] for scores in looked if scores["rope", 5e-3][0] is None]
-    assert first and all(scores[1:] == [0.5] * len(scores[1:]) for scores in first)
+
+    rope_scores = [scores["rope", 5e-3] for scores in scores_of_looks]
+    without_first = [scores for scores in rope_scores if scores[0] is None]
+    assert without_first
+    for scores in without_first:
+        assert scores[1:] == [0.5] * len(scores[1:])
 
 
 # -- boards that move
@@ -416,7 +483,9 @@ def test_a_board_can_be_moved(tmp_path, capsys):
     plant_run(tmp_path / "out" / NAMES[0], [])
     (tmp_path / "new").mkdir()
     (tmp_path / "out").rename(tmp_path / "new" / "out")
+
     new = plan(tmp_path / "new")
+
     assert [run.name for run in new.runs] == [run.name for run in old.runs]
     assert {Path(path).parent for path in new.configs} == {tmp_path / "new" / "out" / "configs"}
     assert [*new.configs.values()] == [*old.configs.values()]
@@ -425,33 +494,38 @@ def test_a_board_can_be_moved(tmp_path, capsys):
 
 
 def test_claims_are_written_before_their_runs(tmp_path, capsys):
-    other = TEXT.replace("copy/n8", "copy/n4")
+    other_task = TEXT.replace("copy/n8", "copy/n4")
+    other_margin = TEXT.replace('worse = "rope"', 'worse = "rope"\nmargin = 0.1')
+    other_score = TEXT.replace("[tasks.copy]", '[tasks.copy]\nscore = "loss"')
+
     plan(tmp_path)
-    plan(tmp_path, other)
+    plan(tmp_path, other_task)
     plan(tmp_path)
+
+    # of copy/n8 a run has started, of copy/n4 none
     plant_run(tmp_path / "out" / NAMES[0], [])
-    for text in (
-        other,
-        TEXT.replace('worse = "rope"', 'worse = "rope"\nmargin = 0.1'),
-        TEXT.replace("[tasks.copy]", '[tasks.copy]\nscore = "loss"'),
-    ):
+    for text in (other_task, other_margin, other_score):
         assert refused(capsys, tmp_path, text) == "board.claims_changed"
-    added = '[[claims]]\ntask = "copy/n4"\nbetter = "rope"\nworse = "nope_canon"\n'
-    plan(tmp_path, TEXT + added)
+    plan(tmp_path, TEXT + LATER_CLAIM)
     assert len(read_record(tmp_path / "out" / BOARD, Board).claims) == 2
 
 
 def test_arms_of_one_size_race_and_stopped_runs_are_listed(tmp_path, capsys):
     claimed = TEXT.replace('_canon"\nworse = "rope', '_canon/wide"\nworse = "rope/wide')
     sizes = "[sizes.thin]\ndim = 16\nffn_dim = 48\n[sizes.wide]\ndim = 32\nffn_dim = 96\n"
-    sweep, out = plan(tmp_path, claimed + sizes), tmp_path / "out"
+    out = tmp_path / "out"
+    sweep = plan(tmp_path, claimed + sizes)
+
     entries = race_entries(read_record(out / BOARD, Board), sweep)
-    assert [entry.name for entry in entries] == [
-        *("copy/n8@thin", "copy/n8@wide", "copy/n4@thin", "copy/n4@wide")
-    ]
+
+    names = ["copy/n8@thin", "copy/n8@wide", "copy/n4@thin", "copy/n4@wide"]
+    assert [entry.name for entry in entries] == names
     assert {arm for arm, _ in entries[1].runs} == {"rope/wide", "nope_canon/wide"}
     assert [len(entry.race.claims) for entry in entries] == [1, 1, 0, 0]
-    assert entries[0].race.stages[-1] == (2, 5) and entries[0].race.num_races == 4
+    assert entries[0].race.stages[-1] == (2, 5)
+    assert entries[0].race.num_races == 4
+
+    # a stop is of both seeds
     stop = Stop("copy/n4", "rope/thin", 5e-3, "nope_canon/thin", 5e-3, 2, 3, 0.01)
     entries[2].race.stopped["rope/thin", 5e-3] = stop
     BoardRace(out, entries)
@@ -490,26 +564,35 @@ def ends(folder, text, *words):
 
 
 def states(folder):
+    """Return the states of a board's runs."""
     rows = sweep_rows(read_sweep(folder / "out"), folder / "out", datetime.now(UTC))
     return [row.state for row in rows]
 
 
 def wait_for(happened, timeout_s=200):
+    """Poll until `happened()` is true."""
     end = time.monotonic() + timeout_s
     while not happened():
         assert time.monotonic() < end
         time.sleep(0.1)
 
 
+def set_trainer(monkeypatch, code):
+    """Let the driver start this code in place of the trainer."""
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr("canon_pretrain.boards.driver.train_command", lambda words: command)
+
+
 def test_each_run_has_a_gpu(tmp_path, capfd, monkeypatch):
-    sweep, out = plan(tmp_path, TEXT), tmp_path / "out"
-    show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
-    monkeypatch.setattr(
-        "canon_pretrain.boards.driver.train_command", lambda words: [sys.executable, "-c", show]
-    )
+    out = tmp_path / "out"
+    sweep = plan(tmp_path, TEXT)
+    set_trainer(monkeypatch, "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+
     Driver(sweep, out, parallel=4, gpus=["2", "MIG-7"]).train()
+
     used = [(out / run.name / OUTPUT).read_text().strip() for run in sweep.runs]
-    assert used[:4] == ["2", "MIG-7"] * 2 and {*used[4:]} <= {"2", "MIG-7"}
+    assert used[:4] == ["2", "MIG-7", "2", "MIG-7"]
+    assert {*used[4:]} <= {"2", "MIG-7"}
 
 
 def test_gpus_are_those_of_the_environment_or_the_driver(tmp_path, monkeypatch):
@@ -520,9 +603,10 @@ def test_gpus_are_those_of_the_environment_or_the_driver(tmp_path, monkeypatch):
     listing.write_text("#!/bin/sh\necho 'GPU 0: H100'\necho 'GPU 1: H100'\n")
     listing.chmod(0o755)
     assert visible_gpus() == ["0", "1"]
-    for given, found in (("", []), ("-1", []), ("3, 1", ["3", "1"])):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        assert visible_gpus() == found
+
+    for value, gpus in (("", []), ("-1", []), ("3, 1", ["3", "1"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        assert visible_gpus() == gpus
 
 
 @pytest.mark.parametrize(
@@ -538,40 +622,52 @@ def test_gpus_are_those_of_the_environment_or_the_driver(tmp_path, monkeypatch):
 )
 def test_a_failed_run_has_a_reason(work, words, tmp_path, capfd, monkeypatch):
     """Also before it has a run folder; the next start forgets it."""
-    sweep, out = plan(tmp_path, SMALL), tmp_path / "out"
+    out = tmp_path / "out"
+    sweep = plan(tmp_path, SMALL)
     (out / NAMES[1]).write_text("")  # in place of a folder
-    command = [sys.executable, "-c", work]
-    monkeypatch.setattr("canon_pretrain.boards.driver.train_command", lambda words: command)
+    set_trainer(monkeypatch, work)
+
     trained = Driver(sweep, out, parallel=2, gpus=["0"])
     trained.train()
+
     capfd.readouterr()
     rows, content = rows_of(tmp_path, capfd)
-    assert [row["state"] for row in rows] == ["failed"] * 2
-    assert [run["state"] for run in content["runs"]] == ["failed"] * 2
-    reasons = [trained.failures[NAMES[0]], rows[0]["reason"], content["runs"][0]["reason"]]
-    assert all(word in reason for reason in reasons for word in words)
-    assert NAMES[1] in rows[1]["reason"] and NAMES[1] in content["runs"][1]["reason"]
-    assert not any("\x1b" in (out / f"report.{end}").read_text() for end in ("md", "html"))
+    runs = content["runs"]
+    assert [row["state"] for row in rows] == ["failed", "failed"]
+    assert [run["state"] for run in runs] == ["failed", "failed"]
+    for word in words:
+        for reason in (trained.failures[NAMES[0]], rows[0]["reason"], runs[0]["reason"]):
+            assert word in reason
+    assert NAMES[1] in rows[1]["reason"]
+    assert NAMES[1] in runs[1]["reason"]
+    for suffix in ("md", "html"):
+        assert "\x1b" not in (out / f"report.{suffix}").read_text()
 
-    command[:] = [sys.executable, "-c", ""]
+    # the run succeeds
+    set_trainer(monkeypatch, "")
     Driver(replace(sweep, runs=sweep.runs[:1]), out, parallel=1, gpus=["0"]).train()
     assert read_failures(out).keys() == {NAMES[1]}
 
 
 def test_runs_that_cannot_start_do_not_end_the_driver(tmp_path, capfd):
     """A file in place of a run's folder, and a config that has changed since the plan."""
-    sweep, out = plan(tmp_path, SMALL), tmp_path / "out"
+    out = tmp_path / "out"
+    sweep = plan(tmp_path, SMALL)
     (out / NAMES[0]).write_text("")
     Path(sweep.runs[1].config).write_text(f'extends = "{COPY}"\n')
+
     trained = Driver(sweep, out, parallel=2)
     trained.train()
-    assert [*trained.failures] == NAMES and not trained.stops
-    assert (out / NAMES[0]).is_file() and not (out / NAMES[1]).exists()
+
+    assert [*trained.failures] == NAMES
+    assert not trained.stops
+    assert (out / NAMES[0]).is_file()
+    assert not (out / NAMES[1]).exists()
 
 
 def sleeping_trainers(monkeypatch, seconds):
-    words = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
-    monkeypatch.setattr("canon_pretrain.boards.driver.train_command", lambda _: words)
+    """Let the driver start processes that sleep in place of the trainer."""
+    set_trainer(monkeypatch, f"import time; time.sleep({seconds})")
 
 
 @contextmanager
@@ -608,14 +704,20 @@ def test_a_second_ctrl_c_ends_any_wait_and_the_trainers(tmp_path, capfd, monkeyp
     monkeypatch.setattr(trained, "_next", lambda waiting: waiting[0] if waiting else None)
     monkeypatch.setattr(trained, "_progress", lambda: time.sleep(60))  # as a disk that hangs
     started = []
-    launch = trained._launch
-    monkeypatch.setattr(
-        trained, "_launch", lambda *given: started.append(launch(*given)) or started[-1]
-    )
+
+    def launch(*arguments, real=trained._launch):
+        started.append(real(*arguments))
+        return started[-1]
+
+    monkeypatch.setattr(trained, "_launch", launch)
+
     with handler(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT, 0.5, 1.0)
         trained.train()
-    assert len(started) == 2 and all(each.wait(20) < 0 for each in started)
+
+    assert len(started) == 2
+    for trainer in started:
+        assert trainer.wait(20) < 0
 
 
 @pytest.mark.parametrize(("chosen", "stops"), [(signal.SIG_IGN, 0), (signal.SIG_DFL, 1)])
@@ -642,14 +744,17 @@ def test_a_fifo_as_the_output_of_a_run(tmp_path, capfd, monkeypatch):
 
 def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
     """A run whose log has the stage's last step may still be validating."""
-    sweep, out, ended = plan(tmp_path, SMALL), tmp_path / "out", tmp_path / "ended"
-    work = f"import pathlib, time; time.sleep(0.6); pathlib.Path({str(ended)!r}).touch()"
-    monkeypatch.setattr(
-        "canon_pretrain.boards.driver.train_command", lambda words: [sys.executable, "-c", work]
+    sweep = plan(tmp_path, SMALL)
+    ended = tmp_path / "ended"
+    set_trainer(
+        monkeypatch,
+        f"import pathlib, time; time.sleep(0.6); pathlib.Path({str(ended)!r}).touch()",
     )
-    monkeypatch.setattr(
-        Driver, "_summary", lambda self, run: RunSummary("", step=2 * bool(self._children))
-    )
+
+    def summary(self, run):
+        return RunSummary("", step=2 if self._children else 0)
+
+    monkeypatch.setattr(Driver, "_summary", summary)
     looks = []
 
     class Race:
@@ -664,9 +769,11 @@ def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
             driver.stops = ended.exists()
             return []
 
-    driver = Driver(sweep, out, parallel=1, race=Race(), gpus=["0"])
+    driver = Driver(sweep, tmp_path / "out", parallel=1, race=Race(), gpus=["0"])
     driver.train()
-    assert (0, False) in looks and (2, False) not in looks
+
+    assert (0, False) in looks
+    assert (2, False) not in looks
 
 
 def test_the_time_left_counts_the_steps_of_runs_that_have_ended(tmp_path, monkeypatch):
@@ -691,18 +798,21 @@ def test_the_time_left_counts_the_steps_of_runs_that_have_ended(tmp_path, monkey
     assert "step 8 of 10" in progress
 
 
+IGNORES_SIGTERM = """
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path({path!r}).write_text(str(os.getpid()))
+time.sleep(60)
+"""
+
+
 def test_killed_runs_have_ended_when_their_driver_ends(tmp_path, monkeypatch):
     """A large process needs time to die, in which its lock would still be held."""
-    sweep, out, started = plan(tmp_path, SMALL), tmp_path / "out", tmp_path / "started"
-    work = (
-        "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        f"pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(60)"
-    )
-    monkeypatch.setattr(
-        "canon_pretrain.boards.driver.train_command", lambda words: [sys.executable, "-c", work]
-    )
+    sweep = plan(tmp_path, SMALL)
+    started = tmp_path / "started"
+    set_trainer(monkeypatch, IGNORES_SIGTERM.format(path=str(started)))
     monkeypatch.setattr("canon_pretrain.boards.driver.REPORT_S", 0.1)
-    driver = Driver(sweep, out, parallel=1, gpus=["0"])
+    driver = Driver(sweep, tmp_path / "out", parallel=1, gpus=["0"])
 
     def interrupt_twice(progress=Driver._progress):
         if started.exists() and started.read_text():
@@ -711,13 +821,11 @@ def test_killed_runs_have_ended_when_their_driver_ends(tmp_path, monkeypatch):
         return progress(driver)
 
     monkeypatch.setattr(driver, "_progress", interrupt_twice)
+
     # a shell's background jobs ignore SIGINT, and a driver keeps what is ignored
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            driver.train()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with handler(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        driver.train()
+
     assert driver.stops > 1
     assert not Path("/proc", started.read_text()).exists()
 
@@ -726,12 +834,17 @@ def test_killed_runs_have_ended_when_their_driver_ends(tmp_path, monkeypatch):
 def test_a_board_trains_and_repeats_nothing(tmp_path, capfd):
     """A failing run is reported, and does not stop the others; the next call retries it."""
     bad = SMALL.replace('position = "nope"', 'position = "nope"\ncanon_backend = "none"')
-    assert ends(tmp_path, bad) == (1, ["done", "waiting"])
     first, second = (tmp_path / "out" / name for name in NAMES)
-    assert logged_step(first) == 5 and error_codes((second / OUTPUT).read_text())
+
+    assert ends(tmp_path, bad) == (1, ["done", "waiting"])
+    assert logged_step(first) == 5
+    assert error_codes((second / OUTPUT).read_text())
     assert str(second / OUTPUT) in (tmp_path / "printed").read_text()
+
     done = (first / "DONE").stat().st_mtime_ns
-    assert ends(tmp_path, bad)[0] == 1 and (first / "DONE").stat().st_mtime_ns == done
+    assert ends(tmp_path, bad)[0] == 1
+    assert (first / "DONE").stat().st_mtime_ns == done
+
     main(["status", str(tmp_path / "board.toml"), "--out", str(tmp_path / "out"), "--json"])
     rows = json.loads(capfd.readouterr().out)
     assert [row["state"] for row in rows] == ["done", "failed"]
@@ -743,12 +856,13 @@ def test_a_board_trains_and_repeats_nothing(tmp_path, capfd):
 def test_a_race_trains_in_stages(tmp_path):
     """Runs of equal scores are paused at each stage, and none is stopped."""
     text = SMALL.replace("[0]", "[0, 3]")
+
     assert ends(tmp_path, text, "--race") == (0, ["done"] * 4)
-    for name in NAMES:
-        for run in (tmp_path / "out" / name, tmp_path / "out" / name.replace("seed0", "seed3")):
-            stopped = [event["step"] for event in events(run, "stop")]
-            assert stopped == [2, 3]
-            assert [event["step"] for event in events(run, "validation")] == [2, 3, 5]
+
+    for name in (*NAMES, *(name.replace("seed0", "seed3") for name in NAMES)):
+        run = tmp_path / "out" / name
+        assert [event["step"] for event in events(run, "stop")] == [2, 3]
+        assert [event["step"] for event in events(run, "validation")] == [2, 3, 5]
     record = read_race(tmp_path / "out")
     assert (record.stops, record.stages, record.share) == ([], {"copy/n8": 2}, 0.6)
 
@@ -766,19 +880,26 @@ def test_a_board_is_stopped_killed_and_continued(tmp_path):
         assert process.poll() is None, (tmp_path / "printed").read_text()
         return process
 
+    def any_run_is_locked():
+        return any(live_holder(RunFolder(run).lock_file) for run in runs)
+
+    # Ctrl-C
     process = started()
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130 and states(tmp_path) == ["stopped"] * 2
+    assert process.wait(60) == 130
+    assert states(tmp_path) == ["stopped", "stopped"]
     saved = [logged_step(run) for run in runs]
     assert [CheckpointFolder.of_run(RunFolder(run)).steps()[-1] for run in runs] == saved
 
+    # kill -9
     process = started(max(saved))
     pids = [status(run).pid for run in runs]
     process.kill()
     process.wait()
-    wait_for(lambda: not any(live_holder(RunFolder(run).lock_file) for run in runs), 60)
-    assert states(tmp_path) == ["stopped"] * 2
+    wait_for(lambda: not any_run_is_locked(), 60)
+    assert states(tmp_path) == ["stopped", "stopped"]
 
+    # Ctrl-C twice
     process = started(max(map(logged_step, runs)))
     assert not {status(run).pid for run in runs} & {*pids}
     for run, step in zip(runs, saved, strict=True):
@@ -788,4 +909,4 @@ def test_a_board_is_stopped_killed_and_continued(tmp_path):
         process.send_signal(signal.SIGINT)
         time.sleep(0.05)
     assert process.wait(10) == 130
-    assert not any(live_holder(RunFolder(run).lock_file) for run in runs)
+    assert not any_run_is_locked()

@@ -28,15 +28,17 @@ def test_stages_are_of_first_seeds_then_of_more():
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_worse_architecture_is_stopped_once(sign):
-    run = Race("t", STAGES)
-    scores = {arm: [sign * x for x in group] for arm, group in FAR.items()}
-    stops = run.look(STAGES[0], scores, lower_is_better=sign < 0)
-    assert {(x.arm, x.better, x.step, x.num_seeds) for x in stops} == {
+    race = Race("t", STAGES)
+    scores = {arm: [sign * score for score in group] for arm, group in FAR.items()}
+
+    stops = race.look(STAGES[0], scores, lower_is_better=sign < 0)
+
+    assert {(stop.arm, stop.better, stop.step, stop.num_seeds) for stop in stops} == {
         ("b", "a", 100, 3),
         ("c", "a", 100, 3),
     }
     assert all(0 < stop.p <= 0.05 for stop in stops)
-    assert run.look(STAGES[1], scores, lower_is_better=sign < 0) == []
+    assert race.look(STAGES[1], scores, lower_is_better=sign < 0) == []
 
 
 def test_more_races_and_looks_need_more():
@@ -45,8 +47,11 @@ def test_more_races_and_looks_need_more():
         ("b", 1.0): [0.5, 0.4, 0.45],
         ("c", 1.0): [0.45, 0.5, 0.4],
     }
-    (one, *_), other = Race("t", STAGES[-2:]).look(STAGES[0], close), Race("t", STAGES, 50)
-    assert one.better == "a" and other.look(STAGES[0], close) == []
+    two_looks = Race("t", STAGES[-2:])
+    one_of_fifty = Race("t", STAGES, 50)
+
+    assert two_looks.look(STAGES[0], close)[0].better == "a"
+    assert one_of_fifty.look(STAGES[0], close) == []
 
 
 def test_learning_rates_race_within_their_architecture():
@@ -58,7 +63,9 @@ def test_learning_rates_race_within_their_architecture():
         ("b", 2e-3): [0.11, 0.1],
         ("b", 4e-3): [None, 0.9],
     }
+
     stops = Race("t", STAGES).look(STAGES[0], scores)
+
     assert {(x.arm, x.learning_rate, x.better, x.better_rate) for x in stops} == {
         ("a", 1e-3, "a", 2e-3),
         ("b", 2e-3, "b", 1e-3),
@@ -67,117 +74,163 @@ def test_learning_rates_race_within_their_architecture():
 
 def test_a_diverged_arm_is_stopped_and_decides_nothing():
     """It cannot be shown: a better rate of its architecture is, or another architecture."""
+    good = [0.5, 0.51, 0.5]
     bad = [math.nan, 0.9, 0.91]
-    scores = {("a", 1e-3): [0.5, 0.51, 0.5], ("a", 2e-3): bad, ("b", 1e-3): bad, ("c", 1e-3): bad}
-    run = Race("t", STAGES)
-    stops = run.look(STAGES[0], scores)
+    scores = {("a", 1e-3): good, ("a", 2e-3): bad, ("b", 1e-3): bad, ("c", 1e-3): bad}
+    race = Race("t", STAGES)
+
+    stops = race.look(STAGES[0], scores)
+
     assert {(x.arm, x.learning_rate) for x in stops} == {*scores} - {("a", 1e-3)}
     assert {(x.better, x.better_rate, x.p) for x in stops} == {("a", 1e-3, None)}
-    assert not run.decided and run.look(STAGES[1], scores) == []
-    assert Race("t", STAGES).look(STAGES[0], dict.fromkeys(scores, bad)) == []
-    assert Race("t", STAGES).look(STAGES[0], FAR | {("b", 1.0): [None, math.nan]})[0].arm == "c"
+    assert not race.decided
+    assert race.look(STAGES[1], scores) == []
+
+
+def test_a_diverged_arm_is_kept_without_a_better_one():
+    scores = dict.fromkeys(FAR, [math.nan, 0.9, 0.91])
+    assert Race("t", STAGES).look(STAGES[0], scores) == []
+
+    unknown = FAR | {("b", 1.0): [None, math.nan]}
+    assert Race("t", STAGES).look(STAGES[0], unknown)[0].arm == "c"
 
 
 def test_split_cells_of_an_architecture_or_task_delay_an_order():
     split = {("b", 1.0): [0.9, 0.1, 0.9], ("d", 1.0): [0.9, 0.9, 0.1]}
-    alone, other = Race("t", STAGES), Race("other", STAGES)
-    other.look(STAGES[0], split)
-    beside = Race("t", STAGES, seen=dict(other.seen))
     near = FAR | {("a", 1.0): [0.6, 0.61, 0.6]}
+    other_task = Race("other", STAGES)
+    other_task.look(STAGES[0], split)
+
+    alone = Race("t", STAGES)
     alone.look(STAGES[0], near)
-    beside.look(STAGES[0], near)
-    assert {*alone.decided} == {("b", "a"), ("c", "a")} and {*beside.decided} == {("c", "a")}
+    with_other_task = Race("t", STAGES, seen=dict(other_task.seen))
+    with_other_task.look(STAGES[0], near)
+
+    assert {*alone.decided} == {("b", "a"), ("c", "a")}
+    assert {*with_other_task.decided} == {("c", "a")}
 
 
 def test_arms_of_open_claims_are_kept():
-    run = Race("t", STAGES, claims=[Claim("t", "c", "b")])
-    assert run.look(STAGES[0], FAR) == [] and {*run.decided} == {("b", "a"), ("c", "a")}
+    race = Race("t", STAGES, claims=[Claim("t", "c", "b")])
+    assert race.look(STAGES[0], FAR) == []
+    assert {*race.decided} == {("b", "a"), ("c", "a")}
+
+    # they are stopped once the claim is decided
     apart = FAR | {("c", 1.0): [0.5, 0.51, 0.5]}
-    assert {x.arm for x in run.look(STAGES[1], apart)} == {"b", "c"}
-    margin = Race("t", STAGES, claims=[Claim("t", "b", "a", 0.9)])  # b may be within it
-    assert {x.arm for x in margin.look(STAGES[0], FAR)} == {"c"}
-    refuted = Race("t", STAGES, claims=[Claim("t", "b", "a")])
-    assert {x.arm for x in refuted.look(STAGES[0], FAR)} == {"b", "c"}
+    assert {stop.arm for stop in race.look(STAGES[1], apart)} == {"b", "c"}
 
 
-def plant(folder, name, curve, **more):
-    rows = [{"event": "validation", "step": at, "loss": 1.0 - x} for at, x in curve.items()]
-    plant_run(folder / name, [*EVENTS, *rows], **more)
+@pytest.mark.parametrize(("margin", "stopped"), [(0.9, {"c"}), (0.0, {"b", "c"})])
+def test_an_arm_that_may_be_within_a_claims_margin_is_kept(margin, stopped):
+    """Without a margin, the claim that b is better than a is refuted."""
+    race = Race("t", STAGES, claims=[Claim("t", "b", "a", margin)])
+    assert {stop.arm for stop in race.look(STAGES[0], FAR)} == stopped
 
 
-def entry(**more):
-    runs = {(arm, None): [f"{arm}{k}" for k in range(4)] for arm in "abc"}
-    return Entry(Race("t", STAGES, **more), runs)
+def plant(folder, name, curve):
+    """Plant a run with a score per step."""
+    validations = [
+        {"event": "validation", "step": step, "loss": 1.0 - score} for step, score in curve.items()
+    ]
+    plant_run(folder / name, [*EVENTS, *validations])
+
+
+def board_race(folder):
+    """Return the race of a board of one task, with four seeds of arms a, b and c."""
+    runs = {(arm, None): [f"{arm}{seed}" for seed in range(4)] for arm in "abc"}
+    return BoardRace(folder, [Entry(Race("t", STAGES), runs)])
+
+
+FIRST_SEEDS = [f"{arm}{seed}" for arm in "abc" for seed in range(3)]
 
 
 def test_a_board_is_raced_in_stages_and_continued(tmp_path):
-    race, at = BoardRace(tmp_path, [entry()]), {f"{arm}{k}": 0 for arm in "abc" for k in range(4)}
+    race = board_race(tmp_path)
+    steps = {f"{arm}{seed}": 0 for arm in "abc" for seed in range(4)}
     assert [race.target(name) for name in ("a0", "a2", "a3")] == [100, 100, 0]
-    assert race.advance(at, {}) == [] and read_race(tmp_path).stages == {"t": 0}
-    for (arm, _), values in FAR.items():
-        for k in range(3):
-            plant(tmp_path, f"{arm}{k}", {100: values[k] if arm != "c" else 0.9 + 0.01 * k})
-            at[f"{arm}{k}"] = 100
-    at["c1"] = 50
-    assert race.advance(at, {}) == []  # c1 is waited for
-    at["c1"] = 100
-    (stop,) = race.advance(at, {})
+    assert race.advance(steps, {}) == []
+    assert read_race(tmp_path).stages == {"t": 0}
+
+    # b is worse than a and c; the race waits for c1
+    for seed in range(3):
+        plant(tmp_path, f"a{seed}", {100: FAR["a", 1.0][seed]})
+        plant(tmp_path, f"b{seed}", {100: FAR["b", 1.0][seed]})
+        plant(tmp_path, f"c{seed}", {100: 0.9 + 0.01 * seed})
+    steps |= dict.fromkeys(FIRST_SEEDS, 100) | {"c1": 50}
+    assert race.advance(steps, {}) == []
+
+    steps["c1"] = 100
+    (stop,) = race.advance(steps, {})
     assert (stop.arm, stop.learning_rate, stop.step) == ("b", None, 100)
-    assert race.is_stopped("b3") and not race.is_stopped("c0")
+    assert race.is_stopped("b3")
+    assert not race.is_stopped("c0")
     assert [race.target(name) for name in ("a0", "b0", "c1", "c3")] == [200, 0, 200, 0]
-    again = BoardRace(tmp_path, [entry()])
-    assert again.is_stopped("b0") and again.target("a0") == 200
     stored = json.loads((tmp_path / RACE).read_text())
-    assert [x["arm"] for x in stored["stops"]] == ["b"] and stored["share"] < 1
+    assert [stop["arm"] for stop in stored["stops"]] == ["b"]
+    assert stored["share"] < 1
+
+    # another process continues
+    again = board_race(tmp_path)
+    assert again.is_stopped("b0")
+    assert again.target("a0") == 200
+
     # a failed run is not waited for, and its arm decides nothing
-    at |= {"a0": 400, "a1": 400, "a2": 400}
-    assert again.advance(at, dict.fromkeys(["c0", "c1", "c2"], "killed")) == []
+    steps |= {"a0": 400, "a1": 400, "a2": 400}
+    assert again.advance(steps, dict.fromkeys(["c0", "c1", "c2"], "killed")) == []
     assert [again.target(name) for name in ("a3", "c3")] == [400, 400]
 
 
 @pytest.mark.parametrize("failed", [{}, {"b0": "exit code 2, error[train.not_finite]: loss"}])
 def test_a_diverged_run_does_not_shield_its_arm(tmp_path, failed):
     """It diverged at a validation, or its trainer gave up before."""
-    for arm in "abc":
-        for k in range(3):
-            curve = (
-                {} if f"{arm}{k}" in failed else {100: math.nan if arm == "b" else 0.9 + k / 100}
-            )
-            plant(tmp_path, f"{arm}{k}", curve)
-    race = BoardRace(tmp_path, [entry()])
-    at = {f"{arm}{k}": 0 if f"{arm}{k}" in failed else 100 for arm in "abc" for k in range(3)}
-    (stop,) = race.advance(at, failed)
-    assert (stop.arm, stop.p) == ("b", None) and race.is_stopped("b3")
-    assert read_race(tmp_path).stops == [stop] and not read_race(tmp_path).orders
-    assert BoardRace(tmp_path, [entry()]).is_stopped("b0")
+    for seed in range(3):
+        plant(tmp_path, f"a{seed}", {100: 0.9 + seed / 100})
+        plant(tmp_path, f"b{seed}", {} if f"b{seed}" in failed else {100: math.nan})
+        plant(tmp_path, f"c{seed}", {100: 0.9 + seed / 100})
+    race = board_race(tmp_path)
+    steps = dict.fromkeys(FIRST_SEEDS, 100) | dict.fromkeys(failed, 0)
+
+    (stop,) = race.advance(steps, failed)
+
+    assert (stop.arm, stop.p) == ("b", None)
+    assert race.is_stopped("b3")
+    assert read_race(tmp_path).stops == [stop]
+    assert not read_race(tmp_path).orders
+    assert board_race(tmp_path).is_stopped("b0")
 
 
 def test_the_last_arm_trains_its_other_seeds(tmp_path):
-    for (arm, _), values in FAR.items():
-        for k in range(3):
-            plant(tmp_path, f"{arm}{k}", {100: values[k]})
-    race = BoardRace(tmp_path, [entry()])
-    assert len(race.advance(dict.fromkeys((f"{a}{k}" for a in "abc" for k in range(3)), 100), {}))
+    for (arm, _), scores in FAR.items():
+        for seed, score in enumerate(scores):
+            plant(tmp_path, f"{arm}{seed}", {100: score})
+    race = board_race(tmp_path)
+
+    assert race.advance(dict.fromkeys(FIRST_SEEDS, 100), {})
+
     assert [race.target(name) for name in ("a0", "a3", "b3")] == [400, 400, 0]
 
 
 def test_a_few_simulated_races():
-    found = simulate.races(2, np.random.default_rng(7), (3, 2, 3), (0.05,))
-    assert found["false"] == 0 and found["tokens"] < 0.7 and found["power"] > 0.9
+    rates = simulate.races(2, np.random.default_rng(7), (3, 2, 3), (0.05,))
+
+    assert rates["false"] == 0
+    assert rates["tokens"] < 0.7
+    assert rates["power"] > 0.9
 
 
-def most(boards, rate):
+def highest_share(boards, rate):
+    """Return the share of boards that 99.9 % of simulations with this rate do not exceed."""
     return stats.binom.ppf(0.999, boards, rate) / boards
 
 
 @pytest.mark.system
 def test_races_of_null_boards_order_nothing():
     """Less than 1 % of boards have a false order; a hundred show 6 % and more."""
-    found = simulate.races(100, np.random.default_rng(7), (4, 4, 3), final=False)
-    assert found["false"] <= most(100, 0.01)
+    rates = simulate.races(100, np.random.default_rng(7), (4, 4, 3), final=False)
+    assert rates["false"] <= highest_share(100, 0.01)
 
 
 def test_runs_that_do_not_learn_order_nothing():
     """12 % of boards had a false order with two first seeds, and splits that were not counted."""
-    found = simulate.races(80, np.random.default_rng(3), (4, 1, 3), failing=0.3, final=False)
-    assert found["false"] <= most(80, 0.01)
+    rates = simulate.races(80, np.random.default_rng(3), (4, 1, 3), failing=0.3, final=False)
+    assert rates["false"] <= highest_share(80, 0.01)

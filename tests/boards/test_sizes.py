@@ -1,5 +1,6 @@
 """Boards: sizes of every mixer, values that are set twice, and the windows that score a run."""
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def plan(folder: Path, text: str, config: Path = PAPER / "depo1_n225.toml"):
 
 
 def refused(capsys, folder, text):
+    """Return the codes of the errors that end the planning of a board."""
     with pytest.raises(SystemExit, match="2"):
         plan(folder, text)
     assert not (folder / "out").exists()
@@ -40,10 +42,11 @@ def refused(capsys, folder, text):
 
 def test_a_size_by_flavor_is_completed_for_each_mixer(tmp_path):
     jobs = plan(tmp_path, ROPE + MAMBA + GLA + '[sizes.s]\nflavor = "8L512D"')
-    models = {name: job.model_args for name, job in jobs.items()}
-    layers = {name: model.num_layers for name, model in models.items()}
+
+    layers = {name: job.model_args.num_layers for name, job in jobs.items()}
     assert layers == {"t-rope-s": 8, "t-m-s": 16, "t-gla-s": 8}
-    assert models["t-m-s"].ffn == "none" and models["t-gla-s"].num_heads == 4
+    assert jobs["t-m-s"].model_args.ffn == "none"
+    assert jobs["t-gla-s"].model_args.num_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -59,8 +62,10 @@ def test_a_size_by_flavor_is_completed_for_each_mixer(tmp_path):
 )
 def test_sizes_of_attention_are_refused_for_other_mixers(architectures, keys, tmp_path, capsys):
     assert refused(capsys, tmp_path, architectures + WIDE.format(keys)) == ["board.size"]
-    lines = "".join(f'"model.{line}\n'.replace(" =", '" =', 1) for line in keys.split("\n"))
-    table = f'[tasks.t2]\nconfig = "{PAPER / "depo1_n225.toml"}"\n[tasks.t2.set]\n{lines}'
+
+    # the same keys in a task
+    dotted = re.sub(r"^(\w+) =", r'"model.\1" =', keys, flags=re.MULTILINE)
+    table = f'[tasks.t2]\nconfig = "{PAPER / "depo1_n225.toml"}"\n[tasks.t2.set]\n{dotted}\n'
     assert refused(capsys, tmp_path, architectures + table) == ["board.size"]
 
 
@@ -74,8 +79,10 @@ def test_sizes_that_fit_the_mixer_are_taken(text, num_layers, tmp_path):
 
 
 def test_architectures_set_sizes_of_their_own(tmp_path):
-    own = ROPE + "num_heads = 12\nnum_layers = 2\n" + GLA + MAMBA + "num_layers = 6\n"
-    jobs = plan(tmp_path, own)
+    text = ROPE + "num_heads = 12\nnum_layers = 2\n" + GLA + MAMBA + "num_layers = 6\n"
+
+    jobs = plan(tmp_path, text)
+
     layers = {name: job.model_args.num_layers for name, job in jobs.items()}
     assert layers == {"t-rope": 2, "t-gla": 12, "t-m": 6}
 
@@ -91,21 +98,29 @@ def test_a_value_of_a_task_is_not_dropped_for_an_arms(arms, place, tmp_path, cap
 
 
 def test_a_board_scores_a_run_on_more_windows_than_a_trainer(tmp_path):
-    """Unless its config or the board says how many; boards planned before keep theirs."""
     (job,) = plan(tmp_path, ROPE).values()
     assert job.validation.windows == WINDOWS
 
-    own = tmp_path / "own.toml"
-    own.write_text(f'extends = "{PAPER / "copy_1l.toml"}"\n[validation]\nwindows = 9\n')
-    (tmp_path / "own").mkdir()
-    (job,) = plan(tmp_path / "own", ROPE, own).values()
+
+def test_the_windows_of_a_config_are_kept(tmp_path):
+    config = tmp_path / "nine.toml"
+    config.write_text(f'extends = "{PAPER / "copy_1l.toml"}"\n[validation]\nwindows = 9\n')
+
+    (job,) = plan(tmp_path, ROPE, config).values()
+
     assert job.validation.windows == 9
 
+
+def test_a_board_planned_without_windows_keeps_its_configs(tmp_path):
+    """As earlier versions did."""
+    plan(tmp_path, ROPE)
     (config,) = (tmp_path / "out" / "configs").iterdir()
-    kept = [x for x in config.read_text().splitlines(keepends=True) if "windows" not in x]
-    config.write_text("".join(kept))
+    lines = config.read_text().splitlines(keepends=True)
+    config.write_text("".join(line for line in lines if "windows" not in line))
     hashes = {str(config): config_hash(str(config))}
     sweep = replace(read_sweep(tmp_path / "out"), configs=hashes)
     write_json(tmp_path / "out" / "sweep.json", asdict(sweep))
+
     (job,) = plan(tmp_path, ROPE).values()
+
     assert job.validation.windows is None

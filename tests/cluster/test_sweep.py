@@ -32,15 +32,18 @@ GRID = ("--configs", DEBUG, "--lr", "3e-3", "0.00025", "--seeds", "0", "7")
 
 
 def plan(folder, *words):
+    """Plan a sweep."""
     main(["plan", str(folder), *map(str, words)])
 
 
 def planned(folder, *words):
+    """Plan a sweep and read it."""
     plan(folder, *words)
     return read_sweep(folder)
 
 
 def printed(capsys, *words):
+    """Return the output of a command."""
     capsys.readouterr()
     main([*map(str, words)])
     return capsys.readouterr().out
@@ -57,12 +60,14 @@ def refused(capsys, *words):
 
 
 def config(path, text=""):
+    """Write a config that extends debug.toml."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'extends = "{DEBUG}"\n{text}')
     return str(path)
 
 
 def launch_of(folder, number, capsys):
+    """Return the words with which a run is started."""
     return printed(capsys, "run", folder, number, "--print0").split("\0")[:-1]
 
 
@@ -73,10 +78,13 @@ def test_a_run_is_trained_with_its_own_values(seed_of, init, data, tmp_path, cap
     """As the trainer parses the command line; also in a sweep that was moved."""
     odd = 'it\'s "a" $(b); c'
     seeded = config(tmp_path / "seeded.toml", "[model]\ninit_seed = 3\n[data]\ndata_seed = 5\n")
-    plan(tmp_path / "old", "--configs", DEBUG, seeded, "--lr", "2.5e-4", "--seeds", "0", "7",
-         "--seed_of", seed_of, "--data.path", "/d", "--job.description", odd)  # fmt: skip
+    grid = ("--configs", DEBUG, seeded, "--lr", "2.5e-4", "--seeds", "0", "7")
+    options = ("--seed_of", seed_of, "--data.path", "/d", "--job.description", odd)
+    plan(tmp_path / "old", *grid, *options)
     (tmp_path / "old").rename(tmp_path / "s")
+
     words = launch_of(tmp_path / "s", 4, capsys)
+
     assert words[0] == seeded
     job = parse_job(["--config", *words])
     assert (job.model.init_seed, job.data.data_seed, job.optimizer.lr) == (init, data, 2.5e-4)
@@ -87,39 +95,44 @@ def test_a_run_is_trained_with_its_own_values(seed_of, init, data, tmp_path, cap
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_a_sweep_moves_with_its_configs(is_copied, tmp_path, capsys):
     """As a project folder does; a run that has started is continued by the same command."""
-    one = config(tmp_path / "before/a.toml")
-    words = ("--configs", one, DEBUG, "--seeds", "0", "1")
-    made = planned(tmp_path / "before/s", *words)
-    plant_planned_run(
-        tmp_path / "before/s", made, made.runs[0], [launch_event("start"), step(1, 5)]
-    )
+    before = tmp_path / "before"
     now = tmp_path / "now"
+    path = config(before / "a.toml")
+    sweep = planned(before / "s", "--configs", path, DEBUG, "--seeds", "0", "1")
+    plant_planned_run(before / "s", sweep, sweep.runs[0], [launch_event("start"), step(1, 5)])
     if is_copied:
-        shutil.copytree(tmp_path / "before", now)
+        shutil.copytree(before, now)
     else:
-        (tmp_path / "before").rename(now)
+        before.rename(now)
 
     moved = read_sweep(now / "s")
+
     paths = [str(now / "a.toml"), DEBUG]
-    assert list(moved.configs) == paths and list(moved.configs.values()) == [*made.configs.values()]
-    assert [run.config for run in moved.runs] == [x for x in paths for _ in range(2)]
+    assert list(moved.configs) == paths
+    assert list(moved.configs.values()) == list(sweep.configs.values())
+    assert [run.config for run in moved.runs] == [paths[0], paths[0], paths[1], paths[1]]
     assert launch_of(now / "s", 1, capsys)[0] == paths[0]
+
+    # the same command continues it
     again = planned(now / "s", "--configs", *paths, "--seeds", "0", "1")
     assert again == replace(moved, folder=str(now / "s"))
     assert again.other_plan(again.runs[0], now / "s") is None
+
+    # moved without its configs, which are where they were
     (tmp_path / "far").mkdir()
-    (now / "s").rename(tmp_path / "far/s")  # without its configs, which are where they were
-    there = planned(tmp_path / "far/s", "--configs", *paths, "--seeds", "0", "1")
-    assert list(there.configs) == paths
+    (now / "s").rename(tmp_path / "far/s")
+    far = planned(tmp_path / "far/s", "--configs", *paths, "--seeds", "0", "1")
+    assert list(far.configs) == paths
 
 
 def test_a_plan_of_an_earlier_version_has_no_folder(tmp_path):
-    made = planned(tmp_path / "s", "--configs", DEBUG, "--seeds", "0")
+    sweep = planned(tmp_path / "s", "--configs", DEBUG, "--seeds", "0")
     content = json.loads((tmp_path / "s" / PLAN).read_text())
     assert content.pop("folder") == str(tmp_path / "s")
     write_json(tmp_path / "s" / PLAN, content)
-    assert read_sweep(tmp_path / "s") == replace(made, folder="")
-    assert planned(tmp_path / "s", "--configs", DEBUG, "--seeds", "0") == made
+
+    assert read_sweep(tmp_path / "s") == replace(sweep, folder="")
+    assert planned(tmp_path / "s", "--configs", DEBUG, "--seeds", "0") == sweep
 
 
 @pytest.mark.parametrize(
@@ -166,61 +179,78 @@ def test_configs_with_different_data_give_a_note(text, words, keys, tmp_path, ca
 
 def test_only_extend_changes_a_plan(tmp_path, capsys):
     """Of which a run has started."""
-    plan(tmp_path, *GRID)
-    plant_run(tmp_path / read_sweep(tmp_path).runs[0].name, [])
-    before, written = read_sweep(tmp_path), (tmp_path / PLAN).read_bytes()
+    before = planned(tmp_path, *GRID)
+    plant_run(tmp_path / before.runs[0].name, [])
+    written = (tmp_path / PLAN).read_bytes()
+
+    # the same grid, also in another order
     plan(tmp_path, *GRID)
     plan(tmp_path, *GRID, "--extend")
     plan(tmp_path, "--configs", DEBUG, "--lr", "2.5e-4", "3e-3", "--seeds", "7", "0")
-    fewer = (*GRID[:2], "--lr", "3e-3", "--seeds", "0", "7")
-    for words in (fewer, (*GRID, "--seed_of", "init"), (*GRID, "--training.steps", "9")):
+
+    # fewer runs or other values are refused, more runs without --extend too
+    fewer = ("--lr", "3e-3", "--seeds", "0", "7")
+    other_seed = (*GRID[2:], "--seed_of", "init")
+    other_value = (*GRID[2:], "--training.steps", "9")
+    for words in (fewer, other_seed, other_value):
         for extend in ((), ("--extend",)):
-            code = refused(capsys, "plan", tmp_path, *words[:2], *extend, *words[2:])
+            code = refused(capsys, "plan", tmp_path, "--configs", DEBUG, *extend, *words)
             assert code == "sweep.other_plan"
-    more = (*GRID[:3], "1e-2", *GRID[3:], "1")
+    more = ("--configs", DEBUG, "--lr", "1e-2", "3e-3", "0.00025", "--seeds", "0", "7", "1")
     assert refused(capsys, "plan", tmp_path, *more) == "sweep.other_plan"
     assert (tmp_path / PLAN).read_bytes() == written
-    plan(tmp_path, *more, "--extend")
-    after = read_sweep(tmp_path)
+
+    after = planned(tmp_path, *more, "--extend")
     assert after.runs[:4] == before.runs, "they keep their numbers"
-    added = "lr1e-2-seed0 lr1e-2-seed7 lr1e-2-seed1 lr3e-3-seed1 lr2.5e-4-seed1"
-    assert [run.name for run in after.runs[4:]] == [f"debug-{name}" for name in added.split()]
+    assert [run.name for run in after.runs[4:]] == [
+        "debug-lr1e-2-seed0",
+        "debug-lr1e-2-seed7",
+        "debug-lr1e-2-seed1",
+        "debug-lr3e-3-seed1",
+        "debug-lr2.5e-4-seed1",
+    ]
 
 
 def test_a_config_that_changed_is_refused(tmp_path, capsys, monkeypatch):
     """Its own values or those it extends; not a comment. A requeued job uses a copy."""
-    base = config(tmp_path / "base.toml")
+    base = tmp_path / "base.toml"
     path = tmp_path / "own.toml"
+    config(base)
     path.write_text('extends = "base.toml"\n')
     words = ("--configs", str(path), "--lr", "1e-3", "2e-3")
     plan(tmp_path / "s", *words)
     plant_run(tmp_path / "s" / "own-lr2e-3", [])
-    config(Path(base), "# a comment\n")
+
+    config(base, "# a comment\n")
     assert launch_of(tmp_path / "s", 1, capsys)
-    config(Path(base), "[training]\nsteps = 99\n")
+
+    config(base, "[training]\nsteps = 99\n")
     assert refused(capsys, "run", tmp_path / "s", 1) == "sweep.config_changed"
     assert refused(capsys, "plan", tmp_path / "s", *words) == "sweep.other_plan"
+
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert launch_of(tmp_path / "s", 1, capsys)
 
 
 def test_until_a_run_has_started_a_plan_is_replaced(tmp_path, capsys):
-    own = config(tmp_path / "own.toml", "[training]\nsteps = 9\n")
-    other = config(tmp_path / "other.toml")
-    for words in (GRID, ("--configs", DEBUG), ("--configs", own, other), ("--configs", own)):
-        assert [run.config for run in planned(tmp_path / "s", *words).runs][0] == words[1]
-    config(Path(own), "[training]\nsteps = 8\n")
-    assert len(planned(tmp_path / "s", "--configs", own, other).runs) == 2
+    first = config(tmp_path / "first.toml", "[training]\nsteps = 9\n")
+    second = config(tmp_path / "second.toml")
+    both = ("--configs", first, second)
+    for words in (GRID, ("--configs", DEBUG), both, ("--configs", first)):
+        assert planned(tmp_path / "s", *words).runs[0].config == words[1]
+
+    config(Path(first), "[training]\nsteps = 8\n")
+    assert len(planned(tmp_path / "s", *both).runs) == 2
     assert launch_of(tmp_path / "s", 1, capsys)
 
     # a config whose own runs have not started may still change
-    plant_run(tmp_path / "s" / "other", [])
-    config(Path(own), "[training]\nsteps = 7\n")
-    planned(tmp_path / "s", "--configs", own, other)
+    plant_run(tmp_path / "s" / "second", [])
+    config(Path(first), "[training]\nsteps = 7\n")
+    plan(tmp_path / "s", *both)
     assert launch_of(tmp_path / "s", 1, capsys)
-    config(Path(other), "[training]\nsteps = 7\n")
-    both = ("--configs", own, other)
-    for words in (both, both[:2], (*both, "--seeds", "0"), ("--configs", own, "--extend")):
+
+    config(Path(second), "[training]\nsteps = 7\n")
+    for words in (both, both[:2], (*both, "--seeds", "0"), ("--configs", first, "--extend")):
         assert refused(capsys, "plan", tmp_path / "s", *words) == "sweep.other_plan"
 
 
@@ -239,33 +269,41 @@ def test_until_a_run_has_started_a_plan_is_replaced(tmp_path, capsys):
 def test_runs_of_another_plan_are_not_counted(change, tmp_path, capsys):
     """sweep.json is lost, and another plan has runs of the same names; one run is the same."""
     text, words = change
-    path, folder = config(tmp_path / "own.toml"), tmp_path / "s"
+    path = config(tmp_path / "own.toml")
+    folder = tmp_path / "s"
+    events = [launch_event("start"), step(40, 1.0), {**VALIDATION, "step": 40}]
+
+    def plant_launched(sweep, run):
+        sweep.launch(run, folder)
+        plant_planned_run(folder, sweep, run, events, done=True)
+
     old = planned(folder, "--configs", path, *GRID[2:])
     for run in old.runs:
-        old.launch(run, folder)
-        events = [launch_event("start"), step(40, 1.0), {**VALIDATION, "step": 40}]
-        plant_planned_run(folder, old, run, events, done=True)
+        plant_launched(old, run)
     assert [row.state for row in sweep_rows(old, folder, NOW)] == ["done"] * 4
     assert printed(capsys, "todo", folder) == "\n\n"
 
+    # another plan, which has trained its third run
     (folder / PLAN).unlink()
     config(Path(path), text)
     new = planned(folder, "--configs", path, *words)
-    kept = folder / new.runs[2].name  # trained by the new plan
-    shutil.rmtree(kept)
-    new.launch(new.runs[2], folder)
-    plant_planned_run(folder, new, new.runs[2], events, done=True)
+    shutil.rmtree(folder / new.runs[2].name)
+    plant_launched(new, new.runs[2])
+
     rows = sweep_rows(new, folder, NOW)
     assert [row.state for row in rows] == ["failed", "failed", "done", "failed"]
-    assert all(row.reason and row.held_out_loss is None for row in rows if row.state == "failed")
-    assert rows[2].held_out_loss == 2.5 and rows[2].reason is None
+    assert (rows[2].held_out_loss, rows[2].reason) == (2.5, None)
+    for row in (rows[0], rows[1], rows[3]):
+        assert row.reason
+        assert row.held_out_loss is None
+
     capsys.readouterr()
     main(["todo", str(folder)])
     out, err = capsys.readouterr()
-    assert out == "\n\n" and err.count("NOTE") == 3
+    assert out == "\n\n"
+    assert err.count("NOTE") == 3
     assert refused(capsys, "run", folder, 1) == "sweep.other_run"
-    main(["run", str(folder), "3", "--print0"])
-    assert capsys.readouterr().out == ""
+    assert printed(capsys, "run", folder, 3, "--print0") == ""
 
 
 @pytest.mark.parametrize("has_record", [True, False])
@@ -273,14 +311,16 @@ def test_a_copied_run_is_not_another(has_record, tmp_path, capsys):
     """A folder under another name, with and without its planned.json; as of an older version."""
     paths = [config(tmp_path / f"{name}.toml") for name in "ab"]
     sweep = planned(tmp_path / "s", "--configs", *paths, "--seeds", "0", "1")
-    first = sweep.runs[0]
+    first, *others = sweep.runs
     sweep.launch(first, tmp_path / "s")
     run = plant_planned_run(tmp_path / "s", sweep, first, [step(40, 1.0)], done=True)
     if not has_record:
         run.planned_file.unlink()
-    for other in sweep.runs[1:]:
+    for other in others:
         shutil.copytree(run.path, tmp_path / "s" / other.name)
+
     states = [row.state for row in sweep_rows(sweep, tmp_path / "s", NOW)]
+
     # without a record, a copy for a config of the same values and seed cannot be told
     assert states == ["done", "failed", "failed" if has_record else "done", "failed"]
 
@@ -290,10 +330,13 @@ def test_a_plan_records_what_a_run_starts_with_once(tmp_path, capsys):
     record = RunFolder(tmp_path / sweep.runs[0].name).planned_file
     launch_of(tmp_path, 1, capsys)
     assert json.loads(record.read_text())["options"][:2] == ["--optimizer.lr", "0.003"]
-    planned(tmp_path, *GRID, "--training.steps", "9")
+
+    # planned again before it has started
+    plan(tmp_path, *GRID, "--training.steps", "9")
     launch_of(tmp_path, 1, capsys)
     written = record.read_text()
     assert json.loads(written)["options"][-2:] == ["--training.steps", "9"]
+
     plant_planned_run(tmp_path, read_sweep(tmp_path), sweep.runs[0], [])
     launch_of(tmp_path, 1, capsys)
     assert record.read_text() == written
@@ -301,34 +344,39 @@ def test_a_plan_records_what_a_run_starts_with_once(tmp_path, capsys):
 
 def test_missing_and_damaged_plans_are_refused(tmp_path, capsys):
     assert refused(capsys, "table", tmp_path) == "sweep.not_a_sweep"
+
     plan(tmp_path, *GRID)
-    for number in (0, 5):
-        assert refused(capsys, "run", tmp_path, number) == "sweep.value"
-    code = refused(capsys, "run", tmp_path, 1, "--training.steps", 3)
-    assert code == "sweep.misplaced_option"
     text = (tmp_path / PLAN).read_text()
-    for damaged in (
-        "[1]",
-        "{",
-        text.replace('"both"', '"x"'),
-        text.replace(f'"{DEBUG}": "', '"x": "'),
-    ):
+    other_seed = text.replace('"both"', '"x"')
+    other_config = text.replace(f'"{DEBUG}": "', '"x": "')
+    for damaged in ("[1]", "{", other_seed, other_config):
         (tmp_path / PLAN).write_text(damaged)
         assert refused(capsys, "table", tmp_path) == "sweep.damaged"
 
 
-def test_the_table_has_the_state_of_each_run(tmp_path, capsys):
+def test_a_run_is_started_by_its_number_alone(tmp_path, capsys):
     plan(tmp_path, *GRID)
-    sweep = read_sweep(tmp_path)
+
+    for number in (0, 5):
+        assert refused(capsys, "run", tmp_path, number) == "sweep.value"
+    code = refused(capsys, "run", tmp_path, 1, "--training.steps", 3)
+    assert code == "sweep.misplaced_option"
+
+
+def test_the_table_has_the_state_of_each_run(tmp_path, capsys):
+    sweep = planned(tmp_path, *GRID)
     then = (NOW - timedelta(seconds=1)).isoformat()
     running = Status("running", 20, 500, then, then, phase="training", job_id="41")
     failed = replace(running, state="failed", phase="ended", reason="UserError: no", job_id="42")
     done = replace(running, state="done", phase="ended", step=500)
-    for planned, found in zip(sweep.runs, (running, failed, done), strict=False):
-        run = plant_planned_run(tmp_path, sweep, planned, [launch_event("start"), step(20, 5.25)])
-        write_json(run.status_file, asdict(found))
+    for planned_run, run_status in zip(sweep.runs[:3], (running, failed, done), strict=True):
+        events = [launch_event("start"), step(20, 5.25)]
+        run = plant_planned_run(tmp_path, sweep, planned_run, events)
+        write_json(run.status_file, asdict(run_status))
     RunFolder(tmp_path / sweep.runs[2].name).write_done(500)
+
     rows = sweep_rows(sweep, tmp_path, NOW)
+
     assert [(r.number, r.state, r.step, r.steps, r.loss, r.job_id) for r in rows] == [
         (1, "training", 20, 500, 5.25, "41"),
         (2, "failed", 20, 500, 5.25, "42"),
@@ -337,61 +385,70 @@ def test_the_table_has_the_state_of_each_run(tmp_path, capsys):
     ]
     lines = printed(capsys, "table", tmp_path).splitlines()
     assert lines[3].split()[:6] == ["2", rows[1].name, "failed", "20/500", "5.2500", "42"]
-    found_json = json.loads(printed(capsys, "table", tmp_path, "--json"))
-    assert [row["name"] for row in found_json] == [run.name for run in sweep.runs]
+    table = json.loads(printed(capsys, "table", tmp_path, "--json"))
+    assert [row["name"] for row in table] == [run.name for run in sweep.runs]
 
 
 def test_the_table_compares_held_out_losses(tmp_path, capsys):
     other = config(tmp_path / "b.toml")
-    plan(tmp_path, "--configs", DEBUG, other, "--lr", "1e-3", "2e-3", "--seeds", "0", "1", "2")
-    sweep = read_sweep(tmp_path)
+    grid = ("--lr", "1e-3", "2e-3", "--seeds", "0", "1", "2")
+    sweep = planned(tmp_path, "--configs", DEBUG, other, *grid)
+
+    # b is better by 0.2; seeds differ by 0.01; the third seed has not reached step 40
     losses = {}
     for run in sweep.runs:
-        loss = 5.0 + 0.01 * run.seed + 100 * run.learning_rate - 0.2 * (run.config == other)
+        loss = 5.0 + 0.01 * run.seed + 100 * run.learning_rate
+        if run.config == other:
+            loss -= 0.2
         losses[run.name] = loss
-        events = [launch_event("start"), step(40, 1.0)]
-        events += [{"event": "validation", "step": at, "loss": loss + 40 - at} for at in (20, 40)]
-        plant_planned_run(tmp_path, sweep, run, events[: 3 if run.seed == 2 else 4])
+        events = [
+            launch_event("start"),
+            step(40, 1.0),
+            {"event": "validation", "step": 20, "loss": loss + 20},
+        ]
+        if run.seed != 2:
+            events.append({"event": "validation", "step": 40, "loss": loss})
+        plant_planned_run(tmp_path, sweep, run, events)
 
-    def rows_of(source, at):
+    # Student's t with the variance of four groups of three: 8 degrees of freedom
+    deviation = 0.01 * math.sqrt(2 / 3)
+    half = stats.t.isf(0.025, 8) * deviation
+    p = 2 * stats.t.sf(0.2 / deviation, 8)
+
+    def compared_rows(source, at):
         rows = sweep_rows(sweep, tmp_path, NOW)
         assert {(row.held_out_step, row.held_out_source) for row in rows} == {(at, source)}
-        first = printed(capsys, "table", tmp_path).splitlines()[0]
-        assert f"({source}, step {at})" in first and " b-lr1e-3 better by 0.2 " in first
-        # Student's t with the variance of four groups of three: 8 degrees of freedom
-        half = stats.t.isf(0.025, 8) * 0.01 * math.sqrt(2 / 3)
-        p = 2 * stats.t.sf(0.2 / (0.01 * math.sqrt(2 / 3)), 8)
-        assert f"{0.2 - half:.3g} to {0.2 + half:.3g}, p {p:.2g}" in first
+        summary = printed(capsys, "table", tmp_path).splitlines()[0]
+        assert f"({source}, step {at})" in summary
+        assert " b-lr1e-3 better by 0.2 " in summary
+        assert f"{0.2 - half:.3g} to {0.2 + half:.3g}, p {p:.2g}" in summary
         return rows
 
-    rows_of("training logs", 20)  # the last step that all runs have
+    compared_rows("training logs", 20)  # the last step that all runs have
+
     for run in sweep.runs:
         scores = {"validation": {"nats_per_token": Score(losses[run.name])}}
         plant_results(RunFolder(tmp_path / run.name), 60, "validation", scores)
-    rows = rows_of("suite validation", 60)
+    rows = compared_rows("suite validation", 60)
     assert [row.held_out_loss for row in rows] == [losses[row.name] for row in rows]
+
     # results for other text, or a part of it, are not comparable
-    for more in ({"held_out_fingerprint": "other"}, {"limit": 3}):
-        scores = {"validation": {"nats_per_token": Score(1.0)}}
-        plant_results(RunFolder(tmp_path / rows[0].name), 80, "validation", scores, **more)
+    first = RunFolder(tmp_path / rows[0].name)
+    scores = {"validation": {"nats_per_token": Score(1.0)}}
+    plant_results(first, 80, "validation", scores, held_out_fingerprint="other")
+    plant_results(first, 80, "validation", scores, limit=3)
     assert sweep_rows(sweep, tmp_path, NOW) == rows
 
 
 @pytest.mark.system
 def test_run_trains_once(data_folder, tmp_path):
-    plan(tmp_path / "s", "--configs", DEBUG, "--seeds", "3", "--data.path", data_folder)
-    command = [
-        sys.executable,
-        "-m",
-        "canon_pretrain",
-        "sweep",
-        "run",
-        str(tmp_path / "s"),
-        "1",
-    ]
+    folder = tmp_path / "s"
+    plan(folder, "--configs", DEBUG, "--seeds", "3", "--data.path", data_folder)
+    command = [sys.executable, "-m", "canon_pretrain", "sweep", "run", str(folder), "1"]
 
     for _ in range(2):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done
-    found = status(tmp_path / "s" / "debug-seed3")
-    assert (found.state, found.step, found.launches) == ("done", 12, 1)
+
+    run_status = status(folder / "debug-seed3")
+    assert (run_status.state, run_status.step, run_status.launches) == ("done", 12, 1)

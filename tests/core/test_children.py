@@ -53,36 +53,51 @@ def server():
     server.close()
 
 
-def ended(child):
-    end = time.monotonic() + 30
-    while child.poll() is None:
-        assert time.monotonic() < end
+def wait_until(condition, timeout_s=30):
+    """Poll until `condition()` is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def exit_code(child):
+    """Wait until a child ends, and return its code."""
+    wait_until(lambda: child.poll() is not None)
     return child.returncode
 
 
 def is_running(pid):
+    """Return whether a process exists and is no zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
+    return state != "Z"
 
 
 def test_children_are_this_process_s_own(server, tmp_path):
-    children = []
-    for number, word in enumerate(("end", "fail", "wait")):
-        with open(tmp_path / str(number), "wb") as output:
-            children.append(server.start([word, "x y"], output))
-    first, second, third = children
-    assert ended(first) == 0 and ended(second) == 3 and third.poll() is None
-    for number, child in enumerate(children[:2]):
-        written = (tmp_path / str(number)).read_text().split()
-        assert written[:3] == [str(child.pid), str(os.getpid()), str(child.pid)]
-        assert written[4:] == ["x", "y"]
+    children = {}
+    for word in ("end", "fail", "wait"):
+        with open(tmp_path / word, "wb") as output:
+            children[word] = server.start([word, "x y"], output)
+
+    assert exit_code(children["end"]) == 0
+    assert exit_code(children["fail"]) == 3
+    assert children["wait"].poll() is None
+
+    for word in ("end", "fail"):
+        pid, parent, session, *words = (tmp_path / word).read_text().split()
+        child = children[word]
+        assert (pid, parent, session) == (str(child.pid), str(os.getpid()), str(child.pid))
+        assert words == [word, "x", "y"]
+
+    # a child outlives its server, and can be terminated twice
     server.close()
-    third.terminate()
-    assert ended(third) == -signal.SIGTERM
-    third.terminate()
+    children["wait"].terminate()
+    assert exit_code(children["wait"]) == -signal.SIGTERM
+    children["wait"].terminate()
+
     with open(os.devnull, "wb") as output, pytest.raises(OSError):
         server.start(["end"], output)
 
@@ -102,32 +117,25 @@ def test_children_end_with_this_process(tmp_path):
         cwd=ROOT,
         stdin=subprocess.PIPE,
     )
-    end = time.monotonic() + 30
-    while not (output.exists() and output.read_text().strip()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: output.exists() and output.read_text().strip())
+    child = int(output.read_text().split()[0])
+
     driver.kill()
     driver.communicate()
-    pid = int(output.read_text().split()[0])
-    while is_running(pid):
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
-
-def wait_until_ended(*pids, timeout_s=30):
-    end = time.monotonic() + timeout_s
-    while any(map(is_running, pids)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: not is_running(child))
 
 
 def test_a_server_that_still_imports_can_be_given_up(tmp_path):
     code = f"import time; time.sleep(60)\n{SERVER}"
     server = ForkServer([sys.executable, "-c", code], {"PYTHONPATH": str(ROOT)})
-    asked = iter([False, True])
+    answers = iter([False, True])
+
     with open(tmp_path / "output", "wb") as output:
-        assert server.start(["wait"], output, gives_up=lambda: next(asked)) is None
+        child = server.start(["wait"], output, gives_up=lambda: next(answers))
     server.close()
+
+    assert child is None
     assert (tmp_path / "output").read_bytes() == b""
 
 
@@ -140,9 +148,11 @@ def test_a_tree_is_killed_across_sessions():
     child = int(parent.stdout.readline())
     parent.stdout.close()
     assert os.getsid(parent.pid) == parent.pid != os.getsid(0)
+
     kill_tree(parent.pid)
+
     assert parent.wait(30) == -signal.SIGKILL
-    wait_until_ended(child)
+    wait_until(lambda: not is_running(child))
     kill_tree(parent.pid)  # gone: no error
 
 
@@ -162,24 +172,29 @@ time.sleep(60)
 @pytest.mark.parametrize("how", ["started", "rank of torchrun"])
 def test_a_child_ends_with_a_killed_parent(how):
     environ = os.environ | {"PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "1"}
-    words = [sys.executable, "-c", PARENT, how]
-    parent = subprocess.Popen(words, env=environ, stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", PARENT, how]
+    parent = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.stdout.close()
+
     parent.kill()
     parent.wait()
-    wait_until_ended(child)
+
+    wait_until(lambda: not is_running(child))
 
 
 def test_only_ranks_of_torchrun_end_with_their_parent(monkeypatch):
-    asked = []
-    monkeypatch.setattr("canon_pretrain.core.children.end_with", asked.append)
+    parents: list[int] = []
+    monkeypatch.setattr("canon_pretrain.core.children.end_with", parents.append)
+
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     end_with_torchrun()
+    assert parents == []
+
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     end_with_torchrun()
-    assert asked == [os.getppid()]
+    assert parents == [os.getppid()]
 
 
 def test_processes_of_libraries_have_sessions_of_their_own():
@@ -191,9 +206,13 @@ def test_processes_of_libraries_have_sessions_of_their_own():
             subprocess.Popen(["/no/such/compiler"])
         assert os.getsid(compiler.pid) == compiler.pid
         raise KeyboardInterrupt  # pressed twice: threads that wait for the compiler end
-    assert compiler.wait(30) == -signal.SIGKILL and exporter.poll() is None
+
+    assert compiler.wait(30) == -signal.SIGKILL
+    assert exporter.poll() is None
     exporter.kill()
     exporter.wait()
+
+    # outside of the context, a process stays in the session
     with subprocess.Popen(["sleep", "60"]) as plain:
         assert os.getsid(plain.pid) == os.getsid(0)
         plain.kill()

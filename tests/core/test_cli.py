@@ -35,9 +35,12 @@ with command(prints="prints" in sys.argv), open(sys.argv[1], "w") as file:
 @pytest.mark.parametrize(
     ("redirection", "words", "code"),
     [
-        *((redirection, [], 0) for redirection in (">/dev/full", "| true", ">/dev/full 2>&1")),
+        (">/dev/full", [], 0),
+        ("| true", [], 0),
+        (">/dev/full 2>&1", [], 0),
         # of a command whose output is its result, but a reader may stop early
-        *((">/dev/full", ["prints"], 2), ("; exit $?", ["prints"], 0)),
+        (">/dev/full", ["prints"], 2),
+        ("; exit $?", ["prints"], 0),
         ("", ["fails"], 2),
     ],
 )
@@ -45,15 +48,22 @@ def test_output_streams(redirection, words, code, tmp_path):
     """Output that cannot be written costs no result; no control character reaches a terminal."""
     out = tmp_path / "out"
     command = ["sh", "-c", f'"$@" {redirection}', "sh", sys.executable, "-c", SCRIPT]
+
     done = subprocess.run([*command, out, *words], cwd=ROOT, capture_output=True, timeout=60)
+
     assert done.returncode == code, done.stderr
-    assert out.read_text() == "results" and b"Traceback" not in done.stderr
+    assert out.read_text() == "results"
+    assert b"Traceback" not in done.stderr
     if "fails" in words:
         printed = (done.stdout + done.stderr).decode()
-        ours = printed.replace("\x1b[31m", "").replace("\x1b[0m", "")
-        assert printable(ours, keep="\n\ufffd") == ours and "\u202e" not in ours
-        assert printed.count("\x1b[31m") == 1 and "\u00a0end" in printed
+        assert printed.count("\x1b[31m") == 1
+        assert "\u00a0end" in printed
         assert error_codes(done.stderr.decode()) == ["file.os_error"]
+
+        # apart from the colors of rich, nothing that a terminal would interpret
+        uncolored = printed.replace("\x1b[31m", "").replace("\x1b[0m", "")
+        assert printable(uncolored, keep="\n\ufffd") == uncolored
+        assert "\u202e" not in uncolored
 
 
 @pytest.mark.parametrize(
@@ -61,16 +71,19 @@ def test_output_streams(redirection, words, code, tmp_path):
 )
 def test_a_locale_that_is_not_utf8_is_refused(words, tmp_path):
     path = str(tmp_path / "caf\u00e9")
-    other = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     command = [sys.executable, "-m", *words.split(), path]
-    done = subprocess.run(command, cwd=ROOT, env=other, capture_output=True, timeout=60)
-    assert done.returncode == 2 and not os.path.exists(path)
+
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | ascii_locale, capture_output=True, timeout=60
+    )
+
+    assert done.returncode == 2
     assert error_codes(done.stderr.decode()) == ["cli.encoding"]
+    assert not os.path.exists(path)
 
 
-def test_a_process_ends_as_python_would_end_it(tmp_path):
-    """run_process frees no modules, but loses nothing: threads, exit functions, output, code."""
-    script = """
+ENDING = """
 import atexit, os, sys, threading, time
 from canon_pretrain.core.cli import run_process
 class Kept:
@@ -89,25 +102,53 @@ def main():
     raise SystemExit(int(sys.argv[2]))
 run_process(main)
 """
-    for given, code, error in (("0", 0, ""), ("3", 3, ""), ("raise", 1, "ValueError: unexpected")):
-        words = [sys.executable, "-c", script, tmp_path / given, given]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == code and error in done.stderr, done.stderr
-        assert done.stdout == "no newline exit function\n"
-        assert (tmp_path / given).read_text() == "thread"
-        assert error or done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "error"),
+    [("0", 0, ""), ("3", 3, ""), ("raise", 1, "ValueError: unexpected")],
+)
+def test_a_process_ends_as_python_would_end_it(ending, code, error, tmp_path):
+    """run_process frees no modules, but loses nothing: threads, exit functions, output, code."""
+    command = [sys.executable, "-c", ENDING, tmp_path / "out", ending]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    assert done.returncode == code, done.stderr
+    assert done.stdout == "no newline exit function\n"
+    assert (tmp_path / "out").read_text() == "thread"
+    if error:
+        assert error in done.stderr
+    else:
+        assert done.stderr == ""
 
 
 @pytest.mark.parametrize(
     "words",
-    ["run stauts", "run status", "run plot x", "checkpoint prune x --keep 0", "sample"]
-    + ["doctor --jsn", "eval run", "data build --workers x", "hf export", "completion fish"]
-    + ["sweep plan", "playground run", "synthetic score", "bench steps", "new"],
+    [
+        "run stauts",
+        "run status",
+        "run plot x",
+        "checkpoint prune x --keep 0",
+        "sample",
+        "doctor --jsn",
+        "eval run",
+        "data build --workers x",
+        "hf export",
+        "completion fish",
+        "sweep plan",
+        "playground run",
+        "synthetic score",
+        "bench steps",
+        "new",
+    ],
 )
 def test_a_usage_error_has_a_code(words, capsys):
     stage, *rest = words.split()
+
     with pytest.raises(SystemExit) as ended:
         canon.main([stage, *rest])
+
     assert ended.value.code == 2
     assert error_codes(capsys.readouterr().err) == ["cli.usage"]
 
@@ -125,29 +166,34 @@ COMMANDS["slow"] = Command("slow_module", "")
 sys.argv[1:] = ["slow"]
 canon.start()
 """
-
-
-def test_an_interrupt_while_importing_leaves_no_traceback(tmp_path):
-    """Even if the module that is being imported would catch the exception."""
-    slow = tmp_path / "slow_module.py"
-    slow.write_text("""
+SLOW_MODULE = """
 import sys, time
 print("importing", flush=True)
 try:
     time.sleep(60)
 except BaseException:
     print("caught")
-""")
+"""
+
+
+def test_an_interrupt_while_importing_leaves_no_traceback(tmp_path):
+    """Even if the module that is being imported would catch the exception."""
+    (tmp_path / "slow_module.py").write_text(SLOW_MODULE)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
     # a background job of a shell, as this suite may be, ignores SIGINT, and so would its children
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    words = [sys.executable, "-c", SLOW_IMPORT]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, env=environ, stdout=pipe, stderr=pipe) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW_IMPORT],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
         signal.signal(signal.SIGINT, before)
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
+
     assert (process.returncode, out, err) == (EXIT_INTERRUPTED, b"", b"")
 
 
@@ -167,15 +213,19 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(os, "fsync", full)
     page = tmp_path / "page.html"
-    for write in (
+    writers = (
         lambda: files.write_atomic(page, b"x"),
         lambda: files.write_json(page, {}),
         lambda: files.write_folder(tmp_path / "folder", {"page.html": b"x"}),
-    ):
+    )
+
+    for write in writers:
         with pytest.raises(SystemExit), command():
             write()
+
         err = capsys.readouterr().err
-        assert error_codes(err) == ["file.os_error"] and "page.html" in err
+        assert error_codes(err) == ["file.os_error"]
+        assert "page.html" in err
     assert not [*tmp_path.iterdir()]
 
 

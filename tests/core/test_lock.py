@@ -79,9 +79,13 @@ class Launch:
     """A process that runs LAUNCH."""
 
     def __init__(self, **environ):
-        variables = os.environ | {"PYTHONPATH": str(ROOT)} | environ
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-c", LAUNCH], env=variables, **pipes)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCH],
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | environ,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         self.pid = self.process.pid
 
     def send(self, *words):
@@ -105,10 +109,15 @@ class Launch:
 def launch():
     """Start launches, and kill them at the end of the test."""
     launches: list[Launch] = []
-    yield lambda **environ: launches.append(Launch(**environ)) or launches[-1]
-    for each in launches:
-        each.process.kill()
-        each.process.communicate()
+
+    def start(**environ):
+        launches.append(Launch(**environ))
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        launch.process.kill()
+        launch.process.communicate()
 
 
 @pytest.fixture
@@ -129,7 +138,9 @@ def stale(path, age_s=0.0, **changes):
     holder = replace(holder, **changes)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content_of(holder))
-    os.utime(path, (time.time() - age_s,) * 2)
+
+    modified = time.time() - age_s
+    os.utime(path, (modified, modified))
     return holder
 
 
@@ -139,12 +150,21 @@ def test_a_killed_holder_on_this_machine_is_replaced_at_once(path, launch):
     os.kill(first.pid, signal.SIGKILL)
     # not waited for: it stays in the process table, as under a hung torchrun
     wait_until(lambda: live_holder(path) is None)
+
     began = time.monotonic()
     LinkLock.acquire(path, **QUIET | {"heartbeat_s": 10.0}).release()
-    assert time.monotonic() - began < 4.0 and os.listdir(path.parent) == []
+
+    assert time.monotonic() - began < 4.0
+    assert os.listdir(path.parent) == []
+
+
+def test_a_process_with_a_reused_pid_is_not_the_holder(path):
     ours = Holder.of_this_process()
-    assert ours.boot is not None  # a process with a reused pid is not the holder either
-    stale(path, host=ours.host, pid=os.getpid(), boot=f"{ours.boot.rpartition('/')[0]}/1")
+    assert ours.boot is not None
+    started_earlier = f"{ours.boot.rpartition('/')[0]}/1"
+
+    stale(path, host=ours.host, pid=os.getpid(), boot=started_earlier)
+
     assert live_holder(path) is None
 
 
@@ -160,16 +180,22 @@ def test_only_a_restart_of_the_job_takes_over_a_live_lock(path, launch, job, cou
     assert first.acquire(path, boot=ELSEWHERE, heartbeat_s=0.5)["held"]
     began = time.monotonic()
     os.utime(path, (0, 0))
+
     answer = second.acquire(path, heartbeat_s=0.5)
-    assert answer["held"] is takes_over and time.monotonic() - began < 4.0
+
+    assert answer["held"] is takes_over
+    assert time.monotonic() - began < 4.0
     if not takes_over:
         assert (answer["code"], answer["pid"]) == ("lock.held", first.pid)
         assert first.ask("lost") is False
         return
+
     wait_until(lambda: first.ask("lost"))
     first.ask("release")
     holder = read_holder(path)
-    assert holder is not None and holder.id == answer["id"] and second.ask("is_owner")
+    assert holder is not None
+    assert holder.id == answer["id"]
+    assert second.ask("is_owner")
     assert os.listdir(path.parent) == ["lock.json"]
 
 
@@ -180,21 +206,25 @@ def test_exactly_one_of_four_racing_launches_wins(path, launch, kind):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     ours = Holder.of_this_process()
+    is_slow = kind == "stale and slow"
+
     for turn in range(20):
         lock = path.with_name(f"race-{turn}") / "lock.json"
         lock.parent.mkdir(parents=True)
         if kind != "free":
             stale(lock, host=ours.host, pid=dead.pid, boot=ours.boot)
-        begin, slow = time.monotonic() + 0.02, kind == "stale and slow"
+
+        begin = time.monotonic() + 0.02
         for racer in racers:
-            racer.send("acquire", str(lock), begin, slow, None, FAST)
-        answers = [racer.answer() for racer in racers]
-        ((winner, answer),) = [
-            pair for pair in zip(racers, answers, strict=True) if pair[1]["held"]
-        ]
+            racer.send("acquire", str(lock), begin, is_slow, None, FAST)
+        answers = {racer: racer.answer() for racer in racers}
+
+        [winner] = [racer for racer, answer in answers.items() if answer["held"]]
         holder = read_holder(lock)
-        assert holder is not None and holder.id == answer["id"]
-        assert os.listdir(lock.parent) == ["lock.json"] and winner.ask("lost") is False
+        assert holder is not None
+        assert holder.id == answers[winner]["id"]
+        assert os.listdir(lock.parent) == ["lock.json"]
+        assert winner.ask("lost") is False
         winner.ask("release")
 
 
@@ -203,13 +233,20 @@ def test_a_read_that_overlaps_a_release_is_no_heartbeat(path):
     holder = replace(Holder.of_this_process(), id="other", boot=ELSEWHERE)
     path.parent.mkdir(parents=True, exist_ok=True)
     other = LinkLock(path, **QUIET)
+
+    # held
     path.write_bytes(content_of(holder))
     assert not other.try_acquire()
+
+    # the release begins with the claim
     claim = claim_of(path, holder.id)
     claim.write_bytes(content_of(replace(holder, id=LEAVING + holder.id)))
     assert not other.try_acquire()
+
     claim.unlink()
-    assert not other.try_acquire() and other.rival is None
+    assert not other.try_acquire()
+    assert other.rival is None
+
     path.unlink()
     assert other.try_acquire()
     other.release()
@@ -219,7 +256,12 @@ def test_a_takeover_that_was_stopped_for_too_long_fails(path, monkeypatch):
     """Another launch may have taken over meanwhile."""
     stale(path, age_s=3600)
     replace_file = os.replace
-    monkeypatch.setattr(os, "replace", lambda *names: (time.sleep(0.4), replace_file(*names)))
+
+    def replace_late(*names):
+        time.sleep(0.4)
+        replace_file(*names)
+
+    monkeypatch.setattr(os, "replace", replace_late)
     with refused("lock.lost", path=path):
         LinkLock.acquire(path, **QUIET | {"expiry_s": 0.3})
 
@@ -230,8 +272,11 @@ def test_a_launch_killed_during_its_takeover_is_replaced(path):
     second = replace(first, id="b" * 32, pid=78)
     claim_of(path, first.id).write_bytes(content_of(second))
     assert read_holder(path) == second
+
     lock = LinkLock.acquire(path, **QUIET | {"expiry_s": 0.3})
-    assert os.listdir(path.parent) == ["lock.json"] and lock.is_owner()
+
+    assert os.listdir(path.parent) == ["lock.json"]
+    assert lock.is_owner()
     lock.release()
 
 
@@ -242,18 +287,25 @@ def test_a_silent_holder_elsewhere_is_replaced_after_the_expiry(path, launch, ha
     first = launch()
     assert first.acquire(path, boot=ELSEWHERE, expiry_s=0.8)["held"]
     os.kill(first.pid, signal.SIGSTOP)
+
     began = time.monotonic()
     lock = LinkLock.acquire(path, **QUIET | {"expiry_s": 0.8})
     assert 0.8 <= time.monotonic() - began < 5.0
     if has_ended:
         lock.release()
+
+    # the first holder wakes up and notices
     first.send("may_write")  # before its first heartbeat
     os.kill(first.pid, signal.SIGCONT)
     assert first.answer() is False
     wait_until(lambda: first.ask("lost"))
     first.ask("release")
-    assert os.listdir(path.parent) == ([] if has_ended else ["lock.json"])
-    assert has_ended or lock.is_owner()
+
+    if has_ended:
+        assert os.listdir(path.parent) == []
+    else:
+        assert os.listdir(path.parent) == ["lock.json"]
+        assert lock.is_owner()
     lock.release()
 
 
@@ -261,13 +313,18 @@ def test_a_missing_file_loses_the_lock_at_the_second_heartbeat(path):
     """One may be a mount that comes back."""
     lock = LinkLock.acquire(path, **QUIET | {"heartbeat_s": 60.0, "expiry_s": 60.0})
     aside = path.with_name("aside")
+
+    # missing once, then back
     path.rename(aside)
     lock._write_heartbeat()
     aside.rename(path)
     lock._write_heartbeat()
+
+    # missing twice in a row
     path.rename(aside)
     lock._write_heartbeat()
-    assert not lock.lost and not lock.is_owner()
+    assert not lock.lost
+    assert not lock.is_owner()
     lock._write_heartbeat()
     assert lock.lost
     lock.release()
@@ -278,8 +335,12 @@ def test_a_damaged_lock_expires_like_any_other(path, content):
     path.parent.mkdir()
     path.write_bytes(content)
     holder = read_holder(path)
-    assert holder is not None and holder.host == "unknown" and live_holder(path) == holder
+    assert holder is not None
+    assert holder.host == "unknown"
+    assert live_holder(path) == holder
+
     lock = LinkLock.acquire(path, **QUIET | {"expiry_s": 0.3})
+
     # damage of a held lock is repaired by the next heartbeat
     path.write_bytes(content)
     wait_until(lock.is_owner)
@@ -289,28 +350,44 @@ def test_a_damaged_lock_expires_like_any_other(path, content):
 
 def test_a_full_disk_does_not_lose_the_lock(tmp_path):
     with checkpoint_folders.small_disk(tmp_path / "disk", "size=64k") as disk:
-        path, other = disk / "lock.json", disk / "other" / "lock.json"
+        path = disk / "lock.json"
+        other = disk / "other" / "lock.json"
         lock = LinkLock.acquire(path, **FAST)
         checkpoint_folders.fill(disk)
+
+        # heartbeats continue
         times: set[int] = set()
-        wait_until(lambda: times.add(path.stat().st_mtime_ns) or len(times) > 2)
-        assert lock.failures == 0 and not lock.lost
+
+        def has_beaten_twice():
+            times.add(path.stat().st_mtime_ns)
+            return len(times) > 2
+
+        wait_until(has_beaten_twice)
+        assert lock.failures == 0
+        assert not lock.lost
+
+        # the held lock is refused as held, a new one for the lack of space
         with refused("lock.held", path=path, holder=lock.holder):
             LinkLock.acquire(path, **QUIET)
         with refused("lock.unavailable", path=other, errno=errno.ENOSPC):
             LinkLock.acquire(other, **FAST)
+
         lock.release()
-        assert not path.exists() and not claim_of(path, lock.holder.id).exists()
+        assert not path.exists()
+        assert not claim_of(path, lock.holder.id).exists()
 
 
 def test_a_failing_heartbeat_is_reported_once(path):
     messages: list[str] = []
     lock = LinkLock.acquire(path, **FAST, log=messages.append)
+
     with mock.patch("os.utime", side_effect=OSError(errno.EIO, "injected")):
         wait_until(lambda: lock.failures > 3)
+
     assert len(messages) == 1
     wait_until(lambda: lock.failures == 0)
-    assert not lock.lost and lock.is_owner()
+    assert not lock.lost
+    assert lock.is_owner()
     lock.release()
 
 
@@ -338,18 +415,27 @@ def file_system(request, monkeypatch):
 
 @pytest.mark.usefixtures("file_system")
 def test_held_locks_are_refused_after_a_wait_and_not_removed(tmp_path):
-    folder, waited = tmp_path / "locks", list[int]()
-    with locked(folder / "used", "x"):
+    folder = tmp_path / "locks"
+    used = folder / "used"
+    on_wait = mock.Mock()
+
+    with locked(used, "x"):
         with locked(folder / "unused", "x"):
             pass
         remove_locks(folder)
         assert {path.name.partition(".")[0] for path in folder.iterdir()} == {"used"}
-        options = {"patience_s": 0.1, "on_wait": lambda: waited.append(1)}
-        with refused("lock.held", path=folder / "used"), locked(folder / "used", "x", **options):
+
+        with (
+            refused("lock.held", path=used),
+            locked(used, "x", patience_s=0.1, on_wait=on_wait),
+        ):
             pass
-    assert waited == [1]
-    with locked(folder / "used", "x", on_wait=lambda: waited.append(2)):
-        assert waited == [1]
+    assert on_wait.call_count == 1
+
+    # now free
+    with locked(used, "x", on_wait=on_wait):
+        assert on_wait.call_count == 1
+
     remove_locks(folder)
     assert not folder.exists()
     remove_locks(folder)
@@ -364,14 +450,16 @@ def test_a_lock_that_was_taken_meanwhile_is_an_error(tmp_path, file_system):
 
 @pytest.mark.usefixtures("file_system")
 def test_exclusion_while_the_folder_is_removed_repeatedly(tmp_path):
-    folder, done = tmp_path / "locks", threading.Event()
-    inside, most = list[int](), list[int]()
+    folder = tmp_path / "locks"
+    done = threading.Event()
+    inside: list[int] = []
+    numbers_inside: list[int] = []
 
     def take(_):
         for _ in range(30):
             with locked(folder / "one", "x", patience_s=60):
                 inside.append(1)
-                most.append(len(inside))
+                numbers_inside.append(len(inside))
                 inside.pop()
 
     def remove():
@@ -383,21 +471,22 @@ def test_exclusion_while_the_folder_is_removed_repeatedly(tmp_path):
         list(pool.map(take, range(3)))
         done.set()
         removing.result()
-    assert most == [1] * 90
+
+    assert numbers_inside == [1] * 3 * 30
 
 
-def test_a_lock_beats_only_while_the_main_thread_lives(tmp_path, monkeypatch):
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_lock_beats_only_while_the_main_thread_lives(tmp_path, monkeypatch, lives):
     """Other threads may go on for ever; what holds the lock is over."""
-    over = threading.Thread(target=time.sleep, args=(0,))
-    over.start()
-    over.join()
-    beats = []
-    for main, lives in ((threading.main_thread(), True), (over, False)):
-        monkeypatch.setattr(threading, "main_thread", lambda main=main: main)
-        lock = LinkLock.acquire(
-            tmp_path / "lock", on_heartbeat=lambda: beats.append(1), heartbeat_s=0.02
-        )
-        time.sleep(0.2)
-        assert bool(beats) == lives
-        beats.clear()
-        lock.release()
+    ended = threading.Thread(target=time.sleep, args=(0,))
+    ended.start()
+    ended.join()
+    main = threading.main_thread() if lives else ended
+    monkeypatch.setattr(threading, "main_thread", lambda: main)
+    on_heartbeat = mock.Mock()
+
+    lock = LinkLock.acquire(tmp_path / "lock", on_heartbeat=on_heartbeat, heartbeat_s=0.02)
+    time.sleep(0.2)
+
+    assert on_heartbeat.called == lives
+    lock.release()

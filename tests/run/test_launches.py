@@ -7,7 +7,6 @@ import shutil
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,10 +21,14 @@ OPTION = "checkpoint.load_step=4"
 
 
 def slurm(job, restart=None):
-    return {"SLURM_JOB_ID": job} | ({} if restart is None else {"SLURM_RESTART_COUNT": restart})
+    """Return Slurm's variables of a job."""
+    if restart is None:
+        return {"SLURM_JOB_ID": job}
+    return {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": restart}
 
 
 def torchrun(run, attempt):
+    """Return torchrun's variables of a worker."""
     return {"TORCHELASTIC_RUN_ID": run, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
 
 
@@ -48,13 +51,22 @@ def test_one_shot_options_are_applied_once_per_job(first, now, expected, tmp_pat
     path = tmp_path / "obeyed.json"
     path.write_text("damaged")
     assert not already_applied(path, OPTION, now)
+
     mark_applied(path, OPTION, first)
+
     assert already_applied(path, OPTION, now) is expected
     # other options are independent
     assert not already_applied(path, "checkpoint.load_step=5", now)
-    if now == torchrun("none", 1):  # the same run id of another torchrun agent
-        monkeypatch.setattr("os.getppid", lambda: 1)
-        assert not already_applied(path, OPTION, now)
+
+
+def test_one_shot_options_are_applied_once_per_torchrun_agent(tmp_path, monkeypatch):
+    """Without a run id, agents are told apart by their process."""
+    path = tmp_path / "obeyed.json"
+    mark_applied(path, OPTION, torchrun("none", 0))
+    assert already_applied(path, OPTION, torchrun("none", 1))
+
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    assert not already_applied(path, OPTION, torchrun("none", 1))
 
 
 @pytest.fixture(autouse=True)
@@ -74,36 +86,48 @@ def write_record(run, facts):
 def test_launches_are_counted_without_run_json(tmp_path):
     run = RunFolder(tmp_path)
     first, problem = launches.begin_launch(run)
-    assert first.launches == 1 and problem is None
-    second = launches.begin_launch(run)[0]
+    assert first.launches == 1
+    assert problem is None
+
+    second, _ = launches.begin_launch(run)
     assert second == replace(first, launches=2)
+
+    # then from the records
     write_record(run, second)
     run.run_file.write_text("{")
     assert read_run(run) is None
-    assert launches.begin_launch(run)[0] == replace(first, launches=3), "from the records"
+    third, _ = launches.begin_launch(run)
+    assert third == replace(first, launches=3)
 
 
 def test_a_users_own_readme_is_kept(tmp_path):
-    run, texts = RunFolder(tmp_path), []
-    for number in (7, 8):
-        write_record(run, RunFacts("0123abcd", "2026-11-20T12:00:00+00:00", number))
-        texts.append(run.readme_file.read_text())
-    assert texts[0] != texts[1], "ours is rewritten"
+    run = RunFolder(tmp_path)
+    facts = RunFacts("0123abcd", "2026-11-20T12:00:00+00:00", launches=7)
+
+    # ours is rewritten
+    write_record(run, facts)
+    text = run.readme_file.read_text()
+    write_record(run, replace(facts, launches=8))
+    assert run.readme_file.read_text() != text
+
     run.readme_file.write_text("# my notes\n")
-    write_record(run, RunFacts("0123abcd", "2026-11-20T12:00:00+00:00", 9))
+    write_record(run, replace(facts, launches=9))
     assert run.readme_file.read_text() == "# my notes\n"
     assert launches.launch_numbers(run) == [7, 8, 9]
 
 
 def test_a_full_disk_leaves_no_partial_record(tmp_path):
     with small_disk(tmp_path / "disk", "size=64k") as disk:
-        RunFolder(disk).write_config({"job": {}}, {})
+        run = RunFolder(disk)
+        run.write_config({"job": {}}, {})
         filler = fill(disk)
-        facts, problem = launches.begin_launch(RunFolder(disk))
+
+        facts, problem = launches.begin_launch(run)
         assert problem is not None
-        assert len(write_record(RunFolder(disk), facts)) == 1
+        assert len(write_record(run, facts)) == 1
+
         filler.unlink()
-        assert launches.launch_numbers(RunFolder(disk)) == []
+        assert launches.launch_numbers(run) == []
         assert [path.name for path in disk.rglob("*") if path.is_file()] == ["config.json"]
 
 
@@ -112,12 +136,17 @@ def test_a_full_disk_leaves_no_partial_record(tmp_path):
     [("", 0), ("WORLD_SIZE=8", 1), ("WORLD_SIZE=16 TORCHELASTIC_RUN_ID=7", 2)],
 )
 def test_the_resume_command(environ, nodes):
-    given = ["--config", "a b.toml", "--run.stop-at", "5", "--checkpoint.fresh", "--optimizer.lr=2"]
-    given += ["--checkpoint.load_step=3", "--run.allow_changes", "a.b", "c.d", "--compile.enable"]
+    kept = ["--config", "a b.toml", "--optimizer.lr=2", "--compile.enable"]
+    one_shot = ["--run.stop-at", "5", "--checkpoint.fresh", "--checkpoint.load_step=3"]
+    allowed = ["--run.allow_changes", "a.b", "c.d"]
+    arguments = [*kept[:2], *one_shot[:3], kept[2], one_shot[3], *allowed, kept[3]]
     variables = dict(word.split("=") for word in environ.split())
-    words = shlex.split(launches.resume_command(given, variables | {"LOCAL_WORLD_SIZE": "8"}))
+
+    command = launches.resume_command(arguments, variables | {"LOCAL_WORLD_SIZE": "8"})
+
+    words = shlex.split(command)
     place = words.index("-m")
-    assert words[place + 2 :] == ["--config", "a b.toml", "--optimizer.lr=2", "--compile.enable"]
+    assert words[place + 2 :] == kept
     launcher, *options = words[:place]
     values = dict(zip(options[::2], options[1::2], strict=True))
     assert launcher == ("torchrun" if nodes else "python")
@@ -138,13 +167,20 @@ STARTS: dict[str, tuple[object, ...]] = {
 @pytest.fixture(scope="module")
 def launched(data_folder, tmp_path_factory):
     """Copies of one run's folder, after each of STARTS."""
-    base, runs = tmp_path_factory.mktemp("launched"), {}
+    base = tmp_path_factory.mktemp("launched")
     command = [*debug_run(data_folder, base / "run"), "--job.description", "tried by me"]
-    environment = SECRETS | {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "n[1-2]"}
-    options: dict[str, Any] = {"ranks": 1, "environment": environment, "output": base / "output"}
+
+    runs = {}
     for name, words in STARTS.items():
-        codes = launch(*command, *words, check=False, **options).codes
-        assert codes == [2 if name == "refused" else 0]
+        ended = launch(
+            *command,
+            *words,
+            ranks=1,
+            environment=SECRETS | {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "n[1-2]"},
+            output=base / "output",
+            check=False,
+        )
+        assert ended.codes == [2 if name == "refused" else 0]
         runs[name] = RunFolder(Path(shutil.copytree(base / "run", base / name)))
     return runs
 
@@ -156,10 +192,12 @@ def json_of(path):
 @pytest.mark.system
 def test_secrets_of_the_environment_are_not_recorded(launched):
     """Issue 17, item 20: the environment is an allow-list, and records have mode 0600."""
-    paths = (path for path in launched["fresh"].path.rglob("*") if path.is_file())
-    found = b"".join(path.read_bytes() for path in paths)
-    assert b"tried by me" in found
-    assert not [secret for secret in SECRETS.values() if secret.encode() in found]
+    paths = [path for path in launched["fresh"].path.rglob("*") if path.is_file()]
+    content = b"".join(path.read_bytes() for path in paths)
+    assert b"tried by me" in content
+    for secret in SECRETS.values():
+        assert secret.encode() not in content
+
     folder = launched["fresh"].launch_path(1)
     assert json_of(folder / "environment.json")["SLURM_JOB_ID"] == "812"
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
@@ -168,36 +206,46 @@ def test_secrets_of_the_environment_are_not_recorded(launched):
 @pytest.mark.system
 def test_the_record_of_a_launch(launched, data_folder):
     run = launched["first"]
-    found, facts = json_of(run.launch_path(1) / "launch.json"), read_run(run)
-    assert facts is not None and facts.launches == 1 and len(f"{int(facts.run_id, 16):08x}") == 8
-    assert (found["run_id"], found["launch"], found["from_step"]) == (facts.run_id, 1, 0)
-    assert found["job"] == {"id": "812", "restart_count": 0, "nodes": "n[1-2]"}
-    assert found["data"]["folders"] == [str(data_folder)]
-    assert found["data"]["fingerprint"] == run.read_config()["identity"]["data_fingerprint"]
-    assert found["command"]["arguments"][-2:] == ["--run.stop_at", "2"]
-    assert "--run.stop_at" not in found["command"]["again"]
-    assert found["world_size"] == 1 and len(found["hosts"]) == 1
-    assert json_of(run.launch_path(1) / "config.json") == json_of(run.config_file)
-    assert f"torch=={version('torch')}" in (run.launch_path(1) / "packages.txt").read_text()
-    names = {path.name for path in run.launch_path(1).iterdir()} - {"source.patch"}
+    folder = run.launch_path(1)
+    facts = read_run(run)
+    assert facts.launches == 1
+    assert len(f"{int(facts.run_id, 16):08x}") == 8
+
+    record = json_of(folder / "launch.json")
+    assert (record["run_id"], record["launch"], record["from_step"]) == (facts.run_id, 1, 0)
+    assert record["job"] == {"id": "812", "restart_count": 0, "nodes": "n[1-2]"}
+    assert record["data"]["folders"] == [str(data_folder)]
+    assert record["data"]["fingerprint"] == run.read_config()["identity"]["data_fingerprint"]
+    assert record["command"]["arguments"][-2:] == ["--run.stop_at", "2"]
+    assert "--run.stop_at" not in record["command"]["again"]
+    assert record["world_size"] == 1
+    assert len(record["hosts"]) == 1
+
+    names = {path.name for path in folder.iterdir()} - {"source.patch"}
     assert names == {"launch.json", "config.json", "packages.txt", "environment.json"}
+    assert json_of(folder / "config.json") == json_of(run.config_file)
+    assert f"torch=={version('torch')}" in (folder / "packages.txt").read_text()
 
 
 @pytest.mark.system
 def test_log_lines_have_run_id_and_segment(launched):
-    found = launches.newest_launch(launched["second"])
-    assert found is not None
-    lines = [json.loads(line) for line in launched["second"].log_file.read_text().splitlines()]
-    assert {line["run_id"] for line in lines} == {found["run_id"]}
+    run = launched["second"]
+    record = launches.newest_launch(run)
+    lines = [json.loads(line) for line in run.log_file.read_text().splitlines()]
+
+    assert {line["run_id"] for line in lines} == {record["run_id"]}
+    segments = [line["segment"] for line in lines]
+    assert segments == sorted(segments)
+
     heads = [line for line in lines if line["event"] in ("start", "resume")]
     assert [(head["event"], head["segment"]) for head in heads] == [("start", 1), ("resume", 2)]
-    assert heads[1]["from_step"] == found["from_step"] == 2
-    assert [line["segment"] for line in lines] == sorted(line["segment"] for line in lines)
+    assert heads[1]["from_step"] == record["from_step"] == 2
     for head in heads:
-        git = {"commit": head["git_commit"], "dirty": head["git_dirty"]}
-        assert git.items() <= found["git"].items()
-        assert (head["config_hash"], head["job_id"]) == (found["config_hash"], "812")
-        assert head["hosts"] == found["hosts"]
+        assert head["git_commit"] == record["git"]["commit"]
+        assert head["git_dirty"] == record["git"]["dirty"]
+        assert head["config_hash"] == record["config_hash"]
+        assert head["hosts"] == record["hosts"]
+        assert head["job_id"] == "812"
 
 
 @pytest.mark.system
@@ -205,22 +253,33 @@ def test_only_launches_that_train_are_counted(launched):
     first, refused, second, idle, fresh = launched.values()
     for name in ("run.json", "config.json", "log.jsonl", "README.md"):
         assert (first.path / name).read_bytes() == (refused.path / name).read_bytes(), name
-    before, facts, new = read_run(first), read_run(second), read_run(fresh)
-    assert before is not None and new is not None
-    assert facts == RunFacts(before.run_id, before.created, 2) == read_run(idle)
+    assert launches.launch_numbers(refused) == [1]
+
+    facts = read_run(second)
+    assert facts == replace(read_run(first), launches=2) == read_run(idle)
     assert [event["step"] for event in events(second.path, "step")] == [1, 2, 3]
+    assert launches.launch_numbers(second) == [1, 2]
+    assert launches.launch_numbers(idle) == [1, 2]
+
     # a fresh start is another run
     archive = RunFolder(fresh.path / "archive" / "1-before-a-fresh-start")
-    assert new.run_id != before.run_id and new.launches == 1 and read_run(archive) == facts
-    folders = (refused, second, idle, fresh, archive)
-    assert [launches.launch_numbers(run) for run in folders] == [[1], [1, 2], [1, 2], [1], [1, 2]]
+    assert read_run(archive) == facts
+    assert read_run(fresh).run_id != facts.run_id
+    assert read_run(fresh).launches == 1
+    assert launches.launch_numbers(fresh) == [1]
+    assert launches.launch_numbers(archive) == [1, 2]
 
 
 @pytest.mark.system
 def test_the_readme_lists_files_and_commands(launched, data_folder):
-    text = launched["second"].readme_file.read_text()
-    names = {path.name for path in launched["second"].path.iterdir()} - {"README.md"}
+    run = launched["second"]
+    text = run.readme_file.read_text()
+
+    names = {path.name for path in run.path.iterdir()} - {"README.md"}
     assert [name for name in names if name not in text] == []
-    again = next(line for line in text.splitlines() if "canon_pretrain.train" in line)
-    assert f"--data.path {data_folder}" in again and "stop_at" not in again
-    assert f"cd {os.getcwd()}\n" in text and "launch 2" in text.lower()
+
+    command = next(line for line in text.splitlines() if "canon_pretrain.train" in line)
+    assert f"--data.path {data_folder}" in command
+    assert "stop_at" not in command
+    assert f"cd {os.getcwd()}\n" in text
+    assert "launch 2" in text.lower()

@@ -25,10 +25,10 @@ from canon_pretrain.run.source import (
 )
 from tests.support import ROOT, error_codes, refused
 
-DEBUG = str(ROOT / "train_configs" / "debug.toml")
-
 CONFIG = ROOT / "train_configs" / "debug.toml"
-FILE, LOSS = "canon_pretrain/core/files.py", "titan/spec.py"
+DEBUG = str(CONFIG)
+FILE = "canon_pretrain/core/files.py"
+LOSS = "titan/spec.py"
 
 
 @pytest.fixture
@@ -39,32 +39,40 @@ def run(tmp_path):
 def test_a_snapshot_is_a_program_of_its_own(run):
     """Python runs it from anywhere, also from a folder with another canon_pretrain in it."""
     snapshot = take_snapshot(run)
+    environ = os.environ | {"PYTHONPATH": str(snapshot), "PYTHONSAFEPATH": "1"}
+
+    code = "import canon_pretrain.cluster.chain as chain; print(chain.__file__)"
+    path = subprocess.check_output([sys.executable, "-c", code], env=environ, cwd=ROOT, text=True)
+    assert path.strip() == str(snapshot / "canon_pretrain/cluster/chain.py")
+    check_snapshot(snapshot)  # Python's compiled files are no damage
+
+    # it has what a command line needs before torch is imported
+    command = [sys.executable, "-m", "canon_pretrain.train", "--config", DEBUG, "--typo"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert error_codes(done.stderr) == ["config.unknown_key"], done.stderr
+
+
+def test_a_snapshot_is_this_program(run):
+    snapshot = take_snapshot(run)
+
     assert snapshot == run.code / "001" == newest_snapshot(run) == take_snapshot(run)
     check_snapshot(snapshot)
     assert differences(snapshot) == []
     assert code_hashes(snapshot / "canon_pretrain") == code_hashes()
     assert (snapshot / "slurm/lib.sh").read_bytes() == (ROOT / "slurm/lib.sh").read_bytes()
-    kinds = {path.suffix for path in snapshot.rglob("*") if path.is_file()}
-    assert kinds == {".py", ".sh", ".json"}
-    modes = {path.stat().st_mode & 0o077 for path in snapshot.rglob("*") if path.is_file()}
-    assert modes == {0} and snapshot.stat().st_mode & 0o777 == 0o700
+
+    files = [path for path in snapshot.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".py", ".sh", ".json"}
+    assert {path.stat().st_mode & 0o077 for path in files} == {0}
+    assert snapshot.stat().st_mode & 0o777 == 0o700
+
     # the commit that it is from is known though git tracks no run folder
     init = snapshot / "canon_pretrain" / "__init__.py"
     assert read_source_tree(init) == read_source_tree(Path(canon_pretrain.__file__).resolve())
 
-    words = "import canon_pretrain.cluster.chain as chain; print(chain.__file__)"
-    environ = os.environ | {"PYTHONPATH": str(snapshot), "PYTHONSAFEPATH": "1"}
-    shown = subprocess.check_output([sys.executable, "-c", words], env=environ, cwd=ROOT, text=True)
-    assert shown.strip() == str(snapshot / "canon_pretrain/cluster/chain.py")
-    check_snapshot(snapshot)  # Python's compiled files are no damage
-
-    # it has what a command line needs before torch is imported
-    words = [sys.executable, "-m", "canon_pretrain.train", "--config", DEBUG, "--typo"]
-    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert error_codes(done.stderr) == ["config.unknown_key"], done.stderr
-
 
 def link(path, there):
+    """Move a file or folder and leave a link to it."""
     path.symlink_to(path.rename(there))
 
 
@@ -90,7 +98,9 @@ def test_a_damaged_snapshot_is_refused_and_replaced(taken, run, harm, monkeypatc
     with monkeypatch.context() as patch, refused("run.code_damaged"):
         patch.setattr(os, "geteuid", lambda: -1)  # another user's
         check_snapshot(snapshot)
+
     harm(snapshot)
+
     with refused("run.code_damaged"):
         check_snapshot(snapshot)
     assert take_snapshot(run) == run.code / "002"
@@ -102,18 +112,19 @@ def test_a_damaged_snapshot_is_refused_and_replaced(taken, run, harm, monkeypatc
 def test_a_run_that_others_may_write_is_refused(run, name, mode, monkeypatch):
     """By its first launch, by restarts and before they are queued, also with the current code."""
     monkeypatch.setattr("grp.getgrgid", lambda gid: grp.struct_group(("staff", "", gid, [])))
-    given = ["--config", str(CONFIG), "--job.dump-folder", str(run.path)]
-    assert chain.launch_code("1", given)[0] is None, "a new run"
+    arguments = ["--config", str(CONFIG), "--job.dump-folder", str(run.path)]
+    assert chain.launch_code("1", arguments)[0] is None, "a new run"
     take_snapshot(run)
+
     path = getattr(run, name)
     path.chmod(mode)
-    for refuses in (
-        lambda: take_snapshot(run),
-        lambda: chain.launch_code("1", given),
-        lambda: chain.launch_code("1", [*given, "--run.allow_changes", "code"]),
-    ):
-        with refused("run.others_write", path=path):
-            refuses()
+    with refused("run.others_write", path=path):
+        take_snapshot(run)
+    with refused("run.others_write", path=path):
+        chain.launch_code("1", arguments)
+    with refused("run.others_write", path=path):
+        chain.launch_code("1", [*arguments, "--run.allow_changes", "code"])
+
     path.chmod(mode & ~0o022)
     take_snapshot(run)
 
@@ -121,87 +132,119 @@ def test_a_run_that_others_may_write_is_refused(run, name, mode, monkeypatch):
 def test_which_groups_are_others(run, monkeypatch):
     """Not a user's own group without other members or access lists, as umask 002 is made for."""
     user = pwd.getpwuid(os.geteuid())
+
+    def set_members(*names):
+        group = grp.struct_group((user.pw_name, "", user.pw_gid, [*names]))
+        monkeypatch.setattr("grp.getgrgid", lambda gid: group)
+
     take_snapshot(run)
     run.path.chmod(0o775)
-    group = ("grp.getgrgid", lambda gid: grp.struct_group((user.pw_name, "", user.pw_gid, [])))
-    monkeypatch.setattr(*group)
+    set_members()
     take_snapshot(run)
-    monkeypatch.setattr("os.listxattr", lambda path: ["system.posix_acl_access"])
-    with refused("run.others_write"):
-        take_snapshot(run)
+
+    # an access list
+    with monkeypatch.context() as patch:
+        patch.setattr("os.listxattr", lambda path: ["system.posix_acl_access"])
+        with refused("run.others_write"):
+            take_snapshot(run)
     monkeypatch.setattr("os.listxattr", lambda path: [])
-    members = [user.pw_name, "another"]
-    monkeypatch.setattr(
-        "grp.getgrgid", lambda gid: grp.struct_group((user.pw_name, "", user.pw_gid, members))
-    )
+
+    # another member
+    set_members(user.pw_name, "another")
     with refused("run.others_write"):
         take_snapshot(run)
-    monkeypatch.setattr(*group)
+
+    # another owner
+    set_members()
     if os.geteuid() == 0:
         os.chown(run.path, 12345, -1)
         with refused("run.others_write"):
             take_snapshot(run)
 
 
-def test_a_chain_stays_with_its_code(run, tmp_path, monkeypatch):
-    """From the run's first checkpoint on; restarts of a job from its start, with any options."""
-    first, second = run.code / "001", run.code / "002"
-    # a copy with another loss, as a git pull leaves the program
-    package, without = tmp_path / "pulled" / "canon_pretrain", shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(canon_pretrain.__file__).parent, package, ignore=without)
+@pytest.fixture
+def pulled_package(tmp_path):
+    """A copy of the program with another loss, as a git pull leaves it."""
+    package = tmp_path / "pulled" / "canon_pretrain"
+    shutil.copytree(
+        Path(canon_pretrain.__file__).parent,
+        package,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     (tmp_path / "pulled" / "slurm").mkdir()
     shutil.copy(ROOT / "slurm" / "lib.sh", tmp_path / "pulled" / "slurm")
     with open(package / LOSS, "a") as file:
         file.write("\nSCALE = 1.7\n")
-    own = tmp_path / "own.toml"
-    own.write_text(f'[job]\ndump_folder = "{run.path}"\n[run]\nallow_changes = ["code"]\n')
+    return package
 
-    def launch_code(job, *more, config=CONFIG):
-        given = ["--config", str(config), "--job.dump-folder", str(run.path), *more]
-        return chain.launch_code(job, given)[0]
 
-    allow = ("--run.allow_changes", "optimizer.lr", "code")
+def test_a_chain_stays_with_its_code(run, tmp_path, monkeypatch, pulled_package):
+    """From the run's first checkpoint on; restarts of a job from its start, with any options."""
+    first = run.code / "001"
+    second = run.code / "002"
+    allowing = tmp_path / "allowing.toml"
+    allowing.write_text(f'[job]\ndump_folder = "{run.path}"\n[run]\nallow_changes = ["code"]\n')
+
+    def launch_code(job, *options):
+        config = ["--config", str(CONFIG), "--job.dump-folder", str(run.path)]
+        return chain.launch_code(job, [*config, *options])[0]
+
     assert launch_code("1") is None, "a new run"
-    assert chain.begin(run, "1", take_code=True) is None and newest_snapshot(run) == first
-    monkeypatch.setattr(canon_pretrain, "__file__", str(package / "__init__.py"))
+    assert chain.begin(run, "1", take_code=True) is None
+    assert newest_snapshot(run) == first
+
+    # the program changes
+    monkeypatch.setattr(canon_pretrain, "__file__", str(pulled_package / "__init__.py"))
     assert differences(first) == [f"canon_pretrain/{LOSS}"]
     assert launch_code("1") == first, "a restart before the first checkpoint"
     assert launch_code("2") is None, "another job would begin at step 1"
+
+    # from the first checkpoint on, other jobs stay with the code too, unless they are told not to
     (run.path / "checkpoint" / "step-4").mkdir(parents=True)
-    for options in ((), ("--run.allow_changes=optimizer.lr",), ("--checkpoint.no-fresh",)):
-        assert launch_code("2", *options) == first
-    for options in (allow, ("--run.allow-changes=optimizer.lr,code",), ("--checkpoint.fresh",)):
-        assert launch_code("2", *options) is None
-    assert chain.launch_code("2", ["--config", str(own)])[0] is None
+    assert launch_code("2") == first
+    assert launch_code("2", "--run.allow_changes=optimizer.lr") == first
+    assert launch_code("2", "--checkpoint.no-fresh") == first
+    assert launch_code("2", "--run.allow_changes", "optimizer.lr", "code") is None
+    assert launch_code("2", "--run.allow-changes=optimizer.lr,code") is None
+    assert launch_code("2", "--checkpoint.fresh") is None
+    assert chain.launch_code("2", ["--config", str(allowing)])[0] is None
 
     # it takes the new code, once
-    assert chain.begin(run, "2", take_code=True) is None and newest_snapshot(run) == second
-    assert launch_code("2", *allow) == second
+    assert chain.begin(run, "2", take_code=True) is None
+    assert newest_snapshot(run) == second
+    assert launch_code("2", "--run.allow_changes", "optimizer.lr", "code") == second
     assert launch_code("3") == second
-    scaled = ["SCALE" in (path / "canon_pretrain" / LOSS).read_text() for path in (first, second)]
-    assert scaled == [False, True]
+    assert "SCALE" not in (first / "canon_pretrain" / LOSS).read_text()
+    assert "SCALE" in (second / "canon_pretrain" / LOSS).read_text()
+
     HARMS["flip"](second)
     with refused("run.code_damaged"):
         launch_code("3")
-    gone = chain.launch_code("3", ["--config", "/no/such.toml"])
-    assert gone[0] is None, "the job's check says so"
+
+
+def test_a_config_that_is_gone_is_left_to_the_jobs_check():
+    assert chain.launch_code("3", ["--config", "/no/such.toml"])[0] is None
 
 
 def test_a_chain_stays_with_its_config(run, tmp_path):
     """Its restarts do; who submits again means the file as it is then."""
-    own = tmp_path / "own.toml"
-    own.write_text(f'extends = "{CONFIG}"\n[job]\ndump_folder = "{run.path}"\n')
-    begun = read_experiment(own)
+    path = tmp_path / "own.toml"
+    path.write_text(f'extends = "{CONFIG}"\n[job]\ndump_folder = "{run.path}"\n')
+    original = read_experiment(path)
     (run.path / "checkpoint" / "step-4").mkdir(parents=True)
-    chain.begin(run, "1", take_code=True, config=own)
-    own.write_text(own.read_text() + "[optimizer]\nlr = 1\n")
-    edited = read_experiment(own)
-    chain.begin(run, "1", config=own)
-    snapshot, config = chain.launch_code("1", ["--config", str(own)])
-    assert snapshot == run.code / "001" and config == chain.restarts_file(run, ".toml")
-    assert read_experiment(config) == begun != edited
-    assert chain.launch_code("2", ["--config", str(own)]) == (snapshot, None)
-    chain.begin(run, "2", config=own)
+    chain.begin(run, "1", take_code=True, config=path)
+
+    path.write_text(path.read_text() + "[optimizer]\nlr = 1\n")
+    edited = read_experiment(path)
+    chain.begin(run, "1", config=path)
+
+    snapshot, config = chain.launch_code("1", ["--config", str(path)])
+    assert snapshot == run.code / "001"
+    assert config == chain.restarts_file(run, ".toml")
+    assert read_experiment(config) == original != edited
+
+    assert chain.launch_code("2", ["--config", str(path)]) == (snapshot, None)
+    chain.begin(run, "2", config=path)
     assert read_experiment(config) == edited
 
 
@@ -221,64 +264,89 @@ def repository(tmp_path):
 
 
 def plant(root, name):
+    """Write a file with the word "planted"."""
     (root / name).parent.mkdir(exist_ok=True)
     (root / name).write_text("planted = 1\n")
 
 
 def git(root, *arguments):
+    """Run git in a folder, and return its output."""
     command = ["git", "-C", str(root), "-c", "user.name=t", "-c", "user.email=t@localhost"]
     return subprocess.check_output([*command, *arguments], text=True).strip()
 
 
 def test_commit_and_patch_restore_the_code_without_secrets(repository, tmp_path, monkeypatch):
     """Issue 17, item 20: no key, netrc, YAML or script of the same repository is copied."""
-    init, code = repository / "package" / "__init__.py", repository / "package" / "code.py"
-    git(repository, "remote", "add", "origin", "https://me:planted@host:8080/x.git")
-    for name in ("data/ignored.py", "notes.txt"):
-        plant(repository, name)
-    monkeypatch.setenv("GIT_DIR", "/nowhere")  # git is asked about this tree all the same
-    folder, origin = str(repository), "https://host:8080/x.git"
-    clean = SourceTree(folder, read_source_tree(init).commit, origin=origin, dirty=False)
-    assert read_source_tree(init) == clean
-    monkeypatch.delenv("GIT_DIR")
-    assert clean.commit == git(repository, "rev-parse", "HEAD")
-
-    code.write_text("one = 1\ntwo = 'zwei \u00fc'\n")
-    others = ["id_rsa", ".netrc", "notes.py", "scripts/x.py", "package/db.yaml"]
-    for name in (*others, "package/staged.py", "eval/task.py"):
+    init = repository / "package" / "__init__.py"
+    left_out = ["id_rsa", ".netrc", "notes.py", "scripts/x.py", "package/db.yaml"]
+    for name in (*left_out, "package/staged.py", "eval/task.py"):
         plant(repository, name)
         git(repository, "add", name)
-    for name in ("package/un tracked.py", "my.toml"):
+    for name in ("data/ignored.py", "notes.txt", "package/un tracked.py", "my.toml"):
         plant(repository, name)
+    (repository / "package" / "code.py").write_text("one = 1\ntwo = 'zwei \u00fc'\n")
     (repository / ".env").write_text("A=planted\n")
-    found = read_source_tree(init)
-    assert (found.dirty, found.patch_cut, found.problem) == (True, False, None)
-    assert found.untracked == ["my.toml", "package/un tracked.py"]
-    assert sorted(found.left_out) == sorted([".env", *others])
-    assert found.patch.count(b"planted") == 2
+
+    tree = read_source_tree(init)
+
+    assert (tree.dirty, tree.patch_cut, tree.problem) == (True, False, None)
+    assert tree.untracked == ["my.toml", "package/un tracked.py"]
+    assert sorted(tree.left_out) == sorted([".env", *left_out])
+    assert tree.patch.count(b"planted") == 2
+
+    # a patch that is too long is cut
     cut = read_source_tree(init, patch_bytes=200)
-    assert cut.patch_cut and len(cut.patch) <= 200 and found.patch.startswith(cut.patch)
+    assert cut.patch_cut
+    assert len(cut.patch) <= 200
+    assert tree.patch.startswith(cut.patch)
+
+    # commit and patch make the same code
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "-q", str(repository), str(clone))
-    (tmp_path / "source.patch").write_bytes(found.patch)
-    git(clone, "checkout", "-q", str(found.commit))
+    (tmp_path / "source.patch").write_bytes(tree.patch)
+    git(clone, "checkout", "-q", str(tree.commit))
     git(clone, "apply", str(tmp_path / "source.patch"))
     for name in ("package/code.py", "package/staged.py", "package/__init__.py", "eval/task.py"):
         assert (clone / name).read_bytes() == (repository / name).read_bytes(), name
 
 
-def test_trees_without_a_commit_or_a_repository(repository, tmp_path):
-    for folder in (repository / "data" / "site-packages", tmp_path / "plain", tmp_path / "empty"):
-        folder.mkdir(parents=True)
-        (folder / "__init__.py").write_text("x = 1\n")
-        found = read_source_tree(folder / "__init__.py")  # in an ignored folder, and in none
-        assert (found.folder, found.commit, found.dirty, found.patch) == (None, None, None, b"")
-        assert found.problem
-    git(folder, "init", "-q")
-    git(folder, "add", "-A")
-    found = read_source_tree(folder / "__init__.py")
-    assert (found.commit, found.dirty, found.problem) == (None, True, None)
-    assert b"+x = 1" in found.patch
+def test_a_clean_tree_has_its_commit_and_origin(repository, monkeypatch):
+    """Without the password in its address, and without files that are ignored or no code."""
+    git(repository, "remote", "add", "origin", "https://me:planted@host:8080/x.git")
+    commit = git(repository, "rev-parse", "HEAD")
+    plant(repository, "data/ignored.py")
+    plant(repository, "notes.txt")
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # git is asked about this tree all the same
+
+    tree = read_source_tree(repository / "package" / "__init__.py")
+
+    origin = "https://host:8080/x.git"
+    assert tree == SourceTree(str(repository), commit, origin=origin, dirty=False)
+
+
+@pytest.mark.parametrize("name", ["source tree/data/site-packages", "plain"])
+@pytest.mark.usefixtures("repository")
+def test_a_folder_that_git_does_not_track_has_no_source_tree(name, tmp_path):
+    """In an ignored folder of a repository, and in none."""
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("x = 1\n")
+
+    tree = read_source_tree(folder / "__init__.py")
+
+    assert (tree.folder, tree.commit, tree.dirty, tree.patch) == (None, None, None, b"")
+    assert tree.problem
+
+
+def test_a_repository_without_a_commit_is_a_patch(tmp_path):
+    (tmp_path / "__init__.py").write_text("x = 1\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "-A")
+
+    tree = read_source_tree(tmp_path / "__init__.py")
+
+    assert (tree.commit, tree.dirty, tree.problem) == (None, True, None)
+    assert b"+x = 1" in tree.patch
 
 
 @pytest.mark.parametrize("script", [None, "exit 128", "while :; do :; done"])
@@ -289,5 +357,8 @@ def test_a_broken_git_is_a_problem_not_an_error(script, repository, tmp_path, mo
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
-    found = read_source_tree(repository / "package" / "__init__.py", timeout_s=0.3)
-    assert found.problem and found.commit is None
+
+    tree = read_source_tree(repository / "package" / "__init__.py", timeout_s=0.3)
+
+    assert tree.problem
+    assert tree.commit is None
