@@ -80,8 +80,13 @@ class Metric(NamedTuple):
 
         higher_is_better = metrics(task)
         name = name or next(iter(higher_is_better))
-        windows = run.config.get("validation", {}).get("windows") or SCORED_WINDOWS
-        return cls(name, not higher_is_better.get(name, True), num_questions(task, name, windows))
+        validation = run.config.get("validation", {})
+        windows = validation.get("windows") or SCORED_WINDOWS
+        return cls(
+            name,
+            lower_is_better=not higher_is_better.get(name, True),
+            items=num_questions(task, name, windows),
+        )
 
 
 HELD_OUT_LOSS = Metric(LOSS, True, None)
@@ -129,7 +134,8 @@ def read_results(plan: BoardPlan, now: datetime) -> tuple[list[Result], dict[str
     raced_steps = {stop.place: stop.step for stop in plan.race.stops}
     for result in results:
         if result.record is not None:
-            result.curve = score_curve(result.record, task_metrics[result.run.task].name)
+            metric = task_metrics[result.run.task]
+            result.curve = score_curve(result.record, metric.name)
         if result.state == "done":
             _take_score(result)
         elif result.run.place in raced_steps:
@@ -155,7 +161,8 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         record.check()
         with parsing(record.folder.config_file):
             task_of_run(record.identity)
-        result.step = max((event.get("step", 0) for event in record.events), default=0)
+        steps = [event.get("step", 0) for event in record.events]
+        result.step = max(steps, default=0)
     except (UserError, OSError) as error:
         return Result(run, "damaged", printable(str(error)))
 
