@@ -147,6 +147,7 @@ class Slurm:
                 timeout=TIMEOUT_S,
             )
         except FileNotFoundError:
+            # as a shell reports it
             return subprocess.CompletedProcess(
                 command,
                 returncode=127,

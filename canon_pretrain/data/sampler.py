@@ -51,7 +51,8 @@ def offset_of_word(word: int, num_tokens: int, seq_len: int) -> int:
 def window_offset(seed: int, i: int, num_tokens: int, seq_len: int) -> int:
     """Return the offset of sample `i` in order "random". Raises UserError for a short stream."""
     check_length(num_tokens, seq_len)
-    return offset_of_word(int(philox_blocks(seed, i, 1)[0, 0]), num_tokens, seq_len)
+    word = int(philox_blocks(seed, i, 1)[0, 0])
+    return offset_of_word(word, num_tokens, seq_len)
 
 
 def permuted_offset(seed: int, i: int, num_tokens: int, seq_len: int) -> int:
