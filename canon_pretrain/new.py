@@ -638,9 +638,9 @@ def skipped_advice(text: Survey) -> str:
     num_bytes = sum(text.skipped_text[suffix] for suffix in suffixes)
     if num_bytes <= text.num_bytes:
         return ""
-    counts = [f"{text.skipped[suffix]:,} {suffix}" for suffix in suffixes]
+    counts = ", ".join(f"{text.skipped[suffix]:,} {suffix}" for suffix in suffixes)
     option = shlex.join(["--text-suffixes", *text.suffixes, *suffixes])
-    return f"{', '.join(counts)} hold {size(num_bytes)}: add {option}"
+    return f"{counts} hold {size(num_bytes)}: add {option}"
 
 
 def first_words(texts: Sequence[str]) -> str:

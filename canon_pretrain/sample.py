@@ -391,7 +391,10 @@ def print_compared(
     table = _table("A's text", "A", "B", "B's text", "A", "B")
     columns: list[list[tuple[Text | str, ...]]] = []
     for part in answer_parts:
-        columns.append([(_visible(text), _nats(a), _nats(b)) for text, (a, b) in part])
+        column: list[tuple[Text | str, ...]] = []
+        for text, (a, b) in part:
+            column.append((_visible(text), _nats(a), _nats(b)))
+        columns.append(column)
     no_cells: tuple[Text | str, ...] = ("", "", "")
     for left, right in zip_longest(*columns, fillvalue=no_cells):
         table.add_row(*left, *right)

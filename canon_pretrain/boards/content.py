@@ -22,6 +22,7 @@ from canon_pretrain.boards.results import (
     Result,
     ShownRate,
     choose,
+    finite_scores,
     read_results,
     size_of,
 )
@@ -300,7 +301,9 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
     }
 
     # Only cells without an open run are tested; the others have a mean all the same.
-    scores = {place: _finite_scores(choice) for place, choice in chosen.items()}
+    scores = {}
+    for place, choice in chosen.items():
+        scores[place] = finite_scores(result.score for result in choice.shown)
     cells = _measure(plan, scores, chosen, metrics)
     final = _final(cells, chosen)
     pairs = _differences(plan, final, lower)
@@ -358,11 +361,6 @@ def _measure(
         choices={(arm, task): choice.optimum.choices for (task, arm), choice in chosen.items()},
         lower_is_better=[task for task, metric in metrics.items() if metric.lower_is_better],
     )
-
-
-def _finite_scores(choice: ShownRate) -> list[float]:
-    scores = [result.score for result in choice.shown]
-    return [score for score in scores if score is not None and math.isfinite(score)]
 
 
 def _final(cells: Cells, chosen: Mapping[Place, ShownRate]) -> Cells:

@@ -5,7 +5,7 @@ An arm is an architecture, or ARCHITECTURE/SIZE; a task is TASK, or TASK/DIFFICU
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -124,7 +124,12 @@ class Result:
 
     @property
     def has_score(self) -> bool:
-        return self.score is not None and math.isfinite(self.score)
+        return bool(finite_scores([self.score]))
+
+
+def finite_scores(scores: Iterable[float | None]) -> list[float]:
+    """Return the scores without None (unknown) and NaN (diverged)."""
+    return [score for score in scores if score is not None and math.isfinite(score)]
 
 
 def read_results(plan: BoardPlan, now: datetime) -> tuple[list[Result], dict[str, Metric]]:
@@ -240,7 +245,7 @@ def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
     candidates = {}
     for rate, runs in by_rate.items():
         scores = [run.score for run in runs]
-        finite = [score for score in scores if score is not None and math.isfinite(score)]
+        finite = finite_scores(scores)
         mean = None
         candidates[rate] = [math.nan]  # loses
         if len(finite) == len(runs):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from canon_pretrain.boards.content import BoardContent, CellRow, ClaimRow, ReferenceRow, TaskRow
-from canon_pretrain.boards.results import RateScores, size_of
+from canon_pretrain.boards.results import RateScores, finite_scores, size_of
 from canon_pretrain.core.terminal import duration
 from canon_pretrain.report.figures import SHARE_RANGE, MeanLine, Plot, draw_means
 from canon_pretrain.report.sections import (
@@ -311,7 +311,7 @@ def _rate_cell(scores: RateScores | None, row: CellRow) -> Cell:
     if scores.mean is None and scores.stopped:
         return make_cell(MISSING, "stopped")
     if scores.mean is None:
-        num_scores = sum(x is not None and math.isfinite(x) for x in scores.scores)
+        num_scores = len(finite_scores(scores.scores))
         return make_cell(MISSING, f"{num_scores} score(s)")
     mean = rounded(scores.mean)
     if scores.rate == row.learning_rate:

@@ -206,12 +206,15 @@ def check_gpu(folder: Path) -> Findings:
         remedy="make install, in a new .venv",
     )
     if num_gpus:
-        has_nccl = dist.is_backend_available("nccl")
-        version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else ""
+        problem: str | None = absent
+        version = ""
+        if dist.is_backend_available("nccl"):
+            problem = None
+            version = ".".join(map(str, torch.cuda.nccl.version()))
         yield judge(
             "nccl",
             f"{version} {build}",
-            problem=None if has_nccl else absent,
+            problem,
             used_for="collectives on the GPU",
             remedy=INSTALL_CU126,
         )
@@ -251,7 +254,8 @@ def _check_cuda(num_gpus: int) -> Finding:
     state = query_gpu("0") or {}  # empty without nvidia-smi
     if state:
         versions = f"driver {state['driver']}, {versions}"
-    text = f"{num_gpus} x {' or '.join(sorted(models))}; {versions}"
+    model_names = " or ".join(sorted(models))
+    text = f"{num_gpus} x {model_names}; {versions}"
     return Finding("ok", "GPU", text, used_for, facts=details | state)
 
 

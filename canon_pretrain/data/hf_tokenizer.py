@@ -94,7 +94,8 @@ class HFTokenizer:
         # EOS, and BOS if there is one (else -1).
         self.eos_token = _eos_token(added, name, eos)
         self.eos_id = added[self.eos_token]
-        self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
+        bos_tokens = [token for token in BOS_NAMES if token in added]
+        self.bos_id = added[bos_tokens[0]] if bos_tokens else -1
         self._special = [i for i in {self.eos_id, self.bos_id} if i >= 0]
 
         # The package's tokenizer, without matching of EOS and BOS in texts and without random
