@@ -375,15 +375,17 @@ def cut_and_holdout(text: Survey, share: float = 1.0) -> tuple[int, float]:
     cut = 0
     num_documents = float(text.num_documents)
     if num_documents < MIN_DOCUMENTS:
-        cut = max(MIN_CUT_BYTES, text.num_bytes // (2 * MIN_DOCUMENTS))
-        cut = _round_to_digits(min(MAX_CUT_BYTES, cut), 1)
+        cut = text.num_bytes // (2 * MIN_DOCUMENTS)
+        cut = min(max(MIN_CUT_BYTES, cut), MAX_CUT_BYTES)
+        cut = _round_to_digits(cut, 1)
         num_documents = text.num_bytes / cut
 
     # Rounded up to two digits, or to whole percents.
     holdout = min(MAX_HELD_OUT_SHARE, HELD_OUT_BYTES / text.num_bytes) / share
-    holdout = max(holdout_for(share * num_documents), min(MAX_HOLDOUT, holdout))
-    decimals = max(2, 1 - math.floor(math.log10(holdout)))
-    scale = 10**decimals
+    holdout = min(MAX_HOLDOUT, holdout)
+    holdout = max(holdout, holdout_for(share * num_documents))
+    magnitude = math.floor(math.log10(holdout))
+    scale = 10 ** max(2, 1 - magnitude)
     return cut, math.ceil(holdout * scale) / scale
 
 
@@ -473,7 +475,8 @@ def next_commands(
 ) -> Iterator[tuple[str, str]]:
     """Yield (what it does, the command as it is pasted)."""
     canon = "canon" if shutil.which("canon") else "python -m canon_pretrain"
-    options = build_options(f"outputs/{name}/data", paths, text, text_field, proposal)
+    data = f"outputs/{name}/data"
+    options = build_options(data, paths, text, text_field, proposal)
     build = shlex.join(options)
     yield "text to shards of tokens", f"{canon} data build {build}"
 
@@ -539,9 +542,12 @@ def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
     load = os.getloadavg()[0]
     cores = available_cores()
     if load > cores:
-        show("", f"load average {load:.1f} on {cores} cores: times are those of a busy machine")
         # Measured: 107 tokens/s with 2 threads next to three other programs, 4,872 with one.
-        show("", "beside other programs OMP_NUM_THREADS=1 is often many times as fast")
+        show(
+            "",
+            f"load average {load:.1f} on {cores} cores: times are those of a busy machine",
+            "beside other programs OMP_NUM_THREADS=1 is often many times as fast",
+        )
 
     # The size is chosen by bytes.
     _, holdout = cut_and_holdout(text)
@@ -597,8 +603,12 @@ def run(arguments: argparse.Namespace) -> None:
     text = inspect_text(paths, arguments.text_field, arguments.text_suffixes, "--data")
     machine = Machine.find()
     proposal = choose(machine, text, seconds=60.0 * arguments.minutes)
-    files = ", ".join(map(str, paths))
-    content = toml(name, files, first_words(text.sample), proposal)
+    content = toml(
+        name,
+        files=", ".join(map(str, paths)),
+        prompt=first_words(text.sample),
+        proposal=proposal,
+    )
     with create_file(target) as file:
         file.write(content.encode())
 
@@ -628,8 +638,10 @@ def check_text(text: Survey, files: str) -> None:
 
 def damage(text: Survey) -> str:
     """Return how many sampled documents are not UTF-8, and what to do."""
-    counts = f"{text.num_damaged:,} of {text.num_probed:,} sampled documents"
-    return f"{counts} are not UTF-8 text: convert with `iconv -f ENCODING -t utf-8 OLD > NEW`"
+    return (
+        f"{text.num_damaged:,} of {text.num_probed:,} sampled documents are not UTF-8 text: "
+        "convert with `iconv -f ENCODING -t utf-8 OLD > NEW`"
+    )
 
 
 def skipped_advice(text: Survey) -> str:

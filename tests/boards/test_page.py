@@ -50,8 +50,8 @@ def report(folder, capsys, scores=usual, text=BOARD):
 
 
 def cell(content, task, arm):
-    (found,) = [x for x in content["cells"] if (x["task"], x["arm"]) == (task, arm)]
-    return found
+    (row,) = [x for x in content["cells"] if (x["task"], x["arm"]) == (task, arm)]
+    return row
 
 
 def test_cells_claims_and_orders_are_those_of_the_runs(tmp_path, capsys):
@@ -60,11 +60,11 @@ def test_cells_claims_and_orders_are_those_of_the_runs(tmp_path, capsys):
     content, printed = report(tmp_path, capsys, text=text)
     assert printed[-1].endswith(str(tmp_path / "board" / "report.html"))
     for arm in LEVELS:
-        own = [curve(LEVELS[arm], seed)[500] for seed in range(3)]
-        found = cell(content, "copy/n8", arm)
-        assert [x["score"] for x in found["seeds"]] == own
-        assert found["mean"] == pytest.approx(sum(own) / 3) and found["num_seeds"] == 3
-        assert found["interval"][0] < found["mean"] <= found["interval"][1]
+        scores = [curve(LEVELS[arm], seed)[500] for seed in range(3)]
+        row = cell(content, "copy/n8", arm)
+        assert [x["score"] for x in row["seeds"]] == scores
+        assert row["mean"] == pytest.approx(sum(scores) / 3) and row["num_seeds"] == 3
+        assert row["interval"][0] < row["mean"] <= row["interval"][1]
     assert [x["arm"] for x in content["arms"]] == ["rope_canon", "rope", "nope"]
     assert cell(content, "copy/n8", "rope_canon")["beats"] == ["rope", "nope"]
     verdicts = [cell(content, "copy/n8", arm)["verdict"] for arm in LEVELS]
@@ -82,8 +82,8 @@ def test_page_and_markdown_show_the_content(tmp_path, capsys):
     content, _ = report(tmp_path, capsys, text=BOARD + CLAIM.format("n8", "rope", "nope", 0.0))
     page = Page(tmp_path / "board" / "report.html")
     written = (tmp_path / "board" / "report.md").read_text()
-    for found in content["cells"]:
-        number = f"{found['mean']:.3f}"
+    for cell_row in content["cells"]:
+        number = f"{cell_row['mean']:.3f}"
         assert number in page.text and number in written
     ids = [
         attributes["id"] for tag, attributes in page.tags if tag == "table" and "id" in attributes
@@ -139,10 +139,10 @@ def test_missing_and_damaged_runs_are_open_or_lose(tmp_path, capsys):
     assert content["claims"][0]["verdict"] == "open" and content["claims"][0]["p"] is None
 
 
-@pytest.mark.parametrize("found", [None, {}, {500: math.nan}])
-def test_a_board_without_scores_has_a_page(found, tmp_path, capsys):
+@pytest.mark.parametrize("scores", [None, {}, {500: math.nan}])
+def test_a_board_without_scores_has_a_page(scores, tmp_path, capsys):
     text = BOARD + CLAIM.format("n8", "rope", "nope", 0.0)
-    content, printed = report(tmp_path, capsys, lambda run: found, text)
+    content, printed = report(tmp_path, capsys, lambda run: scores, text)
     assert {x["verdict"] for x in content["cells"]} == {"missing"}
     assert (content["differences"], content["rankings"]) == ([], [])
     assert content["claims"][0]["verdict"] == "open"
@@ -164,10 +164,10 @@ def test_scores_of_a_publication_are_beside(tmp_path, capsys):
     text = f'{BOARD}[reference]\nsource = "a paper"\n[reference.values."copy/n8"]\n'
     text += "".join(f"{arm} = {value}\n" for arm, value in values.items())
     content, printed = report(tmp_path, capsys, text=text)
-    (found,) = content["reference"]["tasks"]
-    assert (found["task"], found["values"], found["num_compared"]) == ("copy/n8", values, 3)
-    assert found["ranks"] == {"rope": 1, "rope_canon": 2, "nope": 3}
-    assert found["rank_correlation"] == pytest.approx(0.5)  # the first two change places
+    (row,) = content["reference"]["tasks"]
+    assert (row["task"], row["values"], row["num_compared"]) == ("copy/n8", values, 3)
+    assert row["ranks"] == {"rope": 1, "rope_canon": 2, "nope": 3}
+    assert row["rank_correlation"] == pytest.approx(0.5)  # the first two change places
     assert any("0.50" in line for line in printed)
     page = Page(tmp_path / "board" / "report.html")
     written = (tmp_path / "board" / "report.md").read_text()
@@ -185,17 +185,17 @@ def test_control_characters_of_foreign_texts_are_not_written(tmp_path, capsys):
     log = first / "log.jsonl"
     log.write_text(log.read_text().replace('"laptop"', json.dumps(f"laptop {controls}")))
     (second / "DONE").unlink()
-    found = Status("failed", 1, 2, *2 * [datetime.now(UTC).isoformat()], reason=f"no {controls}")
-    write_json(second / "status.json", asdict(found))
-    named = path.rename(tmp_path / f"a {controls}.toml")
+    status = Status("failed", 1, 2, *2 * [datetime.now(UTC).isoformat()], reason=f"no {controls}")
+    write_json(second / "status.json", asdict(status))
+    board_path = path.rename(tmp_path / f"a {controls}.toml")
     capsys.readouterr()
-    main(["report", str(named), "--out", str(tmp_path)])
+    main(["report", str(board_path), "--out", str(tmp_path)])
     pages = [(tmp_path / f"report.{end}").read_text() for end in ("md", "html")]
     for shown in pages:
         assert not {*controls} & {"\x1b", "\x07", "\x9b", "\u202e"} & {*shown}
         assert "paper" in shown and "laptop" in shown
     content = json.loads((tmp_path / "report.json").read_text())
-    assert content["title"] == named.stem
+    assert content["title"] == board_path.stem
 
 
 def test_runs_with_other_data_are_an_error(tmp_path, capsys):
@@ -244,7 +244,7 @@ def test_a_race_decides_what_it_stopped(tmp_path):
     claims = [Claim("copy/n8", *pair) for pair in (("rope", "nope"), ("nope", "rope"))]
     claims.append(Claim("copy/n8", "rope_canon", "rope"))
     tasks = {"copy/n8": ""}
-    found = [
+    contents = [
         json_value(
             board_content(
                 BoardPlan(
@@ -261,7 +261,7 @@ def test_a_race_decides_what_it_stopped(tmp_path):
         )
         for share in (1.0, 0.5)
     ]
-    content = found[0]
+    content = contents[0]
     nope, canon = (cell(content, "copy/n8", arm) for arm in ("nope", "rope_canon"))
     assert (nope["verdict"], nope["below"], nope["raced"]) == ("worst", ["rope"], 0.125)
     assert (nope["mean"], nope["num_without_score"]) == (None, 0)
@@ -270,7 +270,7 @@ def test_a_race_decides_what_it_stopped(tmp_path):
     assert [x["verdict"] for x in content["claims"]] == ["seen", "not seen", "seen"]
     assert [x["step"] for x in content["claims"]] == [250, None, None]
     assert all(x["is_over"] for x in content["runs"]) and "stopped by the race" in str(content)
-    (full, _), (half, raced) = (x["differences"] for x in found)
+    (full, _), (half, raced) = (x["differences"] for x in contents)
     assert half["p_holm"] == pytest.approx(2 * full["p_holm"])
     assert (raced["step"], raced["better"], raced["b"]) == (250, "rope", "nope")
     assert 0.5 < content["facts"]["share_of_steps"] < 0.75  # 9 of 18 runs, 7 of them half
@@ -307,9 +307,9 @@ def test_a_page_of_500_runs_takes_seconds(tmp_path):
         return curve(level, run.seed, num_points=200, last=5000)
 
     path = plant_board(tmp_path / "board", scores, large_board(5, 5, "[1e-3, 2e-3, 3e-3, 5e-3]"))
-    words = ["report", str(path), "--out", str(path.parent)]
+    arguments = ["report", str(path), "--out", str(path.parent)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "canon_pretrain", "playground", *words], check=True)
+    subprocess.run([sys.executable, "-m", "canon_pretrain", "playground", *arguments], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
     assert sum((path.parent / f"report.{end}").stat().st_size for end in ("html", "json")) < 10e6

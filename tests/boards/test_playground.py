@@ -77,16 +77,16 @@ def board(folder, text=TEXT):
     return path
 
 
-def plan(folder, text=TEXT, *words):
-    main(["plan", str(board(folder, text)), "--out", str(folder / "out"), *words])
+def plan(folder, text=TEXT, *options):
+    main(["plan", str(board(folder, text)), "--out", str(folder / "out"), *options])
     return read_sweep(folder / "out")
 
 
-def refused(capsys, folder, text, *words):
+def refused(capsys, folder, text, *options):
     """Return the code of the error that ends the plan."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
-        plan(folder, text, *words)
+        plan(folder, text, *options)
     assert left.value.code == 2
     (code,) = error_codes(capsys.readouterr().err)
     return code
@@ -113,9 +113,9 @@ def test_a_config_is_found_beside_its_board(tmp_path, monkeypatch):
     beside = tmp_path / "beside.toml"
     beside.write_text(f'extends = "{COPY}"\n')
     monkeypatch.chdir(ROOT)
-    for given, found in (("beside.toml", beside), (COPY.relative_to(ROOT), COPY)):
-        text = TEXT.replace(f'"{COPY}"', f'"{given}"')
-        assert read_board(board(tmp_path, text)).tasks["copy"].config == str(found)
+    for reference, config in (("beside.toml", beside), (COPY.relative_to(ROOT), COPY)):
+        text = TEXT.replace(f'"{COPY}"', f'"{reference}"')
+        assert read_board(board(tmp_path, text)).tasks["copy"].config == str(config)
 
 
 def test_each_architecture_is_an_arm_at_each_size(tmp_path):
@@ -257,21 +257,21 @@ def test_a_plan_overwrites_no_file_of_others(name, content, tmp_path, capsys):
     assert [x for x in (tmp_path / "out").rglob("*") if x.is_file()] == [path]
     path.unlink()
     plan(tmp_path)
-    for own in (BOARD, PLAN):  # damaged, and removed
-        (tmp_path / "out" / own).unlink()
+    for name in (BOARD, PLAN):  # damaged, and removed
+        (tmp_path / "out" / name).unlink()
     assert plan(tmp_path, TEXT.replace("= 5,", "= 6,")).runs
 
 
 def test_a_board_and_a_sweep_do_not_replace_each_other(tmp_path, capsys):
-    words = ["--configs", str(COPY)]
-    plan_sweep(["plan", str(tmp_path / "out"), *words])
+    options = ["--configs", str(COPY)]
+    plan_sweep(["plan", str(tmp_path / "out"), *options])
     before = (tmp_path / "out" / PLAN).read_bytes()
     assert refused(capsys, tmp_path, TEXT) == "board.other_file"
     assert (tmp_path / "out" / PLAN).read_bytes() == before
 
     plan(tmp_path / "other")
     with pytest.raises(SystemExit):
-        plan_sweep(["plan", str(tmp_path / "other" / "out"), *words])
+        plan_sweep(["plan", str(tmp_path / "other" / "out"), *options])
     assert error_codes(capsys.readouterr().err) == ["sweep.other_plan"]
 
 
@@ -284,19 +284,19 @@ def test_files_of_different_boards_are_an_error(command, tmp_path, capsys):
     plant_run(out / NAMES[0], [])
     plan(tmp_path, more, "--extend")
     BoardRace(out, race_entries(*read_plan(out)))
-    words = [command, str(tmp_path / "board.toml"), "--out", str(out)]
+    arguments = [command, str(tmp_path / "board.toml"), "--out", str(out)]
     for name, content in (*written.items(), (BOARD, b"{"), (BOARD, None)):
         path = out / name
         after = path.read_bytes()
         path.unlink() if content is None else path.write_bytes(content)
         capsys.readouterr()
         with pytest.raises(SystemExit):
-            main(words)
+            main(arguments)
         expected = "board.other_plan" if content in written.values() else "board.damaged"
         assert error_codes(capsys.readouterr().err) == [expected]
         plan(tmp_path, more, "--extend")
         assert path.read_bytes() == after and read_plan(out)
-        main(words)
+        main(arguments)
 
 
 def test_a_config_may_leave_all_but_the_batch_to_defaults(tmp_path):
@@ -331,10 +331,10 @@ def trained(folder, text=TEXT):
 
 def rows_of(folder, capsys):
     capsys.readouterr()
-    words = [str(folder / "board.toml"), "--out", str(folder / "out")]
-    main(["status", *words, "--json"])
+    arguments = [str(folder / "board.toml"), "--out", str(folder / "out")]
+    main(["status", *arguments, "--json"])
     rows = json.loads(capsys.readouterr().out)
-    main(["report", *words])
+    main(["report", *arguments])
     return rows, json.loads((folder / "out" / "report.json").read_text())
 
 
@@ -370,7 +370,9 @@ def test_finished_runs_of_another_board_are_not_counted(lost, old, new, names, t
         run.name for run in sweep.runs
     } - others
     shown = {x["name"]: (x["state"], x["score"]) for x in content["runs"]}
-    assert {name for name, found in shown.items() if found == ("failed", None)} == others
+    assert {
+        name for name, state_and_score in shown.items() if state_and_score == ("failed", None)
+    } == others
     for cell in content["cells"]:
         place = f"{cell['task'].partition('/')[2]}-{cell['arm']}"
         assert (cell["mean"] is None) == (place in names)
@@ -466,14 +468,14 @@ def test_arms_of_one_size_race_and_stopped_runs_are_listed(tmp_path, capsys):
 # -- the driver
 
 
-def driver(folder, text, *words):
+def driver(folder, text, *options):
     """Start the driver in the background."""
     # a background job of a shell, as this suite may be, ignores SIGINT, and so would its children
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = [sys.executable, "-m", "canon_pretrain", "playground", "run", board(folder, text)]
     with open(folder / "printed", "ab") as out:
         process = subprocess.Popen(
-            [*map(str, command), "--out", str(folder / "out"), *words],
+            [*map(str, command), "--out", str(folder / "out"), *options],
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             stdout=out,
@@ -483,9 +485,9 @@ def driver(folder, text, *words):
     return process
 
 
-def ends(folder, text, *words):
+def ends(folder, text, *options):
     """Return the driver's exit code and the states of the runs."""
-    code = driver(folder, text, *words).wait(280)
+    code = driver(folder, text, *options).wait(280)
     return code, states(folder)
 
 
@@ -505,7 +507,7 @@ def test_each_run_has_a_gpu(tmp_path, capfd, monkeypatch):
     sweep, out = plan(tmp_path, TEXT), tmp_path / "out"
     show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
     monkeypatch.setattr(
-        "canon_pretrain.boards.driver.train_command", lambda words: [sys.executable, "-c", show]
+        "canon_pretrain.boards.driver.train_command", lambda arguments: [sys.executable, "-c", show]
     )
     Driver(sweep, out, parallel=4, gpus=["2", "MIG-7"]).train()
     used = [(out / run.name / OUTPUT).read_text().strip() for run in sweep.runs]
@@ -520,13 +522,13 @@ def test_gpus_are_those_of_the_environment_or_the_driver(tmp_path, monkeypatch):
     listing.write_text("#!/bin/sh\necho 'GPU 0: H100'\necho 'GPU 1: H100'\n")
     listing.chmod(0o755)
     assert visible_gpus() == ["0", "1"]
-    for given, found in (("", []), ("-1", []), ("3, 1", ["3", "1"])):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-        assert visible_gpus() == found
+    for variable, gpus in (("", []), ("-1", []), ("3, 1", ["3", "1"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        assert visible_gpus() == gpus
 
 
 @pytest.mark.parametrize(
-    ("work", "words"),
+    ("work", "expected"),
     [
         ("raise SystemExit(3)", ["exit code 3"]),
         ("print('one', flush=True); print('two'); print(); raise SystemExit(1)", ["code 1", "two"]),
@@ -536,12 +538,12 @@ def test_gpus_are_those_of_the_environment_or_the_driver(tmp_path, monkeypatch):
         ("print('\\x1b[31mred'); raise SystemExit(1)", ["[31mred"]),
     ],
 )
-def test_a_failed_run_has_a_reason(work, words, tmp_path, capfd, monkeypatch):
+def test_a_failed_run_has_a_reason(work, expected, tmp_path, capfd, monkeypatch):
     """Also before it has a run folder; the next start forgets it."""
     sweep, out = plan(tmp_path, SMALL), tmp_path / "out"
     (out / NAMES[1]).write_text("")  # in place of a folder
     command = [sys.executable, "-c", work]
-    monkeypatch.setattr("canon_pretrain.boards.driver.train_command", lambda words: command)
+    monkeypatch.setattr("canon_pretrain.boards.driver.train_command", lambda arguments: command)
     trained = Driver(sweep, out, parallel=2, gpus=["0"])
     trained.train()
     capfd.readouterr()
@@ -549,7 +551,7 @@ def test_a_failed_run_has_a_reason(work, words, tmp_path, capfd, monkeypatch):
     assert [row["state"] for row in rows] == ["failed"] * 2
     assert [run["state"] for run in content["runs"]] == ["failed"] * 2
     reasons = [trained.failures[NAMES[0]], rows[0]["reason"], content["runs"][0]["reason"]]
-    assert all(word in reason for reason in reasons for word in words)
+    assert all(word in reason for reason in reasons for word in expected)
     assert NAMES[1] in rows[1]["reason"] and NAMES[1] in content["runs"][1]["reason"]
     assert not any("\x1b" in (out / f"report.{end}").read_text() for end in ("md", "html"))
 
@@ -570,8 +572,8 @@ def test_runs_that_cannot_start_do_not_end_the_driver(tmp_path, capfd):
 
 
 def sleeping_trainers(monkeypatch, seconds):
-    words = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
-    monkeypatch.setattr("canon_pretrain.boards.driver.train_command", lambda _: words)
+    command = [sys.executable, "-c", f"import time; time.sleep({seconds})"]
+    monkeypatch.setattr("canon_pretrain.boards.driver.train_command", lambda _: command)
 
 
 @contextmanager
@@ -610,12 +612,12 @@ def test_a_second_ctrl_c_ends_any_wait_and_the_trainers(tmp_path, capfd, monkeyp
     started = []
     launch = trained._launch
     monkeypatch.setattr(
-        trained, "_launch", lambda *given: started.append(launch(*given)) or started[-1]
+        trained, "_launch", lambda *arguments: started.append(launch(*arguments)) or started[-1]
     )
     with handler(signal.SIGINT, signal.default_int_handler), pytest.raises(KeyboardInterrupt):
         send(signal.SIGINT, 0.5, 1.0)
         trained.train()
-    assert len(started) == 2 and all(each.wait(20) < 0 for each in started)
+    assert len(started) == 2 and all(process.wait(20) < 0 for process in started)
 
 
 @pytest.mark.parametrize(("chosen", "stops"), [(signal.SIG_IGN, 0), (signal.SIG_DFL, 1)])
@@ -645,7 +647,7 @@ def test_a_race_looks_at_runs_that_have_ended(tmp_path, capfd, monkeypatch):
     sweep, out, ended = plan(tmp_path, SMALL), tmp_path / "out", tmp_path / "ended"
     work = f"import pathlib, time; time.sleep(0.6); pathlib.Path({str(ended)!r}).touch()"
     monkeypatch.setattr(
-        "canon_pretrain.boards.driver.train_command", lambda words: [sys.executable, "-c", work]
+        "canon_pretrain.boards.driver.train_command", lambda arguments: [sys.executable, "-c", work]
     )
     monkeypatch.setattr(
         Driver, "_summary", lambda self, run: RunSummary("", step=2 * bool(self._children))
@@ -699,7 +701,7 @@ def test_killed_runs_have_ended_when_their_driver_ends(tmp_path, monkeypatch):
         f"pathlib.Path({str(started)!r}).write_text(str(os.getpid())); time.sleep(60)"
     )
     monkeypatch.setattr(
-        "canon_pretrain.boards.driver.train_command", lambda words: [sys.executable, "-c", work]
+        "canon_pretrain.boards.driver.train_command", lambda arguments: [sys.executable, "-c", work]
     )
     monkeypatch.setattr("canon_pretrain.boards.driver.REPORT_S", 0.1)
     driver = Driver(sweep, out, parallel=1, gpus=["0"])

@@ -45,8 +45,8 @@ def test_more_races_and_looks_need_more():
         ("b", 1.0): [0.5, 0.4, 0.45],
         ("c", 1.0): [0.45, 0.5, 0.4],
     }
-    (one, *_), other = Race("t", STAGES[-2:]).look(STAGES[0], close), Race("t", STAGES, 50)
-    assert one.better == "a" and other.look(STAGES[0], close) == []
+    (stop, *_), other = Race("t", STAGES[-2:]).look(STAGES[0], close), Race("t", STAGES, 50)
+    assert stop.better == "a" and other.look(STAGES[0], close) == []
 
 
 def test_learning_rates_race_within_their_architecture():
@@ -162,8 +162,8 @@ def test_the_last_arm_trains_its_other_seeds(tmp_path):
 
 
 def test_a_few_simulated_races():
-    found = simulate.races(2, np.random.default_rng(7), (3, 2, 3), (0.05,))
-    assert found["false"] == 0 and found["tokens"] < 0.7 and found["power"] > 0.9
+    rates = simulate.races(2, np.random.default_rng(7), (3, 2, 3), (0.05,))
+    assert rates["false"] == 0 and rates["tokens"] < 0.7 and rates["power"] > 0.9
 
 
 def most(boards, rate):
@@ -173,11 +173,11 @@ def most(boards, rate):
 @pytest.mark.system
 def test_races_of_null_boards_order_nothing():
     """Less than 1 % of boards have a false order; a hundred show 6 % and more."""
-    found = simulate.races(100, np.random.default_rng(7), (4, 4, 3), final=False)
-    assert found["false"] <= most(100, 0.01)
+    rates = simulate.races(100, np.random.default_rng(7), (4, 4, 3), final=False)
+    assert rates["false"] <= most(100, 0.01)
 
 
 def test_runs_that_do_not_learn_order_nothing():
     """12 % of boards had a false order with two first seeds, and splits that were not counted."""
-    found = simulate.races(80, np.random.default_rng(3), (4, 1, 3), failing=0.3, final=False)
-    assert found["false"] <= most(80, 0.01)
+    rates = simulate.races(80, np.random.default_rng(3), (4, 1, 3), failing=0.3, final=False)
+    assert rates["false"] <= most(80, 0.01)

@@ -74,8 +74,8 @@ def test_sizes_that_fit_the_mixer_are_taken(text, num_layers, tmp_path):
 
 
 def test_architectures_set_sizes_of_their_own(tmp_path):
-    own = ROPE + "num_heads = 12\nnum_layers = 2\n" + GLA + MAMBA + "num_layers = 6\n"
-    jobs = plan(tmp_path, own)
+    text = ROPE + "num_heads = 12\nnum_layers = 2\n" + GLA + MAMBA + "num_layers = 6\n"
+    jobs = plan(tmp_path, text)
     layers = {name: job.model_args.num_layers for name, job in jobs.items()}
     assert layers == {"t-rope": 2, "t-gla": 12, "t-m": 6}
 
@@ -95,10 +95,10 @@ def test_a_board_scores_a_run_on_more_windows_than_a_trainer(tmp_path):
     (job,) = plan(tmp_path, ROPE).values()
     assert job.validation.windows == WINDOWS
 
-    own = tmp_path / "own.toml"
-    own.write_text(f'extends = "{PAPER / "copy_1l.toml"}"\n[validation]\nwindows = 9\n')
+    config_file = tmp_path / "own.toml"
+    config_file.write_text(f'extends = "{PAPER / "copy_1l.toml"}"\n[validation]\nwindows = 9\n')
     (tmp_path / "own").mkdir()
-    (job,) = plan(tmp_path / "own", ROPE, own).values()
+    (job,) = plan(tmp_path / "own", ROPE, config_file).values()
     assert job.validation.windows == 9
 
     (config,) = (tmp_path / "out" / "configs").iterdir()

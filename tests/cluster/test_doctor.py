@@ -44,11 +44,11 @@ def small(monkeypatch):
 
 
 def by_name(findings):
-    return {each.what: each for each in findings}
+    return {finding.what: finding for finding in findings}
 
 
 def states(findings):
-    return {each.what: each.state for each in findings}
+    return {finding.what: finding.state for finding in findings}
 
 
 def write_program(path, text):
@@ -65,14 +65,14 @@ def test_packages_outside_their_bounds(tmp_path, monkeypatch):
     assert not {"numpy", "isal", "pytest"} & {*by_name(doctor.check_machine(tmp_path))}
     for name, version in (("numpy", "1.0"), ("isal", "not a version"), ("pytest", "1.0")):
         (tmp_path / f"{name}-1.dist-info").mkdir()
-        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        (tmp_path / f"{name}-1.dist-info" / "METADATA").write_text(about)
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (tmp_path / f"{name}-1.dist-info" / "METADATA").write_text(metadata)
     monkeypatch.syspath_prepend(tmp_path)
-    found = by_name(doctor.check_machine(tmp_path))
-    assert (found["numpy"].state, found["isal"].state) == ("broken", "broken")
-    assert found["pytest"].state == "note", "nothing trains with it"
-    assert found["numpy"].facts == {"version": "1.0", "expected": "<3,>=2.0"}
-    assert found["packages"].state == "ok"
+    findings = by_name(doctor.check_machine(tmp_path))
+    assert (findings["numpy"].state, findings["isal"].state) == ("broken", "broken")
+    assert findings["pytest"].state == "note", "nothing trains with it"
+    assert findings["numpy"].facts == {"version": "1.0", "expected": "<3,>=2.0"}
+    assert findings["packages"].state == "ok"
 
 
 def test_a_missing_package_and_an_old_python(tmp_path, monkeypatch):
@@ -80,21 +80,21 @@ def test_a_missing_package_and_an_old_python(tmp_path, monkeypatch):
     lines += ["[project.optional-dependencies]", 'dev = ["not-there"]', "cuda = []"]
     (tmp_path / "pyproject.toml").write_text("\n".join(lines))
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
-    found = by_name(doctor.check_machine(tmp_path))
-    assert found["python"].state == found["no-such-package"].state == "broken"
-    assert found["no-such-package"].facts["version"] is None
-    assert "pip" not in found["python"].remedy, "pip has no Python"
-    assert "not-there" not in found
+    findings = by_name(doctor.check_machine(tmp_path))
+    assert findings["python"].state == findings["no-such-package"].state == "broken"
+    assert findings["no-such-package"].facts["version"] is None
+    assert "pip" not in findings["python"].remedy, "pip has no Python"
+    assert "not-there" not in findings
 
 
 # -- disk
 
 
 def test_a_sound_disk_and_one_that_cannot_be_written(tmp_path, monkeypatch):
-    found = by_name(doctor.check_disk(tmp_path))
-    assert found["disk speed"].facts["bytes_per_s"] > 0
-    assert abs(found["clock"].facts["s"]) < 2
-    assert {each.state for each in found.values()} <= {"ok", "note"}
+    findings = by_name(doctor.check_disk(tmp_path))
+    assert findings["disk speed"].facts["bytes_per_s"] > 0
+    assert abs(findings["clock"].facts["s"]) < 2
+    assert {finding.state for finding in findings.values()} <= {"ok", "note"}
     assert not [*tmp_path.iterdir()]
     assert by_name(doctor.check_disk(NOWHERE))["disk"].state == "broken"
     (finding,) = doctor.check_training(NOWHERE, 0, QUIET)
@@ -174,15 +174,15 @@ def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
     hub = FakeHub({})
     monkeypatch.setattr(doctor, "HUB_TIMEOUT_S", 5)
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    found = states(doctor.check_network(tmp_path))
+    hub_states = states(doctor.check_network(tmp_path))
     hub.shutdown()
     hub.server_close()
-    assert (found["hub"], found["hub cache"]) == ("ok", "ok"), "it answers, with 404"
+    assert (hub_states["hub"], hub_states["hub cache"]) == ("ok", "ok"), "it answers, with 404"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HOME", str(NOWHERE / "home"))
-    found = by_name(doctor.check_network(tmp_path))
-    assert (found["hub"].state, found["hub cache"].state) == ("note", "broken")
-    assert found["hub"].remedy.startswith("unset HF_HUB_OFFLINE")
+    findings = by_name(doctor.check_network(tmp_path))
+    assert (findings["hub"].state, findings["hub cache"].state) == ("note", "broken")
+    assert findings["hub"].remedy.startswith("unset HF_HUB_OFFLINE")
 
 
 def test_logins(tmp_path, monkeypatch):
@@ -194,9 +194,9 @@ def test_logins(tmp_path, monkeypatch):
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
     (tmp_path / "netrc").chmod(0o600)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    found = by_name(doctor.check_network(tmp_path))
-    assert found["wandb"].state == found["hub token"].state == "ok"
-    assert "secret" not in str(found)
+    findings = by_name(doctor.check_network(tmp_path))
+    assert findings["wandb"].state == findings["hub token"].state == "ok"
+    assert "secret" not in str(findings)
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     assert states(doctor.check_network(tmp_path))["wandb"] == "missing"
 
@@ -209,6 +209,9 @@ def test_slurm(tmp_path, monkeypatch):
     file = tmp_path / "cluster.env"
     monkeypatch.setenv("CANON_CLUSTER_ENV", str(file))
     assert states(doctor.check_slurm(tmp_path)) == {"Slurm": "ok", "cluster.env": "missing"}
+    file.write_text("")
+    finding = by_name(doctor.check_slurm(tmp_path))["cluster.env"]
+    assert finding.state == "missing" and "exist" not in finding.found, "it is there, and empty"
     file.write_text((ROOT / "slurm" / "cluster.env.example").read_text())
     assert states(doctor.check_slurm(tmp_path))["cluster.env"] == "missing", "comments only"
     file.write_text("export SBATCH_PARTITION=gpu\n")
@@ -260,12 +263,12 @@ def test_a_gpu_without_nvidia_smi(tmp_path, monkeypatch, has_nccl):
     monkeypatch.setattr(torch.distributed, "is_backend_available", available)
     monkeypatch.setattr(hardware, "query_gpu", lambda gpu: None)
     monkeypatch.setattr(doctor, "check_kernels", lambda device_type: iter(()))
-    found = by_name(doctor.check_gpu(tmp_path))
-    assert found["GPU"].state == "ok" and "driver" not in found["GPU"].found
-    assert found["nccl"].state == ("ok" if has_nccl else "broken")
-    assert found["nccl"].found.startswith("2.99.1 ") == has_nccl
+    findings = by_name(doctor.check_gpu(tmp_path))
+    assert findings["GPU"].state == "ok" and "driver" not in findings["GPU"].found
+    assert findings["nccl"].state == ("ok" if has_nccl else "broken")
+    assert findings["nccl"].found.startswith("2.99.1 ") == has_nccl
     readme = " ".join((ROOT / "README.md").read_text().split())
-    remedy = found["nccl"].remedy
+    remedy = findings["nccl"].remedy
     assert has_nccl or (remedy.startswith("TORCH=") and remedy in readme)
 
 
@@ -274,12 +277,12 @@ def test_a_gpu_without_nvidia_smi(tmp_path, monkeypatch, has_nccl):
 def test_kernels_by_device():
     assert set(states(doctor.check_kernels("cpu")).values()) == {"ok"}
     with flash_impl("fa3"):  # a GPU of capability 9.0, with one package
-        found = by_name(doctor.check_kernels("cuda"))
-    assert found["attention fa3"].state == found["canon triton"].state == "ok"
-    absent = {name for name, each in found.items() if each.state == "missing"}
+        findings = by_name(doctor.check_kernels("cuda"))
+    assert findings["attention fa3"].state == findings["canon triton"].state == "ok"
+    absent = {name for name, finding in findings.items() if finding.state == "missing"}
     expected = {"canon causal_conv1d", "canon fla", "mixer fla", "attention flash_attn"}
     assert absent == expected | {"attention fa4"}
-    assert all(found[name].remedy.startswith("pip install") for name in absent)
+    assert all(findings[name].remedy.startswith("pip install") for name in absent)
 
 
 @no_gpu
@@ -288,17 +291,19 @@ def test_remedies_of_kernels(monkeypatch):
     def fail():
         raise ImportError("libcudart.so.12: cannot open shared object file")
 
-    monkeypatch.setattr(backends, "backend_problem", lambda *given: "no import: OSError: lib: gone")
+    monkeypatch.setattr(
+        backends, "backend_problem", lambda *arguments: "no import: OSError: lib: gone"
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "flash_attn" or None)
     monkeypatch.setattr(attend, "_flash_attn_func", fail)
     with flash_impl("fa3", capability=(8, 0)):
-        found = by_name(doctor.check_kernels("cuda"))
-    triton, flash = found["canon triton"], found["attention flash_attn"]
+        findings = by_name(doctor.check_kernels("cuda"))
+    triton, flash = findings["canon triton"], findings["attention flash_attn"]
     assert (triton.found, triton.remedy) == ("no import: OSError: lib: gone", "")
     assert "libcudart.so.12: cannot open" in flash.found
     assert flash.remedy.startswith("pip install")
     for name in ("fa3", "fa4"):  # a package does not help this GPU
-        finding = found[f"attention {name}"]
+        finding = findings[f"attention {name}"]
         assert (finding.state, finding.remedy) == ("missing", "") and "sm_80" in finding.found
 
 
@@ -322,15 +327,17 @@ def test_groups_that_hang_and_crash(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "GROUPS", {"disk": None, "network": None})
     monkeypatch.setattr(doctor, "GROUP_TIMEOUT_S", 0.5)
     monkeypatch.setattr(doctor, "CHILD", "import time; time.sleep(60)")
-    found = dict(doctor.run_groups(tmp_path))
-    assert [states(each) for each in found.values()] == [{name: "broken"} for name in found]
+    groups = dict(doctor.run_groups(tmp_path))
+    assert [states(findings) for findings in groups.values()] == [
+        {name: "broken"} for name in groups
+    ]
     monkeypatch.setattr(doctor, "GROUP_TIMEOUT_S", 60)
     good = json.dumps(doctor.asdict(doctor.judge("first", "", None, "")))
     monkeypatch.setattr(
         doctor, "CHILD", f"import os; print('noise', '{good}', sep='\\n', flush=True); os.abort()"
     )
-    found = dict(doctor.run_groups(tmp_path))
-    assert states(found["disk"]) == {"first": "ok", "disk": "broken"}
+    groups = dict(doctor.run_groups(tmp_path))
+    assert states(groups["disk"]) == {"first": "ok", "disk": "broken"}
 
 
 def test_a_check_that_raises(tmp_path, monkeypatch, capsys):
@@ -341,22 +348,24 @@ def test_a_check_that_raises(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(doctor.GROUPS, "disk", fail)
     doctor.print_group("disk", str(tmp_path))
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["state"] for each in lines] == ["ok", "broken"]
+    assert [line["state"] for line in lines] == ["ok", "broken"]
 
 
 @pytest.mark.parametrize("state", ["ok", "note", "missing", "broken"])
 def test_exit_code_and_json(state, monkeypatch, capsys):
     finding = doctor.judge("thing", "", "a problem", "", "", state)
     monkeypatch.setattr(doctor, "run_groups", lambda folder: [("disk", [finding])])
-    monkeypatch.setattr(doctor, "check_training", lambda *given: [doctor.judge("t", "", None, "")])
+    monkeypatch.setattr(
+        doctor, "check_training", lambda *arguments: [doctor.judge("t", "", None, "")]
+    )
     for options in (["--json"], ["--json", "--no_train"], []):
         with pytest.raises(SystemExit) if state == "broken" else nullcontext() as ended:
             canon_stage("doctor")(options)
         assert state != "broken" or ended.value.code == 1
         if options:
-            found = json.loads(capsys.readouterr().out)
-            assert found["works"] == (state != "broken")
-            assert len(found["findings"]) == 3 - len(options)
+            report = json.loads(capsys.readouterr().out)
+            assert report["works"] == (state != "broken")
+            assert len(report["findings"]) == 3 - len(options)
 
 
 # -- the training check
@@ -421,7 +430,7 @@ def test_what_a_killed_doctor_left_is_removed(tmp_path, monkeypatch):
             owner = holder.Holder(pid=pid, boot=holder.boot_of(pid), **taken)
             (folders[name] / doctor.OWNER).write_bytes(holder.content_of(owner))
         (tmp_path / f"{doctor.SCRATCH}file").touch()
-    monkeypatch.setattr(doctor, "_run", lambda *given: "not trained")
+    monkeypatch.setattr(doctor, "_run", lambda *arguments: "not trained")
     list(doctor.check_training(tmp_path, 1, QUIET))
     names = {path.name.removeprefix(doctor.SCRATCH) for path in tmp_path.iterdir()}
     assert names == {"living", "file"}
@@ -430,7 +439,7 @@ def test_what_a_killed_doctor_left_is_removed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_terminated_doctor_leaves_nothing(number, tmp_path, monkeypatch):
     before = signal.signal(number, signal.SIG_DFL)
-    monkeypatch.setattr(doctor, "_run", lambda *given: os.kill(os.getpid(), number))
+    monkeypatch.setattr(doctor, "_run", lambda *arguments: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as ended:
         list(doctor.check_training(tmp_path, 1, QUIET))
     assert ended.value.code == 128 + number and not [*tmp_path.iterdir()]
@@ -440,26 +449,31 @@ def test_a_terminated_doctor_leaves_nothing(number, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("loss, state", [(2.5, "ok"), ("nan", "broken")])
 def test_the_loss_of_one_gpu(tmp_path, monkeypatch, loss, state):
-    def run(words, output, watch):
-        if "canon_pretrain.cluster.preflight" in words:
+    def run(arguments, output, watch):
+        if "canon_pretrain.cluster.preflight" in arguments:
             report = preflight.Report(speeds={"cuda:0": {preflight.MATMUL: 1e12}})
             path = output.parent / f"{holder.host_name()}.rank0.json"
             path.write_text(json.dumps(doctor.asdict(report)))
             return
-        folder = RunFolder(Path(words[-1]))
+        folder = RunFolder(Path(arguments[-1]))
         folder.log_file.parent.mkdir(parents=True)
         lines = [
-            {"event": "step", "time": f"2026-01-01T00:00:0{k}+00:00", "step": 5 * k, "loss": each}
-            for k, each in ((1, 3.5), (2, loss))
+            {
+                "event": "step",
+                "time": f"2026-01-01T00:00:0{k}+00:00",
+                "step": 5 * k,
+                "loss": logged_loss,
+            }
+            for k, logged_loss in ((1, 3.5), (2, loss))
         ]
         folder.log_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     monkeypatch.setattr(doctor, "_run", run)
     monkeypatch.setattr(manifest, "verify", lambda path: None)
-    found = by_name(doctor.check_training(tmp_path, 1, QUIET))
-    assert (found["all-reduce"].state, found["training"].state) == ("ok", state)
-    assert found["training"].facts["steps_per_s"] == 5
-    assert "B/s" not in found["all-reduce"].found, "one rank sends nothing"
+    findings = by_name(doctor.check_training(tmp_path, 1, QUIET))
+    assert (findings["all-reduce"].state, findings["training"].state) == ("ok", state)
+    assert findings["training"].facts["steps_per_s"] == 5
+    assert "B/s" not in findings["all-reduce"].found, "one rank sends nothing"
 
 
 def test_the_progress_counts_from_the_first_step(tmp_path, monkeypatch):
@@ -472,10 +486,10 @@ def test_the_progress_counts_from_the_first_step(tmp_path, monkeypatch):
         def update(self, share, text):
             shown.append((self, share, "starting" in text))
 
-    def run(words, output, watch):
-        if "canon_pretrain.cluster.preflight" in words:
+    def run(arguments, output, watch):
+        if "canon_pretrain.cluster.preflight" in arguments:
             return
-        file = RunFolder(Path(words[-1])).log_file
+        file = RunFolder(Path(arguments[-1])).log_file
         steps.append(watch())
         file.parent.mkdir(parents=True)
         with file.open("a", buffering=1) as log:
@@ -508,10 +522,10 @@ def test_remedies_of_the_all_reduce(tmp_path, monkeypatch, report, state, remedy
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 << 30, 80 << 30))
         report = preflight.Report(preflight.check_device(torch.device("cuda:0"))[0])
 
-    def run(words, output, watch):
+    def run(arguments, output, watch):
         path = output.parent / f"{holder.host_name()}.rank0.json"
         path.write_text(json.dumps(doctor.asdict(report)))
-        return "not trained" if "canon_pretrain.train" in words else None
+        return "not trained" if "canon_pretrain.train" in arguments else None
 
     monkeypatch.setattr(doctor, "_run", run)
     finding = next(doctor.check_training(tmp_path, 1, QUIET))
@@ -524,9 +538,10 @@ def test_the_training_check(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(doctor, "START_TIMEOUT_S", 300)  # on a busy machine
     run = lambda: by_name(doctor.check_training(tmp_path, 0, QUIET))  # noqa: E731
-    found = run()
-    assert states(found.values()) == {"all-reduce": "ok", "training": "ok"}
-    assert found["training"].facts["ranks"] == 2 and found["training"].facts["steps_per_s"] > 0
+    findings = run()
+    assert states(findings.values()) == {"all-reduce": "ok", "training": "ok"}
+    facts_of_training = findings["training"].facts
+    assert facts_of_training["ranks"] == 2 and facts_of_training["steps_per_s"] > 0
     bad = tmp_path / "bad.toml"
     bad.write_text(doctor.CONFIG.read_text().replace("dim = 32", "dim = 33"))
     bad.write_text(bad.read_text().replace('"../base', f'"{doctor.CONFIG.parents[1]}/base'))
@@ -544,8 +559,10 @@ def test_the_command_without_a_compiler(tmp_path):
     environ = os.environ | {"PATH": str(program.parent), "PYTHONPATH": str(ROOT)}
     environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "CXX": "g++", "HF_HOME": str(tmp_path / "hf")}
     environ.pop("CUDA_VISIBLE_DEVICES", None)
-    words = [sys.executable, "-m", "canon_pretrain", "doctor", "--no_train", "--json"]
-    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, timeout=200)
-    found = {each["what"]: each["state"] for each in json.loads(done.stdout)["findings"]}
-    assert (done.returncode, found["GPU"], found["C++ compiler"]) == (1, "broken", "missing")
-    assert (found["hub"], found["Slurm"], found["gloo"]) == ("note", "missing", "ok")
+    command = [sys.executable, "-m", "canon_pretrain", "doctor", "--no_train", "--json"]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, timeout=200)
+    findings = json.loads(done.stdout)["findings"]
+    states_of = {finding["what"]: finding["state"] for finding in findings}
+    assert done.returncode == 1
+    assert (states_of["GPU"], states_of["C++ compiler"]) == ("broken", "missing")
+    assert (states_of["hub"], states_of["Slurm"], states_of["gloo"]) == ("note", "missing", "ok")

@@ -54,13 +54,13 @@ def write_run(run, *steps, last=40, keep=0):
     return run
 
 
-def store(run, step, suite, **asked):
+def store(run, step, suite, **question):
     """Write results as `eval run` does."""
     settings = {
         "checkpoint": "", "step": step, "suite": suite, "limit": None, "train_fingerprint": "",
-        "add_bos": False, "max_length": 64, "dtype": "float32", **asked,
+        "add_bos": False, "max_length": 64, "dtype": "float32", **question,
     }  # fmt: skip
-    name = "".join(map(str, asked.values())) or "whole"
+    name = "".join(map(str, question.values())) or "whole"
     results = Results(settings, {suite: {"acc": Score(0.5)}}, {suite: 2})
     write_results(run / "evals" / f"step-{step}" / suite / name, results, {})
 
@@ -78,27 +78,27 @@ def run(tmp_path):
     return write_run(tmp_path / "run", 10, 15, 20)
 
 
-def submit(*words):
+def submit(*arguments):
     """Return the exit code of `eval submit`."""
     try:
-        main(["submit", *map(str, words)])
+        main(["submit", *map(str, arguments)])
     except SystemExit as left:
         return int(left.code or 0)
     return 0
 
 
-def watcher(run, *suites, expiry_s=600, cap=8, **asked):
+def watcher(run, *suites, expiry_s=600, cap=8, **overrides):
     """A watcher of `suites` at steps 20 and 40, or of SUITES at every tenth step."""
-    given = {"suites": [*suites], "every": 20} if suites else {"suites": SUITES, "every": 10}
-    schedule = Schedule(run, Request(**given | asked), expiry_s=expiry_s)
+    defaults = {"suites": [*suites], "every": 20} if suites else {"suites": SUITES, "every": 10}
+    schedule = Schedule(run, Request(**defaults | overrides), expiry_s=expiry_s)
     options: Any = {"max_in_flight": cap, "local": False, "console": Console(file=io.StringIO())}
     return Watcher([schedule], Slurm(), run / "report", **options)
 
 
 def states(watcher):
     watcher.queue.refresh()
-    found = [entry for _, entries in watcher.overview() for entry in entries]
-    return {(e.step, e.suite): e.state for e in found if e.state != "to come"}
+    all_entries = [entry for _, entries in watcher.overview() for entry in entries]
+    return {(e.step, e.suite): e.state for e in all_entries if e.state != "to come"}
 
 
 def test_from_the_first_checkpoint_to_the_report(slurm, run):
@@ -108,13 +108,13 @@ def test_from_the_first_checkpoint_to_the_report(slurm, run):
     watch.poll()
     assert slurm.names == ["eval-run-step-10-jrt", "eval-run-step-20-jrt"]
     assert watch.poll() and len(slurm.jobs()) == 2
-    words = slurm.words("1")
-    assert f"--output={run}/evals/step-10/jrt/slurm-%j.log" in words
-    assert "--partition=short" in words and "--parsable" in words
+    arguments = slurm.words("1")
+    assert f"--output={run}/evals/step-10/jrt/slurm-%j.log" in arguments
+    assert "--partition=short" in arguments and "--parsable" in arguments
     lease = leases_of(run, 10, "jrt").current()
     assert (lease.job, lease.cluster) == ("1", "fake")
     expected = [lease.id, f"{run}/checkpoint/step-10", "jrt", "--max_length", "64"]
-    assert words[words.index("--lease") + 1 :] == expected
+    assert arguments[arguments.index("--lease") + 1 :] == expected
     slurm.set("1", "RUNNING")
     assert [*states(watch).values()] == ["running", "done", "queued", "waiting"]
     store(run, 10, "jrt")
@@ -148,10 +148,10 @@ def test_concurrent_watchers_submit_each_job_once(slurm, tmp_path):
     command = [sys.executable, "-m", "eval", "submit", *map(str, runs), "--suites"]
     command += ["jrt,babilong,validation", "--every", "20", "--once", "--max_in_flight"]
     options: Any = {"env": slurm.environ | {"PYTHONPATH": str(ROOT)}, "stdout": subprocess.DEVNULL}
-    for cap, most in ((3, 3), (1000, 12), (1000, 12)):
+    for cap, max_jobs in ((3, 3), (1000, 12), (1000, 12)):
         started = [subprocess.Popen([*command, str(cap)], **options) for _ in range(6)]
         assert [process.wait(120) for process in started] == [0] * 6
-        assert 1 <= len(slurm.jobs()) <= most
+        assert 1 <= len(slurm.jobs()) <= max_jobs
     assert len(slurm.names) == len(set(slurm.names)) == 12
     jobs = slurm.jobs()
     for lease in (Leases(path).current() for run in runs for path in run.glob("evals/*/*/leases")):
@@ -204,9 +204,9 @@ def test_a_watcher_that_died_around_sbatch(slurm, run, monkeypatch, died):
     """A job that was submitted but not recorded is found by its name."""
     leases, patient, submit = leases_of(run, 20, "jrt"), watcher(run, "jrt"), Slurm.submit
 
-    def silent(self, *words):
+    def silent(self, *command):
         if died == "after":
-            submit(self, *words)
+            submit(self, *command)
         raise SlurmTimeout("test.timeout", "no answer")
 
     with monkeypatch.context() as patch, pytest.raises(SlurmTimeout):
@@ -294,10 +294,10 @@ def test_which_results_count(run, tmp_path):
 
 
 def test_one_run_has_one_schedule(run):
-    given = {"suites": ["jrt"], "every": 10, "how": ["--add_bos"]}
-    assert update_request(run, given, keep=False) == Request(**given)
+    settings = {"suites": ["jrt"], "every": 10, "how": ["--add_bos"]}
+    assert update_request(run, settings, keep=False) == Request(**settings)
     assert not (run / "evals").exists()
-    first = update_request(run, given)
+    first = update_request(run, settings)
     assert update_request(run, {}) == update_request(run, {"every": 10}) == first
     with refused("schedule.changed", field="every"):
         update_request(run, {"every": 20, "suites": ["jrt"]})
@@ -334,7 +334,7 @@ def test_a_job_that_lost_its_lease_ends(slurm, run):
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("arguments", "code"),
     [
         (["none/checkpoint/step-1", "validation"], "checkpoint.damaged"),
         (["none", "validation"], "checkpoint.none"),
@@ -345,10 +345,12 @@ def test_a_job_that_lost_its_lease_ends(slurm, run):
         (["--limit", "run/checkpoint/step-20"], "slurm.usage"),
     ],
 )
-def test_what_eval_would_refuse_is_refused_before_the_queue(words, code, run, monkeypatch, capsys):
+def test_what_eval_would_refuse_is_refused_before_the_queue(
+    arguments, code, run, monkeypatch, capsys
+):
     monkeypatch.chdir(run.parent)
     with pytest.raises(SystemExit, match="2"):
-        schedule.main(["check", *words])
+        schedule.main(["check", *arguments])
     assert error_codes(capsys.readouterr().err) == [code]
     schedule.main(["check", "run/checkpoint/step-20", "validation", "--limit", "3"])
     schedule.main(["check", "run", "validation"])
@@ -397,21 +399,21 @@ def test_local_evaluations_without_slurm(slurm, run, capsys, monkeypatch):
     save(run, 30, 40)
     RunFolder(run).write_done(40)
     store(run, 20, "validation")
-    words = ["--suites", "jrt,validation", "--every", 20, "--local", "--interval_s", 1]
-    assert submit(run, *words) == 1
+    options = ["--suites", "jrt,validation", "--every", 20, "--local", "--interval_s", 1]
+    assert submit(run, *options) == 1
     lines = notes.read_text().splitlines()
     assert len(lines) == 3 * 3 + 1 and all(line.startswith("--local --") for line in lines)
     assert f"{run} --out {run}/report" in lines[-1]
     capsys.readouterr()
     submit(run, "--json")
-    found = json.loads(capsys.readouterr().out)
-    entries = found["runs"][str(run)]
+    overview = json.loads(capsys.readouterr().out)
+    entries = overview["runs"][str(run)]
     states = [entry["state"] for entry in entries]
-    assert states == ["failed", "done", "failed", "failed"] and found["report"] == "done"
+    assert states == ["failed", "done", "failed", "failed"] and overview["report"] == "done"
     assert entries[0]["why"] == "exit code 1"
     submit(run, "--status")
     assert entries[0]["why"] in capsys.readouterr().out
-    assert found["finished"] and submit(run, "--is_finished") == 0
+    assert overview["finished"] and submit(run, "--is_finished") == 0
 
 
 def test_local_evaluations_do_not_wait_for_a_stopped_run(slurm, run, capsys, monkeypatch):
@@ -428,8 +430,8 @@ def test_local_evaluations_do_not_wait_for_a_stopped_run(slurm, run, capsys, mon
     RunFolder(folder / "done").write_done(40)
     plan = {"runs": [{"name": name} for name in ("done", "stopped", "later")]}
     (folder / "sweep.json").write_text(json.dumps(plan))
-    words = (folder, "--suites", "jrt", "--every", 20, "--local", "--interval_s", 0.01)
-    assert submit(*words) == 0
+    arguments = (folder, "--suites", "jrt", "--every", 20, "--local", "--interval_s", 0.01)
+    assert submit(*arguments) == 0
     printed = capsys.readouterr().out.replace("\n", "")
     assert str(folder / "stopped") in printed and str(folder / "later") in printed
     # resumed: the same command waits for it, and evaluates the rest
@@ -440,7 +442,7 @@ def test_local_evaluations_do_not_wait_for_a_stopped_run(slurm, run, capsys, mon
     save(folder / "stopped", 40)
     RunFolder(folder / "stopped").write_done(40)
     store(folder / "stopped", 40, "jrt")
-    assert submit(*words) == 0
+    assert submit(*arguments) == 0
 
 
 def test_local_evaluations_of_a_run_without_checkpoints_end(slurm, tmp_path, capsys):
@@ -503,19 +505,19 @@ def test_runs_of_a_sweep_may_start_later(slurm, tmp_path, capsys):
     write_run(sweep / "first", 20, 40)
     plan = {"runs": [{"name": "first"}, {"name": "later"}]}
     (sweep / "sweep.json").write_text(json.dumps(plan))
-    words = (sweep, "--suites", "jrt", "--every", 20, "--once")
-    assert submit(*words) == 0
+    arguments = (sweep, "--suites", "jrt", "--every", 20, "--once")
+    assert submit(*arguments) == 0
     assert slurm.names[0] == "eval-first-step-20-jrt"
     assert str(sweep / "later") in capsys.readouterr().out.replace("\n", "")
     for name in ("first", "later"):
         for step in (20, 40):
             store(sweep / name, step, "jrt")
     RunFolder(sweep / "first").done_file.touch()
-    assert submit(*words) == 0 and submit(sweep, "--is_finished") == 1
+    assert submit(*arguments) == 0 and submit(sweep, "--is_finished") == 1
     assert not any("report" in name for name in slurm.names)
     write_run(sweep / "later", 20, 40)
     RunFolder(sweep / "later").done_file.touch()
-    assert submit(*words) == 0 and (sweep / "report" / "leases").is_dir()
+    assert submit(*arguments) == 0 and (sweep / "report" / "leases").is_dir()
     assert submit(tmp_path / "a", tmp_path / "b", "--once") == 2
 
 
@@ -524,10 +526,10 @@ def test_a_users_task_file_must_be_trusted(slurm, run, capsys, monkeypatch):
     mine = run.parent / "mine.yaml"
     mine.write_text("task: mine\n")
 
-    def code(*words, answer=None):
+    def code(*arguments, answer=None):
         monkeypatch.setattr("builtins.input", lambda prompt: answer)
         monkeypatch.setattr("sys.stdin.isatty", lambda: answer is not None)
-        return submit(run, "--every", 20, "--once", *words)
+        return submit(run, "--every", 20, "--once", *arguments)
 
     suites = ("--suites", f"jrt,{mine}")
     assert code(*suites) == 2 and code(*suites, answer="") == 2

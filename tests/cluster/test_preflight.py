@@ -31,13 +31,13 @@ def test_the_number_of_nodes_must_divide_the_batch():
             preflight.plan_job(config, nodes, ranks)
     replicas = [*config, "--parallelism.data_parallel_replicate_degree", "2"]
     preflight.plan_job(replicas, 2, 8)
-    for given, nodes, ranks, fields in (
+    for launch, nodes, ranks, fields in (
         (config, 5, 8, {"valid": [1, 2, 3, 6]}),
         (config, 1, 7, {"valid": []}),
         (replicas, 1, 3, {"given": 3}),
     ):
         with refused("config.world_size", **fields):
-            preflight.plan_job(given, nodes, ranks)
+            preflight.plan_job(launch, nodes, ranks)
 
 
 def test_a_job_for_gpus_that_offloads_to_the_cpu_is_refused():
@@ -157,19 +157,21 @@ def preflight_rank(rank, port, folder, fault):
 @pytest.mark.parametrize("fault", ["", "no room", "slow"])
 def test_a_failed_or_slow_rank_is_found_without_a_timeout(fault, tmp_path):
     port = free_port()
-    words = [(rank, port, tmp_path, fault) for rank in (0, 1)]
-    ranks = [fork_server.Process(target=preflight_rank, args=each) for each in words]
-    for each in ranks:
-        each.start()
+    rank_arguments = [(rank, port, tmp_path, fault) for rank in (0, 1)]
+    ranks = [
+        fork_server.Process(target=preflight_rank, args=arguments) for arguments in rank_arguments
+    ]
+    for process in ranks:
+        process.start()
     while fault == "slow" and ranks[1].is_alive():  # it runs a quarter of the time
         with contextlib.suppress(ProcessLookupError):
             os.kill(ranks[1].pid or 0, signal.SIGSTOP)
             time.sleep(0.03)
             os.kill(ranks[1].pid or 0, signal.SIGCONT)
             time.sleep(0.01)
-    for each in ranks:
-        each.join(100)
-        assert each.exitcode == 0
+    for process in ranks:
+        process.join(100)
+        assert process.exitcode == 0
     reports = preflight.read_reports(tmp_path, ["n0", "n1"], ranks=True)
     verdict = judge(reports)
     assert list(verdict.nodes) == (["n1"] if fault == "no room" else []) and not verdict.common

@@ -31,26 +31,26 @@ VALIDATION = {"event": "validation", "loss": 2.5}
 GRID = ("--configs", DEBUG, "--lr", "3e-3", "0.00025", "--seeds", "0", "7")
 
 
-def plan(folder, *words):
-    main(["plan", str(folder), *map(str, words)])
+def plan(folder, *arguments):
+    main(["plan", str(folder), *map(str, arguments)])
 
 
-def planned(folder, *words):
-    plan(folder, *words)
+def planned(folder, *arguments):
+    plan(folder, *arguments)
     return read_sweep(folder)
 
 
-def printed(capsys, *words):
+def printed(capsys, *arguments):
     capsys.readouterr()
-    main([*map(str, words)])
+    main([*map(str, arguments)])
     return capsys.readouterr().out
 
 
-def refused(capsys, *words):
+def refused(capsys, *arguments):
     """Return the code of the error that ends the command."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
-        main([*map(str, words)])
+        main([*map(str, arguments)])
     assert left.value.code == 2
     (code,) = error_codes(capsys.readouterr().err)
     return code
@@ -76,9 +76,9 @@ def test_a_run_is_trained_with_its_own_values(seed_of, init, data, tmp_path, cap
     plan(tmp_path / "old", "--configs", DEBUG, seeded, "--lr", "2.5e-4", "--seeds", "0", "7",
          "--seed_of", seed_of, "--data.path", "/d", "--job.description", odd)  # fmt: skip
     (tmp_path / "old").rename(tmp_path / "s")
-    words = launch_of(tmp_path / "s", 4, capsys)
-    assert words[0] == seeded
-    job = parse_job(["--config", *words])
+    arguments = launch_of(tmp_path / "s", 4, capsys)
+    assert arguments[0] == seeded
+    job = parse_job(["--config", *arguments])
     assert (job.model.init_seed, job.data.data_seed, job.optimizer.lr) == (init, data, 2.5e-4)
     assert Path(job.job.dump_folder) == tmp_path / "s" / "seeded-lr2.5e-4-seed7"
     assert (job.job.description, job.data.path) == (odd, "/d")
@@ -87,9 +87,9 @@ def test_a_run_is_trained_with_its_own_values(seed_of, init, data, tmp_path, cap
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_a_sweep_moves_with_its_configs(is_copied, tmp_path, capsys):
     """As a project folder does; a run that has started is continued by the same command."""
-    one = config(tmp_path / "before/a.toml")
-    words = ("--configs", one, DEBUG, "--seeds", "0", "1")
-    made = planned(tmp_path / "before/s", *words)
+    path = config(tmp_path / "before/a.toml")
+    options = ("--configs", path, DEBUG, "--seeds", "0", "1")
+    made = planned(tmp_path / "before/s", *options)
     plant_planned_run(
         tmp_path / "before/s", made, made.runs[0], [launch_event("start"), step(1, 5)]
     )
@@ -123,7 +123,7 @@ def test_a_plan_of_an_earlier_version_has_no_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("options", "code"),
     [
         (("--configs", DEBUG, "--lr", "3e-3", "0.003"), "sweep.same_name"),
         (("--configs", DEBUG, DEBUG), "sweep.same_name"),
@@ -142,13 +142,13 @@ def test_a_plan_of_an_earlier_version_has_no_folder(tmp_path):
         ((*GRID, "--training.steps", "9", "--extend"), "sweep.misplaced_option"),
     ],
 )
-def test_bad_grids_are_refused(words, code, tmp_path, capsys):
-    assert refused(capsys, "plan", tmp_path / "s", *words) == code
+def test_bad_grids_are_refused(options, code, tmp_path, capsys):
+    assert refused(capsys, "plan", tmp_path / "s", *options) == code
     assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(
-    ("text", "words", "keys"),
+    ("text", "options", "keys"),
     [
         ("", (), []),
         ("data.path = 'x'\ntraining.seq_len = 32\n", (), ["data.path", "training.seq_len"]),
@@ -157,9 +157,9 @@ def test_bad_grids_are_refused(words, code, tmp_path, capsys):
         ("[data]\ndata_seed = 1\n", ("--seeds", "0", "--seed_of", "init"), ["data.data_seed"]),
     ],
 )
-def test_configs_with_different_data_give_a_note(text, words, keys, tmp_path, capsys):
+def test_configs_with_different_data_give_a_note(text, options, keys, tmp_path, capsys):
     other = config(tmp_path / "other.toml", text)
-    plan(tmp_path / "s", "--configs", DEBUG, other, *words)
+    plan(tmp_path / "s", "--configs", DEBUG, other, *options)
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOTE")]
     assert [line.split(":")[1].split()[-1] for line in notes] == keys
 
@@ -173,9 +173,9 @@ def test_only_extend_changes_a_plan(tmp_path, capsys):
     plan(tmp_path, *GRID, "--extend")
     plan(tmp_path, "--configs", DEBUG, "--lr", "2.5e-4", "3e-3", "--seeds", "7", "0")
     fewer = (*GRID[:2], "--lr", "3e-3", "--seeds", "0", "7")
-    for words in (fewer, (*GRID, "--seed_of", "init"), (*GRID, "--training.steps", "9")):
+    for options in (fewer, (*GRID, "--seed_of", "init"), (*GRID, "--training.steps", "9")):
         for extend in ((), ("--extend",)):
-            code = refused(capsys, "plan", tmp_path, *words[:2], *extend, *words[2:])
+            code = refused(capsys, "plan", tmp_path, *options[:2], *extend, *options[2:])
             assert code == "sweep.other_plan"
     more = (*GRID[:3], "1e-2", *GRID[3:], "1")
     assert refused(capsys, "plan", tmp_path, *more) == "sweep.other_plan"
@@ -192,36 +192,41 @@ def test_a_config_that_changed_is_refused(tmp_path, capsys, monkeypatch):
     base = config(tmp_path / "base.toml")
     path = tmp_path / "own.toml"
     path.write_text('extends = "base.toml"\n')
-    words = ("--configs", str(path), "--lr", "1e-3", "2e-3")
-    plan(tmp_path / "s", *words)
+    options = ("--configs", str(path), "--lr", "1e-3", "2e-3")
+    plan(tmp_path / "s", *options)
     plant_run(tmp_path / "s" / "own-lr2e-3", [])
     config(Path(base), "# a comment\n")
     assert launch_of(tmp_path / "s", 1, capsys)
     config(Path(base), "[training]\nsteps = 99\n")
     assert refused(capsys, "run", tmp_path / "s", 1) == "sweep.config_changed"
-    assert refused(capsys, "plan", tmp_path / "s", *words) == "sweep.other_plan"
+    assert refused(capsys, "plan", tmp_path / "s", *options) == "sweep.other_plan"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert launch_of(tmp_path / "s", 1, capsys)
 
 
 def test_until_a_run_has_started_a_plan_is_replaced(tmp_path, capsys):
-    own = config(tmp_path / "own.toml", "[training]\nsteps = 9\n")
+    changed = config(tmp_path / "own.toml", "[training]\nsteps = 9\n")
     other = config(tmp_path / "other.toml")
-    for words in (GRID, ("--configs", DEBUG), ("--configs", own, other), ("--configs", own)):
-        assert [run.config for run in planned(tmp_path / "s", *words).runs][0] == words[1]
-    config(Path(own), "[training]\nsteps = 8\n")
-    assert len(planned(tmp_path / "s", "--configs", own, other).runs) == 2
+    for options in (
+        GRID,
+        ("--configs", DEBUG),
+        ("--configs", changed, other),
+        ("--configs", changed),
+    ):
+        assert [run.config for run in planned(tmp_path / "s", *options).runs][0] == options[1]
+    config(Path(changed), "[training]\nsteps = 8\n")
+    assert len(planned(tmp_path / "s", "--configs", changed, other).runs) == 2
     assert launch_of(tmp_path / "s", 1, capsys)
 
     # a config whose own runs have not started may still change
     plant_run(tmp_path / "s" / "other", [])
-    config(Path(own), "[training]\nsteps = 7\n")
-    planned(tmp_path / "s", "--configs", own, other)
+    config(Path(changed), "[training]\nsteps = 7\n")
+    planned(tmp_path / "s", "--configs", changed, other)
     assert launch_of(tmp_path / "s", 1, capsys)
     config(Path(other), "[training]\nsteps = 7\n")
-    both = ("--configs", own, other)
-    for words in (both, both[:2], (*both, "--seeds", "0"), ("--configs", own, "--extend")):
-        assert refused(capsys, "plan", tmp_path / "s", *words) == "sweep.other_plan"
+    both = ("--configs", changed, other)
+    for options in (both, both[:2], (*both, "--seeds", "0"), ("--configs", changed, "--extend")):
+        assert refused(capsys, "plan", tmp_path / "s", *options) == "sweep.other_plan"
 
 
 @pytest.mark.parametrize(
@@ -238,7 +243,7 @@ def test_until_a_run_has_started_a_plan_is_replaced(tmp_path, capsys):
 )
 def test_runs_of_another_plan_are_not_counted(change, tmp_path, capsys):
     """sweep.json is lost, and another plan has runs of the same names; one run is the same."""
-    text, words = change
+    text, options = change
     path, folder = config(tmp_path / "own.toml"), tmp_path / "s"
     old = planned(folder, "--configs", path, *GRID[2:])
     for run in old.runs:
@@ -250,7 +255,7 @@ def test_runs_of_another_plan_are_not_counted(change, tmp_path, capsys):
 
     (folder / PLAN).unlink()
     config(Path(path), text)
-    new = planned(folder, "--configs", path, *words)
+    new = planned(folder, "--configs", path, *options)
     kept = folder / new.runs[2].name  # trained by the new plan
     shutil.rmtree(kept)
     new.launch(new.runs[2], folder)
@@ -324,9 +329,9 @@ def test_the_table_has_the_state_of_each_run(tmp_path, capsys):
     running = Status("running", 20, 500, then, then, phase="training", job_id="41")
     failed = replace(running, state="failed", phase="ended", reason="UserError: no", job_id="42")
     done = replace(running, state="done", phase="ended", step=500)
-    for planned, found in zip(sweep.runs, (running, failed, done), strict=False):
+    for planned, run_status in zip(sweep.runs, (running, failed, done), strict=False):
         run = plant_planned_run(tmp_path, sweep, planned, [launch_event("start"), step(20, 5.25)])
-        write_json(run.status_file, asdict(found))
+        write_json(run.status_file, asdict(run_status))
     RunFolder(tmp_path / sweep.runs[2].name).write_done(500)
     rows = sweep_rows(sweep, tmp_path, NOW)
     assert [(r.number, r.state, r.step, r.steps, r.loss, r.job_id) for r in rows] == [
@@ -393,5 +398,5 @@ def test_run_trains_once(data_folder, tmp_path):
     for _ in range(2):
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done
-    found = status(tmp_path / "s" / "debug-seed3")
-    assert (found.state, found.step, found.launches) == ("done", 12, 1)
+    run_status = status(tmp_path / "s" / "debug-seed3")
+    assert (run_status.state, run_status.step, run_status.launches) == ("done", 12, 1)

@@ -63,11 +63,11 @@ def few_packages(monkeypatch):
     monkeypatch.setattr(launches, "packages", lambda: ["numpy==1"])
 
 
-def write_record(run, facts):
-    """Write a record of `facts` with an empty configuration; return the problems."""
+def write_record(run, run_record):
+    """Write a record of `run_record` with an empty configuration; return the problems."""
     if not run.config_file.exists():
         run.write_config({"job": {}}, {})
-    record = launches.LaunchRecord(facts, [], fingerprint="f", folders=["d"])
+    record = launches.LaunchRecord(run_record, [], fingerprint="f", folders=["d"])
     return record.write(run, {"world_size": 1, "versions": {}})
 
 
@@ -99,9 +99,9 @@ def test_a_full_disk_leaves_no_partial_record(tmp_path):
     with small_disk(tmp_path / "disk", "size=64k") as disk:
         RunFolder(disk).write_config({"job": {}}, {})
         filler = fill(disk)
-        facts, problem = launches.begin_launch(RunFolder(disk))
+        run_record, problem = launches.begin_launch(RunFolder(disk))
         assert problem is not None
-        assert len(write_record(RunFolder(disk), facts)) == 1
+        assert len(write_record(RunFolder(disk), run_record)) == 1
         filler.unlink()
         assert launches.launch_numbers(RunFolder(disk)) == []
         assert [path.name for path in disk.rglob("*") if path.is_file()] == ["config.json"]
@@ -112,13 +112,26 @@ def test_a_full_disk_leaves_no_partial_record(tmp_path):
     [("", 0), ("WORLD_SIZE=8", 1), ("WORLD_SIZE=16 TORCHELASTIC_RUN_ID=7", 2)],
 )
 def test_the_resume_command(environ, nodes):
-    given = ["--config", "a b.toml", "--run.stop-at", "5", "--checkpoint.fresh", "--optimizer.lr=2"]
-    given += ["--checkpoint.load_step=3", "--run.allow_changes", "a.b", "c.d", "--compile.enable"]
+    arguments = [
+        "--config",
+        "a b.toml",
+        "--run.stop-at",
+        "5",
+        "--checkpoint.fresh",
+        "--optimizer.lr=2",
+    ]
+    arguments += [
+        "--checkpoint.load_step=3",
+        "--run.allow_changes",
+        "a.b",
+        "c.d",
+        "--compile.enable",
+    ]
     variables = dict(word.split("=") for word in environ.split())
-    words = shlex.split(launches.resume_command(given, variables | {"LOCAL_WORLD_SIZE": "8"}))
-    place = words.index("-m")
-    assert words[place + 2 :] == ["--config", "a b.toml", "--optimizer.lr=2", "--compile.enable"]
-    launcher, *options = words[:place]
+    command = shlex.split(launches.resume_command(arguments, variables | {"LOCAL_WORLD_SIZE": "8"}))
+    place = command.index("-m")
+    assert command[place + 2 :] == ["--config", "a b.toml", "--optimizer.lr=2", "--compile.enable"]
+    launcher, *options = command[:place]
     values = dict(zip(options[::2], options[1::2], strict=True))
     assert launcher == ("torchrun" if nodes else "python")
     assert values.get("--nproc-per-node") == ("8" if nodes else None)
@@ -142,8 +155,8 @@ def launched(data_folder, tmp_path_factory):
     command = [*debug_run(data_folder, base / "run"), "--job.description", "tried by me"]
     environment = SECRETS | {"SLURM_JOB_ID": "812", "SLURM_JOB_NODELIST": "n[1-2]"}
     options: dict[str, Any] = {"ranks": 1, "environment": environment, "output": base / "output"}
-    for name, words in STARTS.items():
-        codes = launch(*command, *words, check=False, **options).codes
+    for name, start_options in STARTS.items():
+        codes = launch(*command, *start_options, check=False, **options).codes
         assert codes == [2 if name == "refused" else 0]
         runs[name] = RunFolder(Path(shutil.copytree(base / "run", base / name)))
     return runs
@@ -157,9 +170,9 @@ def json_of(path):
 def test_secrets_of_the_environment_are_not_recorded(launched):
     """Issue 17, item 20: the environment is an allow-list, and records have mode 0600."""
     paths = (path for path in launched["fresh"].path.rglob("*") if path.is_file())
-    found = b"".join(path.read_bytes() for path in paths)
-    assert b"tried by me" in found
-    assert not [secret for secret in SECRETS.values() if secret.encode() in found]
+    content = b"".join(path.read_bytes() for path in paths)
+    assert b"tried by me" in content
+    assert not [secret for secret in SECRETS.values() if secret.encode() in content]
     folder = launched["fresh"].launch_path(1)
     assert json_of(folder / "environment.json")["SLURM_JOB_ID"] == "812"
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
@@ -168,15 +181,19 @@ def test_secrets_of_the_environment_are_not_recorded(launched):
 @pytest.mark.system
 def test_the_record_of_a_launch(launched, data_folder):
     run = launched["first"]
-    found, facts = json_of(run.launch_path(1) / "launch.json"), read_run(run)
-    assert facts is not None and facts.launches == 1 and len(f"{int(facts.run_id, 16):08x}") == 8
-    assert (found["run_id"], found["launch"], found["from_step"]) == (facts.run_id, 1, 0)
-    assert found["job"] == {"id": "812", "restart_count": 0, "nodes": "n[1-2]"}
-    assert found["data"]["folders"] == [str(data_folder)]
-    assert found["data"]["fingerprint"] == run.read_config()["identity"]["data_fingerprint"]
-    assert found["command"]["arguments"][-2:] == ["--run.stop_at", "2"]
-    assert "--run.stop_at" not in found["command"]["again"]
-    assert found["world_size"] == 1 and len(found["hosts"]) == 1
+    record, run_record = json_of(run.launch_path(1) / "launch.json"), read_run(run)
+    assert (
+        run_record is not None
+        and run_record.launches == 1
+        and len(f"{int(run_record.run_id, 16):08x}") == 8
+    )
+    assert (record["run_id"], record["launch"], record["from_step"]) == (run_record.run_id, 1, 0)
+    assert record["job"] == {"id": "812", "restart_count": 0, "nodes": "n[1-2]"}
+    assert record["data"]["folders"] == [str(data_folder)]
+    assert record["data"]["fingerprint"] == run.read_config()["identity"]["data_fingerprint"]
+    assert record["command"]["arguments"][-2:] == ["--run.stop_at", "2"]
+    assert "--run.stop_at" not in record["command"]["again"]
+    assert record["world_size"] == 1 and len(record["hosts"]) == 1
     assert json_of(run.launch_path(1) / "config.json") == json_of(run.config_file)
     assert f"torch=={version('torch')}" in (run.launch_path(1) / "packages.txt").read_text()
     names = {path.name for path in run.launch_path(1).iterdir()} - {"source.patch"}
@@ -185,19 +202,19 @@ def test_the_record_of_a_launch(launched, data_folder):
 
 @pytest.mark.system
 def test_log_lines_have_run_id_and_segment(launched):
-    found = launches.newest_launch(launched["second"])
-    assert found is not None
+    record = launches.newest_launch(launched["second"])
+    assert record is not None
     lines = [json.loads(line) for line in launched["second"].log_file.read_text().splitlines()]
-    assert {line["run_id"] for line in lines} == {found["run_id"]}
+    assert {line["run_id"] for line in lines} == {record["run_id"]}
     heads = [line for line in lines if line["event"] in ("start", "resume")]
     assert [(head["event"], head["segment"]) for head in heads] == [("start", 1), ("resume", 2)]
-    assert heads[1]["from_step"] == found["from_step"] == 2
+    assert heads[1]["from_step"] == record["from_step"] == 2
     assert [line["segment"] for line in lines] == sorted(line["segment"] for line in lines)
     for head in heads:
         git = {"commit": head["git_commit"], "dirty": head["git_dirty"]}
-        assert git.items() <= found["git"].items()
-        assert (head["config_hash"], head["job_id"]) == (found["config_hash"], "812")
-        assert head["hosts"] == found["hosts"]
+        assert git.items() <= record["git"].items()
+        assert (head["config_hash"], head["job_id"]) == (record["config_hash"], "812")
+        assert head["hosts"] == record["hosts"]
 
 
 @pytest.mark.system
@@ -205,13 +222,13 @@ def test_only_launches_that_train_are_counted(launched):
     first, refused, second, idle, fresh = launched.values()
     for name in ("run.json", "config.json", "log.jsonl", "README.md"):
         assert (first.path / name).read_bytes() == (refused.path / name).read_bytes(), name
-    before, facts, new = read_run(first), read_run(second), read_run(fresh)
+    before, continued, new = read_run(first), read_run(second), read_run(fresh)
     assert before is not None and new is not None
-    assert facts == RunFacts(before.run_id, before.created, 2) == read_run(idle)
+    assert continued == RunFacts(before.run_id, before.created, 2) == read_run(idle)
     assert [event["step"] for event in events(second.path, "step")] == [1, 2, 3]
     # a fresh start is another run
     archive = RunFolder(fresh.path / "archive" / "1-before-a-fresh-start")
-    assert new.run_id != before.run_id and new.launches == 1 and read_run(archive) == facts
+    assert new.run_id != before.run_id and new.launches == 1 and read_run(archive) == continued
     folders = (refused, second, idle, fresh, archive)
     assert [launches.launch_numbers(run) for run in folders] == [[1], [1, 2], [1, 2], [1], [1, 2]]
 

@@ -111,8 +111,8 @@ def test_lines_of_two_writers_never_mix(tmp_path):
     for process in writers:
         process.join()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    found = sorted((e["writer"], e["step"]) for e in lines)
-    assert found == list(itertools.product(range(2), range(300)))
+    written_steps = sorted((e["writer"], e["step"]) for e in lines)
+    assert written_steps == list(itertools.product(range(2), range(300)))
 
 
 def _write_in_pieces(path, count):

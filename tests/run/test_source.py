@@ -52,15 +52,17 @@ def test_a_snapshot_is_a_program_of_its_own(run):
     init = snapshot / "canon_pretrain" / "__init__.py"
     assert read_source_tree(init) == read_source_tree(Path(canon_pretrain.__file__).resolve())
 
-    words = "import canon_pretrain.cluster.chain as chain; print(chain.__file__)"
+    program = "import canon_pretrain.cluster.chain as chain; print(chain.__file__)"
     environ = os.environ | {"PYTHONPATH": str(snapshot), "PYTHONSAFEPATH": "1"}
-    shown = subprocess.check_output([sys.executable, "-c", words], env=environ, cwd=ROOT, text=True)
+    shown = subprocess.check_output(
+        [sys.executable, "-c", program], env=environ, cwd=ROOT, text=True
+    )
     assert shown.strip() == str(snapshot / "canon_pretrain/cluster/chain.py")
     check_snapshot(snapshot)  # Python's compiled files are no damage
 
     # it has what a command line needs before torch is imported
-    words = [sys.executable, "-m", "canon_pretrain.train", "--config", DEBUG, "--typo"]
-    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True)
+    command = [sys.executable, "-m", "canon_pretrain.train", "--config", DEBUG, "--typo"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert error_codes(done.stderr) == ["config.unknown_key"], done.stderr
 
 
@@ -102,15 +104,15 @@ def test_a_damaged_snapshot_is_refused_and_replaced(taken, run, harm, monkeypatc
 def test_a_run_that_others_may_write_is_refused(run, name, mode, monkeypatch):
     """By its first launch, by restarts and before they are queued, also with the current code."""
     monkeypatch.setattr("grp.getgrgid", lambda gid: grp.struct_group(("staff", "", gid, [])))
-    given = ["--config", str(CONFIG), "--job.dump-folder", str(run.path)]
-    assert chain.launch_code("1", given)[0] is None, "a new run"
+    arguments = ["--config", str(CONFIG), "--job.dump-folder", str(run.path)]
+    assert chain.launch_code("1", arguments)[0] is None, "a new run"
     take_snapshot(run)
     path = getattr(run, name)
     path.chmod(mode)
     for refuses in (
         lambda: take_snapshot(run),
-        lambda: chain.launch_code("1", given),
-        lambda: chain.launch_code("1", [*given, "--run.allow_changes", "code"]),
+        lambda: chain.launch_code("1", arguments),
+        lambda: chain.launch_code("1", [*arguments, "--run.allow_changes", "code"]),
     ):
         with refused("run.others_write", path=path):
             refuses()
@@ -153,12 +155,12 @@ def test_a_chain_stays_with_its_code(run, tmp_path, monkeypatch):
     shutil.copy(ROOT / "slurm" / "lib.sh", tmp_path / "pulled" / "slurm")
     with open(package / LOSS, "a") as file:
         file.write("\nSCALE = 1.7\n")
-    own = tmp_path / "own.toml"
-    own.write_text(f'[job]\ndump_folder = "{run.path}"\n[run]\nallow_changes = ["code"]\n')
+    config_file = tmp_path / "own.toml"
+    config_file.write_text(f'[job]\ndump_folder = "{run.path}"\n[run]\nallow_changes = ["code"]\n')
 
     def launch_code(job, *more, config=CONFIG):
-        given = ["--config", str(config), "--job.dump-folder", str(run.path), *more]
-        return chain.launch_code(job, given)[0]
+        arguments = ["--config", str(config), "--job.dump-folder", str(run.path), *more]
+        return chain.launch_code(job, arguments)[0]
 
     allow = ("--run.allow_changes", "optimizer.lr", "code")
     assert launch_code("1") is None, "a new run"
@@ -172,7 +174,7 @@ def test_a_chain_stays_with_its_code(run, tmp_path, monkeypatch):
         assert launch_code("2", *options) == first
     for options in (allow, ("--run.allow-changes=optimizer.lr,code",), ("--checkpoint.fresh",)):
         assert launch_code("2", *options) is None
-    assert chain.launch_code("2", ["--config", str(own)])[0] is None
+    assert chain.launch_code("2", ["--config", str(config_file)])[0] is None
 
     # it takes the new code, once
     assert chain.begin(run, "2", take_code=True) is None and newest_snapshot(run) == second
@@ -189,19 +191,19 @@ def test_a_chain_stays_with_its_code(run, tmp_path, monkeypatch):
 
 def test_a_chain_stays_with_its_config(run, tmp_path):
     """Its restarts do; who submits again means the file as it is then."""
-    own = tmp_path / "own.toml"
-    own.write_text(f'extends = "{CONFIG}"\n[job]\ndump_folder = "{run.path}"\n')
-    begun = read_experiment(own)
+    config_file = tmp_path / "own.toml"
+    config_file.write_text(f'extends = "{CONFIG}"\n[job]\ndump_folder = "{run.path}"\n')
+    begun = read_experiment(config_file)
     (run.path / "checkpoint" / "step-4").mkdir(parents=True)
-    chain.begin(run, "1", take_code=True, config=own)
-    own.write_text(own.read_text() + "[optimizer]\nlr = 1\n")
-    edited = read_experiment(own)
-    chain.begin(run, "1", config=own)
-    snapshot, config = chain.launch_code("1", ["--config", str(own)])
+    chain.begin(run, "1", take_code=True, config=config_file)
+    config_file.write_text(config_file.read_text() + "[optimizer]\nlr = 1\n")
+    edited = read_experiment(config_file)
+    chain.begin(run, "1", config=config_file)
+    snapshot, config = chain.launch_code("1", ["--config", str(config_file)])
     assert snapshot == run.code / "001" and config == chain.restarts_file(run, ".toml")
     assert read_experiment(config) == begun != edited
-    assert chain.launch_code("2", ["--config", str(own)]) == (snapshot, None)
-    chain.begin(run, "2", config=own)
+    assert chain.launch_code("2", ["--config", str(config_file)]) == (snapshot, None)
+    chain.begin(run, "2", config=config_file)
     assert read_experiment(config) == edited
 
 
@@ -251,17 +253,17 @@ def test_commit_and_patch_restore_the_code_without_secrets(repository, tmp_path,
     for name in ("package/un tracked.py", "my.toml"):
         plant(repository, name)
     (repository / ".env").write_text("A=planted\n")
-    found = read_source_tree(init)
-    assert (found.dirty, found.patch_cut, found.problem) == (True, False, None)
-    assert found.untracked == ["my.toml", "package/un tracked.py"]
-    assert sorted(found.left_out) == sorted([".env", *others])
-    assert found.patch.count(b"planted") == 2
+    tree = read_source_tree(init)
+    assert (tree.dirty, tree.patch_cut, tree.problem) == (True, False, None)
+    assert tree.untracked == ["my.toml", "package/un tracked.py"]
+    assert sorted(tree.left_out) == sorted([".env", *others])
+    assert tree.patch.count(b"planted") == 2
     cut = read_source_tree(init, patch_bytes=200)
-    assert cut.patch_cut and len(cut.patch) <= 200 and found.patch.startswith(cut.patch)
+    assert cut.patch_cut and len(cut.patch) <= 200 and tree.patch.startswith(cut.patch)
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "-q", str(repository), str(clone))
-    (tmp_path / "source.patch").write_bytes(found.patch)
-    git(clone, "checkout", "-q", str(found.commit))
+    (tmp_path / "source.patch").write_bytes(tree.patch)
+    git(clone, "checkout", "-q", str(tree.commit))
     git(clone, "apply", str(tmp_path / "source.patch"))
     for name in ("package/code.py", "package/staged.py", "package/__init__.py", "eval/task.py"):
         assert (clone / name).read_bytes() == (repository / name).read_bytes(), name
@@ -271,14 +273,14 @@ def test_trees_without_a_commit_or_a_repository(repository, tmp_path):
     for folder in (repository / "data" / "site-packages", tmp_path / "plain", tmp_path / "empty"):
         folder.mkdir(parents=True)
         (folder / "__init__.py").write_text("x = 1\n")
-        found = read_source_tree(folder / "__init__.py")  # in an ignored folder, and in none
-        assert (found.folder, found.commit, found.dirty, found.patch) == (None, None, None, b"")
-        assert found.problem
+        tree = read_source_tree(folder / "__init__.py")  # in an ignored folder, and in none
+        assert (tree.folder, tree.commit, tree.dirty, tree.patch) == (None, None, None, b"")
+        assert tree.problem
     git(folder, "init", "-q")
     git(folder, "add", "-A")
-    found = read_source_tree(folder / "__init__.py")
-    assert (found.commit, found.dirty, found.problem) == (None, True, None)
-    assert b"+x = 1" in found.patch
+    tree = read_source_tree(folder / "__init__.py")
+    assert (tree.commit, tree.dirty, tree.problem) == (None, True, None)
+    assert b"+x = 1" in tree.patch
 
 
 @pytest.mark.parametrize("script", [None, "exit 128", "while :; do :; done"])
@@ -289,5 +291,5 @@ def test_a_broken_git_is_a_problem_not_an_error(script, repository, tmp_path, mo
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
-    found = read_source_tree(repository / "package" / "__init__.py", timeout_s=0.3)
-    assert found.problem and found.commit is None
+    tree = read_source_tree(repository / "package" / "__init__.py", timeout_s=0.3)
+    assert tree.problem and tree.commit is None

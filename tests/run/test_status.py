@@ -40,8 +40,8 @@ def test_readers_never_see_a_partial_status(tmp_path):
             status = read_status(path)
             assert status.reason == f"{status.step}" * (status.step % 50)
             seen.add(status.step)
-    assert [each.result() for each in trained] == [None] * 499 and len(seen) > 10
-    assert [each.name for each in path.parent.iterdir()] == ["status.json"]
+    assert [future.result() for future in trained] == [None] * 499 and len(seen) > 10
+    assert [entry.name for entry in path.parent.iterdir()] == ["status.json"]
 
 
 def test_launches_are_counted_and_their_ends_written(tmp_path):
@@ -51,8 +51,8 @@ def test_launches_are_counted_and_their_ends_written(tmp_path):
         assert (writer.status.state, writer.status.step) == ("running", 0)
         assert writer.end("stopped", "SIGTERM", 5)
         status = read_status(path)
-        found = (status.launches, status.state, status.reason, status.step, status.phase)
-        assert found == (launch, "stopped", "SIGTERM", 5, "ended")
+        content = (status.launches, status.state, status.reason, status.step, status.phase)
+        assert content == (launch, "stopped", "SIGTERM", 5, "ended")
     writer.end("failed", "OutOfMemoryError: 1 GiB", 6)
     writer.end("stopped", "SIGTERM", 7)
     status = read_status(path)
@@ -210,8 +210,8 @@ def test_a_process_that_is_ended_leaves_its_folder_free(tmp_path, monkeypatch):
         with opened:
             opened.folder.stop_file.touch()
             opened._end_process(reason)
-            found = read_status(opened.folder.status_file)
-            assert (found.state, found.reason, codes.pop()) == (state, reason, code)
+            run_status = read_status(opened.folder.status_file)
+            assert (run_status.state, run_status.reason, codes.pop()) == (state, reason, code)
             assert not opened.folder.lock_file.exists() and not opened.folder.stop_file.exists()
     monkeypatch.setattr("canon_pretrain.run.session.GRACE_S", 0.05)
     monkeypatch.setattr(Session, "_release", lambda opened: time.sleep(60))
