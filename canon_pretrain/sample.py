@@ -83,8 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     # In a terminal, a user types the prompts, if they are texts.
     is_plain = prompt is None and arguments.num is None and not arguments.json
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if is_plain and is_terminal and not sampler.has_ids:
+    if is_plain and not sampler.has_ids and sys.stdin.isatty() and sys.stdout.isatty():
         converse(sampler, settings, max_tokens)
         return
 
