@@ -122,7 +122,7 @@ class RunLog:
     def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
         self._may_write = may_write
-        run = _read_facts(path)
+        run = _read_run(path)
         self.segment = 1
         self._head: dict[str, Any] = {}  # fields of every line
         if run is not None:
@@ -201,7 +201,7 @@ class RunLog:
             open_file = os.fstat(self._descriptor)
             if exists and os.path.samestat(os.stat(self.path), open_file):
                 return
-            run = _read_facts(self.path)
+            run = _read_run(self.path)
             if (run and run.run_id) != self._head.get("run_id"):
                 return  # another launch archived this log and its run.json
 
@@ -247,7 +247,7 @@ class RunLog:
                 os.close(self._descriptor)
 
 
-def _read_facts(log: Path) -> RunFacts | None:
+def _read_run(log: Path) -> RunFacts | None:
     """Return the run.json in the folder of `log`; None if it is missing or damaged."""
     try:
         return files.read_record(log.with_name("run.json"), RunFacts)
