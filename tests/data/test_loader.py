@@ -166,7 +166,7 @@ def expected(mixture, order):
     streams = [source.read(0, source.num_tokens) for source in mixture.sources]
     rows, sources = [], []
     for i in range(STEPS * GLOBAL_BATCH):
-        word0, word1 = philox(SEED, i, words=2)
+        word0, word1 = philox(SEED, i, num_words=2)
         source = 0 if 10 * word1 < 2 * 2**64 else 1 if 10 * word1 < 9 * 2**64 else 2
         sources.append(source if len(streams) > 1 else 0)
         stream = streams[sources[-1]]
