@@ -121,14 +121,24 @@ class Machine:
         if not num_gpus:
             cores = available_cores()
             parallel = min(models, cores)
-            name = f"{cores} cores of {cpu_info('model name') or 'a CPU'}"
-            return cls(name, False, 1, memory_per_process(parallel), parallel)
+            model = cpu_info("model name") or "a CPU"
+            return cls(
+                name=f"{cores} cores of {model}",
+                is_gpu=False,
+                ranks=1,
+                memory=memory_per_process(parallel),
+                parallel=parallel,
+            )
 
         # Several models have a GPU each; one has a number of GPUs that divides the batch.
         parallel = min(models, num_gpus)
-        ranks = 1 if models > 1 else _power_of_two(num_gpus)
-        name = f"{num_gpus} x {torch.cuda.get_device_name(0)}"
-        return cls(name, True, ranks, memory_per_process(1), parallel)
+        return cls(
+            name=f"{num_gpus} x {torch.cuda.get_device_name(0)}",
+            is_gpu=True,
+            ranks=1 if models > 1 else _power_of_two(num_gpus),
+            memory=memory_per_process(1),
+            parallel=parallel,
+        )
 
     def micro_batch(self, args: ModelArgs) -> int:
         """Return the windows of a forward pass that surely fit into the memory, or 0."""
@@ -147,8 +157,11 @@ class Machine:
         values_per_token = block_values + 8 * args.vocab_size
         weight_bytes = BYTES_PER_PARAMETER * num_parameters(args) / self.ranks
         free_bytes = memory_share * self.memory - weight_bytes
-        windows = int(free_bytes / (bytes_per_value * values_per_token * args.max_seq_len))
-        return min(MAX_MICRO_BATCH, _power_of_two(windows)) if windows > 0 else 0
+        window_bytes = bytes_per_value * values_per_token * args.max_seq_len
+        windows = int(free_bytes / window_bytes)
+        if windows <= 0:
+            return 0
+        return min(MAX_MICRO_BATCH, _power_of_two(windows))
 
     def tokens_per_second(self, args: ModelArgs) -> float:
         """Time forward and backward of the model on one device; return the speed of all."""
@@ -171,7 +184,8 @@ class Machine:
         if self.is_gpu:
             num_windows = GPU_WINDOWS
         num_windows = min(num_windows, self.micro_batch(args))
-        tokens_BT = torch.randint(args.vocab_size, (num_windows, args.max_seq_len), device=device)
+        shape = (num_windows, args.max_seq_len)
+        tokens_BT = torch.randint(args.vocab_size, shape, device=device)
 
         def step() -> None:
             logits_NV = model(tokens_BT).flatten(0, 1).float()
@@ -228,7 +242,8 @@ class Proposal:
         """
         repeats = max(0.0, self.tokens / self.unique - 1)
         worth = 1 + WORN_EPOCHS * (1 - math.exp(-repeats / WORN_EPOCHS))
-        return min(self.tokens, self.unique * worth) / self.parameters
+        worth_tokens = min(self.tokens, self.unique * worth)
+        return worth_tokens / self.parameters
 
     @property
     def shortfall(self) -> str:
@@ -243,7 +258,8 @@ class Proposal:
         repeats = best_ratio * self.parameters / self.unique - 1
         if repeats >= 0:
             repeats = -WORN_EPOCHS * math.log(1 - repeats / WORN_EPOCHS)
-        minutes = math.ceil((1 + repeats) * self.unique / self.speed / 60)
+        best_tokens = (1 + repeats) * self.unique
+        minutes = math.ceil(best_tokens / self.speed / 60)
         return f"about {best_ratio:.2g} would be ideal: {minutes} minutes of training"
 
     @property
@@ -258,9 +274,11 @@ class Proposal:
 
         # Below DeepSeek's range; `share` is 0 at its end of the power law, 1 at the other.
         if flops < DEEPSEEK_FLOPS:
-            share = math.log(DEEPSEEK_FLOPS / flops) / math.log(DEEPSEEK_FLOPS / MIN_BATCH_FLOPS)
+            log_range = math.log(DEEPSEEK_FLOPS / MIN_BATCH_FLOPS)
+            share = math.log(DEEPSEEK_FLOPS / flops) / log_range
             tokens = max(MIN_BATCH_TOKENS, tokens * (MIN_BATCH_TOKENS / tokens) ** share)
-        return max(self.machine.ranks, 1 << int(math.log2(tokens / self.args.max_seq_len)))
+        windows = tokens / self.args.max_seq_len
+        return max(self.machine.ranks, 1 << int(math.log2(windows)))
 
     @property
     def steps(self) -> int:
@@ -272,7 +290,8 @@ class Proposal:
 
     @property
     def lr(self) -> float:
-        return min(LR, max(PAPER_LR, LR * LR_WIDTH / self.args.dim))
+        lr_of_width = LR * LR_WIDTH / self.args.dim
+        return min(LR, max(PAPER_LR, lr_of_width))
 
     @property
     def warmup(self) -> int:
@@ -283,12 +302,14 @@ class Proposal:
 
     @property
     def epochs(self) -> float:
-        return self.steps * self.tokens_per_step / (self.max_tokens or self.unique)
+        built_tokens = self.max_tokens or self.unique
+        return self.steps * self.tokens_per_step / built_tokens
 
     def steps_rule(self) -> list[str]:
         """Return what the steps are and what limits them, in two lines."""
         tokens = self.steps * self.tokens_per_step
-        rule = f"The time limit: {self.seconds / 60:.3g} minutes of training."
+        minutes = self.seconds / 60
+        rule = f"The time limit: {minutes:.3g} minutes of training."
         if self.epochs > EPOCHS + 1:
             rule = "The text is short: it is repeated until the fewest useful steps are done."
         elif self.epochs > EPOCHS - 0.5:
@@ -312,8 +333,9 @@ def propose(machine: Machine, num_bytes: float, seconds: float) -> Proposal:
         if not machine.micro_batch(args):
             break
         speed = machine.tokens_per_second(args)
-        proposals.append(Proposal(machine, name, args, speed, unique, seconds))
-        if proposals[-1].ratio < TOKENS_PER_PARAMETER:
+        proposal = Proposal(machine, name, args, speed, unique, seconds)
+        proposals.append(proposal)
+        if proposal.ratio < TOKENS_PER_PARAMETER:
             break  # larger ones have fewer
 
     if not proposals:
@@ -322,7 +344,11 @@ def propose(machine: Machine, num_bytes: float, seconds: float) -> Proposal:
             f"{size(machine.memory)} of memory are available: too little for any model; "
             "end other programs",
         )
-    return min(proposals, key=lambda x: abs(math.log(x.ratio / TOKENS_PER_PARAMETER)))
+
+    def distance(proposal: Proposal) -> float:
+        return abs(math.log(proposal.ratio / TOKENS_PER_PARAMETER))
+
+    return min(proposals, key=distance)
 
 
 def with_larger_vocabulary(proposal: Proposal) -> Proposal:
@@ -349,15 +375,18 @@ def cut_and_holdout(text: Survey, share: float = 1.0) -> tuple[int, float]:
     cut = 0
     num_documents = float(text.num_documents)
     if num_documents < MIN_DOCUMENTS:
-        cut = max(MIN_CUT_BYTES, text.num_bytes // (2 * MIN_DOCUMENTS))
-        cut = _round_to_digits(min(MAX_CUT_BYTES, cut), 1)
+        cut = text.num_bytes // (2 * MIN_DOCUMENTS)
+        cut = min(max(MIN_CUT_BYTES, cut), MAX_CUT_BYTES)
+        cut = _round_to_digits(cut, 1)
         num_documents = text.num_bytes / cut
 
     # Rounded up to two digits, or to whole percents.
     holdout = min(MAX_HELD_OUT_SHARE, HELD_OUT_BYTES / text.num_bytes) / share
-    holdout = max(holdout_for(share * num_documents), min(MAX_HOLDOUT, holdout))
-    decimals = max(2, 1 - math.floor(math.log10(holdout)))
-    return cut, math.ceil(holdout * 10**decimals) / 10**decimals
+    holdout = min(MAX_HOLDOUT, holdout)
+    holdout = max(holdout, holdout_for(share * num_documents))
+    magnitude = math.floor(math.log10(holdout))
+    scale = 10 ** max(2, 1 - magnitude)
+    return cut, math.ceil(holdout * scale) / scale
 
 
 def _round_to_digits(number: int, digits: int) -> int:
@@ -371,11 +400,12 @@ def limit_tokens(text: Survey, total: float, proposal: Proposal) -> Proposal:
     Whole files are built, so it saves nothing of a single one, and little of a small text.
     """
     tokens_used = proposal.steps * proposal.tokens_per_step
-    max_tokens = max(4 * tokens_used, round(MIN_BUILT_BYTES * total / text.num_bytes))
-    max_tokens = _round_to_digits(max_tokens, 2)
+    min_tokens = round(MIN_BUILT_BYTES * total / text.num_bytes)
+    max_tokens = _round_to_digits(max(4 * tokens_used, min_tokens), 2)
 
     # The share of the files that have as many tokens.
-    share = math.ceil(text.num_files * max_tokens / total) / text.num_files
+    num_files = math.ceil(text.num_files * max_tokens / total)
+    share = num_files / text.num_files
     if share >= 1:
         return proposal
     return replace(proposal, max_tokens=max_tokens, share=share)
@@ -435,7 +465,8 @@ def build_options(
         options += ["--max-document-bytes", str(cut)]
     if proposal.max_tokens:
         options += ["--max-tokens", str(proposal.max_tokens)]
-    options += ["--holdout", f"{holdout:g}", "--tokenizer", f"train:{proposal.args.vocab_size}"]
+    options += ["--holdout", f"{holdout:g}"]
+    options += ["--tokenizer", f"train:{proposal.args.vocab_size}"]
     return [*options, "--out", out]
 
 
@@ -444,8 +475,10 @@ def next_commands(
 ) -> Iterator[tuple[str, str]]:
     """Yield (what it does, the command as it is pasted)."""
     canon = "canon" if shutil.which("canon") else "python -m canon_pretrain"
-    options = build_options(f"outputs/{name}/data", paths, text, text_field, proposal)
-    yield "text to shards of tokens", f"{canon} data build {shlex.join(options)}"
+    data = f"outputs/{name}/data"
+    options = build_options(data, paths, text, text_field, proposal)
+    build = shlex.join(options)
+    yield "text to shards of tokens", f"{canon} data build {build}"
 
     run = f"outputs/{name}/canon"
     ranks = proposal.machine.ranks
@@ -509,13 +542,17 @@ def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
     load = os.getloadavg()[0]
     cores = available_cores()
     if load > cores:
-        show("", f"load average {load:.1f} on {cores} cores: times are those of a busy machine")
         # Measured: 107 tokens/s with 2 threads next to three other programs, 4,872 with one.
-        show("", "beside other programs OMP_NUM_THREADS=1 is often many times as fast")
+        show(
+            "",
+            f"load average {load:.1f} on {cores} cores: times are those of a busy machine",
+            "beside other programs OMP_NUM_THREADS=1 is often many times as fast",
+        )
 
     # The size is chosen by bytes.
     _, holdout = cut_and_holdout(text)
-    proposal = propose(machine, (1 - holdout) * text.num_bytes, seconds)
+    train_bytes = (1 - holdout) * text.num_bytes
+    proposal = propose(machine, train_bytes, seconds)
     if text.rare_share(proposal.args.vocab_size) > MAX_RARE_SHARE:
         proposal = with_larger_vocabulary(proposal)
 
@@ -529,7 +566,10 @@ def choose(machine: Machine, text: Survey, seconds: float) -> Proposal:
 
     # What is proposed.
     bytes_each = 1 / tokens_per_byte
-    show("tokens", f"{total:,.0f} of a vocabulary of {vocab_size:,}, {bytes_each:.2f} bytes each")
+    show(
+        "tokens",
+        f"{total:,.0f} of a vocabulary of {vocab_size:,}, {bytes_each:.2f} bytes each",
+    )
     if proposal.max_tokens:
         show(
             "",
@@ -561,10 +601,16 @@ def run(arguments: argparse.Namespace) -> None:
 
     paths = arguments.data
     text = inspect_text(paths, arguments.text_field, arguments.text_suffixes, "--data")
-    proposal = choose(Machine.find(), text, 60.0 * arguments.minutes)
-    files = ", ".join(map(str, paths))
+    machine = Machine.find()
+    proposal = choose(machine, text, seconds=60.0 * arguments.minutes)
+    content = toml(
+        name,
+        files=", ".join(map(str, paths)),
+        prompt=first_words(text.sample),
+        proposal=proposal,
+    )
     with create_file(target) as file:
-        file.write(toml(name, files, first_words(text.sample), proposal).encode())
+        file.write(content.encode())
 
     print(f"\nWrote {target}, with the reason for each value. Next:\n")
     for purpose, command in next_commands(name, paths, text, arguments.text_field, proposal):
@@ -574,7 +620,8 @@ def run(arguments: argparse.Namespace) -> None:
 def check_text(text: Survey, files: str) -> None:
     """Raise UserError if the text is too little, or most of it not UTF-8."""
     if text.num_bytes < MIN_BYTES:
-        manual = f"--data {Path(os.__file__).parent / 'pydoc_data'} --text-suffixes .py"
+        folder = Path(os.__file__).parent / "pydoc_data"
+        manual = f"--data {folder} --text-suffixes .py"
         advice = skipped_advice(text) or f"add text, or try Python's manual: {manual}"
         raise UserError(
             "new.too_little_text",
@@ -591,8 +638,10 @@ def check_text(text: Survey, files: str) -> None:
 
 def damage(text: Survey) -> str:
     """Return how many sampled documents are not UTF-8, and what to do."""
-    counts = f"{text.num_damaged:,} of {text.num_probed:,} sampled documents"
-    return f"{counts} are not UTF-8 text: convert with `iconv -f ENCODING -t utf-8 OLD > NEW`"
+    return (
+        f"{text.num_damaged:,} of {text.num_probed:,} sampled documents are not UTF-8 text: "
+        "convert with `iconv -f ENCODING -t utf-8 OLD > NEW`"
+    )
 
 
 def skipped_advice(text: Survey) -> str:
@@ -636,22 +685,26 @@ def print_survey(text: Survey) -> None:
     if text.num_damaged:
         show("", damage(text))
     if text.sample:
-        document = " ".join(text.sample[len(text.sample) // 2].split())
-        show("sample", f"{document[:SHOWN_CHARACTERS]} ...")
+        middle = text.sample[len(text.sample) // 2]
+        line = " ".join(middle.split())
+        show("sample", f"{line[:SHOWN_CHARACTERS]} ...")
 
 
 def _skipped(text: Survey) -> Iterator[str]:
     """Yield which files were skipped, and how they can be read."""
     common = text.skipped.most_common(SHOWN_SUFFIXES)
-    kinds = [f"{count:,} {suffix or 'without suffix'}" for suffix, count in common]
+    kinds = []
+    for suffix, count in common:
+        name = suffix or "without suffix"
+        kinds.append(f"{count:,} {name}")
     yield f"skipped: {', '.join(kinds)}"
 
     advice = skipped_advice(text)
     if advice:
         yield advice
     elif text.skipped_text:
-        suffixes = " ".join([*text.skipped_text][:SHOWN_SUFFIXES])
-        yield f"--text-suffixes reads {suffixes} as plain text"
+        suffixes = [*text.skipped_text][:SHOWN_SUFFIXES]
+        yield f"--text-suffixes reads {' '.join(suffixes)} as plain text"
     if ".gz" in text.skipped:
         yield "gunzip .gz first"
 

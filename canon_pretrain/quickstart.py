@@ -57,12 +57,13 @@ class Quickstart:
         )
         self._train_and_resume()
 
-        checkpoint = self.run / "checkpoint" / f"step-{self.steps}"
+        checkpoint = self._checkpoint(self.steps)
         self._stage(
             "4/7 held-out loss next to models that count tokens",
             f"eval run --checkpoint {checkpoint} --suite {VALIDATION} --must-beat bigram",
         )
-        print(f"{self._gain_over_bigram():.2f} bits per byte better than a bigram of the text")
+        gain = self._gain_over_bigram()
+        print(f"{gain:.2f} bits per byte better than a bigram of the text")
 
         self._stage("5/7 a page to look at", f"eval report {self.run}")
         self._stage(
@@ -70,22 +71,29 @@ class Quickstart:
         )
         self._show_canon()
 
-        print(f"\npages: {self.run}/report/index.html, {self.board}/report.html\nnext:")
+        print(f"\npages: {self.run}/report/index.html, {self.board}/report.html")
+        print("next:")
         print("  source .venv/bin/activate")
         for next_command, purpose in NEXT.items():
-            print(f"  {next_command.format(run=self.run):37} # {purpose}")
+            command_line = next_command.format(run=self.run)
+            print(f"  {command_line:37} # {purpose}")
 
     def _train_and_resume(self) -> None:
         """Train on two ranks, stop in the middle, and resume."""
         middle = self.steps // 2
-        is_done = RunFolder(self.run).done_file.exists()
-        is_in_the_middle = (self.run / "checkpoint" / f"step-{middle}").exists()
-        if not is_done and not is_in_the_middle:
+        if RunFolder(self.run).done_file.exists():
+            return
+
+        if not self._checkpoint(middle).exists():
             self._train(
-                "2/7 train on two FSDP2 ranks and stop in the middle", "--run.stop_at", str(middle)
+                "2/7 train on two FSDP2 ranks and stop in the middle",
+                "--run.stop_at",
+                str(middle),
             )
-        if not is_done:
-            self._train("3/7 resume and finish")
+        self._train("3/7 resume and finish")
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.run / "checkpoint" / f"step-{step}"
 
     def _train(self, title: str, *options: str) -> None:
         arguments = ("--config", str(CONFIG), *options)
@@ -108,10 +116,17 @@ class Quickstart:
             "7/7 what Canon layers do: copying, with and without",
             f"canon playground run {BOARD} --out {self.board}",
         ):
-            sweep, _ = plan_board(read_board(BOARD), self.board)
-            train_sweep(sweep, self.board, threads=threads(), server=self.stages.server)
+            board = read_board(BOARD)
+            sweep, _ = plan_board(board, self.board)
+            train_sweep(
+                sweep,
+                self.board,
+                threads=threads(),
+                server=self.stages.server,
+            )
             self.stages.call("playground", "report", BOARD, "--out", self.board)
-            print(bars(json.loads(read_bytes(self.board / "report.json"))))
+            report = json.loads(read_bytes(self.board / "report.json"))
+            print(bars(report))
 
     def _stage(self, title: str, arguments: str) -> None:
         """Run `canon ARGUMENTS` as a stage."""
@@ -121,10 +136,12 @@ class Quickstart:
     @contextmanager
     def _titled(self, title: str, command_line: str) -> Iterator[None]:
         """Print a stage's title and command before the block, and its time after it."""
-        print(f"\n== {title}\n   {self.prefix}{command_line}\n", flush=True)
+        print(f"\n== {title}")
+        print(f"   {self.prefix}{command_line}\n", flush=True)
         start = time.monotonic()
         yield
-        print(f"   took {duration(time.monotonic() - start)}", flush=True)
+        seconds = time.monotonic() - start
+        print(f"   took {duration(seconds)}", flush=True)
 
 
 NEXT = {
@@ -142,7 +159,9 @@ def bars(report: Mapping[str, Any]) -> str:
         mean = cells[arm]["mean"]
         low, high = cells[arm]["interval"]
         bar = "#" * round(BAR_WIDTH * mean)
-        lines.append(f"   {label:14} {bar:{BAR_WIDTH}} {mean:.2f}  (95 % {low:.2f} to {high:.2f})")
+        bar = bar.ljust(BAR_WIDTH)
+        interval = f"95 % {low:.2f} to {high:.2f}"
+        lines.append(f"   {label:14} {bar} {mean:.2f}  ({interval})")
     return "\n".join(lines)
 
 

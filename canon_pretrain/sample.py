@@ -223,8 +223,10 @@ class Stream:
         speed = len(logps) / (time.perf_counter() - start)
         loss = ""
         if logps:
-            loss = f", {-math.fsum(logps) / len(logps):.2f} nats per token"
-        _note(f"[{len(logps):,} tokens, {speed:,.0f} tokens/s{loss}{self._early_ends()}]")
+            mean_nats = -math.fsum(logps) / len(logps)
+            loss = f", {mean_nats:.2f} nats per token"
+        ends = self._early_ends()
+        _note(f"[{len(logps):,} tokens, {speed:,.0f} tokens/s{loss}{ends}]")
 
     def _early_ends(self) -> str:
         """Say why answers have fewer than the maximum of tokens; empty if none has."""
@@ -337,7 +339,9 @@ def print_compared_records(
     for sampler, answer, part in zip(pair, answers, answer_parts, strict=True):
         sample = record(sampler, answer, settings, sampler.losses(answer.prompt))
         # each segment: [text, [nats of A, of B]]
-        print(json.dumps(sample | {"prompt_segments": prompt, "segments": part}))
+        sample["prompt_segments"] = prompt
+        sample["segments"] = part
+        print(json.dumps(sample))
 
 
 def print_compared(
@@ -362,7 +366,10 @@ def print_compared(
 
     # The answers side by side, each in the colors of the model that wrote it.
     table = Table("A", "B", box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
-    table.add_row(*(_colored(answers[k].text, answer_parts[k], k) for k in (0, 1)))
+    colored_answers = []
+    for k, (answer, part) in enumerate(zip(answers, answer_parts, strict=True)):
+        colored_answers.append(_colored(answer.text, part, k))
+    table.add_row(*colored_answers)
     console.print(table)
 
     # Each token of the prompt.
@@ -370,7 +377,12 @@ def print_compared(
     if len(prompt) > SHOWN_SEGMENTS:
         table.title = f"the last {SHOWN_SEGMENTS} of {len(prompt):,}"
     for text, (a, b) in prompt[-SHOWN_SEGMENTS:]:
-        table.add_row(_visible(text), _nats(a), _nats(b), f"{b - a:+.2f}")
+        table.add_row(
+            _visible(text),
+            _nats(a),
+            _nats(b),
+            f"{b - a:+.2f}",
+        )
     if prompt:
         console.print(table)
 
@@ -378,7 +390,10 @@ def print_compared(
     table = _table("A's text", "A", "B", "B's text", "A", "B")
     columns: list[list[tuple[Text | str, ...]]] = []
     for part in answer_parts:
-        columns.append([(_visible(text), *map(_nats, nats)) for text, nats in part])
+        column: list[tuple[Text | str, ...]] = []
+        for text, (a, b) in part:
+            column.append((_visible(text), _nats(a), _nats(b)))
+        columns.append(column)
     no_cells: tuple[Text | str, ...] = ("", "", "")
     for left, right in zip_longest(*columns, fillvalue=no_cells):
         table.add_row(*left, *right)
@@ -390,12 +405,22 @@ def print_compared(
 def _loss_cells(part: Sequence["Segment"]) -> list[str]:
     """Return the number of pieces and bytes of a text, and under both models its nats and bits."""
     num_bytes = sum(len(segment.text.encode()) for segment in part)
-    nats = [math.fsum(segment.nats[k] for segment in part) for k in (0, 1)]
+    nats_a = math.fsum(segment.nats[0] for segment in part)
+    nats_b = math.fsum(segment.nats[1] for segment in part)
     bits_per_byte = ["-", "-"]
     # bytes that are no character are shown as U+FFFD, so their number is not known
     if num_bytes and not any("\ufffd" in segment.text for segment in part):
-        bits_per_byte = [f"{x / math.log(2) / num_bytes:.3f}" for x in nats]
-    return [f"{len(part):,}", f"{num_bytes:,}", *(f"{x:.2f}" for x in nats), *bits_per_byte]
+        bits_per_byte = [
+            f"{nats_a / math.log(2) / num_bytes:.3f}",
+            f"{nats_b / math.log(2) / num_bytes:.3f}",
+        ]
+    return [
+        f"{len(part):,}",
+        f"{num_bytes:,}",
+        f"{nats_a:.2f}",
+        f"{nats_b:.2f}",
+        *bits_per_byte,
+    ]
 
 
 def _table(*columns: str) -> Table:

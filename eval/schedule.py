@@ -288,7 +288,7 @@ class Schedule:
             return Entry(step, suite, "done", lease, num_attempts(leases))
 
         # No results: a job may have the work, or has failed too often.
-        job_state, lease, reason = leases.judge(lease, queue, self._expiry_s)
+        job_state, lease, reason = leases.work_state(lease, queue, self._expiry_s)
         # after `judge`, which records a job that it found by its name
         attempts = num_attempts(leases)
         if job_state is not None:

@@ -324,7 +324,8 @@ class Watcher:
         report = self._report_job()
         if (report.leases.folder / REPORT_DONE).exists():
             return ReportState("done", str(self.out))
-        job_state, _, reason = report.leases.judge(report.leases.current(), self.queue)
+        lease = report.leases.current()
+        job_state, _, reason = report.leases.work_state(lease, self.queue)
         if job_state is not None:
             return ReportState(job_state, reason)
         if num_attempts(report.leases) > self.schedules[0].request.retries:

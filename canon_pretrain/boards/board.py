@@ -101,8 +101,11 @@ class Board:
     @cached_property
     def places(self) -> dict[str, tuple[str, str]]:
         """The task/difficulty and the arm by name of a config, without .toml."""
-        pairs = itertools.product(self.settings, self.arms)
-        return {f"{setting}-{arm}".replace("/", "-"): (setting, arm) for setting, arm in pairs}
+        places = {}
+        for setting, arm in itertools.product(self.settings, self.arms):
+            name = f"{setting}-{arm}".replace("/", "-")
+            places[name] = (setting, arm)
+        return places
 
     def place_of(self, config: str) -> tuple[str, str]:
         """Return the task/difficulty and the arm of a config's path."""
@@ -121,7 +124,10 @@ def _variants(name: str, values: Settings, changes: dict[str, Settings]) -> dict
     """Return the values with each change, by NAME/CHANGE; without changes by NAME."""
     if not changes:
         return {name: values}
-    return {f"{name}/{change}": {**values, **changed} for change, changed in changes.items()}
+    variants = {}
+    for change, changed_values in changes.items():
+        variants[f"{name}/{change}"] = {**values, **changed_values}
+    return variants
 
 
 def read_board(path: Path) -> Board:
@@ -226,7 +232,8 @@ def _check(board: Board, path: Path) -> None:
     for claim in board.claims:
         _check_name(claim.task, board.settings, path)
         _check_name(claim.better, board.arms, path)
-        _check_name(claim.worse, [arm for arm in board.arms if arm != claim.better], path)
+        other_arms = [arm for arm in board.arms if arm != claim.better]
+        _check_name(claim.worse, other_arms, path)
     if board.reference:
         for setting, scores in board.reference.values.items():
             _check_name(setting, board.settings, path)
@@ -237,7 +244,11 @@ def _check(board: Board, path: Path) -> None:
 def _check_once(key: str, numbers: Collection[float], path: Path) -> None:
     """Raise UserError if a list has a number twice."""
     if len({*numbers}) < len(numbers):
-        raise UserError("board.repeated", f"{path}: {key} = {numbers}: list each once", key=key)
+        raise UserError(
+            "board.repeated",
+            f"{path}: {key} = {numbers}: list each once",
+            key=key,
+        )
 
 
 def _check_free(key: str, own_keys: set[str], path: Path) -> None:
@@ -263,8 +274,12 @@ def _check_name(name: str, valid_names: Collection[str], path: Path) -> None:
 
 def _model_tables(board: Board) -> dict[str, Settings]:
     """Return the tables of keys of [model] by name."""
-    tables = {f"architectures.{name}": model for name, model in board.architectures.items()}
-    return tables | {f"sizes.{name}": model for name, model in board.sizes.items()}
+    tables = {}
+    for name, model in board.architectures.items():
+        tables[f"architectures.{name}"] = model
+    for name, model in board.sizes.items():
+        tables[f"sizes.{name}"] = model
+    return tables
 
 
 def _check_sizes(board: Board, path: Path) -> None:

@@ -178,7 +178,8 @@ def race_entries(board: Board, sweep: Sweep) -> "list[Entry]":
             num_races=len(races),
             claims=board.claims_on(setting),
         )
-        entries.append(Entry(race, runs_by_arm, size, board.task_of(setting).score))
+        score = board.task_of(setting).score
+        entries.append(Entry(race, runs_by_arm, size, score))
     return entries
 
 
@@ -245,7 +246,10 @@ def _board_plan(folder: Path, title: str) -> "BoardPlan":
     board, sweep = read_plan(folder)
 
     # The runs that have started must have started under the claims that the page will show.
-    promises = {run.config: promised_by(board, board.place_of(run.config)[0]) for run in sweep.runs}
+    promises = {}
+    for run in sweep.runs:
+        setting, _ = board.place_of(run.config)
+        promises[run.config] = promised_by(board, setting)
     check_promises(dataclasses.replace(sweep, promises=promises), folder, old=promises)
 
     failures = read_failures(folder)

@@ -4,14 +4,13 @@ The score of a cell is that of its seeds at the last step, at the learning rate 
 `board_content` returns it as dataclasses, which are report.json field by field. No torch.
 """
 
-import hashlib
 import math
 import statistics
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from itertools import chain, pairwise
+from itertools import pairwise
+from typing import Any
 
 from canon_pretrain.boards.board import Reference
 from canon_pretrain.boards.results import (
@@ -23,10 +22,12 @@ from canon_pretrain.boards.results import (
     Result,
     ShownRate,
     choose,
+    finite_scores,
     read_results,
     size_of,
 )
 from canon_pretrain.boards.stops import Stop
+from canon_pretrain.core.files import sha256_text
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import flops_per_token, num_parameters, state_bytes
 from canon_pretrain.report.curves import Band, rounded
@@ -300,7 +301,9 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
     }
 
     # Only cells without an open run are tested; the others have a mean all the same.
-    scores = {place: _finite_scores(choice) for place, choice in chosen.items()}
+    scores = {}
+    for place, choice in chosen.items():
+        scores[place] = finite_scores(result.score for result in choice.shown)
     cells = _measure(plan, scores, chosen, metrics)
     final = _final(cells, chosen)
     pairs = _differences(plan, final, lower)
@@ -309,7 +312,8 @@ def board_content(plan: BoardPlan, now: datetime) -> BoardContent:
     rows = []
     for (task, arm), choice in chosen.items():
         cell = cells.get(task, {}).get(arm)
-        rows.append(_cell(task, arm, choice, cell, pairs, learned.get((task, arm))))
+        num_learned = learned.get((task, arm))
+        rows.append(_cell(task, arm, choice, cell, pairs, num_learned))
 
     return BoardContent(
         version=VERSION,
@@ -359,20 +363,16 @@ def _measure(
     )
 
 
-def _finite_scores(choice: ShownRate) -> list[float]:
-    return [r.score for r in choice.shown if r.score is not None and r.has_score]
-
-
 def _final(cells: Cells, chosen: Mapping[Place, ShownRate]) -> Cells:
     """Return the cells that are tested: every planned run is over, and those shown have scores."""
-    return {
-        task: {
-            arm: cell
-            for arm, cell in by_arm.items()
-            if chosen[task, arm].complete and all(r.has_score for r in chosen[task, arm].shown)
-        }
-        for task, by_arm in cells.items()
-    }
+    final: dict[str, dict[str, Cell]] = {}
+    for task, by_arm in cells.items():
+        final[task] = {}
+        for arm, cell in by_arm.items():
+            choice = chosen[task, arm]
+            if choice.complete and all(result.has_score for result in choice.shown):
+                final[task][arm] = cell
+    return final
 
 
 def _by_size(cells: Cells) -> dict[Place, dict[str, Cell]]:
@@ -387,11 +387,19 @@ def _by_size(cells: Cells) -> dict[Place, dict[str, Cell]]:
 def _differences(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[DifferenceRow]:
     """Return all pairs of final scores, and those that a race decided."""
     # One family of tests over all tasks and sizes: TASK@SIZE is what is tested as a task.
-    groups = {f"{task}@{size}": group for (task, size), group in _by_size(final).items()}
-    lower_groups = [name for name in groups if name.partition("@")[0] in lower]
+    groups = {}
+    lower_groups = []
+    for (task, size), group in _by_size(final).items():
+        name = f"{task}@{size}"
+        groups[name] = group
+        if task in lower:
+            lower_groups.append(name)
     rows = []
     for pair in differences(groups, lower_is_better=lower_groups):
         p_holm = _corrected(pair.p_holm, plan)
+        better = None
+        if p_holm is not None and p_holm <= ALPHA:
+            better = pair.better
         rows.append(
             DifferenceRow(
                 task=pair.task.partition("@")[0],
@@ -401,7 +409,7 @@ def _differences(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[
                 interval=pair.interval,
                 p=pair.p,
                 p_holm=p_holm,
-                better=pair.better if p_holm is not None and p_holm <= ALPHA else None,
+                better=better,
             )
         )
 
@@ -430,7 +438,10 @@ def _corrected(p_holm: float | None, plan: BoardPlan) -> float | None:
 
 def _claims(plan: BoardPlan, final: Cells, lower: Collection[str]) -> list[ClaimRow]:
     """Test the claims on final scores, or take them from the race that decided them."""
-    scored = [c for c in plan.claims if {c.better, c.worse} <= final.get(c.task, {}).keys()]
+    scored = []
+    for claim in plan.claims:
+        if {claim.better, claim.worse} <= final.get(claim.task, {}).keys():
+            scored.append(claim)
     tests = {test.claim: test for test in check_claims(final, scored, lower_is_better=lower)}
 
     # A race orders arms by stopping the worse one, which then has no final score.
@@ -494,11 +505,14 @@ def _cell(
     beats: list[str] = []
     below: list[str] = []
     for pair in pairs:
-        if pair.task == task and arm in (pair.a, pair.b) and pair.better:
-            if pair.better != arm:
-                below.append(pair.better)
-            else:
-                beats.append(pair.b if pair.a == arm else pair.a)
+        if pair.task != task or arm not in (pair.a, pair.b) or not pair.better:
+            continue
+        if pair.better != arm:
+            below.append(pair.better)
+        elif pair.a == arm:
+            beats.append(pair.b)
+        else:
+            beats.append(pair.a)
 
     if cell is None and not below:
         verdict = "missing"
@@ -507,8 +521,8 @@ def _cell(
 
     # If the race stopped all seeds, the scores at which it did so stand for final ones.
     raced = None
-    raced_scores = [r.raced_score for r in choice.shown if r.raced_score is not None]
-    if raced_scores and all(r.state == RACED for r in choice.shown):
+    raced_scores = [result.raced_score for result in choice.shown if result.raced_score is not None]
+    if raced_scores and all(result.state == RACED for result in choice.shown):
         raced = statistics.fmean(raced_scores)
 
     return CellRow(
@@ -549,11 +563,14 @@ def _learned(
     for (task, arm), seed_scores in scores.items():
         low = min(scores_of_tasks[task], default=0.0)
         high = max(scores_of_tasks[task], default=0.0)
-        num_learned = sum(score > (low + high) / 2 for score in seed_scores)
+        middle = (low + high) / 2
+        num_learned = sum(score > middle for score in seed_scores)
         if not 0 < num_learned < len(seed_scores):
             continue
         widest_gap = max(b - a for a, b in pairwise(sorted(seed_scores)))
-        value_range = 1.0 if metrics[task].items else high - low  # shares are from 0 to 1
+        value_range = high - low
+        if metrics[task].items:
+            value_range = 1.0  # shares are from 0 to 1
         if widest_gap > APART * value_range:
             counts[task, arm] = num_learned
     return counts
@@ -568,25 +585,34 @@ def _best_first(
     for row in rows:
         score = row.shown_score
         if score is not None:
-            key = (row.mean is None, score if row.task in lower else -score)
-            groups.setdefault((row.task, size_of(row.arm)), {})[row.arm] = key
+            if row.task not in lower:
+                score = -score
+            group = groups.setdefault((row.task, size_of(row.arm)), {})
+            group[row.arm] = (row.mean is None, score)
 
     # Equal scores have the mean of the ranks that they share.
     ranks: dict[str, list[float]] = {arm: [] for arm in arms}
     for keys in groups.values():
-        group = [*keys.values()]
+        group_keys = [*keys.values()]
         for arm, key in keys.items():
-            num_better = sum(other < key for other in group)
-            ranks[arm].append(num_better + (group.count(key) + 1) / 2)
+            num_better = sum(other < key for other in group_keys)
+            num_equal = group_keys.count(key)  # including this one
+            ranks[arm].append(num_better + (num_equal + 1) / 2)
 
     # An arm without a rank is behind all others of its size.
     sizes = [*dict.fromkeys(map(size_of, arms))]
     last = len(arms) + 1
-    means = [
-        ArmRow(arm, statistics.fmean(task_ranks) if task_ranks else None)
-        for arm, task_ranks in ranks.items()
-    ]
-    return sorted(means, key=lambda row: (sizes.index(size_of(row.arm)), row.rank or last))
+    means = []
+    for arm, task_ranks in ranks.items():
+        mean_rank = None
+        if task_ranks:
+            mean_rank = statistics.fmean(task_ranks)
+        means.append(ArmRow(arm, mean_rank))
+
+    def position(row: ArmRow) -> tuple[int, float]:
+        return sizes.index(size_of(row.arm)), row.rank or last
+
+    return sorted(means, key=position)
 
 
 def _rankings(final: Cells, lower: Collection[str]) -> list[RankingRow]:
@@ -607,7 +633,8 @@ def _curves(plan: BoardPlan, chosen: Mapping[Place, ShownRate]) -> list[CurveRow
     for task in plan.tasks:
         lines: dict[str, list[CurveRow]] = {size_of(arm): [] for arm in plan.arms}
         for arm in plan.arms:
-            curves = [Curve.of(r.curve.items()) for r in chosen[task, arm].shown if r.curve]
+            shown = chosen[task, arm].shown
+            curves = [Curve.of(result.curve.items()) for result in shown if result.curve]
             num_seeds = len(curves)
             if num_seeds == 1:  # a band needs two curves
                 curves *= 2
@@ -623,7 +650,9 @@ def _curves(plan: BoardPlan, chosen: Mapping[Place, ShownRate]) -> list[CurveRow
                     high=rounded(band.high),
                 )
                 lines[size_of(arm)].append(line)
-        plots += [CurveRows(task, size, group) for size, group in lines.items() if group]
+        for size, group in lines.items():
+            if group:
+                plots.append(CurveRows(task, size, group))
     return plots
 
 
@@ -654,7 +683,8 @@ def _data(results: Sequence[Result]) -> list[DataRow]:
     groups: dict[tuple[str, int], list[RunRecord]] = {}
     for result in results:
         if result.record is not None and result.record.steps:
-            groups.setdefault((result.run.task, result.run.seed), []).append(result.record)
+            group = groups.setdefault((result.run.task, result.run.seed), [])
+            group.append(result.record)
     return [_data_row(task, seed, runs) for (task, seed), runs in groups.items()]
 
 
@@ -663,15 +693,15 @@ def _data_row(task: str, seed: int, runs: Sequence[RunRecord]) -> DataRow:
     batches = [_batches(run) for run in runs]
     usual = max(batches, key=len)
     if any(digests != usual for digests in batches):
-        counts: dict[int, Counter[str]] = {}
+        digests_at: dict[int, list[str]] = {}
         for digests in batches:
             for step, digest in digests.items():
-                counts.setdefault(step, Counter())[digest] += 1
-        usual = {step: counts[step].most_common(1)[0][0] for step in sorted(counts)}
+                digests_at.setdefault(step, []).append(digest)
+        usual = {step: statistics.mode(digests_at[step]) for step in sorted(digests_at)}
 
     # The runs that have other batches or another held-out text.
     texts = [run.identity.get(HELD_OUT) for run in runs]
-    usual_text = Counter(texts).most_common(1)[0][0]
+    usual_text = statistics.mode(texts)
     different = []
     covered = []
     for run, digests, text in zip(runs, batches, texts, strict=True):
@@ -684,7 +714,7 @@ def _data_row(task: str, seed: int, runs: Sequence[RunRecord]) -> DataRow:
         seed=seed,
         runs=len(runs),
         batches=len(usual),
-        digest=hashlib.sha256("".join(usual.values()).encode()).hexdigest()[:SHOWN_DIGITS],
+        digest=sha256_text("".join(usual.values()))[:SHOWN_DIGITS],
         held_out=usual_text and usual_text[:SHOWN_DIGITS],
         covered=min(covered),
         different=different,
@@ -696,7 +726,8 @@ def _batches(run: RunRecord) -> dict[int, str]:
     batches: dict[int, str] = {}
     for event in run.steps:
         digests = event.get("data_digests", ())
-        batches |= dict(enumerate(digests, event.step - len(digests) + 1))
+        first_step = event.step - len(digests) + 1
+        batches |= dict(enumerate(digests, first_step))
     return batches
 
 
@@ -720,31 +751,39 @@ def _hours(record: RunRecord | None) -> float | None:
 
 def _facts(results: Sequence[Result]) -> BoardFacts:
     """Collect versions, machines, dates and times from the logs of all runs."""
-    records = [r.record for r in results if r.record is not None]
+    records = [result.record for result in results if result.record is not None]
     launches = [event for record in records for event in record.launch_events]
     sampled = records[:: max(1, len(records) // SAMPLED_RUNS)]
     newest = [newest_launch(record.folder) for record in sampled]
 
     # Times of the first and last event of each run; a damaged log may have none.
-    ends = [event for record in records for event in (*record.events[:1], *record.events[-1:])]
-    times = [event["time"] for event in ends if math.isfinite(unix_time(event.get("time")))]
+    times = []
+    for record in records:
+        for event in (*record.events[:1], *record.events[-1:]):
+            if math.isfinite(unix_time(event.get("time"))):
+                times.append(event["time"])
     first_event = min(times, key=unix_time, default=None)
     last_event = max(times, key=unix_time, default=None)
     hours = [_hours(record) for record in records]
     cpu_seconds = [event.get("cpu_seconds") for record in records for event in record.events]
 
     # What a race has saved. A run that has not begun has the steps of another one of its task.
-    num_steps = {r.run.task: r.record.identity.get("training.steps") for r in results if r.record}
-    planned_steps = sum(num_steps.get(r.run.task) or 0 for r in results)
+    num_steps = {}
+    for result in results:
+        if result.record is not None:
+            num_steps[result.run.task] = result.record.identity.get("training.steps")
+    planned_steps = sum(num_steps.get(result.run.task) or 0 for result in results)
     share_of_steps = 0.0  # no run has begun
     if planned_steps:
-        share_of_steps = sum(r.step for r in results) / planned_steps
+        share_of_steps = sum(result.step for result in results) / planned_steps
 
     def versions(name: str) -> list[str]:
         """Return the distinct values of a field of all launches, in order; hosts are a list."""
-        logged = (event.get(name) for event in launches)
-        flat = chain.from_iterable(x if isinstance(x, list) else [x] for x in logged)
-        return [*dict.fromkeys(map(str, collapse_repeats(flat)))]
+        logged: list[Any] = []
+        for event in launches:
+            value = event.get(name)
+            logged += value if isinstance(value, list) else [value]
+        return [*dict.fromkeys(map(str, collapse_repeats(logged)))]
 
     return BoardFacts(
         **{name: versions(name) for name in LOGGED_VERSIONS},

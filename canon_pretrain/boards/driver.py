@@ -101,7 +101,9 @@ class Driver:
                 self._other_plans[run.name] = problem
 
         # By name: the length of each run, and its last known step.
-        lengths = {config: num_steps(planned_values(Path(config))) for config in sweep.configs}
+        lengths = {}
+        for config in sweep.configs:
+            lengths[config] = num_steps(planned_values(Path(config)))
         self._total_steps = {run.name: lengths[run.config] for run in sweep.runs}
         self._last_steps = {run.name: self._read_step(run) for run in sweep.runs}
         self._steps_before = sum(self._last_steps.values())  # not trained by this driver
@@ -191,15 +193,16 @@ class Driver:
                 return run  # starting it reports the error
 
         # All are trained by other processes: wait, then start one, which reports who holds it.
-        is_patient = self._children or time.monotonic() - self._began_s < PATIENCE_S
-        if is_patient or not due:
+        passed_s = time.monotonic() - self._began_s
+        if self._children or passed_s < PATIENCE_S or not due:
             return None
         return due[0]
 
     def _is_due(self, run: PlannedRun) -> bool:
         """Return whether a run may train further; one that only lacks DONE is due as well."""
         target = self._target(run)
-        return self._last_steps[run.name] < target or target == self._total_steps[run.name]
+        last_step = self._last_steps[run.name]
+        return last_step < target or target == self._total_steps[run.name]
 
     def _target(self, run: PlannedRun) -> int:
         """Return the step to which a run may train now."""
@@ -228,10 +231,12 @@ class Driver:
         except UserError as error:
             return self._fail(run, str(error))
         except OSError as error:
-            return self._fail(run, f"{error.filename or path}: {error.strerror or error}")
+            where = error.filename or path
+            return self._fail(run, f"{where}: {error.strerror or error}")
 
         if process is not None:
-            self._children.append(_Child(run, process, self._last_steps[run.name], gpu))
+            first_step = self._last_steps[run.name]
+            self._children.append(_Child(run, process, first_step, gpu))
             if self.stops:  # since the child was started
                 process.terminate()
 
@@ -278,7 +283,9 @@ class Driver:
         """Report a failure, and store it for the next command."""
         self.failures[run.name] = reason
         self._say(f"{run.name}: failed: {reason}")
-        write_failures(self.folder, read_failures(self.folder) | {run.name: reason})
+        failures = read_failures(self.folder)
+        failures[run.name] = reason
+        write_failures(self.folder, failures)
 
     def _forget_failure(self, run: PlannedRun) -> None:
         """Remove the stored failure of a run that is started again."""
@@ -289,8 +296,9 @@ class Driver:
     def _reap(self) -> list[PlannedRun]:
         """Report the children that have ended; return those that a race continues."""
         paused = []
-        ended_children = [child for child in self._children if child.process.poll() is not None]
-        for child in ended_children:
+        for child in list(self._children):
+            if child.process.poll() is None:
+                continue
             self._children.remove(child)
             run = child.run
             step = self._read_step(run)
@@ -302,7 +310,8 @@ class Driver:
             exit_code = child.process.returncode
             if exit_code and not self.stops:
                 output = self.folder / run.name / OUTPUT
-                self._fail(run, f"{ending(exit_code)}, {_last_line(output)} ({output})")
+                last_line = _last_line(output)
+                self._fail(run, f"{ending(exit_code)}, {last_line} ({output})")
                 continue
 
             # It stopped by itself: at the end of a stage of the race, or because it was asked to.
@@ -316,7 +325,9 @@ class Driver:
     def _advance(self, race: "BoardRace", waiting: Sequence[PlannedRun]) -> list[PlannedRun]:
         """Drop waiting runs whose arm the race has just stopped."""
         # A running child counts with its first step: the scores of later ones may not be written.
-        steps = self._last_steps | {x.run.name: x.first_step for x in self._children}
+        steps = dict(self._last_steps)
+        for child in self._children:
+            steps[child.run.name] = child.first_step
         for stop in race.advance(steps, self.failures):
             self._say(f"{stop.task}, {stop}")
 
@@ -337,11 +348,13 @@ class Driver:
             name = child.run.name
             not_running.remove(name)
             left = ""
-            if summary := self._summary(child.run):
-                self._last_steps[name] = max(self._last_steps[name], summary.step or 0)
-                left = _time_left(summary.eta_s)
             step = self._last_steps[name]
-            lines.append(f"{name}: step {step:,} of {self._total_steps[name]:,}{left}")
+            if summary := self._summary(child.run):
+                step = max(step, summary.step or 0)
+                left = _time_left(summary.eta_s)
+            self._last_steps[name] = step
+            last_step = self._total_steps[name]
+            lines.append(f"{name}: step {step:,} of {last_step:,}{left}")
 
         # The time left, at the steps per second of this driver's runs so far, ended ones included.
         total = sum(self._total_steps.values())
@@ -349,7 +362,8 @@ class Driver:
         trained = done - self._steps_before
         left_s = None
         if trained > 0 and done < total:
-            left_s = (time.monotonic() - self._began_s) / trained * (total - done)
+            passed_s = time.monotonic() - self._began_s
+            left_s = passed_s / trained * (total - done)
 
         num_ended = sum(self._last_steps[name] >= self._total_steps[name] for name in not_running)
         stopping = ", stopping" if self.stops else ""
@@ -407,7 +421,9 @@ class Driver:
 
 
 def _time_left(seconds: float | None) -> str:
-    return "" if seconds is None else f", about {duration(seconds)} left"
+    if seconds is None:
+        return ""
+    return f", about {duration(seconds)} left"
 
 
 def train_sweep(sweep: Sweep, folder: Path, *, threads: int, server: ForkServer | None) -> None:
@@ -416,7 +432,8 @@ def train_sweep(sweep: Sweep, folder: Path, *, threads: int, server: ForkServer 
     Raises KeyboardInterrupt if it was stopped, UserError if a run failed.
     """
     gpus = visible_gpus()
-    parallel = min(len(sweep.runs), len(gpus) or available_cores() // threads)
+    max_parallel = len(gpus) or available_cores() // threads
+    parallel = min(len(sweep.runs), max_parallel)
     driver = Driver(sweep, folder, parallel, gpus=gpus, threads=threads, server=server)
     driver.train()
     if driver.stops:
@@ -434,7 +451,9 @@ def train_sweep(sweep: Sweep, folder: Path, *, threads: int, server: ForkServer 
 def trainer_environment(threads: int) -> dict[str, str]:
     """Return the environment of a trainer with `threads` CPU threads that a driver starts."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    return environ | TRAINER_ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
+    environ |= TRAINER_ENVIRONMENT
+    environ["OMP_NUM_THREADS"] = str(threads)
+    return environ
 
 
 def read_failures(folder: Path) -> dict[str, str]:

@@ -67,7 +67,8 @@ class Config:
         return False
 
     def write(self) -> None:
-        text = MARK + to_toml({"extends": self.base} | self.changes)
+        values = {"extends": self.base} | self.changes
+        text = MARK + to_toml(values)
         write_atomic(self.path, text.encode())
 
 
@@ -122,15 +123,18 @@ def read_plan(folder: Path) -> tuple[Board, Sweep]:
         raise UserError("board.damaged", f"{error}: plan the board again") from None
 
     # Compare names: the paths of a folder that was moved differ.
-    board_runs = {(run.name, Path(run.config).stem) for run in _planned_runs(board, folder)}
-    sweep_runs = {(run.name, Path(run.config).stem) for run in sweep.runs}
-    if board_runs != sweep_runs:
+    if _names(_planned_runs(board, folder)) != _names(sweep.runs):
         raise UserError(
             "board.other_plan",
             f"{folder / BOARD} and {PLAN} are of different boards, as after a full disk or a "
             "kill while the board was planned: plan it again, with --extend if it has new runs",
         )
     return board, sweep
+
+
+def _names(runs: Iterable[PlannedRun]) -> set[tuple[str, str]]:
+    """Return the name of each run and of its config."""
+    return {(run.name, Path(run.config).stem) for run in runs}
 
 
 def _planned_runs(board: Board, folder: Path) -> list[PlannedRun]:
@@ -143,7 +147,8 @@ def _planned_runs(board: Board, folder: Path) -> list[PlannedRun]:
             for rate in rates or [None]:
                 for arm in board.arms:
                     path = paths[setting, arm]
-                    runs.append(PlannedRun(run_name(path, rate, seed), str(path), rate, seed))
+                    name = run_name(path, rate, seed)
+                    runs.append(PlannedRun(name, str(path), rate, seed))
     return runs
 
 
@@ -167,12 +172,15 @@ def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Confi
     `windows`: of a synthetic task, unless the board or the config sets them.
     """
     setting, arm = board.places[stem]
-    dotted = board.settings[setting] | {f"model.{key}": x for key, x in board.arms[arm].items()}
+    dotted = dict(board.settings[setting])
+    for key, value in board.arms[arm].items():
+        dotted[f"model.{key}"] = value
 
     base = board.task_of(setting).config
     base_values = planned_values(Path(base))
     is_synthetic = "task" in base_values.get("data", {})
-    if windows and is_synthetic and "windows" not in base_values.get("validation", {}):
+    has_windows = "windows" in base_values.get("validation", {})
+    if windows and is_synthetic and not has_windows:
         dotted.setdefault("validation.windows", windows)
 
     changes: Settings = {}
@@ -186,7 +194,8 @@ def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Confi
 
 def _check_score(score: str, config: Path, values: Settings) -> None:
     """Raise UserError if a config's data is bad, or its task has no such score."""
-    task = build(Data, dict(values.get("data", {})), str(config), "data.").task
+    data = dict(values.get("data", {}))
+    task = build(Data, data, str(config), "data.").task
     scores = ["loss"]
     if task.name:
         # A task checks its settings, for which it needs the length of the sequences.
@@ -206,7 +215,10 @@ def _check_score(score: str, config: Path, values: Settings) -> None:
 
 def _relocate(folder: Path, sweep: Sweep) -> Sweep:
     """Correct the paths of configs in sweep.json if the board was moved; return its sweep."""
-    moved = sweep.with_paths({path: str(_path(folder, Path(path).stem)) for path in sweep.configs})
+    paths = {}
+    for path in sweep.configs:
+        paths[path] = str(_path(folder, Path(path).stem))
+    moved = sweep.with_paths(paths)
     if moved != sweep:
         write_json(folder / PLAN, asdict(moved))
     return moved
@@ -227,7 +239,8 @@ def _check_files(folder: Path, paths: Iterable[Path], old: Sweep | None) -> None
             )
 
     for path in paths:
-        if path not in planned_paths and os.path.lexists(path) and not _is_ours(path):
+        is_unplanned = path not in planned_paths and os.path.lexists(path)
+        if is_unplanned and not _is_ours(path):
             raise UserError(
                 "board.other_file",
                 f"{path} is not a board's: remove it, or choose another --out",
@@ -264,7 +277,8 @@ def _check_configs(new: Sweep, folder: Path, old: Sweep) -> None:
         run.config for run in old.runs if has_started(folder / run.name)
     )
     for path in started_configs:
-        if path in new.configs and new.configs[path] != old.configs[path]:
+        old_hash = old.configs[path]
+        if new.configs.get(path, old_hash) != old_hash:
             raise UserError(
                 "board.changed",
                 f"{folder}: runs of {Path(path).name} have started with other values: undo the "
@@ -278,7 +292,9 @@ def _check_configs(new: Sweep, folder: Path, old: Sweep) -> None:
 
 def promised_by(board: Board, setting: str) -> Promises:
     """Return what the board says about the scores of a task/difficulty."""
-    claims = [asdict(claim) | {"margin": float(claim.margin)} for claim in board.claims_on(setting)]
+    claims = []
+    for claim in board.claims_on(setting):
+        claims.append(asdict(claim) | {"margin": float(claim.margin)})
     return Promises(board.task_of(setting).score, claims)
 
 
@@ -289,7 +305,9 @@ def _old_promises(folder: Path, sweep: Sweep | None, board: Board | None) -> dic
             str(_path(folder, stem)): promised_by(board, setting)
             for stem, (setting, _) in board.places.items()
         }
-    return {} if sweep is None else sweep.promises
+    if sweep is not None:
+        return sweep.promises
+    return {}
 
 
 def check_promises(new: Sweep, folder: Path, old: Mapping[str, Promises]) -> None:

@@ -51,7 +51,8 @@ def race_stages(num_seeds: int, steps: int) -> list[Stage]:
     """Return the stages of a task; after each but the last, arms may be stopped."""
     num_first = min(num_seeds, FIRST_SEEDS)
     rungs = [Stage(num_first, math.ceil(steps * share)) for share in RUNGS]
-    further_seeds = [Stage(count, steps) for count in range(num_first + 1, num_seeds + 1)]
+    further_counts = range(num_first + 1, num_seeds + 1)
+    further_seeds = [Stage(count, steps) for count in further_counts]
     return [*dict.fromkeys(rungs), *further_seeds]
 
 
@@ -130,7 +131,8 @@ class Race:
                 new[arm] = self._stop(arm, better, stage, None)
 
         # Rates that are worse than another of their architecture. ALPHA is shared by the looks.
-        look_share = 1 / max(len(self.stages) - 1, 1)
+        num_looks = max(len(self.stages) - 1, 1)
+        look_share = 1 / num_looks
         for arms in arms_of.values():
             tests = [
                 _Test(_worse_p(cells, [worse], better, look_share * ALPHA), worse, better)
@@ -150,11 +152,14 @@ class Race:
             pair = _architectures(worse, better)
             if pair in self.decided or pair[::-1] in self.decided:
                 continue
-            choices = num_choices(cells[better], [cells[arm] for arm in better_arms])
-            p = _worse_p(cells, worse_arms, better, order_share * ALPHA / choices) * choices
+            better_cells = [cells[arm] for arm in better_arms]
+            choices = num_choices(cells[better], better_cells)
+            level = order_share * ALPHA / choices
+            p = choices * _worse_p(cells, worse_arms, better, level)
             tests.append(_Test(p, worse, better))
         for p, worse, better in _rejected(tests, order_share):
-            self.decided[_architectures(worse, better)] = self._stop(worse, better, stage, p)
+            pair = _architectures(worse, better)
+            self.decided[pair] = self._stop(worse, better, stage, p)
 
         # An architecture with a decided order is stopped at all rates, unless a claim needs it.
         for (architecture, _), order in self.decided.items():
@@ -188,7 +193,10 @@ class Race:
             if lower_is_better:
                 cell = cell._replace(mean=-cell.mean)
             self.seen[(self.task, *arm)] = cell
-        return {arm: with_all_or_nothing(self.seen, (self.task, *arm)) for arm in scores}
+        cells = {}
+        for arm in scores:
+            cells[arm] = with_all_or_nothing(self.seen, (self.task, *arm))
+        return cells
 
     def _needs(self, architecture: str) -> bool:
         """Return whether a claim on this architecture is open: neither confirmed nor refuted."""
@@ -214,7 +222,8 @@ def _worse_p(cells: Mapping[Arm, Cell], arms: Sequence[Arm], best: Arm, level: f
         cell = cells[arm]
         size = best_cell.mean - cell.mean
         # The exact p is slow, and at least that of a normal distribution.
-        lower_bound = 2 * ndtr(-size / math.sqrt(cell.variance + best_cell.variance))
+        stderr = math.sqrt(cell.variance + best_cell.variance)
+        lower_bound = 2 * ndtr(-size / stderr)
         if size <= 0 or lower_bound > level:
             return 1.0
         p = difference_p(size, cell, best_cell)
@@ -279,7 +288,8 @@ class BoardRace:
         for entry in entries:
             race = entry.race
             race.seen = seen
-            entry.stage = min(record.stages.get(entry.name, 0), len(race.stages) - 1)
+            stage = record.stages.get(entry.name, 0)
+            entry.stage = min(stage, len(race.stages) - 1)
             for stop in record.stops:
                 if stop.task == race.task:
                     race.stopped[stop.arm, stop.learning_rate] = stop
@@ -342,7 +352,8 @@ class BoardRace:
                 with suppress(UserError, OSError, KeyError, TypeError, ValueError):  # no score
                     record = RunRecord(self.folder / name)
                     metric = metric or Metric.of(record, entry.score)
-                    scores[arm][seed_index] = score_curve(record, metric.name)[stage.step]
+                    curve = score_curve(record, metric.name)
+                    scores[arm][seed_index] = curve[stage.step]
 
         metric = metric or HELD_OUT_LOSS
         return entry.race.look(
@@ -357,10 +368,13 @@ class BoardRace:
         old = read_race(self.folder)
         stops = {stop.place: stop for stop in old.stops}
         orders = {(order.task, order.arm, order.better): order for order in old.orders}
+        stages = dict(old.stages)
         for entry in self.entries:
             race = entry.race
-            stops |= {stop.place: stop for stop in race.stopped.values()}
-            orders |= {(race.task, *pair): order for pair, order in race.decided.items()}
-        stages = old.stages | {entry.name: entry.stage for entry in self.entries}
-        record = RaceRecord([*stops.values()], [*orders.values()], stages)
+            stages[entry.name] = entry.stage
+            for stop in race.stopped.values():
+                stops[stop.place] = stop
+            for (worse, better), order in race.decided.items():
+                orders[race.task, worse, better] = order
+        record = RaceRecord(list(stops.values()), list(orders.values()), stages)
         write_json(self.folder / RACE, asdict(record))

@@ -5,7 +5,7 @@ An arm is an architecture, or ARCHITECTURE/SIZE; a task is TASK, or TASK/DIFFICU
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -80,8 +80,13 @@ class Metric(NamedTuple):
 
         higher_is_better = metrics(task)
         name = name or next(iter(higher_is_better))
-        windows = run.config.get("validation", {}).get("windows") or SCORED_WINDOWS
-        return cls(name, not higher_is_better.get(name, True), num_questions(task, name, windows))
+        validation = run.config.get("validation", {})
+        windows = validation.get("windows") or SCORED_WINDOWS
+        return cls(
+            name,
+            lower_is_better=not higher_is_better.get(name, True),
+            items=num_questions(task, name, windows),
+        )
 
 
 HELD_OUT_LOSS = Metric(LOSS, True, None)
@@ -119,7 +124,12 @@ class Result:
 
     @property
     def has_score(self) -> bool:
-        return self.score is not None and math.isfinite(self.score)
+        return bool(finite_scores([self.score]))
+
+
+def finite_scores(scores: Iterable[float | None]) -> list[float]:
+    """Return the scores without None (unknown) and NaN (diverged)."""
+    return [score for score in scores if score is not None and math.isfinite(score)]
 
 
 def read_results(plan: BoardPlan, now: datetime) -> tuple[list[Result], dict[str, Metric]]:
@@ -129,7 +139,8 @@ def read_results(plan: BoardPlan, now: datetime) -> tuple[list[Result], dict[str
     raced_steps = {stop.place: stop.step for stop in plan.race.stops}
     for result in results:
         if result.record is not None:
-            result.curve = score_curve(result.record, task_metrics[result.run.task].name)
+            metric = task_metrics[result.run.task]
+            result.curve = score_curve(result.record, metric.name)
         if result.state == "done":
             _take_score(result)
         elif result.run.place in raced_steps:
@@ -155,7 +166,8 @@ def _read_result(plan: BoardPlan, run: BoardRun, now: datetime) -> Result:
         record.check()
         with parsing(record.folder.config_file):
             task_of_run(record.identity)
-        result.step = max((event.get("step", 0) for event in record.events), default=0)
+        steps = [event.get("step", 0) for event in record.events]
+        result.step = max(steps, default=0)
     except (UserError, OSError) as error:
         return Result(run, "damaged", printable(str(error)))
 
@@ -233,7 +245,7 @@ def choose(results: Sequence[Result], lower_is_better: bool) -> ShownRate:
     candidates = {}
     for rate, runs in by_rate.items():
         scores = [run.score for run in runs]
-        finite = [score for score in scores if score is not None and math.isfinite(score)]
+        finite = finite_scores(scores)
         mean = None
         candidates[rate] = [math.nan]  # loses
         if len(finite) == len(runs):

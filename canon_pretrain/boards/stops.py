@@ -48,7 +48,9 @@ class Stop:
 
 
 def _at_rate(name: str, rate: float | None) -> str:
-    return name if rate is None else f"{name} at {rate:g}"
+    if rate is None:
+        return name
+    return f"{name} at {rate:g}"
 
 
 @dataclass(frozen=True)

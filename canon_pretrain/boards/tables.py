@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from canon_pretrain.boards.content import BoardContent, CellRow, ClaimRow, ReferenceRow, TaskRow
-from canon_pretrain.boards.results import RateScores, size_of
+from canon_pretrain.boards.results import RateScores, finite_scores, size_of
 from canon_pretrain.core.terminal import duration
 from canon_pretrain.report.figures import SHARE_RANGE, MeanLine, Plot, draw_means
 from canon_pretrain.report.sections import (
@@ -27,7 +27,13 @@ from canon_pretrain.report.sections import (
 from canon_pretrain.report.status import format_duration
 from canon_pretrain.run.log import json_value
 
-SYMBOLS = {"best": "▲", "between": "◆", "worst": "▼", "undecided": "", "missing": ""}
+SYMBOLS = {
+    "best": "▲",
+    "between": "◆",
+    "worst": "▼",
+    "undecided": "",
+    "missing": "",
+}
 BAD_STATES = ("failed", "damaged", "dead", "hung", "stopped", "unknown")
 MAX_RUNS = 1000  # rows of a table of runs
 MAX_LISTED = 4  # cells or claims that a sentence lists
@@ -82,7 +88,10 @@ def _references(content: BoardContent) -> Iterator[str]:
 
 
 def _claims_sentence(claims: Sequence[ClaimRow]) -> str:
-    confirmed = [f"{x.better} over {x.worse} on {x.task}" for x in claims if x.verdict == "seen"]
+    confirmed = []
+    for claim in claims:
+        if claim.verdict == "seen":
+            confirmed.append(f"{claim.better} over {claim.worse} on {claim.task}")
     num_open = sum(claim.verdict == "open" for claim in claims)
     plural = "s" * (len(claims) > 1)
     outcome = f"{len(confirmed)} confirmed"
@@ -152,9 +161,14 @@ def same_data(content: BoardContent) -> list[str]:
 def matrix(content: BoardContent) -> Table:
     """Return the scores, arms best first; next to those of a task, the reference's."""
     cells = {(row.task, row.arm): row for row in content.cells}
-    references = {row.task: row for row in content.reference.tasks} if content.reference else {}
+    references = {}
+    if content.reference is not None:
+        references = {row.task: row for row in content.reference.tasks}
     columns: list[Column] = ["architecture"]
-    rows = [[make_cell(arm.arm, f"mean rank {number(arm.rank, 1)}")] for arm in content.arms]
+    rows = []
+    for arm in content.arms:
+        mean_rank = f"mean rank {number(arm.rank, 1)}"
+        rows.append([make_cell(arm.arm, mean_rank)])
 
     for task in content.tasks:
         columns.append((task.task, _score_text(task)))
@@ -193,8 +207,9 @@ def _matrix_cell(row: CellRow) -> Cell:
 
     # How it compares with the other arms.
     text = f"{SYMBOLS[row.verdict]} {_short(value)}".strip()
-    counts = [("beats", len(row.beats)), ("below", len(row.below))]
-    judged = ", ".join(f"{name} {count}" for name, count in counts if count) or "undecided"
+    counts = {"beats": len(row.beats), "below": len(row.below)}
+    nonzero_counts = [f"{name} {count}" for name, count in counts.items() if count]
+    judged = ", ".join(nonzero_counts) or "undecided"
     if row.mean is None:
         return make_cell(text, "stopped by the race", judged, chip=row.verdict)
 
@@ -210,7 +225,9 @@ def _matrix_cell(row: CellRow) -> Cell:
 
 
 def _short(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
+    if abs(value) < 10:
+        return f"{value:.3f}"
+    return f"{value:,.1f}"
 
 
 def heat_maps(content: BoardContent) -> list[tuple[str, Table]]:
@@ -234,7 +251,10 @@ def _heat_map(
 ) -> Table:
     """Return the mean scores of an architecture, a row per size, a column per difficulty."""
     task_names = [task.task for task in tasks]
-    means = {(row.task, row.arm): row.mean for row in content.cells if row.task in task_names}
+    means = {}
+    for row in content.cells:
+        if row.task in task_names:
+            means[row.task, row.arm] = row.mean
 
     # A share of right answers is from 0 to 1; colors of a loss reach from the best to the worst.
     low = 0.0
@@ -252,23 +272,26 @@ def _heat_map(
             heat = _heat(mean, low, high, tasks[0].lower_is_better)
             cells.append(make_cell(rounded(mean), heat=heat))
         rows.append(cells)
-    return make_table(["size", *(name.partition("/")[2] for name in task_names)], rows)
+    difficulties = [name.partition("/")[2] for name in task_names]
+    return make_table(["size", *difficulties], rows)
 
 
 def _heat(value: float | None, low: float, high: float, lower_is_better: bool) -> str:
     """Return how good a value is, from 0 to 1, as the attribute of a cell."""
     if value is None:
         return ""
-    share = (value - low) / (high - low) if high > low else 0.5
+    share = 0.5
+    if high > low:
+        share = (value - low) / (high - low)
     if lower_is_better:
         share = 1 - share
     return f"{min(max(share, 0.0), 1.0):.2f}"
 
 
 def rates(content: BoardContent) -> Table:
-
     grids = _grids(content)
-    all_rates = sorted({x.rate for row in grids for x in row.rates if x.rate is not None})
+    tried_rates = {scores.rate for row in grids for scores in row.rates}
+    all_rates = sorted(rate for rate in tried_rates if rate is not None)
     columns = ["architecture", "best in the grid", *map(rate_text, all_rates)]
     rows: list[list[Cell]] = []
     for row in grids:
@@ -289,7 +312,7 @@ def _rate_cell(scores: RateScores | None, row: CellRow) -> Cell:
     if scores.mean is None and scores.stopped:
         return make_cell(MISSING, "stopped")
     if scores.mean is None:
-        num_scores = sum(x is not None and math.isfinite(x) for x in scores.scores)
+        num_scores = len(finite_scores(scores.scores))
         return make_cell(MISSING, f"{num_scores} score(s)")
     mean = rounded(scores.mean)
     if scores.rate == row.learning_rate:
@@ -310,7 +333,9 @@ def claims(content: BoardContent) -> Table:
     columns = ["verdict", "task", "expected better", "than", "difference", "p", "p (Holm)"]
     rows: list[list[Cell]] = []
     for claim in content.claims:
-        margin = f"at most {claim.margin:g} worse" if claim.margin else ""
+        margin = ""
+        if claim.margin:
+            margin = f"at most {claim.margin:g} worse"
         rows.append(
             [
                 _verdict_cell(CLAIM_VERDICTS[claim.verdict], claim.step, claim.verdict == "seen"),
@@ -326,7 +351,9 @@ def claims(content: BoardContent) -> Table:
 
 
 def _verdict_cell(text: str, race_step: int | None, is_decided: bool) -> Cell:
-    by_race = "" if race_step is None else f"by the race, at step {race_step:,}"
+    by_race = ""
+    if race_step is not None:
+        by_race = f"by the race, at step {race_step:,}"
     return make_cell(text, by_race, chip="best" if is_decided else "")
 
 
@@ -354,8 +381,14 @@ def rankings(content: BoardContent) -> Table:
     for row in content.rankings:
         most_probable_first = sorted(row.best.items(), key=lambda item: -item[1])
         chances = [f"{arm} {p:.0%}" for arm, p in most_probable_first if p >= MIN_CHANCE]
-        order = " > ".join(map(_architecture, row.order))
-        rows.append([make_cell(row.task, row.size), order, ", ".join(chances), f"{row.holds:.0%}"])
+        rows.append(
+            [
+                make_cell(row.task, row.size),
+                " > ".join(map(_architecture, row.order)),
+                ", ".join(chances),
+                f"{row.holds:.0%}",
+            ]
+        )
     return make_table(columns, rows, "rankings", text=3)
 
 
@@ -416,7 +449,8 @@ def curves(content: BoardContent) -> list[Plot]:
         task = tasks[group.task]
         if task.items:
             figure["layout"]["yaxis"] |= {"range": SHARE_RANGE}
-        plots.append((f"{group.task} {group.size}".strip(), task.name, figure))
+        title = f"{group.task} {group.size}".strip()
+        plots.append((title, task.name, figure))
     return plots
 
 
@@ -443,8 +477,10 @@ def models(content: BoardContent) -> Table:
     rows = []
     for arm in content.arms:
         counts = tasks_by_arm[arm.arm].values()
-        ranges = [_range([getattr(x, name) for x in counts]) for name in COUNTS]
-        rows.append([arm.arm, *ranges])
+        row = [arm.arm]
+        for name in COUNTS:
+            row.append(_range([getattr(model_counts, name) for model_counts in counts]))
+        rows.append(row)
     return make_table(columns, rows, "models")
 
 
@@ -491,9 +527,18 @@ def problems(content: BoardContent) -> Table:
 def runs(content: BoardContent) -> Table:
     rows = []
     for run in content.runs[:MAX_RUNS]:
-        time = MISSING if run.hours is None else duration(3600 * run.hours)
-        score = rounded(json_value(run.score))
-        rows.append([run.name, run.state, number(run.step, 0), score, time])
+        training_time = MISSING
+        if run.hours is not None:
+            training_time = duration(3600 * run.hours)
+        rows.append(
+            [
+                run.name,
+                run.state,
+                number(run.step, 0),
+                rounded(json_value(run.score)),
+                training_time,
+            ]
+        )
     return make_table(["run", "state", "step", "score", "training"], rows, "runs", text=2)
 
 
@@ -501,7 +546,7 @@ def facts(content: BoardContent) -> Table:
     """Return versions, machines and times, two columns without heads."""
     board = content.facts
     times = [_to_seconds(time) for time in (board.first_event, board.last_event) if time]
-    versions = [*board.canon_pretrain, *(commit[:12] for commit in board.git_commit)]
+    commits = [commit[:12] for commit in board.git_commit]
     texts = {
         "page written": content.written,
         "first and last event": " to ".join(times),
@@ -509,8 +554,9 @@ def facts(content: BoardContent) -> Table:
         "training time of all runs": format_duration(board.training_seconds),
         "CPU time of launches that ended in order": format_duration(board.cpu_seconds),
         "launches": number(board.launches, 0),
-        "canon_pretrain": ", ".join(versions),
+        "canon_pretrain": ", ".join([*board.canon_pretrain, *commits]),
     }
     for name in ("torch", "torchtitan", "python", "hosts", "platforms"):
         texts[name] = ", ".join(getattr(board, name))
-    return make_table(["", ""], [[name, text or MISSING] for name, text in texts.items()], text=2)
+    rows = [[name, text or MISSING] for name, text in texts.items()]
+    return make_table(["", ""], rows, text=2)

@@ -186,7 +186,10 @@ def begin(
     # Wait for the launch of another job. A silent one on another node counts as dead after
     # `wait_s`; the trainer waits longer.
     deadline = time.monotonic() + wait_s
-    while (other := live_holder(run.lock_file, wait_s)) is not None and other.job_id != job:
+    while True:
+        other = live_holder(run.lock_file, wait_s)
+        if other is None or other.job_id == job:
+            break
         if time.monotonic() > deadline:
             return Decision("failed", RUN_IN_USE.format(other))
         time.sleep(min(1.0, wait_s / 10))
@@ -196,7 +199,10 @@ def begin(
     previous = find_record(restarts_file(run), JobStart)
     status = find_record(run.status_file, Status)
     newest = newest_checkpoint(run)
-    start = JobStart(job, status.launches if status else 0, newest)
+    num_launches = 0
+    if status is not None:
+        num_launches = status.launches
+    start = JobStart(job, num_launches, newest)
     if previous is not None and previous.job == job:
         count = previous.restarts_without_progress
         if previous.ended is None:
@@ -210,7 +216,8 @@ def begin(
     if take_code:
         take_snapshot(run)
     if config is not None and not start.is_restart:
-        write_atomic(restarts_file(run, ".toml"), to_toml(read_experiment(config)).encode())
+        text = to_toml(read_experiment(config))
+        write_atomic(restarts_file(run, ".toml"), text.encode())
     _write(run, start)
     return None
 
@@ -229,8 +236,9 @@ def end(run: RunFolder, job: str, stop_cause: StopCause, *, restarts: int = REST
 
     # A status of an earlier launch says nothing of this one; without Slurm it has no job id.
     if status is not None:
-        is_new = status.launches > start.launches and status.job_id in (None, job)
-        if not is_new:
+        is_earlier = status.launches <= start.launches
+        is_of_other_job = status.job_id not in (None, job)
+        if is_earlier or is_of_other_job:
             status = None
 
     # Without one, and without a request to stop, another launch may have the lock.
@@ -250,7 +258,9 @@ def end(run: RunFolder, job: str, stop_cause: StopCause, *, restarts: int = REST
     is_idle = decision is not None and decision.next == "requeue" and not has_progress
     if decision is None or (is_idle and stop_cause != "preempted"):
         count = start.count_failure(newest)
-        fault = _failure(status) if decision is None else decision.reason
+        fault = _failure(status)
+        if decision is not None:
+            fault = decision.reason
         if count >= restarts:
             decision = _out_of_restarts(count, newest, fault)
         elif decision is None:
@@ -323,11 +333,12 @@ def _write(run: RunFolder, start: JobStart) -> None:
     """Write restarts.json; a full disk must not end the run, only the count is lost."""
     content = asdict(start)
     content["futile"] = content.pop("restarts_without_progress")
+    path = restarts_file(run)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        write_json(restarts_file(run), content)
+        write_json(path, content)
     except OSError as error:
-        print(f"{restarts_file(run)} cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"{path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -352,12 +363,19 @@ def main(argv: list[str] | None = None) -> None:
         if options.command == "code":
             snapshot, config = launch_code(options.job, trainer_arguments)
             if snapshot is not None:
-                different = ", ".join(differences(snapshot)[:10])
-                note = different and f"not this repository's: {different}"
+                note = ""
+                if different := differences(snapshot):
+                    note = f"not this repository's: {', '.join(different[:10])}"
                 print(snapshot, note, config or "", sep="\n")
 
         elif options.command == "end":
-            print(*end(run, options.job, options.asked, restarts=options.restarts), sep="\n")
+            action, reason = end(
+                run,
+                options.job,
+                stop_cause=options.asked,
+                restarts=options.restarts,
+            )
+            print(action, reason, sep="\n")
 
         else:  # begin
             decision = begin(

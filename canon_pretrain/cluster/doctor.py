@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "train_configs" / "playground" / "tiny" / "copy.toml"
-STYLES = {"ok": "green", "note": "cyan", "missing": "yellow", "broken": "bold red"}
+STYLES = {
+    "ok": "green",
+    "note": "cyan",
+    "missing": "yellow",
+    "broken": "bold red",
+}
 GROUP_TIMEOUT_S = 90.0
 HUB_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 120.0  # until the first step
@@ -152,15 +157,17 @@ def _check_packages() -> Findings:
                 continue
 
         bounds = str(requirement.specifier)
-        problem = "not installed" if version is None else f"{version}, outside {bounds}"
+        problem = "not installed"
+        if version is not None:
+            problem = f"{version}, outside {bounds}"
         remedy = f"pip install '{name}{bounds}'"
         if name == "python":
             remedy = "make install PYTHON=... with another Python"
-        facts = {"version": version, "expected": bounds}
+        versions = {"version": version, "expected": bounds}
         if line in required:
-            yield Finding("broken", name, problem, "all", remedy, facts)
+            yield Finding("broken", name, problem, "all", remedy, versions)
         else:
-            yield Finding("note", name, problem, "an option", remedy, facts)
+            yield Finding("note", name, problem, "an option", remedy, versions)
 
     count = len(within_bounds)
     examples = ", ".join(within_bounds[:4])
@@ -199,12 +206,15 @@ def check_gpu(folder: Path) -> Findings:
         remedy="make install, in a new .venv",
     )
     if num_gpus:
-        has_nccl = dist.is_backend_available("nccl")
-        version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else ""
+        problem: str | None = absent
+        version = ""
+        if dist.is_backend_available("nccl"):
+            problem = None
+            version = ".".join(map(str, torch.cuda.nccl.version()))
         yield judge(
             "nccl",
             f"{version} {build}",
-            problem=None if has_nccl else absent,
+            problem,
             used_for="collectives on the GPU",
             remedy=INSTALL_CU126,
         )
@@ -238,12 +248,14 @@ def _check_cuda(num_gpus: int) -> Finding:
     models = set()
     for index in range(num_gpus):
         gpu = torch.cuda.get_device_properties(index)
-        models.add(f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {size(gpu.total_memory)}")
+        capability = f"sm_{gpu.major}{gpu.minor}"
+        models.add(f"{gpu.name}, {capability}, {size(gpu.total_memory)}")
     versions = f"torch's CUDA {torch.version.cuda}"
     state = query_gpu("0") or {}  # empty without nvidia-smi
     if state:
         versions = f"driver {state['driver']}, {versions}"
-    text = f"{num_gpus} x {' or '.join(sorted(models))}; {versions}"
+    model_names = " or ".join(sorted(models))
+    text = f"{num_gpus} x {model_names}; {versions}"
     return Finding("ok", "GPU", text, used_for, facts=details | state)
 
 
@@ -277,7 +289,12 @@ def check_kernels(device_type: str) -> Findings:
     for key, text in selected.items():
         if not on_gpu:
             text = f"{text}; faster ones need a GPU"
-        yield Finding("ok", f"{key} auto", text, f'model.{key}_backend = "auto"')
+        yield Finding(
+            "ok",
+            f"{key} auto",
+            text,
+            used_for=f'model.{key}_backend = "auto"',
+        )
 
     # On a GPU, each optional backend that a config may name.
     if not on_gpu:
@@ -314,7 +331,8 @@ def _check_compiler() -> Finding:
         with tempfile.TemporaryDirectory() as scratch:
             source = Path(scratch) / "try.cpp"
             source.write_text("#include <Python.h>\n#include <omp.h>\n#include <vector>\n")
-            options = ["-shared", "-fPIC", "-fopenmp", f"-I{sysconfig.get_path('include')}"]
+            include = sysconfig.get_path("include")
+            options = ["-shared", "-fPIC", "-fopenmp", f"-I{include}"]
             command = [compiler, *options, "-o", f"{source}.so", str(source)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if done.returncode:
@@ -420,11 +438,12 @@ def _check_writes(folder: Path) -> Findings:
         bytes_per_s=rate,
     )
 
-    text = f"this machine's and the disk's are {abs(ahead_s):.2f} s apart"
+    difference_s = abs(ahead_s)
+    text = f"this machine's and the disk's are {difference_s:.2f} s apart"
     yield judge(
         "clock",
         text,
-        problem=text if abs(ahead_s) > CLOCK_FAULT_S else None,
+        problem=text if difference_s > CLOCK_FAULT_S else None,
         used_for="heartbeats",
         remedy="synchronize clocks (NTP)",
         s=ahead_s,
@@ -536,7 +555,8 @@ def _check_wandb() -> Finding:
     logins: dict[str, Any] = {}
     with suppress(OSError, netrc.NetrcParseError):
         logins = netrc.netrc(os.environ.get("NETRC")).hosts
-    has_login = "WANDB_API_KEY" in os.environ or urlsplit(url).hostname in logins
+    host = urlsplit(url).hostname
+    has_login = "WANDB_API_KEY" in os.environ or host in logins
     return judge(
         "wandb",
         url,
@@ -561,7 +581,8 @@ def check_slurm(folder: Path) -> Findings:
     config = parse_config(output)
     problem = None
     if "ClusterName" not in config:
-        problem = ": ".join(["its controller does not answer", *output.splitlines()[-1:]])
+        last_line = output.splitlines()[-1:]
+        problem = ": ".join(["its controller does not answer", *last_line])
     yield judge(
         "Slurm",
         f"{config.get('SLURM_VERSION')}, cluster {config.get('ClusterName')}",
@@ -572,12 +593,18 @@ def check_slurm(folder: Path) -> Findings:
     )
 
     # The settings that the job scripts source; a line that is empty or a comment sets nothing.
-    file = Path(os.environ.get("CANON_CLUSTER_ENV") or ROOT / "slurm" / "cluster.env")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    num_set = sum(line.strip()[:1] not in ("", "#") for line in lines)
+    default_file = ROOT / "slurm" / "cluster.env"
+    file = Path(os.environ.get("CANON_CLUSTER_ENV") or default_file)
     problem = None
-    if not num_set:
-        problem = f"{file} {'sets nothing' if lines else 'does not exist'}"
+    num_set = 0
+    if not file.is_file():
+        problem = f"{file} does not exist"
+    else:
+        for line in file.read_text().splitlines():
+            if line.strip() and not line.strip().startswith("#"):
+                num_set += 1
+        if num_set == 0:
+            problem = f"{file} sets nothing"
     yield judge(
         "cluster.env",
         f"{num_set} lines in {file}",
@@ -666,7 +693,8 @@ def _findings_of(process: GroupProcess, deadline: float) -> list[Finding]:
             findings.append(Finding(**json.loads(line)))
 
     if child.returncode and problem is None:
-        problem = f"ended with code {child.returncode}: {''.join(lines[-1:])}"
+        last_line = "".join(lines[-1:])
+        problem = f"ended with code {child.returncode}: {last_line}"
     if problem:
         findings.append(_group_failure(name, problem))
     return findings
@@ -675,7 +703,8 @@ def _findings_of(process: GroupProcess, deadline: float) -> list[Finding]:
 def _timeout_problem(awaited: str, seconds: float) -> str:
     """Say what has not come in time, and how busy the machine is: perhaps the cause."""
     load = os.getloadavg()[0]
-    return f"no {awaited} in {seconds:.0f} s (load average {load:.1f} on {available_cores()} cores)"
+    cores = available_cores()
+    return f"no {awaited} in {seconds:.0f} s (load average {load:.1f} on {cores} cores)"
 
 
 # -- the training check
@@ -722,10 +751,16 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, num_gpus
 
     module = ["-m", "canon_pretrain.cluster.preflight", "ranks"]
     options = ["--report", str(scratch), "--gpus", str(num_gpus)]
-    problem = _run([*launch, *module, *options], scratch / "ranks.out", lambda: 0)
+    problem = _run(
+        [*launch, *module, *options],
+        scratch / "ranks.out",
+        lambda: 0,
+    )
 
     # What the ranks report is more exact than how they ended.
-    report = read_reports(scratch, [host_name()], ranks=True)[host_name()] or Report()
+    node = host_name()
+    reports = read_reports(scratch, [node], ranks=True)
+    report = reports[node] or Report()
     faults = list(report.faults)
     if report.left_alone:
         faults.append(report.left_alone)
@@ -749,9 +784,10 @@ def _check_all_reduce(launch: Sequence[str], scratch: Path, where: str, num_gpus
     text = f"{where}: right sums"
     if IN_NODE in speeds:  # one rank sends nothing
         text = f"{text}, {size(speeds[IN_NODE])}/s"
+    tflops = speeds.get(MATMUL, 0.0) / 1e12
     return judge(
         "all-reduce",
-        f"{text}; matrix products {speeds.get(MATMUL, 0.0) / 1e12:.3g} TFLOP/s",
+        f"{text}; matrix products {tflops:.3g} TFLOP/s",
         problem,
         used_for="training on several ranks",
         remedy=remedy,
@@ -777,7 +813,11 @@ def _check_trainer(
     ).split()
     with _StepWatch(run.log_file, where, console) as watch:
         start = time.monotonic()
-        problem = _run([*launch, *module, *options, str(run.path)], scratch / "out", watch.poll)
+        problem = _run(
+            [*launch, *module, *options, str(run.path)],
+            scratch / "out",
+            watch.poll,
+        )
         seconds = time.monotonic() - start
         watch.poll()  # the lines of the last moment
 
@@ -794,10 +834,14 @@ def _check_trainer(
     if len(watch.steps) > 1:
         first = watch.steps[0]
         last = watch.steps[-1]
-        passed = datetime.fromisoformat(last["time"]) - datetime.fromisoformat(first["time"])
-        steps_per_s = (last.step - first.step) / passed.total_seconds()
-        change = f"{first['loss']:.2f} to {last['loss']:.2f}"
-        is_finite = math.isfinite(first["loss"]) and math.isfinite(last["loss"])
+        first_time = datetime.fromisoformat(first["time"])
+        last_time = datetime.fromisoformat(last["time"])
+        passed_s = (last_time - first_time).total_seconds()
+        steps_per_s = (last.step - first.step) / passed_s
+        first_loss = first["loss"]
+        last_loss = last["loss"]
+        change = f"{first_loss:.2f} to {last_loss:.2f}"
+        is_finite = math.isfinite(first_loss) and math.isfinite(last_loss)
         if problem is None and not is_finite:
             problem = f"the loss goes from {change}"
         text = (
@@ -846,8 +890,10 @@ class _StepWatch(ExitStack):
             return 0
         start = self.steps[0].step
         step = self.steps[-1].step
-        text = f"training check: step {step} of {STEPS}, {self._where}"
-        self._progress.update((step - start) / (STEPS - start), text)
+        self._progress.update(
+            (step - start) / (STEPS - start),
+            f"training check: step {step} of {STEPS}, {self._where}",
+        )
         return step
 
 
@@ -887,13 +933,15 @@ def _exit_on_signals() -> Iterator[None]:
         raise SystemExit(128 + number)  # the exit code of a shell
 
     # one that is ignored, as by nohup, stays ignored
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, leave)
+    changed = []
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, leave)
+            changed.append(number)
     try:
         yield
     finally:
-        for number in numbers:
+        for number in changed:
             signal.signal(number, signal.SIG_DFL)
 
 
@@ -962,7 +1010,11 @@ def show(console: Console, group: str, findings: Sequence[Finding]) -> None:
         text.append(f"  for: {finding.used_for}", "dim")
         if finding.remedy:
             text.append(printable(f"\n-> {finding.remedy}", "\n"), "bold")
-        table.add_row(Text(finding.state, STYLES[finding.state]), Text(finding.what), text)
+        table.add_row(
+            Text(finding.state, STYLES[finding.state]),
+            Text(finding.what),
+            text,
+        )
     console.print(Text(group, "bold"))
     console.print(table)
 
@@ -1009,8 +1061,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.json:
         print(json.dumps({"works": not broken, "findings": rows}, indent=2))
+    elif broken:
+        console.print(f"broken: {', '.join(broken)}")
     else:
-        console.print(f"broken: {', '.join(broken)}" if broken else "nothing is broken")
+        console.print("nothing is broken")
     return 1 if broken else 0
 
 
@@ -1019,7 +1073,8 @@ def _run_checks(folder: Path, *, trains: bool) -> Iterator[tuple[str, list[Findi
     num_gpus = 0
     for group, findings in run_groups(folder):
         yield group, findings
-        num_gpus += sum(finding.facts.get("gpus", 0) for finding in findings)
+        for finding in findings:
+            num_gpus += finding.facts.get("gpus", 0)
     if trains:
         errors = Console(stderr=True, highlight=False, soft_wrap=True)
         yield "training", list(check_training(folder, num_gpus, errors))

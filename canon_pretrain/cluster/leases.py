@@ -45,8 +45,12 @@ class SlurmTimeout(UserError):
 
 def parse_config(output: str) -> dict[str, str]:
     """Return the settings in the output of `scontrol show config`; empty for an error message."""
-    pairs = (line.split("=", 1) for line in output.splitlines() if "=" in line)
-    return {name.strip(): value.strip() for name, value in pairs}
+    settings = {}
+    for line in output.splitlines():
+        name, equals, value = line.partition("=")
+        if equals:
+            settings[name.strip()] = value.strip()
+    return settings
 
 
 class Slurm:
@@ -143,7 +147,13 @@ class Slurm:
                 timeout=TIMEOUT_S,
             )
         except FileNotFoundError:
-            return subprocess.CompletedProcess(command, 127, "", f"{command[0]}: not found")
+            # as a shell reports it
+            return subprocess.CompletedProcess(
+                command,
+                returncode=127,
+                stdout="",
+                stderr=f"{command[0]}: not found",
+            )
         except subprocess.TimeoutExpired:
             raise SlurmTimeout(
                 "slurm.timeout", f"{command[0]} has not answered for {TIMEOUT_S:.0f} s"
@@ -186,10 +196,13 @@ class Lease:
 def new_lease(number: int, name: str = "", **fields: Any) -> Lease:
     """Return a claim of this process; its job's name starts with `name`."""
     holder = Holder.of_this_process()
-    return Lease(number, holder, name and f"{name}-{holder.id[:8]}", **fields)
+    job_name = ""
+    if name:
+        job_name = f"{name}-{holder.id[:8]}"
+    return Lease(number, holder, job_name, **fields)
 
 
-class Judgement(NamedTuple):
+class WorkState(NamedTuple):
     """The state of a work item (None: not in flight), its lease, updated, and details."""
 
     state: InFlight | None = None
@@ -205,8 +218,9 @@ class Leases:
 
     def all(self) -> list[Lease]:
         """Return all claims, by number; an unreadable one has an unknown holder and no job."""
-        numbers = [int(path.stem) for path in entries(self.folder) if path.stem.isdecimal()]
-        return [self._read(number) for number in sorted(numbers)]
+        names = [path.stem for path in entries(self.folder)]
+        numbers = sorted(int(name) for name in names if name.isdecimal())
+        return [self._read(number) for number in numbers]
 
     def current(self) -> Lease | None:
         return next(reversed(self.all()), None)
@@ -227,14 +241,14 @@ class Leases:
         """Write a heartbeat, for a holder that does the work itself."""
         os.utime(self._path(lease.number))
 
-    def judge(
+    def work_state(
         self, lease: Lease | None, queue: Slurm, expiry_s: float = CLAIM_EXPIRY_S
-    ) -> Judgement:
+    ) -> WorkState:
         """Return whether the claimed work is in flight; record the end of its job."""
         if lease is None:
-            return Judgement()
+            return WorkState()
         if lease.ended is not None:
-            return Judgement(None, lease, lease.ended)
+            return WorkState(None, lease, lease.ended)
 
         # The holder does the work itself.
         if lease.job == LOCAL:
@@ -242,36 +256,38 @@ class Leases:
             if is_alive is None:  # on another machine: judge by the heartbeat
                 is_alive = self._age_s(lease) <= LOCAL_EXPIRY_S
             if is_alive:
-                return Judgement("running", lease, f"on {lease.holder.host}")
+                return WorkState("running", lease, f"on {lease.holder.host}")
             return self._end(lease, "its process is gone")
 
         # A claim without a job is about to get one, until it expires.
         job = lease.job
         if job is None:
             if self._age_s(lease) <= expiry_s:
-                return Judgement("claimed", lease, f"by {lease.holder.host}")
+                return WorkState("claimed", lease, f"by {lease.holder.host}")
             # the watcher may have died after sbatch, before it recorded the job
-            job = queue.find(lease.name) if lease.name else None
+            job = queue.find(lease.name)
             if job is None:
-                return Judgement(lease=lease)
+                return WorkState(lease=lease)
             lease = self.record(lease, job=job)
 
         # Another cluster cannot be asked: in doubt the job is alive.
         if lease.cluster not in (None, queue.name):
-            return Judgement("queued", lease, f"job {job} of cluster {lease.cluster}")
+            return WorkState("queued", lease, f"job {job} of cluster {lease.cluster}")
         may_run, state = queue.verdict(job)
         if not may_run:
             return self._end(lease, f"job {job} {state}")
         if state == "pending":
-            return Judgement("queued", lease, f"job {job}")
-        return Judgement("running", lease, f"job {job}")
+            return WorkState("queued", lease, f"job {job}")
+        return WorkState("running", lease, f"job {job}")
 
-    def _end(self, lease: Lease, reason: str) -> Judgement:
-        return Judgement(None, self.record(lease, ended=reason), reason)
+    def _end(self, lease: Lease, reason: str) -> WorkState:
+        lease = self.record(lease, ended=reason)
+        return WorkState(None, lease, reason)
 
     def _age_s(self, lease: Lease) -> float:
         """Return the seconds since the claim was written, or its last heartbeat."""
-        return time.time() - self._path(lease.number).stat().st_mtime
+        written = self._path(lease.number).stat().st_mtime
+        return time.time() - written
 
     def _read(self, number: int) -> Lease:
         try:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -70,7 +69,8 @@ def _parse(options: Sequence[str]) -> Iterator[tuple[str, Any]]:
     for key, texts in zip(keys, key_texts, strict=True):
         section, _, name = key.rpartition(".")
         if not texts:  # a switch: --KEY or --SECTION.no_KEY
-            yield f"{section}.{name.removeprefix('no_')}", not name.startswith("no_")
+            switch = name.removeprefix("no_")
+            yield f"{section}.{switch}", switch == name
             continue
         is_text = str in _types(section, name)
         values = [_literal(text, is_text=is_text) for text in texts]
@@ -84,9 +84,13 @@ LISTS = ("data.paths", "data.weights")
 def _types(section: str, name: str) -> set[Any]:
     """Return the type of a key of these sections, and the types in it; {None} for other keys."""
     cls = {"model": ModelArgs, "data": Data, "data.task": TaskSection}.get(section)
-    hint = cls and get_type_hints(cls).get(name)
-    arguments = get_args(hint)
-    return {hint, *arguments, *chain(*map(get_args, arguments))}
+    hint = None
+    if cls is not None:
+        hint = get_type_hints(cls).get(name)
+    types = {hint}
+    for argument in get_args(hint):
+        types |= {argument, *get_args(argument)}
+    return types
 
 
 def _literal(text: str, *, is_text: bool) -> Any:
@@ -107,7 +111,8 @@ def check_values(values: Values) -> None:
     """Raise UserError for values that the trainer would refuse, as far as torch is not needed."""
     dotted: dict[str, Any] = {}
     for section, keys in values.items():
-        dotted |= {f"{section}.{key}": value for key, value in keys.items()}
+        for key, value in keys.items():
+            dotted[f"{section}.{key}"] = value
     # the default, -1, does not train: a config must set it
     dotted.setdefault("training.global_batch_size", Training.global_batch_size)
     check_limits(dotted)
@@ -126,7 +131,8 @@ def num_steps(values: Values) -> int:
 
 def _section(name: str, values: Values) -> dict[str, Any]:
     """Return a section's values, with the trainer's defaults for the others."""
-    return asdict(getattr(Sections(), name)) | values.get(name, {})
+    defaults = asdict(getattr(Sections(), name))
+    return defaults | values.get(name, {})
 
 
 def planned_identity(values: Values) -> dict[str, Any]:
@@ -145,21 +151,29 @@ def planned_identity(values: Values) -> dict[str, Any]:
     data = build(Data, values.get("data", {}), "the plan", "data.")
     for name in IDENTITY:
         section, _, key = name.partition(".")
-        settings = asdict(data) if section == "data" else _section(section, values)
+        settings = asdict(data)
+        if section != "data":
+            settings = _section(section, values)
         identity[name] = settings[key]
 
     # The task, with the defaults that it fills in.
     if data.task.name:
-        task = build_task(data.task.name, data.task.settings | {"seq_len": seq_len})
+        settings = data.task.settings | {"seq_len": seq_len}
+        task = build_task(data.task.name, settings)
         identity["data.task.name"] = task.name
-        identity |= {f"data.task.{key}": value for key, value in task.settings.items()}
-        del identity["data.task.seq_len"]  # as training.seq_len
+        for key, value in task.settings.items():
+            if key != "seq_len":  # as training.seq_len
+                identity[f"data.task.{key}"] = value
     return dict(json.loads(json.dumps(identity)))  # lists for tuples, as in config.json
 
 
 def _model_args(values: Values, seq_len: int) -> ModelArgs:
     """Return the architecture of a plan: its flavor with the values of `[model]`."""
-    section = {key: value for key, value in values.get("model", {}).items() if value is not None}
+    section = {}
+    for key, value in values.get("model", {}).items():
+        if value is not None:  # an option may unset a key
+            section[key] = value
+
     base = flavor(str(section.get("flavor", "debug")))
     changes = {}  # without keys that are no fields, such as `flavor`
     for key, hint in (get_type_hints(ModelArgs) | JSON_TYPES).items():
@@ -192,7 +206,8 @@ class Promises:
     def same(self, other: "Promises") -> bool:
         """Return whether both promise the same, in any order."""
         claims = sorted(map(repr, self.claims))
-        return self.score == other.score and claims == sorted(map(repr, other.claims))
+        other_claims = sorted(map(repr, other.claims))
+        return self.score == other.score and claims == other_claims
 
 
 @dataclass(frozen=True)
@@ -211,7 +226,7 @@ def has_started(folder: Path) -> bool:
     """Return whether a run has begun to train in `folder`, or is about to."""
     run = RunFolder(folder)
     with suppress(OSError):
-        if any(path.is_file() for path in (run.config_file, run.log_file)):
+        if run.config_file.is_file() or run.log_file.is_file():
             return True
         return live_holder(run.lock_file) is not None
     return True  # unknown
@@ -253,14 +268,15 @@ def other_plan(
         if planned.config != launch.config:
             faults.append("its config had other values")
         if planned.options != launch.options:
-            old_options = joined(planned.options)
-            faults.append(f"its options were {old_options}, planned {joined(launch.options)}")
+            faults.append(
+                f"its options were {joined(planned.options)}, planned {joined(launch.options)}"
+            )
     if not faults:
         return None
 
+    text = "; ".join(faults[:SHOWN])
     if len(faults) > SHOWN:
-        faults = [*faults[:SHOWN], f"and {len(faults) - SHOWN} more"]
-    text = "; ".join(faults)
+        text = f"{text}; and {len(faults) - SHOWN} more"
     return f"{folder} holds a run of another plan: {text}. Move it away, or choose another folder"
 
 

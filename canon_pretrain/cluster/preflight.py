@@ -9,7 +9,6 @@ slurm/lib.sh calls them in this order before each launch. `verdict` prints the b
 """
 
 import argparse
-import hashlib
 import json
 import operator
 import os
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -32,7 +31,13 @@ from canon_pretrain.cluster.leases import parse_config
 from canon_pretrain.core.children import end_with_torchrun
 from canon_pretrain.core.cli import Parser, command, run_process
 from canon_pretrain.core.errors import EPILOG, UserError
-from canon_pretrain.core.files import UnreadableFile, find_record, free_bytes, write_json
+from canon_pretrain.core.files import (
+    UnreadableFile,
+    find_record,
+    free_bytes,
+    sha256_text,
+    write_json,
+)
 from canon_pretrain.core.holder import host_name
 from canon_pretrain.machine.device import check_cuda
 from canon_pretrain.machine.timing import copy_bandwidth, matmul_flops
@@ -114,7 +119,8 @@ def plan_job(
     from canon_pretrain.titan.job_config import check_cpu_offload, shard_degree
 
     # --force is an option of slurm/lib.sh
-    job = parse_job([word for word in arguments if word != "--force"])
+    trainer_arguments = [argument for argument in arguments if argument != "--force"]
+    job = parse_job(trainer_arguments)
     check_nodes(job.training.global_batch_size, nodes, ranks_per_node)
     shard_degree(job, nodes * ranks_per_node)
     check_cpu_offload(job, on_gpu=gpus > 0)
@@ -124,7 +130,8 @@ def plan_job(
     # Weights and AdamW's two moments; an upper bound if not all weights are trained.
     num_elements = 3 * num_parameters(job.model_args)
     itemsize = getattr(torch, job.training.dtype).itemsize
-    return Plan(Path(job.job.dump_folder).absolute(), num_elements * itemsize)
+    run = Path(job.job.dump_folder).absolute()
+    return Plan(run, num_elements * itemsize)
 
 
 def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
@@ -133,10 +140,15 @@ def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
         events = read_tail(run.log_file, until="checkpoint")
     except UnreadableFile:
         return None
+
     # Slurm sends SIGTERM, and SIGKILL after KillWait: the last save must fit in between.
     save_times = [event["seconds"] for event in events if event.kind == "checkpoint"]
-    kill_wait = re.match(r"\d+", parse_config(show("config")).get("KillWait", ""))  # 30 sec
-    if not save_times or kill_wait is None or save_times[-1] <= int(kill_wait[0]):
+    config = parse_config(show("config"))
+    kill_wait = re.match(r"\d+", config.get("KillWait", ""))  # 30 sec
+    if not save_times or kill_wait is None:
+        return None
+    save_s = save_times[-1]
+    if save_s <= int(kill_wait[0]):
         return None
 
     grace_s = "0"
@@ -145,7 +157,7 @@ def slow_save_warning(run: RunFolder, show: Callable[[str], str]) -> str | None:
         if grace is not None:
             grace_s = grace[1]
     return (
-        f"the last checkpoint took {save_times[-1]:.0f} s; Slurm kills a job {kill_wait[0]} s "
+        f"the last checkpoint took {save_s:.0f} s; Slurm kills a job {kill_wait[0]} s "
         f"after SIGTERM (KillWait), plus {grace_s} s if it is preempted "
         "(GraceTime). Lower checkpoint.interval, and raise sbatch --signal=B:USR1@SECONDS"
     )
@@ -197,8 +209,8 @@ def report_node(run: Path, checkpoint_bytes: int, gpus: int) -> Report:
 
     versions = {name: metadata.version(name) for name in PACKAGES}
     versions["python"] = platform.python_version()
-    code = hashlib.sha256(json.dumps(code_hashes()).encode()).hexdigest()
-    versions["canon_pretrain (its source's SHA-256)"] = code[:12]
+    code_hash = sha256_text(json.dumps(code_hashes()))
+    versions["canon_pretrain (its source's SHA-256)"] = code_hash[:12]
     return Report(faults, disk_faults(run, checkpoint_bytes), versions)
 
 
@@ -232,7 +244,8 @@ def report_ranks(gpus: int) -> Report:
         return _test_rank(gpus)
     except RuntimeError as error:
         # of a collective, perhaps by the fault of another rank: no fault of this node
-        return Report(left_alone=f"a collective failed: {str(error).splitlines()[0]}")
+        reason = str(error).splitlines()[0]
+        return Report(left_alone=f"a collective failed: {reason}")
     finally:
         dist.destroy_process_group()
 
@@ -277,7 +290,8 @@ def _test_rank(gpus: int) -> Report:
         if len(ranks) > 1:  # a neighbor may be slow: keep the faster one
             speeds[measure] = max(bandwidth, speeds.get(measure, 0.0))
     dist.barrier()
-    return Report(clock_s=clock_s, speeds={f"{device.type}:{local_rank}": speeds})
+    device_name = f"{device.type}:{local_rank}"
+    return Report(clock_s=clock_s, speeds={device_name: speeds})
 
 
 def _all_gather(value: Any) -> list[Any]:
@@ -313,8 +327,9 @@ def check_device(device: "torch.device") -> DeviceCheck:
             torch.cuda.set_device(device)
             free, total = torch.cuda.mem_get_info()
             if free < MIN_FREE * total:
-                used = total - free
-                return fault(f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB are in use")
+                used_gib = (total - free) / 2**30
+                total_gib = total / 2**30
+                return fault(f"{used_gib:.1f} of {total_gib:.1f} GiB are in use")
             num_bytes = free // 4
             dtype = torch.bfloat16
 
@@ -356,11 +371,14 @@ def rank_groups(rank_nodes: Sequence[str]) -> list[RankGroup]:
         return groups
 
     if len(nodes) > 2:  # two neighbors are all nodes
-        neighbors = list(zip(nodes, nodes[1:] + nodes[:1], strict=True))
+        next_nodes = nodes[1:] + nodes[:1]
+        neighbors = list(zip(nodes, next_nodes, strict=True))
         # disjoint pairs first, to run in parallel
         for node, neighbor in neighbors[::2] + neighbors[1::2]:
-            groups.append(RankGroup(TWO_NODES, sorted(node_ranks[node] + node_ranks[neighbor])))
-    groups.append(RankGroup(ALL_NODES, list(range(len(rank_nodes)))))
+            ranks = sorted(node_ranks[node] + node_ranks[neighbor])
+            groups.append(RankGroup(TWO_NODES, ranks))
+    all_ranks = list(range(len(rank_nodes)))
+    groups.append(RankGroup(ALL_NODES, all_ranks))
     return groups
 
 
@@ -379,7 +397,8 @@ def all_reduce_bandwidth(group: Any, num_ranks: int, device: "torch.device") -> 
         return None
     seconds = (time.perf_counter() - begin) / ALL_REDUCES
     # a ring all-reduce sends 2 (n - 1) / n of the bytes from each rank
-    return 2 * (num_ranks - 1) / num_ranks * ones.nbytes / seconds
+    sent_share = 2 * (num_ranks - 1) / num_ranks
+    return sent_share * ones.nbytes / seconds
 
 
 # -- the verdict
@@ -422,7 +441,9 @@ def judge(reports: Mapping[str, Report | None]) -> Verdict:
 
     # A fault of one node explains why collectives failed on the others.
     if not nodes:
-        common += [f"{node}: {r.left_alone}" for node, r in present.items() if r.left_alone]
+        for node, report in present.items():
+            if report.left_alone:
+                common.append(f"{node}: {report.left_alone}")
 
     # What sets a node apart from the others.
     warnings = []
@@ -437,12 +458,16 @@ def judge(reports: Mapping[str, Report | None]) -> Verdict:
 
 def _other_versions(reports: Mapping[str, Report]) -> Iterator[Finding]:
     """Find nodes whose software is not that of most nodes."""
-    for name in sorted({name for report in reports.values() for name in report.versions}):
+    names: set[str] = set()
+    for report in reports.values():
+        names |= report.versions.keys()
+    for name in sorted(names):
         versions = [report.versions.get(name, "unknown") for report in reports.values()]
-        usual = Counter(versions).most_common(1)[0][0]
+        usual = statistics.mode(versions)
         for node, version in zip(reports, versions, strict=True):
             if version != usual:
-                yield Finding(node, f"{name} is {version}, on other nodes {usual}", True)
+                text = f"{name} is {version}, on other nodes {usual}"
+                yield Finding(node, text, is_fault=True)
 
 
 def _wrong_clocks(reports: Mapping[str, Report]) -> Iterator[Finding]:
@@ -460,11 +485,11 @@ def _wrong_clocks(reports: Mapping[str, Report]) -> Iterator[Finding]:
 def _slow_devices(reports: Mapping[str, Report]) -> Iterator[Finding]:
     """Find nodes whose slowest device is slower than the median of the nodes' medians."""
     # By measure, node and device.
-    speeds: dict[str, dict[str, dict[str, float]]] = {}
+    speeds: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for node, report in reports.items():
         for device, device_speeds in report.speeds.items():
             for measure, speed in device_speeds.items():
-                speeds.setdefault(measure, {}).setdefault(node, {})[device] = speed
+                speeds[measure][node][device] = speed
 
     for measure, node_speeds in speeds.items():
         # high: of two nodes or devices, the faster one
@@ -557,11 +582,14 @@ def main(argv: list[str] | None = None) -> None:
 
         elif options.command == "node":
             report = report_node(options.run, options.bytes, options.gpus)
-            write_json(options.report / f"{host_name()}.json", asdict(report))
+            path = options.report / f"{host_name()}.json"
+            write_json(path, asdict(report))
 
         elif options.command == "ranks":
-            name = f"{host_name()}.rank{os.environ['LOCAL_RANK']}.json"
-            write_json(options.report / name, asdict(report_ranks(options.gpus)))
+            report = report_ranks(options.gpus)
+            local_rank = os.environ["LOCAL_RANK"]
+            path = options.report / f"{host_name()}.rank{local_rank}.json"
+            write_json(path, asdict(report))
 
         else:  # verdict
             nodes = [node for node in options.nodes.split(",") if node]

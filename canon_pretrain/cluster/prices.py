@@ -31,7 +31,8 @@ class Price:
     def gpu_hours(self) -> Range:
         """The GPU-hours of all runs."""
         steps = self.num_runs * self.steps
-        return Range(*(steps * step_s * self.world_size / 3600 for step_s in self.step_seconds))
+        gpu_seconds = [steps * step_s * self.world_size for step_s in self.step_seconds]
+        return Range(*(seconds / 3600 for seconds in gpu_seconds))
 
 
 def compute_prices(
@@ -90,7 +91,12 @@ def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
 
     # The total, with its bounds.
     num_runs = sum(price.num_runs for price in prices)
-    hours = Range(*map(sum, zip(*(price.gpu_hours for price in prices), strict=True)))
+    gpu_hours = [price.gpu_hours for price in prices]
+    hours = Range(
+        slow=sum(bounds.slow for bounds in gpu_hours),
+        likely=sum(bounds.likely for bounds in gpu_hours),
+        fast=sum(bounds.fast for bounds in gpu_hours),
+    )
     seconds = 3600 * hours.likely
     console.print(
         f"{num_runs} runs, {prices[0].world_size} {gpu.upper()} each: "
@@ -104,4 +110,6 @@ def print_prices(prices: Sequence[Price], gpu: str, console: Console) -> None:
 
 def _hours(hours: float) -> str:
     """Return hours with one decimal, or two digits if they are few."""
-    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"
+    if hours >= 10:
+        return f"{hours:,.1f}"
+    return f"{hours:.2g}"

@@ -13,7 +13,6 @@ only --extend adds to it. No torch.
 
 import argparse
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -49,7 +48,7 @@ from canon_pretrain.cluster.prices import compute_prices, print_prices
 from canon_pretrain.core.children import torchrun
 from canon_pretrain.core.cli import positive
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, read_record, write_json
+from canon_pretrain.core.files import UnreadableFile, read_record, sha256_text, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console, printable
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
@@ -105,7 +104,10 @@ class Sweep:
     "" in plans of earlier versions."""
 
     def with_paths(self, paths: Mapping[str, str]) -> "Sweep":
-        """Return the sweep with the configs of old paths at new ones."""
+        """Return the sweep with the configs of old paths at new ones.
+
+        `folder` stays that of sweep.json: the next plan is then written, with the new paths.
+        """
         return replace(
             self,
             runs=[replace(run, config=paths[run.config]) for run in self.runs],
@@ -125,7 +127,8 @@ class Sweep:
 
     def options(self, run: PlannedRun, folder: Path) -> list[str]:
         """Return the run's options of canon_pretrain.train, except for --config."""
-        return [f"--{FOLDER_KEY}", str(folder.absolute() / run.name), *self.settings(run)]
+        run_folder = folder.absolute() / run.name
+        return [f"--{FOLDER_KEY}", str(run_folder), *self.settings(run)]
 
     def launch(self, run: PlannedRun, folder: Path) -> list[str]:
         """Return the run's config and `options`, and record the plan in its folder.
@@ -148,7 +151,8 @@ class Sweep:
 
     def other_plan(self, run: PlannedRun, folder: Path) -> str | None:
         """Say how the run in SWEEP/`name` differs from the planned one; None if it does not."""
-        identity = _identity(run.config, self.configs[run.config], tuple(self.arguments))
+        digest = self.configs[run.config]
+        identity = _identity(run.config, digest, tuple(self.arguments))
         if identity is not None:
             identity = dict(identity)  # the cache has the original
             if run.learning_rate is not None:
@@ -163,8 +167,12 @@ class Sweep:
         return is_done and self.other_plan(run, folder) is None
 
     def _planned(self, run: PlannedRun) -> PlannedLaunch:
-        promises = self.promises.get(run.config, Promises())
-        return PlannedLaunch(run.name, self.configs[run.config], self.settings(run), promises)
+        return PlannedLaunch(
+            run.name,
+            config=self.configs[run.config],
+            options=self.settings(run),
+            promises=self.promises.get(run.config, Promises()),
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -210,10 +218,12 @@ def make_sweep(
     seed_values = [_value("--seeds", text, Seed) for text in seeds] or [None]
     runs = []
     for path, rate, seed in itertools.product(paths, rates, seed_values):
-        runs.append(PlannedRun(run_name(Path(path), rate, seed), path, rate, seed))
+        name = run_name(Path(path), rate, seed)
+        runs.append(PlannedRun(name, path, rate, seed))
 
     # Each run has a folder by its name.
-    name, count = Counter(run.name for run in runs).most_common(1)[0]
+    name_counts = Counter(run.name for run in runs)
+    [(name, count)] = name_counts.most_common(1)
     if count > 1:
         raise UserError(
             "sweep.same_name",
@@ -221,9 +231,11 @@ def make_sweep(
             "and configs with different file names",
         )
 
+    config_hashes = {}
     for path in paths:
         check_planned(Path(path), planned_values(Path(path), arguments))
-    return Sweep(runs, {path: config_hash(path) for path in paths}, seed_of, list(arguments))
+        config_hashes[path] = config_hash(path)
+    return Sweep(runs, config_hashes, seed_of, list(arguments))
 
 
 def check_planned(config: Path, values: dict[str, Any]) -> None:
@@ -239,7 +251,8 @@ def _value(option: str, text: str, kind: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_strings(text)
     except ValidationError as error:
-        raise UserError("sweep.value", f"{option} {text}: {error.errors()[0]['msg']}") from None
+        fault = error.errors()[0]["msg"]
+        raise UserError("sweep.value", f"{option} {text}: {fault}") from None
 
 
 def run_name(config: Path, rate: float | None, seed: int | None) -> str:
@@ -247,7 +260,8 @@ def run_name(config: Path, rate: float | None, seed: int | None) -> str:
     parts = [config.stem]
     if rate is not None:
         # exactly the float, without a zero too many: 3e-3, not 3.00e-03
-        digits, _, exponent = f"{Decimal(repr(rate)).normalize():e}".partition("e")
+        shortest = Decimal(repr(rate)).normalize()
+        digits, _, exponent = f"{shortest:e}".partition("e")
         parts.append(f"lr{digits}e{int(exponent)}")
     if seed is not None:
         parts.append(f"seed{seed}")
@@ -260,25 +274,26 @@ def config_hash(path: str) -> str:
 
 
 def values_hash(values: Mapping[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return sha256_text(json.dumps(values, sort_keys=True, default=str))
 
 
 def data_differences(sweep: Sweep) -> list[str]:
     """Return the keys by which configs differ in the data that runs of one seed see."""
     defaults: dict[str, Any] = dict.fromkeys(SAME_DATA)
-    defaults |= {f"data.{setting.name}": setting.default for setting in fields(Data)}
+    for setting in fields(Data):
+        defaults[f"data.{setting.name}"] = setting.default
     experiments = [read_experiment(Path(path)) for path in sweep.configs]
 
     # An option, or a seed of the sweep, is the same in all configs.
-    keys = defaults.keys() - {option_key(argument) for argument in sweep.arguments}
+    keys = defaults.keys() - set(map(option_key, sweep.arguments))
     if sweep.runs[0].seed is not None:
         keys -= {*SEED_KEYS[sweep.seed_of]}
 
     different = []
     for key in sorted(keys):
         section, _, name = key.partition(".")
-        values = [config.get(section, {}).get(name, defaults[key]) for config in experiments]
+        default = defaults[key]
+        values = [config.get(section, {}).get(name, default) for config in experiments]
         if any(value != values[0] for value in values):
             different.append(key)
     return different
@@ -315,7 +330,8 @@ def _with_moved_configs(sweep: Sweep, folder: Path) -> Sweep:
     paths = {}
     for path in sweep.configs:
         paths[path] = path
-        moved = os.path.normpath(os.path.join(folder_now, os.path.relpath(path, sweep.folder)))
+        relative = os.path.relpath(path, sweep.folder)
+        moved = os.path.normpath(os.path.join(folder_now, relative))
         if os.path.exists(moved):
             paths[path] = moved
     return sweep.with_paths(paths)
@@ -332,8 +348,11 @@ def store_plan(folder: Path, sweep: Sweep, old: Sweep | None) -> tuple[Sweep, in
     if sweep != old:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / PLAN, asdict(sweep))
-    old_names = {run.name for run in old.runs} if old else set[str]()
-    return sweep, sum(run.name not in old_names for run in sweep.runs)
+    old_names: set[str] = set()
+    if old is not None:
+        old_names = {run.name for run in old.runs}
+    num_new = sum(run.name not in old_names for run in sweep.runs)
+    return sweep, num_new
 
 
 def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep, Sweep | None]:
@@ -361,7 +380,8 @@ def merge_plan(folder: Path, new: Sweep, *, extend: bool = False) -> tuple[Sweep
     added = [run for run in new.runs if run.name not in old_names]
     faults = _plan_faults(old, new, started)
     if added and not extend:
-        faults.append(f"it lacks {len(added)} run(s), such as {added[0].name}")
+        example = added[0].name
+        faults.append(f"it lacks {len(added)} run(s), such as {example}")
     if faults:
         raise UserError(
             "sweep.other_plan",
@@ -393,7 +413,8 @@ def _plan_faults(old: Sweep, new: Sweep, started: Sequence[PlannedRun]) -> list[
         if config != run.config:
             faults.append(f"the config of its {run.name} is {run.config}, not {config}")
     for config in dict.fromkeys(run.config for run in started):
-        if new.configs.get(config, old.configs[config]) != old.configs[config]:
+        old_hash = old.configs[config]
+        if new.configs.get(config, old_hash) != old_hash:
             faults.append(f"{config} (or what it extends) has changed, and its runs have started")
 
     missing = [run.name for run in old.runs if run.name not in new_configs]
@@ -451,7 +472,8 @@ def run_plan(options: argparse.Namespace) -> None:
     """Write or extend the plan, and print it."""
     overrides = options.overrides
     # After the first --section.key, these are options of the runs: they would be lost.
-    if misplaced := PLAN_OPTIONS.intersection(word.replace("_", "-") for word in overrides):
+    options_after_key = {word.replace("_", "-") for word in overrides}
+    if misplaced := PLAN_OPTIONS & options_after_key:
         raise UserError(
             "sweep.misplaced_option", f"{', '.join(misplaced)}: pass it before {overrides[0]}"
         )
@@ -478,7 +500,7 @@ def run_plan(options: argparse.Namespace) -> None:
 def show_prices(sweep: Sweep, gpu: str, world_size: int = 1) -> None:
     """Print the GPU-hours of a plan's runs, each on `world_size` GPUs."""
     num_runs = Counter(run.config for run in sweep.runs)
-    prices = compute_prices([*num_runs.items()], sweep.arguments, gpu, world_size)
+    prices = compute_prices(list(num_runs.items()), sweep.arguments, gpu, world_size)
     print_prices(prices, gpu, Console(soft_wrap=True))
 
 
@@ -530,11 +552,12 @@ def run_todo(options: argparse.Namespace) -> None:
     config_numbers: dict[str, str] = {}  # the first run of each config, whose job is checked
     for index, planned in enumerate(sweep.runs, 1):
         number = str(index)
+        is_done = RunFolder(folder / planned.name).done_file.exists()
 
         # A run of another plan is not done, but must not be overwritten.
         if problem := sweep.other_plan(planned, folder):
             print(f"NOTE: {planned.name} is skipped: {problem}", file=sys.stderr)
-        elif number not in skipped and not RunFolder(folder / planned.name).done_file.exists():
+        elif number not in skipped and not is_done:
             numbers.append(number)
             config_numbers.setdefault(planned.config, number)
 
@@ -564,8 +587,12 @@ class Row:
 def sweep_rows(sweep: Sweep, folder: Path, now: datetime) -> list[Row]:
     """Return the rows, by number; damaged run folders raise no error."""
     # A folder that holds a run of another plan has no losses of this one.
-    problems = {run.name: sweep.other_plan(run, folder) for run in sweep.runs}
-    planned_runs = [run for run in sweep.runs if problems[run.name] is None]
+    problems = {}
+    planned_runs = []
+    for run in sweep.runs:
+        problems[run.name] = sweep.other_plan(run, folder)
+        if problems[run.name] is None:
+            planned_runs.append(run)
     held_out = _held_out_losses(planned_runs, folder)
 
     rows = []
@@ -615,14 +642,18 @@ def _held_out_losses(runs: Sequence[PlannedRun], folder: Path) -> HeldOut:
         for run in runs:
             with suppress(UserError):  # damaged: reported by `run status` and `eval report`
                 losses = read_losses(RunRecord(folder / run.name))
-                run_losses[run.name] = {at: x for at, x in losses.items() if math.isfinite(x)}
+                finite = {scored: x for scored, x in losses.items() if math.isfinite(x)}
+                run_losses[run.name] = finite
 
         # Losses can be compared at one step and on one held-out text only.
         num_runs = Counter(itertools.chain.from_iterable(run_losses.values()))
         if num_runs:
             common = max(num_runs, key=lambda scored: (num_runs[scored], scored))
-            losses_at = {name: x[common] for name, x in run_losses.items() if common in x}
-            return HeldOut(source, common.step, losses_at)
+            common_losses = {}
+            for name, losses in run_losses.items():
+                if common in losses:
+                    common_losses[name] = losses[common]
+            return HeldOut(source, common.step, common_losses)
     return HeldOut("", 0, {})
 
 
@@ -653,10 +684,12 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
     best = {}
     for config, rate_losses in losses.items():
         rate = rate_optimum(rate_losses, lower_is_better=True).rate
-        best[run_name(Path(config), rate, None)] = rate_losses[rate]
+        name = run_name(Path(config), rate, None)
+        best[name] = rate_losses[rate]
     (base_name, base_losses), *others = best.items()
     base_mean = statistics.fmean(base_losses)
     base_count = len(base_losses)
+    num_comparisons = len(others)
     if not others:
         return [f"{subject} lowest with {base_name}, {base_mean:.4f} ({base_count} seeds)"]
 
@@ -681,8 +714,8 @@ def held_out_verdicts(sweep: Sweep, rows: Sequence[Row]) -> list[str]:
             continue
 
         # Bonferroni: each comparison is made at the level ALPHA / number of comparisons
-        p = min(1.0, student_p(size, stderr, df) * len(others))
-        half_width = student_half_width(stderr, df, ALPHA / len(others))
+        p = min(1.0, num_comparisons * student_p(size, stderr, df))
+        half_width = student_half_width(stderr, df, ALPHA / num_comparisons)
         if p > ALPHA:
             verdict = f"within noise, {direction}"
         verdicts.append(

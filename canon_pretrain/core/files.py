@@ -172,6 +172,11 @@ def find_record(path: Path, kind: type[T]) -> T | None:
     return None
 
 
+def sha256_text(text: str) -> str:
+    """Return the hex SHA-256 of a text in UTF-8."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def sha256_file(path: Path) -> str:
     """Return the hex SHA-256 of a regular file. Raises OSError, also if it is not regular."""
     with open_file(path, "rb") as file:

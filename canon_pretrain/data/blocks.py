@@ -118,7 +118,9 @@ class BlockReader:
             self._check(path, content, first_block, self._crcs[name])
 
             # Only the ids that were asked for.
-            ids = self._ids[(position - begin) // width : (min(end, stop) - begin) // width]
+            first_id = (position - begin) // width
+            end_id = (min(end, stop) - begin) // width
+            ids = self._ids[first_id:end_id]
             out[done : done + len(ids)] = ids
             done += len(ids)
             position = begin + BUFFER_BYTES

@@ -12,6 +12,7 @@ cut: normalization, symbols matched before merging, runs of unknown characters t
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -151,17 +152,26 @@ class CutPoints:
     """Where texts can be cut: between characters that no token has side by side."""
 
     def __init__(self, tokens: list[str]) -> None:
-        token_pairs = {token[i : i + 2] for token in tokens for i in range(len(token) - 1)}
+        token_pairs: set[str] = set()
+        for token in tokens:
+            token_pairs.update(left + right for left, right in pairwise(token))
         text_pairs = {pair.replace(SPACE, " ") for pair in token_pairs}
         self.pairs = frozenset(token_pairs | text_pairs)
 
         # Whether cuts are exact before each run of spaces, before and after each run of newlines,
         # and where ASCII letters begin (unless after a space) or end.
-        self.before_spaces = not any(pair[1] == " " != pair[0] for pair in text_pairs)
-        self.around_newlines = not any("\n" in pair and pair != "\n\n" for pair in text_pairs)
-        self.around_letters = not any(
-            _is_letter(pair[0]) != _is_letter(pair[1]) and pair[0] != " " for pair in text_pairs
-        )
+        self.before_spaces = True
+        self.around_newlines = True
+        self.around_letters = True
+        for pair in text_pairs:
+            left = pair[0]
+            right = pair[1]
+            if right == " " and left != " ":
+                self.before_spaces = False
+            if left != right and "\n" in (left, right):
+                self.around_newlines = False
+            if left != " " and _is_letter(left) != _is_letter(right):
+                self.around_letters = False
 
     def cut(self, text: str, size: int) -> Iterator[str]:
         """Yield `text` in slices of `size` characters, longer if no cut is exact there."""
@@ -231,7 +241,8 @@ class CachedEncoder:
         if not text:  # no prefix either
             return np.empty(0, dtype=np.int64)
         text = self._prefix + text.replace(SPACE, " ")
-        ids = b"".join(map(self._encode_slice, self._cuts.cut(text, self._slice_characters)))
+        slices = self._cuts.cut(text, self._slice_characters)
+        ids = b"".join(map(self._encode_slice, slices))
         return np.frombuffer(ids, dtype=_STORED).astype(np.int64)
 
 

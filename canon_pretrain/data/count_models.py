@@ -32,13 +32,16 @@ class CountModels:
         self.vocab_size = vocab_size
         counts = np.bincount(tokens, minlength=vocab_size)
         self.unigram = (counts + 1.0) / (counts.sum() + vocab_size)
-        pairs = tokens[:-1].astype(np.int64) * vocab_size + tokens[1:]
-        self.pairs, self.pair_counts = np.unique(pairs, return_counts=True)
+        self.pairs, self.pair_counts = np.unique(self._pair_ids(tokens), return_counts=True)
 
         # Of each token a: c(a) before another token, and the number of tokens that follow it.
         contexts = self.pairs // vocab_size
         self.context_counts = np.bincount(contexts, weights=self.pair_counts, minlength=vocab_size)
         self.num_followers = np.bincount(contexts, minlength=vocab_size)
+
+    def _pair_ids(self, tokens: np.ndarray) -> np.ndarray:
+        """Return a * V + b for each token b and the token a before it, int64 [tokens - 1]."""
+        return tokens[:-1].astype(np.int64) * self.vocab_size + tokens[1:]
 
     def nats(self, tokens: np.ndarray) -> np.ndarray:
         """Return the unigram's and the bigram's summed negative log-likelihood of tokens[1:]."""
@@ -46,10 +49,11 @@ class CountModels:
         targets = tokens[1:]
 
         # c(ab): pairs are sorted; a pair that was not counted has the count 0.
-        pairs = contexts.astype(np.int64) * self.vocab_size + targets
+        pairs = self._pair_ids(tokens)
         indices = np.searchsorted(self.pairs, pairs)
         indices[indices == self.pairs.size] = 0
-        pair_counts = np.where(self.pairs[indices] == pairs, self.pair_counts[indices], 0)
+        is_counted = self.pairs[indices] == pairs
+        pair_counts = np.where(is_counted, self.pair_counts[indices], 0)
 
         # p(b|a) = direct + backoff * p(b); after a context that was not counted it is p(b).
         context_counts = self.context_counts[contexts]
@@ -59,7 +63,8 @@ class CountModels:
         backoff = np.where(context_counts > 0, discounted, 1.0)
         unigram = self.unigram[targets]
         bigram = direct + backoff * unigram
-        return -np.array([np.log(unigram).sum(), np.log(bigram).sum()])
+        log_likelihoods = [np.log(unigram).sum(), np.log(bigram).sum()]
+        return -np.array(log_likelihoods)
 
     def score(
         self, split: TokenShards, window_tokens: int, limit: int | None = None
@@ -129,5 +134,6 @@ def spread_tokens(shards: TokenShards, limit: int) -> np.ndarray:
     blocks = []
     for index in range(num_read):
         start = index * num_blocks // num_read * size
-        blocks.append(shards.read(start, min(size, shards.num_tokens - start)))
+        num_tokens = min(size, shards.num_tokens - start)
+        blocks.append(shards.read(start, num_tokens))
     return np.concatenate(blocks)

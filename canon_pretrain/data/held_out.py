@@ -29,7 +29,8 @@ def held_out_loss(
     """Return the loss from each source's summed NLL, token count and bytes per token."""
     total_nats = math.fsum(nats)
     num_tokens = sum(counts)
-    num_bytes = sum(count * width for count, width in zip(counts, bytes_per_token, strict=True))
+    source_bytes = [count * width for count, width in zip(counts, bytes_per_token, strict=True)]
+    num_bytes = sum(source_bytes)
     return HeldOutLoss(
         nats_per_token=total_nats / num_tokens,
         num_tokens=num_tokens,
@@ -45,7 +46,9 @@ def count_windows(num_tokens: int, seq_len: int) -> int:
 def windows(num_tokens: int, seq_len: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
     """Yield (offset, count) of the windows in order, or of `limit` evenly spaced ones."""
     num_windows = count_windows(num_tokens, seq_len)
-    num_chosen = num_windows if limit is None else min(limit, num_windows)
+    num_chosen = num_windows
+    if limit is not None:
+        num_chosen = min(limit, num_windows)
     for k in range(num_chosen):
         offset = k * num_windows // num_chosen * seq_len
         yield offset, min(seq_len + 1, num_tokens - offset)
@@ -56,10 +59,14 @@ def divide_windows(total: int, shares: Sequence[Fraction], available: Sequence[i
     # Round down, then add 1 where the remainder is largest.
     exact_counts = [total * share for share in shares]
     counts = [math.floor(exact) for exact in exact_counts]
-    by_remainder = sorted(range(len(counts)), key=lambda k: (counts[k] - exact_counts[k], k))
+    by_remainder = sorted(range(len(counts)), key=lambda k: counts[k] - exact_counts[k])
     for k in by_remainder[: total - sum(counts)]:
         counts[k] += 1
-    return [min(max(1, count), limit) for count, limit in zip(counts, available, strict=True)]
+
+    limited_counts = []
+    for count, limit in zip(counts, available, strict=True):
+        limited_counts.append(min(max(1, count), limit))
+    return limited_counts
 
 
 def open_held_out(data: str | Path) -> TokenShards | None:

@@ -69,7 +69,8 @@ class SplitEncoder:
         while letter := _CUT.search(text, start + self._slice_characters):
             ids += self._encode(text[start : letter.end()])
             start = letter.end()
-        return np.array(ids + self._encode(text[start:]), dtype=np.int64)
+        ids += self._encode(text[start:])
+        return np.array(ids, dtype=np.int64)
 
 
 class HFTokenizer:
@@ -93,7 +94,8 @@ class HFTokenizer:
         # EOS, and BOS if there is one (else -1).
         self.eos_token = _eos_token(added, name, eos)
         self.eos_id = added[self.eos_token]
-        self.bos_id = next((added[token] for token in BOS_NAMES if token in added), -1)
+        bos_tokens = [token for token in BOS_NAMES if token in added]
+        self.bos_id = added[bos_tokens[0]] if bos_tokens else -1
         self._special = [i for i in {self.eos_id, self.bos_id} if i >= 0]
 
         # The package's tokenizer, without matching of EOS and BOS in texts and without random
@@ -104,7 +106,8 @@ class HFTokenizer:
         content, ignored_options = without_random_options(content)
         self._tokenizer = _load(content, name)
         # ids may have gaps, so the number of tokens could be too small
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocab.values())
 
         # Slices, if they have the ids of the whole text here.
         self._encoder = self._slice_encoder(content)
@@ -112,7 +115,9 @@ class HFTokenizer:
             slice_ids = self._encoder.encode(PROBE_TEXT)
             if not np.array_equal(slice_ids, _ids(self._tokenizer, PROBE_TEXT)):
                 self._encoder = None
-        self.method = f"tokenizers, {self._encoder.method if self._encoder else 'whole texts'}"
+        self.method = "tokenizers, whole texts"
+        if self._encoder:
+            self.method = f"tokenizers, {self._encoder.method}"
         if ignored_options:
             self.method += f"; ignores {', '.join(ignored_options)}, which splits words at random"
 
@@ -196,7 +201,8 @@ def without_random_options(content: dict[str, Any]) -> tuple[dict[str, Any], lis
         return content, []
     removed = [option for option in RANDOM_OPTIONS if model.get(option)]
     kept = {key: value for key, value in model.items() if key not in RANDOM_OPTIONS}
-    return {**content, "model": kept}, [f"{option} = {model[option]}" for option in removed]
+    removed_settings = [f"{option} = {model[option]}" for option in removed]
+    return {**content, "model": kept}, removed_settings
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -69,12 +69,14 @@ def snapshot_folder(repo: str, commit: str) -> Path:
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE).expanduser().resolve()
-    return cache / f"datasets--{repo.replace('/', '--')}" / "snapshots" / commit
+    repo_folder = f"datasets--{repo.replace('/', '--')}"
+    return cache / repo_folder / "snapshots" / commit
 
 
 def is_cached_snapshot(root: Path, repo: str, commit: str) -> bool:
     """Return whether `root` is the commit's folder in a cache, also under another HF_HOME."""
-    return root.parts[-3:] == snapshot_folder(repo, commit).parts[-3:]
+    snapshot = snapshot_folder(repo, commit)
+    return root.parts[-3:] == snapshot.parts[-3:]
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class _Listing:
 def list_files(repo: str, commit: str, folder: str, hints: HubHints) -> list[HubFile]:
     """Return all files below `folder`, unsorted. Raises UserError."""
     repo_cache = snapshot_folder(repo, commit).parents[1]
-    saved_listing = repo_cache / f"listing-{commit}-{folder.replace('/', '--')}.json"
+    flat_folder = folder.replace("/", "--")
+    saved_listing = repo_cache / f"listing-{commit}-{flat_folder}.json"
     with suppress(UnreadableFile):  # then list it again
         return list(read_record(saved_listing, _Listing).files)
 
@@ -157,7 +160,9 @@ def known_hashes(root: Path, paths: dict[str, Path]) -> tuple[str, dict[str, str
         commits.add(commit if is_commit else "")
         if is_commit and SHA256.fullmatch(sha256):
             hashes[path] = sha256
-    return (commits.pop() if len(commits) == 1 else ""), hashes
+    if len(commits) == 1:
+        return commits.pop(), hashes
+    return "", hashes
 
 
 @contextmanager
@@ -176,7 +181,9 @@ def hub_errors(
     try:
         yield
     except (transport_error(), OSError, *BAD_ANSWER, *unexpected) as error:
-        source = f"{repo}@{revision[:12]}" + (f" {path}" if path else "")
+        source = f"{repo}@{revision[:12]}"
+        if path:
+            source = f"{source} {path}"
         raise _user_error(error, hints, unexpected, source) from None
 
 
@@ -213,7 +220,8 @@ def _user_error(
     """Classify `error` by its causes, because `datasets` wraps the hub's errors."""
     from huggingface_hub import constants, errors
 
-    detail = f"({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+    text = " ".join(str(error).split())
+    detail = f"({type(error).__name__}: {text[:300]})"
     causes = causes_of(error)
 
     def message(problem: str) -> str:

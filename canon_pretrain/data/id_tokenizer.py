@@ -22,6 +22,7 @@ def id_tokenizer(vocab_size: int) -> bytes:
         "normalized": False,
         "special": True,
     }
+    # Words are split at spaces; each is an id.
     content = {
         "version": "1.0",
         "truncation": None,
@@ -63,7 +64,8 @@ class IdTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         numbers = text.split()
-        if not all(number.isdecimal() and 0 < int(number) < self.vocab_size for number in numbers):
+        is_id = [number.isdecimal() and 0 < int(number) < self.vocab_size for number in numbers]
+        if not all(is_id):
             raise UserError(
                 "tokenizer.not_ids",
                 f"tokenizer {self._name}: {text[:40]!r} is not a text of ids from 1 to "

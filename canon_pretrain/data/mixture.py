@@ -4,7 +4,6 @@ Word 1 of sample i's Philox block selects its source, word 0 the offset within t
 are pure functions of (seed, i).
 """
 
-import hashlib
 import itertools
 import json
 import math
@@ -19,6 +18,7 @@ from typing import Self
 import numpy as np
 
 from canon_pretrain.core.errors import UserError, check_choice
+from canon_pretrain.core.files import sha256_text
 from canon_pretrain.data.sampler import (
     Order,
     check_length,
@@ -79,7 +79,9 @@ class Mixture(AbstractContextManager["Mixture"]):
         total_weight = sum(exact_weights)
         self.sources = tuple(sources)
         self.shares = tuple(weight / total_weight for weight in exact_weights)
-        self.names = tuple(names or short_names([str(source.folder) for source in sources]))
+        if names is None:
+            names = short_names([str(source.folder) for source in sources])
+        self.names = tuple(names)
         self._thresholds = thresholds(self.shares)
 
         # Ids must mean the same in all sources.
@@ -97,7 +99,7 @@ class Mixture(AbstractContextManager["Mixture"]):
                 [source.fingerprint, str(share)]
                 for source, share in zip(self.sources, self.shares, strict=True)
             ]
-            self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+            self.fingerprint = sha256_text(json.dumps(identity))
 
     @classmethod
     def open(cls, folders: Sequence[str | Path], weights: Sequence[float] = (1.0,)) -> Self:

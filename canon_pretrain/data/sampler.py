@@ -27,7 +27,8 @@ def philox_blocks(seed: int, first: int, count: int) -> np.ndarray:
     NumPy keeps these raw bits stable across versions, but not its distributions. Raises ValueError
     for numbers outside [0, 2**64).
     """
-    if not (0 <= seed <= _MASK and 0 <= first and first + count <= 1 << 64):
+    is_seed = 0 <= seed <= _MASK
+    if not is_seed or first < 0 or first + count > 1 << 64:
         raise ValueError(f"seed {seed} and samples {first} + {count} must be in [0, 2**64)")
     # NumPy increments its 256-bit counter before each block
     generator = np.random.Philox(key=seed, counter=(first - 1) % (1 << 256))
@@ -51,7 +52,8 @@ def offset_of_word(word: int, num_tokens: int, seq_len: int) -> int:
 def window_offset(seed: int, i: int, num_tokens: int, seq_len: int) -> int:
     """Return the offset of sample `i` in order "random". Raises UserError for a short stream."""
     check_length(num_tokens, seq_len)
-    return offset_of_word(int(philox_blocks(seed, i, 1)[0, 0]), num_tokens, seq_len)
+    word = int(philox_blocks(seed, i, 1)[0, 0])
+    return offset_of_word(word, num_tokens, seq_len)
 
 
 def permuted_offset(seed: int, i: int, num_tokens: int, seq_len: int) -> int:

@@ -41,9 +41,12 @@ class _ShardFile:
         self._crcs: list[np.ndarray] = [np.empty(0, dtype="<u4")]
         self._pending = bytearray()
         self._digest = hashlib.sha256()
-        self._temporary = path.with_name(f"{path.name}.bin.tmp")
+        self._temporary = self._named(".bin.tmp")
         self._temporary.unlink(missing_ok=True)  # of a killed build
         self._file: BinaryIO = files.create_file(self._temporary)
+
+    def _named(self, suffix: str) -> Path:
+        return self.path.with_name(f"{self.path.name}{suffix}")
 
     def add(self, content: bytes) -> None:
         self._pending += content
@@ -66,9 +69,11 @@ class _ShardFile:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        files.publish(self._temporary, self.path.with_name(f"{self.path.name}.bin"))
+        files.publish(self._temporary, self._named(".bin"))
 
-        ends = self.ends if version == shards.WITHOUT_BYTE_ENDS else self.ends + self.byte_ends
+        ends = self.ends
+        if version != shards.WITHOUT_BYTE_ENDS:
+            ends = self.ends + self.byte_ends
         return ShardFiles(
             bin=FileInfo(self.size, self._digest.hexdigest()),
             docs=self._write(".docs", np.array(ends, dtype="<u8").tobytes()),
@@ -76,7 +81,7 @@ class _ShardFile:
         )
 
     def _write(self, suffix: str, content: bytes) -> FileInfo:
-        files.write_atomic(self.path.with_name(f"{self.path.name}{suffix}"), content)
+        files.write_atomic(self._named(suffix), content)
         return FileInfo(len(content), hashlib.sha256(content).hexdigest())
 
     def abandon(self) -> None:
@@ -167,7 +172,8 @@ class ShardWriter:
         self, skipped: Mapping[str, int] | None = None, inputs: Mapping[str, str] | None = None
     ) -> None:
         """Commit the input group; `skipped` counts rows by reason, `inputs` maps path to sha256."""
-        self._commit(self._open_shard(0), skipped or {}, inputs or {}, last=True)
+        shard = self._open_shard(0)
+        self._commit(shard, skipped or {}, inputs or {}, last=True)
 
     def __enter__(self) -> Self:
         return self
@@ -192,6 +198,9 @@ class ShardWriter:
         *,
         last: bool,
     ) -> None:
+        shard_files = shard.publish(self._version)
+
+        # The record comes last: it commits the shard.
         record = CommitRecord(
             format=shards.FORMAT,
             version=VERSION if self._version == VERSION else shards.WITHOUT_BYTE_ENDS,
@@ -208,7 +217,7 @@ class ShardWriter:
             skipped=dict(sorted(skipped.items())),
             inputs=dict(inputs),
             plan_sha256=self._plan_sha256,
-            files=shard.publish(self._version),
+            files=shard_files,
         )
         write_json(self._folder / f"{shard.path.name}.json", asdict(record))
         self._shard = None

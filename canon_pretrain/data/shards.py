@@ -27,7 +27,7 @@ from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 
-from canon_pretrain.core.files import UnreadableFile, parse_record, read_record
+from canon_pretrain.core.files import UnreadableFile, parse_record, read_record, sha256_text
 from canon_pretrain.data import blocks
 from canon_pretrain.data.blocks import REBUILD_HINT, BlockReader, Count, ShardFiles
 from canon_pretrain.data.blocks import ShardError as ShardError
@@ -168,8 +168,8 @@ def make_manifest(
             raise ValueError(f"{commit.name} is of version {record.version}, not {version}")
         counts = Cut(record.tokens, record.documents, record.text_bytes)
         if cut is not None and commit is records[-1]:
-            is_inside = 0 < cut.tokens < record.tokens and 0 < cut.documents < record.documents
-            if not is_inside or cut.text_bytes > record.text_bytes:
+            is_part = 0 < cut.tokens < record.tokens and 0 < cut.documents < record.documents
+            if not is_part or cut.text_bytes > record.text_bytes:
                 raise ValueError(f"{cut} in a shard of {counts}")
             counts = cut
         entries.append(
@@ -201,7 +201,7 @@ def make_manifest(
     hashed = json.dumps([identity, [entry.mark_sha256 for entry in entries]])
     return Manifest(
         **identity | {"limits": no_limits | (limits or {}), "cut": cut},
-        fingerprint=hashlib.sha256(hashed.encode()).hexdigest(),
+        fingerprint=sha256_text(hashed),
         num_tokens=tokens,
         num_documents=documents,
         num_bytes=text_bytes,
@@ -224,7 +224,8 @@ class Shard:
         """Return the documents' exclusive ends from its first token, int64. Raises ShardError."""
         path = self.folder / f"{self.entry.name}.docs"
         content = blocks.read_checked(path, self.files.docs.sha256)
-        return np.frombuffer(content, dtype="<u8")[: self.entry.documents].astype(np.int64)
+        ends = np.frombuffer(content, dtype="<u8")
+        return ends[: self.entry.documents].astype(np.int64)
 
 
 class TokenShards(AbstractContextManager["TokenShards"]):
@@ -263,8 +264,9 @@ class TokenShards(AbstractContextManager["TokenShards"]):
         for entry, commit in zip(manifest.parts, records, strict=True):
             for file in shard_sizes(folder, commit):
                 if file.actual_size != file.size:
-                    is_missing = file.actual_size is None
-                    problem = "is missing" if is_missing else f"{file.actual_size} bytes"
+                    problem = f"{file.actual_size} bytes"
+                    if file.actual_size is None:
+                        problem = "is missing"
                     raise blocks.shard_error(file.path, f"{problem}, expected {file.size} bytes")
             shards.append(Shard(folder, entry, commit.record.files))
         return cls(folder, manifest, tuple(shards))
@@ -295,7 +297,8 @@ class TokenShards(AbstractContextManager["TokenShards"]):
             entry = shard.entry
             start = offset + done - entry.first_token
             num_read = min(count - done, entry.tokens - start)
-            self._blocks.read(entry.name, shard.files, start, tokens[done : done + num_read])
+            piece = tokens[done : done + num_read]
+            self._blocks.read(entry.name, shard.files, start, piece)
             done += num_read
             index += 1
 

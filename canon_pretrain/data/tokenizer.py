@@ -141,7 +141,8 @@ class Tokenizer:
         An export may have a SentencePiece model and its conversion: then it is the model. Raises
         UserError.
         """
-        paths = [path for name in FILE_NAMES if (path := Path(folder) / name).is_file()]
+        candidates = [Path(folder) / name for name in FILE_NAMES]
+        paths = [path for path in candidates if path.is_file()]
         is_export = (Path(folder) / HF_CONFIG_FILE).is_file()
         if is_export:
             paths = paths[:1]  # FILE_NAMES begins with the model

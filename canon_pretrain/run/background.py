@@ -111,7 +111,8 @@ class LiveExports:
         for process in self._running.values():
             _close_pipe(process)
         for target, process in self._running.items():
-            self._end(target, process, max(deadline - time.monotonic(), 0.1), "failed")
+            left_s = max(deadline - time.monotonic(), 0.1)
+            self._end(target, process, left_s, "failed")
         self._running.clear()
 
     def _end(self, target: str, process: Process, wait_s: float, failure: str) -> None:
@@ -124,7 +125,8 @@ class LiveExports:
                 return
             # the last line of output is the reason
             text = output.read_text(errors="replace").strip() or "it produced no output"
-            self._report(target, f"{failure}: {text.splitlines()[-1].rstrip('.')}")
+            last_line = text.splitlines()[-1].rstrip(".")
+            self._report(target, f"{failure}: {last_line}")
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and its child processes
@@ -167,7 +169,10 @@ def follow_commands(settings: Any, folder: Path) -> Iterator[tuple[str, list[str
             "name": settings.wandb_name,
             "mode": mode,
         }
-        options = [f"--{name}={value}" for name, value in values.items() if value]
+        options = []
+        for name, value in values.items():
+            if value:
+                options.append(f"--{name}={value}")
         if settings.wandb_tags:
             options += ["--tags", *settings.wandb_tags]
         yield "wandb", [*export, "wandb", *run, *options]

@@ -37,7 +37,9 @@ def read_experiment(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str,
     try:
         values = tomllib.loads(read_bytes(path, MAX_BYTES).decode())
     except UnreadableFile as error:
-        origin = f" (named by `extends` in {extended_by[-1]})" if extended_by else ""
+        origin = ""
+        if extended_by:
+            origin = f" (named by `extends` in {extended_by[-1]})"
         raise UserError("config.unreadable", f"config file {error}{origin}", path=path) from None
     except RecursionError:
         raise _not_toml(path, "nested too deeply") from None
@@ -46,8 +48,10 @@ def read_experiment(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str,
 
     # The files that it extends: one path, or several.
     extends = values.pop("extends", [])
-    bases = [extends] if isinstance(extends, str) else extends
-    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+    if isinstance(extends, str):
+        extends = [extends]
+    is_list = isinstance(extends, list)
+    if not is_list or not all(isinstance(base, str) for base in extends):
         raise UserError(
             "config.type",
             f"{path}: `extends` = {extends!r}: expected a path or a list of paths",
@@ -56,8 +60,9 @@ def read_experiment(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str,
 
     # A base overrides earlier bases, and the file overrides all of them.
     merged: dict[str, Any] = {}
-    for base in bases:
-        merged = merge(merged, read_experiment(path.parent / base, (*extended_by, resolved)))
+    for base in extends:
+        base_values = read_experiment(path.parent / base, (*extended_by, resolved))
+        merged = merge(merged, base_values)
     return merge(merged, values)
 
 
@@ -76,7 +81,12 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_toml(values: Mapping[str, Any]) -> str:
     """Return `values`, as read by `read_experiment`, as TOML with one line per section."""
-    return "".join(f"{_text(key)} = {_text(value)}\n" for key, value in values.items())
+    return "".join(f"{pair}\n" for pair in _pairs(values))
+
+
+def _pairs(values: Mapping[str, Any]) -> list[str]:
+    """Return `KEY = VALUE` in TOML syntax for each of the values."""
+    return [f"{_text(key)} = {_text(value)}" for key, value in values.items()]
 
 
 def _text(value: Any) -> str:
@@ -84,8 +94,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, dict):
-        pairs = (f"{_text(key)} = {_text(inner)}" for key, inner in value.items())
-        return f"{{{', '.join(pairs)}}}"
+        return f"{{{', '.join(_pairs(value))}}}"
     if isinstance(value, bool | str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value)  # numbers, and dates by ISO 8601
@@ -122,11 +131,16 @@ def check_type(value: Any, hint: Any, source: str, dotted: str) -> None:
     try:
         TypeAdapter(hint).validate_python(value, strict=True)
     except ValidationError as error:
-        raise _type_error(value, source, dotted, error.errors()[0]["msg"]) from None
+        fault = error.errors()[0]["msg"]
+        raise _type_error(value, source, dotted, fault) from None
 
 
 def _type_error(value: Any, source: str, dotted: str, fault: str) -> UserError:
-    return UserError("config.type", f"{source}: '{dotted}' = {value!r}: {fault}", key=dotted)
+    return UserError(
+        "config.type",
+        f"{source}: '{dotted}' = {value!r}: {fault}",
+        key=dotted,
+    )
 
 
 def split_arguments(argv: Sequence[str] | None) -> tuple[Sequence[str], Sequence[str]]:
@@ -159,9 +173,11 @@ def unknown_key(key: str, valid: Iterable[str], source: str, prefix: str) -> Use
     hint = f"expected one of {', '.join(sorted(valid))}"
     if near:
         hint = f"did you mean '{near}'?"
+    dotted = f"{prefix}{key}"
+    kind = "key" if prefix else "section"
     return UserError(
         "config.unknown_key",
-        f"{source}: unknown {'key' if prefix else 'section'} '{prefix}{key}': {hint}",
-        key=f"{prefix}{key}",
+        f"{source}: unknown {kind} '{dotted}': {hint}",
+        key=dotted,
         nearest=near,
     )

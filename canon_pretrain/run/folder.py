@@ -183,7 +183,11 @@ def runs_below(path: Path, depth: int = DEPTH, *, planned: bool = False) -> Iter
     with contextlib.suppress(UserError, KeyError, TypeError):  # not a sweep
         plan = [run["name"] for run in read_json(path / PLAN)["runs"]]
     with contextlib.suppress(OSError):
-        names = [e.name for e in os.scandir(path) if e.is_dir() and not e.name.startswith(".")]
+        names = [
+            entry.name
+            for entry in os.scandir(path)
+            if entry.is_dir() and not entry.name.startswith(".")
+        ]
     for name in dict.fromkeys([*plan, *sorted(names, key=natural_key)]):
         runs = list(runs_below(path / name, depth - 1, planned=planned))
         yield from runs
@@ -206,7 +210,16 @@ def natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that orders lr2 before lr10."""
     # texts and numbers in turn: "lr2" is ["lr", "2", ""]
     parts = re.split("([0-9]+)", name)
-    return [(int(part) if index % 2 else 0, part) for index, part in enumerate(parts)]
+    key = []
+    for index, part in enumerate(parts):
+        number = int(part) if index % 2 else 0
+        key.append((number, part))
+    return key
+
+
+def numbers_in(folder: Path) -> list[int]:
+    """Return the numbers of the entries NNN of `folder`, ascending; none without a folder."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
 def unique_labels(paths: Sequence[Path]) -> list[str]:
@@ -220,7 +233,8 @@ def unique_labels(paths: Sequence[Path]) -> list[str]:
     labels = [path.name for path in resolved]
     max_depth = max((len(path.parts) for path in resolved), default=0)
     for depth in range(2, max_depth + 1):
-        longer = ["/".join(path.parts[-depth:]).replace("//", "/") for path in resolved]
-        pairs = zip(labels, longer, strict=True)
-        labels = [short if labels.count(short) == 1 else long for short, long in pairs]
+        repeated = {label for label in labels if labels.count(label) > 1}
+        for index, path in enumerate(resolved):
+            if labels[index] in repeated:
+                labels[index] = "/".join(path.parts[-depth:]).replace("//", "/")
     return [printable(label) for label in labels]

@@ -11,7 +11,6 @@ may hold a secret; a run continues if it cannot be written. No torch.
 """
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -32,7 +31,7 @@ from canon_pretrain.core.files import UnreadableFile
 from canon_pretrain.core.holder import Holder, boot_of, read_count, utc_now
 from canon_pretrain.core.terminal import printable
 from canon_pretrain.run import folder as run_folder
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.folder import RunFolder, numbers_in
 from canon_pretrain.run.log import RunFacts, read_tail
 from canon_pretrain.run.source import SourceTree, read_source_tree
 
@@ -95,7 +94,9 @@ class BegunLaunch(NamedTuple):
 
 def begin_launch(folder: RunFolder) -> BegunLaunch:
     """Increment the launches in run.json; a disk that is full must not end the run."""
-    run = known_run(folder) or RunFacts(uuid.uuid4().hex[:8], utc_now(), launches=0)
+    run = known_run(folder)
+    if run is None:
+        run = RunFacts(_new_run_id(), utc_now(), launches=0)
     run = replace(run, launches=run.launches + 1)
     problem = None
     try:
@@ -103,6 +104,10 @@ def begin_launch(folder: RunFolder) -> BegunLaunch:
     except OSError as error:
         problem = f"{folder.run_file} cannot be written ({error.strerror})"
     return BegunLaunch(run, problem)
+
+
+def _new_run_id() -> str:
+    return uuid.uuid4().hex[:8]
 
 
 def known_run(folder: RunFolder) -> RunFacts | None:
@@ -117,7 +122,7 @@ def known_run(folder: RunFolder) -> RunFacts | None:
     if not launch and not event:
         return None
     return RunFacts(
-        run_id=str(launch.get("run_id") or event.get("run_id") or uuid.uuid4().hex[:8]),
+        run_id=str(launch.get("run_id") or event.get("run_id") or _new_run_id()),
         created=str(launch.get("created", utc_now())),
         launches=max(int(launch.get("launch", 0)), int(event.get("segment", 1))),
     )
@@ -125,13 +130,15 @@ def known_run(folder: RunFolder) -> RunFacts | None:
 
 def _last_event(log: Path) -> dict[str, Any]:
     """Return the log's last event; {} if there is none."""
-    events = read_tail(log, until=None) if os.path.lexists(log) else []
+    if not os.path.lexists(log):
+        return {}
+    events = read_tail(log, until=None)
     return events[-1] if events else {}
 
 
 def launch_numbers(folder: RunFolder) -> list[int]:
     """Return the numbers of the recorded launches, ascending."""
-    return sorted(int(path.name) for path in folder.launches.glob("*") if path.name.isdecimal())
+    return numbers_in(folder.launches)
 
 
 def newest_launch(folder: RunFolder) -> dict[str, Any] | None:
@@ -168,7 +175,8 @@ class _Attempt(NamedTuple):
 def _attempt(environ: Mapping[str, str]) -> _Attempt:
     run = environ.get("TORCHELASTIC_RUN_ID", "")
     if run == "none":  # torchrun without --rdzv_id: use its process id
-        run = f"agent {os.getppid()} {boot_of(os.getppid())}"
+        agent = os.getppid()
+        run = f"agent {agent} {boot_of(agent)}"
     return _Attempt(
         job=environ.get("SLURM_JOB_ID", ""),
         restart=read_count(environ, "SLURM_RESTART_COUNT"),
@@ -184,14 +192,16 @@ def already_applied(path: Path, option: str, environ: Mapping[str, str] = os.env
     if old is None or new.job != old.job:
         return False
     is_requeued = new.job != "" and new.restart > old.restart
-    is_restarted_by_torchrun = new.run != "" and new.run == old.run and new.attempt > old.attempt
+    is_same_agent = new.run != "" and new.run == old.run
+    is_restarted_by_torchrun = is_same_agent and new.attempt > old.attempt
     return is_requeued or is_restarted_by_torchrun
 
 
 def mark_applied(path: Path, option: str, environ: Mapping[str, str] = os.environ) -> None:
     """Record that this launch applied `option`."""
     applied = _read_applied(path) | {option: _attempt(environ)}
-    files.write_json(path, {name: attempt._asdict() for name, attempt in applied.items()})
+    content = {name: attempt._asdict() for name, attempt in applied.items()}
+    files.write_json(path, content)
 
 
 def _read_applied(path: Path) -> dict[str, _Attempt]:
@@ -203,7 +213,11 @@ def _read_applied(path: Path) -> dict[str, _Attempt]:
 
 def allowed_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that may be recorded (no secrets), sorted by name."""
-    return {name: value for name, value in sorted(environ.items()) if _ALLOWED.fullmatch(name)}
+    allowed = {}
+    for name, value in sorted(environ.items()):
+        if _ALLOWED.fullmatch(name):
+            allowed[name] = value
+    return allowed
 
 
 def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
@@ -211,9 +225,11 @@ def config_hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
     hashed = dict(config)
     for section, keys in config.items():
         if isinstance(keys, Mapping):
-            hashed[section] = {k: v for k, v in keys.items() if f"{section}.{k}" not in without}
+            hashed[section] = {
+                key: value for key, value in keys.items() if f"{section}.{key}" not in without
+            }
     text = json.dumps(hashed, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return files.sha256_text(text)[:16]
 
 
 def packages() -> list[str]:
@@ -311,7 +327,8 @@ class LaunchRecord:
             if number == 1:  # then it has created run.json
                 folder.run_file.unlink(missing_ok=True)
             else:
-                files.write_json(folder.run_file, asdict(replace(self.run, launches=number - 1)))
+                released = replace(self.run, launches=number - 1)
+                files.write_json(folder.run_file, asdict(released))
 
     def _launch(self) -> dict[str, Any]:
         """Return the content of launch.json."""
@@ -355,7 +372,8 @@ class LaunchRecord:
         config = folder.read_config()["config"]
         task = config.get("data", {}).get("task")  # an import has no data
         # the list of files is the docstring of run/folder.py, without its first and last paragraph
-        files_of_run = str(run_folder.__doc__).partition("\n\n")[2].rpartition("\n\n")[0]
+        _, _, files_of_run = str(run_folder.__doc__).partition("\n\n")
+        files_of_run, _, _ = files_of_run.rpartition("\n\n")
         page = README.format(
             ours=IS_OURS,
             title=config.get("job", {}).get("description") or path.name,
@@ -375,7 +393,8 @@ class LaunchRecord:
         source = self._source
         if not source.commit:
             return "not in a git commit"
-        code = f"commit {source.commit[:12]} of {source.origin or source.folder}"
+        origin = source.origin or source.folder
+        code = f"commit {source.commit[:12]} of {origin}"
         if source.dirty:
             return f"{code}, with the changes in launches/{self.run.launches:03}/source.patch"
         return code

@@ -10,7 +10,8 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.run.sections import SETTINGS
 from canon_pretrain.run.setting import limits_of
 
-LIMITS = {name: kind for name, hint in SETTINGS.items() if (kind := limits_of(hint)) is not None}
+_kinds = {name: limits_of(hint) for name, hint in SETTINGS.items()}
+LIMITS = {name: kind for name, kind in _kinds.items() if kind is not None}
 """Dotted name of a setting with limits -> the type that pydantic checks."""
 OPTIMIZERS = ("Adam", "AdamW")
 """Those that torchtitan builds."""
@@ -53,7 +54,9 @@ def schedule_faults(schedule: Any, steps: int) -> Iterator[str]:
     if total is not None:
         name = "total_steps"
         length = total
-    decay = round(length * ratio) if ratio is not None else 0
+    decay = 0
+    if ratio is not None:
+        decay = round(length * ratio)
     if warmup + decay > length:
         yield (
             f"lr_scheduler.warmup_steps = {warmup} + {decay} decay steps (decay_ratio = {ratio}) "

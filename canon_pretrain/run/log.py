@@ -122,7 +122,7 @@ class RunLog:
     def __init__(self, path: Path, may_write: Callable[[], bool] = lambda: True) -> None:
         self.path = path
         self._may_write = may_write
-        run = _read_facts(path)
+        run = _read_run(path)
         self.segment = 1
         self._head: dict[str, Any] = {}  # fields of every line
         if run is not None:
@@ -175,8 +175,14 @@ class RunLog:
         self._writing.request()
 
     def _line(self, event: str, fields: dict[str, Any]) -> bytes:
-        record = {"event": event, "time": utc_now(), **self._head, **json_value(fields)}
-        return (json.dumps(record, allow_nan=False) + "\n").encode()
+        record = {
+            "event": event,
+            "time": utc_now(),
+            **self._head,
+            **json_value(fields),
+        }
+        line = json.dumps(record, allow_nan=False)
+        return f"{line}\n".encode()
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
         """Try to write all queued lines; return whether the file has them."""
@@ -192,17 +198,18 @@ class RunLog:
         """Switch to the current file at `path` if it was replaced; rewrite it if it was removed."""
         with contextlib.suppress(OSError):  # keep the open file; the next event retries
             exists = os.path.lexists(self.path)
-            if exists and os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
+            open_file = os.fstat(self._descriptor)
+            if exists and os.path.samestat(os.stat(self.path), open_file):
                 return
-            run = _read_facts(self.path)
+            run = _read_run(self.path)
             if (run and run.run_id) != self._head.get("run_id"):
                 return  # another launch archived this log and its run.json
 
             change = "replaced: continuing in the new file"
             if not exists:
                 change = "removed: rewritten"
-                size = os.fstat(self._descriptor).st_size
-                files.write_atomic(self.path, os.pread(self._descriptor, size, 0))
+                content = os.pread(self._descriptor, open_file.st_size, 0)
+                files.write_atomic(self.path, content)
             # keep the number: other threads may use it
             descriptor = os.open(self.path, OPEN_FLAGS, 0o644)
             os.dup2(descriptor, self._descriptor, inheritable=False)
@@ -240,7 +247,7 @@ class RunLog:
                 os.close(self._descriptor)
 
 
-def _read_facts(log: Path) -> RunFacts | None:
+def _read_run(log: Path) -> RunFacts | None:
     """Return the run.json in the folder of `log`; None if it is missing or damaged."""
     try:
         return files.read_record(log.with_name("run.json"), RunFacts)
@@ -256,7 +263,10 @@ def json_value(value: Any) -> Any:
     A dataclass is an object with its fields, or what its `to_json` returns.
     """
     if is_dataclass(value):
-        value = value.to_json() if hasattr(value, "to_json") else vars(value)
+        if hasattr(value, "to_json"):
+            value = value.to_json()
+        else:
+            value = vars(value)
     if isinstance(value, dict):
         return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -310,7 +320,8 @@ def read_tail(
                 del lines[0]  # it may be incomplete
             events = drop_superseded(parse_events(lines))
 
-            is_enough = until is None or any(event.kind == until for event in events)
+            has_event = any(event.kind == until for event in events)
+            is_enough = until is None or has_event
             if is_enough or not start or num_bytes >= MAX_TAIL_BYTES:
                 return events
             num_bytes *= 2
@@ -347,7 +358,8 @@ def drop_superseded(events: Iterable[Event]) -> list[Event]:
 
 def parse_events(lines: Iterable[bytes]) -> list[Event]:
     """Return the events in `lines` without invalid ones."""
-    return [event for line in lines if (event := _parse(line)) is not None]
+    events = map(_parse, lines)
+    return [event for event in events if event is not None]
 
 
 def _parse(line: bytes) -> Event | None:

@@ -8,7 +8,6 @@ QUESTION is a hash of the question, so that a trial with --limit never replaces 
 writes them, `eval report` and `eval compare` read them. No torch.
 """
 
-import hashlib
 import json
 import math
 import shutil
@@ -23,7 +22,7 @@ from pydantic import AfterValidator, Field
 
 from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.core.files import UnreadableFile, parse_json, parsing
+from canon_pretrain.core.files import UnreadableFile, parse_json, parsing, sha256_text
 from canon_pretrain.core.lock import locked
 from canon_pretrain.run.folder import EVALS, RunFolder
 
@@ -101,8 +100,8 @@ class Failures:
         """Return the failures of documents by their errors."""
         if not errors:
             return cls()
-        document = min(errors)
-        return cls(len(errors), f"document {document}: {errors[document]}")
+        document, reason = min(errors.items())
+        return cls(len(errors), f"document {document}: {reason}")
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
@@ -111,15 +110,19 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
     Raises ValueError, AttributeError or TypeError.
     """
     for name, kind in ASKED.items():
-        if name not in record or not isinstance(record[name], kind):
-            raise ValueError(f"{name} is {str(record.get(name, 'missing'))[:40]}")
+        value = record.get(name, "missing")
+        if name not in record or not isinstance(value, kind):
+            raise ValueError(f"{name} is {str(value)[:40]}")
     for name in ("step", "limit"):
-        if record[name] is not None and not 0 <= record[name] < 1 << 63:
-            raise ValueError(f"{name} is {record[name]!r:.40}")
+        value = record[name]
+        if value is not None and not 0 <= value < 1 << 63:
+            raise ValueError(f"{name} is {value!r:.40}")
 
     # Older results have no properties of tasks.
     tasks = record.get("tasks")
-    for task, properties in ({} if tasks is None else tasks).items():
+    if tasks is None:
+        tasks = {}
+    for task, properties in tasks.items():
         primary = properties.get("primary") or []  # a metric, or several
         chance = properties.get("chance")
         is_valid = (
@@ -216,12 +219,14 @@ def wilson_bound(value: float, count: int) -> float:
 
 def format_bound(value: float, bound: float) -> str:
     """Return `Score.bound`, of the value 0 or 1, as text for tables."""
-    return f"{'≤' if value == 0 else '≥'} {bound:.4f}"
+    relation = "≤" if value == 0 else "≥"
+    return f"{relation} {bound:.4f}"
 
 
 def source_of_record(record: Mapping[str, Any]) -> str:
     """Return the source of an item; items of one source are not independent."""
-    return str(record.get("source", f"item {record['doc_hash']} {record['prompt_hash']}"))
+    item = f"item {record['doc_hash']} {record['prompt_hash']}"
+    return str(record.get("source", item))
 
 
 def question_of(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,8 +237,9 @@ def question_of(asked: Mapping[str, Any]) -> dict[str, Any]:
 def results_folder(run: RunFolder, asked: Mapping[str, Any]) -> Path:
     """Return the default results folder for `asked`."""
     question = json.dumps(question_of(asked), sort_keys=True)
-    digest = hashlib.sha256(question.encode()).hexdigest()
-    return run.path / EVALS / f"step-{asked['step']}" / asked["suite"] / digest[:12]
+    digest = sha256_text(question)[:12]
+    step_folder = run.path / EVALS / f"step-{asked['step']}"
+    return step_folder / asked["suite"] / digest
 
 
 class PartialResults:
@@ -310,10 +316,15 @@ def write_results(
         old.unlink()
 
     for task, records in samples.items():
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        files.write_atomic(folder / _file_name(task, SAMPLES), lines.encode())
-    written = datetime.now(UTC).isoformat(timespec="seconds")
-    files.write_json(folder / RESULTS, {"version": VERSION, **asdict(results), "written": written})
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        path = folder / _file_name(task, SAMPLES)
+        files.write_atomic(path, "".join(lines).encode())
+    content = {
+        "version": VERSION,
+        **asdict(results),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    files.write_json(folder / RESULTS, content)
 
 
 def _file_name(task: str, pattern: str) -> str:
@@ -323,7 +334,8 @@ def _file_name(task: str, pattern: str) -> str:
 
 def _task(path: Path, pattern: str) -> str:
     start, end = pattern.split("{}")
-    return path.name.removeprefix(start).removesuffix(end).replace("%2F", "/")
+    quoted = path.name.removeprefix(start).removesuffix(end)
+    return quoted.replace("%2F", "/")
 
 
 def read_samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -367,5 +379,6 @@ def read_results(path: Path) -> Results:
         count = results.num_samples.get(task)
         for name, score in metrics.items():
             if score.stderr == 0 and score.value in (0, 1) and count:
-                metrics[name] = Score(score.value, bound=wilson_bound(score.number, count))
+                bound = wilson_bound(score.number, count)
+                metrics[name] = Score(score.value, bound=bound)
     return results

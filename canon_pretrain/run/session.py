@@ -26,7 +26,13 @@ from canon_pretrain.run.background import Background
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.status import States, StatusWriter
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGHUP,
+)
 STOP_FILE = "the file STOP"
 LOST_LOCK = "another launch took the run folder over"
 REASONS = (*(number.name for number in SIGNALS), STOP_FILE, LOST_LOCK)
@@ -206,7 +212,9 @@ class Session:
     def _end_process(self, reason: str) -> None:
         """End this process from a thread, as its main thread does not react to a request."""
         self.log(f"ending without saving: {reason}")
-        step = self.status.status.step if self.status is not None else 0
+        step = 0
+        if self.status is not None:
+            step = self.status.status.step
 
         state: States = "stopped"
         exit_code = 1
@@ -251,7 +259,8 @@ class Session:
             on_heartbeat=self._beat,
         )
         if self.checkpoints is not None:
-            self._lock(RunFolder(self.checkpoints).lock_file, f"{another} --checkpoint.folder")
+            lock_file = RunFolder(self.checkpoints).lock_file
+            self._lock(lock_file, f"{another} --checkpoint.folder")
 
         # With the lock, temporary files are those of launches that were killed.
         for file in (run.run_file, run.config_file, run.status_file):
@@ -312,7 +321,9 @@ class Session:
                 if not isinstance(error, UserError):
                     reason = f"{type(error).__name__}: {reason}"
                 # no code for a file that cannot be read (a subclass): the next try may succeed
-                code = error.code if type(error) is UserError else ""
+                code = ""
+                if type(error) is UserError:
+                    code = error.code
                 self.end("failed", reason, self.status.status.step, code)
             self._release()
         finally:
@@ -326,12 +337,17 @@ class Session:
 
 def archive_traces(folder: Path) -> Path | None:
     """Move an earlier launch's communication traces to a new folder; return it, None if none."""
-    traces = [path for path in folder.glob("*") if path.is_file() and path.stat().st_size]
+    traces = []
+    for path in folder.glob("*"):
+        if path.is_file() and path.stat().st_size:
+            traces.append(path)
     if not traces:
         return None
 
-    archives = (folder / f"launch-{number}" for number in itertools.count(1))
-    archive = next(path for path in archives if not path.exists())
+    number = 1
+    while (folder / f"launch-{number}").exists():
+        number += 1
+    archive = folder / f"launch-{number}"
     archive.mkdir()
     for path in traces:
         os.rename(path, archive / path.name)

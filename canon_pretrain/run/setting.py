@@ -60,7 +60,8 @@ def settings(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def option_key(option: str) -> str:
     """Return the dotted key of an option, --section.key or --section.key=VALUE."""
-    return option.removeprefix("--").partition("=")[0].replace("-", "_")
+    key, _, _ = option.removeprefix("--").partition("=")
+    return key.replace("-", "_")
 
 
 def mark_of(hint: Any) -> Mark | None:
@@ -73,7 +74,9 @@ def limits_of(hint: Any) -> Any:
     limits = _metadata(hint, Limits)
     if limits is None:
         return None
-    return limits.kind or Annotated[hint.__origin__, Field(**limits.bounds)]
+    if limits.kind is not None:
+        return limits.kind
+    return Annotated[hint.__origin__, Field(**limits.bounds)]
 
 
 def _metadata(hint: Any, kind: type[T]) -> T | None:

@@ -28,7 +28,7 @@ import canon_pretrain
 from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, sha256_file
-from canon_pretrain.run.folder import RunFolder
+from canon_pretrain.run.folder import RunFolder, numbers_in
 
 PLAIN = ("--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
 """Options of git diff: a patch that `git apply` reads, whatever the user's settings."""
@@ -40,28 +40,33 @@ OWN_FOLDERS = ("data_prep", "eval")  # next to canon_pretrain/: their *.py files
 ORIGINAL = "source_tree.json"
 MANIFEST = "manifest.json"
 SCRIPT = "slurm/lib.sh"
-_TRAINING = (
-    "checkpoint/[!_]*",
-    "core/*",
-    "data/*",
-    "kernels/**/*",
-    "machine/*",
-    "model/*",
-    "run/[!_]*",
-    "synthetic/[!_]*",
-)
 # files of canon_pretrain that training imports; a room's commands.py is of its command line
-TRAINING_CODE = ("train.py", *(f"{pattern}.py" for pattern in (*_TRAINING, "titan/*")))
+TRAINING_CODE = (
+    "train.py",
+    "checkpoint/[!_]*.py",
+    "core/*.py",
+    "data/*.py",
+    "kernels/**/*.py",
+    "machine/*.py",
+    "model/*.py",
+    "run/[!_]*.py",
+    "synthetic/[!_]*.py",
+    "titan/*.py",
+)
 
 
 def code_hashes(package: Path = Path(canon_pretrain.__file__).parent) -> dict[str, str]:
     """Return the first 16 digits of the SHA-256 of each file of TRAINING_CODE, by path."""
+    paths: set[Path] = set()
+    for pattern in TRAINING_CODE:
+        paths.update(package.glob(pattern))
+
     hashes = {}
-    for path in sorted({path for pattern in TRAINING_CODE for path in package.glob(pattern)}):
-        if path.name == "commands.py":
-            continue
-        with contextlib.suppress(OSError):
-            hashes[path.relative_to(package).as_posix()] = sha256_file(path)[:16]
+    for path in sorted(paths):
+        name = path.relative_to(package).as_posix()
+        if path.name != "commands.py":
+            with contextlib.suppress(OSError):
+                hashes[name] = sha256_file(path)[:16]
     return hashes
 
 
@@ -90,7 +95,8 @@ def read_source_tree(
     stored = inside.parent.parent / ORIGINAL
     if stored.is_file():
         tree = files.read_json(stored)
-        return SourceTree(**tree | {"patch": tree["patch"].encode(errors="surrogateescape")})
+        tree["patch"] = tree["patch"].encode(errors="surrogateescape")
+        return SourceTree(**tree)
 
     # A virtual environment may be inside of another project's tree, which does not track it.
     git = _Git(inside.parent, timeout_s)
@@ -102,8 +108,8 @@ def read_source_tree(
     # All changed files of the tree, of which the patch has a part.
     git.folder = Path(top)
     status = git.run("status", "--porcelain", "-z", "--no-renames", "--untracked-files=no")
-    # each record: two letters, a space, a path
-    changed = [record[3:] for record in status.split("\0")[:-1]]
+    records = status.split("\0")[:-1]  # each: two letters, a space, a path
+    changed = [record[3:] for record in records]
     if git.problems:
         return SourceTree(folder=top, problem=git.problems[0])
     commit = git.run("rev-parse", "--verify", "HEAD", is_needed=False).strip() or None
@@ -111,11 +117,14 @@ def read_source_tree(
     # The patch has this project's Python files, not others of a larger repository.
     package = inside.parent.resolve().relative_to(git.folder.resolve())
     folders = [package, *(package.parent / name for name in OWN_FOLDERS)]
-    in_patch = [
-        name
-        for name in changed
-        if name.endswith(".py") and any(Path(name).is_relative_to(folder) for folder in folders)
-    ]
+    in_patch = []
+    left_out = []
+    for name in changed:
+        is_ours = any(Path(name).is_relative_to(folder) for folder in folders)
+        if is_ours and name.endswith(".py"):
+            in_patch.append(name)
+        else:
+            left_out.append(name)
     patch = b""
     if in_patch:
         base = "HEAD" if commit else "--cached"  # without a commit all files are new
@@ -124,9 +133,11 @@ def read_source_tree(
         patch = diff.encode(errors="surrogateescape")
     is_cut = len(patch) > patch_bytes
     if is_cut:  # after the last whole line
-        patch = patch[: patch.rfind(b"\n", 0, patch_bytes) + 1]
+        line_end = patch.rfind(b"\n", 0, patch_bytes)
+        patch = patch[: line_end + 1]
 
-    url = urlsplit(git.run("remote", "get-url", "origin", is_needed=False).strip())
+    origin = git.run("remote", "get-url", "origin", is_needed=False)
+    url = urlsplit(origin.strip())
     host = url.netloc.rpartition("@")[2]  # without user and password
     # last: slow in a tree with runs and data
     untracked = git.run("ls-files", "--others", "--exclude-standard", "-z", "--", *UNTRACKED_KINDS)
@@ -136,7 +147,7 @@ def read_source_tree(
         origin=url._replace(netloc=host).geturl() or None,
         dirty=bool(changed),
         untracked=untracked.split("\0")[:-1][:MAX_NAMES],
-        left_out=[name for name in changed if name not in in_patch][:MAX_NAMES],
+        left_out=left_out[:MAX_NAMES],
         patch=patch,
         patch_cut=is_cut,
         problem=next(iter(git.problems), None),
@@ -151,8 +162,14 @@ class _Git:
         self.problems: list[str] = []
         self._deadline = time.monotonic() + timeout_s
         # without GIT_DIR and others, which a hook sets
-        self._environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
-        self._environ |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+        self._environ = {
+            name: value for name, value in os.environ.items() if not name.startswith("GIT_")
+        }
+        self._environ |= {
+            "GIT_OPTIONAL_LOCKS": "0",
+            "GIT_TERMINAL_PROMPT": "0",
+            "LC_ALL": "C",
+        }
 
     def run(self, *arguments: str, is_needed: bool = True) -> str:
         """Return the output of a git command; empty if it fails, which is a problem if needed."""
@@ -174,8 +191,9 @@ class _Git:
         else:
             if done.returncode == 0:
                 return done.stdout.decode(errors="surrogateescape")
-            message = done.stderr.decode(errors="replace").strip().partition("\n")[0]
-            problem = message or f"git exited with code {done.returncode}"
+            errors = done.stderr.decode(errors="replace").strip()
+            first_line = errors.partition("\n")[0]
+            problem = first_line or f"git exited with code {done.returncode}"
 
         # Without a remote or a commit, for example, some commands fail.
         if is_needed:
@@ -188,8 +206,10 @@ class _Git:
 
 def newest_snapshot(run: RunFolder) -> Path | None:
     """Return RUN/code/NNN with the highest number; None if there is none."""
-    numbers = [int(path.name) for path in run.code.glob("[0-9]*") if path.name.isdecimal()]
-    return run.code / f"{max(numbers):03}" if numbers else None
+    numbers = numbers_in(run.code)
+    if not numbers:
+        return None
+    return run.code / f"{numbers[-1]:03}"
 
 
 def take_snapshot(run: RunFolder) -> Path:
@@ -207,12 +227,16 @@ def take_snapshot(run: RunFolder) -> Path:
         return newest
 
     # The files, the git state of the original, and the manifest.
-    contents = {name: files.read_bytes(path) for name, path in _program().items()}
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    contents = {}
+    hashes = {}
+    for name, path in _program().items():
+        contents[name] = files.read_bytes(path)
+        hashes[name] = hashlib.sha256(contents[name]).hexdigest()
     tree = asdict(read_source_tree(Path(canon_pretrain.__file__).resolve()))
     tree["patch"] = tree["patch"].decode(errors="surrogateescape")
     contents[ORIGINAL] = json.dumps(tree, indent=2).encode()
-    contents[MANIFEST] = (json.dumps({"files": hashes}, indent=2) + "\n").encode()
+    manifest = json.dumps({"files": hashes}, indent=2)
+    contents[MANIFEST] = f"{manifest}\n".encode()
 
     number = 1
     if newest is not None:
@@ -282,7 +306,8 @@ def differences(snapshot: Path) -> list[str]:
     """Return the files of this program that differ from those in `snapshot`."""
     current = {name: sha256_file(path) for name, path in _program().items()}
     recorded = _recorded(snapshot)
-    return [n for n in sorted(current | recorded) if current.get(n) != recorded.get(n)]
+    names = sorted(current | recorded)
+    return [name for name in names if current.get(name) != recorded.get(name)]
 
 
 def _program() -> dict[str, Path]:
@@ -290,12 +315,18 @@ def _program() -> dict[str, Path]:
     root = Path(canon_pretrain.__file__).resolve().parent.parent
     package = root / "canon_pretrain"
     paths = [*package.rglob("*.py"), package / "titan" / "keys.json", root / SCRIPT]
-    return {path.relative_to(root).as_posix(): path for path in sorted(paths) if path.is_file()}
+    program = {}
+    for path in sorted(paths):
+        if path.is_file():
+            name = path.relative_to(root).as_posix()
+            program[name] = path
+    return program
 
 
 def _recorded(snapshot: Path) -> dict[str, str]:
     """Return the SHA-256 of each file, by the manifest of a snapshot. Raises UnreadableFile."""
-    return files.read_record(snapshot / MANIFEST, dict[str, dict[str, str]]).get("files", {})
+    manifest = files.read_record(snapshot / MANIFEST, dict[str, dict[str, str]])
+    return manifest.get("files", {})
 
 
 def _faults(snapshot: Path) -> list[str]:
@@ -312,9 +343,9 @@ def _faults(snapshot: Path) -> list[str]:
     hashes: dict[str, str | None] = {}
     for path in snapshot.rglob("*"):
         name = path.relative_to(snapshot).as_posix()
-        is_ignored = "__pycache__" in name.split("/") or name in (MANIFEST, ORIGINAL)
+        is_compiled = "__pycache__" in name.split("/")
         is_folder = path.is_dir() and not path.is_symlink()
-        if is_ignored or is_folder:
+        if is_compiled or is_folder or name in (MANIFEST, ORIGINAL):
             continue
         hashes[name] = None
         if not path.is_symlink():
@@ -323,4 +354,5 @@ def _faults(snapshot: Path) -> list[str]:
 
     # "": a file that is not in the manifest differs, even if it cannot be read
     names = sorted(hashes | recorded)
-    return [f"{n} differs from the manifest" for n in names if hashes.get(n) != recorded.get(n, "")]
+    different = [name for name in names if hashes.get(name) != recorded.get(name, "")]
+    return [f"{name} differs from the manifest" for name in different]

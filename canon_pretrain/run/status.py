@@ -71,6 +71,9 @@ class StatusWriter:
 
         # a damaged status must not prevent a launch
         previous = find_record(path, Status)
+        launches = 1
+        if previous is not None:
+            launches += previous.launches
         process = Holder.of_this_process(environ)
         self.status = Status(
             state="running",
@@ -84,12 +87,13 @@ class StatusWriter:
             job_id=process.job_id,
             restart_count=process.restart_count,
             nodes=environ.get("SLURM_JOB_NODELIST"),
-            launches=1 if previous is None else previous.launches + 1,
+            launches=launches,
         )
 
     def progress(self, **values: Any) -> None:
         """Record progress in memory; a field passed as None keeps its value."""
-        self.set(heartbeat=utc_now(), **{k: v for k, v in values.items() if v is not None})
+        changes = {name: value for name, value in values.items() if value is not None}
+        self.set(heartbeat=utc_now(), **changes)
 
     def set(self, **values: Any) -> None:
         """Set fields of `Status` in memory."""
@@ -141,11 +145,13 @@ def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S)
     if status.state != "running":
         return status.state
     written = datetime.fromisoformat(status.written)
-    if (now.astimezone(UTC) - written).total_seconds() > dead_after_s:
+    unwritten_s = (now.astimezone(UTC) - written).total_seconds()
+    if unwritten_s > dead_after_s:
         return "dead"
 
     # The process lives: has its trainer made progress? Steps tell best; other phases take long.
-    silent_s = (written - datetime.fromisoformat(status.heartbeat)).total_seconds()
+    heartbeat = datetime.fromisoformat(status.heartbeat)
+    silent_s = (written - heartbeat).total_seconds()
     hung_after_s = PHASE_TIMEOUT_S
     slow_after_s = PHASE_TIMEOUT_S
     if status.phase == "training" and status.seconds_per_step is not None:
@@ -153,4 +159,6 @@ def health(status: Status, now: datetime, *, dead_after_s: float = DEAD_AFTER_S)
         slow_after_s = SLOW_AFTER_STEPS * status.seconds_per_step
     if silent_s > hung_after_s:
         return "hung"
-    return "slow" if silent_s > slow_after_s else "running"
+    if silent_s > slow_after_s:
+        return "slow"
+    return "running"

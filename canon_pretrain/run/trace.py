@@ -73,7 +73,8 @@ def _keep(event: dict[str, Any], trace: Trace) -> None:
     begin = float(event["ts"])
     end = begin + float(event.get("dur", 0))
     link_name = "correlation" if kind in (LAUNCH, WORK) else "Sequence number"
-    link = int((event.get("args") or {}).get(link_name, -1))
+    arguments = event.get("args") or {}
+    link = int(arguments.get(link_name, -1))
 
     events = trace.work
     if kind != WORK:

@@ -37,11 +37,11 @@ def launch(run, state, step, reason="", **saved):
         (run.path / folder / f"step-{at}").mkdir(parents=True, exist_ok=True)
 
 
-def attempt(run, *left, asked="none", restarts=2, **saved):
+def attempt(run, *left, stop_cause="none", restarts=2, **saved):
     """Return the action after a launch that leaves (state, step, reason) and `saved`."""
     assert begin(run, "7", restarts=restarts) is None
     launch(run, *left, **saved)
-    return end(run, "7", asked, restarts=restarts).next
+    return end(run, "7", stop_cause, restarts=restarts).next
 
 
 def recorded(run, key):
@@ -49,7 +49,7 @@ def recorded(run, key):
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "asked", "expected"),
+    ("state", "reason", "stop_cause", "expected"),
     [
         ("done", "", "none", "done"),
         ("done", "", "term", "done"),
@@ -65,8 +65,8 @@ def recorded(run, key):
         ("running", "", "preempted", "requeue"),
     ],
 )
-def test_the_action_follows_from_status_and_cause(run, state, reason, asked, expected):
-    assert attempt(run, state, 40, reason, asked=asked) == expected
+def test_the_action_follows_from_status_and_cause(run, state, reason, stop_cause, expected):
+    assert attempt(run, state, 40, reason, stop_cause=stop_cause) == expected
     assert recorded(run, "ended") == expected
 
 
@@ -86,18 +86,18 @@ def test_a_refusal_is_not_tried_again(run, error, expected):
     assert end(run, "7", "none", restarts=2).next == expected
 
 
-@pytest.mark.parametrize("asked", ["none", "limit"])
-def test_the_status_of_an_earlier_launch_is_ignored(run, asked):
+@pytest.mark.parametrize("stop_cause", ["none", "limit"])
+def test_the_status_of_an_earlier_launch_is_ignored(run, stop_cause):
     """A launch that dies before it has the lock leaves the status as it was."""
     launch(run, "stopped", 40, "the file STOP")
     begin(run, "7")
-    assert end(run, "7", asked).next == "requeue"
+    assert end(run, "7", stop_cause).next == "requeue"
 
 
 @pytest.mark.parametrize("limit", [1, 3])
 def test_restarts_without_a_new_checkpoint_are_limited(run, limit):
-    found = [attempt(run, "running", 7, checkpoint=6, restarts=limit) for _ in range(limit + 1)]
-    assert found == ["requeue"] * limit + ["failed"]
+    actions = [attempt(run, "running", 7, checkpoint=6, restarts=limit) for _ in range(limit + 1)]
+    assert actions == ["requeue"] * limit + ["failed"]
     assert recorded(run, "futile") == limit
     status = read_status(run.status_file)
     assert (status.state, status.step) == ("failed", 7) and status.reason
@@ -109,14 +109,18 @@ def test_a_new_checkpoint_resets_the_count_of_restarts(run, folder):
     for step in (0, 0, 6, 6, 12, 12):
         assert attempt(run, "running", 13, **{folder: step}) == "requeue", step
     # preempted before it could save something new: neither counted nor reset
-    assert attempt(run, "stopped", 13, "SIGTERM", asked="preempted") == "requeue"
+    assert attempt(run, "stopped", 13, "SIGTERM", stop_cause="preempted") == "requeue"
     assert attempt(run, "running", 13) == "failed"
 
 
-@pytest.mark.parametrize(("asked", "reason"), [("limit", "the file STOP"), ("none", "SIGUSR1")])
-def test_time_limits_without_a_new_step_end_the_chain(run, asked, reason):
-    found = [attempt(run, "stopped", 6, reason, checkpoint=6, asked=asked) for _ in range(3)]
-    assert found == ["requeue", "requeue", "failed"], "step 6 was new once"
+@pytest.mark.parametrize(
+    ("stop_cause", "reason"), [("limit", "the file STOP"), ("none", "SIGUSR1")]
+)
+def test_time_limits_without_a_new_step_end_the_chain(run, stop_cause, reason):
+    actions = [
+        attempt(run, "stopped", 6, reason, checkpoint=6, stop_cause=stop_cause) for _ in range(3)
+    ]
+    assert actions == ["requeue", "requeue", "failed"], "step 6 was new once"
 
 
 def test_starts_that_died_with_their_scripts_are_counted(run):

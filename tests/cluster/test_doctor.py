@@ -278,6 +278,10 @@ def test_slurm(tmp_path, monkeypatch):
     monkeypatch.setenv("CANON_CLUSTER_ENV", str(settings))
     assert states(doctor.check_slurm(tmp_path)) == {"Slurm": "ok", "cluster.env": "missing"}
 
+    settings.write_text("")
+    finding = by_name(doctor.check_slurm(tmp_path))["cluster.env"]
+    assert finding.state == "missing" and "exist" not in finding.found, "it is there, and empty"
+
     settings.write_text((ROOT / "slurm" / "cluster.env.example").read_text())
     assert states(doctor.check_slurm(tmp_path))["cluster.env"] == "missing", "comments only"
     settings.write_text("export SBATCH_PARTITION=gpu\n")

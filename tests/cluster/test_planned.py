@@ -27,7 +27,7 @@ def test_defaults_are_the_trainers():
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "options"),
     [
         ("copy", ""),
         ("depo", "--data.task.name_tokens 1 1 --model.canon_set ca --model.position=nope"),
@@ -43,24 +43,24 @@ def test_defaults_are_the_trainers():
         ("copy", "--model.flavor quickstart --model.num_kv_heads 2"),
     ],
 )
-def test_the_planned_identity_is_the_trainers(config, words, tmp_path):
-    path, options = TINY / f"{config}.toml", words.split()
+def test_the_planned_identity_is_the_trainers(config, options, tmp_path):
+    path, options = TINY / f"{config}.toml", options.split()
     job = parse_job(["--config", str(path), *options])
     data = open_data(job)
     trained = run_identity(job, data.training.fingerprint, data.identity)
     planned = planned_identity(planned_values(path, options))
-    known = {"model.vocab_size", "data_fingerprint", "held_out_fingerprint"}
-    assert trained.keys() - planned.keys() <= known
+    data_fields = {"model.vocab_size", "data_fingerprint", "held_out_fingerprint"}
+    assert trained.keys() - planned.keys() <= data_fields
     assert planned == {name: trained[name] for name in planned}
 
 
 def test_the_fingerprint_is_that_of_the_planned_data(data_folder, tmp_path):
     debug = ROOT / "train_configs" / "debug.toml"
-    for words in (
+    for options in (
         ["--data.path", str(data_folder)],
         ["--data.path", "", "--data.paths", str(data_folder), "--data.weights", "1"],
     ):
-        job = parse_job(["--config", str(debug), *words])
-        values = planned_values(debug, words)
+        job = parse_job(["--config", str(debug), *options])
+        values = planned_values(debug, options)
         assert data_fingerprint(values) == open_data(job).training.fingerprint
     assert data_fingerprint(planned_values(debug, ["--data.path", str(tmp_path)])) is None

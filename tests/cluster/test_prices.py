@@ -28,8 +28,8 @@ def test_gpu_hours_are_runs_times_steps_times_gpus():
 
 
 def test_a_sweep_says_its_price(tmp_path, capsys):
-    words = ["plan", str(tmp_path / "sweep"), "--configs", COPY, "--seeds", "0", "1"]
-    canon_stage("sweep")([*words, "--gpu", "h100", "--training.steps", "7200"])
+    arguments = ["plan", str(tmp_path / "sweep"), "--configs", COPY, "--seeds", "0", "1"]
+    canon_stage("sweep")([*arguments, "--gpu", "h100", "--training.steps", "7200"])
     lines = capsys.readouterr().out.splitlines()
     name, runs, steps, milliseconds, hours = lines[-2].split()
     assert (name, runs, steps) == ("copy_1l", "2", "7,200")

@@ -88,14 +88,14 @@ def test_a_long_text_is_read_in_blocks_at_equal_distances(tmp_path, monkeypatch,
     write_shards(tmp_path, [tokens], vocab_size=vocab_size, eos_id=2, num_bytes=[300])
     with TokenShards.open(tmp_path) as shards:
         stream = shards.read(0, shards.num_tokens).tolist()
-        found = spread_tokens(shards, limit).tolist()
+        read_tokens = spread_tokens(shards, limit).tolist()
     expected = {
         1: stream[:1],
         9: stream[:9],
         30: [*stream[:10], *stream[30:40], *stream[60:70]],
         10**6: stream,
     }
-    assert found == expected[limit]
+    assert read_tokens == expected[limit]
 
 
 def test_counting_leaves_the_loader_its_files(tmp_path):

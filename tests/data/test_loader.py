@@ -20,18 +20,18 @@ SEED, SEQ_LEN, GLOBAL_BATCH, STEPS = 7, 16, 12, 10
 WEIGHTS = (0.2, 0.7, 0.1)
 
 
-def philox(seed, sample, words):
+def philox(seed, sample, num_words):
     """Return the first words of NumPy's stream, which increments the counter before each block."""
-    return np.random.Philox(key=seed, counter=(sample - 1) % 2**256).random_raw(words).tolist()
+    return np.random.Philox(key=seed, counter=(sample - 1) % 2**256).random_raw(num_words).tolist()
 
 
 def test_first_values_are_pinned():
     """Another order would change every resumed run."""
-    words = "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b"
-    assert [f"{word:x}" for word in philox_blocks(0, 0, 1)[0].tolist()] == words.split()
+    expected = "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b"
+    assert [f"{word:x}" for word in philox_blocks(0, 0, 1)[0].tolist()] == expected.split()
     assert philox_blocks(1337, 12345, 1)[0, 0] == 0x61AF58222B24F8E5
-    found = [permuted_offset(1337, i, 116_000_000_000, 4096) for i in range(3)]
-    assert found == [35743023104, 47157264384, 64071282688]
+    offsets = [permuted_offset(1337, i, 116_000_000_000, 4096) for i in range(3)]
+    assert offsets == [35743023104, 47157264384, 64071282688]
     small = [36, 81, 0, 45, 18, 9, 90, 27, 54, 63, 72]
     assert [permuted_offset(0, i, 100, 9) for i in range(11)] == small
 
@@ -40,10 +40,10 @@ def test_first_values_are_pinned():
 @pytest.mark.parametrize("first", [0, 1, 24_480_000, 2**53 + 1, LARGEST - 6])
 def test_blocks_of_many_samples_equal_single_ones(seed, first):
     for count in (1, 3, 4, 7):
-        expected = [philox(seed, first + j, words=4) for j in range(count)]
-        found = philox_blocks(seed, first, count)
-        assert found.dtype == np.uint64 and found.shape == (count, 4)
-        assert found.tolist() == expected
+        expected = [philox(seed, first + j, num_words=4) for j in range(count)]
+        blocks = philox_blocks(seed, first, count)
+        assert blocks.dtype == np.uint64 and blocks.shape == (count, 4)
+        assert blocks.tolist() == expected
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
@@ -57,8 +57,8 @@ def test_permute_visits_each_window_once_per_epoch(seed, epoch, num_tokens, seq_
     num_tokens += seq_len
     starts = list(range(0, num_tokens - seq_len, seq_len))
     samples = range(epoch * len(starts), (epoch + 1) * len(starts))
-    found = [permuted_offset(seed, i, num_tokens, seq_len) for i in samples]
-    assert sorted(found) == starts
+    offsets = [permuted_offset(seed, i, num_tokens, seq_len) for i in samples]
+    assert sorted(offsets) == starts
 
 
 # ---- mixtures
@@ -68,13 +68,13 @@ def test_permute_visits_each_window_once_per_epoch(seed, epoch, num_tokens, seq_
 def folders(tmp_path_factory):
     """Return three data folders with tokens 0 to 99, 100 to 199 and 200 to 299."""
     base = tmp_path_factory.mktemp("mixed")
-    found = []
+    paths = []
     for k, length in enumerate((900, 2000, 400)):
-        found.append(base / f"source{k}")
+        paths.append(base / f"source{k}")
         tokens = 100 * k + np.random.default_rng(k).integers(0, 100, length)
         documents = np.split(tokens, 10)
-        write_shards(found[-1] / "train", documents, vocab_size=500, eos_id=2, max_shard_tokens=300)
-    return found
+        write_shards(paths[-1] / "train", documents, vocab_size=500, eos_id=2, max_shard_tokens=300)
+    return paths
 
 
 def write(folder, k, **changed):
@@ -85,14 +85,18 @@ def write(folder, k, **changed):
 
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.lists(st.integers(0, LARGEST)))
-def test_words_select_sources_by_exact_intervals(weights, words):
+def test_words_select_sources_by_exact_intervals(weights, random_words):
     total = sum(weights)
-    found = thresholds([Fraction(weight, total) for weight in weights])
+    bounds = thresholds([Fraction(weight, total) for weight in weights])
     # also at each bound, where floating point would round
-    words = words + [int(bound) + delta for bound in found for delta in (-1, 0, 1)] + [0, LARGEST]
-    sources = np.searchsorted(found, np.array(words, dtype=np.uint64), side="right")
+    random_words = (
+        random_words
+        + [int(bound) + delta for bound in bounds for delta in (-1, 0, 1)]
+        + [0, LARGEST]
+    )
+    sources = np.searchsorted(bounds, np.array(random_words, dtype=np.uint64), side="right")
     ends = np.cumsum(weights).tolist()
-    for word, source in zip(words, sources.tolist(), strict=True):
+    for word, source in zip(random_words, sources.tolist(), strict=True):
         # integers only: word < floor(end * 2**64 / total)
         assert source == next(k for k, end in enumerate(ends) if word < (end << 64) // total)
 
@@ -162,7 +166,7 @@ def expected(mixture, order):
     streams = [source.read(0, source.num_tokens) for source in mixture.sources]
     rows, sources = [], []
     for i in range(STEPS * GLOBAL_BATCH):
-        word0, word1 = philox(SEED, i, words=2)
+        word0, word1 = philox(SEED, i, num_words=2)
         source = 0 if 10 * word1 < 2 * 2**64 else 1 if 10 * word1 < 9 * 2**64 else 2
         sources.append(source if len(streams) > 1 else 0)
         stream = streams[sources[-1]]
@@ -202,7 +206,7 @@ def test_resume_at_other_world_sizes(opened):
         batches += [step(ranks) for _ in range(steps)]
         states = [loader.state_dict() for loader in ranks]
         step(ranks)  # must not change the states
-        assert all(one == states[0] for one in states)
+        assert all(loader_state == states[0] for loader_state in states)
         state = states[0]
     np.testing.assert_array_equal(np.stack(batches), expected(data(), order)[0])
     assert state and sum(state["source_tokens"]) == STEPS * GLOBAL_BATCH * SEQ_LEN

@@ -98,7 +98,7 @@ def test_shards_are_little_endian_and_end_with_a_document(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("ids", "more", "code", "given"),
+    ("ids", "more", "code", "bad_value"),
     [
         ([5, VOCAB, 1], {}, "data.outside_vocab", VOCAB),
         ([70_000], {}, "data.outside_vocab", 70_000),
@@ -108,9 +108,9 @@ def test_shards_are_little_endian_and_end_with_a_document(tmp_path):
         ([], {"eos_id": VOCAB}, "data.outside_vocab", VOCAB),
     ],
 )
-def test_bad_documents_are_refused(tmp_path, ids, more, code, given):
+def test_bad_documents_are_refused(tmp_path, ids, more, code, bad_value):
     folder = tmp_path / "x"
-    with refused(code, given=given):
+    with refused(code, given=bad_value):
         write_shards(folder, [np.array(ids)], vocab_size=VOCAB, **{"eos_id": 2, **more})
     assert list(folder.iterdir()) == []
 
@@ -203,10 +203,10 @@ def test_opening_a_damaged_split_is_refused(split, damage, code, file):
 
 
 def test_the_fingerprint_depends_on_stream_and_tokenizer(tmp_path):
-    texts, found = [np.arange(5), np.arange(5, 20)], []
+    texts, fingerprints = [np.arange(5), np.arange(5, 20)], []
     same_and_others = (texts, "x"), (texts, "x"), (texts, "y"), (texts[::-1], "x")
     for number, (documents, sha256) in enumerate(same_and_others):
-        known: dict[str, Any] = {"vocab_size": VOCAB, "eos_id": 2, "tokenizer_sha256": sha256}
-        write_shards(tmp_path / str(number), documents, **known)
-        found.append(TokenShards.open(tmp_path / str(number)).fingerprint)
-    assert found[0] == found[1] and len(set(found)) == 3
+        header: dict[str, Any] = {"vocab_size": VOCAB, "eos_id": 2, "tokenizer_sha256": sha256}
+        write_shards(tmp_path / str(number), documents, **header)
+        fingerprints.append(TokenShards.open(tmp_path / str(number)).fingerprint)
+    assert fingerprints[0] == fingerprints[1] and len(set(fingerprints)) == 3

@@ -81,22 +81,22 @@ model = cache(lambda name: trained(**MODELS[name][0]))
 def encoders(name):
     """Return the reference, ours, and ours with tiny slices and cache, to reach every branch."""
     reference = sentencepiece.SentencePieceProcessor(model_proto=model(name))
-    found = [reference, Tokenizer(model(name), name)]
+    built = [reference, Tokenizer(model(name), name)]
     if MODELS[name][1] != WHOLE:
         info = SentencePieceInfo.read(model(name))
         raw = sentencepiece.SentencePieceProcessor(model_proto=model(name) + b"\x1a\x02\x18\x00")
         prefix, tiny = " " if info.dummy_prefix else "", {"slice_characters": 7, "capacity": 5}
-        found.append(CachedEncoder(raw.encode, info.tokens, prefix, **tiny))
-    return found
+        built.append(CachedEncoder(raw.encode, info.tokens, prefix, **tiny))
+    return built
 
 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=100, deadline=None)
 @given(texts)
 def test_any_text_has_the_ids_of_sentencepiece(name, text):
-    reference, *own = encoders(name)
-    assert own[0].method.startswith("sentencepiece, " + MODELS[name][1])
-    assert all(encoder.encode(text).tolist() == reference.encode(text) for encoder in own)
+    reference, *ours = encoders(name)
+    assert ours[0].method.startswith("sentencepiece, " + MODELS[name][1])
+    assert all(encoder.encode(text).tolist() == reference.encode(text) for encoder in ours)
 
 
 # ---- tokenizer.json
@@ -127,8 +127,8 @@ def llama_2():
     merges = []
     for token in [token for token, i in vocab.items() if i >= 259]:
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
-        merges += sorted(known, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        known_pairs = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
+        merges += sorted(known_pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
     options = {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
@@ -258,8 +258,8 @@ def test_eos_by_common_name_or_as_given():
     both = changed(added_tokens=[token(1, "</s>", special=True), *ends])
     assert Tokenizer(both, "x", eos="</s>").eos_id == 1
     none = changed(added_tokens=[token(341, "<|im_end|>")])
-    for file, eos, found in ((both, None, 2), (none, None, 0), (added, "<end>", 0)):
-        with refused("tokenizer.eos", found=found):
+    for file, eos, count in ((both, None, 2), (none, None, 0), (added, "<end>", 0)):
+        with refused("tokenizer.eos", found=count):
             Tokenizer(file, "x", eos=eos)
     with refused("tokenizer.eos", found=1):
         Tokenizer(sentencepiece_model(), "x", eos="<end>")
