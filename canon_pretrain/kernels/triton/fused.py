@@ -228,7 +228,8 @@ def canon_gate_triton(
     """Return act(Canon-D(gate)) * Canon-D(up), [B, T, F], with act silu, or relu squared."""
     if up_BTF.shape != gate_BTF.shape:
         raise ValueError(f"gate is {tuple(gate_BTF.shape)}, up {tuple(up_BTF.shape)}; not equal.")
-    _check("canon_gate_triton", gate_BTF, weight_C1K, 2 * gate_BTF.shape[-1], segments_BN)
+    num_channels = 2 * gate_BTF.shape[-1]
+    _check("canon_gate_triton", gate_BTF, weight_C1K, num_channels, segments_BN)
     return canon_gate(gate_BTF, up_BTF, weight_C1K, segments_BN, residual, activation, relu2)
 
 
@@ -237,7 +238,8 @@ def _check(
 ) -> None:
     """Raise ValueError if shapes do not fit: a kernel would read past their ends."""
     num_taps = weight_C1K.shape[-1]
-    fits = x_BTC.ndim == 3 and weight_C1K.shape == (width, 1, num_taps) and num_taps in (2, 3, 4)
+    weight_fits = num_taps in (2, 3, 4) and weight_C1K.shape == (width, 1, num_taps)
+    fits = weight_fits and x_BTC.ndim == 3
     if fits and segments_BN is not None:
         fits = segments_BN.shape == (x_BTC.shape[0], num_taps - 1 + x_BTC.shape[1])
     if not fits:
