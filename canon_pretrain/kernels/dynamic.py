@@ -83,12 +83,13 @@ class _Dynamic(torch.autograd.Function):
             weight_CR = weight_KCR[tap]
             is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
             z_BMR = z_BTR[:, j:]
+            x_BMC = x_BTC[:, : num_tokens - j]
             dconv_BMC = masked(dconv_BTC[:, j:], is_same)
 
             taps_BMC = _taps(z_BMR, weight_CR, recompute=True).to(dtype)
             dx_BTC = _add(dx_BTC, 0, taps_BMC * dconv_BMC)
 
-            dtaps_BMC = (dconv_BMC * x_BTC[:, : num_tokens - j]).to(z_BTR.dtype)
+            dtaps_BMC = (dconv_BMC * x_BMC).to(z_BTR.dtype)
             dz_BTR = _add(dz_BTR, j, (dtaps_BMC @ weight_CR).to(dtype))
             dweights[tap] = dtaps_BMC.flatten(0, 1).T @ z_BMR.flatten(0, 1)
 

@@ -148,7 +148,7 @@ def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
         else:
             value = kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        is_read = not is_written or not (overwrites or argument.kwarg_only)
+        is_read = not (is_written and (overwrites or argument.kwarg_only))
         total += (is_read + is_written) * _total_bytes(value)
 
     # The results, except arguments that are returned.

@@ -146,7 +146,7 @@ def measure(
     ones (Agresti and Coull 1998): three seeds that all score 1 have a variance.
     """
     tasks = list(dict.fromkeys(itertools.chain(*scores.values())))
-    num_items = dict.fromkeys(tasks, ITEMS) | dict(items or {})
+    items = items or {}
 
     # The scores of each cell, by task.
     groups: dict[tuple[str, str], np.ndarray] = {}
@@ -170,7 +170,7 @@ def measure(
             rounding = 1e-6 * float(abs(group).max())
             floors.append(rounding**2 + 1e-300)
         else:
-            floors.append(_item_variance(group, num_items[task]))
+            floors.append(_item_variance(group, items.get(task, ITEMS)))
         if group.size > 1:
             variances[k] = group.var(ddof=1)
     variances = np.maximum(variances, floors)
@@ -207,7 +207,7 @@ def measure(
 
         # Only shares of right answers can be all or nothing.
         is_split = None
-        if is_bounded and num_items[task] < UNBOUNDED:
+        if is_bounded and items.get(task, ITEMS) < UNBOUNDED:
             gaps = np.diff(np.sort(group))
             is_split = bool((gaps > APART).any())
         cells[task, name] = cell._replace(interval=interval, is_split=is_split)
@@ -301,11 +301,7 @@ def _shrink(
 
     # The grid of log s0^2 extends beyond the observed log s^2.
     log_s2_C = np.log(variances[has_noise])
-    log_s02_V = np.linspace(
-        log_s2_C.min() - 4,
-        log_s2_C.max() + 4,
-        num=96,
-    )
+    log_s02_V = np.linspace(log_s2_C.min() - 4, log_s2_C.max() + 4, 96)
 
     # The log density of log s^2 for each d0 and s0^2, with a = d / 2, b = d0 / 2 and
     # z = log(d s^2 / (d0 s0^2)), is a z - (a + b) log(1 + e^z) - log B(a, b).

@@ -211,8 +211,12 @@ def canon_qkv_triton(
     q_BTX = normed_and_rotated(q_BTX, q_weight, q_gain)
     k_BTY = normed_and_rotated(k_BTY, k_weight, k_gain)
     v_BTY = canon_triton(v_BTY, v_weight, **options)
-    q_BTHK, k_BTGK, v_BTGK = (y.unflatten(-1, (-1, head_dim)) for y in (q_BTX, k_BTY, v_BTY))
-    return q_BTHK, k_BTGK, v_BTGK
+    by_head = (-1, head_dim)
+    return (
+        q_BTX.unflatten(-1, by_head),
+        k_BTY.unflatten(-1, by_head),
+        v_BTY.unflatten(-1, by_head),
+    )
 
 
 def canon_gate_triton(
