@@ -192,7 +192,7 @@ def _call(
 @fla_forward.register_fake
 def _(heads: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     k, v = heads[1:3]
-    num_rows, _, num_heads, value_width = v.shape
+    num_rows, _num_tokens, num_heads, value_width = v.shape
     state_shape = (num_rows, num_heads, k.shape[3], value_width)
     return v.new_empty(v.shape), v.new_empty(state_shape, dtype=torch.float32)
 
