@@ -54,7 +54,8 @@ def canon_reference(
     Raises ValueError if the shapes do not fit.
     """
     rank = 1 if z_BTR is None else z_BTR.shape[-1]
-    if x.ndim != 3 or weight_CRK.ndim != 3 or weight_CRK.shape[:2] != (x.shape[2], rank):
+    has_dims = x.ndim == weight_CRK.ndim == 3
+    if not has_dims or weight_CRK.shape[:2] != (x.shape[2], rank):
         raise ValueError(
             f"Canon got x of shape {tuple(x.shape)} and a weight of shape "
             f"{tuple(weight_CRK.shape)}; expected [B, T, C] and [C, {rank}, K] with the same C."
@@ -63,12 +64,13 @@ def canon_reference(
     num_taps = weight_CRK.shape[2]
     dtype = x.dtype
     x = x.to(sum_dtype(x))
+    weight_CRK = weight_CRK.to(x.dtype)
 
     # The taps of all tokens, [C, K], or of each, [B, T, C, K].
     if z_BTR is None:
-        taps = weight_CRK[:, 0].to(x.dtype)
+        taps = weight_CRK[:, 0]
     else:
-        taps = torch.einsum("btr,crk->btck", z_BTR.to(x.dtype), weight_CRK.to(x.dtype))
+        taps = torch.einsum("btr,crk->btck", z_BTR.to(x.dtype), weight_CRK)
 
     # x_{t-j} for j > 0, and 0 where it is in another segment. One pad for all taps: with a pad per
     # tap autograd saves a copy of each, 1.75x slower.
@@ -76,10 +78,10 @@ def canon_reference(
     y = taps[..., -1] * x
     for j in range(1, num_taps):
         start = num_taps - 1 - j
-        shifted = padded_BNC[:, start : start + num_tokens]
+        shifted = padded_BNC.narrow(1, start, num_tokens)
         if segments_BN is not None:
             segments_BT = segments_BN[:, num_taps - 1 :]
-            is_same_BT = segments_BT == segments_BN[:, start : start + num_tokens]
+            is_same_BT = segments_BT == segments_BN.narrow(1, start, num_tokens)
             shifted = shifted * is_same_BT[..., None]
         y = y + taps[..., start] * shifted
 
@@ -160,9 +162,8 @@ def fla_mixers() -> Any:
 
 def recurrence(mixer: str, backend: str) -> Recurrence:
     """Return the recurrence of `mixer` for its heads: the chunked form, or the same by fla-core."""
-    if backend != "fla":
-        return partial(_without_autocast, partial(chunked, mixer))
-    return partial(_without_autocast, fla_mixers().FORMS[mixer])
+    form = fla_mixers().FORMS[mixer] if backend == "fla" else partial(chunked, mixer)
+    return partial(_without_autocast, form)
 
 
 def _without_autocast(form: Recurrence, *heads: Any, **past: Any) -> tuple[Tensor, Tensor]:
@@ -180,9 +181,10 @@ def chunked(mixer: str, *heads: Tensor, **past: Any) -> tuple[Tensor, Tensor]:
     Otherwise the partitioner merges what backward recomputes with forward's, and saves it: a 1b3
     block of GLA saves 172 KB per token instead of 64 (NOTES.md).
     """
+    form = CHUNKED[mixer]
     if not (heads[0].is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()):
-        return CHUNKED[mixer](*heads, **past)
-    return checkpoint(CHUNKED[mixer], *heads, use_reentrant=False, **past)
+        return form(*heads, **past)
+    return checkpoint(form, *heads, use_reentrant=False, **past)
 
 
 def check_mixer_backend(mixer: str, key_dim: int, backend: str) -> None:
@@ -201,7 +203,8 @@ def triton_kernels(backend: str, x: Tensor) -> Any:
     """Return the module of the Triton kernels, or None if they can't compute `x`."""
     if backend != "triton" or x.dtype not in TRITON_DTYPES:
         return None
-    if x.device.type == "cuda" or (x.device.type == "cpu" and _is_interpreted()):
+    device_type = x.device.type
+    if device_type == "cuda" or (device_type == "cpu" and _is_interpreted()):
         return _module(backend)
     return None
 
@@ -243,7 +246,7 @@ def canon_gate(
         return canon_gate_compiled(gate_BTF, up_BTF, weight_C1K, relu2=relu2, **options)
 
     # Canon of both parts, then the gate.
-    gate_weight, up_weight = weight_C1K.split((gate_BTF.shape[-1], up_BTF.shape[-1]))
+    gate_weight, up_weight = weight_C1K.chunk(2)
     gate_BTF = canon(gate_BTF, gate_weight, activation=activation, backend=backend, **options)
     up_BTF = canon(up_BTF, up_weight, activation=activation, backend=backend, **options)
     return ffn_activation(gate_BTF, "relu2" if relu2 else "silu") * up_BTF
@@ -253,7 +256,9 @@ def ffn_activation(x: Tensor, name: str) -> Tensor:
     """Return silu, relu squared ("relu2") or GPT-2's gelu of x."""
     if name == "gelu":
         return F.gelu(x, approximate="tanh")
-    return F.relu(x).square() if name == "relu2" else F.silu(x)
+    if name == "relu2":
+        return F.relu(x).square()
+    return F.silu(x)
 
 
 def _is_interpreted() -> bool:
@@ -263,5 +268,6 @@ def _is_interpreted() -> bool:
 
 def _module(backend: str) -> Any:
     # torch.compile can trace sys.modules, but not an import
-    module = sys.modules.get(OPTIONAL[backend])
-    return importlib.import_module(OPTIONAL[backend]) if module is None else module
+    name = OPTIONAL[backend]
+    module = sys.modules.get(name)
+    return importlib.import_module(name) if module is None else module

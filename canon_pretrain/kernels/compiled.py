@@ -12,6 +12,7 @@ Shapes: B batch, T tokens, C channels, F channels of gate and of up, K taps of t
 P = K - 1, N = P + T.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -79,9 +80,10 @@ class _Canon(torch.autograd.Function):
         dconv_BTC = dy_BTC
         if ctx.activation:
             convs = convolve(x_BTC, taps_KC, segments_BN, recompute=True)
-            dys = dy_BTC.to(dtype).split([conv.shape[1] for conv in convs], dim=1)
+            dys = _split_like(dy_BTC.to(dtype), convs)
             slopes = [silu_slope(conv, conv.sigmoid()) for conv in convs]
-            dconv_BTC = join([dy * slope for dy, slope in zip(dys, slopes, strict=True)], dim=1)
+            dconvs = [dy * slope for dy, slope in zip(dys, slopes, strict=True)]
+            dconv_BTC = join(dconvs, dim=1)
 
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         dx_BTC = dweight_C1K = None
@@ -89,8 +91,8 @@ class _Canon(torch.autograd.Function):
             pieces = convolve(dconv_BTC, taps_KC, segments_BN, transposed=True)
             dx_BTC = rounded(pieces, dy_BTC if ctx.residual else None, x_BTC.dtype)
         if needs_weight:
-            dweight_C1K = weight_sums(dconv_BTC, x_BTC, len(taps_KC), segments_BN)
-            dweight_C1K = dweight_C1K.to(weight_C1K.dtype)
+            sums_C1K = weight_sums(dconv_BTC, x_BTC, len(taps_KC), segments_BN)
+            dweight_C1K = sums_C1K.to(weight_C1K.dtype)
         return dx_BTC, dweight_C1K, None, None, None
 
 
@@ -130,7 +132,7 @@ class _CanonGate(torch.autograd.Function):
         ups = convolve(up_BTF, up_taps_KF, segments_BN)
 
         # The gradients of both convolutions.
-        dinners = dinner_BTF.to(gate_taps_KF.dtype).split([gate.shape[1] for gate in gates], dim=1)
+        dinners = _split_like(dinner_BTF.to(gate_taps_KF.dtype), gates)
         dgates = []
         dups = []
         zeros_F = up_taps_KF[0].clamp(0, 0)  # inductor simplifies 0 * up_taps[0]
@@ -180,8 +182,9 @@ def _gate_backward_on_gpu(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor, Tensor,
     dups = []
     for i in range(num_recomputed):
         masks = _shift_masks(segments_BN, num_tokens, num_taps, ahead=i)
-        gate = _mix([gates[j - i] for j in range(num_taps)], gate_taps_KF, masks)
-        up = _mix([ups[j - i] for j in range(num_taps)], up_taps_KF, masks)
+        read_tokens = range(-i, num_taps - i)
+        gate = _mix([gates[j] for j in read_tokens], gate_taps_KF, masks)
+        up = _mix([ups[j] for j in read_tokens], up_taps_KF, masks)
         act, slope = _act_and_slope(gate, ctx.relu2)
         dinner = _shift(dinner_BTF, -i).to(gate_taps_KF.dtype)  # 0 past the last token
         dgates.append(dinner * up * slope)
@@ -201,8 +204,10 @@ def _gate_backward_on_gpu(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor, Tensor,
     masks = _shift_masks(segments_BN, num_tokens, num_taps)
     products = []
     for inputs, dconvs in ((gates, dgates), (ups, dups)):
+        dconv_BTF = dconvs[0]
         for j in reversed(range(num_taps)):
-            products.append(masked(dconvs[0] * inputs[j].to(dconvs[0].dtype), masks[j]))
+            product_BTF = dconv_BTF * inputs[j].to(dconv_BTF.dtype)
+            products.append(masked(product_BTF, masks[j]))
     sums_F1X = _token_sums(products)  # the taps of gate, then of up
     dweight_C1K = torch.cat(sums_F1X.split(num_taps, dim=2))
     return dgate_BTF, dup_BTF, dweight_C1K.to(weight_C1K.dtype)
@@ -210,16 +215,20 @@ def _gate_backward_on_gpu(ctx: Any, dinner_BTF: Tensor) -> tuple[Tensor, Tensor,
 
 def _gate_taps(gate_BTF: Tensor, weight_C1K: Tensor, residual: bool) -> tuple[Tensor, ...]:
     """Return the taps of gate and of up; the residual adds 1 to the current token's."""
-    weights = weight_C1K.split(gate_BTF.shape[2])
-    taps = tuple(_taps_of(weight, sum_dtype(gate_BTF)) for weight in weights)
-    if residual:
-        taps = tuple(torch.cat((taps_KF[:-1], taps_KF[-1:] + 1)) for taps_KF in taps)
-    return taps
+    dtype = sum_dtype(gate_BTF)
+    taps = []
+    for weight_F1K in weight_C1K.split(gate_BTF.shape[2]):
+        taps_KF = _taps_of(weight_F1K, dtype)
+        if residual:
+            taps_KF = torch.cat((taps_KF[:-1], taps_KF[-1:] + 1))
+        taps.append(taps_KF)
+    return tuple(taps)
 
 
 def _act_and_slope(gate: Tensor, relu2: bool) -> tuple[Tensor, Tensor]:
     if relu2:
-        return F.relu(gate).square(), 2 * F.relu(gate)
+        positive = F.relu(gate)
+        return positive.square(), 2 * positive
     sigmoid = gate.sigmoid()
     return gate * sigmoid, silu_slope(gate, sigmoid)
 
@@ -230,14 +239,20 @@ def silu_slope(y: Tensor, sigmoid: Tensor) -> Tensor:
 
 def join(pieces: list[Tensor] | tuple[Tensor, ...], dim: int) -> Tensor:
     """Concatenate along `dim`, without a copy of a single piece."""
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces, dim)
+
+
+def _split_like(x_BTC: Tensor, pieces: list[Tensor]) -> tuple[Tensor, ...]:
+    """Cut x into pieces of the same lengths."""
+    return x_BTC.split([piece.shape[1] for piece in pieces], dim=1)
 
 
 def rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the concatenated pieces plus `residual`, rounded to `dtype` once."""
     if residual is not None:
-        residuals = residual.split([piece.shape[1] for piece in pieces], dim=1)
-        pairs = zip(residuals, pieces, strict=True)
+        pairs = zip(_split_like(residual, pieces), pieces, strict=True)
         if torch.compiler.is_compiling():
             pieces = [residual + piece for residual, piece in pairs]
         else:  # in place: nothing else uses the pieces
@@ -247,9 +262,7 @@ def rounded(pieces: list[Tensor], residual: Tensor | None, dtype: torch.dtype) -
 
 def needed_grads(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """Return one gradient per input: `grads` of the first inputs if needed, None for others."""
-    needs_grad = ctx.needs_input_grad
-    no_grads = [None] * (len(needs_grad) - len(grads))
-    pairs = zip((*grads, *no_grads), needs_grad, strict=True)
+    pairs = itertools.zip_longest(grads, ctx.needs_input_grad)
     return tuple(grad if is_needed else None for grad, is_needed in pairs)
 
 
@@ -277,10 +290,11 @@ def is_cuda(x: Tensor) -> bool:
 
 def _taps_of(weight_C1K: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the taps in order, the current token's last: [K, C] of `dtype`."""
+    weight_CK = weight_C1K[:, 0]
     if not torch.compiler.is_compiling():
-        return weight_C1K[:, 0].T.to(dtype)
+        return weight_CK.T.to(dtype)
     # contiguous, since a tap is read for every token; a `cat` is computed once
-    return torch.stack([tap.to(dtype) for tap in weight_C1K[:, 0].unbind(1)])
+    return torch.stack([tap_C.to(dtype) for tap_C in weight_CK.unbind(1)])
 
 
 def convolve(
@@ -313,14 +327,16 @@ def _convolve_in_place(
 ) -> Tensor:
     x_BTC = x_BTC.to(taps_KC.dtype)
     num_tokens = x_BTC.shape[1]
-    reach = len(taps_KC) - 1
+    num_taps = len(taps_KC)
     y_BTC = taps_KC[-1] * x_BTC
-    for j in range(1, min(reach, num_tokens - 1) + 1):
-        later = slice(j, None)
-        earlier = slice(num_tokens - j)
-        target, source = (earlier, later) if transposed else (later, earlier)
-        is_same = continues_segment(segments_BN, num_tokens, reach, j)
-        y_BTC[:, target].addcmul_(masked(x_BTC[:, source], is_same), taps_KC[reach - j])
+    for j in range(1, min(num_taps, num_tokens)):
+        target = slice(j, None)
+        source = slice(num_tokens - j)
+        if transposed:
+            target, source = source, target
+        is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
+        source_BMC = x_BTC[:, source]
+        y_BTC[:, target].addcmul_(masked(source_BMC, is_same), taps_KC[-1 - j])
     return y_BTC
 
 
@@ -345,16 +361,22 @@ def _convolve_in_pieces(
         """Mix `length` tokens from `first` on; `tokens` begin with the earliest that they read."""
         position = reach + first  # in segments
         masks = [same_segment(segments_BN, position, position + k, length) for k in offsets]
-        terms = [tokens_BMC[:, k - earliest : k - earliest + length] for k in offsets]
+        terms = [tokens_BMC.narrow(1, k - earliest, length) for k in offsets]
         return _mix(terms, taps_KC, masks)
 
     num_border = min(reach, num_tokens)
     num_others = num_tokens - num_border
     if transposed:
-        border = piece(F.pad(x_BTC[:, num_others:], (0, 0, 0, reach)), num_others, num_border)
-        return [piece(x_BTC, 0, num_others), border] if num_others else [border]
-    border = piece(F.pad(x_BTC[:, :num_border], (0, 0, reach, 0)), 0, num_border)
-    return [border, piece(x_BTC, num_border, num_others)] if num_others else [border]
+        padded_BMC = F.pad(x_BTC[:, num_others:], (0, 0, 0, reach))
+        border = piece(padded_BMC, num_others, num_border)
+    else:
+        padded_BMC = F.pad(x_BTC[:, :num_border], (0, 0, reach, 0))
+        border = piece(padded_BMC, 0, num_border)
+    if not num_others:
+        return [border]
+    if transposed:
+        return [piece(x_BTC, 0, num_others), border]
+    return [border, piece(x_BTC, num_border, num_others)]
 
 
 def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Segments) -> Tensor:
@@ -367,10 +389,12 @@ def weight_sums(d_BTC: Tensor, x_BTC: Tensor, num_taps: int, segments_BN: Segmen
         return _weight_sums_in_chunks(d_BTC.to(dtype), x_BTC, num_taps, segments_BN)
 
     masks = _shift_masks(segments_BN, x_BTC.shape[1], num_taps, transposed=True)
-    products = [
-        masked(_shift(d_BTC, -j).to(dtype) * x_BTC, masks[j]) for j in reversed(range(num_taps))
-    ]
-    return torch.stack([product.sum((0, 1)) for product in products], dim=1)[:, None]
+    products = []
+    for j in reversed(range(num_taps)):
+        product_BTC = _shift(d_BTC, -j).to(dtype) * x_BTC
+        products.append(masked(product_BTC, masks[j]))
+    sums = [product_BTC.sum((0, 1)) for product_BTC in products]
+    return torch.stack(sums, dim=1)[:, None]
 
 
 def _weight_sums_in_place(
@@ -379,11 +403,11 @@ def _weight_sums_in_place(
     num_tokens = x_BTC.shape[1]
     sums = [x_BTC.new_zeros(x_BTC.shape[2])] * num_taps
     for j in range(min(num_taps, num_tokens)):
-        product = d_BTC[:, j:] * x_BTC[:, : num_tokens - j]
+        product_BMC = d_BTC[:, j:] * x_BTC[:, : num_tokens - j]
         is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
         if is_same is not None:
-            product *= is_same
-        sums[j] = product.sum((0, 1))
+            product_BMC *= is_same
+        sums[j] = product_BMC.sum((0, 1))
     return torch.stack(sums[::-1], dim=1)[:, None]
 
 
@@ -403,22 +427,23 @@ def _weight_sums_in_chunks(
         length = x_BTC.shape[1]
         position = reach + first_token  # in segments
         is_same = same_segment(segments_BN, position, position + j, length)
-        return masked(d_BTC[:, j : j + length] * x_BTC, is_same)
+        return masked(d_BTC.narrow(1, j, length) * x_BTC, is_same)
 
     # The last tokens, for which d is padded, and what is left over by the chunks.
-    whole = max(0, num_tokens - reach) // CHUNK * CHUNK
+    num_chunks = max(0, num_tokens - reach) // CHUNK
+    whole = num_chunks * CHUNK
     padded_d = F.pad(d_BTC[:, whole:], (0, 0, 0, reach))
     last_x = x_BTC[:, whole:]
-    sums_KC = torch.stack(
-        [product(padded_d, last_x, whole, j).sum((0, 1)) for j in range(num_taps)]
-    )
+    last_sums = [product(padded_d, last_x, whole, j).sum((0, 1)) for j in range(num_taps)]
+    sums_KC = torch.stack(last_sums)
 
     # The whole chunks.
     if whole:
-        shape = (num_rows, whole // CHUNK, CHUNK, num_channels)
-        products = [product(d_BTC, x_BTC[:, :whole], 0, j) for j in range(num_taps)]
-        chunk_sums = torch.stack([product.view(shape).sum(2) for product in products])
-        sums_KC = sums_KC + chunk_sums.sum((1, 2))
+        shape = (num_rows, num_chunks, CHUNK, num_channels)
+        whole_x = x_BTC[:, :whole]
+        products = [product(d_BTC, whole_x, 0, j) for j in range(num_taps)]
+        chunk_sums = [product_BTC.view(shape).sum(2) for product_BTC in products]
+        sums_KC = sums_KC + torch.stack(chunk_sums).sum((1, 2))
     return sums_KC.flip(0).T[:, None]
 
 
@@ -427,9 +452,11 @@ def _token_sums(products: Sequence[Tensor]) -> Tensor:
     num_tokens, num_channels = products[0].shape[1:]
     chunk = next((chunk for chunk in _CUDA_CHUNKS if num_tokens % chunk == 0), None)
     if chunk is None:
-        sums_XC = torch.stack([product.sum((0, 1)) for product in products])
+        sums = [product.sum((0, 1)) for product in products]
+        sums_XC = torch.stack(sums)
     else:
-        chunk_sums = [product.reshape(-1, chunk, num_channels).sum(1) for product in products]
+        shape = (-1, chunk, num_channels)
+        chunk_sums = [product.reshape(shape).sum(1) for product in products]
         sums_XC = torch.stack(chunk_sums).sum(1)
     return sums_XC.T[:, None]
 
@@ -447,9 +474,11 @@ def _shift(x_BTC: Tensor, j: int, *, recompute: bool = False) -> Tensor:
 
 def _mix(terms: Sequence[Tensor], taps_KC: Tensor, masks: Sequence[Tensor | None]) -> Tensor:
     """Return sum_j taps[K-1-j] * terms[j], without a term where masks[j] is false."""
-    y = taps_KC[-1] * terms[0].to(taps_KC.dtype)
+    dtype = taps_KC.dtype
+    y = taps_KC[-1] * terms[0].to(dtype)
     for j in range(1, len(terms)):
-        y = y + masked(taps_KC[-1 - j] * terms[j].to(taps_KC.dtype), masks[j])
+        term = taps_KC[-1 - j] * terms[j].to(dtype)
+        y = y + masked(term, masks[j])
     return y
 
 
@@ -470,9 +499,10 @@ def same_segment(segments_BN: Segments, start: int, other: int, length: int) -> 
         missing = begin + length - segments_BN.shape[1]
         if missing > 0:
             return F.pad(segments_BN, (-begin, missing))
-        return segments_BN[:, begin : begin + length]
+        return segments_BN.narrow(1, begin, length)
 
-    return (segments_from(start) == segments_from(other))[..., None]
+    is_same_BT = segments_from(start) == segments_from(other)
+    return is_same_BT[..., None]
 
 
 def continues_segment(segments_BN: Segments, num_tokens: int, reach: int, j: int) -> Tensor | None:

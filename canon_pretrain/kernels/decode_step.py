@@ -57,7 +57,8 @@ class CanonMemory:
 
     def _taps(self, weight_C1K: Tensor, x_BTC: Tensor) -> Tensor:
         """Return the taps, the current token's first, [K, 1, 1, C]."""
-        taps_KC = weight_C1K[:, 0].T.flip(0).to(sum_dtype(x_BTC))
+        weight_KC = weight_C1K[:, 0].T.flip(0)
+        taps_KC = weight_KC.to(sum_dtype(x_BTC))
         if self._residual and not self._activation:  # the residual adds 1 to the first tap
             taps_KC = torch.cat((taps_KC[:1] + 1, taps_KC[1:]))
         return taps_KC[:, None, None].contiguous()
@@ -80,7 +81,9 @@ class CanonMemory:
         if num_tokens == 0:
             return parts
         if num_tokens <= reach:
-            return _split(self._read_one_by_one(join(parts, dim=-1), segments_BN), parts)
+            x_BTC = join(parts, dim=-1)
+            y_BTC = self._read_one_by_one(x_BTC, segments_BN)
+            return _split(y_BTC, parts)
 
         # Many tokens: mix them with each other, then add what earlier tokens add to the first P.
         outputs = tuple(
@@ -115,7 +118,8 @@ class CanonMemory:
         is_exact = parts[0].dtype == self._sums_PB1C.dtype and not self._activation
         if segments_BN is None and is_exact and not differentiable:
             past_BPC = self._sums_PB1C[:, :, 0].transpose(0, 1)
-            for y_BTC, past in zip(outputs, _split(past_BPC, parts), strict=True):
+            pasts = _split(past_BPC, parts)
+            for y_BTC, past in zip(outputs, pasts, strict=True):
                 y_BTC[:, :reach].add_(past)
             return outputs
 
@@ -166,7 +170,8 @@ class CanonMemory:
         outputs = []
         for x, (sum_B1C, tap_11C) in zip(parts, self._step_slices, strict=True):
             if self._activation:
-                outputs.append(self._activated(torch.addcmul(sum_B1C, x, tap_11C), x))
+                y_B1C = torch.addcmul(sum_B1C, x, tap_11C)
+                outputs.append(self._activated(y_B1C, x))
             else:
                 out = torch.empty_like(x) if is_rounded else None  # rounded by the same kernel
                 outputs.append(torch.addcmul(sum_B1C, x, tap_11C, out=out))
@@ -203,7 +208,8 @@ class DynamicMemory:
         """Append `parts`, in the last segment if None; return their outputs by `canon`."""
         # The step of generation: weights do not change, so that their copies can be kept.
         is_frozen = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
-        if is_frozen and self.windows and parts[0].shape[1] == 1 and segments_BN is None:
+        is_one_token = parts[0].shape[1] == 1 and segments_BN is None
+        if is_frozen and is_one_token and self.windows:
             return self._read_one(parts, weights, zs, **options)
 
         part_weights = weights()
@@ -223,12 +229,12 @@ class DynamicMemory:
             z_BNR = F.pad(zs[i], (0, 0, reach, 0))
             y_BNC = canon(x_BNC, part_weights[i], z_BTR=z_BNR, **options)
             outputs.append(y_BNC[:, reach:])
-            windows.append(x_BNC[:, x_BNC.shape[1] - reach :])
+            windows.append(x_BNC[:, part.shape[1] :])
 
         # Inputs of earlier segments do not mix with what comes next.
         if segments_BN is not None:
-            is_last_BP1 = (segments_BN[:, -reach:] == segments_BN[:, -1:])[..., None]
-            windows = [window * is_last_BP1 for window in windows]
+            is_last_BP = segments_BN[:, -reach:] == segments_BN[:, -1:]
+            windows = [window * is_last_BP[..., None] for window in windows]
         self.windows = windows
         return tuple(outputs)
 
@@ -281,7 +287,9 @@ class CanonStep:
         self.reach = len(sums_PB1C)
         self._sums = sums_PB1C.unbind()
         self._taps = taps_K11C.unbind()
-        self._x_B1C = torch.empty_like(self._sums[0])
+        next_sum_B1C = self._sums[0]
+        current_tap_11C = self._taps[0]
+        self._x_B1C = torch.empty_like(next_sum_B1C)
 
         # Every memory becomes a view of its channels.
         stop = 0
@@ -289,10 +297,11 @@ class CanonStep:
             first_channel = stop
             memory._step_slices = []
             for width in memory._widths:
-                channels = slice(stop, stop + width)
-                memory._step_slices.append(
-                    _StepSlice(self._sums[0][..., channels], self._taps[0][..., channels])
+                step_slice = _StepSlice(
+                    sum_B1C=next_sum_B1C.narrow(-1, stop, width),
+                    tap_11C=current_tap_11C.narrow(-1, stop, width),
                 )
+                memory._step_slices.append(step_slice)
                 stop += width
             memory._sums_PB1C = sums_PB1C[..., first_channel:stop]
             memory._step = self
@@ -337,8 +346,11 @@ def group_steps(memories: Sequence[CanonMemory], earlier: list[CanonStep]) -> li
 
     A step is of one device, dtype and reach.
     """
-    grouped = {id(memory) for step in earlier for memory in step.memories if not step.is_stale}
-    if grouped == {id(memory) for memory in memories}:
+    grouped: set[CanonMemory] = set()
+    for step in earlier:
+        if not step.is_stale:
+            grouped.update(step.memories)
+    if grouped == set(memories):
         return earlier
 
     groups: dict[object, list[CanonMemory]] = {}
@@ -353,11 +365,12 @@ def _continues_segment(segments_BN: Tensor | None, token: int, reach: int) -> Te
     if segments_BN is None:
         return None
     position = reach + token
-    return (segments_BN[:, position] == segments_BN[:, position - 1])[:, None, None]
+    is_same_B = segments_BN[:, position] == segments_BN[:, position - 1]
+    return is_same_B[:, None, None]
 
 
 def _split(y_BTC: Tensor, parts: Parts) -> Parts:
     if len(parts) == 1:
         return (y_BTC,)
-    # not Tensor.split, which is Python
-    return torch.split_with_sizes(y_BTC, [part.shape[2] for part in parts], dim=-1)
+    widths = [part.shape[2] for part in parts]
+    return torch.split_with_sizes(y_BTC, widths, dim=-1)  # not Tensor.split, which is Python

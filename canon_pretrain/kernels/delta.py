@@ -67,10 +67,12 @@ def chunked_delta(
     chunk = min(chunk, num_tokens)
     k_NRCK = _by_chunks(k_BTHK.to(dtype), chunk)
     q_NRCK = _by_chunks(q_BTHK.to(dtype), chunk) * scale
-    beta_k_NRCK = k_NRCK * _by_chunks(beta_BTH.to(dtype), chunk)[..., None]
+    beta_NRC = _by_chunks(beta_BTH.to(dtype), chunk)
+    beta_k_NRCK = k_NRCK * beta_NRC[..., None]
 
     # The products of decays d_ij between tokens, d_i from the chunk's start, and to its end.
-    sums_NRC = _by_chunks(g_BTH.clamp(min=STRONGEST).double(), chunk).cumsum(-1)
+    log_decay_BTH = g_BTH.clamp(min=STRONGEST).double()
+    sums_NRC = _by_chunks(log_decay_BTH, chunk).cumsum(-1)
     is_later_CC = k_NRCK.new_ones((chunk, chunk), dtype=torch.bool).triu(1)
     logs_NRCC = sums_NRC[..., :, None] - sums_NRC[..., None, :]
     between_NRCC = logs_NRCC.masked_fill(is_later_CC, -torch.inf).to(dtype).exp()
@@ -79,16 +81,13 @@ def chunked_delta(
 
     # z_i + sum_{j<i} d_ij b_j (k_i k_j^T) z_j = v_i - d_i k_i S, chunk by chunk.
     system_NRCC = (k_NRCK @ beta_k_NRCK.mT * between_NRCC).tril(-1)
-    v_NRCV = _by_chunks(v_BTHV.to(dtype), chunk)
-    decay_NR11 = from_start_NRC1[..., -1:, :]
-    state_RKV = state_BHKV.flatten(0, 1)
     z_NRCV, states_MRKV, _ = _scan(
-        system_NRCC,
-        v_NRCV,
-        k_NRCK * from_start_NRC1,
-        beta_k_NRCK * to_end_NRC1,
-        decay_NR11,
-        state_RKV,
+        system_NRCC=system_NRCC,
+        value_NRCV=_by_chunks(v_BTHV.to(dtype), chunk),
+        read_NRCK=k_NRCK * from_start_NRC1,
+        write_NRCK=beta_k_NRCK * to_end_NRC1,
+        decay_NR11=from_start_NRC1[..., -1:, :],
+        state_RKV=state_BHKV.flatten(0, 1),
     )
 
     # o_i = scale q_i (sum_{j<=i} d_ij b_j k_j^T z_j + d_i S)
@@ -97,9 +96,10 @@ def chunked_delta(
 
     # Back to tokens, without the padding.
     o_NBHCV = o_NRCV.unflatten(1, (num_rows, num_heads))
-    o_BTHV = o_NBHCV.transpose(0, 1).transpose(2, 3).flatten(1, 2)[:, :num_tokens]
-    # not a view of all states
-    return o_BTHV.to(v_BTHV.dtype), states_MRKV[-1].clone().view_as(state_BHKV)
+    o_BNCHV = o_NBHCV.permute(1, 0, 3, 2, 4)
+    o_BTHV = o_BNCHV.flatten(1, 2)[:, :num_tokens]
+    final_BHKV = states_MRKV[-1].clone().view_as(state_BHKV)  # not a view of all states
+    return o_BTHV.to(v_BTHV.dtype), final_BHKV
 
 
 def _by_chunks(x_BTHX: Tensor, chunk: int) -> Tensor:
@@ -122,14 +122,15 @@ def _step(
     """Return o_B1HV and the next state by the formula itself; q is scaled."""
     dtype = state_BHKV.dtype
     q_R1K, k_R1K, v_R1V = (x.to(dtype).flatten(0, 2)[:, None] for x in (q_B1HK, k_B1HK, v_B1HV))
-    a_R11, b_R11 = (x.to(dtype).reshape(-1, 1, 1) for x in (g_B1H.exp(), beta_B1H))
+    a_R11 = g_B1H.exp().to(dtype).reshape(-1, 1, 1)
+    b_R11 = beta_B1H.to(dtype).reshape(-1, 1, 1)
 
     # z = v - k (a S),    S' = a S + b k^T z
     decayed_RKV = a_R11 * state_BHKV.flatten(0, 1)
     z_R1V = torch.baddbmm(v_R1V, k_R1K, decayed_RKV, alpha=-1)
     state_RKV = torch.baddbmm(decayed_RKV, k_R1K.mT, b_R11 * z_R1V)
-    o_R1V = torch.bmm(q_R1K, state_RKV)
-    return o_R1V.view_as(v_B1HV).to(v_B1HV.dtype), state_RKV.view_as(state_BHKV)
+    o_B1HV = torch.bmm(q_R1K, state_RKV).view_as(v_B1HV)
+    return o_B1HV.to(v_B1HV.dtype), state_RKV.view_as(state_BHKV)
 
 
 @torch.library.custom_op(f"{OPERATORS}_delta_scan", mutates_args=())
@@ -152,7 +153,10 @@ def _scan(
     # The inverses of all chunks; transposed, because the solver returns columns.
     identity_CC = torch.eye(chunk, dtype=system_NRCC.dtype, device=system_NRCC.device)
     inverse_NRCC = torch.linalg.solve_triangular(
-        system_NRCC.mT, identity_CC.expand_as(system_NRCC), upper=True, unitriangular=True
+        system_NRCC.mT,
+        identity_CC.expand_as(system_NRCC),
+        upper=True,
+        unitriangular=True,
     ).mT.contiguous()
 
     # Each chunk needs the state after the one before it.
@@ -187,7 +191,13 @@ def _scan_backward(
         dsolved_RCV = torch.baddbmm(dz_NRCV[n], write_NRCK[n], dtotal_MRKV[n + 1])
         torch.bmm(inverse_NRCC[n].mT, dsolved_RCV, out=dvalue_NRCV[n])
         carried_RKV = torch.addcmul(dstates_MRKV[n], decay_NR11[n], dtotal_MRKV[n + 1])
-        torch.baddbmm(carried_RKV, read_NRCK[n].mT, dvalue_NRCV[n], alpha=-1, out=dtotal_MRKV[n])
+        torch.baddbmm(
+            carried_RKV,
+            read_NRCK[n].mT,
+            dvalue_NRCV[n],
+            alpha=-1,
+            out=dtotal_MRKV[n],
+        )
 
     # From these, the gradients of what the chunks multiply.
     before_NRKV = states_MRKV[:-1]
@@ -210,7 +220,8 @@ def _scan_backward(
 def _(
     system: Tensor, value: Tensor, read: Tensor, write: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(value), state.new_empty(value.shape[0] + 1, *state.shape), _empty(system)
+    states = state.new_empty(value.shape[0] + 1, *state.shape)
+    return _empty(value), states, _empty(system)
 
 
 @_scan_backward.register_fake
@@ -224,8 +235,8 @@ def _(
     write: Tensor,
     decay: Tensor,
 ) -> tuple[Tensor, ...]:
-    shapes = (x.shape for x in (inverse, dz, read, write, decay))
-    return tuple(dz.new_empty(shape) for shape in (*shapes, dstates.shape[1:]))
+    dstate = dz.new_empty(dstates.shape[1:])
+    return *(_empty(x) for x in (inverse, dz, read, write, decay)), dstate
 
 
 def _empty(x: Tensor) -> Tensor:

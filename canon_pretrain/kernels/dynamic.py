@@ -83,17 +83,19 @@ class _Dynamic(torch.autograd.Function):
             weight_CR = weight_KCR[tap]
             is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
             z_BMR = z_BTR[:, j:]
+            x_BMC = x_BTC[:, : num_tokens - j]
             dconv_BMC = masked(dconv_BTC[:, j:], is_same)
 
             taps_BMC = _taps(z_BMR, weight_CR, recompute=True).to(dtype)
             dx_BTC = _add(dx_BTC, 0, taps_BMC * dconv_BMC)
 
-            dtaps_BMC = (dconv_BMC * x_BTC[:, : num_tokens - j]).to(z_BTR.dtype)
+            dtaps_BMC = (dconv_BMC * x_BMC).to(z_BTR.dtype)
             dz_BTR = _add(dz_BTR, j, (dtaps_BMC @ weight_CR).to(dtype))
             dweights[tap] = dtaps_BMC.flatten(0, 1).T @ z_BMR.flatten(0, 1)
 
         dx_BTC = dx_BTC.to(x_BTC.dtype)
-        return dx_BTC, dz_BTR.to(z_BTR.dtype), torch.stack(dweights), None, None, None
+        dz_BTR = dz_BTR.to(z_BTR.dtype)
+        return dx_BTC, dz_BTR, torch.stack(dweights), None, None, None
 
 
 def _convolve(
@@ -111,8 +113,10 @@ def _convolve(
     y_BTC = torch.zeros_like(x_BTC, dtype=dtype)
     for j in range(min(num_taps, num_tokens)):
         is_same = continues_segment(segments_BN, num_tokens, num_taps - 1, j)
-        taps_BMC = _taps(z_BTR[:, j:], weight_KCR[num_taps - 1 - j], recompute=recompute).to(dtype)
-        y_BTC = _add(y_BTC, j, masked(taps_BMC * x_BTC[:, : num_tokens - j], is_same))
+        z_BMR = z_BTR[:, j:]
+        x_BMC = x_BTC[:, : num_tokens - j]
+        taps_BMC = _taps(z_BMR, weight_KCR[-1 - j], recompute=recompute).to(dtype)
+        y_BTC = _add(y_BTC, j, masked(taps_BMC * x_BMC, is_same))
     return y_BTC
 
 
@@ -122,7 +126,8 @@ def _taps(z_BTR: Tensor, weight_CR: Tensor, *, recompute: bool) -> Tensor:
     `recompute`: by another operator than forward's, whose result torch's partitioner would save.
     """
     if recompute and torch.compiler.is_compiling():
-        return torch.bmm(z_BTR, weight_CR.T.expand(len(z_BTR), -1, -1))
+        weight_BRC = weight_CR.T.expand(len(z_BTR), -1, -1)
+        return torch.bmm(z_BTR, weight_BRC)
     return F.linear(z_BTR, weight_CR)
 
 
@@ -130,6 +135,7 @@ def _add(total_BTC: Tensor, start: int, added_BMC: Tensor) -> Tensor:
     """Return the total, in place in eager mode, plus `added` at the tokens from `start` on."""
     stop = start + added_BMC.shape[1]
     if torch.compiler.is_compiling():
-        return total_BTC + F.pad(added_BMC, (0, 0, start, total_BTC.shape[1] - stop))
+        missing = total_BTC.shape[1] - stop
+        return total_BTC + F.pad(added_BMC, (0, 0, start, missing))
     total_BTC[:, start:stop] += added_BMC
     return total_BTC

@@ -67,7 +67,8 @@ def ssd(
     q_BTHN = C_BTN[:, :, None].expand_as(k_BTHN)
     heads = (q_BTHN, k_BTHN, x_BTHP, dt_BTH * A_H)
     y_BTHP, final_BHNP = _recur("mamba2", 1.0, heads, state, starts_BT)
-    return y_BTHP + (D_H[:, None] * x_BTHP).to(y_BTHP.dtype), final_BHNP
+    d_x_BTHP = D_H[:, None] * x_BTHP
+    return y_BTHP + d_x_BTHP.to(y_BTHP.dtype), final_BHNP
 
 
 def delta(*heads: Tensor, state: Tensor | None, starts_BT: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -80,8 +81,9 @@ def _package_or_chunked(mixer: str, *heads: Tensor, **past: Any) -> tuple[Tensor
     """Compute the chunked form for values that the package does not support, and single tokens."""
     v_BTHV = heads[0] if mixer == "mamba2" else heads[2]
     is_supported = v_BTHV.device.type in packages.DEVICE_TYPES and v_BTHV.dtype in packages.DTYPES
-    form = _PACKAGE[mixer] if is_supported and v_BTHV.shape[1] > 1 else CHUNKED[mixer]
-    return form(*heads, **past)
+    if is_supported and v_BTHV.shape[1] > 1:
+        return _PACKAGE[mixer](*heads, **past)
+    return CHUNKED[mixer](*heads, **past)
 
 
 _PACKAGE: dict[str, Recurrence] = {"gla": gla, "mamba2": ssd, "gated_deltanet": delta}
@@ -97,8 +99,14 @@ def _recur(
 ) -> tuple[Tensor, Tensor]:
     q, k, v, log_decay, *beta = heads
     # one dtype for the products; decays and states are float32
-    cast = [q.to(v.dtype), k.to(v.dtype), v, log_decay.float(), *beta]
-    return fla_forward(cast, state, starts_BT, mixer, scale)
+    cast_heads = [
+        q.to(v.dtype),
+        k.to(v.dtype),
+        v,
+        log_decay.float(),
+        *beta,
+    ]
+    return fla_forward(cast_heads, state, starts_BT, mixer, scale)
 
 
 @torch.library.custom_op("canon_pretrain::fla_mixer", mutates_args=())
@@ -132,7 +140,8 @@ def fla_backward(
         inputs = [x.detach().requires_grad_() for x in _present(heads, state)]
         leaf_state = None if state is None else inputs[-1]
         outputs = _call(inputs[: len(heads)], leaf_state, starts, mixer, scale)
-        grads = torch.autograd.grad(outputs, inputs, (do.contiguous(), dfinal.contiguous()))
+        output_grads = (do.contiguous(), dfinal.contiguous())
+        grads = torch.autograd.grad(outputs, inputs, output_grads)
     return [grad.contiguous() for grad in grads]
 
 
@@ -158,8 +167,9 @@ def _call(
     # The number of each token's sequence, and the tokens, of all rows, where sequences begin.
     begins_BT = starts_BT.clone()
     begins_BT[:, 0] = True
-    sequence_BT = begins_BT.flatten().cumsum(0).view_as(begins_BT) - 1
-    begins_S = begins_BT.flatten().nonzero().flatten()
+    is_begin = begins_BT.flatten()
+    sequence_BT = is_begin.cumsum(0).view_as(begins_BT) - 1
+    begins_S = is_begin.nonzero().flatten()
 
     # A row's state is that of its first sequence, unless the row starts with a start.
     initial_states = None
@@ -175,13 +185,15 @@ def _call(
         cu_seqlens=F.pad(begins_S, (0, 1), value=begins_BT.numel()),
     )
     v_BTHV = heads[2]
-    return o.view_as(v_BTHV), final_states[sequence_BT[:, -1]]
+    last_sequences = sequence_BT[:, -1]
+    return o.view_as(v_BTHV), final_states[last_sequences]
 
 
 @fla_forward.register_fake
 def _(heads: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     k, v = heads[1:3]
-    state_shape = (v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    num_rows, _num_tokens, num_heads, value_width = v.shape
+    state_shape = (num_rows, num_heads, k.shape[3], value_width)
     return v.new_empty(v.shape), v.new_empty(state_shape, dtype=torch.float32)
 
 
@@ -202,7 +214,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, do: Tensor, dfinal: Tensor) -> tuple[Any, ...]:
     state, starts, *heads = ctx.saved_tensors
     grads = fla_backward(do, dfinal, heads, state, starts, ctx.mixer, ctx.scale)
-    return grads[: len(heads)], None if state is None else grads[-1], None, None, None
+    dstate = None if state is None else grads[-1]
+    return grads[: len(heads)], dstate, None, None, None
 
 
 fla_forward.register_autograd(_backward, setup_context=_save)
@@ -229,7 +242,8 @@ def check_mixer(
         return f"{type(error).__name__}: {first_line}"
 
     for number, (result, exact) in enumerate(zip(results, exact_results, strict=True)):
-        distance = ((result.float() - exact).abs().max() / exact.abs().max()).item()
+        largest_error = (result.float() - exact).abs().max()
+        distance = (largest_error / exact.abs().max()).item()
         if not distance <= MAX_ERROR:  # NaN too
             return f"result {number} is {distance:.2g} away from the chunked form's"
     return None
@@ -253,7 +267,8 @@ def _probe_inputs(
     v = normal(*shape, value_dim).to(dtype)
     state = normal(num_rows, num_heads, key_dim, value_dim)
     log_decay = F.logsigmoid(normal(*shape, key_dim))
-    starts_BT = torch.arange(num_tokens, device=device).expand(num_rows, num_tokens) == 70
+    tokens_T = torch.arange(num_tokens, device=device)
+    starts_BT = tokens_T.expand(num_rows, -1) == 70
 
     log_decay_BTH = log_decay[..., 0]
     heads: dict[str, tuple[Tensor, ...]] = {

@@ -63,9 +63,11 @@ def chunked_gla(
     """
     batch, num_tokens, heads, key_dim = k_BTHK.shape
     if starts_BT is not None:
-        log_decay_BTHK = log_decay_BTHK.masked_fill(starts_BT[..., None, None], -torch.inf)
+        is_start_BT11 = starts_BT[..., None, None]
+        log_decay_BTHK = log_decay_BTHK.masked_fill(is_start_BT11, -torch.inf)
     if state is None:
-        state = v_BTHV.new_zeros((batch, heads, key_dim, v_BTHV.shape[3]), dtype=sum_dtype(v_BTHV))
+        shape = (batch, heads, key_dim, v_BTHV.shape[3])
+        state = v_BTHV.new_zeros(shape, dtype=sum_dtype(v_BTHV))
 
     if num_tokens == 1:
         return _step(q_BTHK, k_BTHK, v_BTHV, log_decay_BTHK, scale, state)
@@ -125,10 +127,11 @@ class _GLA(torch.autograd.Function):
         states_NRKV = _scan(decays.log_since_ZCK[:, -1], added_ZKV, state_BHKV)
 
         scores_ZCC = _scores(q_ZCK, k_ZCK, _decayed(q_ZCK, k_ZCK, decays.pairs))
-        earlier_ZCV = (q_ZCK * decays.log_since_ZCK.exp()) @ states_NRKV[:-1].flatten(0, 1)
+        before_ZKV = states_NRKV[:-1].flatten(0, 1)
+        earlier_ZCV = (q_ZCK * decays.log_since_ZCK.exp()) @ before_ZKV
         o_ZCV = scale * (earlier_ZCV + scores_ZCC @ v_ZCV)
-        # not a view of all states
-        return _join(o_ZCV, v_BTHV), states_NRKV[-1].view_as(state_BHKV).clone()
+        final_BHKV = states_NRKV[-1].view_as(state_BHKV).clone()  # not a view of all states
+        return _join(o_ZCV, v_BTHV), final_BHKV
 
     @staticmethod
     @once_differentiable
@@ -148,11 +151,12 @@ class _GLA(torch.autograd.Function):
         states_NRKV = _scan(log_total_ZK, k_until_ZCK.mT @ v_ZCV, state_BHKV)
         dadded_ZKV = (q_ZCK * since_ZCK).mT @ do_ZCV
         dstates_NRKV = _scan(log_total_ZK, dadded_ZKV, dfinal_BHKV, reverse=True)
+        before_ZKV = states_NRKV[:-1].flatten(0, 1)
         end_ZKV = states_NRKV[1:].flatten(0, 1)
         dend_ZKV = dstates_NRKV[1:].flatten(0, 1)
 
         # What passes through the states before and after the chunk, and all of dv.
-        dq_ZCK = since_ZCK * (do_ZCV @ states_NRKV[:-1].flatten(0, 1).mT)
+        dq_ZCK = since_ZCK * (do_ZCV @ before_ZKV.mT)
         dk_ZCK = until_ZCK * (v_ZCV @ dend_ZKV.mT)
         decayed = _decayed(q_ZCK, k_ZCK, decays.pairs)
         dv_ZCV = _scores(q_ZCK, k_ZCK, decayed).mT @ do_ZCV + k_until_ZCK @ dend_ZKV
@@ -172,10 +176,13 @@ class _GLA(torch.autograd.Function):
             dscores_ZPSS = torch.stack((upper_left, lower_right), dim=2).flatten(1, 2)
 
         # Log decays: sums of q dq - k dk, and of S dS at the end, up to the next start.
-        at_end_Z1K = (end_ZKV * dend_ZKV).sum(-1)[:, None]
-        change_ZCK = torch.cat((q_ZCK * dq_ZCK - k_ZCK * dk_ZCK, at_end_Z1K), dim=1)
-        document_ZC = F.pad(log_decay_ZCK.isneginf().all(-1), (0, 1)).cumsum(1)
-        is_later_ZCC = (document_ZC[:, :-1, None] == document_ZC[:, None]).triu()
+        at_end_ZK = (end_ZKV * dend_ZKV).sum(-1)
+        change_ZCK = q_ZCK * dq_ZCK - k_ZCK * dk_ZCK
+        change_ZCK = torch.cat((change_ZCK, at_end_ZK[:, None]), dim=1)
+        is_start_ZC = log_decay_ZCK.isneginf().all(-1)
+        document_ZC = F.pad(is_start_ZC, (0, 1)).cumsum(1)
+        is_later_ZCC = document_ZC[:, :-1, None] == document_ZC[:, None]
+        is_later_ZCC = is_later_ZCC.triu()
         dlog_decay_ZCK = is_later_ZCC.to(change_ZCK.dtype) @ change_ZCK
 
         # The diagonal of the scores, which no decay changes.
@@ -195,17 +202,19 @@ class _GLA(torch.autograd.Function):
 
 def _split(x_BTHK: Tensor, chunk: int) -> Tensor:
     """Return the chunks [Z, C, K] in `sum_dtype`, the last filled up with zeros."""
+    dtype = sum_dtype(x_BTHK)
     missing = -x_BTHK.shape[1] % chunk
-    x_BTHK = F.pad(x_BTHK, (0, 0, 0, 0, 0, missing)).to(sum_dtype(x_BTHK))
-    return x_BTHK.unflatten(1, (-1, chunk)).permute(1, 0, 3, 2, 4).flatten(0, 2)
+    x_BTHK = F.pad(x_BTHK, (0, 0, 0, 0, 0, missing)).to(dtype)
+    x_BNCHK = x_BTHK.unflatten(1, (-1, chunk))
+    return x_BNCHK.permute(1, 0, 3, 2, 4).flatten(0, 2)
 
 
 def _join(x_ZCK: Tensor, like_BTHK: Tensor) -> Tensor:
     """Invert `_split` of a tensor shaped like `like_BTHK`, in its dtype."""
     batch, num_tokens, heads, _ = like_BTHK.shape
     x_NBHCK = x_ZCK.unflatten(0, (-1, batch, heads))
-    x_BTHK = x_NBHCK.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :num_tokens]
-    return x_BTHK.to(like_BTHK.dtype)
+    x_BTHK = x_NBHCK.permute(1, 0, 3, 2, 4).flatten(1, 2)
+    return x_BTHK[:, :num_tokens].to(like_BTHK.dtype)
 
 
 def _decays(log_decay_ZCK: Tensor) -> _Decays:
@@ -225,9 +234,15 @@ def _decays(log_decay_ZCK: Tensor) -> _Decays:
         pairs.append(_Pair(second_ZPSK=since_second.exp(), first_ZPSK=until_first.exp()))
 
         # Join each pair: its total is the last sum since the block began.
-        since_ZPSK = torch.cat((since_first, since_second + since_first[:, :, -1:]), dim=2)
-        until_ZPSK = torch.cat((until_first + since_second[:, :, -1:], until_second), dim=2)
-    return _Decays(since_ZPSK[:, 0], until_ZPSK[:, 0], pairs)
+        total_first = since_first[:, :, -1:]
+        total_second = since_second[:, :, -1:]
+        since_ZPSK = torch.cat((since_first, since_second + total_first), dim=2)
+        until_ZPSK = torch.cat((until_first + total_second, until_second), dim=2)
+    return _Decays(
+        log_since_ZCK=since_ZPSK[:, 0],
+        log_until_ZCK=until_ZPSK[:, 0],
+        pairs=pairs,
+    )
 
 
 def _decayed(q_ZCK: Tensor, k_ZCK: Tensor, pair_decays: list[_Pair]) -> list[_Pair]:
@@ -237,7 +252,11 @@ def _decayed(q_ZCK: Tensor, k_ZCK: Tensor, pair_decays: list[_Pair]) -> list[_Pa
         shape = (-1, 2, decay.second_ZPSK.shape[2])
         q_ZPSK = q_ZCK.unflatten(1, shape)[:, :, 1]
         k_ZPSK = k_ZCK.unflatten(1, shape)[:, :, 0]
-        decayed.append(_Pair(q_ZPSK * decay.second_ZPSK, k_ZPSK * decay.first_ZPSK))
+        pair = _Pair(
+            second_ZPSK=q_ZPSK * decay.second_ZPSK,
+            first_ZPSK=k_ZPSK * decay.first_ZPSK,
+        )
+        decayed.append(pair)
     return decayed
 
 
@@ -247,10 +266,13 @@ def _scores(q_ZCK: Tensor, k_ZCK: Tensor, decayed: list[_Pair]) -> Tensor:
     From the diagonal, blocks of one token, to the whole chunk: two neighbors and the product of the
     second's queries with the first's keys are a block of twice the size.
     """
-    scores_ZPSS = (q_ZCK * k_ZCK).sum(-1)[..., None, None]
+    diagonal_ZC = (q_ZCK * k_ZCK).sum(-1)
+    scores_ZPSS = diagonal_ZC[..., None, None]
     for q_ZPSK, k_ZPSK in decayed:
-        upper = F.pad(scores_ZPSS[:, 0::2], (0, scores_ZPSS.shape[3]))
-        lower = torch.cat((q_ZPSK @ k_ZPSK.mT, scores_ZPSS[:, 1::2]), dim=3)
+        first_ZPSS = scores_ZPSS[:, 0::2]
+        second_ZPSS = scores_ZPSS[:, 1::2]
+        upper = F.pad(first_ZPSS, (0, first_ZPSS.shape[3]))
+        lower = torch.cat((q_ZPSK @ k_ZPSK.mT, second_ZPSS), dim=3)
         scores_ZPSS = torch.cat((upper, lower), dim=2)
     return scores_ZPSS[:, 0]
 
@@ -263,9 +285,10 @@ def _scan(
     The next state is exp(log_decay) state + added. `reverse`: from the last state to the first.
     """
     state_RKV = state_BHKV.flatten(0, 1)
-    decay_NRK1 = log_decay_ZK.exp().unflatten(0, (-1, len(state_RKV)))[..., None]
-    added_NRKV = added_ZKV.unflatten(0, (-1, len(state_RKV)))
-    return _states(decay_NRK1, added_NRKV, state_RKV, reverse)
+    shape = (-1, len(state_RKV))
+    decay_NRK = log_decay_ZK.exp().unflatten(0, shape)
+    added_NRKV = added_ZKV.unflatten(0, shape)
+    return _states(decay_NRK[..., None], added_NRKV, state_RKV, reverse)
 
 
 @torch.library.custom_op(f"{OPERATORS}_gla_states", mutates_args=())

@@ -1,5 +1,6 @@
 """Graphs of torch.compile: views and results, and the code that Inductor generates, never run."""
 
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from torch import fx
 TRITON_LAUNCH = re.compile(r"^\s+triton_\w+\.run\(", re.MULTILINE)
 
 
-def is_view(operator: torch._ops.OpOverload) -> bool:
+def is_view(overload: torch._ops.OpOverload) -> bool:
     """Return whether an operator only returns views of its arguments."""
-    aliases = [returned.alias_info for returned in operator._schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+    aliases = [returned.alias_info for returned in overload._schema.returns]
+    if not aliases:
+        return False
+    return all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -24,7 +27,7 @@ def base_of(node: fx.Node) -> fx.Node:
         if not isinstance(source, fx.Node):
             break
         # an element of the list of views that an operator like split returns
-        is_element = getattr(node.target, "__name__", "") == "getitem" and _is_view_node(source)
+        is_element = node.target is operator.getitem and _is_view_node(source)
         if not is_element and not _is_view_node(node):
             break
         node = source
@@ -37,7 +40,7 @@ def _is_view_node(node: fx.Node) -> bool:
 
 def results_of(graph: fx.GraphModule) -> Sequence[Any]:
     """Return what a graph returns: nodes, and values such as None."""
-    (results,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    (results,) = graph.graph.output_node().args
     assert isinstance(results, (list, tuple))
     return results
 
@@ -102,13 +105,10 @@ def generate_code(
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
             lowering.run(*inputs)
             code, _ = lowering.codegen()
-            kernels = [
-                Kernel(
-                    str(getattr(node.node, "python_kernel_name", None) or ""),
-                    node.get_read_write_buffers_sizes(),
-                )
-                for node in lowering.scheduler.nodes
-            ]
+            kernels = []
+            for node in lowering.scheduler.nodes:
+                name = getattr(node.node, "python_kernel_name", None)
+                kernels.append(Kernel(str(name or ""), node.get_read_write_buffers_sizes()))
     return Generated(code.value, kernels, lowering)
 
 
@@ -124,4 +124,5 @@ def temporary_bytes(generated: Generated) -> int:
         freeable = memory.get_freeable_input_buf(nodes, OrderedSet(lowering.graph_inputs))
         outputs = OrderedSet(lowering.get_output_names())
         peak, _ = memory.estimate_peak_memory(nodes, freeable, outputs)
-    return max(0, peak - sum(buffer.mpi_buffer.size_free for buffer in freeable.values()))
+    freed = sum(buffer.mpi_buffer.size_free for buffer in freeable.values())
+    return max(0, peak - freed)

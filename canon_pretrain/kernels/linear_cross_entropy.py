@@ -146,7 +146,8 @@ def _score(logits_CV: Tensor, labels_C: Tensor, terms: _Terms) -> _Score:
     other_terms = []
     if terms.z_loss:
         # l = logsumexp - the label's logit
-        label_logit_C = logits_CV.gather(1, labels_C.clamp(min=0)[:, None])[:, 0]
+        label_C1 = labels_C.clamp(min=0)[:, None]
+        label_logit_C = logits_CV.gather(1, label_C1)[:, 0]
         z_C = nats_C + label_logit_C.to(dtype)
         other_terms.append(terms.z_loss * z_C.square() * (labels_C != IGNORE_INDEX))
     if terms.squared_loss:
@@ -175,8 +176,9 @@ def _differentiate(
     # softmax * by_z, and at the label softmax * by_z - by_nats. In place: log p is the largest.
     label_C1 = labels_C.clamp(min=0)[:, None]
     label_p_C1 = score.log_p_CV.gather(1, label_C1).exp()
-    at_label_C1 = label_p_C1 * by_z_C[:, None] - by_nats_C[:, None]
-    dlogits_CV = score.log_p_CV.exp_().mul_(by_z_C[:, None]).to(logits_CV.dtype)
+    by_z_C1 = by_z_C[:, None]
+    at_label_C1 = label_p_C1 * by_z_C1 - by_nats_C[:, None]
+    dlogits_CV = score.log_p_CV.exp_().mul_(by_z_C1).to(logits_CV.dtype)
     dlogits_CV = dlogits_CV.scatter_(1, label_C1, at_label_C1.to(dlogits_CV.dtype))
     return score.nats_C, score.added_C, dlogits_CV
 
@@ -184,9 +186,9 @@ def _differentiate(
 def _matmul(a: Tensor, b: Tensor, total: Tensor | None = None) -> Tensor:
     """Return a @ b of `_widen` factors in `sum_dtype`, added in place to `total`, if any."""
     dtype = sum_dtype(a)
-    if a.dtype == dtype:
-        return a @ b if total is None else total.addmm_(a, b)
-    product = torch.mm(a, b, out_dtype=dtype)
+    if total is not None and a.dtype == dtype:
+        return total.addmm_(a, b)
+    product = a @ b if a.dtype == dtype else torch.mm(a, b, out_dtype=dtype)
     return product if total is None else total.add_(product)
 
 

@@ -64,7 +64,7 @@ def package_problem(backend: str, package: Package | None = None) -> str | None:
         version = importlib.import_module(package.module).__version__
         for name in package.needed:
             getattr(importlib.import_module(package.functions), name)
-        is_old = tuple(int(part) for part in version.split(".")[:2]) < package.first_version
+        is_old = tuple(map(int, version.split(".")[:2])) < package.first_version
     except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
         return f"the package {package.module} can't be imported: {type(error).__name__}: {error}"
     if is_old:
@@ -98,7 +98,8 @@ def canon_by_package(
     if backend == "fla":
         fits = segments_BN is None
     else:
-        fits = weight_C1K.shape[2] in CONV1D_TAPS and x_BTC.shape[2] % CONV1D_ALIGNMENT == 0
+        is_aligned = x_BTC.shape[2] % CONV1D_ALIGNMENT == 0
+        fits = is_aligned and weight_C1K.shape[2] in CONV1D_TAPS
     if not (is_supported and fits):
         return canon_compiled(
             x_BTC,
@@ -117,7 +118,12 @@ def canon_by_package(
     # causal-conv1d skips segments below 0, which are our padding.
     segments_BT = None if segments_BN is None else segments_BN[:, reach:] + 1
     return package_forward(
-        x_BTC, taps_CK, segments_BT, backend, residual and activation, activation
+        x_BTC,
+        taps_CK,
+        segments_BT,
+        backend,
+        adds=residual and activation,
+        silu=activation,
     )
 
 
@@ -157,7 +163,11 @@ def package_backward(
         dy = dy.contiguous()
         with torch.cuda.device_of(x):  # Triton launches on the current device
             dx_BTC, dtaps_CK, *_ = backward(
-                x=x, dy=dy, dht=None, weight=taps, activation="silu" if silu else None
+                x=x,
+                dy=dy,
+                dht=None,
+                weight=taps,
+                activation="silu" if silu else None,
             )
         return dx_BTC + dy if adds else dx_BTC, dtaps_CK
 
@@ -171,9 +181,17 @@ def package_backward(
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     try:
-        # x, weight, bias, dout, seq_idx, initial_states, dfinal_states, dx, return_dinitial, silu
         _, dtaps_CK, *_ = backward(
-            x_BCT, taps, None, dy_BCT, segments, None, None, dx_BCT, False, silu
+            x_BCT,
+            taps,
+            None,  # bias
+            dy_BCT,
+            segments,
+            None,  # initial states
+            None,  # gradient of the final states
+            dx_BCT,
+            False,  # whether to return the gradient of the initial states
+            silu,
         )
     finally:
         torch._C._set_deterministic_algorithms(was_deterministic, warn_only=warn_only)
@@ -214,5 +232,6 @@ def _channels_last(x_BTC: Tensor) -> Tensor:
     if x_BTC.data_ptr() % 16:
         x_BTC = x_BTC.clone()
     rows, num_tokens, channels = x_BTC.shape
-    # strides of dims of size 1 included
-    return x_BTC.as_strided((rows, channels, num_tokens), (num_tokens * channels, 1, channels))
+    shape = (rows, channels, num_tokens)
+    strides = (num_tokens * channels, 1, channels)  # also of dims of size 1
+    return x_BTC.as_strided(shape, strides)

@@ -76,11 +76,14 @@ def _step(
     decay_BH = (dt_BH * A_H.to(dtype)).exp()
     if starts_B1 is not None:
         decay_BH = decay_BH.masked_fill(starts_B1, 0)
-    added_BHNP = b_BN[:, None, :, None] * (dt_BH[..., None] * x_BHP)[:, :, None]
+    dt_x_BHP = dt_BH[..., None] * x_BHP
+    added_BHNP = b_BN[:, None, :, None] * dt_x_BHP[:, :, None]
     state_BHNP = decay_BH[..., None, None] * state_BHNP + added_BHNP
 
     # y_t = C_t S_t + D x_t
-    y_BHP = (c_BN[:, None, None] @ state_BHNP)[:, :, 0] + D_H.to(dtype)[:, None] * x_BHP
+    c_state_BH1P = c_BN[:, None, None] @ state_BHNP
+    d_x_BHP = D_H.to(dtype)[:, None] * x_BHP
+    y_BHP = c_state_BH1P[:, :, 0] + d_x_BHP
     return y_BHP[:, None].to(x_B1HP.dtype), state_BHNP
 
 
@@ -114,7 +117,7 @@ class _Ssd(torch.autograd.Function):
         before_BHCNP, final_BHNP = _states(chunks.total_BHC, added_BHCNP, state_BHNP)
 
         y_BHCLP = chunks.mixing @ x_BHCLP + chunks.c_from_start @ before_BHCNP
-        y_BHCLP = y_BHCLP + D_H.to(y_BHCLP.dtype)[:, None, None, None] * x_BHCLP
+        y_BHCLP = y_BHCLP + _per_head(D_H, x_BHCLP) * x_BHCLP
         return _by_tokens(y_BHCLP, x_BTHP), final_BHNP.clone()  # not a view of all states
 
     @staticmethod
@@ -126,6 +129,8 @@ class _Ssd(torch.autograd.Function):
         b = chunks.b_B1CLN
         c = chunks.c_B1CLN
         total_BHC = chunks.total_BHC
+        from_start_BHCL = chunks.from_start
+        to_end_BHCL = chunks.to_end
         b_to_end = chunks.b_to_end  # [B, H, C, L, N]
         c_from_start = chunks.c_from_start  # [B, H, C, L, N]
         dy = _by_chunks(dy_BTHP.to(x.dtype), ctx.chunk)
@@ -138,7 +143,7 @@ class _Ssd(torch.autograd.Function):
 
         # x is in y by M and D, and in the state after the chunk.
         dx = chunks.mixing.mT @ dy + b_to_end @ dafter_BHCNP
-        dx = dx + D_H.to(dx.dtype)[:, None, None, None] * dy
+        dx = dx + _per_head(D_H, dy) * dy
 
         # M_ls = (c_l b_s) decay_ls dt_s. Here is dM_ls decay_ls, without the factor dt_s.
         dmixing_BHCLL = (dy @ x.mT) * _decays(chunks.sums_BHCL, x.dtype)
@@ -148,9 +153,10 @@ class _Ssd(torch.autograd.Function):
         db_to_end = x @ dafter_BHCNP.mT
         dc_from_start = dy @ before_BHCNP.mT
         dc = dscores_B1CLL @ b
-        dc = dc + (dc_from_start * chunks.from_start[..., None]).sum(1, keepdim=True)
+        dc = dc + (dc_from_start * from_start_BHCL[..., None]).sum(1, keepdim=True)
+        dt_to_end_BHCL = to_end_BHCL * chunks.dt_BHCL
         db = dscores_B1CLL.mT @ c
-        db = db + (db_to_end * (chunks.to_end * chunks.dt_BHCL)[..., None]).sum(1, keepdim=True)
+        db = db + (db_to_end * dt_to_end_BHCL[..., None]).sum(1, keepdim=True)
 
         # Of the sums of log decays: sum_l adds to row l of M, is subtracted from column l and from
         # token l's decay to the end, and is the decay from the start. In float64, since rows and
@@ -158,15 +164,19 @@ class _Ssd(torch.autograd.Function):
         dt_BHCL = chunks.dt_BHCL.double()
         product_BHCLL = dmixing_BHCLL * (c @ b.mT)
         ddt_mixing_BHCL = product_BHCLL.sum(-2, dtype=torch.float64)
-        ddt_to_end_BHCL = ((db_to_end * b).sum(-1) * chunks.to_end).double()
+        ddt_to_end_BHCL = ((db_to_end * b).sum(-1) * to_end_BHCL).double()
+        ddt_BHCL = ddt_mixing_BHCL + ddt_to_end_BHCL
+        dfrom_start_BHCL = (dc_from_start * c).sum(-1)
         dsums_BHCL = (product_BHCLL.double() * dt_BHCL[..., None, :]).sum(-1)
-        dsums_BHCL = dsums_BHCL - dt_BHCL * (ddt_mixing_BHCL + ddt_to_end_BHCL)
-        dsums_BHCL = dsums_BHCL + (dc_from_start * c).sum(-1) * chunks.from_start
+        dsums_BHCL = dsums_BHCL - dt_BHCL * ddt_BHCL
+        dsums_BHCL = dsums_BHCL + dfrom_start_BHCL * from_start_BHCL
 
         # The chunk's total is its last sum.
+        ddecay_BHC = (before_BHCNP * dafter_BHCNP).sum((-2, -1))
         dtotal_BHC = (dt_BHCL * ddt_to_end_BHCL).sum(-1)
-        dtotal_BHC = dtotal_BHC + total_BHC.exp() * (before_BHCNP * dafter_BHCNP).sum((-2, -1))
-        dsums_BHCL = dsums_BHCL + F.pad(dtotal_BHC[..., None], (dsums_BHCL.shape[-1] - 1, 0))
+        dtotal_BHC = dtotal_BHC + total_BHC.exp() * ddecay_BHC
+        num_earlier = dsums_BHCL.shape[-1] - 1
+        dsums_BHCL = dsums_BHCL + F.pad(dtotal_BHC[..., None], (num_earlier, 0))
 
         # A log decay is in the sums of its token and of later ones, but not past the next cut,
         # after which their gradients add up to 0 but for rounding.
@@ -176,7 +186,7 @@ class _Ssd(torch.autograd.Function):
         dlog_BHCL = dlog_BHCL.masked_fill(chunks.is_cut_BHCL, 0)
 
         # dt is in M, in b_to_end, and in the log decays, log = dt A.
-        ddt_BHCL = ddt_mixing_BHCL + ddt_to_end_BHCL + dlog_BHCL * A_H.double()[:, None, None]
+        ddt_BHCL = ddt_BHCL + dlog_BHCL * A_H.double()[:, None, None]
         dA_H = (dlog_BHCL * dt_BHCL).sum((0, 2, 3))
         dD_H = (dy * x).sum((0, 2, 3, 4))
         return (
@@ -242,12 +252,14 @@ class _Chunks(NamedTuple):
     @property
     def to_end(self) -> Tensor:
         """The decay from each token to the chunk's last, [B, H, C, L]."""
-        return (self.sums_BHCL[..., -1:] - self.sums_BHCL).exp().to(self.x_BHCLP.dtype)
+        log_to_end_BHCL = self.sums_BHCL[..., -1:] - self.sums_BHCL
+        return log_to_end_BHCL.exp().to(self.x_BHCLP.dtype)
 
     @property
     def b_to_end(self) -> Tensor:
         """The factors of x in the state after the chunk, [B, H, C, L, N]."""
-        return (self.to_end * self.dt_BHCL)[..., None] * self.b_B1CLN
+        dt_to_end_BHCL = self.to_end * self.dt_BHCL
+        return dt_to_end_BHCL[..., None] * self.b_B1CLN
 
     @property
     def c_from_start(self) -> Tensor:
@@ -268,18 +280,26 @@ def _by_chunks(v_BTHX: Tensor, chunk: int) -> Tensor:
     chunk = min(chunk, num_tokens)
     if missing := -num_tokens % chunk:
         v_BTHX = F.pad(v_BTHX, (0, 0, 0, 0, 0, missing))
-    return v_BTHX.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4).contiguous()
+    v_BCLHX = v_BTHX.unflatten(1, (-1, chunk))
+    return v_BCLHX.permute(0, 3, 1, 2, 4).contiguous()
 
 
 def _by_tokens(v_BHCLX: Tensor, like_BTHX: Tensor) -> Tensor:
     """Return the inverse of `_by_chunks`, in the dtype of `like_BTHX`."""
-    v_BTHX = v_BHCLX.to(like_BTHX.dtype).permute(0, 2, 3, 1, 4).flatten(1, 2)
-    return v_BTHX[:, : like_BTHX.shape[1]].contiguous()
+    num_tokens = like_BTHX.shape[1]
+    v_BCLHX = v_BHCLX.to(like_BTHX.dtype).permute(0, 2, 3, 1, 4)
+    return v_BCLHX.flatten(1, 2)[:, :num_tokens].contiguous()
+
+
+def _per_head(D_H: Tensor, like_BHCLP: Tensor) -> Tensor:
+    """Return a value per head as [H, 1, 1, 1] in the dtype of `like_BHCLP`."""
+    return D_H.to(like_BHCLP.dtype)[:, None, None, None]
 
 
 def _decays(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Return exp(sums_i - sums_j) for j <= i, else 0: [.., I, J] from [.., I]."""
-    differences = (sums[..., :, None] - sums[..., None, :]).to(dtype)
+    differences = sums[..., :, None] - sums[..., None, :]
+    differences = differences.to(dtype)
     is_later = sums.new_ones(differences.shape[-2:], dtype=torch.bool).triu(1)
     return differences.masked_fill(is_later, -torch.inf).exp()
 
@@ -296,9 +316,11 @@ def _states(log_BHC: Tensor, added_BHCNP: Tensor, first_BHNP: Tensor) -> tuple[T
     # One group: the state before chunk i is a decayed sum of `first` and of what each j < i adds.
     if num_chunks <= GROUP:
         terms = torch.cat((first_BHNP[:, :, None], added_BHCNP), dim=2)
-        decays = _decays(F.pad(log_BHC, (1, 0)).cumsum(-1), added_BHCNP.dtype)
+        sums = F.pad(log_BHC, (1, 0)).cumsum(-1)
+        decays = _decays(sums, terms.dtype)
         states = (decays @ terms.flatten(3)).view_as(terms)
-        return states[:, :, :-1], states[:, :, -1]
+        before = states[:, :, :-1]
+        return before, states[:, :, -1]
 
     if missing := -num_chunks % GROUP:
         log_BHC = F.pad(log_BHC, (0, missing))
@@ -307,10 +329,11 @@ def _states(log_BHC: Tensor, added_BHCNP: Tensor, first_BHNP: Tensor) -> tuple[T
     # What each group G of J chunks adds, and from that the states before the groups.
     log_BHGJ = log_BHC.unflatten(2, (-1, GROUP))
     sums_BHGJ = log_BHGJ.cumsum(-1)
-    to_end_BHGJ = (sums_BHGJ[..., -1:] - sums_BHGJ).exp().to(added_BHCNP.dtype)
+    log_to_end_BHGJ = sums_BHGJ[..., -1:] - sums_BHGJ
+    to_end_BHGJ = log_to_end_BHGJ.exp().to(added_BHCNP.dtype)
     added_BHGJX = added_BHCNP.unflatten(2, (-1, GROUP)).flatten(4)
-    added_BHGX = (to_end_BHGJ[..., None, :] @ added_BHGJX)[..., 0, :]
-    added_BHGNP = added_BHGX.unflatten(3, state_shape)
+    added_BHG1X = to_end_BHGJ[..., None, :] @ added_BHGJX
+    added_BHGNP = added_BHG1X[..., 0, :].unflatten(3, state_shape)
     before_BHGNP, last_BHNP = _states(sums_BHGJ[..., -1], added_BHGNP, first_BHNP)
 
     # The states in each group by itself, as of further heads.
@@ -319,4 +342,5 @@ def _states(log_BHC: Tensor, added_BHCNP: Tensor, first_BHNP: Tensor) -> tuple[T
         added_BHCNP.view(num_rows, -1, GROUP, *state_shape),
         before_BHGNP.flatten(1, 2),
     )
-    return states.reshape(num_rows, num_heads, -1, *state_shape)[:, :, :num_chunks], last_BHNP
+    states_BHCNP = states.reshape(num_rows, num_heads, -1, *state_shape)
+    return states_BHCNP[:, :, :num_chunks], last_BHNP

@@ -1,6 +1,5 @@
 """Cost of a compiled graph: products, bytes and launches, counted or estimated without a GPU."""
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -59,23 +58,30 @@ def count_flops(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> tuple[str, int]:
     """Return the kind of product that an operator is, and its FLOPs; ("", 0) for others."""
+    name = func.name()
     if func._overloadpacket is GROUPED:
         # rows of experts [S, K] times [E, K, N]; for a weight's gradient [K, S] times [S, N]
-        return "grouped", 2 * args[0].numel() * args[1].shape[-1]
-    if "grouped_linear" in func.name():  # model/moe.py: the loop over experts, without bfloat16
+        left, right = args[:2]
+        return "grouped", 2 * left.numel() * right.shape[-1]
+    if "grouped_linear" in name:  # model/moe.py: the loop over experts, without bfloat16
         x_SD, weight_EFD = args[-3:-1]
-        num_products = 2 if "backward" in func.name() else 1
-        return _dtype_name(x_SD), 2 * num_products * x_SD.numel() * weight_EFD.shape[1]
+        num_products = 2 if "backward" in name else 1
+        flops = 2 * num_products * x_SD.numel() * weight_EFD.shape[1]
+        return _dtype_name(x_SD), flops
 
     # Other products have a formula in torch's FLOP counter.
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return "", 0
     flops = int(count(*args, **kwargs, out_val=output))
-    if "attention" in func.name():
+    if "attention" in name:
         return "attention", flops
-    operand = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
-    return _dtype_name(operand), flops
+    return _dtype_name(_tensors(args)[0]), flops
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Return a tensor, or those in a list or tuple; none for other values."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _dtype_name(tensor: Tensor) -> str:
@@ -89,7 +95,8 @@ def count_products(graph: fx.GraphModule) -> Counter[str]:
         if not _is_operator(node):
             continue
         args, kwargs = _argument_values(node)
-        kind, count = count_flops(node.target, args, kwargs, node.meta.get("val"))
+        output = node.meta.get("val")
+        kind, count = count_flops(node.target, args, kwargs, output)
         if kind:
             flops[kind] += count
     return flops
@@ -109,7 +116,8 @@ def _is_operator(node: fx.Node) -> bool:
 
 def launches_nothing(func: Any) -> bool:
     """Return whether an operator only allocates or returns views."""
-    return func.name().startswith(NO_KERNEL) or is_view(func)
+    name: str = func.name()
+    return name.startswith(NO_KERNEL) or is_view(func)
 
 
 def operator_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Work:
@@ -127,15 +135,18 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
     """Return the bytes that an operator reads and writes."""
-    if func.name() == GATHER_COPY_IN:  # it returns the buffers that the ranks fill
+    name = func.name()
+    if name == GATHER_COPY_IN:  # it returns the buffers that the ranks fill
         return 2 * _total_bytes(args[0])
 
     # The arguments: those that are written are read too, unless the operator overwrites them.
-    overwrites = func.name().split(".")[0] in OVERWRITING
+    overwrites = name.split(".")[0] in OVERWRITING
     total = 0
-    arguments = func._schema.arguments
-    values = [*args, *(kwargs.get(argument.name) for argument in arguments[len(args) :])]
-    for argument, value in zip(arguments, values, strict=False):
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            value = args[position]
+        else:
+            value = kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         is_read = not (is_written and (overwrites or argument.kwarg_only))
         total += (is_read + is_written) * _total_bytes(value)
@@ -149,8 +160,7 @@ def _moved_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 
 
 def _total_bytes(values: Any) -> int:
-    """Return the bytes of a tensor or of those in a list; 0 for other values."""
-    return sum(num_bytes_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return sum(map(num_bytes_of, _tensors(values)))
 
 
 class _EagerWork(TorchDispatchMode):
@@ -161,9 +171,10 @@ class _EagerWork(TorchDispatchMode):
         self.work = Work()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
         if not launches_nothing(func):
-            self.work.add(operator_work(func, args, kwargs or {}, output))
+            self.work.add(operator_work(func, args, kwargs, output))
         return output
 
 
@@ -178,7 +189,8 @@ def recurrence_work(graph: fx.GraphModule) -> Work:
             continue
         args, kwargs = _argument_values(node)
         body = OPDEFS[node.target._schema.name]._init_fn
-        with node.all_input_nodes[0].meta["val"].fake_mode, eager_work:
+        first_input = node.all_input_nodes[0].meta["val"]
+        with first_input.fake_mode, eager_work:
             body(*args, **kwargs)
     return eager_work.work
 
@@ -261,19 +273,16 @@ def estimate_work(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]
     written = read_from_memory & schedule.reads.keys()
     num_bytes += sum(map(schedule.bytes_of, written))
 
+    work = Work(launches=len(kernels), bytes_moved=num_bytes, flops=count_products(graph))
+
     # Calls: products, and operators that are one kernel each.
-    products = [call for call in schedule.calls if _is_product(call)]
-    operators = [
-        call
-        for call in schedule.calls
-        if not (_is_product(call) or _is_opaque(call) or _is_recurrence(call))
-    ]
-    work = Work(
-        launches=len(kernels) + len(products) + len(operators),
-        bytes_moved=num_bytes + sum(map(schedule.bytes_of_call, operators)),
-        product_bytes=sum(map(schedule.bytes_of_call, products)),
-        flops=count_products(graph),
-    )
+    for call in schedule.calls:
+        if _is_product(call):
+            work.launches += 1
+            work.product_bytes += schedule.bytes_of_call(call)
+        elif not (_is_opaque(call) or _is_recurrence(call)):
+            work.launches += 1
+            work.bytes_moved += schedule.bytes_of_call(call)
     work.add(recurrence_work(graph))
     return work
 
@@ -296,7 +305,9 @@ class _Schedule:
 
         for node in self.calls:
             self.needed.update(map(base_of, node.all_input_nodes))
-        self.needed.update(base_of(node) for node in results_of(graph) if isinstance(node, fx.Node))
+        for result in results_of(graph):
+            if isinstance(result, fx.Node):
+                self.needed.add(base_of(result))
 
         for node in nodes:
             self._visit(node)
@@ -304,7 +315,8 @@ class _Schedule:
     def _visit(self, node: fx.Node) -> None:
         """Add a node whose inputs have been visited."""
         if _is_call(node):
-            self._ready[node] = 1 + self._depth(map(base_of, node.all_input_nodes))
+            sources = map(base_of, node.all_input_nodes)
+            self._ready[node] = 1 + self._depth(sources)
         elif node.target is operator.getitem:
             self._ready[node] = self._depth(node.all_input_nodes[:1])
         elif _is_generated(node):
@@ -312,7 +324,8 @@ class _Schedule:
             self.reads[node] = reads
             num_large = sum(num_bytes > SMALL_BYTES for num_bytes in reads.values())
             is_reused = len(node.users) > 1 and num_large > MAX_INLINED_READS
-            if node in self.needed or _name(node) in STORED or is_reused:
+            is_needed = node in self.needed or _name(node) in STORED
+            if is_needed or is_reused:
                 self.stored.append(node)
                 self._ready[node] = self._depth(read.source for read in reads)
 
@@ -329,7 +342,8 @@ class _Schedule:
             is_inlined = source in self.reads and source not in self._ready
             if is_inlined:
                 for read, num_bytes in self.reads[source].items():
-                    _count_once(reads, Read(read.source, order + read.order), num_bytes)
+                    inlined = Read(read.source, order + read.order)
+                    _count_once(reads, inlined, num_bytes)
             elif not _is_constant(source):
                 num_bytes = min(self.bytes_of(used), self.bytes_of(source))
                 _count_once(reads, Read(source, order), num_bytes)
@@ -339,7 +353,11 @@ class _Schedule:
         """Return the stored values in groups that share a kernel."""
         kernels: list[_Kernel] = []
         for node in self.stored:
-            new = _Kernel(self._ready[node], {node}, dict(self.reads[node]))
+            new = _Kernel(
+                depth=self._ready[node],
+                nodes={node},
+                reads=dict(self.reads[node]),
+            )
             for kernel in [kernel for kernel in kernels if kernel.joins(new)]:
                 new.merge(kernel)
                 kernels.remove(kernel)
@@ -351,13 +369,15 @@ class _Schedule:
         if not isinstance(value, Tensor):
             return 0
         shape = tuple(value.shape)
-        if shape in self.constant_shapes or shape[::-1] in self.constant_shapes:
+        if not self.constant_shapes.isdisjoint((shape, shape[::-1])):
             return 0
-        return math.prod(shape) * value.itemsize
+        return num_bytes_of(value)
 
     def bytes_of_call(self, node: fx.Node) -> float:
         """Return what a product or another operator reads and writes."""
-        results = node.users if isinstance(node.meta["val"], (tuple, list)) else (node,)
+        results: Iterable[fx.Node] = (node,)
+        if isinstance(node.meta["val"], (tuple, list)):
+            results = node.users
         return sum(map(self.bytes_of, (*node.all_input_nodes, *results)))
 
 
@@ -370,8 +390,9 @@ def _is_product(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     packet = node.target._overloadpacket
-    is_loop = "grouped_linear" in node.target.name()
-    return packet is GROUPED or packet in flop_registry or is_loop
+    if packet is GROUPED or packet in flop_registry:
+        return True
+    return "grouped_linear" in node.target.name()
 
 
 def _is_opaque(node: fx.Node) -> bool:
@@ -407,8 +428,8 @@ def _order_of(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     while node is not base:
         if _is_operator(node) and _name(node) == "permute":
             dims: Any = node.args[1]
-            shape = node.meta["val"].shape
-            moved = [dim for dim, size in zip(dims, shape, strict=True) if size > 1]
+            sizes = node.meta["val"].shape
+            moved = [dim for dim, size in zip(dims, sizes, strict=True) if size > 1]
             if moved != sorted(moved):
                 order.insert(0, tuple(moved))
         node = node.all_input_nodes[0]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from scipy import stats
-from scipy.special import gammaln, logsumexp, polygamma, stdtr, stdtrit
+from scipy.special import gammaln, logsumexp, polygamma, softmax, stdtr, stdtrit
 
 from canon_pretrain.stats.claims import Claim
 from canon_pretrain.stats.decide import ALPHA, Noise, critical_value, holm, two_sided_p
@@ -60,6 +60,10 @@ class Cell(NamedTuple):
     is_split: bool | None = None
     all_or_nothing: float = 0.0
 
+    @property
+    def stderr(self) -> float:
+        return math.sqrt(self.variance)
+
 
 Cells = dict[str, dict[str, Cell]]
 """cells[task][architecture]"""
@@ -84,10 +88,12 @@ class Difference(NamedTuple):
         """Return the 95 % interval of this difference alone."""
         if self.p is None:
             return None
-        below, above = (
-            max(critical_value(ALPHA / choices, noise) for noise in self.noises)
-            for choices in self.choices
-        )
+
+        half_widths = []
+        for choices in self.choices:
+            alpha = ALPHA / choices
+            half_widths.append(max(critical_value(alpha, noise) for noise in self.noises))
+        below, above = half_widths
         return self.difference - below, self.difference + above
 
 
@@ -139,20 +145,21 @@ def measure(
     A score between 0 and 1 varies at least as its items do, with two more right and two more wrong
     ones (Agresti and Coull 1998): three seeds that all score 1 have a variance.
     """
-    tasks = list(dict.fromkeys(task for by_task in scores.values() for task in by_task))
-    groups = {
-        (task, name): np.asarray(scores[name][task], np.float64)
-        for task in tasks
-        for name in scores
-        if len(scores[name].get(task, ()))
-    }
-    if not all(np.isfinite(group).all() for group in groups.values()):
-        raise ValueError("a board's scores must be finite")
+    tasks = list(dict.fromkeys(itertools.chain(*scores.values())))
+    items = items or {}
 
-    num_items = dict.fromkeys(tasks, ITEMS) | dict(items or {})
-    unbounded_tasks = {
-        task for (task, _), group in groups.items() if ((group < 0) | (group > 1)).any()
-    }
+    # The scores of each cell, by task.
+    groups: dict[tuple[str, str], np.ndarray] = {}
+    unbounded_tasks: set[str] = set()
+    for task in tasks:
+        for name, scores_by_task in scores.items():
+            group = np.asarray(scores_by_task.get(task, ()), np.float64)
+            if not np.isfinite(group).all():
+                raise ValueError("a board's scores must be finite")
+            if ((group < 0) | (group > 1)).any():
+                unbounded_tasks.add(task)
+            if group.size:
+                groups[task, name] = group
 
     # The variance over seeds, at least that of the items behind a score. Other scores get a
     # floor as small as their rounding: a variance of 0 has no logarithm.
@@ -160,9 +167,10 @@ def measure(
     variances = np.zeros(len(groups))
     for k, ((task, _), group) in enumerate(groups.items()):
         if task in unbounded_tasks:
-            floors.append((1e-6 * float(abs(group).max())) ** 2 + 1e-300)
+            rounding = 1e-6 * float(abs(group).max())
+            floors.append(rounding**2 + 1e-300)
         else:
-            floors.append(_item_variance(group, num_items[task]))
+            floors.append(_item_variance(group, items.get(task, ITEMS)))
         if group.size > 1:
             variances[k] = group.var(ddof=1)
     variances = np.maximum(variances, floors)
@@ -171,19 +179,22 @@ def measure(
     # Shrink them towards the task's typical variance, and pool them over the task.
     task_indices = np.array([tasks.index(task) for task, _ in groups])
     shrunk, shrunk_dfs = _shrink(variances, dfs, task_indices)
+    shrunk = np.maximum(shrunk, floors)
+    squares = np.bincount(task_indices, weights=dfs * variances)
     pooled_dfs = np.bincount(task_indices, weights=dfs)
-    pooled = np.bincount(task_indices, weights=dfs * variances) / np.maximum(pooled_dfs, 1)
+    pooled = squares / np.maximum(pooled_dfs, 1)
 
     cells: dict[tuple[str, str], Cell] = {}
     for k, ((task, name), group) in enumerate(groups.items()):
+        num_seeds = group.size
         task_index = task_indices[k]
         cell = Cell(
             mean=float(group.mean()),
-            variance=float(max(shrunk[k], floors[k]) / group.size),
+            variance=float(shrunk[k]) / num_seeds,
             df=float(shrunk_dfs[k]),
-            pooled=float(pooled[task_index]) / group.size,
+            pooled=float(pooled[task_index]) / num_seeds,
             pooled_df=int(pooled_dfs[task_index]),
-            num_seeds=group.size,
+            num_seeds=num_seeds,
             choices=(choices or {}).get((name, task), 1.0),
         )
 
@@ -196,8 +207,9 @@ def measure(
 
         # Only shares of right answers can be all or nothing.
         is_split = None
-        if is_bounded and num_items[task] < UNBOUNDED:
-            is_split = bool(np.diff(np.sort(group)).max(initial=0.0) > APART)
+        if is_bounded and items.get(task, ITEMS) < UNBOUNDED:
+            gaps = np.diff(np.sort(group))
+            is_split = bool((gaps > APART).any())
         cells[task, name] = cell._replace(interval=interval, is_split=is_split)
 
     # Whether a cell may be all-or-nothing depends on the other cells.
@@ -220,12 +232,12 @@ def _interval(cell: Cell, *, lower_is_better: bool) -> tuple[float, float] | Non
         return None
 
     # Quantiles of the lower tail, so both are below 0.
-    stderr = math.sqrt(cell.variance)
-    half_width = float(stdtrit(cell.df, ALPHA / 2) * stderr)
-    wider = float(stdtrit(cell.df, ALPHA / 2 / cell.choices) * stderr)
+    mean = cell.mean
+    half_width = float(stdtrit(cell.df, ALPHA / 2) * cell.stderr)
+    wider = float(stdtrit(cell.df, ALPHA / 2 / cell.choices) * cell.stderr)
     if lower_is_better:
-        return cell.mean + half_width, cell.mean - wider
-    return cell.mean + wider, cell.mean - half_width
+        return mean + half_width, mean - wider
+    return mean + wider, mean - half_width
 
 
 def with_all_or_nothing(cells: Mapping[P, Cell], place: P) -> Cell:
@@ -240,19 +252,18 @@ def with_all_or_nothing(cells: Mapping[P, Cell], place: P) -> Cell:
         return cell
 
     task, architecture, *_ = place
-    neighbors = [
-        other
-        for other_place, other in cells.items()
-        if other.is_split is not None
-        and (other_place[0] == task or other_place[1] == architecture)
-        and other_place != place
-    ]
+    neighbors = []
+    for other_place, other in cells.items():
+        is_near = other_place[0] == task or other_place[1] == architecture
+        if is_near and other_place != place and other.is_split is not None:
+            neighbors.append(other)
     num_split = sum(bool(other.is_split) for other in neighbors)
     if not num_split:
         return cell
 
     # Bayes: `share` is the prior, and the seeds agree always if the cell is not all-or-nothing.
-    share = min(1.0, num_split / math.fsum(map(_splits_expected, neighbors)))
+    expected_splits = math.fsum(map(_splits_expected, neighbors))
+    share = min(1.0, num_split / expected_splits)
     agrees = share * (1 - _splits_expected(cell))
     return cell._replace(all_or_nothing=agrees / (agrees + 1 - share))
 
@@ -267,7 +278,8 @@ def _splits_expected(cell: Cell) -> float:
 
 def _item_variance(group: np.ndarray, items: int) -> float:
     """Return the variance of a share of `items`, with two more right and two more wrong ones."""
-    share = (float(group.sum()) * items + 2) / (group.size * items + 4)
+    num_right = float(group.sum()) * items
+    share = (num_right + 2) / (group.size * items + 4)
     return share * (1 - share) / items
 
 
@@ -295,9 +307,10 @@ def _shrink(
     # z = log(d s^2 / (d0 s0^2)), is a z - (a + b) log(1 + e^z) - log B(a, b).
     a_C = dfs[has_noise] / 2
     b_P11 = PRIOR_DF[:, None, None] / 2
+    ab_P1C = a_C + b_P11
     z_PVC = np.log(a_C / b_P11) + log_s2_C - log_s02_V[:, None]
-    minus_log_beta_P1C = gammaln(a_C + b_P11) - gammaln(a_C) - gammaln(b_P11)
-    log_f_PVC = minus_log_beta_P1C + a_C * z_PVC - (a_C + b_P11) * np.logaddexp(0, z_PVC)
+    minus_log_beta_P1C = gammaln(ab_P1C) - gammaln(a_C) - gammaln(b_P11)
+    log_f_PVC = minus_log_beta_P1C + a_C * z_PVC - ab_P1C * np.logaddexp(0, z_PVC)
 
     # The cells of a task are independent, given its s0^2.
     is_in_task_CT = tasks[has_noise][:, None] == np.arange(tasks.max() + 1)
@@ -306,19 +319,22 @@ def _shrink(
     # The most probable d0, by a half-Cauchy prior with the median USUAL_DF (as a density of
     # log d0); then the posterior mean of log s0^2 in each task.
     log_prior_P = np.log(PRIOR_DF) - np.log(PRIOR_DF**2 + USUAL_DF**2)
-    best = int(np.argmax(logsumexp(log_f_PVT, axis=1).sum(axis=1) + log_prior_P))
-    weights_VT = np.exp(log_f_PVT[best] - log_f_PVT[best].max(axis=0))
-    weights_VT /= weights_VT.sum(axis=0)
+    log_likelihood_P = logsumexp(log_f_PVT, axis=1).sum(axis=1)
+    best = int(np.argmax(log_likelihood_P + log_prior_P))
+    weights_VT = softmax(log_f_PVT[best], axis=0)
     center_T = log_s02_V @ weights_VT
 
     # s0^2 is uncertain too: the posterior variance of log s0^2 is added to that of the prior
     # (trigamma), which leaves fewer prior degrees of freedom.
-    log_variance_T = polygamma(1, PRIOR_DF[best] / 2) + log_s02_V**2 @ weights_VT - center_T**2
+    prior_variance = polygamma(1, PRIOR_DF[best] / 2)
+    second_moment_T = log_s02_V**2 @ weights_VT
+    log_variance_T = prior_variance + second_moment_T - center_T**2
     s02 = np.exp(center_T)[tasks]
     d0 = _df_of_log_variance(log_variance_T)[tasks]
-    shrunk = (d0 * s02 + dfs * variances) / (d0 + dfs)
-    task_dfs = (dfs[has_noise] @ is_in_task_CT)[tasks]
-    return shrunk, np.minimum(d0 + dfs, task_dfs)
+    total_dfs = d0 + dfs
+    shrunk = (d0 * s02 + dfs * variances) / total_dfs
+    dfs_T = dfs[has_noise] @ is_in_task_CT
+    return shrunk, np.minimum(total_dfs, dfs_T[tasks])
 
 
 def _df_of_log_variance(log_variance: np.ndarray) -> np.ndarray:
@@ -329,9 +345,22 @@ def _df_of_log_variance(log_variance: np.ndarray) -> np.ndarray:
 
 def _noises(x: Cell, y: Cell) -> list[Noise]:
     """Return the noise by the cells' variances, and by the task's pooled one if there is one."""
-    noises = [Noise(x.variance, x.df, y.variance, y.df)]
+    noises = [
+        Noise(
+            item_variance=x.variance,
+            item_df=x.df,
+            seed_variance=y.variance,
+            seed_df=y.df,
+        )
+    ]
     if x.pooled_df:
-        noises.append(Noise(x.pooled + y.pooled, x.pooled_df, 0.0, 1.0))
+        pooled_noise = Noise(
+            item_variance=x.pooled + y.pooled,
+            item_df=x.pooled_df,
+            seed_variance=0.0,
+            seed_df=1.0,
+        )
+        noises.append(pooled_noise)
     return noises
 
 
@@ -341,9 +370,10 @@ def difference_p(size: float, x: Cell, y: Cell) -> float | None:
         return None
 
     # The largest p: both variances, of the cells and of the task, must reject.
-    p = two_sided_p(size, Noise(x.variance, x.df, y.variance, y.df))
-    if x.pooled_df:
-        p = max(p, student_p(size, math.sqrt(x.pooled + y.pooled), x.pooled_df))
+    cell_noise, *pooled_noises = _noises(x, y)
+    p = two_sided_p(size, cell_noise)
+    for noise in pooled_noises:
+        p = max(p, student_p(size, noise.stderr, noise.item_df))
     return min(p + chance_p(x, y), 1.0)
 
 
@@ -356,22 +386,24 @@ def chance_p(x: Cell, y: Cell) -> float:
     low, high = sorted((x, y), key=lambda cell: abs(cell.mean))
     low_mean = abs(low.mean)
     high_mean = abs(high.mean)
-    if not (low.all_or_nothing or high.all_or_nothing) or low_mean == high_mean:
+    low_prior = low.all_or_nothing
+    high_prior = high.all_or_nothing
+    if not (low_prior or high_prior) or low_mean == high_mean:
         return 0.0
 
     # The higher cell learns in a share low / high of seeds, yet all of its seeds did.
-    all_learn = (low_mean / high_mean) ** high.num_seeds
+    num_high = high.num_seeds
+    all_learn = (low_mean / high_mean) ** num_high
+
     # The lower cell fails in a share (1 - high) / (1 - low) of seeds, yet all of its seeds did.
-    none_learns = ((1 - high_mean) / (1 - low_mean)) ** low.num_seeds
+    num_low = low.num_seeds
+    none_learns = ((1 - high_mean) / (1 - low_mean)) ** num_low
+
     # Of n + m seeds with one chance to learn, exactly the m of the higher cell did: at most
     # (m / (n + m))^m (n / (n + m))^n.
-    total = low.num_seeds + high.num_seeds
-    both = (high.num_seeds / total) ** high.num_seeds * (low.num_seeds / total) ** low.num_seeds
-    return 2 * (
-        high.all_or_nothing * all_learn
-        + low.all_or_nothing * none_learns
-        + high.all_or_nothing * low.all_or_nothing * both
-    )
+    total = num_low + num_high
+    both = (num_high / total) ** num_high * (num_low / total) ** num_low
+    return 2 * (high_prior * all_learn + low_prior * none_learns + high_prior * low_prior * both)
 
 
 def student_p(size: float, stderr: float, df: float) -> float:
@@ -394,11 +426,22 @@ def differences(cells: Cells, *, lower_is_better: Collection[str] = ()) -> list[
                 choices = choices[::-1]
             if p is not None:
                 above, below = choices
-                p = min(p * (below if size < 0 else above), 1.0)
-            pairs.append(Difference(task, a, b, size, _noises(x, y), p, choices=choices))
+                factor = below if size < 0 else above
+                p = min(p * factor, 1.0)
+            pair = Difference(
+                task,
+                a,
+                b,
+                difference=size,
+                noises=_noises(x, y),
+                p=p,
+                choices=choices,
+            )
+            pairs.append(pair)
 
+    adjusted = _holm([pair.p for pair in pairs])
     corrected = []
-    for pair, p_holm in zip(pairs, _holm([pair.p for pair in pairs]), strict=True):
+    for pair, p_holm in zip(pairs, adjusted, strict=True):
         better = None
         if p_holm is not None and p_holm <= ALPHA:
             a_is_better = (pair.difference > 0) != (pair.task in lower_is_better)
@@ -420,8 +463,9 @@ def check_claims(
     """Test the planned claims one-sided; they are a family of their own."""
     tests = []
     for claim in claims:
-        x = cells[claim.task][claim.better]
-        y = cells[claim.task][claim.worse]
+        by_name = cells[claim.task]
+        x = by_name[claim.better]
+        y = by_name[claim.worse]
         ahead = x.mean - y.mean
         if claim.task in lower_is_better:
             ahead = -ahead
@@ -454,7 +498,7 @@ def ranking(by_name: Mapping[str, Cell], *, lower_is_better: bool = False) -> Ra
     true_means = np.empty((len(order), DRAWS))
     for k, name in enumerate(order):
         cell = by_name[name]
-        true_means[k] = cell.mean + math.sqrt(cell.variance) * rng.standard_t(cell.df, DRAWS)
+        true_means[k] = cell.mean + cell.stderr * rng.standard_t(cell.df, DRAWS)
     if lower_is_better:
         true_means = -true_means
 
@@ -467,11 +511,12 @@ def ranking(by_name: Mapping[str, Cell], *, lower_is_better: bool = False) -> Ra
 
 def rank_correlation(by_name: Mapping[str, Cell], reference: Mapping[str, float]) -> float | None:
     """Return Spearman's correlation of a task's means with other scores; None if undefined."""
-    pairs = [(by_name[name].mean, x) for name, x in reference.items() if name in by_name]
-    num_distinct = [len(set(values)) for values in zip(*pairs, strict=True)]
-    if min(num_distinct, default=0) < 2:
+    names = [name for name in reference if name in by_name]
+    means = [by_name[name].mean for name in names]
+    other_scores = [reference[name] for name in names]
+    if len(set(means)) < 2 or len(set(other_scores)) < 2:
         return None
-    return float(stats.spearmanr(pairs).statistic)
+    return float(stats.spearmanr(means, other_scores).statistic)
 
 
 def rate_optimum(
@@ -492,10 +537,11 @@ def rate_optimum(
 
     # The rates that are not significantly worse than the best one.
     by_name = {str(rate): cell for rate, cell in cells.items()}
-    pairs = differences({"": by_name}, lower_is_better=[""] if lower_is_better else ())
-    not_level = {str(best)}
-    for pair in pairs:
-        if pair.better == str(best):
+    lower_tasks = [""] if lower_is_better else []
+    best_name = str(best)
+    not_level = {best_name}
+    for pair in differences({"": by_name}, lower_is_better=lower_tasks):
+        if pair.better == best_name:
             not_level |= {pair.a, pair.b}
     level = [rate for rate in cells if str(rate) not in not_level]
 
@@ -512,5 +558,9 @@ def rate_optimum(
 
 def num_choices(best: Cell, cells: Iterable[Cell]) -> float:
     """Return how many equal rates a choice among `cells` is worth; 1 if others are far below."""
-    gaps = ((x.mean - best.mean) ** 2 / (x.variance + best.variance) for x in cells)
-    return math.fsum(math.exp(-gap / 2) for gap in gaps)
+    weights = []
+    for cell in cells:
+        variance = cell.variance + best.variance
+        gap = (cell.mean - best.mean) ** 2 / variance
+        weights.append(math.exp(-gap / 2))
+    return math.fsum(weights)

@@ -67,13 +67,17 @@ def two_sided_p(difference: float, noise: Noise) -> float:
     """
     item_ratio, item_weight = _variance_nodes(noise.item_df)
     seed_ratio, seed_weight = _variance_nodes(noise.seed_df)
-    variances = np.add.outer(noise.item_variance * item_ratio, noise.seed_variance * seed_ratio)
+    item_variance = noise.item_variance * item_ratio
+    seed_variance = noise.seed_variance * seed_ratio
+    variances = np.add.outer(item_variance, seed_variance)
 
     # The p of a normal with each true variance, averaged over the true variances.
     with np.errstate(divide="ignore", invalid="ignore"):
         z = abs(difference) / np.sqrt(variances)
         tails = np.where(difference == 0, 1.0, 2 * ndtr(-z))
-    return min(float(tails.ravel() @ np.outer(item_weight, seed_weight).ravel()), 1.0)
+    weights = np.outer(item_weight, seed_weight)
+    p = float(tails.ravel() @ weights.ravel())
+    return min(p, 1.0)
 
 
 def critical_value(p: float, noise: Noise) -> float:
@@ -97,9 +101,11 @@ def critical_value(p: float, noise: Noise) -> float:
 def holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return Holm's adjusted p values; `weights`: shares of alpha, which statsmodels lacks."""
     order = np.argsort(p / weights)
-    remaining_weight = np.cumsum(weights[order][::-1])[::-1]
+    ordered_weights = weights[order]
+    remaining_weight = np.cumsum(ordered_weights[::-1])[::-1]
+    weighted_p = p[order] * remaining_weight / ordered_weights
     adjusted = np.empty(p.size)
-    adjusted[order] = np.maximum.accumulate(p[order] * remaining_weight / weights[order])
+    adjusted[order] = np.maximum.accumulate(weighted_p)
     return np.minimum(adjusted, 1.0)
 
 
@@ -109,10 +115,13 @@ def holm_levels(p: np.ndarray, weights: np.ndarray) -> np.ndarray:
     has_stopped = False  # the first p above its level ends the rejections
     levels = np.empty(p.size)
     for index in np.argsort(p / weights, kind="stable"):
-        levels[index] = ALPHA * weights[index] / remaining_weight
-        has_stopped = has_stopped or bool(p[index] > levels[index])
+        weight = weights[index]
+        level = ALPHA * weight / remaining_weight
+        levels[index] = level
+        if p[index] > level:
+            has_stopped = True
         if not has_stopped:
-            remaining_weight -= float(weights[index])
+            remaining_weight -= float(weight)
     return levels
 
 
@@ -131,25 +140,26 @@ def detectable(alpha: float, noise: Noise) -> float:
     # item variance if it dominates with few degrees of freedom, else for the seed variance. With
     # many degrees of freedom the item variance is taken as known.
     item_df = noise.item_df
-    if item_df >= MANY_DF:
-        item_df = math.inf
     item_finer = 1
     seed_finer = FINER_NODES
-    if noise.item_variance > noise.seed_variance and item_df < MANY_DF:
+    if item_df >= MANY_DF:
+        item_df = math.inf
+    elif noise.item_variance > noise.seed_variance:
         item_finer = FINER_NODES
         seed_finer = 1
     item_ratio, item_weight = _variance_nodes(item_df, item_finer)
     seed_ratio, seed_weight = _variance_nodes(noise.seed_df, seed_finer)
 
     # The critical value is nearly proportional to the estimated standard error.
-    estimated_variances = np.add.outer(
-        noise.item_variance / item_ratio, noise.seed_variance / seed_ratio
-    )
-    criticals = critical / stderr * np.sqrt(estimated_variances)
+    item_variance = noise.item_variance / item_ratio
+    seed_variance = noise.seed_variance / seed_ratio
+    stderrs = np.sqrt(np.add.outer(item_variance, seed_variance))
+    criticals = critical / stderr * stderrs
     weights = np.outer(item_weight, seed_weight)
 
     def missing_power(difference: float) -> float:
-        return POWER - float((ndtr((difference - criticals) / stderr) * weights).sum())
+        powers = ndtr((difference - criticals) / stderr)
+        return POWER - float((powers * weights).sum())
 
     # Bracket the difference that has the power, then find it.
     high = critical + stderr

@@ -4,6 +4,7 @@ Items with a common source are not independent, so variances are over clusters o
 without a source is its own cluster. Pure functions. Shapes: N items, G clusters, R runs.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,11 +81,14 @@ def mean_variance(*tasks: Clusters) -> float:
     num_clusters = tasks[0].sums_G.size
     changes_G = np.zeros(num_clusters)  # mean - mean without g, summed over tasks
     for task in tasks:
-        other_weights_G = float(task.weights_G.sum()) - task.weights_G
+        weights_G = task.weights_G
+        other_weights_G = float(weights_G.sum()) - weights_G
         if (other_weights_G <= 0).any():
-            return float("inf")
-        changes_G += (task.sums_G - task.mean * task.weights_G) / other_weights_G
-    return float((num_clusters - 1) / num_clusters * ((changes_G / len(tasks)) ** 2).sum())
+            return math.inf
+        changes_G += (task.sums_G - task.mean * weights_G) / other_weights_G
+
+    squares_G = (changes_G / len(tasks)) ** 2
+    return float((num_clusters - 1) / num_clusters * squares_G.sum())
 
 
 def degrees_of_freedom(clusters: Clusters) -> float:
@@ -100,10 +104,9 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
     and Price 2012).
     """
     if bounded and clusters.sums_G.size > 1:
-        clusters = Clusters(
-            np.append(clusters.sums_G, [1.0, -1.0]),
-            np.append(clusters.weights_G, [1.0, 1.0]),
-        )
+        sums_G = np.append(clusters.sums_G, [1.0, -1.0])
+        weights_G = np.append(clusters.weights_G, [1.0, 1.0])
+        clusters = Clusters(sums_G, weights_G)
     return mean_variance(clusters)
 
 
@@ -114,13 +117,15 @@ def are_shares(a: ItemScores, b: ItemScores, *, is_loss: bool) -> bool:
 
 def is_bounded(a: ItemScores, b: ItemScores, *, is_loss: bool) -> bool:
     """Return whether these scores are between 0 and 1, and not by chance as those of a loss."""
+    if is_loss:
+        return False
     scores = np.concatenate([a.values_RN.ravel(), b.values_RN.ravel()])
-    return not is_loss and bool(((scores >= 0) & (scores <= 1)).all())
+    return bool(scores.min() >= 0 and scores.max() <= 1)
 
 
 def interaction_variance(*tasks: ItemScores) -> float:
     """Return the run-by-item interaction in the variance of a run's mean (of tasks); R >= 2."""
-    num_clusters = 1 + max(int(task.clusters_N.max()) for task in tasks)
+    num_clusters = _num_clusters(tasks)
     residuals_RN = [task.values_RN - task.values_RN.mean(axis=0) for task in tasks]
     num_runs = len(residuals_RN[0])
     total = 0.0
@@ -131,6 +136,11 @@ def interaction_variance(*tasks: ItemScores) -> float:
         ]
         total += mean_variance(*clusters)
     return total / (num_runs - 1)
+
+
+def _num_clusters(tasks: Sequence[ItemScores]) -> int:
+    """Return the number of clusters that `tasks` share."""
+    return 1 + max(int(task.clusters_N.max()) for task in tasks)
 
 
 def student_half_width(stderr: float, df: float, alpha: float = ALPHA) -> float:
@@ -147,9 +157,10 @@ def items_interval(clusters: Clusters, *, bounded: bool) -> tuple[float, float] 
     if clusters.sums_G.size < MIN_CLUSTERS:
         return None
 
-    variance = difference_variance(clusters, bounded=bounded)
-    half = student_half_width(math.sqrt(variance), degrees_of_freedom(clusters))
-    return clusters.mean - half, clusters.mean + half
+    mean = clusters.mean
+    stderr = math.sqrt(difference_variance(clusters, bounded=bounded))
+    half_width = student_half_width(stderr, degrees_of_freedom(clusters))
+    return mean - half_width, mean + half_width
 
 
 @dataclass(frozen=True)
@@ -235,15 +246,19 @@ def seed_noise(
     excluded.
     """
     if user_sigma is not None:
-        return SeedNoise(user_sigma**2, math.inf, "given", f"given: {user_sigma:g}")
+        return SeedNoise(
+            variance=user_sigma**2,
+            df=math.inf,
+            source="given",
+            description=f"given: {user_sigma:g}",
+        )
 
     # Other recipes do not count if the two sides vary more.
     excluded = ""
     if compared is not None:
-        sides: list[Sequence[float]] = []
-        others: list[Sequence[float]] = []
-        for group, is_side in zip(groups, compared, strict=True):
-            (sides if is_side else others).append(group)
+        pairs = zip(groups, compared, strict=True)
+        others = [group for group, is_side in pairs if not is_side]
+        sides = list(itertools.compress(groups, compared))
         if _vary_more(sides, others):
             groups = sides
             excluded = "; other recipes vary less and are excluded"
@@ -253,7 +268,12 @@ def seed_noise(
     num_seeds = [len(group) for group in groups if len(group) > 1]
     own_text = f"own: {sum(num_seeds)} runs, {len(num_seeds)} recipes, {own_df} degrees of freedom"
     if own_df and (spread is None or own_only or own_df >= RANGE_DF):
-        return SeedNoise(own_variance, float(own_df), "own", own_text + excluded)
+        return SeedNoise(
+            variance=own_variance,
+            df=float(own_df),
+            source="own",
+            description=own_text + excluded,
+        )
     if spread is None:
         return None
 
@@ -282,7 +302,7 @@ def _vary_more(sides: Sequence[Sequence[float]], others: Sequence[Sequence[float
         return False
     if others_variance == 0:
         return True
-    return float(fdtrc(sides_df, others_df, sides_variance / others_variance)) < F_TEST_LEVEL
+    return bool(fdtrc(sides_df, others_df, sides_variance / others_variance) < F_TEST_LEVEL)
 
 
 @lru_cache
@@ -317,8 +337,9 @@ class Difference(NamedTuple):
         a, b = self.num_runs
         # Variances over runs are in proportion to 1 / a + 1 / b.
         share = 2 / runs / (1 / a + 1 / b)
+        item_variance_over_runs = self.noise.item_variance - self.residual
         return Noise(
-            item_variance=self.residual + (self.noise.item_variance - self.residual) * share,
+            item_variance=self.residual + item_variance_over_runs * share,
             item_df=self.noise.item_df,
             seed_variance=self.noise.seed_variance * share,
             seed_df=self.seeds.df_with(2 * runs - a - b),
@@ -336,7 +357,7 @@ def paired_difference(
     independent. Both err towards "within noise".
     """
     # The difference on each item, summed by cluster, and the variance of its mean over clusters.
-    num_clusters = 1 + max(int(task.clusters_N.max()) for task in a)
+    num_clusters = _num_clusters(a)
     differences = [Clusters.of_difference(x, y, num_clusters) for x, y in zip(a, b, strict=True)]
     if len(a) == 1:
         clusters = differences[0]
@@ -385,9 +406,10 @@ def mean_score(scores: ItemScores, seeds: SeedNoise) -> MeanScore:
     num_runs = len(scores.values_RN)
     means_N = scores.values_RN.mean(axis=0)
     clusters = Clusters.of(means_N, scores.weights_N, scores.clusters_N)
+    over_items = mean_variance(clusters)
     interaction = _interaction([scores])
     noise = Noise(
-        item_variance=_item_variance(mean_variance(clusters), interaction / num_runs, clusters),
+        item_variance=_item_variance(over_items, interaction / num_runs, clusters),
         item_df=degrees_of_freedom(clusters),
         seed_variance=max(seeds.variance, interaction) / num_runs,
         seed_df=seeds.df,

@@ -119,7 +119,8 @@ def canon_sums_kernel(
         total = tl.zeros([programs, block], tl.float32)
         for start in range(0, num_programs, programs):
             program = start + tl.arange(0, programs)
-            offsets = (program.to(tl.int64)[:, None] * num_sums + j) * width + channels[None, :]
+            row = program.to(tl.int64)[:, None] * num_sums + j
+            offsets = row * width + channels[None, :]
             exists = (program[:, None] < num_programs) & mask[None, :]
             total += tl.load(sums + offsets, mask=exists, other=0.0)
         s = tl.sum(total, axis=0)

@@ -211,8 +211,12 @@ def canon_qkv_triton(
     q_BTX = normed_and_rotated(q_BTX, q_weight, q_gain)
     k_BTY = normed_and_rotated(k_BTY, k_weight, k_gain)
     v_BTY = canon_triton(v_BTY, v_weight, **options)
-    q_BTHK, k_BTGK, v_BTGK = (y.unflatten(-1, (-1, head_dim)) for y in (q_BTX, k_BTY, v_BTY))
-    return q_BTHK, k_BTGK, v_BTGK
+    by_head = (-1, head_dim)
+    return (
+        q_BTX.unflatten(-1, by_head),
+        k_BTY.unflatten(-1, by_head),
+        v_BTY.unflatten(-1, by_head),
+    )
 
 
 def canon_gate_triton(
@@ -228,7 +232,8 @@ def canon_gate_triton(
     """Return act(Canon-D(gate)) * Canon-D(up), [B, T, F], with act silu, or relu squared."""
     if up_BTF.shape != gate_BTF.shape:
         raise ValueError(f"gate is {tuple(gate_BTF.shape)}, up {tuple(up_BTF.shape)}; not equal.")
-    _check("canon_gate_triton", gate_BTF, weight_C1K, 2 * gate_BTF.shape[-1], segments_BN)
+    num_channels = 2 * gate_BTF.shape[-1]
+    _check("canon_gate_triton", gate_BTF, weight_C1K, num_channels, segments_BN)
     return canon_gate(gate_BTF, up_BTF, weight_C1K, segments_BN, residual, activation, relu2)
 
 
@@ -237,7 +242,8 @@ def _check(
 ) -> None:
     """Raise ValueError if shapes do not fit: a kernel would read past their ends."""
     num_taps = weight_C1K.shape[-1]
-    fits = x_BTC.ndim == 3 and weight_C1K.shape == (width, 1, num_taps) and num_taps in (2, 3, 4)
+    weight_fits = num_taps in (2, 3, 4) and weight_C1K.shape == (width, 1, num_taps)
+    fits = weight_fits and x_BTC.ndim == 3
     if fits and segments_BN is not None:
         fits = segments_BN.shape == (x_BTC.shape[0], num_taps - 1 + x_BTC.shape[1])
     if not fits:

@@ -76,9 +76,16 @@ def canon_gate_forward_kernel(
             z = window.silu(a) * b
         window.store_row(inner, t, 0, length, width, channels, z)
 
-        a3, a2, a1 = a2, a1, a0
-        b3, b2, b1 = b2, b1, b0
-        g3, g2, g1 = g2, g1, g0
+        # The window moves on by a token.
+        a3 = a2
+        a2 = a1
+        a1 = a0
+        b3 = b2
+        b2 = b1
+        b1 = b0
+        g3 = g2
+        g2 = g1
+        g1 = g0
 
 
 @triton.jit
@@ -170,17 +177,31 @@ def canon_gate_backward_kernel(
                 q0, q1, q2, q3, b_at_s, d3, d2, d1, d0, g3, g2, g1, g0, taps, seg
             )
 
-        a3, a2, a1 = a2, a1, a0
-        b3, b2, b1 = b2, b1, b0
-        c3, c2, c1 = c2, c1, c0
-        d3, d2, d1 = d2, d1, d0
-        e3, e2, e1 = e2, e1, e0
-        f3, f2, f1 = f2, f1, f0
-        g3, g2, g1 = g2, g1, g0
+        # The window moves on by a token.
+        a3 = a2
+        a2 = a1
+        a1 = a0
+        b3 = b2
+        b2 = b1
+        b1 = b0
+        c3 = c2
+        c2 = c1
+        c1 = c0
+        d3 = d2
+        d2 = d1
+        d1 = d0
+        e3 = e2
+        e2 = e1
+        e1 = e0
+        f3 = f2
+        f2 = f1
+        f1 = f0
+        g3 = g2
+        g2 = g1
+        g1 = g0
 
     if want_sums:
-        program = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        sums += program * taps * 2 * width
+        sums += window.program_number() * taps * 2 * width
         window.store_products(sums, channels, mask, 2 * width, p0, p1, p2, p3, taps)
         window.store_products(sums + width, channels, mask, 2 * width, q0, q1, q2, q3, taps)
 
@@ -233,7 +254,9 @@ def canon_gate_backward(
     dup = torch.empty_like(gate)
     grid, arguments = _launch("gate backward", gate, up_BTF, weight, segments_BN)
     _, runs, num_rows = grid
-    sums_shape = (num_rows * runs, weight.shape[2], 2 * gate.shape[2]) if want_sums else (0,)
+    sums_shape: tuple[int, ...] = (0,)
+    if want_sums:
+        sums_shape = (num_rows * runs, weight.shape[2], 2 * gate.shape[2])
     sums_PKC = gate.new_empty(sums_shape, dtype=torch.float32)
 
     if gate.numel():
@@ -262,7 +285,11 @@ def _launch(
     """Return the grid (blocks of channels, runs, rows) and the arguments of both kernels."""
     num_rows, num_tokens, width = gate.shape
     plan = blocks.choose_blocks(kind, num_rows, num_tokens, width)
-    grid = (triton.cdiv(width, plan.block), triton.cdiv(num_tokens, plan.run), num_rows)
+    grid = (
+        triton.cdiv(width, plan.block),
+        triton.cdiv(num_tokens, plan.run),
+        num_rows,
+    )
     return grid, {
         **blocks.shared_arguments(plan, gate, weight_C1K, segments_BN),
         "gate": gate,

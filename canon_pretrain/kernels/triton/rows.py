@@ -92,7 +92,8 @@ def rotate(
     s = tl.load(sin + t * rope_pairs + pair, mask=mask, other=0.0) * sign
 
     a, b = tl.split(tl.reshape(x, [block // 2, 2]))
-    return tl.reshape(tl.join(a * c - b * s, a * s + b * c), [block])
+    turned = tl.join(a * c - b * s, a * s + b * c)
+    return tl.reshape(turned, [block])
 
 
 @triton.jit
@@ -149,7 +150,8 @@ def canon_rows_forward_kernel(
             # rounded, because the stream continues with the rounded sum
             x0 = (x0 + more0.to(tl.float32)).to(next0.dtype).to(tl.float32)
             window.store_row(total, t, 0, length, width, channels, x0, inside)
-            more0, more1 = more1, more2
+            more0 = more1
+            more1 = more2
         g0 = window.load_segment(segments, t, low, high, taps, seg)
 
         # The full norm comes before Canon; its gain is in the taps.
@@ -174,9 +176,15 @@ def canon_rows_forward_kernel(
             z = rotate(z, cos, sin, t, 0, length, rope_pairs, rope_heads, 1.0, dims, block)
         window.store_row(y, t, 0, length, width, channels, z, inside)
 
-        x3, x2, x1 = x2, x1, x0
-        g3, g2, g1 = g2, g1, g0
-        next0, next1 = next1, next2
+        # The window moves on by a token.
+        x3 = x2
+        x2 = x1
+        x1 = x0
+        g3 = g2
+        g2 = g1
+        g1 = g0
+        next0 = next1
+        next1 = next2
 
 
 @triton.jit
@@ -265,7 +273,9 @@ def canon_rows_backward_kernel(
             if activation:
                 d0 = e0 * window.silu_slope(z)
             at_s = tl.where(s >= 0, x3, 0.0)
-            x3, x2, x1 = x2, x1, x0
+            x3 = x2
+            x2 = x1
+            x1 = x0
         else:
             d0 = e0
             at_s = window.load_row(x, s, 0, length, width, channels, inside)
@@ -293,13 +303,19 @@ def canon_rows_backward_kernel(
             if norm == FULL and activation:
                 s_more += at_s * e3
 
-        d3, d2, d1 = d2, d1, d0
-        e3, e2, e1 = e2, e1, e0
-        g3, g2, g1 = g2, g1, g0
+        # The window moves on by a token.
+        d3 = d2
+        d2 = d1
+        d1 = d0
+        e3 = e2
+        e2 = e1
+        e1 = e0
+        g3 = g2
+        g2 = g1
+        g1 = g0
 
     if num_sums > 0:
-        program = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        sums += program * num_sums * width
+        sums += window.program_number() * num_sums * width
         window.store_products(sums, channels, mask, width, s0, s1, s2, s3, taps)
         if num_sums > taps:
             tl.store(sums + taps * width + channels, s_more, mask=mask)
@@ -389,15 +405,18 @@ def canon_rows_backward(
             dys_BTC = [sum(dys_BTC[1:], dys_BTC[0])]
 
     # Any pointers for the readers that do not exist.
-    dy, dy1, dy2 = [*(dy.contiguous() for dy in dys_BTC), x, x][:MAX_READERS]
-
+    dy_pointers = [dy_BTC.contiguous() for dy_BTC in dys_BTC]
+    dy, dy1, dy2 = [*dy_pointers, x, x][:MAX_READERS]
     dx = torch.empty_like(x)
 
     # One row of sums per program.
-    has_one_more = norm == "per_head" or (norm == "full" and activation)
-    num_sums = weight.shape[2] + has_one_more
-    _, runs, num_rows = launch.grid
-    sums_shape = (runs * num_rows, num_sums, x.shape[2]) if want_sums else (0,)
+    num_sums = 0
+    sums_shape: tuple[int, ...] = (0,)
+    if want_sums:
+        has_one_more = norm == "per_head" or (norm == "full" and activation)
+        num_sums = weight.shape[2] + has_one_more
+        _, runs, num_rows = launch.grid
+        sums_shape = (runs * num_rows, num_sums, x.shape[2])
     sums_PSC = x.new_empty(sums_shape, dtype=torch.float32)
     if x.numel():
         with blocks.on_device(x):
@@ -415,7 +434,7 @@ def canon_rows_backward(
                 activation=activation,
                 adds=more_BTC is not None,
                 grads=len(dys_BTC),
-                num_sums=num_sums if want_sums else 0,
+                num_sums=num_sums,
                 stages=stages,
                 **launch.arguments,
             )
@@ -426,7 +445,8 @@ def canon_rows_backward(
     dweight, dgain = blocks.weight_gradient(sums_PSC, weight, full_gain, residual=residual)
     if norm == "per_head" and gain is not None:
         # the last sum, over programs and heads
-        dgain = sums_PSC[:, -1].sum(0).view(-1, head_dim).sum(0).to(gain.dtype)
+        sums_C = sums_PSC[:, -1].sum(0)
+        dgain = sums_C.view(-1, head_dim).sum(0).to(gain.dtype)
     return dx, dweight, dgain
 
 
@@ -435,9 +455,11 @@ def _canon_rows_backward_like(
     dys: Any, x: Tensor, weight: Tensor, gain: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     *_, want_sums = options
-    dweight = weight.new_empty(weight.shape if want_sums else (0,))
-    dgain = weight.new_empty(0) if gain is None or not want_sums else gain.new_empty(gain.shape)
-    return x.new_empty(x.shape), dweight, dgain
+    dx = x.new_empty(x.shape)
+    if not want_sums:
+        return dx, weight.new_empty(0), weight.new_empty(0)
+    dgain = weight.new_empty(0) if gain is None else gain.new_empty(gain.shape)
+    return dx, weight.new_empty(weight.shape), dgain
 
 
 class _Launch(NamedTuple):
@@ -481,7 +503,11 @@ def _launch(
     block = plan.block
     if by_heads:
         block = max(dims, min(block, padded_width))
-    grid = (triton.cdiv(num_heads, block // dims), triton.cdiv(num_tokens, plan.run), num_rows)
+    grid = (
+        triton.cdiv(num_heads, block // dims),
+        triton.cdiv(num_tokens, plan.run),
+        num_rows,
+    )
     return _Launch(
         plan,
         grid,

@@ -32,6 +32,12 @@ def own_run(num_tokens, run, taps: tl.constexpr):
 
 
 @triton.jit
+def program_number():
+    """This program's place among those along rows and runs, in 64 bits: its row of sums."""
+    return tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+
+
+@triton.jit
 def silu(x):
     return x * tl.sigmoid(x)
 
