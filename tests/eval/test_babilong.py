@@ -47,13 +47,13 @@ def until_end_mark(answer):
 def reference_is_right(labels, question, target, answer):
     """The rule of spec/eval.md section 3, letter by letter."""
     kept = until_end_mark(answer)
-    named = []
+    labels_in_answer = []
     for label in labels:
         is_in_answer = any(kept[at:].startswith(label.lower()) for at in range(len(kept)))
         is_in_question = re.search(re.escape(label), question, re.IGNORECASE) is not None
         if is_in_answer and not is_in_question:
-            named.append(label)
-    return named == [target]
+            labels_in_answer.append(label)
+    return labels_in_answer == [target]
 
 
 def texts(labels):

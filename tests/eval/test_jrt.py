@@ -299,9 +299,9 @@ def forms_of(letter):
     return {letter, letter.casefold(), letter.upper(), lower, lower.upper()}
 
 
-def alike(one, other):
+def alike(letter, other):
     """Whether two letters are the same, case ignored."""
-    return bool(forms_of(one) & forms_of(other))
+    return bool(forms_of(letter) & forms_of(other))
 
 
 def occurrence(text, answer):

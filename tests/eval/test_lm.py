@@ -99,13 +99,13 @@ def test_loglikelihoods_equal_explicit_loops(name, items, batch_tokens, read_tok
 
     lm = CanonLM(model, letters, max_length=LENGTH, batch_tokens=batch_tokens, on_done=costs.append)
     lm.read_tokens = read_tokens
-    asked = requests("loglikelihood", pairs)
+    batch = requests("loglikelihood", pairs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PASS_TOKENS, "cpu", pass_tokens)
-        answers = lm.loglikelihood(asked)
+        answers = lm.loglikelihood(batch)
 
     assert_equal(answers, expected)
-    assert sum(costs) == sum(map(request_cost, asked))
+    assert sum(costs) == sum(map(request_cost, batch))
 
 
 def naive_rolling(model, letters, text):
@@ -136,11 +136,11 @@ def test_rolling_equals_explicit_loops(name, whole_texts, batch_tokens, read_tok
 
     lm = CanonLM(model, letters, max_length=LENGTH, batch_tokens=batch_tokens, on_done=costs.append)
     lm.read_tokens = read_tokens
-    asked = requests("loglikelihood_rolling", [(text,) for text in whole_texts])
-    answers = lm.loglikelihood_rolling(asked)
+    batch = requests("loglikelihood_rolling", [(text,) for text in whole_texts])
+    answers = lm.loglikelihood_rolling(batch)
 
     assert answers == pytest.approx(expected, abs=1e-4)
-    assert sum(costs) == sum(map(request_cost, asked))
+    assert sum(costs) == sum(map(request_cost, batch))
 
 
 def test_the_context_of_choices_is_read_once():
@@ -262,16 +262,16 @@ def test_a_request_that_cannot_be_scored_stops_no_other(context, continuation):
     assert all(map(math.isfinite, alone))
     costs.clear()
 
-    asked = requests("loglikelihood", [good[0], (context, continuation), *good[1:]])
-    for number, request in enumerate(asked):
+    batch = requests("loglikelihood", [good[0], (context, continuation), *good[1:]])
+    for number, request in enumerate(batch):
         request.metadata = ("task", number, 1)
         request.__post_init__()
-    first, failed, *others = [score for score, _ in lm.loglikelihood(asked)]
+    first, failed, *others = [score for score, _ in lm.loglikelihood(batch)]
 
     assert [first, *others] == pytest.approx(alone, abs=1e-5)
     assert math.isnan(failed)
     assert [*lm.failures] == [1]
-    assert sum(costs) == sum(map(request_cost, asked))
+    assert sum(costs) == sum(map(request_cost, batch))
 
 
 @pytest.mark.parametrize("blank", [" ", "\n", "\t ", "\u3000"])

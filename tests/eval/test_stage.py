@@ -17,7 +17,8 @@ from tests.support import refused
 
 pytestmark = pytest.mark.system
 
-OLD, NEW = "a" * 40, "b" * 40
+OLD = "a" * 40
+NEW = "b" * 40
 COUNTS = {key: len(rows_of(key)) for key in CATALOGUE}
 
 

@@ -83,21 +83,21 @@ def test_all_suites_alike_on_one_rank_and_on_two(base, tmp_path, capsys):
     ranks = start(command(base, "all", tmp_path / "two", *words), tmp_path, ranks=2)
     assert [rank.wait(300) for rank in ranks] == [0, 0]
 
-    one = results_in(tmp_path / "one")
-    two = results_in(tmp_path / "two")
-    assert set(one) == set(two) == set(SUITES)
+    of_one = results_in(tmp_path / "one")
+    of_two = results_in(tmp_path / "two")
+    assert set(of_one) == set(of_two) == set(SUITES)
     for suite in SUITES:
-        assert one[suite] == two[suite]
+        assert of_one[suite] == of_two[suite]
         assert suite in printed
         samples = read_samples(tmp_path / "one" / suite)
         assert samples == read_samples(tmp_path / "two" / suite)
-        assert set(samples) == ({suite} if suite == "validation" else set(one[suite].scores))
+        assert set(samples) == ({suite} if suite == "validation" else set(of_one[suite].scores))
 
-    assert_scores_are_means(one["birth-year"], read_samples(tmp_path / "one" / "birth-year"))
+    assert_scores_are_means(of_one["birth-year"], read_samples(tmp_path / "one" / "birth-year"))
     # each score of Figures 17 and 25
-    num_tasks = [len(one[suite].scores) for suite in ("discriminative", "jrt", "babilong")]
+    num_tasks = [len(of_one[suite].scores) for suite in ("discriminative", "jrt", "babilong")]
     assert num_tasks == [9, 12, 20]
-    assert one["jrt"].asked["tasks"]["jrt_fda"]["counts"]["kept"] > 0
+    assert of_one["jrt"].asked["tasks"]["jrt_fda"]["counts"]["kept"] > 0
 
     # only rank 0 prints
     printed_by_two = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1))

@@ -385,10 +385,10 @@ def raises():
 @pytest.mark.parametrize("argument", FORWARD)
 def test_unsupported_arguments_of_forward_raise(raises, argument):
     model, _ = wrapped_model("nope ABCD")
-    arguments = {"input_ids": torch.tensor([[1, 2, 3, 4]]), argument: FORWARD[argument]}
+    ids = torch.tensor([[1, 2, 3, 4]])
 
     with raises(match=argument):
-        model(**arguments)
+        model(**{"input_ids": ids, argument: FORWARD[argument]})
 
 
 def test_unsupported_options_of_generate_raise(raises):

@@ -126,8 +126,9 @@ def test_a_damaged_released_folder(tmp_path):
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_model_in_both_rotary_layouts(version, position, data, tmp_path_factory):
+    """With fields of config.json in any combination; those with a default may be left out."""
     draw = data.draw
-    sampled = {
+    choices = {
         "num_key_value_heads": [None, 1, 2],
         "num_hidden_layers": [1, 11],  # "10" sorts before "2"
         "rms_norm_eps": [1e-6, 1e-2],
@@ -139,11 +140,13 @@ def test_any_model_in_both_rotary_layouts(version, position, data, tmp_path_fact
         "canon_activation": [False, True],
         "canon_residual": [True, False],
     }
+
     config = BASE | position | {"rope_version": version}
-    config |= {name: draw(st.sampled_from(values)) for name, values in sampled.items()}
+    config |= {name: draw(st.sampled_from(values)) for name, values in choices.items()}
     for name in draw(st.sets(st.sampled_from(sorted(llama_canon.DEFAULTS)))):
         if name in config and config[name] == llama_canon.DEFAULTS[name]:
             del config[name]
+
     dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64])
     state = random_state(config, seed=draw(st.integers(0, 99)), dtype=draw(dtypes))
     folder = tmp_path_factory.mktemp("any")
@@ -454,8 +457,8 @@ def test_two_names_of_the_rotation(tmp_path):
     contradicting = small_folder(tmp_path / "two", rope_scaling=nope, rope_parameters=rope)
     check_refused(contradicting, "hf.unsupported_field", name="rope_parameters")
 
-    nope_twice = {"rope_scaling": nope, "rope_parameters": nope | {"rope_theta": 100.0}}
-    folder = small_folder(tmp_path / "both", **nope_twice)
+    with_theta = nope | {"rope_theta": 100.0}
+    folder = small_folder(tmp_path / "both", rope_scaling=nope, rope_parameters=with_theta)
     assert import_folder(folder, tmp_path / "nope").args.position == "nope"
 
 

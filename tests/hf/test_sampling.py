@@ -232,31 +232,6 @@ def test_the_command_prints_text_or_an_object_per_sample(base, capsys, tmp_path)
     assert capsys.readouterr().out == "".join(f"{PROMPT}{text}\n" for text in texts)
 
 
-def test_bad_input_is_refused(base, samplers, capsys, tmp_path):
-    run, broken, large = samplers[0], tmp_path / "broken.txt", tmp_path / "large.txt"
-    broken.write_bytes(b"a\xff")
-    large.touch()
-    os.truncate(large, 20_000_000_000)  # takes no disk space
-    for code, words in (
-        ("sample.not_utf8", ["--file", str(broken)]),
-        ("sample.prompt_too_long", ["--prompt", "the a one " * 400]),
-        ("sample.prompt_too_long", ["--file", str(large)]),
-        ("sample.prompt_too_long", ["--file", "/dev/zero"]),
-        ("sample.not_utf8", ["--prompt", "bad\udcff"]),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            main([str(base / "run"), *words])
-        assert error_codes(capsys.readouterr().err) == [code]
-    with refused("hf.other_tokenizer"):
-        Sampler.load(base / "run", tokenizer_path=base / "other" / "data")
-    with refused("sample.vocab_size"):
-        Sampler.load(base / "out", tokenizer_path=base / "other" / "data")
-    ids = replace(run, tokenizer=Tokenizer(id_tokenizer(300), "ids"))
-    assert ids.encode("12 45") == [12, 45]
-    with refused("sample.no_ids"):
-        ids.encode("")
-
-
 def test_the_command_compares_a_run_with_its_export(base, capsys):
     words = ["--compare", str(base / "run"), str(base / "out"), "--prompt", PROMPT]
 

@@ -751,7 +751,7 @@ TWO_ITEMS = records({"acc": [1.0, 0.0]})
 
 
 @pytest.mark.parametrize(
-    ("second", "scores", "named"),
+    ("second", "scores", "reason"),
     [
         (records({"acc": [1.0, 0.0]}, names=["b", "d"]), {}, "0 in common"),
         (TWO_ITEMS, {"acc": 0.7}, "0.7"),
@@ -760,14 +760,14 @@ TWO_ITEMS = records({"acc": [1.0, 0.0]})
     ],
     ids=["other-items", "other-score", "infinite", "no-hash"],
 )
-def test_what_cannot_be_paired_is_refused(tmp_path, second, scores, named):
+def test_what_cannot_be_paired_is_refused(tmp_path, second, scores, reason):
     paths = versus(tmp_path, TWO_ITEMS, second, scores={"boolq": scores})
 
     comparison = content(*paths)
 
     (row,) = comparison["refused"]
     assert comparison["pairs"] == []
-    assert named in row["why"]
+    assert reason in row["why"]
 
 
 def test_items_are_paired_in_any_order(tmp_path):

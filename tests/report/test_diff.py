@@ -116,8 +116,8 @@ def test_losses_that_are_not_finite_are_compared():
     assert equal.first_unequal is None
 
     for k, other_value in enumerate((1.0, -math.inf, math.nan, math.nan)):
-        other_values = [*values[:k], other_value, *values[k + 1 :]]
-        result = compare_losses(losses(*values), losses(*other_values), 1e-4)
+        other = losses(*values[:k], other_value, *values[k + 1 :])
+        result = compare_losses(losses(*values), other, 1e-4)
         assert result.first_beyond == k + 1
         assert result.largest == math.inf
 
@@ -140,8 +140,13 @@ def test_runs_that_differ_in_their_jobs_only_are_the_same(pair, capsys):
 
 
 def test_each_difference_is_in_its_section(pair):
-    identity = {"optimizer.lr": 0.002, "data_fingerprint": "f" * 64, "guards.outlier_sigma": 6.0}
-    a, b = pair(lines(20), lines(20), **identity)
+    a, b = pair(
+        lines(20),
+        lines(20),
+        optimizer__lr=0.002,
+        data_fingerprint="f" * 64,
+        guards__outlier_sigma=6.0,
+    )
     stored = b.read_config()
     changed_config = {
         "job": stored["config"]["job"] | {"dump_folder": str(b.path)},

@@ -156,6 +156,11 @@ def host(name, ts, dur, cat="cpu_op", tid=1, **args):
     }
 
 
+def numbered(name, ts, dur, sequence_number, tid=1):
+    """An operation or its backward, which autograd gives the same number."""
+    return host(name, ts, dur, tid=tid, **{"Sequence number": sequence_number})
+
+
 def launched(number, ts, tid=1):
     """The launch of the kernel with that number."""
     return host("cudaLaunchKernel", ts, 1, "cuda_runtime", tid, correlation=number)
@@ -171,29 +176,26 @@ def gpu_events():
     note = "user_annotation"
     mul = "void at::native::elementwise_kernel<MulFunctor>"
     engine = "autograd::engine::evaluate_function"
-    first = {"Sequence number": 1}
-    second = {"Sequence number": 2}
-    third = {"Sequence number": 3}
     return [
         {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}},
         host("ProfilerStep#41", 0, 1000, note),
         host("data_wait", 0, 80, note),
         # forward: a product, Canon (its scope around a multiplication), attention
-        host("aten::mm", 90, 5, **first),
+        numbered("aten::mm", 90, 5, 1),
         launched(1, 91),
         host("canon", 100, 10, note),
-        host("aten::mul", 101, 5, **second),
+        numbered("aten::mul", 101, 5, 2),
         launched(2, 102),
-        host("aten::scaled_dot_product_attention", 112, 9, **third),
+        numbered("aten::scaled_dot_product_attention", 112, 9, 3),
         launched(3, 113),
         host("FSDP::all_gather (layers.1)", 122, 9, note),
         launched(4, 123),
         host("c10d::_allgather_base_", 125, 5),
         launched(5, 126),
         # backward, on autograd's thread: the multiplication's is Canon's
-        host(f"{engine}: MulBackward0", 140, 9, tid=2, **second),
+        numbered(f"{engine}: MulBackward0", 140, 9, 2, tid=2),
         launched(6, 141, tid=2),
-        host(f"{engine}: CompiledFunctionBackward", 150, 9, tid=2, **second),
+        numbered(f"{engine}: CompiledFunctionBackward", 150, 9, 2, tid=2),
         launched(7, 151, tid=2),
         launched(8, 152, tid=2),
         host("Optimizer.step#AdamW.step", 200, 50, note),

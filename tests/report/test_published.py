@@ -35,12 +35,14 @@ def plot(title, lines, axis="Accuracy"):
         }
         for name, (x, y) in lines.items()
     ]
+
     layout = {
         "template": {"data": {"bar": [{"type": "bar"}]}},
         "title": {"text": title},
         "xaxis": {"title": {"text": "Pretrain tokens"}},
         "yaxis": {"title": {"text": axis}},
     }
+
     traces_json = json.dumps(traces, separators=(",", ":")).replace("<", "\\u003c")
     layout_json = json.dumps(layout, separators=(",", ":")).replace("<", "\\u003c")
     arguments = ['"id-1"', traces_json, layout_json, '{"responsive": true}']

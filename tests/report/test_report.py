@@ -286,11 +286,11 @@ def test_samples_are_by_prompt_and_step(tmp_path):
         samples[0] | {"samples": 3},
         samples[0] | {"samples": [{"prompt": "", "text": 4}]},
     ]
-    one = plant_run(tmp_path / "one", log)
+    first_run = plant_run(tmp_path / "one", log)
     not_finite = sampled(250, "", "", reason="not finite")
-    two = plant_run(tmp_path / "two", [launch("start"), sampled(240, "two", ""), not_finite])
+    second_run = plant_run(tmp_path / "two", [launch("start"), sampled(240, "two", ""), not_finite])
 
-    page = report([one.path, two.path], tmp_path / "out")
+    page = report([first_run.path, second_run.path], tmp_path / "out")
 
     start, evil = content(page)["samples"]
     assert (start["prompt"], start["sampled"], evil["prompt"]) == ("", 24, EVIL)

@@ -27,7 +27,6 @@ def rng():
     return np.random.default_rng(1)
 
 
-
 def compared(a, b, weights, clusters, seeds):
     """Compare two sides with scores [runs, items], which share weights and clusters."""
     side_a = [ItemScores(a, weights, clusters)]
