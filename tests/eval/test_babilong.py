@@ -287,10 +287,9 @@ def test_prompts_can_be_replaced_by_a_clones(tmp_path):
     """A prompts.py is read as data with its layout (issue 17, item 3)."""
     path = tmp_path / "prompts.py"
     path.write_text(RELEASE)
-    first = read_prompts("qa1", path).of("C", "Q ")
-    second = read_prompts("qa2", path).of("C", "Q ")
-    assert first == filled("Do it.\n\nE1\n\nE2 {x}", [])
-    assert second == filled("Do it. Say so.\n\nE", [])
+    instructions = {"qa1": "Do it.\n\nE1\n\nE2 {x}", "qa2": "Do it. Say so.\n\nE"}
+    for task, instruction in instructions.items():
+        assert read_prompts(task, path).of("C", "Q ") == filled(instruction, [])
 
     path.write_text(RELEASE + f"DEFAULT_TEMPLATE_ZEYUAN = {LAYOUT!r}")
     expected = LAYOUT.format(**PARTS, context="C {x}", question="Q ")

@@ -121,14 +121,13 @@ def test_prompts_of_another_split_are_those_of_lm_eval(prompts, more):
     assert ours == {request.doc_id: request.args[0] for request in task.instances}
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        "fewshot_config: {split: test, process_docs: !function shots.upper}",
-        "process_docs: !function shots.shuffled",
-    ],
-    ids=["upper", "shuffled"],
-)
+UNRECOGNIZABLE = {
+    "upper": "fewshot_config: {split: test, process_docs: !function shots.upper}",
+    "shuffled": "process_docs: !function shots.shuffled",
+}
+
+
+@pytest.mark.parametrize("more", UNRECOGNIZABLE.values(), ids=UNRECOGNIZABLE)
 def test_items_that_cannot_be_recognized_are_refused(prompts, more):
     """The asked split, processed by another function, or at random."""
     with refused("eval.fewshot", split="test"):

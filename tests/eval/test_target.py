@@ -71,7 +71,7 @@ def test_a_checkpoint_and_its_export_are_one_question(base, copy):
     assert older.identity["tokenizer_sha256"] == tokenizer_sha256
 
 
-def test_another_path_is_the_same_question_and_other_weights_are_not(base, copy):
+def test_other_weights_are_another_question(base, copy):
     exported = EvalTarget.open(base / "out")
     copied = EvalTarget.open(copy)
     assert exported.identity != copied.identity
