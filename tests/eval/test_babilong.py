@@ -30,44 +30,60 @@ NAMES = [f"babilong_qa{qa}_{length}" for qa in range(1, 6) for length in ("0k", 
 # ---- the score
 
 
-def reference_is_right(labels, question, target, answer):
-    """The rule of spec/eval.md section 3, letter by letter."""
+END_MARKS = (".", "<context>", "<example>")
+
+
+def until_end_mark(answer):
+    """Return a lower-case answer up to the first end mark."""
     kept = ""
     for letter in answer.lower():
         kept += letter
-        if end := next((e for e in (".", "<context>", "<example>") if kept.endswith(e)), ""):
-            kept = kept.removesuffix(end)
-            break
-    remaining = []
+        for mark in END_MARKS:
+            if kept.endswith(mark):
+                return kept.removesuffix(mark)
+    return kept
+
+
+def reference_is_right(labels, question, target, answer):
+    """The rule of spec/eval.md section 3, letter by letter."""
+    kept = until_end_mark(answer)
+    labels_in_answer = []
     for label in labels:
-        found = any(kept[at:].startswith(label.lower()) for at in range(len(kept)))
-        if found and re.search(re.escape(label), question, re.IGNORECASE) is None:
-            remaining.append(label)
-    return remaining == [target]
+        is_in_answer = any(kept[at:].startswith(label.lower()) for at in range(len(kept)))
+        is_in_question = re.search(re.escape(label), question, re.IGNORECASE) is not None
+        if is_in_answer and not is_in_question:
+            labels_in_answer.append(label)
+    return labels_in_answer == [target]
 
 
 def texts(labels):
     """Answers and questions of labels in any case, parts of them, and end marks."""
-    words = [*labels, *(label[:3] for label in labels), "room", "billion", "went to the"]
+    parts = [*labels, *(label[:3] for label in labels), "room", "billion", "went to the"]
     marks = [".", "<context>", "<Context>", "<EXAMPLE>", "<conte", " ", "\n", "?", "É"]
     cases = st.sampled_from([str, str.upper, str.title])
-    piece = st.builds(lambda text, case: case(text), st.sampled_from([*words, *marks]), cases)
+    piece = st.builds(lambda text, case: case(text), st.sampled_from([*parts, *marks]), cases)
     return st.lists(piece, max_size=9).map(" ".join)
+
+
+def test_one_label_is_right_and_two_are_not():
+    assert is_right("qa1", "Where is Mary?", "kitchen", "KITCHEN. Not garden")
+    assert not is_right("qa1", "Where is Mary?", "kitchen", "kitchen or garden")
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(st.data())
 def test_the_score_equals_a_reference(data):
-    known = ("qa1", "Where is Mary?", "kitchen")
-    assert is_right(*known, "KITCHEN. Not garden") and not is_right(*known, "kitchen or garden")
     task = data.draw(st.sampled_from(BABILONG_TASKS))
     labels = GIVING if task == "qa5" else PLACES
     target = data.draw(st.sampled_from(labels))
-    question, answer = data.draw(texts(labels)), data.draw(texts(labels))
+    question = data.draw(texts(labels))
+    answer = data.draw(texts(labels))
     # make right answers frequent
     answer = data.draw(st.sampled_from([answer, target, f"{target} {answer}", f"{answer}{target}"]))
-    found = is_right(task, question, target, answer)
-    assert found == reference_is_right(labels, question, target, answer)
+
+    score = is_right(task, question, target, answer)
+
+    assert score == reference_is_right(labels, question, target, answer)
 
 
 # ---- the prompts
@@ -75,28 +91,11 @@ def test_the_score_equals_a_reference(data):
 
 def filled(instruction, examples):
     """The prompt of context C and question "Q ", with its trailing space."""
-    text = f"{instruction}\n\n"
-    for context, question, answer in examples:
-        text += f"<context>\n{context}\n</context>\n\nQuestion: {question}\nAnswer: {answer}.\n\n"
-    return f"{text}<context>\nC\n</context>\n\nQuestion: Q \nAnswer:"
-
-
-@pytest.mark.parametrize("task", BABILONG_TASKS)
-def test_our_prompts_and_those_of_lm_eval(task):
-    """The specification's layout; our examples name no label (issue 17, item 3)."""
-    part = tomllib.loads(OWN_PROMPTS.read_text())[task]
-    assert len(part["examples"]) == (3 if task == "qa5" else 2)
-    examples = [(one["context"], one["question"], one["answer"]) for one in part["examples"]]
-    prompt = read_prompts(task).of("C", "Q ")
-    assert prompt == filled(f"{part['instruction']} {part['answer_format']}", examples)
-    assert not [label for label in LABELS[task] if label.lower() in prompt.lower()]
-    assert 100 <= len(prompt.split()) <= 260
-    known = load_yaml(harness_tasks() / "babilong" / f"babilong_{task}.yaml", resolve_func=False)
-    samples = known["fewshot_config"]["samples"]
-    examples = [(one["input"], one["question"], one["target"].rstrip(".")) for one in samples]
-    found = read_prompts(task, "lm_eval")
-    assert found.of("C", "Q ") == filled(known["description"].strip(), examples)
-    assert found.sha256 != read_prompts(task).sha256
+    shots = [
+        f"<context>\n{context}\n</context>\n\nQuestion: {question}\nAnswer: {answer}.\n\n"
+        for context, question, answer in examples
+    ]
+    return f"{instruction}\n\n{''.join(shots)}<context>\nC\n</context>\n\nQuestion: Q \nAnswer:"
 
 
 OWN = """
@@ -180,26 +179,60 @@ ORIGINAL = ("DEFAULT_PROMPTS", "DEFAULT_TEMPLATE")
 REAL_PROMPTS = os.environ.get("CANON_BABILONG_PROMPTS")
 
 
+@pytest.mark.parametrize("task", BABILONG_TASKS)
+def test_our_prompts(task):
+    """The specification's layout; our examples name no label (issue 17, item 3)."""
+    stored = tomllib.loads(OWN_PROMPTS.read_text())[task]
+    assert len(stored["examples"]) == (3 if task == "qa5" else 2)
+
+    prompt = read_prompts(task).of("C", "Q ")
+
+    examples = [(shot["context"], shot["question"], shot["answer"]) for shot in stored["examples"]]
+    assert prompt == filled(f"{stored['instruction']} {stored['answer_format']}", examples)
+    assert not [label for label in LABELS[task] if label.lower() in prompt.lower()]
+    assert 100 <= len(prompt.split()) <= 260
+
+
+@pytest.mark.parametrize("task", BABILONG_TASKS)
+def test_prompts_of_lm_eval(task):
+    config = load_yaml(harness_tasks() / "babilong" / f"babilong_{task}.yaml", resolve_func=False)
+
+    prompts = read_prompts(task, "lm_eval")
+
+    examples = [
+        (shot["input"], shot["question"], shot["target"].rstrip("."))
+        for shot in config["fewshot_config"]["samples"]
+    ]
+    assert prompts.of("C", "Q ") == filled(config["description"].strip(), examples)
+    assert prompts.sha256 != read_prompts(task).sha256
+
+
 def assert_equals_its_own_code(path, names, tasks):
     """The prompts are those of the file's function, called as the paper's evaluation does."""
+    prompts_name, template_name = names
     module = runpy.run_path(str(path))
     for task in tasks:
-        template = module[names[1]]
-        template = template[task] if isinstance(template, dict) else template
+        parts = module[prompts_name][task]
+        template = module[template_name]
+        if isinstance(template, dict):
+            template = template[task]
         for context in ("C {x}", " \n C\n"):
-            parts = module[names[0]][task]
             expected = module["get_formatted_input"](context, "Q? ", template=template, **parts)
             assert read_prompts(task, path).of(context, "Q? ") == expected
 
 
-@pytest.mark.parametrize("names", [PAPER, ORIGINAL])
+@pytest.mark.parametrize("names", [PAPER, ORIGINAL], ids=["paper", "original"])
 def test_a_release_is_read_as_it_is_laid_out(tmp_path, names):
     """f-strings of earlier names, in dicts; BABILong's own file has only ORIGINAL."""
-    path, text = tmp_path / "prompts.py", LAID_OUT
-    for ours, other in zip(PAPER, ORIGINAL, strict=True):
-        text = text if names == PAPER else text.replace(f"{ours} =", f"_{other} =")
+    path = tmp_path / "prompts.py"
+    text = LAID_OUT
+    if names == ORIGINAL:
+        for of_paper, original in zip(PAPER, ORIGINAL, strict=True):
+            text = text.replace(f"{of_paper} =", f"_{original} =")
     path.write_text(text)
+
     assert_equals_its_own_code(path, names, ["qa1", "qa2"])
+
     before = read_prompts("qa1", path).sha256
     path.write_text(text.replace("Question: {question}", "Asked: {question}"))
     assert read_prompts("qa1", path).sha256 != before
@@ -209,24 +242,6 @@ def test_a_release_is_read_as_it_is_laid_out(tmp_path, names):
 def test_the_real_release():
     names = PAPER if PAPER[0] in Path(REAL_PROMPTS).read_text() else ORIGINAL
     assert_equals_its_own_code(REAL_PROMPTS, names, BABILONG_TASKS)
-
-
-def test_prompts_can_be_replaced(tmp_path):
-    """By a TOML file, or a clone's prompts.py, read as data with its layout (issue 17, item 3)."""
-    path = tmp_path / "mine.toml"
-    path.write_text(OWN)
-    prompts = read_prompts("qa1", path)
-    assert prompts.of("C", "Q ") == filled("Say it.", [("C1", "Q1", "A1")])
-    path.write_text(OWN.replace("C1", "C3"))
-    assert read_prompts("qa1", path).sha256 != prompts.sha256
-    path = tmp_path / "prompts.py"
-    path.write_text(RELEASE)
-    known = {"qa1": "Do it.\n\nE1\n\nE2 {x}", "qa2": "Do it. Say so.\n\nE"}
-    for task, text in known.items():
-        assert read_prompts(task, path).of("C", "Q ") == filled(text, [])
-    path.write_text(RELEASE + f"DEFAULT_TEMPLATE_ZEYUAN = {LAYOUT!r}")
-    expected = LAYOUT.format(**PARTS, context="C {x}", question="Q ")
-    assert read_prompts("qa2", path).of("C {x}", "Q ") == expected
 
 
 REFUSED = {
@@ -257,12 +272,36 @@ REFUSED = {
 }
 
 
-def test_prompts_are_checked(tmp_path):
-    for name, contents in REFUSED.items():
-        for content in contents:
-            (tmp_path / name).write_text(content)
-            with refused("babilong.prompts"):
-                read_prompts("qa1", tmp_path / name)
+def test_prompts_can_be_replaced_by_a_toml(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(OWN)
+
+    prompts = read_prompts("qa1", path)
+
+    assert prompts.of("C", "Q ") == filled("Say it.", [("C1", "Q1", "A1")])
+    path.write_text(OWN.replace("C1", "C3"))
+    assert read_prompts("qa1", path).sha256 != prompts.sha256
+
+
+def test_prompts_can_be_replaced_by_a_clones(tmp_path):
+    """A prompts.py is read as data with its layout (issue 17, item 3)."""
+    path = tmp_path / "prompts.py"
+    path.write_text(RELEASE)
+    instructions = {"qa1": "Do it.\n\nE1\n\nE2 {x}", "qa2": "Do it. Say so.\n\nE"}
+    for task, instruction in instructions.items():
+        assert read_prompts(task, path).of("C", "Q ") == filled(instruction, [])
+
+    path.write_text(RELEASE + f"DEFAULT_TEMPLATE_ZEYUAN = {LAYOUT!r}")
+    expected = LAYOUT.format(**PARTS, context="C {x}", question="Q ")
+    assert read_prompts("qa2", path).of("C {x}", "Q ") == expected
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_prompts_are_checked(tmp_path, name):
+    for content in REFUSED[name]:
+        (tmp_path / name).write_text(content)
+        with refused("babilong.prompts"):
+            read_prompts("qa1", tmp_path / name)
 
 
 # ---- the tasks
@@ -270,6 +309,7 @@ def test_prompts_are_checked(tmp_path):
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory):
+    """The folder of the staged rows of all tasks."""
     return stage_fixtures(tmp_path_factory.mktemp("staged"), NAMES)
 
 
@@ -284,34 +324,38 @@ def load_tasks(**metadata):
 
 def scores(tasks, answer):
     """The scores of a model that answers from the prompts' rows."""
-    rows = {
-        read_prompts(name.split("_")[1]).of(row["input"], row["question"]): row
-        for name in NAMES
-        for row in rows_of(name)
-    }
+    rows = {}
+    for name in NAMES:
+        prompts = read_prompts(name.split("_")[1])
+        rows |= {prompts.of(row["input"], row["question"]): row for row in rows_of(name)}
     model = ScriptedLM(lambda request: answer(rows[request.args[0]]))
+
     with quiet_harness():
-        found = evaluate(model, {"tasks": dict(tasks)}, bootstrap_iters=0)
-    assert found is not None
+        evaluated = evaluate(model, {"tasks": dict(tasks)}, bootstrap_iters=0)
+
+    assert evaluated is not None
     options = {"until": ["."], "max_gen_toks": 20, "do_sample": False}
     assert all(request.args[1] == options for request in model.asked)
-    return {name: found["results"][name]["acc,none"] for name in tasks}
+    return {name: evaluated["results"][name]["acc,none"] for name in tasks}
 
 
 @pytest.mark.system
 def test_the_suite_complete(staged):
     tasks = load_tasks(staged=str(staged))
+
     assert list(tasks) == NAMES
     for name, task in tasks.items():
         qa = name.split("_")[1]
-        assert task.VERSION == 2.0 and task.config.metadata["primary"] == "acc"
-        chance = 1 / len(LABELS[qa])
-        assert task.config.metadata["chance"] == pytest.approx(chance, abs=1e-4)
+        description = task.config.metadata
+        assert task.VERSION == 2.0
+        assert description["primary"] == "acc"
+        assert description["chance"] == pytest.approx(1 / len(LABELS[qa]), abs=1e-4)
         for row, document in zip(rows_of(name), list(task.eval_docs), strict=True):
             prompt = read_prompts(qa).of(row["input"], row["question"])
             assert task.doc_to_text(document) == prompt
             assert prompt.endswith(f"\n\nQuestion: {row['question']}\nAnswer:")
             assert task.doc_to_target(document) == row["target"]
+
     # labels of the question are ignored
     right = scores(tasks, lambda row: f"{row['question']} {row['target'].upper()}")
     assert set(right.values()) == {1.0}
@@ -319,17 +363,26 @@ def test_the_suite_complete(staged):
     assert set(wrong.values()) == {0.0}
 
 
-def test_cut_prompts_and_rows_of_other_data_are_refused(staged, tmp_path):
+def test_rows_of_other_data_are_refused(tmp_path):
     row = {"input": "Mary went to the cellar.", "question": "Where is Mary? ", "target": "cellar"}
     write_staged(tmp_path, "babilong_qa1_0k", [row], revision="f" * 40)
+
     with refused("babilong.target", row=0):
         load(qa="qa1", context="0k", staged=str(tmp_path))
+
+
+def test_cut_prompts_are_refused(staged, tmp_path):
     tokenizer = data_folders.tokenizer()
     (tmp_path / tokenizer.file_name).write_bytes(tokenizer.model)
-    asked = {"qa": "qa2", "context": "1k", "staged": str(staged)}
-    documents = load(**asked, max_length=10**6)["test"]  # needs no tokenizer
-    longest = max(len(tokenizer.encode(prompt)) for prompt in documents["prompt"])
-    known = {**asked, "tokenizer": str(tmp_path)}
-    assert len(load(**known, max_length=longest + 20)["test"]) == len(documents)
-    with refused("eval.prompt_too_long", expected=longest + 20):
-        load(**known, max_length=longest + 19)
+    answer_tokens = 20
+
+    def load_documents(**options):
+        return load(qa="qa2", context="1k", staged=str(staged), **options)["test"]
+
+    documents = load_documents(max_length=10**6)  # needs no tokenizer
+    longest = max(len(tokenizer.encode(prompt)) for prompt in documents["prompt"]) + answer_tokens
+
+    fitting = load_documents(tokenizer=str(tmp_path), max_length=longest)
+    assert len(fitting) == len(documents)
+    with refused("eval.prompt_too_long", expected=longest):
+        load_documents(tokenizer=str(tmp_path), max_length=longest - 1)

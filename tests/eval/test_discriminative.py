@@ -19,8 +19,9 @@ HARNESS = [harness_tasks() / folder for folder in HARNESS_FOLDERS]
 
 
 def load(wanted, folders, **metadata):
-    options = {"include_path": folders, "include_defaults": False, "metadata": metadata}
-    return TaskManager(**options).load(wanted)["tasks"]
+    """Load tasks by name from folders."""
+    manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
+    return manager.load(wanted)["tasks"]
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +41,26 @@ def tasks(tmp_path_factory):
 def test_the_group_has_the_suites_tasks(tasks):
     assert list(tasks) == NAMES
     for name, task in tasks.items():
-        assert len(task.eval_docs) == len(rows_of(name)) and task.config.num_fewshot == 0
-        if field := task.config.metadata.get("source"):
-            sources = [doc[field] for doc in task.eval_docs]
-            assert field in CATALOGUE[name].columns and 1 < len(set(sources)) < len(sources)
-    assert {name: task.config.metadata["primary"] for name, task in tasks.items()} == {
+        assert len(task.eval_docs) == len(rows_of(name))
+        assert task.config.num_fewshot == 0
+
+    primary = {name: task.config.metadata["primary"] for name, task in tasks.items()}
+    assert primary == {
         **dict.fromkeys(NAMES[:7], "acc"),
         "hellaswag": "acc_norm",
         "arc_challenge": "acc_norm",
         "lambada_openai": ["acc", "perplexity"],
         "wikitext": "word_perplexity",
     }
+
+
+def test_sources_are_columns_that_items_share(tasks):
+    for name, task in tasks.items():
+        field = task.config.metadata.get("source")
+        if field is not None:
+            sources = [doc[field] for doc in task.eval_docs]
+            assert field in CATALOGUE[name].columns
+            assert 1 < len(set(sources)) < len(sources)
 
 
 @pytest.mark.system
@@ -64,18 +74,32 @@ def test_tasks_equal_those_of_lm_eval(tasks, monkeypatch):
         return dict.fromkeys(("train", "validation", "test"), fixture(key))
 
     monkeypatch.setattr(lm_eval.api.task.datasets, "load_dataset", from_hub)
-    own = load(NAMES, HARNESS)
+    of_lm_eval = load(NAMES, HARNESS)
     assert requested == [(CATALOGUE[key].path, CATALOGUE[key].config) for key in NAMES]
-    replaced = {"custom_dataset", "dataset_kwargs", "num_fewshot", "metadata"}
-    replaced |= {"training_split", "validation_split", "fewshot_split"}
+
+    may_differ = {
+        "custom_dataset",
+        "dataset_kwargs",
+        "num_fewshot",
+        "metadata",
+        "training_split",
+        "validation_split",
+        "fewshot_split",
+    }
     for name in NAMES:
-        ours, theirs = tasks[name].dump_config(), own[name].dump_config()
-        differing = {k for k in {*ours, *theirs} if ours.get(k) != theirs.get(k)}
-        assert differing <= replaced, name
-        assert tasks[name].VERSION == own[name].VERSION
-        for task in (tasks[name], own[name]):
-            task.build_all_requests()
+        our_task = tasks[name]
+        their_task = of_lm_eval[name]
+        ours = our_task.dump_config()
+        theirs = their_task.dump_config()
+        differing = {key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)}
+        assert differing <= may_differ, name
+        assert our_task.VERSION == their_task.VERSION
+
+        our_task.build_all_requests()
+        their_task.build_all_requests()
+        our_requests = [request.args for request in our_task.instances]
+        assert our_requests == [request.args for request in their_task.instances]
+
         # the split that is scored is the one that is staged
-        assert [i.args for i in tasks[name].instances] == [i.args for i in own[name].instances]
-        scored = theirs.get("test_split") or theirs["validation_split"]
-        assert scored == CATALOGUE[name].split
+        scored_split = theirs.get("test_split") or theirs["validation_split"]
+        assert scored_split == CATALOGUE[name].split

@@ -83,49 +83,56 @@ def prompts(tmp_path):
 
 @pytest.mark.parametrize("more", SELECTED.values(), ids=SELECTED)
 def test_no_prompt_holds_its_own_answer(prompts, more):
-    found = prompts(more)
-    assert sorted(found) == [0, 1, 2, 3, 4]
-    counts = []
-    for item, prompt in found.items():
+    by_item = prompts(more)
+
+    assert sorted(by_item) == [0, 1, 2, 3, 4]
+    for item, prompt in by_item.items():
         assert prompt.lower().endswith(f"question {item}:")
         assert f"answer-{item}." not in prompt
-        counts.append(prompt.count("answer-"))
+
     # a list or split with a copy of the item has no other example in its place
-    expected = {1, 2} if "copies" in more or "overlap" in more or "Careless" in more else {2}
-    assert set(counts) <= expected and max(counts) == 2
+    has_copies = any(word in more for word in ("copies", "overlap", "Careless"))
+    counts = {prompt.count("answer-") for prompt in by_item.values()}
+    assert counts <= ({1, 2} if has_copies else {2})
+    assert max(counts) == 2
 
 
 def test_a_group_that_asks_for_examples(prompts):
     text = TASK.replace("num_fewshot: 2\n", "test_split: test\n")
     (prompts.folder / "shots.yaml").write_text(text)
     group = "group: many\ntask:\n  - task: shots\n    num_fewshot: 2\n"
-    found = prompts("", group, "many")
-    assert all(prompt.count("answer-") == 2 for prompt in found.values())
-    assert not [item for item, prompt in found.items() if f"answer-{item}." in prompt]
+
+    by_item = prompts("", group, "many")
+
+    for item, prompt in by_item.items():
+        assert prompt.count("answer-") == 2
+        assert f"answer-{item}." not in prompt
 
 
 @pytest.mark.parametrize("more", ["training_split: other", "fewshot_split: other"])
 def test_prompts_of_another_split_are_those_of_lm_eval(prompts, more):
-    found = prompts(f"test_split: test\n{more}")
+    ours = prompts(f"test_split: test\n{more}")
+
     with quiet_harness():
-        (task,) = (
-            TaskManager(include_defaults=False)
-            .load([str(prompts.folder / "shots.yaml")])["tasks"]
-            .values()
-        )
+        manager = TaskManager(include_defaults=False)
+        (task,) = manager.load([str(prompts.folder / "shots.yaml")])["tasks"].values()
         task.set_fewshot_seed(1234)
         task.build_all_requests(rank=0, world_size=1)
-    assert found == {request.doc_id: request.args[0] for request in task.instances}
+    assert ours == {request.doc_id: request.args[0] for request in task.instances}
 
 
-@pytest.mark.parametrize("how", ["upper", "shuffled"])
-def test_items_that_cannot_be_recognized_are_refused(prompts, how):
+UNRECOGNIZABLE = {
+    "upper": "fewshot_config: {split: test, process_docs: !function shots.upper}",
+    "shuffled": "process_docs: !function shots.shuffled",
+}
+
+
+@pytest.mark.parametrize("more", UNRECOGNIZABLE.values(), ids=UNRECOGNIZABLE)
+def test_items_that_cannot_be_recognized_are_refused(prompts, more):
     """The asked split, processed by another function, or at random."""
-    more = {
-        "upper": "fewshot_config: {split: test, process_docs: !function shots.upper}",
-        "shuffled": "process_docs: !function shots.shuffled",
-    }[how]
     with refused("eval.fewshot", split="test"):
         prompts(f"test_split: test\n{more}")
+
     # without examples there is nothing to leave out
-    assert len(prompts(f"test_split: test\n{more}", TASK.replace("shot: 2", "shot: 0"))) == 5
+    without_examples = TASK.replace("shot: 2", "shot: 0")
+    assert len(prompts(f"test_split: test\n{more}", without_examples)) == 5

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
@@ -43,8 +42,10 @@ NAMES = (
     "gdn ABCD",
 )
 OTHERS = [*((name, False) for name in NAMES[1:]), (NAMES[0], True), (NAMES[5], True)]
-others = [pytest.param(*case, marks=pytest.mark.system) for case in OTHERS]
-every_model = pytest.mark.parametrize(("name", "add_bos"), [(NAMES[0], False), *others])
+every_model = pytest.mark.parametrize(
+    ("name", "add_bos"),
+    [(NAMES[0], False), *(pytest.param(*case, marks=pytest.mark.system) for case in OTHERS)],
+)
 
 
 @dataclass
@@ -57,26 +58,26 @@ class Models:
 
     def answers(self, kind, inputs):
         """Our answers, equal for checkpoint and export, and lm_eval's."""
-        requests = [Instance(kind, {}, given, index) for index, given in enumerate(inputs)]
-        ours, exported, theirs = (
-            getattr(lm, kind)(requests, disable_tqdm=True)
-            for lm in (self.ours, self.exported, self.theirs)
-        )
+        requests = [Instance(kind, {}, arguments, index) for index, arguments in enumerate(inputs)]
+        ours = getattr(self.ours, kind)(requests, disable_tqdm=True)
+        exported = getattr(self.exported, kind)(requests, disable_tqdm=True)
+        theirs = getattr(self.theirs, kind)(requests, disable_tqdm=True)
         assert not differences(exported, ours)
         return ours, theirs
 
 
-def differences(found, expected):
+def differences(ours, theirs):
     """Answers that differ by more than 1e-4 (sums: and 1e-4 of it), or are not equal."""
     differing = []
-    for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-        wanted = other
-        if isinstance(other, float):
-            wanted = pytest.approx(other, rel=1e-4, abs=1e-4)
-        elif isinstance(other, tuple):
-            wanted = (pytest.approx(other[0], rel=0, abs=1e-4), other[1])
-        if one != wanted:
-            differing.append((index, one, other))
+    for index, (our_answer, their_answer) in enumerate(zip(ours, theirs, strict=True)):
+        expected = their_answer
+        if isinstance(their_answer, float):
+            expected = pytest.approx(their_answer, rel=1e-4, abs=1e-4)
+        elif isinstance(their_answer, tuple):
+            score, is_greedy = their_answer
+            expected = (pytest.approx(score, rel=0, abs=1e-4), is_greedy)
+        if our_answer != expected:
+            differing.append((index, our_answer, their_answer))
     return differing
 
 
@@ -90,22 +91,40 @@ def text_model(name, **changes):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
+    """Return the function that makes the three models of a variant."""
     folder = tmp_path_factory.mktemp("equal")
     make_data(folder / "data")
 
+    def make_ours(path, tokenizer, add_bos):
+        return CanonLM(
+            load_model(path, torch.device("cpu")),
+            load_tokenizer(tokenizer, eos=2),
+            max_length=MAX_LENGTH,
+            batch_tokens=150,
+            add_bos=add_bos,
+        )
+
     @functools.cache
     def make(name, add_bos):
-        base, ours = folder / f"{name}-{add_bos}", list[CanonLM]()
-        checkpoint = plant_run(base / "run", text_model(name), data=folder / "data")
+        base = folder / f"{name}-{add_bos}"
         out = base / "out"
+        checkpoint = plant_run(base / "run", text_model(name), data=folder / "data")
         export(checkpoint, out)
-        given: Any = {"max_length": MAX_LENGTH, "batch_tokens": 150, "add_bos": add_bos}
-        for path, tokenizer in ((checkpoint, folder / "data"), (out, out / "tokenizer.json")):
-            model, text = load_model(path, torch.device("cpu")), load_tokenizer(tokenizer, eos=2)
-            ours.append(CanonLM(model, text, **given))
-        given = {"device": "cpu", "dtype": "float32", "prefix_token_id": 2, "batch_size": 5}
-        given |= {"max_length": MAX_LENGTH, "trust_remote_code": True, "add_bos_token": add_bos}
-        return Models(*ours, HFLM(pretrained=str(out), **given))
+        theirs = HFLM(
+            pretrained=str(out),
+            device="cpu",
+            dtype="float32",
+            prefix_token_id=2,
+            batch_size=5,
+            max_length=MAX_LENGTH,
+            trust_remote_code=True,
+            add_bos_token=add_bos,
+        )
+        return Models(
+            make_ours(checkpoint, folder / "data", add_bos),
+            make_ours(out, out / "tokenizer.json", add_bos),
+            theirs,
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         isolate_remote_code(patch, folder / "modules")
@@ -113,110 +132,182 @@ def models(tmp_path_factory):
 
 
 def make_data(folder):
+    """Write a data folder with a tokenizer."""
     make_data_folder(folder, [[sentence(seed, 60) for seed in range(9)]], [sentence(9, 60)])
 
 
 def pairs():
     """Contexts and continuations of every form."""
-    text, found = sentence(3, 400), []
-    for seed in range(4):  # multiple choice: one context, choices of different lengths
+    # multiple choice: one context, choices of different lengths
+    multiple_choice = []
+    for seed in range(4):
         context = sentence(seed, 3 + 7 * seed)
-        found += [(context, f" {sentence(10 * seed + n, 1 + 3 * n)}") for n in range(1, 4)]
-    found += [("is it so", choice) for choice in (" to", " in", " by", " to")]  # one token each
-    found += [(UNICODE, f" {UNICODE[::-1]}"), ("the café", " naïve"), ("\U0001f642", "\U0001f642")]
-    found += [("the of ", "a space moves"), ("the\n\n", " lines"), ("a </s> is text", " as </s>")]
-    found += [("", " nothing before it"), ("", "the"), ("", UNICODE)]
-    # these are cut at the beginning
-    return [*found, (text, " of the"), (text, text[:90]), (text[:30], text[30:100])]
+        for n in range(1, 4):
+            multiple_choice.append((context, f" {sentence(10 * seed + n, 1 + 3 * n)}"))
+
+    long_text = sentence(3, 400)
+    return [
+        *multiple_choice,
+        # one token each
+        ("is it so", " to"),
+        ("is it so", " in"),
+        ("is it so", " by"),
+        ("is it so", " to"),
+        (UNICODE, f" {UNICODE[::-1]}"),
+        ("the café", " naïve"),
+        ("\U0001f642", "\U0001f642"),
+        ("the of ", "a space moves"),
+        ("the\n\n", " lines"),
+        ("a </s> is text", " as </s>"),
+        ("", " nothing before it"),
+        ("", "the"),
+        ("", UNICODE),
+        # these are cut at the beginning
+        (long_text, " of the"),
+        (long_text, long_text[:90]),
+        (long_text[:30], long_text[30:100]),
+    ]
 
 
 @every_model
 def test_loglikelihoods(models, name, add_bos):
     """BOS is before every text except an empty context, and is cut first."""
-    each = models(name, add_bos)
-    assert each.ours.tok_encode("the") == each.theirs.tok_encode("the") != []
-    contexts = [(sentence(seed, 4), {"until": [], "max_gen_toks": 1}) for seed in range(9)]
-    requests = [Instance("generate_until", {}, given, 0) for given in contexts]
-    likeliest = each.ours.generate_until(requests)
-    inputs = pairs() + [(c, text) for (c, _), text in zip(contexts, likeliest, strict=True)]
-    found, expected = each.answers("loglikelihood", inputs)
-    assert not differences(found, expected)
-    assert {is_greedy for _, is_greedy in found} == {True, False}
-    # rolling, in windows around max_length
-    text = sentence(5, 300)
+    lms = models(name, add_bos)
+    assert lms.ours.tok_encode("the") == lms.theirs.tok_encode("the") != []
+    # continuations that the model itself generates are greedy
+    contexts = [sentence(seed, 4) for seed in range(9)]
+    options = {"until": [], "max_gen_toks": 1}
+    likeliest = lms.ours.generate_until(
+        [Instance("generate_until", {}, (context, options), 0) for context in contexts]
+    )
+
+    ours, theirs = lms.answers("loglikelihood", [*pairs(), *zip(contexts, likeliest, strict=True)])
+
+    assert not differences(ours, theirs)
+    assert {is_greedy for _, is_greedy in ours} == {True, False}
+
+
+@every_model
+def test_rolling_loglikelihoods(models, name, add_bos):
+    """In windows around max_length."""
+    lms = models(name, add_bos)
     # not periodic: lm_eval's answers differ from explicit loops then
+    text = sentence(5, 300)
     texts = ["a", UNICODE, f"{UNICODE}{sentence(7, 40)}{UNICODE}", text, "the of\n\nand to\n", ""]
-    ids = [each.ours.tok_encode(text[:end]) for end in range(len(text))]
+    num_tokens = [len(lms.ours.tok_encode(text[:end])) for end in range(len(text))]
     for size in (MAX_LENGTH - 1, MAX_LENGTH, MAX_LENGTH + 1, 2 * MAX_LENGTH):
-        texts.append(next(text[:end] for end in range(len(text)) if len(ids[end]) == size))
-    assert not differences(*each.answers("loglikelihood_rolling", [(text,) for text in texts]))
+        texts.append(text[: num_tokens.index(size)])
+
+    ours, theirs = lms.answers("loglikelihood_rolling", [(text,) for text in texts])
+
+    assert not differences(ours, theirs)
 
 
 def prompts():
     """Prompts of different lengths, hence left-padded, with and without stop strings."""
     contexts = [sentence(seed, words) for seed, words in enumerate((1, 2, 9, 17, 30, 200))]
     contexts += [UNICODE, "the of ", "to be </s>\n\nAnswer me:"]
-    found = []
+    requests = []
     for until in ([], ["he"], ["\n", "a"]):  # mostly within a token
-        found += [(context, {"until": until, "max_gen_toks": 9}) for context in contexts]
-    found += [(context, {"until": "t", "max_gen_toks": 1}) for context in contexts]
-    return [*found, *((c, {"until": [" zz"], "max_gen_toks": 21}) for c in contexts[3:])]
+        requests += [(context, {"until": until, "max_gen_toks": 9}) for context in contexts]
+    requests += [(context, {"until": "t", "max_gen_toks": 1}) for context in contexts]
+    requests += [(context, {"until": [" zz"], "max_gen_toks": 21}) for context in contexts[3:]]
+    return requests
 
 
 @every_model
 def test_generations(models, name, add_bos):
     """lm_eval decodes answers alone: SentencePiece drops their first space."""
-    each, empty = models(name, add_bos), ("", {"until": [], "max_gen_toks": 9})
-    found, expected = each.answers("generate_until", [*prompts(), *[empty] * add_bos])
-    assert [answer.removeprefix(" ") for answer in found] == expected
-    assert len({len(each.ours.tok_encode(text)) for text in found}) > 2
+    lms = models(name, add_bos)
+    inputs = prompts()
+    if add_bos:
+        inputs.append(("", {"until": [], "max_gen_toks": 9}))
+
+    ours, theirs = lms.answers("generate_until", inputs)
+
+    assert [answer.removeprefix(" ") for answer in ours] == theirs
+    assert len({len(lms.ours.tok_encode(answer)) for answer in ours}) > 2
 
 
 SUITES = ("discriminative", "jrt_squad", "babilong_qa1_0k", "1-hop-0")
 LIMIT = ("--limit", "12")  # all items of the fixtures, and some of the 1,000 probes
 
 
+def run_both_commands(folder):
+    """Run `eval run` and `lm_eval --model hf` on an export, in `folder`."""
+    out = folder / "out"
+    staged = stage_fixtures(folder / "staged")
+    make_data(folder / "data")
+    model = text_model("nope ABCD", max_seq_len=2048)
+    export(plant_run(folder / "run", model, data=folder / "data"), out)
+    environment = hub_environment(folder) | {"CANON_EVAL_DATA": str(staged)}
+    environment["PYTHONPATH"] = str(ROOT)
+
+    def run(*words):
+        done = subprocess.run(
+            [sys.executable, "-m", *map(str, words)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env=environment,
+            timeout=600,
+        )
+        assert done.returncode == 0, done
+        assert "y/N" not in done.stdout + done.stderr, done
+
+    run(
+        *("eval", "run"),
+        *("--checkpoint", out),
+        *("--suite", ",".join(SUITES)),
+        *("--out", folder),
+        *("--max_length", 2048),
+        *LIMIT,
+    )
+    run(
+        *("lm_eval", "--model", "hf"),
+        "--model_args",
+        f"pretrained={out},trust_remote_code=True,dtype=float32,add_bos_token=False",
+        *("--device", "cpu"),
+        *("--include_path", ROOT / "eval" / "tasks"),
+        *("--tasks", ",".join(SUITES)),
+        *("--metadata", json.dumps({"probes": str(folder / "1-hop-0" / "probes")})),
+        *("--batch_size", "3"),
+        *("--log_samples", "--output_path", folder / "theirs"),
+        *LIMIT,
+    )
+
+
+def assert_equal_answer(ours, theirs):
+    """Compare an answer with lm_eval's, which has numbers as text."""
+    if isinstance(ours, str):
+        assert ours.removeprefix(" ") == theirs
+    elif isinstance(ours, list):
+        assert ours[0] == pytest.approx(float(theirs[0]), abs=2e-4, rel=1e-6)
+        assert str(ours[1]) == theirs[1]
+    else:
+        assert ours == pytest.approx(float(theirs), rel=1e-4)
+
+
 @pytest.mark.system
 def test_the_commands(tmp_path):
     """`eval run` and `lm_eval --model hf`: the same items, prompts, answers and scores."""
-    out, staged = tmp_path / "out", stage_fixtures(tmp_path / "staged")
-    make_data(tmp_path / "data")
-    model = text_model("nope ABCD", max_seq_len=2048)
-    export(plant_run(tmp_path / "run", model, data=tmp_path / "data"), out)
-    environment = hub_environment(tmp_path) | {"CANON_EVAL_DATA": str(staged)}
-    environment["PYTHONPATH"] = str(ROOT)
-    options = f"pretrained={out},trust_remote_code=True,dtype=float32,add_bos_token=False"
+    run_both_commands(tmp_path)
 
-    def run(*words):
-        given: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-        given |= {"cwd": tmp_path, "env": environment, "timeout": 600}
-        done = subprocess.run([sys.executable, "-m", *map(str, words)], **given)
-        assert done.returncode == 0 and "y/N" not in done.stdout + done.stderr, done
-
-    words = ("eval", "run", "--checkpoint", out, "--suite", ",".join(SUITES), "--out", tmp_path)
-    run(*words, "--max_length", 2048, *LIMIT)
-    theirs = ["lm_eval", "--model", "hf", "--model_args", options, "--device", "cpu"]
-    theirs += ["--include_path", ROOT / "eval" / "tasks", "--tasks", ",".join(SUITES)]
-    theirs += ["--metadata", json.dumps({"probes": str(tmp_path / "1-hop-0" / "probes")})]
-    theirs += ["--batch_size", "3", "--log_samples", "--output_path", tmp_path / "theirs", *LIMIT]
-    run(*theirs)
-
-    samples = {t: rows for suite in SUITES for t, rows in read_samples(tmp_path / suite).items()}
+    samples = {}
+    for suite in SUITES:
+        samples |= read_samples(tmp_path / suite)
     assert samples.keys() > {"piqa", "hellaswag", "boolq", "lambada_openai", "wikitext"}
     for task, rows in samples.items():
         (path,) = (tmp_path / "theirs").glob(f"*{os.sep}samples_{task}_*.jsonl")
-        other = {r["doc_id"]: r for r in map(json.loads, path.read_text().splitlines())}
-        assert len(rows) == len(other) > 0
+        their_rows = [json.loads(line) for line in path.read_text().splitlines()]
+        theirs = {row["doc_id"]: row for row in their_rows}
+        assert len(rows) == len(theirs) > 0
         for row in rows:
-            sample = other[row["doc_id"]]
-            assert [row[key] == sample[key] for key in ("doc_hash", "prompt_hash")] == [True] * 2
-            for answer, given in zip(row["answers"], sample["filtered_resps"], strict=True):
-                if isinstance(answer, str):
-                    assert answer.removeprefix(" ") == given
-                elif isinstance(answer, list):
-                    assert answer[0] == pytest.approx(float(given[0]), abs=2e-4, rel=1e-6)
-                    assert str(answer[1]) == given[1]
-                else:
-                    assert answer == pytest.approx(float(given), rel=1e-4)
+            sample = theirs[row["doc_id"]]
+            assert row["doc_hash"] == sample["doc_hash"]
+            assert row["prompt_hash"] == sample["prompt_hash"]
+            for ours, answer in zip(row["answers"], sample["filtered_resps"], strict=True):
+                assert_equal_answer(ours, answer)
             for metric in sample["metrics"]:
                 assert row[metric] == pytest.approx(sample[metric], rel=1e-4), metric

@@ -45,17 +45,32 @@ every_task = pytest.mark.parametrize(("name", "settings"), SETTINGS, ids=[s[0] f
 
 
 def model_args(task):
+    """The sizes of a small model for a task."""
     return ModelArgs(
-        vocab_size=task.vocab_size, num_layers=1, dim=32, num_heads=2, ffn_dim=48,
-        max_seq_len=task.seq_len, canon_set="ABCD", position="rope",
-    )  # fmt: skip
+        vocab_size=task.vocab_size,
+        num_layers=1,
+        dim=32,
+        num_heads=2,
+        ffn_dim=48,
+        max_seq_len=task.seq_len,
+        canon_set="ABCD",
+        position="rope",
+    )
 
 
 def identity_of(task):
-    found = {f"data.task.{key}": value for key, value in task.settings.items() if key != "seq_len"}
-    found |= {"data.task.name": task.name, "training.seq_len": task.seq_len}
-    found |= {f"model.{name}": value for name, value in asdict(model_args(task)).items()}
-    return found | {"data_fingerprint": task.fingerprint}
+    """The identity of a run of that small model on a task."""
+    settings = {
+        f"data.task.{key}": value for key, value in task.settings.items() if key != "seq_len"
+    }
+    model = {f"model.{name}": value for name, value in asdict(model_args(task)).items()}
+    return {
+        **settings,
+        "data.task.name": task.name,
+        "training.seq_len": task.seq_len,
+        **model,
+        "data_fingerprint": task.fingerprint,
+    }
 
 
 def plant_task_run(folder, task, padding=0):
@@ -72,83 +87,115 @@ def plant_task_run(folder, task, padding=0):
 
 
 def open_task(task, limit=None, **options):
+    """Open the suite for a task; return its plan."""
     name, path = find_suite("playground")
     metadata = {"identity": identity_of(task), **options}
     return open_tasks(name, path, metadata, limit, None)["playground"]
 
 
-def questions(task, windows):
-    asked = evaluation_windows(task, windows)
-    return [question for window in asked for one in window for question in one.questions]
+def questions(task, num_windows):
+    """Return the questions of the first windows."""
+    batches = evaluation_windows(task, num_windows)
+    return [question for windows in batches for window in windows for question in window.questions]
 
 
-def scripted(task, windows, answer):
+def scripted(task, num_windows, answer):
     """A model that answers each question by `answer(its right answer)`."""
-    known = {tuple(question.prompt): question.answer for question in questions(task, windows)}
+    right_answers = {
+        tuple(question.prompt): question.answer for question in questions(task, num_windows)
+    }
 
     def reply(request):
-        return " ".join(map(str, answer(known[tuple(map(int, request.args[0].split()))])))
+        prompt = tuple(map(int, request.args[0].split()))
+        return " ".join(map(str, answer(right_answers[prompt])))
 
     return ScriptedLM(reply, lambda request: -1.0)
 
 
+ANSWERERS = {
+    "right": (lambda gold, vocab_size: gold, 1.0, "right"),
+    # cut where it is complete
+    "longer": (lambda gold, vocab_size: [*gold, 1, 1], 1.0, "right"),
+    "wrong": (lambda gold, vocab_size: [token % (vocab_size - 1) + 1 for token in gold], 0.0, None),
+    "empty": (lambda gold, vocab_size: [], 0.0, "empty"),
+}
+
+
 @every_task
-def test_a_perfect_and_a_wrong_answerer(name, settings):
+@pytest.mark.parametrize("answerer", ANSWERERS)
+def test_a_perfect_and_a_wrong_answerer(name, settings, answerer):
+    answer, share, verdict = ANSWERERS[answerer]
     task = build_task(name, settings)
     plan = open_task(task, playground_windows=9)
-    for answer, score, verdict in (
-        (lambda gold: gold, 1.0, "right"),
-        (lambda gold: [*gold, 1, 1], 1.0, "right"),  # cut where it is complete
-        (lambda gold: [token % (task.vocab_size - 1) + 1 for token in gold], 0.0, None),
-        (lambda gold: [], 0.0, "empty"),
-    ):
-        lm = scripted(task, 9, answer)
-        found = plan.run(lm, operator.call)["playground"]
-        assert found.num_samples == 9
-        counts = {kind: found.scores[kind].value for kind in VERDICTS}
-        assert sum(counts.values()) == len(lm.asked) and counts["right"] == score * len(lm.asked)
-        assert verdict is None or counts[verdict] == len(lm.asked)
-        values = {key: each.value for key, each in found.scores.items() if key not in counts}
-        assert {values[metric] for metric in task.metrics if metric in values} == {score}
-        assert values.keys() <= plan.description["higher_is_better"].keys()
-        assert plan.description["primary"] == [next(iter(values))]
+    lm = scripted(task, 9, lambda gold: answer(gold, task.vocab_size))
+
+    result = plan.run(lm, operator.call)["playground"]
+
+    num_questions = len(lm.asked)
+    counts = {kind: result.scores[kind].value for kind in VERDICTS}
+    assert result.num_samples == 9
+    assert sum(counts.values()) == num_questions
+    assert counts["right"] == share * num_questions
+    if verdict is not None:
+        assert counts[verdict] == num_questions
+
+    values = {name: score.value for name, score in result.scores.items() if name not in counts}
+    assert {values[metric] for metric in task.metrics if metric in values} == {share}
+    assert values.keys() <= plan.description["higher_is_better"].keys()
+    assert plan.description["primary"] == [next(iter(values))]
 
 
 def test_standard_errors_are_over_windows():
-    task, draw = build_task("copy", {"n": 3, "seq_len": 60}), random.Random(4)
+    task = build_task("copy", {"n": 3, "seq_len": 60})
+    draw = random.Random(4)
     plan = open_task(task, limit=12, playground_windows=20)
     lm = scripted(task, 20, lambda gold: gold if draw.random() < 0.6 else gold[:1])
-    found = plan.run(lm, operator.call)["playground"]
-    pairs = np.array([record["exact"] for record in found.samples])
-    means = pairs[:, 0] / pairs[:, 1]
-    assert len(means) == found.num_samples == 12 and len(lm.asked) == 12 * 7
+
+    result = plan.run(lm, operator.call)["playground"]
+
+    num_right, num_questions = np.array([record["exact"] for record in result.samples]).T
+    means = num_right / num_questions
+    assert len(means) == 12
+    assert result.num_samples == 12
+    assert len(lm.asked) == 12 * 7
     assert set(means) != {0.0, 1.0}
-    score = found.scores["exact"]
+    score = result.scores["exact"]
     assert score.value == pytest.approx(math.fsum(means) / 12, abs=1e-15)
     assert score.stderr == pytest.approx(np.std(means, ddof=1) / math.sqrt(12), rel=1e-12)
 
 
 def test_parts_add_up_to_the_whole():
     """Every question counts once, however many its window has."""
-    task, draw = build_task("depo1", {"n": 4, "k": 2, "vocab": 9, "seq_len": 60}), random.Random(4)
+    task = build_task("depo1", {"n": 4, "k": 2, "vocab": 9, "seq_len": 60})
+    draw = random.Random(4)
     plan = open_task(task, playground_windows=30)
     lm = scripted(task, 30, lambda gold: gold if draw.random() < 0.5 else gold[:-1])
-    found = plan.run(lm, operator.call)["playground"]
-    parts = [[record.get(f"exact_k{k}") for record in found.samples] for k in (1, 2)]
-    sums = np.sum([x for part in parts for x in part if x], axis=0)
-    exact = found.scores["exact"].value
-    assert sums[1] == len(lm.asked) and exact == pytest.approx(sums[0] / sums[1])
-    assert exact == pytest.approx(found.scores["right"].value / len(lm.asked))
-    of_parts = [found.scores[f"exact_k{k}"].value for k in (1, 2)]
+
+    result = plan.run(lm, operator.call)["playground"]
+
+    parts = ("exact_k1", "exact_k2")
+    counts = [record[part] for part in parts for record in result.samples if record.get(part)]
+    num_right, num_questions = np.sum(counts, axis=0)
+    scores = result.scores
+    exact = scores["exact"].value
+    assert num_questions == len(lm.asked)
+    assert exact == pytest.approx(num_right / num_questions)
+    assert exact == pytest.approx(scores["right"].value / len(lm.asked))
+
+    of_parts = [scores[part].value for part in parts]
     assert min(of_parts) < exact < max(of_parts)
-    assert found.scores["exact"].stderr > 0 and found.scores["exact_k1"].stderr > 0
+    assert scores["exact"].stderr > 0
+    assert scores["exact_k1"].stderr > 0
 
 
-def evaluate(run, *options):
-    """The results of `eval run` on five windows of a run's newest checkpoint, and its samples."""
-    words = ["--suite", "playground", "--option", "playground_windows=5", *map(str, options)]
-    main(["run", "--checkpoint", str(run), *words])
-    (folder,) = [options[1]] if options else run.glob("evals/step-*/playground/*")
+def evaluate(model, out=None):
+    """Run `eval run` on five windows of a run or an export; return its results and samples."""
+    words = ["--suite", "playground", "--option", "playground_windows=5"]
+    if out is not None:
+        words += ["--out", str(out)]
+    main(["run", "--checkpoint", str(model), *words])
+
+    (folder,) = [out] if out else model.glob("evals/step-*/playground/*")
     results = read_results(folder / "results.json")
     assert results.num_samples["playground"] == 5
     return results.scores["playground"], read_samples(folder)
@@ -160,76 +207,115 @@ def test_a_run_its_export_and_training_score_the_same(tmp_path, name, settings):
     run = plant_task_run(tmp_path / "run", task)
     out = tmp_path / "out"
     export(run, out)
+
     scores, samples = evaluate(run)
-    assert (scores, samples) == evaluate(out, "--out", tmp_path / "scores")
+
+    assert (scores, samples) == evaluate(out, tmp_path / "scores")
     assert sum(scores.pop(kind).value for kind in VERDICTS) == len(questions(task, 5))
+    # transformers reads the same ids
+    tokenizer = json.loads((out / "tokenizer.json").read_text())
+    assert tokenizer == json.loads(id_tokenizer(task.vocab_size))
+
     # as validations do: divergences are at all positions then
     logged = TaskScores(task, 5).measure(load_model(run / "checkpoint" / "step-3", CPU))
-    assert logged.keys() == scores.keys() and {"exact", "valid"} & logged.keys()
+    assert logged.keys() == scores.keys()
+    assert {"exact", "valid"} & logged.keys()
     for metric, score in scores.items():
         rel = 0.1 if metric == "kl" else 1e-6
         assert logged[metric] == pytest.approx(score.value, rel=rel), metric
-    # transformers reads the same ids
-    written = json.loads((out / "tokenizer.json").read_text())
-    assert written == json.loads(id_tokenizer(task.vocab_size))
 
 
 def test_ids_that_pad_the_vocabulary_are_no_answer(tmp_path):
     task = build_task(*SETTINGS[0])
     run = plant_task_run(tmp_path / "run", task, padding=40)
-    export(run, tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
-    assert written == json.loads(id_tokenizer(task.vocab_size))
-    scores, samples = evaluate(run)
-    assert (scores, samples) == evaluate(tmp_path / "out", "--out", tmp_path / "scores")
+    out = tmp_path / "out"
+    export(run, out)
+
+    tokenizer = json.loads((out / "tokenizer.json").read_text())
+    assert tokenizer == json.loads(id_tokenizer(task.vocab_size))
+    assert evaluate(run) == evaluate(out, tmp_path / "scores")
+
     model = load_model(run / "checkpoint" / "step-3", CPU)
     answers = TaskScores(task, 4)._answers(model)
-    assert max(map(max, filter(None, answers))) < task.vocab_size
+    assert max(token for answer in filter(None, answers) for token in answer) < task.vocab_size
 
 
-@pytest.mark.parametrize(("name", "settings"), SETTINGS[-2:], ids=["lano", "capo"])
-def test_scores_from_likelihoods_equal_loops(name, settings):
-    """Lano's divergence, and Capo's bits by part 3.3's formula, from whole windows' logits."""
+def log_probabilities(model, ids):
+    """Return the log-probabilities of the next token at each position, in float64, as lists."""
+    with torch.no_grad():
+        return model(torch.from_numpy(ids)[None])[0].double().log_softmax(-1).tolist()
+
+
+def divergence_by_loops(task, model, ids):
+    """Lano's mean divergence of the model from the true distribution, in nats."""
+    logs = log_probabilities(model, ids)
+    truth = task.distribution(ids)[:-1].tolist()
+    total = 0.0
+    for p_of_position, log_q_of_position in zip(truth, logs, strict=False):
+        for p, log_q in zip(p_of_position, log_q_of_position, strict=True):
+            if p:
+                total += p * (math.log(p) - log_q)
+    return total / len(truth)
+
+
+def bits_per_parameter_by_loops(task, model, ids):
+    """Capo's bits of knowledge per parameter by part 3.3's formula, for 20 people."""
+    logs = log_probabilities(model, ids)
+    roles = task.token_roles(ids[None])[0].tolist()
+    nats = 0.0
+    people = 0
+    for at, role in enumerate(roles):
+        people += ids[at] == 1 and at + 1 < len(ids) and ids[at + 1] != 1
+        if ROLES[role] not in ("none", "working_city"):
+            nats -= logs[at - 1][ids[at]]
+
+    names = 400 * 400 * 1000
+    attributes = 2 * 12 * 28 * 200 * 200 * 300 * 100 * 263
+    bits = 20 * (math.log2(names) - nats / people / math.log(2))
+    bits += 20 * math.log2(attributes)
+    return bits / sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "metric", "by_loops"),
+    [
+        (*SETTINGS[-2], "kl", divergence_by_loops),
+        (*SETTINGS[-1], "bits_per_parameter", bits_per_parameter_by_loops),
+    ],
+    ids=["lano", "capo"],
+)
+def test_scores_from_likelihoods_equal_loops(name, settings, metric, by_loops):
+    """Lano's divergence, and Capo's bits, from whole windows' logits."""
     task = build_task(name, settings)
     model = Transformer(model_args(task))
     model.init_weights()
-    found = TaskScores(task, 4).measure(model)
-    expected = []
-    for ids in task.windows(0, 0, 4, EVALUATION).ids:
-        with torch.no_grad():
-            logs = model(torch.from_numpy(ids)[None])[0].double().log_softmax(-1).tolist()
-        total, people = 0.0, 0
-        if name == "lano":
-            truth = task.distribution(ids)[:-1]
-            for p, q in zip(truth.tolist(), logs, strict=False):
-                total += sum(x * (math.log(x) - y) for x, y in zip(p, q, strict=True) if x)
-            expected.append(total / len(truth))
-            continue
-        for at, role in enumerate(task.token_roles(ids[None])[0].tolist()):
-            people += ids[at] == 1 and at + 1 < len(ids) and ids[at + 1] != 1
-            if ROLES[role] not in ("none", "working_city"):
-                total -= logs[at - 1][ids[at]]
-        known = 20 * (math.log2(400 * 400 * 1000) - total / people / math.log(2))
-        known += 20 * math.log2(2 * 12 * 28 * 200 * 200 * 300 * 100 * 263)
-        expected.append(known / sum(weight.numel() for weight in model.parameters()))
-    metric = "kl" if name == "lano" else "bits_per_parameter"
-    assert found[metric] == pytest.approx(np.mean(expected), rel=1e-5)
+
+    scores = TaskScores(task, 4).measure(model)
+
+    windows = task.windows(0, 0, 4, EVALUATION).ids
+    expected = np.mean([by_loops(task, model, ids) for ids in windows])
+    assert scores[metric] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.system
 def test_validations_on_two_ranks_equal_eval(tmp_path):
     run = tmp_path / "run"
-    config = ["--config", ROOT / "train_configs" / "debug.toml", "--job.dump_folder", run]
-    more = ["--data.task.name", "mano", "--data.task.l", 2, "--data.task.modulus", 3]
-    more += ["--validation.windows", 5, "--validation.freq", 10, "--training.steps", 20]
-    launch(*config, *more, ranks=2, output=tmp_path / "out")
-    first, last = events(run, "validation")
-    assert (first["step"], last["step"]) == (10, 20) and first["scores"].keys() == last[
-        "scores"
-    ].keys()
+    launch(
+        *("--config", ROOT / "train_configs" / "debug.toml"),
+        *("--job.dump_folder", run),
+        *("--data.task.name", "mano", "--data.task.l", 2, "--data.task.modulus", 3),
+        *("--validation.windows", 5, "--validation.freq", 10),
+        *("--training.steps", 20),
+        ranks=2,
+        output=tmp_path / "out",
+    )
     scores, _ = evaluate(run)
-    found = {metric: scores[metric].value for metric in last["scores"]}
-    assert last["scores"] == found and 0 < found["exact"] < 1
+
+    first, last = events(run, "validation")
+    assert (first["step"], last["step"]) == (10, 20)
+    assert first["scores"].keys() == last["scores"].keys()
+    assert last["scores"] == {metric: scores[metric].value for metric in last["scores"]}
+    assert 0 < last["scores"]["exact"] < 1
 
 
 def test_other_models_and_options_are_refused(tmp_path):
@@ -238,6 +324,7 @@ def test_other_models_and_options_are_refused(tmp_path):
         open_task(task, playground_windows="0")
     with refused("playground.no_task"):
         open_tasks(*find_suite("playground"), {}, None, None)
+
     run = plant_task_run(tmp_path / "run", task)
     with refused("eval.no_data"):
         EvalTarget.open(run).check_held_out()

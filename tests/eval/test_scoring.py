@@ -1,7 +1,6 @@
 """Scores from what belongs to a task: filters, metrics, aggregations. One that fails costs its own
 item or score only."""
 
-import math
 import operator
 
 import pytest
@@ -80,10 +79,14 @@ AGGREGATES = {
 @pytest.mark.parametrize(("returned", "reason"), AGGREGATES.items())
 def test_an_aggregate_that_cannot_be_computed(evaluated, returned, reason):
     result = evaluated("return sum(values) / len(values)", f"return {returned}")
-    odd, good = result.scores["odd"], result.scores["good"]
-    assert odd.value is None and odd.stderr is None and reason in odd.why
+
+    odd = result.scores["odd"]
+    good = result.scores["good"]
+    assert (odd.value, odd.stderr) == (None, None)
+    assert reason in odd.why
     assert (good.value, good.why) == (0.75, "")
-    assert result.num_samples == 4 and result.failures == Failures()
+    assert result.num_samples == 4
+    assert result.failures == Failures()
     assert [item["odd"] for item in result.samples] == [1, 1, 0, 1]
 
 
@@ -99,12 +102,17 @@ ITEMS = {  # of the item with a wrong answer
 @pytest.mark.parametrize("line", ITEMS.values(), ids=ITEMS)
 def test_an_item_without_metrics_is_in_no_mean(evaluated, line):
     result = evaluated('    return {"good"', f'    {line}\n    return {{"good"')
-    assert {name: score.value for name, score in result.scores.items()} == {"good": 1, "odd": 1}
+
+    values = {name: score.value for name, score in result.scores.items()}
+    assert values == {"good": 1, "odd": 1}
     assert result.num_samples == 3
-    assert result.failures.count == 1 and "document 2" in result.failures.example
+    assert result.failures.count == 1
+    assert "document 2" in result.failures.example
+
     assert ["error" in item for item in result.samples] == [False, False, True, False]
     failed = result.samples[2]
-    assert "good" not in failed and failed["answers"] == ["wrong answer"]
+    assert "good" not in failed
+    assert failed["answers"] == ["wrong answer"]
 
 
 READING = """
@@ -121,31 +129,43 @@ def test_an_answer_that_a_filter_cannot_read(evaluated, num_broken):
     """One answer, or all: then its scores have no value, and those of the other filter do."""
     read = "def read(resps, docs):\n    return [re.search('answer .', x[0])[0] for x in resps]\n"
     answers = {k: "none" if k < num_broken else f"answer {k}" for k in range(4)}
+
     result = evaluated("class Reading", f"{read}\nclass Reading", READING, answers)
+
     share = None if num_broken == 4 else 1.0
-    assert result.scores["good, read"].value == result.scores["odd, read"].value == share
+    assert result.scores["good, read"].value == share
+    assert result.scores["odd, read"].value == share
     assert result.scores["good, raw"].value == 1 - num_broken / 4
-    assert result.failures.count == num_broken and result.num_samples == 4
-    errors = [item["doc_id"] for item in result.samples if "error" in item]
-    assert errors == [*range(num_broken)]
-    assert {item["filter"] for item in result.samples if "error" in item} == {"read"}
+    assert result.failures.count == num_broken
+    assert result.num_samples == 4
+
+    failed = [item for item in result.samples if "error" in item]
+    assert [item["doc_id"] for item in failed] == [*range(num_broken)]
+    assert {item["filter"] for item in failed} == {"read"}
 
 
-def test_perplexities_that_overflow_or_weigh_nothing(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "nats", "expected"),
+    [
+        ("loglikelihood", -1000.0, {"perplexity": None, "acc": 0.0}),
+        (
+            "loglikelihood_rolling",
+            -8000.0,
+            {"word_perplexity": None, "bits_per_byte": pytest.approx(1442.7, rel=1e-4)},
+        ),
+    ],
+    ids=["last-word", "rolling"],
+)
+def test_perplexities_that_overflow_or_weigh_nothing(tmp_path, kind, nats, expected):
     """Of lm_eval's own: long answers, a text without a space, only an empty text."""
     (tmp_path / "fragile.py").write_text(LOAD.replace("range(4)", "range(1)"))
+    head = TASK.partition("process_results")[0].replace("generate_until", kind)
+    metrics = "".join(f"\n  - metric: {name}" for name in expected)
     path = tmp_path / "fragile.yaml"
-    head = TASK.partition("process_results")[0]
-    for kind, metrics, nats in (
-        ("loglikelihood", {"perplexity": None, "acc": 0.0}, -1000.0),
-        ("loglikelihood_rolling", {"word_perplexity": None, "bits_per_byte": 1442.7}, -8000.0),
-    ):
-        listed = "".join(f"\n  - metric: {name}" for name in metrics)
-        path.write_text(head.replace("generate_until", kind) + f"metric_list:{listed}\n")
-        plan = open_tasks("fragile", path, {}, None, None)["fragile"]
-        lm = ScriptedLM(score=lambda request, nats=nats: nats)
-        result = plan.run(lm, operator.call)["fragile"]
-        assert {name: score.value for name, score in result.scores.items()} == {
-            name: value and pytest.approx(value, rel=1e-4) for name, value in metrics.items()
-        }
-        assert [math.isfinite(item["doc_id"]) for item in result.samples] == [True]
+    path.write_text(f"{head}metric_list:{metrics}\n")
+    plan = open_tasks("fragile", path, {}, None, None)["fragile"]
+
+    result = plan.run(ScriptedLM(score=lambda request: nats), operator.call)["fragile"]
+
+    assert {name: score.value for name, score in result.scores.items()} == expected
+    assert [item["doc_id"] for item in result.samples] == [0]

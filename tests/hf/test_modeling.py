@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,36 +30,58 @@ from canon_pretrain.model.transformer import Transformer
 from tests.hf_exports import export_model, hub_environment
 from tests.variants import VARIANTS, build, every_variant, random_tokens, variant
 
-DECODED = ["nope ABCD", "rope A k3 cst relu2 qk_per_head documents", "partial_rope_c ABCD qk_full"]
-DECODED += ["alibi ABCD k3 cst relu2 qk_per_head tied"]
-DECODED += ["h_alibi AC k2 cst standard qk_full gqa documents"]
-DECODED += ["gla_elu A k3 conv gate_rank", "mamba2 AB documents", "mamba2_mlp k3 conv standard"]
-DECODED += ["gdn BD no_res documents", "gdn AC conv", "nope ABC moe capacity"]
-TRAINED = "rope AC no_res act standard_relu2 qk_full gqa tied documents"
+DECODED = [
+    "nope ABCD",
+    "rope A k3 cst relu2 qk_per_head documents",
+    "partial_rope_c ABCD qk_full",
+    "alibi ABCD k3 cst relu2 qk_per_head tied",
+    "h_alibi AC k2 cst standard qk_full gqa documents",
+    "gla_elu A k3 conv gate_rank",
+    "mamba2 AB documents",
+    "mamba2_mlp k3 conv standard",
+    "gdn BD no_res documents",
+    "gdn AC conv",
+    "nope ABC moe capacity",
+]
+TRAINED = [
+    "rope AC no_res act standard_relu2 qk_full gqa tied documents",
+    "rope A k3 cst relu2 qk_per_head documents",  # cst: the kernels have no gradient
+    "gla AC conv cst",
+    "mamba2 B",
+    "gdn ABCD",
+    "moe",
+    "moe capacity",
+]
 decoded = pytest.mark.parametrize("name", DECODED)
 
 
 def wrapped_model(name, **fields):
+    """Return the Hugging Face class of a variant and our model, with the same weights."""
     ours = build(variant(name)).eval()
     model = LlamaCanonForCausalLM(LlamaCanonConfig(**(to_fields(ours.args) | fields))).eval()
-    state = {to_hf(n): tensor for n, tensor in ours.state_dict().items()}
-    found = model.load_state_dict(state, strict=False)
-    assert found.missing_keys == (["lm_head.weight"] if ours.args.tie_embeddings else [])
-    assert not found.unexpected_keys
+    state = {to_hf(name): tensor for name, tensor in ours.state_dict().items()}
+
+    keys = model.load_state_dict(state, strict=False)
+
+    assert keys.missing_keys == (["lm_head.weight"] if ours.args.tie_embeddings else [])
+    assert not keys.unexpected_keys
     return model, ours
 
 
 @torch.no_grad()
 def greedy(model, tokens, count):
+    """Continue tokens by `count` likeliest ones, without a cache."""
     for _ in range(count):
         tokens = [*tokens, int(model(torch.tensor([tokens]))[0, -1].argmax())]
     return tokens
 
 
 def padded(rows):
+    """Return rows padded on the left, and the mask."""
     longest = max(map(len, rows))
     ids = torch.tensor([[2] * (longest - len(row)) + row for row in rows])
-    return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
 
 
 PROMPTS = [[5, 9, 3], [7, 2, 11, 4, 30, 8, 2, 19, 6, 3, 21], [2, 13]]
@@ -74,75 +95,118 @@ PLAIN: dict[str, Any] = {"eos_token_id": None, "pad_token_id": 2}
 def test_greedy_decoding_of_prompts_of_different_lengths(name, device):
     model, ours = wrapped_model(name)
     ids, mask = padded(PROMPTS)
-    logits = model(ids, attention_mask=mask).logits
-    model, ids, mask = model.to(device), ids.to(device), mask.to(device)
-    again = model(ids, attention_mask=mask).logits.cpu()
-    torch.testing.assert_close(again[:, -1], logits[:, -1], atol=1e-3, rtol=0)
-    found = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **PLAIN)
-    for row, prompt in zip(found.tolist(), PROMPTS, strict=True):
-        assert row[ids.shape[1] - len(prompt) :] == greedy(ours, prompt, 6)
+    cpu_logits = model(ids, attention_mask=mask).logits
+    model = model.to(device)
+    ids = ids.to(device)
+    mask = mask.to(device)
+
+    logits = model(ids, attention_mask=mask).logits.cpu()
+    torch.testing.assert_close(logits[:, -1], cpu_logits[:, -1], atol=1e-3, rtol=0)
+
+    rows = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, **PLAIN)
+    for row, prompt in zip(rows.tolist(), PROMPTS, strict=True):
+        num_padding = ids.shape[1] - len(prompt)
+        assert row[num_padding:] == greedy(ours, prompt, 6)
 
 
 @decoded
 def test_beam_search_equals_that_without_a_cache(name):
     model, _ = wrapped_model(name)
     ids, mask = padded(PROMPTS[:2])
-    options = {"num_beams": 3, "num_return_sequences": 3, "do_sample": False, **PLAIN}
-    options |= {"attention_mask": mask, "max_new_tokens": 5}
-    with_cache = model.generate(ids, **options)
-    assert torch.equal(with_cache, model.generate(ids, use_cache=False, **options))
+    search = partial(
+        model.generate,
+        ids,
+        attention_mask=mask,
+        max_new_tokens=5,
+        num_beams=3,
+        num_return_sequences=3,
+        do_sample=False,
+        **PLAIN,
+    )
+
+    with_cache = search()
+
+    assert torch.equal(with_cache, search(use_cache=False))
     assert len({tuple(row) for row in with_cache.tolist()}) == 6
 
 
+@pytest.mark.parametrize("sizes", [(1,) * 12, (5, 1, 4, 2), (2, 10)], ids=["ones", "mixed", "two"])
 @decoded
 @torch.no_grad()
-def test_a_prompt_in_several_forward_passes(name):
+def test_a_prompt_in_several_forward_passes(name, sizes):
     model, ours = wrapped_model(name)
-    prompts = [PROMPTS[1] + [9], PROMPTS[0] + [4, 4]]
+    prompts = [[*PROMPTS[1], 9], [*PROMPTS[0], 4, 4]]
     ids, mask = padded(prompts)
-    for sizes in ((1,) * 12, (5, 1, 4, 2), (2, 10)):
-        past, at, parts = None, 0, []
-        for size in sizes:
-            at += size
-            # the mask may include the cached tokens or not
-            given = mask[:, :at] if len(parts) % 2 else mask[:, at - size : at]
-            options = {"attention_mask": given, "past_key_values": past, "use_cache": True}
-            output = model(ids[:, at - size : at], **options)
-            past = output.past_key_values
-            parts.append(output.logits)
-        assert past.get_seq_length() == 12
-        for logits, prompt in zip(torch.cat(parts, dim=1), prompts, strict=True):
-            whole = ours(torch.tensor([prompt]))[0]
-            torch.testing.assert_close(logits[12 - len(prompt) :], whole, **CLOSE)
+
+    past = None
+    parts = []
+    end = 0
+    for size in sizes:
+        start = end
+        end += size
+        # the mask may include the cached tokens or not
+        part_mask = mask[:, :end] if len(parts) % 2 else mask[:, start:end]
+        output = model(
+            ids[:, start:end], attention_mask=part_mask, past_key_values=past, use_cache=True
+        )
+        past = output.past_key_values
+        parts.append(output.logits)
+
+    assert past.get_seq_length() == 12
+    for logits, prompt in zip(torch.cat(parts, dim=1), prompts, strict=True):
+        expected = ours(torch.tensor([prompt]))[0]
+        torch.testing.assert_close(logits[12 - len(prompt) :], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("mode", ["eval", "checkpointed"])
-# cst: the kernels have no gradient
-@pytest.mark.parametrize(
-    "name", [TRAINED, DECODED[1], "gla AC conv cst", "mamba2 B", "gdn ABCD", "moe", "moe capacity"]
-)
+@pytest.mark.parametrize("name", TRAINED)
 def test_loss_and_gradients(mode, name):
     model, ours = wrapped_model(name)
     if mode == "checkpointed":
         model.train()
         newer = getattr(model, "activation_checkpointing_enable", None)
-        (newer or model.gradient_checkpointing_enable)()
+        enable = newer or model.gradient_checkpointing_enable
+        enable()
+    ours.train(model.training)  # experts drop tokens in training, and in evaluation never
     ids = random_tokens(ours.args, rows=2, num_tokens=20)
     labels = ids.clone()
     labels[0, :7] = -100
+
     loss = model(ids, labels=labels).loss
     loss.backward()
-    ours.train(model.training)  # experts drop tokens in training, and in evaluation never
+
     expected = F.cross_entropy(ours(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     expected.backward()
     torch.testing.assert_close(loss, expected)
-    theirs = dict(ours.named_parameters())
+    our_weights = dict(ours.named_parameters())
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, theirs[to_ours(name)].grad)
+        torch.testing.assert_close(parameter.grad, our_weights[to_ours(name)].grad)
 
 
-OFFLOADED = ["rope ABCD qk_full", "gla AC conv gate_rank", "mamba2 AB tied", "gdn BD dynamic"]
+OFFLOADED = [
+    "rope ABCD qk_full",
+    "gla AC conv gate_rank",
+    "mamba2 AB tied",
+    "gdn BD dynamic",
+    "gdn ABC gated_moe capacity",
+    "moe capacity tied",
+]
 OFFLOADED += ["gdn ABC gated_moe capacity", "moe capacity tied"]
+
+
+def offload_to_disk(model, folder):
+    """Save a model and load it with half of it on the disk."""
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "lm_head": "cpu",
+        "model.layers.1": "disk",
+        "model.norm": "disk",
+    }
+    model.save_pretrained(folder)
+    return LlamaCanonForCausalLM.from_pretrained(
+        folder, device_map=places, offload_folder=folder / "offloaded"
+    )
 
 
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
@@ -154,30 +218,31 @@ def test_offloaded_weights(name, offload, tmp_path):
     if offload == "cpu":
         accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
     else:
-        places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "lm_head"], "cpu")
-        places |= dict.fromkeys(["model.layers.1", "model.norm"], "disk")
-        model.save_pretrained(tmp_path)
-        options: Any = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
-        model = LlamaCanonForCausalLM.from_pretrained(tmp_path, **options)
+        model = offload_to_disk(model, tmp_path)
+
     for use_cache in (False, True):
         torch.testing.assert_close(model(ids, use_cache=use_cache).logits, ours(ids))
+
     mask = torch.ones_like(ids)
-    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, **PLAIN}
-    found = model.generate(ids, **options).tolist()
-    assert found == [greedy(ours, row, 4) for row in ids.tolist()]
+    rows = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, **PLAIN)
+    assert rows.tolist() == [greedy(ours, row, 4) for row in ids.tolist()]
+
     # and none is kept
     layer = model.model.layers[1]
-    assert all(each.is_meta for each in [*layer.parameters(), *layer.block.parameters()])
+    assert all(weight.is_meta for weight in [*layer.parameters(), *layer.block.parameters()])
 
 
 class Wrapped(nn.Module):
+    """A module that counts its calls, as those of PEFT wrap them."""
+
     def __init__(self, inner):
         super().__init__()
-        self.inner, self.calls = inner, 0
+        self.inner = inner
+        self.calls = 0
 
-    def forward(self, *given):
+    def forward(self, *arguments):
         self.calls += 1
-        return self.inner(*given)
+        return self.inner(*arguments)
 
 
 REPLACED = {
@@ -194,126 +259,223 @@ REPLACED = {
 def test_replaced_modules_of_a_layer_are_called_once(name, use_cache):
     model, ours = wrapped_model(name)
     ids = random_tokens(ours.args, rows=1, num_tokens=12)
-    names = [name for name, _ in model.model.layers[1].named_parameters()]
-    places = {name.rpartition(".")[0] for name in names if name.endswith((".weight", ".bias"))}
+    layer = model.model.layers[1]
+    weight_names = [weight_name for weight_name, _ in layer.named_parameters()]
+    places = {
+        weight_name.rpartition(".")[0]
+        for weight_name in weight_names
+        if weight_name.endswith((".weight", ".bias"))
+    }
     assert REPLACED[name] <= places
     places.discard("self_attn.o_norm")  # only its weight is used
-    wrapped = []
+
+    wrappers = []
     for place in places:
-        folder, _, part = place.rpartition(".")
-        owner = model.model.layers[1].get_submodule(folder)
-        wrapped.append(Wrapped(getattr(owner, part)))
-        setattr(owner, part, wrapped[-1])
-    torch.testing.assert_close(model(ids, use_cache=use_cache).logits, ours(ids))
-    assert [each.calls for each in wrapped] == [1] * len(places)
+        folder, _, attribute = place.rpartition(".")
+        owner = layer.get_submodule(folder)
+        wrapper = Wrapped(getattr(owner, attribute))
+        setattr(owner, attribute, wrapper)
+        wrappers.append(wrapper)
+    logits = model(ids, use_cache=use_cache).logits
+
+    torch.testing.assert_close(logits, ours(ids))
+    assert [wrapper.calls for wrapper in wrappers] == [1] * len(places)
 
 
 @every_variant
 def test_a_new_model_has_the_initial_weights_of_training(args):
-    ours, config = Transformer(args), LlamaCanonConfig(**to_fields(args))
+    ours = Transformer(args)
     ours.init_weights()
-    own = ours.state_dict()
-    for name, tensor in LlamaCanonForCausalLM(config).state_dict().items():
-        assert torch.equal(tensor, own.get(to_ours(name), own["tok_embeddings.weight"])), name
+    our_weights = ours.state_dict()
+
+    model = LlamaCanonForCausalLM(LlamaCanonConfig(**to_fields(args)))
+
+    for name, tensor in model.state_dict().items():
+        # a tied head has no weights of its own
+        expected = our_weights.get(to_ours(name), our_weights["tok_embeddings.weight"])
+        assert torch.equal(tensor, expected), name
 
 
 @pytest.mark.parametrize("name", ["nope ABCD", "nope qk_full gqa tied", "mamba2 AB tied"])
 @torch.no_grad()
 def test_a_larger_vocabulary(name):
     model, ours = wrapped_model(name)
-    size, ids = ours.args.vocab_size, random_tokens(ours.args, rows=1, num_tokens=12)
+    size = ours.args.vocab_size
+    ids = random_tokens(ours.args, rows=1, num_tokens=12)
+    new_id = torch.full((1, 1), size + 5)
+
     model.resize_token_embeddings(size + 8, mean_resizing=False)
-    logits = model(torch.cat((ids, torch.full((1, 1), size + 5)), dim=1)).logits
+    logits = model(torch.cat((ids, new_id), dim=1)).logits
+
     torch.testing.assert_close(logits[:, :-1, :size], ours(ids))
     assert logits.shape[-1] == model.config.vocab_size == size + 8
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    assert tied == ours.args.tie_embeddings
+    is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+    assert is_tied == ours.args.tie_embeddings
+
+
+@pytest.fixture
+def rotated():
+    """A model with rotations of 200 positions, longer than in training, and ours."""
+    return wrapped_model("partial_rope_c ABCD qk_full", max_position_embeddings=200)
 
 
 @torch.no_grad()
-def test_copies_and_casts_keep_the_rotation():
-    model, ours = wrapped_model("partial_rope_c ABCD qk_full", max_position_embeddings=200)
-    longer = random_tokens(ours.args, rows=1, num_tokens=180)  # than in training
-    torch.testing.assert_close(model(longer).logits[:, :160], ours(longer[:, :160]), **CLOSE)
-    ids = longer[:, :40]
-    low = copy.deepcopy(model).to(torch.bfloat16)
-    assert low.core.layers["0"].attention.rope.cos_TR.dtype == torch.float32
+def test_positions_beyond_training(rotated):
+    model, ours = rotated
+    ids = random_tokens(ours.args, rows=1, num_tokens=180)
+
+    torch.testing.assert_close(model(ids).logits[:, :160], ours(ids[:, :160]), **CLOSE)
+
+
+@torch.no_grad()
+def test_copies_and_casts_keep_the_rotation(rotated):
+    model, ours = rotated
+    ids = random_tokens(ours.args, rows=1, num_tokens=180)[:, :40]
     expected = copy.deepcopy(ours).to(torch.bfloat16)(ids)
+
+    low = copy.deepcopy(model).to(torch.bfloat16)
+
+    rope = low.core.layers["0"].attention.rope
+    assert rope.cos_TR.dtype == torch.float32
     # with a cache Canon-D is rounded before the gate: the last bits of bfloat16 differ
     torch.testing.assert_close(low(ids, use_cache=False).logits, expected)
-    logits = model(ids).logits
-    torch.testing.assert_close(logits, ours(ids))  # the original is unchanged
-    torch.testing.assert_close(model(ids, logits_to_keep=3).logits, logits[:, -3:])
-    picked = model(ids, logits_to_keep=torch.tensor([2, 5]), return_dict=False)[0]
-    torch.testing.assert_close(picked, logits[:, [2, 5]])
+    torch.testing.assert_close(model(ids).logits, ours(ids))  # the original is unchanged
+
+
+@torch.no_grad()
+def test_a_model_on_the_meta_device_gets_its_rotation(rotated):
+    model, ours = rotated
+    ids = random_tokens(ours.args, rows=1, num_tokens=180)[:, :40]
+
     with torch.device("meta"):
         hollow = LlamaCanonForCausalLM(model.config)
     hollow.to_empty(device="cpu").load_state_dict(model.state_dict())
+
     torch.testing.assert_close(hollow.eval()(ids).logits, ours(ids))
 
 
+@torch.no_grad()
+def test_logits_to_keep(rotated):
+    model, ours = rotated
+    ids = random_tokens(ours.args, rows=1, num_tokens=180)[:, :40]
+    logits = model(ids).logits
+
+    torch.testing.assert_close(model(ids, logits_to_keep=3).logits, logits[:, -3:])
+    picked = model(ids, logits_to_keep=torch.tensor([2, 5]), return_dict=False)[0]
+    torch.testing.assert_close(picked, logits[:, [2, 5]])
+
+
 FORWARD: dict[str, Any] = {
-    "input_ids": None, "inputs_embeds": torch.zeros(1, 2, 32), "output_attentions": True,
-    "output_hidden_states": True, "past_key_values": DynamicCache(),
-    "position_ids": torch.tensor([[0, 1, 0, 1]]), "attention_mask": torch.ones(1, 5),
-}  # fmt: skip
+    "input_ids": None,
+    "inputs_embeds": torch.zeros(1, 2, 32),
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "past_key_values": DynamicCache(),
+    "position_ids": torch.tensor([[0, 1, 0, 1]]),
+    "attention_mask": torch.ones(1, 5),
+}
 
 
-def test_unsupported_options_raise():
+@pytest.fixture
+def raises():
+    """Return the function that expects an error that names something."""
+    return partial(pytest.raises, (ValueError, NotImplementedError))
+
+
+@pytest.mark.parametrize("argument", FORWARD)
+def test_unsupported_arguments_of_forward_raise(raises, argument):
     model, _ = wrapped_model("nope ABCD")
-    ids, short = torch.tensor([PROMPTS[1]]), torch.tensor([[1, 2, 3, 4]])
-    fields = to_fields(VARIANTS["rope"]) | {"rope_version": "huggingface"}
-    past = model(short, use_cache=True).past_key_values
-    generate = partial(model.generate, ids, **PLAIN, max_new_tokens=3)
-    replica, _ = wrapped_model("nope ABCD")
-    replica._is_replica = True  # as nn.parallel.replicate marks them
-    calls: list[tuple[str, Callable[[], object]]] = [
-        *((name, partial(model, **{"input_ids": short, name: x})) for name, x in FORWARD.items()),
-        ("max_position_embeddings = 160", lambda: model(torch.zeros(1, 161, dtype=torch.long))),
-        ("assisted generation", lambda: generate(prompt_lookup_num_tokens=2)),
-        ("cache_implementation", lambda: generate(cache_implementation="static")),
-        ("max_position_embeddings", lambda: generate(max_new_tokens=200)),
-        ("cropped", lambda: past.crop(-1)),
-        ("cache", lambda: past.update(torch.zeros(1), torch.zeros(1), 0)),
-        ("1 rows", lambda: model(torch.tensor([[1], [2]]), past_key_values=past)),
-        ("canon hf import", lambda: LlamaCanonForCausalLM(LlamaCanonConfig(**fields))),
-        ("DataParallel", lambda: replica(short)),
-    ]
-    for match, call in calls:
-        with pytest.raises((ValueError, NotImplementedError), match=match):
-            call()
+    ids = torch.tensor([[1, 2, 3, 4]])
+
+    with raises(match=argument):
+        model(**{"input_ids": ids, argument: FORWARD[argument]})
+
+
+def test_unsupported_options_of_generate_raise(raises):
+    model, _ = wrapped_model("nope ABCD")
+    ids = torch.tensor([PROMPTS[1]])
+
+    for match, options in (
+        ("assisted generation", {"prompt_lookup_num_tokens": 2}),
+        ("cache_implementation", {"cache_implementation": "static"}),
+        ("max_position_embeddings", {"max_new_tokens": 200}),
+    ):
+        arguments = {"max_new_tokens": 3} | options
+        with raises(match=match):
+            model.generate(ids, **PLAIN, **arguments)
+
+
+def test_unsupported_uses_of_a_cache_raise(raises):
+    model, _ = wrapped_model("nope ABCD")
+    past = model(torch.tensor([[1, 2, 3, 4]]), use_cache=True).past_key_values
+
+    with raises(match="cropped"):
+        past.crop(-1)
+    with raises(match="cache"):
+        past.update(torch.zeros(1), torch.zeros(1), 0)
+    with raises(match="1 rows"):
+        model(torch.tensor([[1], [2]]), past_key_values=past)
+
+
+def test_unsupported_models_raise(raises):
+    model, _ = wrapped_model("nope ABCD")
     assert not model._supports_attention_backend  # vLLM would mix neighboring requests
+    with raises(match="max_position_embeddings = 160"):
+        model(torch.zeros(1, 161, dtype=torch.long))
+
+    huggingface = to_fields(VARIANTS["rope"]) | {"rope_version": "huggingface"}
+    with raises(match="canon hf import"):
+        LlamaCanonForCausalLM(LlamaCanonConfig(**huggingface))
+
+    model._is_replica = True  # as nn.parallel.replicate marks them
+    with raises(match="DataParallel"):
+        model(torch.tensor([[1, 2, 3, 4]]))
 
 
 def test_ids_of_special_tokens_may_be_unknown(tmp_path):
-    config = LlamaCanonConfig(**to_fields(VARIANTS["nope ABCD"]))
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None,) * 3
+    fields = to_fields(VARIANTS["nope ABCD"])
+
+    config = LlamaCanonConfig(**fields)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
     config.save_pretrained(tmp_path)
     assert None not in json.loads((tmp_path / "config.json").read_text()).values()
-    given = LlamaCanonConfig(**to_fields(VARIANTS["nope ABCD"]), eos_token_id=2, pad_token_id=3)
-    assert (given.eos_token_id, given.pad_token_id) == (2, 3)
+
+    with_ids = LlamaCanonConfig(**fields, eos_token_id=2, pad_token_id=3)
+    assert (with_ids.eos_token_id, with_ids.pad_token_id) == (2, 3)
 
 
 # words of variants that the released class can express
-EXPRESSIBLE = {"rope", "nope", "partial_rope_c", "A", "AC", "BD", "ABCD", "k2", "k3", "no_res"}
-EXPRESSIBLE |= {"act", "cst", "qk_full", "gqa", "tied", "relu2", "half", "k5"}
+EXPRESSIBLE = {
+    *("rope", "nope", "partial_rope_c", "half"),
+    *("A", "AC", "BD", "ABCD", "k2", "k3", "k5", "no_res", "act", "cst"),
+    *("qk_full", "gqa", "tied", "relu2"),
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rope_version_tells_what_the_released_class_supports(name):
-    fields = to_fields(VARIANTS[name])
-    assert fields.keys() - {EXTENSION} <= DEFAULTS.keys() and None not in fields.values()
-    assert fields.get("rope_dim") != 0  # the released class rejects it
     is_expressible = set(name.split()) <= EXPRESSIBLE
+
+    fields = to_fields(VARIANTS[name])
+
+    assert fields.keys() - {EXTENSION} <= DEFAULTS.keys()
+    assert None not in fields.values()
+    assert fields.get("rope_dim") != 0  # the released class rejects it
     # the released class accepts "lingua" and "huggingface" only
     assert fields["rope_version"] == ("lingua" if is_expressible else "canon_pretrain")
     changes_training_only = {"canon_trainable", "init", "init_seed", "eos_id"}
     assert is_expressible == (fields.get(EXTENSION, {}).keys() <= changes_training_only)
 
 
-OTHERS = ["gla A k3 conv gate_rank cst", "mamba2 conv", "mamba2_mlp conv documents tied"]
-OTHERS += ["mamba2 AB mimetic", "gdn ABCD dynamic", "gdn ABC gated_moe capacity"]
-OTHERS += ["rope AC moe tied"]
+OTHERS = [
+    "gla A k3 conv gate_rank cst",
+    "mamba2 conv",
+    "mamba2_mlp conv documents tied",
+    "mamba2 AB mimetic",
+    "gdn ABCD dynamic",
+    "gdn ABC gated_moe capacity",
+    "rope AC moe tied",
+]
 LAST = "alibi A no_res act cst standard gqa tied documents"
 EXPORTED = [*(name for name in VARIANTS if name != LAST), *OTHERS, LAST]
 PROCESS = """
@@ -358,18 +520,22 @@ Path("answer.json").write_text(json.dumps(answers))
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
+    """What a process without this package finds in the exports of all variants."""
     base = tmp_path_factory.mktemp("exports")
     folders = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         for number, name in enumerate(EXPORTED):
-            model, folder = build(variant(name)).eval(), base / f"v{number}"
+            model = build(variant(name)).eval()
+            folder = base / f"v{number}"
             folders[name] = str(export_model(folder, model))
+
             tokens_BT = random_tokens(model.args, rows=2, num_tokens=24, seed=number)
             with torch.no_grad():
                 expected = {"tokens": tokens_BT, "logits": model(tokens_BT)}
             save_file(expected, folder / "expected.safetensors")
     (base / "request.json").write_text(json.dumps(folders))
+
     command = [sys.executable, "-I", "-c", PROCESS]
     subprocess.run(command, cwd=base, env=hub_environment(base), timeout=900, check=True)
     return json.loads((base / "answer.json").read_text())
@@ -378,15 +544,25 @@ def answers(tmp_path_factory):
 @pytest.mark.system  # starts a process that imports transformers
 @pytest.mark.parametrize("name", EXPORTED)
 def test_a_variant_is_loaded_without_this_package(name, answers):
-    found, args = answers[name], variant(name)
+    args = variant(name)
     plain = plain_fields(args) or {"architectures": ["LlamaCanonForCausalLM"]}
-    assert found["difference"] < 1e-4 and found["scale"] > 0.5 and found["greedy"]
+
+    answer = answers[name]
+
+    assert answer["difference"] < 1e-4
+    assert answer["scale"] > 0.5
+    assert answer["greedy"]
+    assert [answer["type"]] == answer["architectures"] == plain["architectures"]
+
     kind = plain.get("model_type", MODEL_TYPE)
-    expected = {to_hf(ours, kind) for ours in build(args).state_dict()}
-    # transformers lists what is tied too
-    assert set(found["names"]) == expected | ({"lm_head.weight"} if args.tie_embeddings else set())
-    assert [found["type"]] == found["architectures"] == plain["architectures"]
+    expected_names = {to_hf(ours, kind) for ours in build(args).state_dict()}
+    if args.tie_embeddings:  # transformers lists what is tied too
+        expected_names.add("lm_head.weight")
+    assert set(answer["names"]) == expected_names
+
     # all folders and config classes have the same name: none is mistaken for another
-    assert found["canon_set"] == args.canon_set and found["num_layers"] == args.num_layers
-    frozen = {n for n in found["names"] if ".canon" in n} if "cst" in name else set()
-    assert set(found["frozen"]) == frozen
+    assert answer["canon_set"] == args.canon_set
+    assert answer["num_layers"] == args.num_layers
+    is_frozen = "cst" in name
+    frozen = {weight for weight in answer["names"] if ".canon" in weight and is_frozen}
+    assert set(answer["frozen"]) == frozen

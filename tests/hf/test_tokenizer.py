@@ -23,11 +23,14 @@ from tests.support import refused
 # characters of the names of special tokens
 NAMES = "0123456789ABCDEFx<>/s"
 UNIGRAM = {
-    "model_type": "unigram", "hard_vocab_limit": False, "character_coverage": 1.0,
-    "vocab_size": 500, "required_chars": NAMES,
+    "model_type": "unigram",
+    "hard_vocab_limit": False,
+    "character_coverage": 1.0,
+    "vocab_size": 500,
+    "required_chars": NAMES,
     # two ways to cut a run of spaces can have the same score, but for rounding
     "allow_whitespace_only_pieces": False,
-}  # fmt: skip
+}
 KINDS: dict[str, dict[str, Any]] = {
     **{name: options for name, (options, _) in MODELS.items() if name != "unigram"},
     "unigram": UNIGRAM,
@@ -41,10 +44,11 @@ EXACT = sorted(KINDS.keys() - REFUSED) + ["byte-level", "llama as json"]
 
 @cache
 def training_tokenizer(name):
+    """The training tokenizer of a kind."""
     if name == "byte-level":
-        made = limited()
-        made.normalizer = normalizers.NFC()
-        return Tokenizer(made.to_str().encode(), name)
+        byte_level = limited()
+        byte_level.normalizer = normalizers.NFC()
+        return Tokenizer(byte_level.to_str().encode(), name)
     if name == "llama as json":
         content = tokenizer_files(training_tokenizer("default"), 64)["tokenizer.json"]
         return Tokenizer(json.dumps(content).encode(), name)
@@ -53,56 +57,29 @@ def training_tokenizer(name):
 
 @cache
 def exported(name):
+    """The tokenizer.json of an export, as `tokenizers` reads it."""
     content = tokenizer_files(training_tokenizer(name), 64)["tokenizer.json"]
-    made = tokenizers.Tokenizer.from_str(json.dumps(content))
-    made.encode_special_tokens = True  # what split_special_tokens does in transformers
-    return made
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    tokenizer.encode_special_tokens = True  # what split_special_tokens does in transformers
+    return tokenizer
 
 
 @pytest.mark.parametrize("name", EXACT)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(text=texts)
 def test_ids_and_text_equal_those_of_training(name, text):
-    training, other = training_tokenizer(name), exported(name)
+    training = training_tokenizer(name)
+    of_export = exported(name)
+
     ids = training.encode(text).tolist()
-    assert other.encode(text).ids == ids
-    assert other.decode(ids) == training.decode(ids)
-    assert other.decode([*ids, training.eos_id]) == training.decode([*ids, training.eos_id])
+    assert of_export.encode(text).ids == ids
+    assert of_export.decode(ids) == training.decode(ids)
+    with_eos = [*ids, training.eos_id]
+    assert of_export.decode(with_eos) == training.decode(with_eos)
+
     if name == "default":  # a truncated character does not drop the line end
         ids = training.encode(f"{text}\n\U0001f642").tolist()[:-2]  # two bytes of four
-        assert other.decode(ids) == training.decode(ids)
-
-
-@pytest.mark.parametrize("name", ["default", "byte-level"])
-def test_auto_tokenizer(name, tmp_path):
-    training = training_tokenizer(name)
-    for file, content in tokenizer_files(training, 64).items():
-        (tmp_path / file).write_text(json.dumps(content))
-    model = sentencepiece_file(training)
-    assert (model is not None) == (name == "default")
-    if model is not None:
-        (tmp_path / "tokenizer.model").write_bytes(model)
-
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    loaded.save_pretrained(tmp_path / "copy")
-    copied = AutoTokenizer.from_pretrained(tmp_path / "copy", use_fast=True)
-
-    # the ids and texts of training
-    generator = random.Random(0)
-    texts = ["".join(generator.choices(FRAGMENTS, k=generator.randrange(25))) for _ in range(200)]
-    ids = [training.encode(text).tolist() for text in texts]
-    assert ids == loaded(texts)["input_ids"] == [copied.encode(text) for text in texts]
-    decoded = [loaded.decode([*row, training.eos_id], skip_special_tokens=True) for row in ids]
-    assert decoded == [training.decode([*row, training.eos_id]) for row in ids]
-    text = "the cat sat on the mat, and it came"
-    offsets = loaded(text, return_offsets_mapping=True)["offset_mapping"]
-    assert "".join(text[start:stop] for start, stop in offsets) == text
-
-    # what `generate` and lm_eval read
-    special_ids = (loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id)
-    assert special_ids == (training.eos_id,) * 3
-    assert (len(loaded), loaded.is_fast, loaded.model_max_length) == (training.vocab_size, True, 64)
-    assert sorted(loaded("a")) == ["attention_mask", "input_ids"]
+        assert of_export.decode(ids) == training.decode(ids)
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -111,12 +88,58 @@ def test_a_tokenizer_without_an_exact_conversion_is_refused(name):
         tokenizer_files(training_tokenizer(name), 64)
 
 
+@pytest.fixture
+def loaded(name, tmp_path):
+    """The tokenizer of an export, as transformers loads it from its files."""
+    training = training_tokenizer(name)
+    for file, content in tokenizer_files(training, 64).items():
+        (tmp_path / file).write_text(json.dumps(content))
+    model = sentencepiece_file(training)
+    assert (model is not None) == (name == "default")
+    if model is not None:
+        (tmp_path / "tokenizer.model").write_bytes(model)
+    return AutoTokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["default", "byte-level"])
+def test_auto_tokenizer_has_the_ids_and_texts_of_training(name, loaded, tmp_path):
+    training = training_tokenizer(name)
+    generator = random.Random(0)
+    texts = ["".join(generator.choices(FRAGMENTS, k=generator.randrange(25))) for _ in range(200)]
+    ids = [training.encode(text).tolist() for text in texts]
+
+    loaded.save_pretrained(tmp_path / "copy")
+    copied = AutoTokenizer.from_pretrained(tmp_path / "copy", use_fast=True)
+
+    assert loaded(texts)["input_ids"] == ids
+    assert [copied.encode(text) for text in texts] == ids
+    for row in ids:
+        with_eos = [*row, training.eos_id]
+        assert loaded.decode(with_eos, skip_special_tokens=True) == training.decode(with_eos)
+
+    text = "the cat sat on the mat, and it came"
+    offsets = loaded(text, return_offsets_mapping=True)["offset_mapping"]
+    assert "".join(text[start:stop] for start, stop in offsets) == text
+
+
+@pytest.mark.parametrize("name", ["default", "byte-level"])
+def test_auto_tokenizer_has_what_generate_and_lm_eval_read(name, loaded):
+    training = training_tokenizer(name)
+
+    special_ids = (loaded.eos_token_id, loaded.bos_token_id, loaded.pad_token_id)
+    assert special_ids == (training.eos_id, training.eos_id, training.eos_id)
+    assert (len(loaded), loaded.is_fast, loaded.model_max_length) == (training.vocab_size, True, 64)
+    assert sorted(loaded("a")) == ["attention_mask", "input_ids"]
+
+
 def test_an_export_draws_no_split():
     content = json.loads(training_tokenizer("byte-level").model)
     content["model"]["dropout"] = 0.5
     tokenizer = Tokenizer(json.dumps(content).encode(), "drawing")
-    made = tokenizer_files(tokenizer, 64)["tokenizer.json"]
-    assert not made["model"].get("dropout")
+
+    files = tokenizer_files(tokenizer, 64)
+
+    assert not files["tokenizer.json"]["model"].get("dropout")
 
 
 # llama.cpp's converter takes every tokenizer.model for BPE with bytes; of the others it is told no
@@ -126,9 +149,12 @@ READ_BY_LLAMA_CPP = {"default", "without a dummy prefix", "letters beside signs"
 @pytest.mark.parametrize("name", EXACT)
 def test_what_llama_cpp_is_told(name):
     training = training_tokenizer(name)
-    assert llama_cpp_reads(training) == (name in READ_BY_LLAMA_CPP)
-    is_written = name in READ_BY_LLAMA_CPP | {"dropping spaces"}
-    assert sentencepiece_file(training) == (training.model if is_written else None)
+    is_read = name in READ_BY_LLAMA_CPP
+    is_written = is_read or name == "dropping spaces"
+
     config = tokenizer_files(training, 64)["tokenizer_config.json"]
+
+    assert llama_cpp_reads(training) == is_read
+    assert sentencepiece_file(training) == (training.model if is_written else None)
     assert config["add_bos_token"] is False
     assert config.get("add_prefix_space", True) == (name != "without a dummy prefix")

@@ -1,6 +1,7 @@
 """Model cards of planted runs: their content up to one step, the hub's metadata, the picture."""
 
 import io
+import itertools
 import re
 
 import numpy as np
@@ -21,91 +22,143 @@ HOSTILE = "a\n```\n\n\n# no title\n    <script>\n| x |\x1b[31m---\n"
 
 
 def card(run, at, license_id=None):
-    about = {"title": "A title", "lead": "A lead.", "loading": "LOADING"}
-    return model_card(run.path, at, license_id=license_id, **about)
+    """Return the files of the model card of a run at a step."""
+    return model_card(
+        run.path, at, license_id=license_id, title="A title", lead="A lead.", loading="LOADING"
+    )
+
+
+def readme(files):
+    """Return the text of a card."""
+    return files["README.md"].decode()
 
 
 @pytest.fixture
 def run(tmp_path):
-    losses = {n: 7.0 - n / 100 for n in range(10, 201, 10)}
-    events = [launch("start", hosts=["secret-host"]), *(step(n, x) for n, x in losses.items())]
-    events[6]["loss"] = "nan"
-    for n in (100, 200):
-        events.append({"event": "validation", "step": n, "loss": n / 50, "bits_per_byte": 1.5})
-        sample = {"prompt": "Say *", "text": HOSTILE if n == 100 else "later", "tokens": 9}
-        events.append({"event": "samples", "step": n, "tokens": 1, "samples": [sample]})
-    planted = plant_run(tmp_path / "secret" / "run", sorted(events, key=lambda e: e.get("step", 0)))
-    guess, sure = Score(0.52, 0.02), Score(0.9, 0.01)
-    for n, scores in ((100, {"easy": sure, "hard": guess}), (200, {"easy": Score(0.95, 0.01)})):
-        metrics = {task: {"acc": score} for task, score in scores.items()}
-        plant_results(planted, n, "discriminative", metrics, tasks=dict.fromkeys(metrics, ACC))
+    """A run of 200 steps, sampled and evaluated at steps 100 and 200, in a folder `secret`."""
+    events = [launch("start", hosts=["secret-host"])]
+    for n in range(10, 201, 10):
+        events.append(step(n, "nan" if n == 60 else 7.0 - n / 100))
+        if n % 100 == 0:
+            sample = {"prompt": "Say *", "text": HOSTILE if n == 100 else "later", "tokens": 9}
+            events.append({"event": "validation", "step": n, "loss": n / 50, "bits_per_byte": 1.5})
+            events.append({"event": "samples", "step": n, "tokens": 1, "samples": [sample]})
+    planted = plant_run(tmp_path / "secret" / "run", events)
+
+    scores = {"easy": {"acc": Score(0.9, 0.01)}, "hard": {"acc": Score(0.52, 0.02)}}
+    plant_results(planted, 100, "discriminative", scores, tasks={"easy": ACC, "hard": ACC})
+    later_scores = {"easy": {"acc": Score(0.95, 0.01)}}
+    plant_results(planted, 200, "discriminative", later_scores, tasks={"easy": ACC})
     trial = {"qa1": {"acc": Score(0.7, 0.1)}}
     plant_results(planted, 100, "babilong", trial, limit=20, tasks={"qa1": ACC})
     return planted
 
 
-def test_a_card_is_of_one_step(run):
+def test_metadata_of_a_card(run):
     files = card(run, 100, "apache-2.0")
     assert files == card(run, 100, "apache-2.0")
-    text = files["README.md"].decode()
-    found = ModelCard(text).data
-    assert (found.license, found.library_name) == ("apache-2.0", "transformers")
-    results = {(x.dataset_type, x.metric_type): x.metric_value for x in found.eval_results}
+
+    metadata = ModelCard(readme(files)).data
+    assert (metadata.license, metadata.library_name) == ("apache-2.0", "transformers")
+    results = {
+        (result.dataset_type, result.metric_type): result.metric_value
+        for result in metadata.eval_results
+    }
     assert results == {("easy", "acc"): 0.9, ("hard", "acc"): 0.52}  # a trial is no result
-    tables = MarkdownIt("gfm-like", {"linkify": False}).parse(text)
-    cells = [token.content for token in tables if token.type == "inline"]
-    rows = {cells[k]: cells[k + 1] for k in range(len(cells) - 1)}
-    assert rows["step"] == "100 of 500" and rows["tokens seen"] == f"{100 * 2048:,}"
+
+
+def test_a_card_is_of_one_step(run):
+    text = readme(card(run, 100))
+
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(text)
+    cells = [token.content for token in tokens if token.type == "inline"]
+    rows = dict(itertools.pairwise(cells))
+    assert rows["step"] == "100 of 500"
+    assert rows["tokens seen"] == f"{100 * 2048:,}"
     assert rows["held-out loss in training"].startswith("2.0000 ")
-    assert rows["data fingerprint"] == FINGERPRINT and rows["optimizer.lr"] == "0.004"
-    assert rows["easy (acc)"] == "0.9000 ± 0.0100 (n = 1,000)" and "qa1 (acc)" in rows
-    guesses = [cell for cell in cells if "hard acc" in cell]
-    assert len(guesses) == 1 and "easy acc" not in guesses[0]
-    blocks = [token.content for token in tables if token.type == "code_block"]
+    assert rows["data fingerprint"] == FINGERPRINT
+    assert rows["optimizer.lr"] == "0.004"
+    assert rows["easy (acc)"] == "0.9000 ± 0.0100 (n = 1,000)"
+    assert "qa1 (acc)" in rows
+
+    (guesses,) = [cell for cell in cells if "hard acc" in cell]
+    assert "easy acc" not in guesses
+    blocks = [token.content for token in tokens if token.type == "code_block"]
     assert blocks == [HOSTILE.replace("\x1b", "\ufffd")]
-    assert "later" not in text and "0.95" not in text
+
+    assert "later" not in text
+    assert "0.95" not in text
     assert "secret" not in text  # no folder, no host
 
 
 def test_a_card_without_log_or_evaluations(tmp_path):
     bare = plant_run(tmp_path / "run", [])
     bare.log_file.unlink()
+
     files = card(bare, 500)
+
+    metadata = ModelCard(readme(files)).data.to_dict()
     assert PICTURE not in files
-    found = ModelCard(files["README.md"].decode()).data.to_dict()
-    assert "license" not in found and "model-index" not in found and "model_name" not in found
+    assert not {"license", "model-index", "model_name"} & metadata.keys()
+
     bare.log_file.write_text('{"event": "step"\n{}\n')  # damaged
     assert card(bare, 500) == files
 
 
 def test_a_card_says_what_a_run_started_from_and_ran_on(tmp_path):
     sha256 = "ab" * 32
-    load = {"checkpoint_step": 7000, "manifest_sha256": sha256, "model_only": True}
+    initial_load = {
+        "event": "initial_load",
+        "checkpoint": "/secret",
+        "checkpoint_step": 7000,
+        "manifest_sha256": sha256,
+        "model_only": True,
+    }
     events = [
         launch("start", world_size=2),
-        {"event": "initial_load", "checkpoint": "/secret", **load},
+        initial_load,
         step(10, 3.0),
         launch("resume", from_step=10, world_size=4),
         step(20, 2.0),
     ]
     run = plant_run(tmp_path / "run", events)
-    first, second = (card(run, at)["README.md"].decode() for at in (10, 20))
-    assert "weights of step 7,000" in first and sha256[:12] in first and "secret" not in first
-    assert "| world size | 2 |" in first and "| world size | 2, 4 |" in second
+
+    before = readme(card(run, 10))
+    after = readme(card(run, 20))
+
+    assert "weights of step 7,000" in before
+    assert sha256[:12] in before
+    assert "secret" not in before
+    assert "| world size | 2 |" in before
+    assert "| world size | 2, 4 |" in after
 
 
 def test_a_card_names_guesses_at_the_chance_of_the_items(tmp_path):
     """Tasks of lm_eval declare no chance level: the number of answers per item is it."""
     run = plant_run(tmp_path / "run", [launch("start"), step(10, 3.0)])
     items = [
-        {"doc_id": n, "doc_hash": f"{n}", "prompt_hash": "", "filter": "none", "acc": n % 2}
-        | {"answers": [[-1.0, False]] * 2}
+        {
+            "doc_id": n,
+            "doc_hash": f"{n}",
+            "prompt_hash": "",
+            "filter": "none",
+            "acc": n % 2,
+            "answers": [[-1.0, False]] * 2,
+        }
         for n in range(100)
     ]
-    scores = {"piqa": {"acc": Score(0.5, 0.05)}}
-    samples = {"piqa": items}
-    plant_results(run, 10, "piqa", scores, tasks={"piqa": {"primary": ["acc"]}}, samples=samples)
-    assert "guessing: piqa acc (chance 0.500)" in card(run, 10)["README.md"].decode()
+    plant_results(
+        run,
+        10,
+        "piqa",
+        {"piqa": {"acc": Score(0.5, 0.05)}},
+        tasks={"piqa": {"primary": ["acc"]}},
+        samples={"piqa": items},
+    )
+
+    text = readme(card(run, 10))
+
+    assert "guessing: piqa acc (chance 0.500)" in text
 
 
 def test_a_card_of_a_synthetic_task(tmp_path):
@@ -115,8 +168,10 @@ def test_a_card_of_a_synthetic_task(tmp_path):
     ]
     events = [launch("start"), step(10, 3.0), step(20, 2.0), *scores]
     task = plant_run(tmp_path / "run", events, data__task__name="copy")
+
     files = card(task, 20)
-    assert "| scores in training | exact 1.0000, first 1.0000 |" in files["README.md"].decode()
+
+    assert "| scores in training | exact 1.0000, first 1.0000 |" in readme(files)
     assert files[PICTURE] != card(task, 10)[PICTURE]
 
 
@@ -124,8 +179,11 @@ def test_a_card_of_a_run_that_diverged(tmp_path):
     losses = {10: 7.0, 20: 6.0, 30: "nan", 40: "nan"}
     events = [launch("start"), *(step(n, x, grad_norm=None) for n, x in losses.items())]
     run = plant_run(tmp_path / "run", events)
-    known, diverged = (card(run, at)[PICTURE] for at in (20, 40))
-    assert known != diverged  # the second has a longer axis
+
+    before = card(run, 20)[PICTURE]
+    diverged = card(run, 40)[PICTURE]
+
+    assert before != diverged  # the second has a longer axis
 
 
 def test_tokens_of_a_step_are_found_without_reading_all_steps(tmp_path):
@@ -136,43 +194,62 @@ def test_tokens_of_a_step_are_found_without_reading_all_steps(tmp_path):
             lookups.append(name)
             return super().__getitem__(name)
 
+    logged = range(10, 5001, 10)
     run = RunRecord(tmp_path)
-    run.steps = [Counted(step=n, tokens=n * n) for n in range(10, 5001, 10)]
+    run.steps = [Counted(step=n, tokens=n * n) for n in logged]
+
     for at in (1, 10, 14, 15, 16, 4990, 5000, 9000):
-        near = min(range(10, 5001, 10), key=lambda n, at=at: abs(n - at))
-        assert tokens_at(run, at) == at * near
+        nearest = min(logged, key=lambda n, at=at: abs(n - at))
+        assert tokens_at(run, at) == at * nearest
     assert len(lookups) < 8 * 20
+
     run.steps = []
     assert tokens_at(run, 1) is None
 
 
+def colored_ends(is_colored):
+    """Return the columns where a line starts and ends, and its heights there."""
+    rows, columns = np.nonzero(is_colored)
+    left = columns.min()
+    right = columns.max()
+    return left, right, rows[columns == left].mean(), rows[columns == right].mean()
+
+
 def test_the_picture_shows_its_lines():
     x = np.arange(50) * 1e4
-    rising, gap = Line("", x, x / 1e4), Line("", x, np.where(x < 1e5, np.nan, 20.0))
+    rising = Line("", x, x / 1e4)
+    gap = Line("", x, np.where(x < 1e5, np.nan, 20.0))
+
     image = Image.open(io.BytesIO(draw([Panel("one", [rising, gap])] * 2, "png")))
-    width, height = round(WIDTH * DPI), round(HEIGHT * DPI)
+
+    width = round(WIDTH * DPI)
+    height = round(HEIGHT * DPI)
     assert image.size == (2 * width, height)
 
+    # the first color is blue, the second orange
     pixels = np.asarray(image.convert("RGB"), int)[:, :width]
-    redness = pixels[..., 0] - pixels[..., 2]  # the first color is blue, the second orange
-    ends = {}
-    for name, is_colored in (("rising", redness < -50), ("gap", redness > 50)):
-        rows, columns = np.nonzero(is_colored)
-        left, right = columns.min(), columns.max()
-        ends[name] = [rows[columns == end].mean() for end in (left, right)], left, right
-    heights, left, right = ends["rising"]
-    assert heights[0] - heights[1] > 240 and left < 70 and right > width - 60
-    heights, left, right = ends["gap"]
-    assert abs(heights[0] - heights[1]) < 3 and 100 < left < 200 and right > width - 60
+    redness = pixels[..., 0] - pixels[..., 2]
+    left, right, start, end = colored_ends(redness < -50)
+    assert start - end > 240
+    assert left < 70
+    assert right > width - 60
+
+    left, right, start, end = colored_ends(redness > 50)
+    assert abs(start - end) < 3
+    assert 100 < left < 200
+    assert right > width - 60
 
 
 def test_a_point_between_two_gaps_is_drawn():
     values = np.full(100, np.nan)
     values[50] = 1.0
-    lines = [Line("", np.arange(100.0), values)]
-    image = Image.open(io.BytesIO(draw([Panel("", lines)], "png"))).convert("RGB")
+    line = Line("", np.arange(100.0), values)
+
+    image = Image.open(io.BytesIO(draw([Panel("", [line])], "png"))).convert("RGB")
+
     pixels = np.asarray(image, int)
-    assert (pixels[..., 2] - pixels[..., 0] > 50).sum() > 8
+    is_blue = pixels[..., 2] - pixels[..., 0] > 50
+    assert is_blue.sum() > 8
 
 
 @pytest.mark.parametrize("kind", ["svg", "pdf"])
@@ -180,7 +257,9 @@ def test_a_figure_for_papers_has_its_text_and_equal_bytes(kind):
     x = np.arange(9) * 1e6
     line = Line("loss in $ 中", x, 9 - x / 1e6, 8 - x / 1e6, 10 - x / 1e6)
     panel = Panel("bits per byte", [line], {"bigram": 2.25})
+
     content = draw([panel], kind)
+
     assert content == draw([panel], kind)
     if kind == "svg":
         texts = re.findall(r">([^<>]+)</text>", content.decode())

@@ -8,10 +8,12 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,51 +31,75 @@ from tests.support import ROOT, debug_run, error_codes
 
 WRONG = 99.0
 SECRET = "c0ffee" * 7
+
+
+@dataclass
+class Launch:
+    """A launch of a run: its first event, its steps, and the last one that was not lost."""
+
+    event: dict[str, Any]
+    steps: range
+    last_kept: int
+
+
 LAUNCHES = (
-    # event, steps, and the last step that was not lost when the launch was killed
-    ({"event": "start", "world_size": 2}, range(1, 7), 4),
-    ({"event": "resume", "from_step": 4, "world_size": 2}, range(5, 9), 6),
-    ({"event": "resume", "from_step": 6, "world_size": 1}, range(7, 11), 10),
+    Launch({"event": "start", "world_size": 2}, range(1, 7), 4),
+    Launch({"event": "resume", "from_step": 4, "world_size": 2}, range(5, 9), 6),
+    Launch({"event": "resume", "from_step": 6, "world_size": 1}, range(7, 11), 10),
 )
 
 
 def loss_of(step):
+    """The loss of a step that was not lost."""
     return math.nan if step == 9 else 10 - 0.1 * step
 
 
-def write_launch(folder, number_):
+def write_step(log, step, loss):
+    """Write the events of a step; steps 5 and 10 have a validation and samples."""
+    at = {"step": step, "tokens": step * TOKENS_A_STEP, "loss": loss}
+    log.write(
+        "step",
+        **at,
+        lr=1e-3,
+        tokens_per_second=9000.0,
+        skipped_steps=0,
+        data_digests=["0" * 16],
+        grad_norm=math.inf if step == 9 else 1.0,
+        source_tokens={"a b/c": 7 * step, "d": step},
+    )
+    if step in (5, 10):
+        sources = {"a b/c": {"loss": 1.0, "bits_per_byte": loss / 2, "tokens": 5}, "d": {}}
+        sample = {"prompt": "Ü", "text": f"{loss}", "tokens": 3}
+        log.write("validation", **at, bits_per_byte=loss / 3, seconds=0.1, sources=sources)
+        log.write("samples", step=step, samples=[sample])
+
+
+def write_launch(folder, index):
     """Write one launch of a run that is killed twice; lost steps have the loss WRONG."""
-    first, steps, good = LAUNCHES[number_]
-    run_file = {"run_id": "0a1b2c3d", "created": "t", "launches": number_ + 1}
+    launched = LAUNCHES[index]
+    is_last = index == len(LAUNCHES) - 1
+    run_file = {"run_id": "0a1b2c3d", "created": "t", "launches": index + 1}
     (folder / "run.json").write_text(json.dumps(run_file))
+
     log = RunLog(folder / "log.jsonl")
-    log.write(**first)  # type: ignore[arg-type]
-    same = {"lr": 1e-3, "tokens_per_second": 9000.0, "skipped_steps": 0, "data_digests": ["0" * 16]}
-    for step in steps:
-        loss = loss_of(step) if step <= good else WRONG
-        at = {"step": step, "tokens": step * TOKENS_A_STEP, "loss": loss}
-        sources = {"a b/c": 7 * step, "d": step}
-        norm = math.inf if step == 9 else 1.0
-        log.write("step", **at, **same, grad_norm=norm, source_tokens=sources)
-        if step in (5, 10):
-            parts = {"a b/c": {"loss": 1.0, "bits_per_byte": loss / 2, "tokens": 5}, "d": {}}
-            log.write("validation", **at, bits_per_byte=loss / 3, seconds=0.1, sources=parts)
-            log.write(
-                "samples", step=step, samples=[{"prompt": "Ü", "text": f"{loss}", "tokens": 3}]
-            )
-    if number_ == 2:
+    log.write(**launched.event)
+    for step in launched.steps:
+        write_step(log, step, loss_of(step) if step <= launched.last_kept else WRONG)
+    if is_last:
         log.write("done", step=10)
     log.close()
-    if number_ < 2:  # the kill leaves an incomplete line
+
+    if not is_last:  # the kill leaves an incomplete line
         with open(folder / "log.jsonl", "ab") as file:
             file.write(b'{"event": "step", "step": 1')
 
 
 @pytest.fixture
 def killed_twice(tmp_path):
+    """The folder of a run that was killed twice, with evaluations at steps 4 and 12."""
     run = plant_run(tmp_path / "seed0", [])
-    for number_ in range(3):
-        write_launch(run.path, number_)
+    for index in range(len(LAUNCHES)):
+        write_launch(run.path, index)
     plant_results(run, 4, "validation", {"all": {"bits_per_byte": Score(1.5)}})
     plant_results(run, 12, "birth-year", {"1-hop/0": {"exact": Score(0.25)}}, limit=100)
     return run.path
@@ -91,10 +117,13 @@ def check_curve(curve):
         assert values["tokens"] == step * TOKENS_A_STEP
         assert values["train/grad_norm"] == (math.inf if step == 9 else 1.0)
         assert values["data/tokens/a_b_c"] == 7 * step
-        if step in (5, 10):
-            assert values["validation/loss"] == pytest.approx(loss_of(step))
-            assert values["validation/a_b_c/bits_per_byte"] == pytest.approx(loss_of(step) / 2)
+
     assert [step for step in sorted(curve) if "validation/loss" in curve[step]] == [5, 10]
+    for step in (5, 10):
+        values = curve[step]
+        assert values["validation/loss"] == pytest.approx(loss_of(step))
+        assert values["validation/a_b_c/bits_per_byte"] == pytest.approx(loss_of(step) / 2)
+
     assert curve[4]["eval/validation/all/bits_per_byte"] == 1.5
     name = "eval/birth-year-first100/1-hop_0/exact"
     assert curve[12] == {name: 0.25, "tokens": 12 * TOKENS_A_STEP}
@@ -122,59 +151,69 @@ def tensorboard_samples(folder):
     reader = EventAccumulator(str(folder))
     reader.Reload()
     assert set(reader.PluginTagToContent("text")) == {"samples/0"}
-    found = {each.step: each.tensor_proto for each in reader.Tensors("samples/0")}
-    return {at: tensor.string_val[0].decode() for at, tensor in found.items()}
+    return {
+        event.step: event.tensor_proto.string_val[0].decode()
+        for event in reader.Tensors("samples/0")
+    }
 
 
 def files_of(folder):
+    """Return the contents of the files of a folder by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_tensorboard_shows_one_clean_curve(killed_twice, capsys):
-    stranger = killed_twice / "tb" / "events.out.tfevents.123.other"
+    folder = killed_twice / "tb"
+    stranger = folder / "events.out.tfevents.123.other"
     stranger.parent.mkdir()
     stranger.write_bytes(b"")
+
     assert export("tensorboard", killed_twice) == 0
-    assert str(killed_twice / "tb") in capsys.readouterr().out
-    first = files_of(killed_twice / "tb")
-    check_curve(tensorboard_curve(killed_twice / "tb"))
-    texts = {at: f"Ü|{loss_of(at)}" for at in (5, 10)}
-    assert tensorboard_samples(killed_twice / "tb") == texts
+    assert str(folder) in capsys.readouterr().out
+    check_curve(tensorboard_curve(folder))
+    assert tensorboard_samples(folder) == {at: f"Ü|{loss_of(at)}" for at in (5, 10)}
+
+    # a second copy has the same bytes
+    first = files_of(folder)
     assert export("tensorboard", killed_twice) == 0
-    assert files_of(killed_twice / "tb") == first  # the same bytes again
-    assert len(first) == 2 and stranger.name in first
+    assert files_of(folder) == first
+    (name,) = first.keys() - {stranger.name}
+    assert len(first) == 2
+
     assert export("tensorboard", killed_twice, "--out", killed_twice / "elsewhere") == 0
-    (name,) = set(first) - {stranger.name}
     assert files_of(killed_twice / "elsewhere" / "tb") == {name: first[name]}
 
 
 def test_tensorboard_is_followed_over_launches(tmp_path, monkeypatch):
     run = plant_run(tmp_path / "run", [])
     run.log_file.unlink()
-    live = partial(TensorBoardTarget, tmp_path / "tb", live=True)
+    folder = tmp_path / "tb"
+    live = partial(TensorBoardTarget, folder, live=True)
 
     def losses():
-        curve = tensorboard_curve(tmp_path / "tb")
-        return {step: values["train/loss"] for step, values in curve.items()}
+        return {step: values["train/loss"] for step, values in tensorboard_curve(folder).items()}
 
     def follow():
         """Yield, at each call of `wait`, whether it has ended; the log does not exist at first."""
-        for launched, last, good in ((0, 6, 4), (1, 8, 6)):
+        for index, last_step in ((0, 6), (1, 8)):
             yield False
-            write_launch(run.path, launched)
+            write_launch(run.path, index)
             yield False
             yield False
-            expected = {k: loss_of(k) if k <= good else WRONG for k in range(1, last + 1)}
-            assert losses() == pytest.approx(expected)
+            last_kept = LAUNCHES[index].last_kept
+            kept = {step: loss_of(step) for step in range(1, last_kept + 1)}
+            lost = dict.fromkeys(range(last_kept + 1, last_step + 1), WRONG)
+            assert losses() == pytest.approx(kept | lost)
         yield True
 
     calls = follow()
-    assert str(tmp_path / "tb") in copy(RunRecord(run.path), live, lambda wait_s: next(calls))
+    assert str(folder) in copy(RunRecord(run.path), live, lambda wait_s: next(calls))
+
     # a later follower replaces the file of the first, and ends when the run is done
     write_launch(run.path, 2)
     monkeypatch.setattr("time.time", lambda: 4e9)  # file names have seconds
     copy(RunRecord(run.path), live, lambda wait_s: not wait_s)
-    assert len(list((tmp_path / "tb").iterdir())) == 1
+    assert len(list(folder.iterdir())) == 1
     assert losses() == pytest.approx({step: loss_of(step) for step in range(1, 11)}, nan_ok=True)
 
 
@@ -186,13 +225,17 @@ def wandb_records(path):
     """
     from wandb.proto import wandb_internal_pb2
 
-    content, data = path.read_bytes(), b""
-    for begin in range(0, len(content), 32768):
-        block = content[begin : begin + 32768]
-        position = 0 if begin else 7
-        while len(block) - position >= 7:
-            _, length, kind = struct.unpack("<IHB", block[position : position + 7])
-            position += 7 + length
+    block_bytes = 32768
+    header_bytes = 7
+    content = path.read_bytes()
+    data = b""
+    for begin in range(0, len(content), block_bytes):
+        block = content[begin : begin + block_bytes]
+        position = 0 if begin else header_bytes
+        while len(block) - position >= header_bytes:
+            header = block[position : position + header_bytes]
+            _, length, kind = struct.unpack("<IHB", header)
+            position += header_bytes + length
             data += block[position - length : position]
             if kind in (1, 4):
                 yield wandb_internal_pb2.Record.FromString(data)
@@ -202,69 +245,105 @@ def wandb_records(path):
 def wandb_run(folder):
     """Return the run message and the history by step of the only offline run in `folder`."""
     (file,) = folder.glob("offline-run-*/*.wandb")
-    run, curve = None, {}
+    run = None
+    curve = {}
     for record in wandb_records(file):
-        run = record.run if record.HasField("run") else run
-        if items := record.history.item:
-            read = {x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items}
-            if path := read.get("samples/path"):
-                assert (
-                    f"<b>Ü</b>{loss_of(read['_step'])}"
-                    in (file.parent / "files" / path).read_text()
-                )
-            values = {name: number(x) for name, x in read.items() if name[:8] != "samples/"}
-            step = int(values.pop("_step"))
-            assert step == values.pop("step") and step not in curve
-            curve[step] = {k: v for k, v in values.items() if k[0] != "_" and k != "time"}
+        if record.HasField("run"):
+            run = record.run
+        if not record.history.item:
+            continue
+        row = {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        step = int(row["_step"])
+        assert step == row["step"]
+        assert step not in curve
+        if path := row.get("samples/path"):
+            page = (file.parent / "files" / path).read_text()
+            assert f"<b>Ü</b>{loss_of(step)}" in page
+
+        curve[step] = {
+            name: number(value)
+            for name, value in row.items()
+            if not name.startswith(("samples/", "_")) and name not in ("step", "time")
+        }
     return run, curve
 
 
-@pytest.mark.system
-def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, tmp_path):
-    """A live copy, then a whole copy in its place; neither contains the planted secret."""
+@pytest.fixture
+def wandb_environment(tmp_path):
+    """A new home folder, and variables for wandb with a secret."""
     home = tmp_path / "home"
     home.mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     env |= dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"), str(home))
     env |= {"WANDB_API_KEY": SECRET[:40], "MY_TOKEN": SECRET, "PYTHONPATH": str(ROOT)}
-    log = killed_twice / "log.jsonl"
+    return env
+
+
+def start_wandb(run, *words, env):
+    """Start `run export wandb`."""
+    command = [sys.executable, "-m", "canon_pretrain", "run", "export", "wandb", str(run), *words]
+    return subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True, env=env)
+
+
+def copy_live(run, env):
+    """Copy a run to wandb during its third launch, until its end."""
+    log = run / "log.jsonl"
     whole = log.read_bytes()
     log.write_bytes(whole[: whole.index(b'"from_step": 6')])  # before the third launch
-    # wandb would send every SLURM_ variable
-    planted = {"SLURM_JOB_COMMENT": SECRET, "SLURM_SPANK_OPTION": "my-token", "SLURM_JOB_ID": "77"}
-    start = partial(subprocess.Popen, stdin=PIPE, stdout=PIPE, stderr=STDOUT, text=True)
-    command = [sys.executable, "-m", "canon_pretrain", "run", "export", "wandb", str(killed_twice)]
-    words = ("--follow", "--beside-trainer", "--tags", "live")
-    live = start([*command, *words], env=env | planted)
+    live = start_wandb(run, "--follow", "--beside-trainer", "--tags", "live", env=env)
     deadline = time.monotonic() + 60
-    while not list((killed_twice / "wandb").glob("offline-run-*/*.wandb")):
-        assert live.poll() is None and time.monotonic() < deadline
+    while not list((run / "wandb").glob("offline-run-*/*.wandb")):
+        assert live.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.05)
+
     log.write_bytes(whole.removesuffix(b"\n"))  # the last line is incomplete
     output, _ = live.communicate(timeout=60)  # closes the pipe, as at the end of the trainer
     assert live.returncode == 0, output
-    run, curve = wandb_run(killed_twice / "wandb")
-    (file,) = (killed_twice / "wandb").glob("offline-run-*/*.wandb")
+
+
+@pytest.mark.system
+def test_wandb_shows_one_clean_curve_live_and_whole(killed_twice, wandb_environment):
+    """A live copy, then a whole copy in its place; neither contains the planted secret."""
+    folder = killed_twice / "wandb"
+    # wandb would send every SLURM_ variable
+    slurm = {"SLURM_JOB_COMMENT": SECRET, "SLURM_SPANK_OPTION": "my-token", "SLURM_JOB_ID": "77"}
+
+    copy_live(killed_twice, wandb_environment | slurm)
+
+    (file,) = folder.glob("offline-run-*/*.wandb")
     content = file.read_bytes()
-    assert SECRET.encode() not in content and b"my-token" not in content and b"77" in content
+    assert SECRET.encode() not in content
+    assert b"my-token" not in content
+    assert b"77" in content
     # wandb keeps the first of repeated steps, until a whole copy is made
+    _, curve = wandb_run(folder)
     assert sorted(curve) == list(range(1, 11))
     assert curve[10]["train/loss"] == pytest.approx(9.0)
-    names = [path.name for path in (killed_twice / "wandb").iterdir()]
-    env |= {"WANDB_NAME": "mine", "WANDB_PROJECT": "theirs"}
-    output, _ = (done := start([*command, "--tags", "a", "b c"], env=env)).communicate()
-    assert done.returncode == 0, output
-    run, curve = wandb_run(killed_twice / "wandb")
+    names = [path.name for path in folder.iterdir()]
+    assert len(names) == 1
+
+    env = wandb_environment | {"WANDB_NAME": "mine", "WANDB_PROJECT": "theirs"}
+    whole = start_wandb(killed_twice, "--tags", "a", "b c", env=env)
+    output, _ = whole.communicate()
+    assert whole.returncode == 0, output
+
+    run, curve = wandb_run(folder)
     check_curve(curve)
-    assert len([*(killed_twice / "wandb").rglob("samples_*.html")]) == 2
-    assert [path.name for path in (killed_twice / "wandb").iterdir()] == names and len(names) == 1
+    assert len(list(folder.rglob("samples_*.html"))) == 2
+    assert [path.name for path in folder.iterdir()] == names
     assert (run.run_id, run.project, run.display_name) == ("0a1b2c3d", "theirs", "mine")
     assert run.run_group.startswith("quickstart-nope-canonABCD-")
     assert list(run.tags) == ["quickstart", "nope", "canonABCD", "a", "b c"]
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["identity"]["model.init_seed"] == 7
-    assert config["launch"]["world_size"] == 1 and config["launches"] == 3
-    for path in (*(killed_twice / "wandb").rglob("*"), *home.rglob("*")):
+    assert config["launch"]["world_size"] == 1
+    assert config["launches"] == 3
+
+    for path in (*folder.rglob("*"), *Path(wandb_environment["HOME"]).rglob("*")):
         assert path.is_dir() or SECRET[:12].encode() not in path.read_bytes(), path
 
 
@@ -274,6 +353,7 @@ def test_a_run_in_training_keeps_its_live_copy(killed_twice, capsys):
         assert export("tensorboard", killed_twice) == 2
         assert error_codes(capsys.readouterr().err) == ["export.run_is_live"]
         assert not (killed_twice / "tb").exists()
+
         assert export("tensorboard", killed_twice, "--out", killed_twice / "copy") == 0
     finally:
         lock.release()
@@ -281,29 +361,51 @@ def test_a_run_in_training_keeps_its_live_copy(killed_twice, capsys):
 
 def test_commands_of_the_live_copies(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    job = {"enable_tensorboard": False, "enable_wandb": False, "save_tb_folder": "x"}
-    job |= {f"wandb_{name}": "" for name in ("mode", "project", "entity", "name")}
 
     def commands(**settings):
-        metrics = SimpleNamespace(**{**job, "wandb_tags": [], **settings})
-        return [words[5:] for _, words in background.follow_commands(metrics, tmp_path)]
+        metrics = {
+            "enable_tensorboard": False,
+            "enable_wandb": False,
+            "save_tb_folder": "x",
+            "wandb_mode": "",
+            "wandb_project": "",
+            "wandb_entity": "",
+            "wandb_name": "",
+            "wandb_tags": [],
+        }
+        section = SimpleNamespace(**metrics | settings)
+        return [words[5:] for _, words in background.follow_commands(section, tmp_path)]
 
-    both = [str(tmp_path), "--follow", "--beside-trainer"]
-    assert commands() == commands(enable_wandb=True, wandb_mode="disabled") == []
-    assert commands(enable_tensorboard=True) == [["tensorboard", *both, "--tb-folder=x"]]
+    assert commands() == []
+    assert commands(enable_wandb=True, wandb_mode="disabled") == []
+
+    follow = [str(tmp_path), "--follow", "--beside-trainer"]
+    assert commands(enable_tensorboard=True) == [["tensorboard", *follow, "--tb-folder=x"]]
     options = ["--project=p", "--mode=online", "--tags", "a", "b"]
-    found = commands(enable_wandb=True, wandb_project="p", wandb_tags=["a", "b"])
-    assert found == [["wandb", *both, *options]]
+    of_wandb = commands(enable_wandb=True, wandb_project="p", wandb_tags=["a", "b"])
+    assert of_wandb == [["wandb", *follow, *options]]
+
+
+def is_running(pid):
+    """Return whether a process exists and is no zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog):
-    failing = [sys.executable, "-c", "raise SystemExit('error: no network.')"]
-    hanging = ["sh", "-c", "sleep 100 & echo $! > child; wait"]
-    wanted = {"wandb": failing, "tensorboard": hanging, "other": [str(tmp_path / "nothing")]}
-    monkeypatch.setattr(background, "follow_commands", lambda *_: wanted.items())
+    commands = {
+        "wandb": [sys.executable, "-c", "raise SystemExit('error: no network.')"],
+        "tensorboard": ["sh", "-c", "sleep 100 & echo $! > child; wait"],
+        "other": [str(tmp_path / "nothing")],
+    }
+    monkeypatch.setattr(background, "follow_commands", lambda *_: commands.items())
     monkeypatch.chdir(tmp_path)
-    exports = LiveExports()
     caplog.set_level(logging.WARNING)
+    exports = LiveExports()
+
     exports.start(None, tmp_path)
     deadline = time.monotonic() + 30
     while len(caplog.records) < 2 or not (tmp_path / "child").exists():
@@ -311,12 +413,12 @@ def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog)
         assert time.monotonic() < deadline
     begin = time.monotonic()
     exports.finish(wait_s=0.2)
+
     assert time.monotonic() - begin < 5
     for text, target in zip(caplog.messages, ("other", "wandb", "tensorboard"), strict=True):
         assert target in text
     child = int((tmp_path / "child").read_text())
-    state = Path(f"/proc/{child}/stat")
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+    while is_running(child):
         assert time.monotonic() < begin + 10, "a child of the live copy is still running"
     exports.finish()  # a second call does nothing
 
@@ -325,17 +427,24 @@ def test_a_live_copy_that_fails_or_hangs_is_ended(tmp_path, monkeypatch, caplog)
 def test_a_training_run_is_shown_in_tensorboard(data_folder, tmp_path):
     """Stopped and resumed on another number of ranks."""
     run = tmp_path / "run"
-    argv = [*debug_run(data_folder, run), "--metrics.enable_tensorboard"]
-    argv += ["--training.steps", 7, "--checkpoint.interval", 3]
+    argv = [
+        *debug_run(data_folder, run),
+        "--metrics.enable_tensorboard",
+        *("--training.steps", 7),
+        *("--checkpoint.interval", 3),
+    ]
+
     launch(*argv, "--run.stop_at", 2, output=tmp_path / "out")
     ended = launch(*argv, ranks=1, output=tmp_path / "out")
+
     assert "live copy" not in ended.output
-    log = events(run, "step")
+    assert not list(run.glob(".export-*"))
+    steps = events(run, "step")
     curve = tensorboard_curve(run / "tb")
-    assert sorted(curve) == [event["step"] for event in log] == list(range(1, 8))
-    for event in log:
+    assert sorted(curve) == [event["step"] for event in steps] == list(range(1, 8))
+    for event in steps:
         assert curve[event["step"]]["train/loss"] == pytest.approx(event["loss"], rel=1e-6)
         assert curve[event["step"]]["train/restarts"] == (event["step"] > 2)
-    assert not list(run.glob(".export-*"))
-    saved = [(line["step"], line["tokens"]) for line in events(run, "checkpoint")]
+
+    saved = [(event["step"], event["tokens"]) for event in events(run, "checkpoint")]
     assert saved == [(at, at * 12 * 64) for at in (2, 3, 6, 7)]

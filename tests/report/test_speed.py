@@ -15,6 +15,7 @@ GPU = {"type": "cuda", "count": 1, "names": ["H100"]}
 
 
 def add_launch(run, number=1, **changes):
+    """Write a launch.json on one CPU of the host `vm`; `changes` updates its fields."""
     path = run.launch_path(number) / "launch.json"
     path.parent.mkdir(parents=True)
     record = {"launch": number, "run_id": "a", "hosts": ["vm"], "world_size": 1, "devices": CPU}
@@ -22,6 +23,7 @@ def add_launch(run, number=1, **changes):
 
 
 def planted(folder, speeds, **changes):
+    """Plant a run with these tokens per second, a step each."""
     events = [step(at, 5.0, speed=speed) for at, speed in enumerate(speeds, 1)]
     run = plant_run(folder, [launch("start"), *events])
     add_launch(run, **changes)
@@ -31,39 +33,51 @@ def planted(folder, speeds, **changes):
 def test_the_median_over_steps_is_compared(tmp_path):
     """A slow first step, which compiles, and values that are not finite count for little."""
     ours = planted(tmp_path / "a", [1.0, 970.0, 970.0, "NaN", 971.0, 970.0])
-    others = [
-        planted(tmp_path / f"b{k}", [1.0, *[speed] * 3]) for k, speed in ((0, 980), (1, 1020))
-    ]
-    assert speed_ratio(others, [ours]) == pytest.approx(0.97)
+    slower = planted(tmp_path / "b0", [1.0, 980, 980, 980])
+    faster = planted(tmp_path / "b1", [1.0, 1020, 1020, 1020])
+
+    assert speed_ratio([slower, faster], [ours]) == pytest.approx(0.97)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"hosts": ["other"]}, {"world_size": 2}, {"devices": GPU}, {"hosts": None},
-        {"devices": None}, {"run_id": ""},
+        {"hosts": ["other"]},
+        {"world_size": 2},
+        {"devices": GPU},
+        {"hosts": None},
+        {"devices": None},
+        {"run_id": ""},
     ],
-)  # fmt: skip
+)
 def test_other_machines_are_not_compared(changes, tmp_path):
-    runs = [planted(tmp_path / "a", [900.0] * 3), planted(tmp_path / "b", [900.0] * 3, **changes)]
-    assert speed_ratio(runs[:1], runs[1:]) is None
-    assert speed_ratio(runs[:1], runs[:1]) == 1
+    run = planted(tmp_path / "a", [900.0] * 3)
+    elsewhere = planted(tmp_path / "b", [900.0] * 3, **changes)
+
+    assert speed_ratio([run], [elsewhere]) is None
+    assert speed_ratio([run], [run]) == 1
 
 
 def test_disturbed_and_unknown_speeds_are_not_compared(tmp_path):
-    slow, quick = (planted(tmp_path / f"{x}", [x] * 3) for x in (800.0, 1000.0))
-    assert speed_ratio([quick], [quick, slow]) is None
+    slow = planted(tmp_path / "slow", [800.0] * 3)
+    quick = planted(tmp_path / "quick", [1000.0] * 3)
+    unknown = planted(tmp_path / "none", ["NaN", 0.0])
+
     assert speed_ratio([slow], [quick]) == pytest.approx(1.25)
-    assert speed_ratio([quick], [planted(tmp_path / "none", ["NaN", 0.0])]) is None
+    assert speed_ratio([quick], [quick, slow]) is None
+    assert speed_ratio([quick], [unknown]) is None
+
     add_launch(quick.folder, 2, hosts=["other"])  # continued on another machine
     assert speed_ratio([slow], [quick]) is None
 
 
 def test_compare_says_it_in_a_line(tmp_path, capsys):
-    runs = [evaluated(tmp_path / name, name, 5.0) for name in ("A", "AB")]
+    runs = [evaluated(tmp_path / canon, canon, 5.0) for canon in ("A", "AB")]
     for path in runs:
         add_launch(RunRecord(path).folder)
+
     main(["compare", *map(str, runs)])
     assert "Speed: 1.00 " in capsys.readouterr().out
+
     main(["compare", *map(str, runs), "--json", str(tmp_path / "out.json")])
     assert json.loads((tmp_path / "out.json").read_text())["speed"] == 1
