@@ -58,8 +58,9 @@ def build(work: Workload, variant: Variant, is_model: bool, *, plain: bool) -> A
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "(default: model on a GPU, block on a CPU)"
-    parser.add_argument("--unit", choices=("block", "model"), help=about)
+    parser.add_argument(
+        "--unit", choices=("block", "model"), help="(default: model on a GPU, block on a CPU)"
+    )
     variants.add_options(
         parser,
         [*variants.SHAPE, "sets", "backends", *variants.TIMING],

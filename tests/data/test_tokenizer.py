@@ -347,7 +347,7 @@ def test_eos_by_common_name_or_as_requested():
 
 
 def test_no_eos_or_several_are_refused():
-    one = changed(added_tokens=ENDS)
+    common = changed(added_tokens=ENDS)
     two = changed(added_tokens=[token(1, "</s>", special=True), *ENDS])
     none = changed(added_tokens=[token(341, "<|im_end|>")])
 
@@ -356,7 +356,7 @@ def test_no_eos_or_several_are_refused():
     with refused("tokenizer.eos", found=0):
         Tokenizer(none, "x", eos=None)
     with refused("tokenizer.eos", found=0):
-        Tokenizer(one, "x", eos="<end>")
+        Tokenizer(common, "x", eos="<end>")
     with refused("tokenizer.eos", found=1):
         Tokenizer(sentencepiece_model(), "x", eos="<end>")
 

@@ -92,8 +92,9 @@ def test_logits_and_gradients_equal_the_reference(args):
     tokens = random_tokens(args, rows=2, num_tokens=11)
     assert num_parameters(args) == sum(p.numel() for p in model.parameters())
 
-    named = model.named_parameters()
-    exact = {name: p.detach().double().requires_grad_() for name, p in named}
+    exact = {}
+    for name, parameter in model.named_parameters():
+        exact[name] = parameter.detach().double().requires_grad_()
     expected = reference_logits(args, exact, tokens)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     (expected * weights).sum().backward()
