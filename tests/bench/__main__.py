@@ -33,7 +33,7 @@ class Command:
     """A bench: the module that has it in its BENCHES, its help, and its options in `all`."""
 
     module: str
-    about: str
+    help: str
     in_all: tuple[str, ...] | None = None  # None: not in `all`
     takes_keys: bool = False  # --section.key of a config as well
 
@@ -103,7 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         file: Path | None = arguments.json
         check_json(file)
         init_logging(rank=1)  # warnings and errors only
-        console, machine = tables.make_console(), Machine.here()
+        console = tables.make_console()
+        machine = Machine.here()
 
         if arguments.command == ALL:
             _run_all(file, machine, console)
@@ -125,11 +126,11 @@ def _run_all(file: Path | None, machine: Any, console: Console) -> None:
     """Run every bench, continuing after failures; exit with code 1 after an unexpected one."""
     results: dict[str, Any] = {}
     exit_code = 0
-    for name, chosen in COMMANDS.items():
-        if chosen.in_all is None:
+    for name, entry in COMMANDS.items():
+        if entry.in_all is None:
             continue
-        words = [name, *chosen.in_all]
-        console.rule(f"{' '.join(words)}: {chosen.about}")
+        words = [name, *entry.in_all]
+        console.rule(f"{' '.join(words)}: {entry.help}")
         try:
             results[name] = _run_one(_load_bench(name), _parse(words), machine, console)
         except UserError as error:
@@ -161,17 +162,23 @@ def _run_one(
 
     log = partial(tables.print_lines, console)
     # the variants of a block share code, and each compiles it for its own shapes
-    limits: Any = {"recompile_limit": 256, "accumulated_recompile_limit": 256}
-    with torch._dynamo.config.patch(**limits), failures_as_not_measured():
+    with (
+        torch._dynamo.config.patch(recompile_limit=256, accumulated_recompile_limit=256),
+        failures_as_not_measured(),
+    ):
         measured = bench.measure(arguments, machine, log)
     result: dict[str, Any] = {"bench": arguments.command, **machine.facts(), **measured}
 
-    facts = [result["device"], *(f"{what} {v}" for what, v in result["versions"].items() if v)]
-    facts += [result["time"], f"{result['seconds_are']} time"]
-    log("; ".join([*facts, *(f"{fact} {v}" for fact, v in (result["gpu"] or {}).items())]))
+    versions = [f"{name} {number}" for name, number in result["versions"].items() if number]
+    gpu = [f"{name} {value}" for name, value in (result["gpu"] or {}).items()]
+    log(
+        "; ".join(
+            [result["device"], *versions, result["time"], f"{result['seconds_are']} time", *gpu]
+        )
+    )
     bench.print_result(result, console)
-    for what, why in result.get("unavailable", {}).items():
-        log(f"not measured: {what}: {why}")
+    for name, reason in result.get("unavailable", {}).items():
+        log(f"not measured: {name}: {reason}")
 
     # start the next bench without compiled shapes and with free memory
     torch._dynamo.reset()
@@ -183,8 +190,8 @@ def _parse(words: list[str]) -> argparse.Namespace:
     parser = Parser(prog=PROGRAM, description=ABOUT, epilog=EPILOG)
     subparsers = parser.add_subparsers(dest="command", required=True)
     all_benches = Command("", "the others with few repeats, except those that need an argument")
-    for name, chosen in (COMMANDS | {ALL: all_benches}).items():
-        sub = subparsers.add_parser(name, help=chosen.about, description=chosen.about + ".")
+    for name, entry in (COMMANDS | {ALL: all_benches}).items():
+        sub = subparsers.add_parser(name, help=entry.help, description=entry.help + ".")
         if name in COMMANDS and name in words:  # imports the module
             _load_bench(name).add_arguments(sub)
         sub.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")

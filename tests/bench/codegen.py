@@ -38,11 +38,13 @@ Row = dict[str, Any]
 KIB = 1024
 RECORD = Path(kernels.__file__).with_name("codegen.json")
 PAGE = RECORD.with_name("CODEGEN.md")
-MICRO_BATCH, NUM_TOKENS = 6, 4096
+MICRO_BATCH = 6
+NUM_TOKENS = 4096
 BACKENDS = ("compiled", "triton")
 SETS = ("A", "B", "C", "D", "AC", "ABCD")
 DEFAULT_SETS = ("AC", "ABCD")
-NOPE, STANDARD = {"position": "nope"}, {"ffn": "standard"}
+NOPE = {"position": "nope"}
+STANDARD = {"ffn": "standard"}
 MODELS: dict[str, dict[str, Any]] = {
     "nope": NOPE,
     "rope": {},
@@ -77,22 +79,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--models", nargs="+", default=list(MODELS), metavar="M", help=f"of {', '.join(MODELS)}")
     add("--sets", nargs="+", metavar="SET", help="Canon sets (default: more for nope)")
-    about = f"count all, and write kernels/{RECORD.name} and kernels/{PAGE.name}"
-    add("--record", action="store_true", help=about)
+    record_help = f"count all, and write kernels/{RECORD.name} and kernels/{PAGE.name}"
+    add("--record", action="store_true", help=record_help)
 
 
 def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
-    versions = {name: machine.facts()["versions"][name] for name in ("torch", "triton")}
-    result: Row = {"counted_for": H100.name, "micro_batch": MICRO_BATCH, "num_tokens": NUM_TOKENS}
-    result["versions"] = versions
-    chosen = (MODELS, None) if arguments.record else (arguments.models, arguments.sets)
-    rows = result["rows"] = count_blocks([*cases(*chosen)], log)
     if arguments.record:
-        lines = ",\n".join(map(json.dumps, rows))
-        head = json.dumps(result | {"rows": []}).removesuffix("]}")
-        write_atomic(RECORD, f"{head}\n{lines}\n]}}\n".encode())
-        write_atomic(PAGE, page(result).encode())
+        chosen = cases(MODELS, None)
+    else:
+        chosen = cases(arguments.models, arguments.sets)
+    rows = count_blocks([*chosen], log)
+    versions = machine.facts()["versions"]
+    result: Row = {
+        "counted_for": H100.name,
+        "micro_batch": MICRO_BATCH,
+        "num_tokens": NUM_TOKENS,
+        "versions": {name: versions[name] for name in ("torch", "triton")},
+        "rows": rows,
+    }
+    if arguments.record:
+        write_record(result)
     return result | {"computed": [computed(row, rows) for row in rows]}
+
+
+def write_record(result: Row) -> None:
+    """Write RECORD, a line per row, and PAGE."""
+    lines = ",\n".join(map(json.dumps, result["rows"]))
+    head = json.dumps(result | {"rows": []}).removesuffix("]}")
+    write_atomic(RECORD, f"{head}\n{lines}\n]}}\n".encode())
+    write_atomic(PAGE, page(result).encode())
 
 
 def cases(models: Iterable[str], sets: Sequence[str] | None) -> Iterator[Case]:
@@ -121,6 +136,8 @@ def count_blocks(cases: Sequence[Case], log: Log) -> list[Row]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+    # The process answers with a line per case; its errors are read at the same time.
     with process, ThreadPoolExecutor(1) as pool:
         assert process.stdin and process.stdout and process.stderr
         errors = pool.submit(process.stderr.read)
@@ -132,6 +149,7 @@ def count_blocks(cases: Sequence[Case], log: Log) -> list[Row]:
             rows.append(case._asdict() | json.loads(line))
             log(f"{case.model}: {case.canon_set or 'no Canon'} {case.backend}")
         code = process.wait()
+
     if code or len(rows) < len(cases):
         text = errors.result()
         reason = reason_in(text) or text.strip()[-2000:]
@@ -139,7 +157,17 @@ def count_blocks(cases: Sequence[Case], log: Log) -> list[Row]:
     return rows
 
 
+def _kib(row: Row, kind: str) -> float:
+    """Return the KiB per token of forward and backward, "other" or "gemm"."""
+    return sum(counts["kib"][kind] for counts in _passes(row))
+
+
+def _total_kib(row: Row) -> float:
+    return sum(sum(counts["kib"].values()) for counts in _passes(row))
+
+
 def _passes(row: Row) -> tuple[Row, Row]:
+    """Return the counts of forward and backward."""
     return row["forward"], row["backward"]
 
 
@@ -149,38 +177,43 @@ def _args(row: Row) -> ModelArgs:
 
 def _step(row: Row) -> StepCounts:
     """Return the counts of a step of the whole model on a node, by those of a row's block."""
-    args, tokens = _args(row), MICRO_BATCH * NUM_TOKENS
-    layout = Layout(world_size=GPUS_PER_NODE, num_shards=GPUS_PER_NODE, tokens=tokens)
-    launches = sum(one["launches"] + one["operators"] + one["gemms"] for one in _passes(row))
-    other_bytes, product_bytes = (
-        tokens * KIB * sum(one["kib"][kind] for one in _passes(row)) for kind in ("other", "gemm")
+    args = _args(row)
+    tokens = MICRO_BATCH * NUM_TOKENS
+    launches = sum(
+        counts["launches"] + counts["operators"] + counts["gemms"] for counts in _passes(row)
     )
-    block_flops = 6 * tokens * args.dim * (sum(args.qkv_dims) + args.qkv_dims[0] + args.ffn_in_dim)
-    block_flops += 6 * tokens * args.dim * args.ffn_dim
+    projection_dims = sum(args.qkv_dims) + args.qkv_dims[0] + args.ffn_in_dim + args.ffn_dim
     block = Work(
         # and the second stage of weight gradients
         launches=launches + row["backward"]["operators"],
-        bytes_moved=other_bytes,
-        product_bytes=product_bytes,
-        flops=Counter({"bfloat16": block_flops}),
+        bytes_moved=tokens * KIB * _kib(row, "other"),
+        product_bytes=tokens * KIB * _kib(row, "gemm"),
+        flops=Counter({"bfloat16": 6 * tokens * args.dim * projection_dims}),
     )
+    layout = Layout(world_size=GPUS_PER_NODE, num_shards=GPUS_PER_NODE, tokens=tokens)
     return count_model(args, layout, block)
 
 
 def computed(row: Row, rows: Sequence[Row]) -> Row:
     """Return what follows from a row's counts: KiB per token, and a step with low to high rates."""
-
-    none = next(one for one in rows if one["model"] == row["model"] and not one["canon_set"])
-    least = sum(map(sum, min_block_bytes(_args(row), itemsize=2).values())) / KIB
-    counted = sum(one["kib"]["other"] for one in _passes(row))
-    total, base = (sum(sum(one["kib"].values()) for one in _passes(each)) for each in (row, none))
+    without_canon = next(
+        other for other in rows if other["model"] == row["model"] and not other["canon_set"]
+    )
+    least_bytes = sum(map(sum, min_block_bytes(_args(row), itemsize=2).values()))
+    least_kib = least_bytes / KIB
+    counted_kib = _kib(row, "other")
     flops = flops_per_token(_args(row), NUM_TOKENS) * MICRO_BATCH * NUM_TOKENS
-    own, others = (step_seconds(_step(one), H100) for one in (row, none))
+    seconds = step_seconds(_step(row), H100)
+    seconds_without = step_seconds(_step(without_canon), H100)
     return {
-        **{"least_kib": least, "counted_kib": counted, "ratio": counted / least},
-        **{"total_kib": total, "extra_kib": total - base, "seconds": own},
-        "mfu": [flops / seconds / H100.peak_flops for seconds in own],
-        "over_none": [one / other - 1 for one, other in zip(own, others, strict=True)],
+        "least_kib": least_kib,
+        "counted_kib": counted_kib,
+        "ratio": counted_kib / least_kib,
+        "total_kib": _total_kib(row),
+        "extra_kib": _total_kib(row) - _total_kib(without_canon),
+        "seconds": seconds,
+        "mfu": [flops / s / H100.peak_flops for s in seconds],
+        "over_none": [own / base - 1 for own, base in zip(seconds, seconds_without, strict=True)],
     }
 
 
@@ -188,8 +221,8 @@ COLUMNS: Columns = {
     "model": lambda row: row["model"],
     "Canon": lambda row: row["canon_set"] or "none",
     "backend": lambda row: row["backend"] if row["canon_set"] else "",
-    "launches": lambda row: " + ".join(str(one["launches"]) for one in _passes(row)),
-    "own": lambda row: " + ".join(str(one["operators"]) for one in _passes(row)),
+    "launches": lambda row: " + ".join(str(counts["launches"]) for counts in _passes(row)),
+    "own": lambda row: " + ".join(str(counts["operators"]) for counts in _passes(row)),
     "KiB": lambda row: f"{row['total_kib']:.1f}",
     "extra": lambda row: f"{row['extra_kib']:+.1f}" if row["canon_set"] else "",
     "least": lambda row: f"{row['least_kib']:.1f}",
@@ -219,10 +252,13 @@ def page(result: Row) -> str:
         f"micro-batch each; cost: over no Canon. Rates assumed: {', '.join(rates)}; MFU of "
         f"{H100.peak_flops / 1e12:.0f} TFLOP/s.",
     ]
-    rows = [row | computed(row, result["rows"]) for row in result["rows"]]
-    cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
-    table = [f"|{'|'.join(each)}|\n" for each in (COLUMNS, ["---"] * len(COLUMNS), *cells)]
-    return "".join([*(f"{line}\n\n" for line in lines), *table])
+    text = "".join(f"{line}\n\n" for line in lines)
+
+    cells = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    for row in result["rows"]:
+        columns = row | computed(row, result["rows"])
+        cells.append([cell(columns) for cell in COLUMNS.values()])
+    return text + "".join(f"|{'|'.join(line)}|\n" for line in cells)
 
 
 def print_result(result: Row, console: Console) -> None:

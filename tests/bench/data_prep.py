@@ -49,11 +49,17 @@ from tests.bench.tables import Columns, Target, make_console, print_table
 TEXT_FILES = (".py", ".md", ".rst", ".txt")
 ENCODED_BYTES = 12_000_000  # of the sample that is encoded and trains the tokenizer
 FILE_BYTES = 2_000_000  # per input file: about an input group of the source `local`
-VOCAB_SIZE, EOS_ID = 32_000, 2
-SEQ_LEN, BATCH, BATCHES = 4096, 8, 400
 SPLIT_TOKENS = 1 << 26
+VOCAB_SIZE = 32_000
+EOS_ID = 2
+SEQ_LEN = 4096
+BATCH = 8
+BATCHES = 400
 # FineWeb-Edu 100BT with Llama-2's tokenizer
-SHARDS, TOKENS, DOCUMENTS_PER_SHARD = 433, 116_000_000_000, 224_000
+SHARDS = 433
+TOKENS = 116_000_000_000
+DOCUMENTS_PER_SHARD = 224_000
+
 TARGETS = {
     "encoding, empty word cache / sp.encode": Target((1.0,), True, "x"),
     "encoding, the same text again / sp.encode": Target((2.0,), True, "x"),
@@ -92,10 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
-    repeats, texts = arguments.repeats, collect(arguments.megabytes * 1_000_000)
+    repeats = arguments.repeats
+    texts = collect(arguments.megabytes * 1_000_000)
     num_bytes = sum(len(text.encode()) for text in texts)
     sample = texts[:: max(1, round(num_bytes / ENCODED_BYTES))]
     log(f"{len(texts):,} documents, {num_bytes / 1e6:.1f} MB")
+
     model = Tokenizer(train_tokenizer(sample, VOCAB_SIZE), f"train:{VOCAB_SIZE}")
     with tempfile.TemporaryDirectory(prefix="canon-data-bench-") as scratch:
         folder = Path(scratch)
@@ -103,6 +111,7 @@ def run(arguments: argparse.Namespace) -> None:
         rows += measure_builds(model, texts, folder / "builds", repeats)
         rows += measure_reading(folder / "reading", repeats)
         rows += measure_start(folder / "start", repeats)
+
     result = {
         "bench": "data_prep",
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -119,7 +128,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def row(what: str, value: float | None, unit: str) -> dict[str, Any]:
-    target = TARGETS[what].verdict(value) if what in TARGETS and value is not None else ""
+    """Return a row of the results; `value` is None if it was not measured."""
+    target = ""
+    if what in TARGETS and value is not None:
+        target = TARGETS[what].verdict(value)
     return {"what": what, "value": value, "unit": unit, "target": target}
 
 
@@ -128,14 +140,16 @@ def collect(limit: int) -> list[str]:
     texts: list[str] = []
     for place in map(sysconfig.get_path, ("stdlib", "purelib")):
         for path in sorted(Path(place).rglob("*")):
-            is_own = "site-packages" not in path.relative_to(place).parts
-            if path.suffix in TEXT_FILES and is_own and path.is_file():
-                # packages' test files may be invalid UTF-8
-                text = path.read_bytes().decode(errors="ignore")
-                limit -= len(text.encode())
-                if limit < 0 and len(texts) > 1:
-                    return texts
-                texts += [text] if text else []
+            is_of_place = "site-packages" not in path.relative_to(place).parts
+            if path.suffix not in TEXT_FILES or not is_of_place or not path.is_file():
+                continue
+            # packages' test files may be invalid UTF-8
+            text = path.read_bytes().decode(errors="ignore")
+            limit -= len(text.encode())
+            if limit < 0 and len(texts) > 1:
+                return texts
+            if text:
+                texts.append(text)
     return texts
 
 
@@ -145,26 +159,31 @@ def measure_encoding(model: Tokenizer, texts: list[str], repeats: int) -> Rows:
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.model)
     plain = tokenizers.Tokenizer.from_str(as_tokenizer_json(model))
     plain.encode_special_tokens = True
-    own, others = ("empty word cache", "the same text again"), ("sp.encode", "tokenizers")
-    seconds: dict[str, list[float]] = {name: [] for name in (*own, *others)}
+
+    ours = ("empty word cache", "the same text again")
+    others = ("sp.encode", "tokenizers")
+    seconds: dict[str, list[float]] = {name: [] for name in (*ours, *others)}
     for _ in range(repeats):
-        ours = Tokenizer(model.model, "bench", eos=model.eos_id)
-        encoders: list[Callable[[list[str]], Iterable[Any]]] = [
-            *(partial(map, encode) for encode in (ours.encode, ours.encode, processor.encode)),
-            partial(plain.encode_batch_fast, add_special_tokens=False),
-        ]
-        for taken, encode in zip(seconds.values(), encoders, strict=True):
+        tokenizer = Tokenizer(model.model, "bench", eos=model.eos_id)
+        encoders: dict[str, Callable[[list[str]], Iterable[Any]]] = {
+            "empty word cache": partial(map, tokenizer.encode),
+            "the same text again": partial(map, tokenizer.encode),
+            "sp.encode": partial(map, processor.encode),
+            "tokenizers": partial(plain.encode_batch_fast, add_special_tokens=False),
+        }
+        for name, encode in encoders.items():
             started = time.process_time()
             deque(encode(texts), maxlen=0)
-            taken.append(time.process_time() - started)
-    tokens = sum(len(model.encode(text)) for text in texts)
-    rows = [
-        row(f"encoding, {name}", tokens / statistics.median(taken) / 1e6, "Mtok/s")
-        for name, taken in seconds.items()
-    ]
-    for name, other in itertools.product(own, others):
+            seconds[name].append(time.process_time() - started)
+
+    num_tokens = sum(len(model.encode(text)) for text in texts)
+    rows = []
+    for name, measured in seconds.items():
+        rate = num_tokens / statistics.median(measured) / 1e6
+        rows.append(row(f"encoding, {name}", rate, "Mtok/s"))
+    for name, other in itertools.product(ours, others):
         pairs = zip(seconds[name], seconds[other], strict=True)
-        ratio = statistics.median(theirs / ours for ours, theirs in pairs)
+        ratio = statistics.median(other_s / our_s for our_s, other_s in pairs)
         rows.append(row(f"encoding, {name} / {other}", ratio, "x"))
     return rows
 
@@ -181,42 +200,63 @@ def measure_builds(model: Tokenizer, texts: Sequence[str], folder: Path, repeats
     """
     files = folder / "files"
     files.mkdir(parents=True)
-    every = max(1, len(texts) * FILE_BYTES // sum(map(len, texts)))
-    for start in range(0, len(texts), every):
-        lines = (json.dumps({"text": text}) + "\n" for text in texts[start : start + every])
+    texts_per_file = max(1, len(texts) * FILE_BYTES // sum(map(len, texts)))
+    for start in range(0, len(texts), texts_per_file):
+        part = texts[start : start + texts_per_file]
+        lines = (json.dumps({"text": text}) + "\n" for text in part)
         (files / f"{start:08d}.jsonl").write_text("".join(lines))
-    (folder / model.file_name).write_bytes(model.model)
-    build = ["-m", "data_prep", "build", "--source", "local", "--files", str(files), "--holdout"]
-    build += ["0", "--tokenizer", str(folder / model.file_name), "--workers"]
+    tokenizer = folder / model.file_name
+    tokenizer.write_bytes(model.model)
+
+    build = [
+        *("-m", "data_prep", "build", "--source", "local", "--files", str(files)),
+        *("--holdout", "0", "--tokenizer", str(tokenizer), "--workers"),
+    ]
     commands = {"ours, 1 worker": [*build, "1"], "ours, 2 workers": [*build, "2"]}
-    theirs, path = "datatrove, 1 task", folder / "datatrove.json"
     if importlib.util.find_spec("datatrove"):
+        path = folder / "datatrove.json"
         path.write_text(as_tokenizer_json(model), encoding="utf-8")
-        commands[theirs] = ["-c", DATATROVE, str(files), str(path), model.eos_token]
-    clock_s, cpu_s = (dict.fromkeys(commands, float("inf")) for _ in range(2))
+        commands["datatrove, 1 task"] = ["-c", DATATROVE, str(files), str(path), model.eos_token]
+
+    clock_s = dict.fromkeys(commands, float("inf"))
+    cpu_s = dict.fromkeys(commands, float("inf"))
     tokens: dict[str, int] = {}
     for turn in range(repeats):
         for number, (name, command) in enumerate(commands.items()):
             out = folder / f"out-{turn}-{number}"
             before = os.times()
-            done = subprocess.run(
-                [sys.executable, *command, "--out", str(out)], stderr=subprocess.PIPE, text=True,
-                stdout=subprocess.DEVNULL,
-            )  # fmt: skip
-            if done.returncode:
-                raise UserError("bench.failed", f"{name} failed: {done.stderr[-2000:]}", name=name)
-            used = [now - then for now, then in zip(os.times(), before, strict=True)]
-            cpu_s[name] = min(cpu_s[name], used[2] + used[3])  # of the children
-            clock_s[name] = min(clock_s[name], used[4])
+            run_build(name, [*command, "--out", str(out)])
+            after = os.times()
+
+            children_s = after.children_user + after.children_system
+            children_s -= before.children_user + before.children_system
+            cpu_s[name] = min(cpu_s[name], children_s)
+            clock_s[name] = min(clock_s[name], after.elapsed - before.elapsed)
             tokens[name] = count_tokens(out)
-    rows = [
-        row(f"text to shards: {name}", tokens[name] / cpu_s[name] / 1e6, "Mtok/s")
-        for name in commands
-    ]
-    one, two = "ours, 1 worker", "ours, 2 workers"
-    beside = cpu_s[theirs] / cpu_s[one] if theirs in commands else None
-    rows.append(row("build, CPU time: ours / datatrove", beside, "x"))
-    return [*rows, row("build, clock: 2 workers / 1", clock_s[one] / clock_s[two], "x")]
+
+    rows = []
+    for name in commands:
+        rate = tokens[name] / cpu_s[name] / 1e6
+        rows.append(row(f"text to shards: {name}", rate, "Mtok/s"))
+    ratio = None
+    if "datatrove, 1 task" in commands:
+        ratio = cpu_s["datatrove, 1 task"] / cpu_s["ours, 1 worker"]
+    rows.append(row("build, CPU time: ours / datatrove", ratio, "x"))
+    ratio = clock_s["ours, 1 worker"] / clock_s["ours, 2 workers"]
+    rows.append(row("build, clock: 2 workers / 1", ratio, "x"))
+    return rows
+
+
+def run_build(name: str, command: Sequence[str]) -> None:
+    """Run a build by this Python. Raises UserError."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    if done.returncode:
+        raise UserError("bench.failed", f"{name} failed: {done.stderr[-2000:]}", name=name)
 
 
 def count_tokens(out: Path) -> int:
@@ -272,31 +312,37 @@ def time_opening(folder: Path) -> tuple[float, int]:
         lines = Path("/proc/self/status").read_text().splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if "VmHWM" in line))
 
-    before, started = memory(), time.perf_counter()
+    memory_before = memory()
+    started = time.perf_counter()
     with TokenShards.open(folder) as shards:
         open_s = time.perf_counter() - started
         _loader(shards).next_batch()
-    return open_s, memory() - before
+    return open_s, memory() - memory_before
 
 
 def write_sparse(folder: Path, shards: int, tokens: int) -> None:
     """Write a split of `tokens` zeros in equal sparse shards, with correct CRCs."""
-    write_shards(folder, [np.array([EOS_ID])], vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
-    like, count = read_json(folder / f"{shard_name(0, 0)}.json"), tokens // shards
-    whole, rest = divmod(2 * count, BLOCK_BYTES)
-    crcs = [np.repeat(block_crcs(bytes(BLOCK_BYTES)), whole), block_crcs(bytes(rest))]
+    shard_tokens = tokens // shards
+    whole_blocks, rest = divmod(2 * shard_tokens, BLOCK_BYTES)
+    crcs = [np.repeat(block_crcs(bytes(BLOCK_BYTES)), whole_blocks), block_crcs(bytes(rest))]
     crc = np.concatenate(crcs).astype("<u4").tobytes()
-    sizes = {"bin": 2 * count, "docs": 16 * DOCUMENTS_PER_SHARD, "crc": len(crc)}
+
+    # The record of a real shard, with the sizes of these.
+    write_shards(folder, [np.array([EOS_ID])], vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
+    record = read_json(folder / f"{shard_name(0, 0)}.json")
+    sizes = {"bin": 2 * shard_tokens, "docs": 16 * DOCUMENTS_PER_SHARD, "crc": len(crc)}
     files = {name: {"size": size, "sha256": "0" * 64} for name, size in sizes.items()}
     files["crc"]["sha256"] = hashlib.sha256(crc).hexdigest()
-    like |= {
-        "tokens": count,
+    record |= {
+        "tokens": shard_tokens,
         "documents": DOCUMENTS_PER_SHARD,
-        "text_bytes": 4 * count,
+        "text_bytes": 4 * shard_tokens,
         "max_id": 0,
+        "rows": [0, DOCUMENTS_PER_SHARD],
+        "files": files,
+        "groups": {f"CC-MAIN-2024-{week:03d}": [1, 1, 1] for week in range(108)},
     }
-    like |= {"rows": [0, DOCUMENTS_PER_SHARD], "files": files}
-    like["groups"] = {f"CC-MAIN-2024-{week:03d}": [1, 1, 1] for week in range(108)}
+
     for group in range(shards):
         stem = folder / shard_name(group, 0)
         stem.with_suffix(".crc").write_bytes(crc)
@@ -304,7 +350,7 @@ def write_sparse(folder: Path, shards: int, tokens: int) -> None:
             with open(stem.with_suffix(f".{suffix}"), "wb") as file:
                 file.truncate(sizes[suffix])
         inputs = {f"sample/100BT/{group:03d}_00000.parquet": "0" * 64}
-        write_json(stem.with_suffix(".json"), like | {"unit": group, "inputs": inputs})
+        write_json(stem.with_suffix(".json"), record | {"unit": group, "inputs": inputs})
     write_manifest(folder, shards, vocab_size=VOCAB_SIZE, eos_id=EOS_ID)
 
 

@@ -53,10 +53,19 @@ TOLERANCE = 1e-3  # nats between the two log-likelihoods in float32
 # lm_eval's fastest of these counts; its `auto` would exceed a CPU's memory
 HF_BATCH_SIZES = {"cpu": (1, 4, 16), "cuda": (8, 32, 128)}
 NO_TEXT = 3 + 256  # ids of control tokens and bytes in a new SentencePiece tokenizer
-CHOICE, ROLLING, GENERATION = "multiple choice", "perplexity", "generation"
-KINDS = {CHOICE: "loglikelihood", ROLLING: "loglikelihood_rolling", GENERATION: "generate_until"}
+CHOICE = "multiple choice"
+ROLLING = "perplexity"
+GENERATION = "generation"
+KINDS = {
+    CHOICE: "loglikelihood",
+    ROLLING: "loglikelihood_rolling",
+    GENERATION: "generate_until",
+}
 # required speedup on a CPU
-TARGETS = {kind: tables.Target((x,), True, "x") for kind, x in ((CHOICE, 1.2), (GENERATION, 1.5))}
+TARGETS = {
+    CHOICE: tables.Target((1.2,), True, "x"),
+    GENERATION: tables.Target((1.5,), True, "x"),
+}
 
 
 class CaseSpec(NamedTuple):
@@ -85,11 +94,16 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add, model = parser.add_argument, parser.add_mutually_exclusive_group()
-    about = "random weights of this size and variant (default: Canon ABCD and no positions)"
-    model.add_argument("--model", metavar="FLAVOR[,FIELD=VALUE...]", help=about)
-    about = "a trained checkpoint instead"
-    model.add_argument("--checkpoint", type=Path, metavar="RUN/checkpoint/step-N", help=about)
+    model = parser.add_mutually_exclusive_group()
+    model_help = "random weights of this size and variant (default: Canon ABCD and no positions)"
+    model.add_argument("--model", metavar="FLAVOR[,FIELD=VALUE...]", help=model_help)
+    model.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="RUN/checkpoint/step-N",
+        help="a trained checkpoint instead",
+    )
+    add = parser.add_argument
     add("--repeats", type=positive, default=3, help="measurements per case (%(default)s)")
     add("--scale", type=float, help="factor on the requests (default: 1 on a CPU, 16 on a GPU)")
     add("--cases", nargs="+", metavar="CASE", help="only these, such as hellaswag or jrt")
@@ -119,8 +133,9 @@ def make_requests(
 ) -> dict[str, list[Instance]]:
     """Return the requests by case, the same for the same arguments and standard library."""
     # one line: the suites' texts have few line breaks
-    ids = tokenizer.encode(" ".join(" ".join(library_texts()).split())[:TEXT_CHARACTERS])
-    generator, requests = random.Random(0), {}
+    text = " ".join(" ".join(library_texts()).split())
+    ids = tokenizer.encode(text[:TEXT_CHARACTERS])
+    generator = random.Random(0)
 
     def random_text(match: re.Match[str]) -> str:
         count = generator.randint(int(match[1]), int(match[2]))
@@ -128,10 +143,12 @@ def make_requests(
         return tokenizer.decode(ids[start : start + count]).strip()
 
     fill = partial(re.sub, r"\{(\d+)-(\d+)\}", random_text)
+    requests = {}
     for name in names:
         case = CASES[name]
-        head, inputs = fill(case.head), list[Any]()
         options = {"until": list(case.until), "max_gen_toks": case.new_tokens, "do_sample": False}
+        head = fill(case.head)
+        inputs = list[Any]()
         for _ in range(max(1, round(case.items * scale))):
             prompt = head + fill(case.prompt)
             inputs += [(prompt, fill(choice)) for choice in case.choices]
@@ -148,12 +165,14 @@ def make_requests(
 def parse_model(text: str) -> ModelArgs:
     """Return the args of FLAVOR[,FIELD=VALUE...]; Canon ABCD and NoPE by default."""
     name, *settings = text.split(",")
-    given = {field: value for field, _, value in (each.partition("=") for each in settings)}
     fields = asdict(flavor(name)) | {"position": "nope", "canon_set": "ABCD"}
-    for field in given:
+    changes = {}
+    for setting in settings:
+        field, _, value = setting.partition("=")
         check_choice("--model: field", field, fields)
+        changes[field] = value
     try:
-        args = TypeAdapter(ModelArgs).validate_python(fields | given)
+        args = TypeAdapter(ModelArgs).validate_python(fields | changes)
     except ValidationError as error:
         raise UserError("eval.bench_model", f"--model {text}: {error}") from None
     return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
@@ -219,32 +238,34 @@ def measure(arguments: argparse.Namespace, log: Callable[[str], None]) -> dict[s
     """Return the figures of all cases as JSON values; times in seconds."""
     for name in arguments.cases or ():
         check_choice("--cases", name, CASES)
+    names = [name for name in CASES if not arguments.cases or name in arguments.cases]
     check_cuda()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu, weights = device.type == "cuda", dtype_for("auto", device)
+    on_gpu = device.type == "cuda"
+    weights = dtype_for("auto", device)
     dtype = str(weights).removeprefix("torch.")
+
     with tempfile.TemporaryDirectory(prefix="canon-eval-bench-") as scratch:
+        # One export for both sides.
         folder = Path(scratch)
         if arguments.checkpoint is not None:
             export(arguments.checkpoint, folder / "out", dtype=dtype)
         else:
             args = parse_model(arguments.model or ("1b3" if on_gpu else "8L512D"))
             write_random_export(args, folder, dtype)
+
         target = EvalTarget.open(folder / "out", None)
         transformer = target.load(device, weights, MAX_LENGTH)
         ours = CanonLM(transformer, target.tokenizer, max_length=MAX_LENGTH)
         ours.batch_tokens = batch_tokens_for(ours, folder, lambda line: None)
         theirs = load_theirs(folder / "out", device, dtype, folder)
-        names = [name for name in CASES if not arguments.cases or name in arguments.cases]
-        rows, scale = [], arguments.scale or (16.0 if on_gpu else 1.0)
+
+        rows = []
+        scale = arguments.scale or (16.0 if on_gpu else 1.0)
         for name, requests in make_requests(target.tokenizer, names, scale).items():
             rows.append(measure_case(ours, theirs, name, requests, arguments.repeats))
             log(f"{name}: {rows[-1]['ratio']:.2f}x")
-    means = []
-    for group in dict.fromkeys(row["group"] for row in rows):
-        mean = statistics.geometric_mean(row["ratio"] for row in rows if row["group"] == group)
-        verdict = TARGETS[group].verdict(mean) if group in TARGETS and not on_gpu else ""
-        means.append({"group": group, "ratio": mean, "target": verdict})
+
     args = transformer.args
     kind = args.position if args.mixer == "attention" else args.mixer
     title = f"{args.num_layers}L{args.dim}D, {kind}, Canon {args.canon_set or 'none'}"
@@ -260,8 +281,18 @@ def measure(arguments: argparse.Namespace, log: Callable[[str], None]) -> dict[s
         "batch_tokens": ours.batch_tokens,
         "seconds_are": timing.clock_name(),
         "cases": rows,
-        "groups": means,
+        "groups": means_by_group(rows, on_gpu),
     }
+
+
+def means_by_group(rows: Sequence[dict[str, Any]], on_gpu: bool) -> list[dict[str, Any]]:
+    """Return the geometric mean of the ratios of each group, and its target on a CPU."""
+    means = []
+    for group in dict.fromkeys(row["group"] for row in rows):
+        mean = statistics.geometric_mean(row["ratio"] for row in rows if row["group"] == group)
+        verdict = TARGETS[group].verdict(mean) if group in TARGETS and not on_gpu else ""
+        means.append({"group": group, "ratio": mean, "target": verdict})
+    return means
 
 
 def measure_case(
@@ -277,15 +308,14 @@ def measure_case(
         answers[side], seconds = run_requests(side, requests)
         return {timing.STEP: seconds}
 
-    blocks = partial(run_block, ours), partial(run_block, theirs)
-    found = timing.time_pairs(*blocks, repeats)[timing.STEP]
+    times = timing.time_pairs(partial(run_block, ours), partial(run_block, theirs), repeats)
     dtype = ours.model.tok_embeddings.weight.dtype
     return {
         "case": name,
         "group": CASES[name].group,
         "requests": len(requests),
         "batch_size": batch_size,
-        **found,
+        **times[timing.STEP],
         "agreement": agreement(name, answers[ours], answers[theirs], dtype),
     }
 
@@ -301,42 +331,51 @@ def run_requests(side: Any, requests: list[Instance]) -> tuple[list[Any], float]
 
 def best_batch_size(theirs: Any, requests: list[Instance]) -> int:
     """Return lm_eval's fastest batch size: try larger ones until one is slower or fails."""
-    best, fastest = 0, float("inf")
+    best_size = 0
+    best_s = float("inf")
     for size in HF_BATCH_SIZES[theirs.device.type]:
         theirs.batch_size_per_gpu = size
         try:
-            if not best:
+            if not best_size:
                 run_requests(theirs, requests[:1])  # warm up
-            took = run_requests(theirs, requests)[1]
+            _, seconds = run_requests(theirs, requests)
         except torch.OutOfMemoryError:
             break
-        if took >= fastest:
+        if seconds >= best_s:
             break
-        best, fastest = size, took
-    return best or 1
+        best_size = size
+        best_s = seconds
+    return best_size or 1
+
+
+def is_same_text(ours: str, theirs: str) -> bool:
+    """lm_eval drops the space before the first word and the bytes of an incomplete character."""
+    text, was_cut, _ = ours.removeprefix(" ").partition("\ufffd")
+    return theirs.startswith(text) if was_cut else theirs == text
 
 
 def agreement(case: str, ours: list[Any], theirs: list[Any], dtype: torch.dtype) -> str:
     """Describe how closely the answers agree; raises UserError in float32 if they do not."""
-
-    def is_same(own: str, other: str) -> bool:
-        # lm_eval drops the space before the first word and the bytes of an incomplete character
-        text, was_cut, _ = own.removeprefix(" ").partition("\ufffd")
-        return other.startswith(text) if was_cut else other == text
-
-    pairs = list(zip(ours, theirs, strict=True))
+    agrees = []
     if isinstance(ours[0], str):
-        agrees = [is_same(own, other) for own, other in pairs]
+        for our_text, their_text in zip(ours, theirs, strict=True):
+            agrees.append(is_same_text(our_text, their_text))
         text = f"{sum(agrees)} of {len(agrees)} texts"
     else:
-        scored = [[a if isinstance(a, tuple) else (a, True) for a in pair] for pair in pairs]
-        apart = [abs(own[0] - other[0]) for own, other in scored]
-        text = f"to {max(apart):.0e} nat"
-        # rounding adds up over the thousands of tokens of a document
-        agrees = [
-            gap <= TOLERANCE * max(1, abs(own[0]) / 100) and own[1] == other[1]
-            for gap, (own, other) in zip(apart, scored, strict=True)
-        ]
+        gaps = []
+        for our_answer, their_answer in zip(ours, theirs, strict=True):
+            # (log-likelihood, is greedy), or a log-likelihood alone
+            our_value, *our_greedy = our_answer if isinstance(our_answer, tuple) else (our_answer,)
+            their_value, *their_greedy = (
+                their_answer if isinstance(their_answer, tuple) else (their_answer,)
+            )
+            gap = abs(our_value - their_value)
+            # rounding adds up over the thousands of tokens of a document
+            is_close = gap <= TOLERANCE * max(1, abs(our_value) / 100)
+            agrees.append(is_close and our_greedy == their_greedy)
+            gaps.append(gap)
+        text = f"to {max(gaps):.0e} nat"
+
     if not all(agrees) and dtype == torch.float32:
         message = f"{case}: answers differ ({text}), so times can't be compared"
         raise UserError("eval.bench_differs", message, case=case)
@@ -353,7 +392,7 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         **tables.FACTOR,
         "answers": lambda case: case["agreement"],
     }
-    versions = ", ".join(f"{name} {found}" for name, found in result["versions"].items())
+    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     means = [
         f"{group['group']}: {group['ratio']:.2f}x, the geometric mean of its cases; target "
         f"{group['target'] or 'none'}"

@@ -6,6 +6,7 @@ token decoding. See `timing.compare_candidates` for the order.
 
 import argparse
 import gc
+import itertools
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -33,25 +34,37 @@ from tests.bench.timing import (
 )
 from tests.bench.variants import Log, Result, Variant
 
-PREFILL, DECODE = "prefill", "decode"
+PREFILL = "prefill"
+DECODE = "decode"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes = dict.fromkeys(("cuda", "cpu"), (0, 0))  # set by the options below
     variants.add_options(parser, ["sets", "pairs"], pairs=9, shapes=shapes, micro_batch=None)
-    about = "batch sizes (default: 1 8 32)"
-    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8, 32], help=about)
+    add_shape_options(parser, batches=[1, 8, 32])
+
+
+def add_shape_options(parser: argparse.ArgumentParser, batches: list[int]) -> None:
+    """Add the batch sizes and the lengths of prompts and answers."""
+    parser.add_argument(
+        "--batches",
+        nargs="+",
+        type=positive,
+        default=batches,
+        help=f"batch sizes (default: {' '.join(map(str, batches))})",
+    )
     for option, tokens in (("--prompt-tokens", 128), ("--new-tokens", 64)):
         parser.add_argument(option, type=positive, default=tokens, help="(default: %(default)s)")
 
 
 def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
-    num_prompt, num_new = arguments.prompt_tokens, arguments.new_tokens
+    num_prompt = arguments.prompt_tokens
+    num_new = arguments.new_tokens
     arguments.tokens = num_prompt + num_new
     work = variants.workload(arguments, machine)
+    vocab_size = work.args.vocab_size
     chosen = variants.variants(arguments.sets, ["auto"], ["auto"])
     generator = torch.Generator().manual_seed(0)
-    vocab_size = work.args.vocab_size
     prompts = {
         batch: torch.randint(vocab_size, (batch, num_prompt), generator=generator).tolist()
         for batch in arguments.batches
@@ -64,35 +77,37 @@ def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result
         counts = {b: operators_per_token(model, texts, machine) for b, texts in prompts.items()}
 
         def block() -> dict[str, float]:
-            found: dict[str, float] = {}
+            times: dict[str, float] = {}
             for batch, texts in prompts.items():
-                times = time_generation(model, texts, num_new)
-                found |= {f"{part} {batch}": seconds for part, seconds in times.items()}
-            return found
+                for part, seconds in time_generation(model, texts, num_new).items():
+                    times[f"{part} {batch}"] = seconds
+            return times
 
-        block()
+        block()  # warm up
         return Candidate(block, lambda: {"operators": counts})
 
     parts, facts, _ = variants.compare_variants(make, chosen, arguments.pairs, machine)
-    rows = [
-        {
+    rows = []
+    for batch, variant in itertools.product(prompts, chosen):
+        row = {
             **variant.row(),
             "batch": batch,
             "operators": facts[variant.name]["operators"][batch],
             "base_operators": facts[BASE]["operators"][batch],
-            **{part: parts[variant.name][f"{part} {batch}"] for part in (PREFILL, DECODE)},
+            PREFILL: parts[variant.name][f"{PREFILL} {batch}"],
+            DECODE: parts[variant.name][f"{DECODE} {batch}"],
         }
-        for batch in prompts
-        for variant in chosen
-    ]
-    weights = (num_parameters(work.args) - vocab_size * work.args.dim) * work.dtype.itemsize
+        rows.append(row)
+
+    # a step of decoding reads all weights but the embedding
+    num_weights = num_parameters(work.args) - vocab_size * work.args.dim
     return {
         **work.facts(),
         "prompt_tokens": num_prompt,
         "new_tokens": num_new,
         "operators_are": "kernels" if machine.on_gpu else "operators",
         "copy_bandwidth": machine.copy_bandwidth,
-        "weights_read_s": weights / machine.copy_bandwidth,
+        "weights_read_s": num_weights * work.dtype.itemsize / machine.copy_bandwidth,
         "rows": rows,
     }
 
@@ -121,9 +136,9 @@ def operators_per_token(
     model: Transformer, prompts: Sequence[Sequence[int]], machine: Machine
 ) -> float:
     """Return operators (on a GPU: kernels) per decoding step."""
-    work = partial(generate, model, prompts)
-    many, one = (machine.count_operators(partial(work, max_new_tokens=n)) for n in (9, 1))
-    return (many - one) / 8
+    of_nine = machine.count_operators(partial(generate, model, prompts, max_new_tokens=9))
+    of_one = machine.count_operators(partial(generate, model, prompts, max_new_tokens=1))
+    return (of_nine - of_one) / 8
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
@@ -156,30 +171,32 @@ def print_result(result: dict[str, Any], console: Console) -> None:
 def add_transformers_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("export", type=Path, help="an exported folder")
     parser.add_argument("--pairs", type=positive, default=7, help="(default: %(default)s)")
-    about = "batch sizes (default: 1 8)"
-    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 8], help=about)
-    for option, tokens in (("--prompt-tokens", 128), ("--new-tokens", 64)):
-        parser.add_argument(option, type=positive, default=tokens, help="(default: %(default)s)")
+    add_shape_options(parser, batches=[1, 8])
 
 
 def measure_transformers(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     """Compare whole greedy generations of one export, with a cache in both."""
     ours = load_model(arguments.export, machine.device)
     theirs = load_transformers(arguments.export, machine.device)
-    num_new, rows = arguments.new_tokens, []
+    num_new = arguments.new_tokens
     generator = torch.Generator().manual_seed(0)
+
+    rows = []
     for batch in arguments.batches:
         shape = (batch, arguments.prompt_tokens)
-        ids = torch.randint(3, ours.args.vocab_size, shape, generator=generator)
-        prompts = ids.tolist()
-        own = partial(generate, ours, prompts, max_new_tokens=num_new)
-        other = partial(theirs, prompts, num_new)
-        equal = sum(a == b for a, b in zip(own(), other(), strict=True))
-        log(f"batch {batch}: {equal} of {batch} answers are equal")
-        times = compare_steps(own, other, pairs=arguments.pairs, block_s=0.0)
-        rows.append({"batch": batch, "tokens": batch * num_new, "equal": equal, **times})
-    facts = {"prompt_tokens": arguments.prompt_tokens, "new_tokens": num_new}
-    return {"parameters": num_parameters(ours.args), **facts, "rows": rows}
+        prompts = torch.randint(3, ours.args.vocab_size, shape, generator=generator).tolist()
+        run_ours = partial(generate, ours, prompts, max_new_tokens=num_new)
+        run_theirs = partial(theirs, prompts, num_new)
+        num_equal = sum(a == b for a, b in zip(run_ours(), run_theirs(), strict=True))
+        log(f"batch {batch}: {num_equal} of {batch} answers are equal")
+        times = compare_steps(run_ours, run_theirs, pairs=arguments.pairs, block_s=0.0)
+        rows.append({"batch": batch, "tokens": batch * num_new, "equal": num_equal, **times})
+    return {
+        "parameters": num_parameters(ours.args),
+        "prompt_tokens": arguments.prompt_tokens,
+        "new_tokens": num_new,
+        "rows": rows,
+    }
 
 
 def print_transformers(result: dict[str, Any], console: Console) -> None:

@@ -42,7 +42,7 @@ SHAPE_AND_TIMING = (*variants.SHAPE, *variants.TIMING)
 
 def passes(
     call: Callable[[], Sequence[Tensor]],
-    wanted: Sequence[Tensor],
+    leaves: Sequence[Tensor],
     prepare: Callable[[], object] = lambda: None,
 ) -> dict[str, Callable[[], Step]]:
     """Return factories of steps: forward, and backward repeated after one forward pass."""
@@ -53,7 +53,7 @@ def passes(
 
         def step() -> Any:
             prepare()
-            return torch.autograd.grad(outputs, wanted, grads, retain_graph=True)
+            return torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
 
         return step
 
@@ -74,7 +74,7 @@ class BenchCase:
 def bench_cases(args: ModelArgs) -> list[BenchCase]:
     """Return each site of a gated model alone and with its neighbors."""
     args = dataclasses.replace(args, canon_set="ABCD")
-    dim, qkv, ffn = args.dim, args.qkv_dims, (args.ffn_dim, args.ffn_dim)
+    dim = args.dim
 
     def of_canon(case: Case) -> BenchCase:
         # forward reads x and writes y; backward reads dy and x, and writes dx
@@ -82,8 +82,8 @@ def bench_cases(args: ModelArgs) -> list[BenchCase]:
 
     cases = [
         of_canon(canon_check.canon_case("A, C", "A", (dim,), args)),
-        of_canon(canon_check.canon_case("B", "B", qkv, args)),
-        of_canon(canon_check.canon_case("D", "D", ffn, args)),
+        of_canon(canon_check.canon_case("B", "B", args.qkv_dims, args)),
+        of_canon(canon_check.canon_case("D", "D", (args.ffn_dim, args.ffn_dim), args)),
         # forward reads both and writes both; backward reads their gradients and h, and writes dh
         BenchCase(canon_check.norm_case("norm + A, C", args, "A"), (4 * dim, 4 * dim)),
     ]
@@ -104,20 +104,33 @@ def add_canon_arguments(parser: argparse.ArgumentParser) -> None:
 def measure_canon(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     work = variants.workload(arguments, machine)
     backends, missing = variants.available_backends(arguments.backends, work)
+    num_values = work.micro_batch * work.num_tokens
     rows: list[dict[str, Any]] = []
 
     def measure_case(bench_case: BenchCase, base: Timed, timed: Timed) -> None:
         case = bench_case.case
         error = canon_check.compare(case, timed.module, timed.compiled, timed.inputs)
         for direction, moved in zip(("forward", "backward"), bench_case.moved, strict=True):
-            steps = (one.passes[direction]() for one in (base, timed))
-            found = compare_steps(*steps, pairs=arguments.pairs, block_s=arguments.block_seconds)
-            least = moved * work.micro_batch * work.num_tokens * work.dtype.itemsize
-            bandwidth = least / found["other_s"]
-            row = {"form": case.name, "backend": timed.backend, "direction": direction, **found}
-            row |= {"least_bytes": least, "bandwidth": bandwidth, "max_error": error}
-            rows.append(row | {"of_copy": bandwidth / machine.copy_bandwidth})
-            log(f"{case.name} {direction} by {timed.backend}: {found['ratio']:.2f}")
+            times = compare_steps(
+                base.passes[direction](),
+                timed.passes[direction](),
+                pairs=arguments.pairs,
+                block_s=arguments.block_seconds,
+            )
+            least_bytes = moved * num_values * work.dtype.itemsize
+            bandwidth = least_bytes / times["other_s"]
+            row = {
+                "form": case.name,
+                "backend": timed.backend,
+                "direction": direction,
+                **times,
+                "least_bytes": least_bytes,
+                "bandwidth": bandwidth,
+                "max_error": error,
+                "of_copy": bandwidth / machine.copy_bandwidth,
+            }
+            rows.append(row)
+            log(f"{case.name} {direction} by {timed.backend}: {times['ratio']:.2f}")
 
     # backward is repeated on the buffers that one forward pass saved
     with torch._functorch.config.patch(donated_buffer=False):
@@ -129,11 +142,11 @@ def measure_canon(arguments: argparse.Namespace, machine: Machine, log: Log) -> 
             for backend in backends:
                 try:
                     with variants.failures_as_not_measured(backend):
-                        same = backend == base.backend
-                        timed = base if same else Timed(case, backend, inputs)
+                        is_base = backend == base.backend
+                        timed = base if is_base else Timed(case, backend, inputs)
                         measure_case(bench_case, base, timed)
-                except (NotMeasured, canon_check.CanonMismatch) as why:
-                    missing[f"{case.name} by {backend}"] = str(why)
+                except (NotMeasured, canon_check.CanonMismatch) as error:
+                    missing[f"{case.name} by {backend}"] = str(error)
     peaks = machine.peaks(work.dtype)
     return {**work.facts(), "peaks": peaks, "unavailable": missing, "rows": rows}
 
@@ -142,12 +155,13 @@ class Timed:
     """A case's module, compiled, its inputs, and the two passes."""
 
     def __init__(self, case: Case, backend: str, inputs: Sequence[Tensor]) -> None:
-        self.backend, self.inputs = backend, inputs
+        self.backend = backend
+        self.inputs = inputs
         self.module = canon_check.make_module(case, backend, inputs[0].dtype, inputs[0].device)
         options = compile_options(inputs[0].device.type, backend)
         self.compiled = torch.compile(self.module, fullgraph=True, dynamic=False, options=options)
-        wanted = (*inputs, *self.module.parameters())
-        self.passes = passes(lambda: self.compiled(*inputs), wanted)
+        leaves = (*inputs, *self.module.parameters())
+        self.passes = passes(lambda: self.compiled(*inputs), leaves)
 
 
 def print_canon(result: dict[str, Any], console: Console) -> None:
@@ -187,11 +201,16 @@ def add_attention_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure_attention(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     work = variants.workload(arguments, machine)
-    args, shape, device = work.args, (work.micro_batch, work.num_tokens), work.device
+    args = work.args
+    shape = (work.micro_batch, work.num_tokens)
     tensors = [  # q, k and v, [B, T, heads, K], laid out as the block's projections leave them
-        torch.randn(*shape, heads, args.head_dim, device=device).to(work.dtype).requires_grad_()
+        torch.randn(*shape, heads, args.head_dim, device=work.device)
+        .to(work.dtype)
+        .requires_grad_()
         for heads in (args.num_heads, args.kv_heads, args.kv_heads)
     ]
+
+    # The implementations that run here and are right.
     usable: dict[str, dict[str, Any]] = {}
     errors: dict[str, float] = {}
     missing: dict[str, str] = {}
@@ -203,23 +222,38 @@ def measure_attention(arguments: argparse.Namespace, machine: Machine, log: Log)
                 errors[name] = check_output(attend, tensors)
             call = partial(lambda attend: [attend(*tensors)], attend)
             usable[name] = passes(call, tensors, partial(use_flash, name))
-        except (UserError, RuntimeError) as why:
-            missing[name] = (str(why).strip() or type(why).__name__).splitlines()[0]
+        except (UserError, RuntimeError) as error:
+            missing[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
     variants.require_any("attention by", usable, missing)
-    base, both, rows = next(iter(usable)), dict.fromkeys(usable, 0.0), []
+
+    # Each of them over the first.
+    base = next(iter(usable))
+    rows = []
+    both_passes_s = dict.fromkeys(usable, 0.0)
     # two products, half of them masked by causality
     forward_flops = 2 * shape[0] * args.num_heads * shape[1] ** 2 * args.head_dim
     for name in usable:
-        for direction, times in DIRECTIONS.items():
-            steps = (usable[one][direction]() for one in (base, name))
-            found = compare_steps(*steps, pairs=arguments.pairs, block_s=arguments.block_seconds)
-            flops = round(forward_flops * times)
-            per_second = flops / found["other_s"]
-            row = {"way": name, "direction": direction, **found, "max_error": errors[name]}
-            row |= {"flops": flops, "flops_per_second": per_second}
-            rows.append(row | {"of_matmul": per_second / machine.matmul_flops(work.dtype)})
-            both[name] += found["other_s"]
-        log(f"{name}: {tables.ms(both[name], 3)} ms forward and backward")
+        for direction, times_forward in DIRECTIONS.items():
+            times = compare_steps(
+                usable[base][direction](),
+                usable[name][direction](),
+                pairs=arguments.pairs,
+                block_s=arguments.block_seconds,
+            )
+            flops = round(forward_flops * times_forward)
+            flops_per_second = flops / times["other_s"]
+            row = {
+                "way": name,
+                "direction": direction,
+                **times,
+                "max_error": errors[name],
+                "flops": flops,
+                "flops_per_second": flops_per_second,
+                "of_matmul": flops_per_second / machine.matmul_flops(work.dtype),
+            }
+            rows.append(row)
+            both_passes_s[name] += times["other_s"]
+        log(f"{name}: {tables.ms(both_passes_s[name], 3)} ms forward and backward")
     use_flash("flash")
     return {
         **work.facts(),
@@ -228,23 +262,27 @@ def measure_attention(arguments: argparse.Namespace, machine: Machine, log: Log)
         "base": base,
         "unavailable": missing,
         "rows": rows,
-        "fastest": min(both, key=both.__getitem__),
+        "fastest": min(both_passes_s, key=both_passes_s.__getitem__),
     }
 
 
 def make_attention(name: str, args: ModelArgs, tensors: list[Tensor]) -> AttentionFunction:
     """Return the attention `name`, a function of q_BTHK, k_BTGK, v_BTGK. Raises NotMeasured."""
-    on_gpu, num_tokens = tensors[0].is_cuda, tensors[0].shape[1]
+    on_gpu = tensors[0].is_cuda
+    num_tokens = tensors[0].shape[1]
     if name in ("cudnn", "efficient", "flex") and not on_gpu:
         raise NotMeasured("bench.unavailable", "needs a GPU")
-    if name in FLASH_IMPLS and (why := activate_flash(name)):
-        raise NotMeasured("bench.unavailable", why)
+    if name in FLASH_IMPLS and (problem := activate_flash(name)):
+        raise NotMeasured("bench.unavailable", problem)
+
     if name in ("flash_attn", "flex"):
-        attend, mask = Attend(dataclasses.replace(args, position="nope"), name), None
+        attend = Attend(dataclasses.replace(args, position="nope"), name)
+        mask = None
         if name == "flex":
             causal = lambda b, h, q, s: q >= s  # noqa: E731
             mask = create_block_mask(causal, None, None, num_tokens, num_tokens, device="cuda")
         return lambda q, k, v: attend(q, k, v, mask)
+
     kernel = KERNELS.get(name, SDPBackend.FLASH_ATTENTION)
     grouped: dict[str, Any] = {"enable_gqa": True} if args.kv_heads != args.num_heads else {}
 
@@ -260,11 +298,13 @@ def make_attention(name: str, args: ModelArgs, tensors: list[Tensor]) -> Attenti
 
 def use_flash(name: str) -> None:
     """Activate the flash kernel of `name` in this process; 0.2 ms if another one was active."""
-    wanted = FLASH_IMPLS[name].name if name in FLASH_IMPLS else None
-    if (wanted or name == "flash") and attention.current_flash_attention_impl() != wanted:
+    if name not in FLASH_IMPLS and name != "flash":
+        return
+    impl = FLASH_IMPLS[name].name if name in FLASH_IMPLS else None
+    if attention.current_flash_attention_impl() != impl:
         attention.restore_flash_attention_impl(_raise_warn=False)
-        if wanted:
-            attention.activate_flash_attention_impl(wanted)
+        if impl:
+            attention.activate_flash_attention_impl(impl)
 
 
 def check_output(attend: AttentionFunction, tensors: list[Tensor]) -> float:
@@ -272,7 +312,8 @@ def check_output(attend: AttentionFunction, tensors: list[Tensor]) -> float:
     with torch.no_grad(), attention.sdpa_kernel(SDPBackend.MATH):
         q, k, v = (part[:1, :, :1].double().transpose(1, 2) for part in tensors)
         true_TK = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0, 0]
-        error = ((attend(*tensors)[0, :, 0] - true_TK).abs().max() / true_TK.abs().max()).item()
+        difference = (attend(*tensors)[0, :, 0] - true_TK).abs().max()
+        error = (difference / true_TK.abs().max()).item()
     if not error <= WORST_ERROR:
         raise NotMeasured("bench.wrong_result", f"it is {error:.2g} away from softmax(q k^T) v")
     return error

@@ -85,23 +85,29 @@ class Machine:
         return f"{cpu_info('model name') or platform.machine()}, {torch.get_num_threads()} threads"
 
     def facts(self) -> dict[str, Any]:
-        triton = version("triton") if importlib.util.find_spec("triton") else None
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        versions = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": version("triton") if importlib.util.find_spec("triton") else None,
+            "cuda": torch.version.cuda,
+        }
         return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "device": self.name,
             "threads": torch.get_num_threads(),
             "seconds_are": clock_name(),
             "gpu": self._gpu or self._query(),
-            "versions": versions | {"triton": triton, "cuda": torch.version.cuda},
+            "versions": versions,
         }
 
     def peaks(self, dtype: torch.dtype) -> dict[str, Any]:
         """Return bytes and FLOPs per second, measured, and the data sheet's dense bf16 FLOP/s."""
         is_stated = self.on_gpu and dtype != torch.float32
-        stated = peak_flops(self.name) if is_stated else None
-        measured = {"copy_bandwidth": self.copy_bandwidth, "matmul_flops": self.matmul_flops(dtype)}
-        return measured | {"stated_flops": stated}
+        return {
+            "copy_bandwidth": self.copy_bandwidth,
+            "matmul_flops": self.matmul_flops(dtype),
+            "stated_flops": peak_flops(self.name) if is_stated else None,
+        }
 
     def count_operators(self, work: Callable[[], Any]) -> int:
         """Count the kernels of `work` on a GPU; on a CPU operators except views and allocations."""
@@ -126,8 +132,9 @@ class _Operators(TorchDispatchMode):
 
 def block_flops_per_token(args: ModelArgs, seq_len: int) -> int:
     """Return the training FLOPs per token of one block."""
-    one, two = (flops_per_token(replace(args, num_layers=n), seq_len) for n in (1, 2))
-    return two - one
+    one_layer = flops_per_token(replace(args, num_layers=1), seq_len)
+    two_layers = flops_per_token(replace(args, num_layers=2), seq_len)
+    return two_layers - one_layer
 
 
 def min_block_bytes(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]]:
@@ -136,17 +143,25 @@ def min_block_bytes(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]
     (forward, backward), with one kernel per site that reads and writes every operand once. A, C:
     norm, Canon, stream. B: Canon, QK-norm, rotation. D: Canon, activation. residual: the last sum.
     """
-    dim, width = args.dim, args.ffn_dim
+    dim = args.dim
+    width = args.ffn_dim
     gated = args.ffn == "gated"
-    rope_heads = args.num_heads // args.rope_share if args.rope_dim else 0
-    rotated = rope_heads * args.head_dim * (args.num_heads + args.kv_heads) // args.num_heads
-    changed = sum(args.qkv_dims[:2]) if args.qk_norm != "none" else rotated
-    kept = args.qk_norm != "none"
+
+    # B: the channels of q, k and v that are changed, and whether backward reads the inputs.
     if "B" in args.canon_set:
-        changed, kept = sum(args.qkv_dims), True
+        changed = sum(args.qkv_dims)
+        reads_inputs = True
+    elif args.qk_norm != "none":
+        changed = sum(args.qkv_dims[:2])
+        reads_inputs = True
+    else:
+        rope_heads = args.num_heads // args.rope_share if args.rope_dim else 0
+        changed = rope_heads * args.head_dim * (args.num_heads + args.kv_heads) // args.num_heads
+        reads_inputs = False
+
     values = {
         "A": (2 * dim, (3 + 3) * dim),  # backward: three matmuls' gradients, h, stream in, out
-        "B": (2 * changed, (2 + kept) * changed),
+        "B": (2 * changed, (2 + reads_inputs) * changed),
         "C": (4 * dim, (1 + gated + 3) * dim),
         "D": ((3 if gated else 2) * width, (5 if gated else 3) * width),
         "residual": (3 * dim, 0),
@@ -156,6 +171,6 @@ def min_block_bytes(args: ModelArgs, itemsize: int) -> dict[str, tuple[int, int]
 
 def min_canon_bytes(args: ModelArgs, itemsize: int) -> int:
     """Return the least bytes per token and layer that Canon adds, forward and backward."""
-    pair = (min_block_bytes(one, itemsize) for one in (args, replace(args, canon_set="")))
-    with_canon, without = (sum(map(sum, traffic.values())) for traffic in pair)
-    return with_canon - without
+    with_canon = min_block_bytes(args, itemsize)
+    without_canon = min_block_bytes(replace(args, canon_set=""), itemsize)
+    return sum(map(sum, with_canon.values())) - sum(map(sum, without_canon.values()))

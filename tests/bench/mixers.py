@@ -24,7 +24,9 @@ from tests.bench.limits import Machine
 from tests.bench.timing import Step, compare_steps
 from tests.bench.variants import NONE, Log, Result, Workload
 
-HEADS, KEYS, VALUES = 4, 64, 128
+HEADS = 4
+KEYS = 64
+VALUES = 128
 MODELS: dict[str, dict[str, Any]] = {
     "gla": {"mixer": "gla"},
     "mamba2": {"mixer": "mamba2"},
@@ -34,12 +36,21 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shapes = {"cuda": (6, 4096), "cpu": (1, 1024)}
-    names = (*variants.SHAPE, *variants.TIMING)
-    variants.add_options(parser, names, shapes=shapes, pairs=7, block_seconds=0.3)
+    variants.add_options(
+        parser,
+        (*variants.SHAPE, *variants.TIMING),
+        shapes={"cuda": (6, 4096), "cpu": (1, 1024)},
+        pairs=7,
+        block_seconds=0.3,
+    )
     parser.set_defaults(flavor="12L768D")
-    lengths, about = [1024, 4096, 16384], "tokens per row (default: 1024 4096 16384)"
-    parser.add_argument("--lengths", nargs="+", type=int, default=lengths, help=about)
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=int,
+        default=[1024, 4096, 16384],
+        help="tokens per row (default: 1024 4096 16384)",
+    )
 
 
 def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
@@ -48,56 +59,66 @@ def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result
     missing: dict[str, str] = {}
 
     def compare(part: str, name: str, base: Step, other: Step, factor: float = 1.0) -> None:
-        found = compare_steps(base, other, pairs=arguments.pairs, block_s=arguments.block_seconds)
-        ratios = {n: factor * found[n] for n in ("ratio", "ratio_low", "ratio_high")}
-        rows.append({"part": part, "name": name} | found | ratios)
-        log(f"{part}: {name}: {rows[-1]['ratio']:.2f}")
+        times = compare_steps(base, other, pairs=arguments.pairs, block_s=arguments.block_seconds)
+        for ratio in ("ratio", "ratio_low", "ratio_high"):
+            times[ratio] *= factor
+        rows.append({"part": part, "name": name, **times})
+        log(f"{part}: {name}: {times['ratio']:.2f}")
 
+    # kernels over SDPA, and over themselves by length
     for mixer, backend in itertools.product(CHUNKED, ("chunked", "fla")):
         if backend == "fla" and (problem := fla_mixers().fla_problem(mixer, KEYS)):
             missing[f"{mixer} by fla"] = problem
             continue
-        name, (first, *longer) = f"{mixer} {backend}", arguments.lengths
+        name = f"{mixer} {backend}"
         compare("sdpa", name, kernel_step("sdpa", "", work), kernel_step(mixer, backend, work))
-        for n in longer:
-            short, long = (kernel_step(mixer, backend, work, length) for length in (first, n))
-            compare("length", f"{name} {n:,}", short, long, first / n)
-    for name, given in MODELS.items():
-        args = dataclasses.replace(work.args, **fill_sizes(work.args, given))
-        llama, own = (layer_step(dataclasses.replace(work, args=one)) for one in (work.args, args))
-        compare("layers", name, llama, own, args.num_layers / work.args.num_layers)
+        first_length, *longer = arguments.lengths
+        for length in longer:
+            short = kernel_step(mixer, backend, work, first_length)
+            long = kernel_step(mixer, backend, work, length)
+            compare("length", f"{name} {length:,}", short, long, first_length / length)
+
+    # layers over Llama's
+    for name, changes in MODELS.items():
+        args = dataclasses.replace(work.args, **fill_sizes(work.args, changes))
+        llama = layer_step(work)
+        layer = layer_step(dataclasses.replace(work, args=args))
+        compare("layers", name, llama, layer, args.num_layers / work.args.num_layers)
     return {**work.facts(), "unavailable": missing, "rows": rows}
 
 
 def kernel_step(mixer: str, backend: str, work: Workload, num_tokens: int = 0) -> Step:
     """Return forward and backward of a recurrence (compiled), or of SDPA, on random inputs."""
-    shape = work.micro_batch, num_tokens or work.num_tokens, HEADS
-    same = ((KEYS + VALUES) // 2,) * 3
-    widths = {"sdpa": same}.get(mixer, (KEYS, KEYS, VALUES))
+    shape = (work.micro_batch, num_tokens or work.num_tokens, HEADS)
+    if mixer == "sdpa":
+        widths = ((KEYS + VALUES) // 2,) * 3
+    else:
+        widths = (KEYS, KEYS, VALUES)
     q, k, v = (
         F.normalize(torch.randn(*shape, width, device=work.device), dim=-1).to(work.dtype)
         for width in widths
     )
     log = F.logsigmoid(torch.randn(*shape, KEYS, device=work.device))
-    gate, per_head = log[..., 0], log[0, 0, :, 0]
+    gate = log[..., 0]
+    per_head = log[0, 0, :, 0]
     inputs = {
         "sdpa": (q, k, v),
         "gla": (q, k, v, log / 16),
         "mamba2": (v, -gate, per_head, k[:, :, 0], q[:, :, 0], per_head),
         "gated_deltanet": (q, k, v, gate, gate.exp()),
     }[mixer]
-    given = [x.detach().clone().requires_grad_() for x in inputs]
-    options = {"state": None, "starts_BT": None} | ({"scale": 0.1} if mixer == "gla" else {})
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    options = {"scale": 0.1} if mixer == "gla" else {}
 
-    def run(*given: Tensor) -> Tensor:
+    def run(*inputs: Tensor) -> Tensor:
         if mixer == "sdpa":
-            q, k, v = (x.transpose(1, 2) for x in given)
+            q, k, v = (x.transpose(1, 2) for x in inputs)
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        return recurrence(mixer, backend)(*given, **options)[0]
+        return recurrence(mixer, backend)(*inputs, state=None, starts_BT=None, **options)[0]
 
     compiled: Any = torch.compile(run, fullgraph=True, dynamic=False)
     grad = torch.randn_like(v)
-    return lambda: torch.autograd.grad(compiled(*given), given, grad)
+    return lambda: torch.autograd.grad(compiled(*leaves), leaves, grad)
 
 
 def layer_step(work: Workload) -> Step:
@@ -107,11 +128,12 @@ def layer_step(work: Workload) -> Step:
         for name, parameter in block.named_parameters():
             value = initial_value(work.args, f"layers.0.{name}", parameter.shape)
             parameter.copy_(value.rows(0, len(parameter)))
-    shape = work.micro_batch, work.num_tokens, work.args.dim
+
+    shape = (work.micro_batch, work.num_tokens, work.args.dim)
     h_BTD = torch.randn(shape, device=work.device).to(work.dtype).requires_grad_()
-    wanted = [h_BTD, *block.parameters()]
+    leaves = [h_BTD, *block.parameters()]
     grad = torch.randn_like(h_BTD)
-    return lambda: torch.autograd.grad(compiled(h_BTD), wanted, grad)
+    return lambda: torch.autograd.grad(compiled(h_BTD), leaves, grad)
 
 
 def print_result(result: Result, console: Console) -> None:

@@ -58,8 +58,9 @@ def build(work: Workload, variant: Variant, is_model: bool, *, plain: bool) -> A
 
 
 def add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "(default: model on a GPU, block on a CPU)"
-    parser.add_argument("--unit", choices=("block", "model"), help=about)
+    parser.add_argument(
+        "--unit", choices=("block", "model"), help="(default: model on a GPU, block on a CPU)"
+    )
     variants.add_options(
         parser,
         [*variants.SHAPE, "sets", "backends", *variants.TIMING],
@@ -72,10 +73,12 @@ def add_step_arguments(parser: argparse.ArgumentParser) -> None:
 def measure_step(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     work = variants.workload(arguments, machine)
     unit = arguments.unit or ("model" if machine.on_gpu else "block")
-    is_model, plain = unit == "model", machine.exclusive
+    is_model = unit == "model"
+    plain = machine.exclusive
     backends, missing = variants.available_backends(arguments.backends, work)
     chosen = variants.variants(arguments.sets, arguments.backends, backends)
-    peaks, block_s = machine.peaks(work.dtype), arguments.block_seconds
+    peaks = machine.peaks(work.dtype)
+    block_s = arguments.block_seconds
     num_tokens = work.micro_batch * work.num_tokens
 
     def make(variant: Variant) -> Candidate:
@@ -100,6 +103,7 @@ def measure_step(arguments: argparse.Namespace, machine: Machine, log: Log) -> R
             "mfu_of_stated": flops / stated if stated else None,
         }
 
+    # Each variant over no Canon; then, on a GPU, the parts of a whole step without Canon.
     with one_rank() if is_model else nullcontext():
         parts, facts, failed = variants.compare_variants(make, chosen, arguments.pairs, machine)
         variants.require_any("--sets", parts, failed)
@@ -107,16 +111,21 @@ def measure_step(arguments: argparse.Namespace, machine: Machine, log: Log) -> R
         if is_model and plain:
             machine.free_memory()
             whole = measure_whole(work, arguments.pairs, block_s)
+
     rows = []
     for variant in chosen:
-        if variant.name in parts:
-            beside = parts[variant.name][STEP]
-            args = variants.with_canon(work.args, variant.canon_set)
-            least = min_canon_bytes(args, work.dtype.itemsize) * num_tokens
-            least *= args.num_layers if is_model else 1
-            row = variant.row() | facts[variant.name] | beside
-            row |= speed(variant.canon_set, beside["other_s"])
-            rows.append(row | {"least": least / machine.copy_bandwidth / beside["base_s"]})
+        if variant.name not in parts:
+            continue
+        times = parts[variant.name][STEP]
+        args = variants.with_canon(work.args, variant.canon_set)
+        least_bytes = min_canon_bytes(args, work.dtype.itemsize) * num_tokens
+        if is_model:
+            least_bytes *= args.num_layers
+        row = variant.row() | facts[variant.name] | times
+        row |= speed(variant.canon_set, times["other_s"])
+        row["least"] = least_bytes / machine.copy_bandwidth / times["base_s"]
+        rows.append(row)
+
     base_s = statistics.median(row["base_s"] for row in rows)
     return {
         **work.facts(),
@@ -137,18 +146,24 @@ def measure_whole(work: Workload, pairs: int, block_s: float) -> dict[str, float
     step = build(work, NONE, True, plain=False)
     step()
     parts = {"forward_backward_s": step.forward_backward, "update_s": step.update}
-    blocks = {n: make_block(part, block_steps(part, block_s)) for n, part in parts.items()}
-    return {n: statistics.median(b()[STEP] for _ in range(pairs)) for n, b in blocks.items()}
+    blocks = {name: make_block(part, block_steps(part, block_s)) for name, part in parts.items()}
+    medians = {}
+    for name, block in blocks.items():
+        medians[name] = statistics.median(block()[STEP] for _ in range(pairs))
+    return medians
 
 
 def print_step(result: dict[str, Any], console: Console) -> None:
-    base, rows, unit = result["base"], result["rows"], result["unit"]
+    base = result["base"]
+    rows = result["rows"]
+    unit = result["unit"]
     args = ModelArgs(**result["args"])
     targets = {}
     if result["gpu"] and unit == "model" and args.dim == 2048:
         targets = tables.STEP
     elif (unit, result["dtype"], args.dim, args.ffn_dim) == ("block", "float32", 512, 1368):
         targets = tables.CPU_BLOCK
+
     columns: tables.Columns = {
         **SET_COLUMNS,
         "ms": lambda row: tables.ms(row["other_s"]),
@@ -195,6 +210,8 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 def measure_memory(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
     work = variants.workload(arguments, machine)
     backends, missing = variants.available_backends(arguments.backends, work)
+
+    # Bytes per token that a compiled block saves, first without Canon.
     rows: list[dict[str, Any]] = []
     for variant in [NONE, *variants.variants(arguments.sets, arguments.backends, backends)]:
         block, compiled = variants.compiled_block(work, variant)
@@ -206,8 +223,11 @@ def measure_memory(arguments: argparse.Namespace, machine: Machine, log: Log) ->
         if rows:
             extra = saved - rows[0]["bytes_per_token"]
             channels = variants.with_canon(work.args, variant.canon_set).canon_channels
-            row |= {"extra_per_token": extra, "extra_per_channel": extra / sum(channels.values())}
+            row["extra_per_token"] = extra
+            row["extra_per_channel"] = extra / sum(channels.values())
         rows.append(row)
+
+    # Peaks of whole steps.
     peaks = {}
     if machine.on_gpu:
         with one_rank():

@@ -5,7 +5,8 @@ import time
 
 from canon_pretrain.synthetic.tasks import TASKS, build_task
 
-WINDOWS, SECONDS = 64, 1.0
+WINDOWS = 64
+SECONDS = 1.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,11 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print a rate per task."""
     for task in [build_task(name, {}) for name in arguments.tasks or TASKS]:
-        task.windows(0, 0, WINDOWS)
-        rounds, start = 0, time.process_time()
+        task.windows(0, 0, WINDOWS)  # warm up
+
+        rounds = 0
+        start = time.process_time()
         while time.process_time() - start < SECONDS:
             rounds += 1
             task.windows(0, rounds * WINDOWS, WINDOWS)
-        tokens = rounds * WINDOWS * task.seq_len
-        rate = tokens / (time.process_time() - start)
+        seconds = time.process_time() - start
+
+        rate = rounds * WINDOWS * task.seq_len / seconds
         print(f"{task.name:8} {rate / 1e6:5.1f}M tokens/s per core", flush=True)

@@ -22,13 +22,16 @@ class Target(NamedTuple):
 
     def verdict(self, value: float) -> str:
         """Return the bounds and the hardest one that `value` meets."""
-        scale = 100 if self.unit == "%" else 1
         names = ("must", "goal", "stretch") if len(self.bounds) == 3 else ("goal",)
         met = "MISSED"
         for name, bound in zip(names, self.bounds, strict=True):
-            if value >= bound if self.more_is_better else value <= bound:
+            is_met = value >= bound if self.more_is_better else value <= bound
+            if is_met:
                 met = f"{name} met"
-        return f"{'/'.join(f'{scale * bound:g}' for bound in self.bounds)} {self.unit}: {met}"
+
+        scale = 100 if self.unit == "%" else 1
+        bounds = "/".join(f"{scale * bound:g}" for bound in self.bounds)
+        return f"{bounds} {self.unit}: {met}"
 
 
 # By Canon set: the cost over no Canon.
@@ -43,7 +46,9 @@ def verdict(targets: Mapping[str, Target], row: Row, value: float | None = None)
     """Return the target cell for `value` (default: the extra cost); empty without a target."""
     if row["canon_set"] not in targets:
         return ""
-    return targets[row["canon_set"]].verdict(row["ratio"] - 1 if value is None else value)
+    if value is None:
+        value = row["ratio"] - 1
+    return targets[row["canon_set"]].verdict(value)
 
 
 def make_console() -> Console:
@@ -78,7 +83,9 @@ def extra(row: Row) -> str:
 
 def spread(row: Row) -> str:
     """Return the spread of `extra`."""
-    return f"{row['ratio_low'] - 1:+.1%} to {row['ratio_high'] - 1:+.1%}" if "ratio" in row else ""
+    if "ratio" not in row:
+        return ""
+    return f"{row['ratio_low'] - 1:+.1%} to {row['ratio_high'] - 1:+.1%}"
 
 
 FACTOR: Columns = {
@@ -89,6 +96,11 @@ FACTOR: Columns = {
 
 
 def peaks_line(peaks: Row) -> str:
-    copy, matmul, stated = (peaks[name] or 0.0 for name in sorted(peaks))
-    line = f"measured: copy {copy / 1e9:,.1f} GB/s, matmul sustained {matmul / 1e12:,.3g} TFLOP/s"
-    return line + (f" (stated: {stated / 1e12:,.0f})" if stated else "")
+    """Return the measured speeds of the machine, and the stated one if it is known."""
+    line = (
+        f"measured: copy {peaks['copy_bandwidth'] / 1e9:,.1f} GB/s, "
+        f"matmul sustained {peaks['matmul_flops'] / 1e12:,.3g} TFLOP/s"
+    )
+    if stated := peaks["stated_flops"]:
+        return f"{line} (stated: {stated / 1e12:,.0f})"
+    return line

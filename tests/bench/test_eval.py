@@ -17,25 +17,33 @@ SAME = [(-1.0, True), (-2.0, False)]
 
 
 @pytest.mark.parametrize(
-    ("name", "ours", "theirs", "found"),
+    ("name", "ours", "theirs", "description"),
     [
         ("boolq", SAME, [(-1.0005, True), (-2.0, False)], "to 5e-04 nat"),
-        ("boolq", SAME, [(-1.002, True), (-2.0, False)], None),
-        ("boolq", SAME, [(-1.0, True), (-2.0, True)], None),
         ("wikitext", [-9000.0], [-9000.05], "to 5e-02 nat"),  # of a document, in proportion
-        ("wikitext", [-9000.0], [-9000.2], None),
         ("jrt", [" a b", "c"], ["a b", "c"], "2 of 2 texts"),
         ("jrt", ["a\ufffd b"], ["a b"], "1 of 1 texts"),
-        ("jrt", [" a b", "c"], ["a b", " c"], None),
     ],
+    ids=["choice", "document", "texts", "cut text"],
 )
-def test_what_counts_as_the_same_answer(name, ours, theirs, found):
-    if found is None:
-        agreement(name, ours, theirs, torch.bfloat16)
-        with refused("eval.bench_differs", case=name):
-            agreement(name, ours, theirs, torch.float32)
-    else:
-        assert agreement(name, ours, theirs, torch.float32) == found
+def test_answers_that_agree(name, ours, theirs, description):
+    assert agreement(name, ours, theirs, torch.float32) == description
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"),
+    [
+        ("boolq", SAME, [(-1.002, True), (-2.0, False)]),
+        ("boolq", SAME, [(-1.0, True), (-2.0, True)]),
+        ("wikitext", [-9000.0], [-9000.2]),
+        ("jrt", [" a b", "c"], ["a b", " c"]),
+    ],
+    ids=["choice", "greedy", "document", "texts"],
+)
+def test_answers_that_differ_are_refused_in_float32(name, ours, theirs):
+    agreement(name, ours, theirs, torch.bfloat16)
+    with refused("eval.bench_differs", case=name):
+        agreement(name, ours, theirs, torch.float32)
 
 
 @pytest.mark.system
@@ -51,12 +59,15 @@ def test_every_case_is_measured_and_agrees(trained, tmp_path, monkeypatch):
         checkpoint = plant_run(tmp_path / "run", model, data=tmp_path / "data")
         options = ["--checkpoint", str(checkpoint)]
     out = tmp_path / "bench.json"
+
     main(["eval", *options, "--repeats", "2", "--scale", "0.1", "--json", str(out)])
+
     result = json.loads(out.read_text())
     assert [case["case"] for case in result["cases"]] == list(CASES)
     for case in result["cases"]:
         assert case["ratio_low"] <= case["ratio"] <= case["ratio_high"]
-        assert case["base_s"] > 0 < case["other_s"]
+        assert case["base_s"] > 0
+        assert case["other_s"] > 0
         if case["group"] == "generation":
             assert case["agreement"] == f"{case['requests']} of {case['requests']} texts"
     assert [g["target"].split(":")[0] for g in result["groups"]] == ["1.2 x", "", "1.5 x"]

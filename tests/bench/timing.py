@@ -24,7 +24,8 @@ Comparison = dict[str, float]
 """`base_s`, `other_s`, `ratio`, `ratio_low`, `ratio_high` (10th, 90th percentile), `pairs`."""
 Parts = dict[str, Comparison]
 
-STEP, BASE = "step", ""
+STEP = "step"
+BASE = ""
 
 
 class NotMeasured(UserError):
@@ -102,13 +103,18 @@ def compare_candidates(
     for name, build in others.items():
         try:
             blocks[name], facts[name] = measure(build)
-        except NotMeasured as why:
-            failed[name] = str(why)
+        except NotMeasured as error:
+            failed[name] = str(error)
     if first is not None:
         return blocks, facts | {BASE: first.facts()}, failed
+
+    # The base's blocks before and after the others, in the mean.
     after, facts[BASE] = measure(base)
-    means = [{p: (a[p] + b[p]) / 2 for p in a} for a, b in zip(before, after, strict=True)]
-    return {name: compare_parts(means, one) for name, one in blocks.items()}, facts, failed
+    means = []
+    for times_before, times_after in zip(before, after, strict=True):
+        means.append({part: (times_before[part] + times_after[part]) / 2 for part in times_before})
+    parts = {name: compare_parts(means, times) for name, times in blocks.items()}
+    return parts, facts, failed
 
 
 def make_block(step: Step, count: int) -> Block:
@@ -147,8 +153,9 @@ def block_steps(step: Step, block_s: float) -> int:
 
 def compare_steps(base: Step, other: Step, *, pairs: int, block_s: float) -> Comparison:
     """Warm up and compare both, in blocks of about `block_s` seconds."""
-    own, others = (make_block(step, block_steps(step, block_s)) for step in (base, other))
-    return time_pairs(own, others, pairs)[STEP]
+    base_block = make_block(base, block_steps(base, block_s))
+    other_block = make_block(other, block_steps(other, block_s))
+    return time_pairs(base_block, other_block, pairs)[STEP]
 
 
 def clock_name() -> str:

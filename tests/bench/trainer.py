@@ -53,15 +53,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result:
-    repeats, steps = arguments.repeats, arguments.steps
-    config, overrides = arguments.config or CONFIG, arguments.overrides
+    repeats = arguments.repeats
+    steps = arguments.steps
+    config = arguments.config or CONFIG
+    overrides = arguments.overrides
     if arguments.config is None and machine.on_gpu:
-        config, overrides = Path(GPU_JOB[0]), [*GPU_JOB[1:], *overrides]
+        config = Path(GPU_JOB[0])
+        overrides = [*GPU_JOB[1:], *overrides]
+
     with tempfile.TemporaryDirectory(prefix="canon-bench-") as scratch, ExitStack() as held:
-        job = _job(
-            config, overrides, Path(scratch), (repeats + 2) * steps + WARM_UP_STEPS + NUM_SAVES
-        )
-        shared = None if machine.exclusive else held.enter_context(_trainer(job, Path(scratch)))
+        folder = Path(scratch)
+        total_steps = (repeats + 2) * steps + WARM_UP_STEPS + NUM_SAVES
+        job = _job(config, overrides, folder, total_steps)
+        # if both are in memory at a time, they share one process group
+        shared = None if machine.exclusive else held.enter_context(_trainer(job, folder))
 
         def free_memory() -> None:
             if machine.exclusive:
@@ -79,13 +84,17 @@ def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result
             return warmed_up(BareStep(job, machine.device, rounds=rounds))
 
         def build_trainer() -> Candidate:
-            trainer, data = shared or held.enter_context(_trainer(job, Path(scratch)))
+            trainer, data = shared or held.enter_context(_trainer(job, folder))
             saves = lambda: {"saves": [_save(trainer, data) for _ in range(NUM_SAVES)]}  # noqa: E731
             return warmed_up(partial(trainer.advance, data), saves)
 
-        memory: Any = {"exclusive": machine.exclusive, "free_memory": free_memory}
-        candidates = build_bare_loop, {"ours": build_trainer}
-        parts, facts, _ = timing.compare_candidates(*candidates, pairs=repeats, **memory)
+        parts, facts, _ = timing.compare_candidates(
+            build_bare_loop,
+            {"ours": build_trainer},
+            pairs=repeats,
+            exclusive=machine.exclusive,
+            free_memory=free_memory,
+        )
     return {
         "config": str(config),
         "overrides": overrides,
@@ -96,19 +105,28 @@ def measure(arguments: argparse.Namespace, machine: Machine, log: Log) -> Result
     }
 
 
-def _job(config: Path, overrides: list[str], folder: Path, total: int) -> CanonJobConfig:
+def _job(config: Path, overrides: list[str], folder: Path, total_steps: int) -> CanonJobConfig:
     """Return a job on random shards in `folder` that saves only on request."""
     job = parse_job(["--config", str(config), *overrides])
-    job.training.steps, job.training.local_batch_size = total, micro_batch_size(job, 1)
-    job.lr_scheduler.warmup_steps = min(job.lr_scheduler.warmup_steps, total)
-    job.job.dump_folder, job.checkpoint.folder = str(folder / "run"), "checkpoint"
-    job.checkpoint.interval = job.metrics.log_freq = total + 1
+    job.training.steps = total_steps
+    job.training.local_batch_size = micro_batch_size(job, 1)
+    job.lr_scheduler.warmup_steps = min(job.lr_scheduler.warmup_steps, total_steps)
+    job.job.dump_folder = str(folder / "run")
+    job.checkpoint.folder = "checkpoint"
+    job.checkpoint.interval = total_steps + 1
+    job.metrics.log_freq = total_steps + 1
     job.data = Data(path=str(folder / "data"), data_seed=job.data.data_seed)
-    vocab_size, shape = job.model_args.vocab_size, (64, 4 * job.training.seq_len + 1)
-    tokens = list(np.random.default_rng(0).integers(3, vocab_size, size=shape))
-    num_bytes = [3 * len(row) for row in tokens]
-    split = folder / "data" / "train"
-    write_shards(split, tokens, vocab_size=vocab_size, eos_id=2, num_bytes=num_bytes)
+
+    vocab_size = job.model_args.vocab_size
+    shape = (64, 4 * job.training.seq_len + 1)
+    documents = list(np.random.default_rng(0).integers(3, vocab_size, size=shape))
+    write_shards(
+        folder / "data" / "train",
+        documents,
+        vocab_size=vocab_size,
+        eos_id=2,
+        num_bytes=[3 * len(document) for document in documents],
+    )
     return job
 
 
@@ -135,13 +153,16 @@ def _save(trainer: CanonTrainer, data: Any) -> dict[str, float]:
     """Run a step and save; return the seconds of the stall and until the save is complete."""
     trainer.advance(data)
     timing.synchronize()
-    manager, begin = trainer.checkpointer, time.perf_counter()
+
+    manager = trainer.checkpointer
+    begin = time.perf_counter()
     manager.begin_save(trainer.step)
-    stall = time.perf_counter() - begin
+    stall_s = time.perf_counter() - begin
     manager.wait()
-    whole = time.perf_counter() - begin
+    whole_s = time.perf_counter() - begin
+
     size = Manifest.read(manager.folder.step_path(trainer.step)).total_bytes
-    return {"stall_s": stall, "whole_s": whole, "bytes": size}
+    return {"stall_s": stall_s, "whole_s": whole_s, "bytes": size}
 
 
 def print_result(result: dict[str, Any], console: Console) -> None:
@@ -158,9 +179,11 @@ def print_result(result: dict[str, Any], console: Console) -> None:
         f"{tables.TRAINER.verdict(result['ratio'] - 1)}",
     ]
     for save in result["saves"]:
-        wait, whole = (tables.ms(save[name], 1) for name in ("stall_s", "whole_s"))
-        size = f"{save['bytes'] / 1e6:,.1f} MB"
-        lines.append(f"save of {size}: stalls the step {wait} ms, complete after {whole} ms")
+        lines.append(
+            f"save of {save['bytes'] / 1e6:,.1f} MB: stalls the step "
+            f"{tables.ms(save['stall_s'], 1)} ms, complete after "
+            f"{tables.ms(save['whole_s'], 1)} ms"
+        )
     rows = [("trainer", result["other_s"]), ("bare PyTorch loop", result["base_s"])]
     tables.print_table(console, rows, columns, *lines)
 

@@ -63,7 +63,8 @@ class Workload:
     num_tokens: int
 
     def facts(self) -> dict[str, Any]:
-        args, dtype = self.args, str(self.dtype).removeprefix("torch.")
+        args = self.args
+        dtype = str(self.dtype).removeprefix("torch.")
         model = f"{args.num_layers}L{args.dim}D, F {args.ffn_dim}, {args.position}"
         return {
             "model": model,
@@ -101,8 +102,9 @@ def add_options(parser: argparse.ArgumentParser, names: Iterable[str], **default
 
 def workload(arguments: argparse.Namespace, machine: Machine) -> Workload:
     """Return the workload of the options on this machine. Raises UserError."""
-    rows, tokens = arguments.shapes[machine.device.type]
-    rows, tokens = arguments.micro_batch or rows, arguments.tokens or tokens
+    usual_rows, usual_tokens = arguments.shapes[machine.device.type]
+    rows = arguments.micro_batch or usual_rows
+    tokens = arguments.tokens or usual_tokens
     args = flavor(arguments.flavor or ("1b3" if machine.on_gpu else "8L512D"))
     args = dataclasses.replace(
         args,
@@ -119,25 +121,28 @@ def with_canon(args: ModelArgs, canon_set: str) -> ModelArgs:
 
 
 def available_backends(
-    asked: Sequence[str] | None, work: Workload
+    requested: Sequence[str] | None, work: Workload
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the available backends of `asked` (None: all), and why others are not."""
+    """Return the available backends of `requested` (None: all), and why others are not."""
+    available: list[str] = []
     missing: dict[str, str] = {}
-    for name in asked or MEASURED:
+    for name in requested or MEASURED:
         check_choice("--backends", name, MEASURED)
         problem = backends.backend_problem(name, work.device.type, work.dtype)
         if name in OPTIONAL and work.device.type == "cpu":
             problem = "needs a GPU"  # interpreted kernels are not worth timing
-        missing |= {name: problem} if problem else {}
-    found = [name for name in asked or MEASURED if name not in missing]
-    require_any("--backends", found, missing)
-    return found, missing
+        if problem:
+            missing[name] = problem
+        else:
+            available.append(name)
+    require_any("--backends", available, missing)
+    return available, missing
 
 
 def require_any(option: str, usable: Collection[str], missing: Mapping[str, str]) -> None:
     """Raise NotMeasured, with the reasons, if nothing is usable."""
     if not usable:
-        reasons = "; ".join(f"{name}: {why}" for name, why in missing.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
         message = f"{option} {' '.join(missing)}: none is available here. {reasons}"
         raise NotMeasured("bench.unavailable", message, option=option)
 
@@ -152,21 +157,22 @@ def failures_as_not_measured(backend: str = "") -> Iterator[None]:
             "bench.out_of_memory",
             "out of GPU memory; lower --micro-batch, --batches, --tokens or --layers",
         ) from None
-    except Exception as why:
+    except Exception as error:
         if backend not in OPTIONAL:
             raise
-        first = str(why).strip().partition("\n")[0]
-        raise NotMeasured("bench.failed", f"{type(why).__name__}: {first}") from None
+        first_line = str(error).strip().partition("\n")[0]
+        raise NotMeasured("bench.failed", f"{type(error).__name__}: {first_line}") from None
 
 
 def variants(
-    canon_sets: Sequence[str], asked: Sequence[str] | None, usable: Sequence[str]
+    canon_sets: Sequence[str], requested: Sequence[str] | None, usable: Sequence[str]
 ) -> list[Variant]:
-    """Return every set with the `asked` backends, or with auto's and the last set with all."""
+    """Return every set with the `requested` backends, or with auto's and the last set with all."""
     sets = normalize_canon_sets(canon_sets)
-    usual = usable if asked else ["triton" if "triton" in usable else "compiled"]
-    found = [Variant(canon_set, backend) for canon_set in sets for backend in usual]
-    return list(dict.fromkeys([*found, *(Variant(sets[-1], backend) for backend in usable)]))
+    usual = usable if requested else ["triton" if "triton" in usable else "compiled"]
+    chosen = [Variant(canon_set, backend) for canon_set in sets for backend in usual]
+    chosen += [Variant(sets[-1], backend) for backend in usable]
+    return list(dict.fromkeys(chosen))
 
 
 def compare_variants(
@@ -174,13 +180,18 @@ def compare_variants(
 ) -> CompareResult:
     """Compare the `chosen` with no Canon; see compare_candidates."""
     others = {variant.name: partial(make, variant) for variant in chosen}
-    memory: Any = {"exclusive": machine.exclusive, "free_memory": machine.free_memory}
-    return compare_candidates(partial(make, NONE), others, pairs=pairs, **memory)
+    return compare_candidates(
+        partial(make, NONE),
+        others,
+        pairs=pairs,
+        exclusive=machine.exclusive,
+        free_memory=machine.free_memory,
+    )
 
 
-def normalize_canon_sets(given: Sequence[str]) -> list[str]:
+def normalize_canon_sets(canon_sets: Sequence[str]) -> list[str]:
     """Return the sets with their letters sorted. Raises UserError for an invalid one."""
-    sets = [with_canon(ModelArgs(), canon_set).canon_set for canon_set in given]
+    sets = [with_canon(ModelArgs(), canon_set).canon_set for canon_set in canon_sets]
     if "" in sets:
         raise UserError("bench.sets", '--sets "": every set is compared with no Canon anyway')
     return sets

@@ -41,8 +41,9 @@ def builder(tmp_path):
         run = next(runs)
         for step in STEPS:
             make_step(run / "checkpoint", step)
-            (run / "evals" / f"step-{step}").mkdir(parents=True)
-            (run / "evals" / f"step-{step}" / "results.json").write_text(f"result {step}")
+            results = run / "evals" / f"step-{step}" / "results.json"
+            results.parent.mkdir(parents=True)
+            results.write_text(f"result {step}")
         (run / "evals" / "holds").mkdir()
         (run / "evals" / "holds" / "step-40.birth-year").write_text("hold 40")
         for name in ("log.jsonl", "config.json", "DONE"):
@@ -60,16 +61,19 @@ def steps_are_whole(folder):
 
 
 def test_only_exact_names_are_steps(folder, tmp_path):
+    # steps, one of them a link
     for step in (100, 9, 0):
         make_step(folder.path, step)
+    (folder.path / "step-8").symlink_to(make_step(tmp_path / "elsewhere", 8))
+    # strays
     for name in ("step-100.backup", "step-007", "step-1٣"):  # a digit, though not one of ours
         make_step(folder.path, 7, name=name)
-    for name in ("step-5", "odd"):
-        (folder.path / name).touch()
+    (folder.path / "step-5").touch()
     (folder.path / "step-6").symlink_to(tmp_path / "nowhere")
-    (folder.path / "step-8").symlink_to(make_step(tmp_path / "elsewhere", 8))
+    # our own folders, and quarantine
     for name in (".saving-step-11", ".saving-step-x", ".deleting-step-4", ".replaced-step-2"):
         (folder.path / name).mkdir()
+    (folder.path / "odd").touch()
     folder.quarantine(folder.path / "odd", "it is odd")
 
     assert folder.steps() == [0, 8, 9, 100]
@@ -85,26 +89,58 @@ def test_make_room_deletes_only_interrupted_saves(folder):
         target = folder.quarantine(folder.step_path(5), f"reason {number}\nsecond line")
         assert target == folder.path / "quarantine" / f"step-5.{number}"
         assert contents(target) == before
-    assert folder.steps() == [] and folder.strays() == []
+    assert folder.steps() == []
+    assert folder.strays() == []
     saving = make_step(folder.path, 6, name=".saving-step-6", num_bytes=1000)
     folder.quarantine(saving, INTERRUPTED)
-    assert folder.make_room(1 << 60) is not None and folder.make_room(1) is None
-    expected = [(f"step-5.{number}", f"reason {number}\nsecond line") for number in (1, 2)]
-    assert [(q.path.name, q.reason) for q in folder.quarantined()] == expected
-    assert folder.quarantined()[0].bytes == sum(map(len, contents(target)))
+
+    assert folder.make_room(1 << 60) is not None
+    assert folder.make_room(1) is None
+
+    first, second = folder.quarantined()
+    assert (first.path.name, first.reason) == ("step-5.1", "reason 1\nsecond line")
+    assert (second.path.name, second.reason) == ("step-5.2", "reason 2\nsecond line")
+    assert first.bytes == sum(map(len, contents(target)))
     assert len(list(target.parent.iterdir())) == 4
 
 
 def test_links_are_moved_or_deleted_but_not_their_targets(folder, tmp_path):
-    before = contents(target := make_step(tmp_path / "elsewhere", 6))
+    target = make_step(tmp_path / "elsewhere", 6)
+    before = contents(target)
     folder.path.mkdir(parents=True)
     for name in (".saving-step-6", ".deleting-step-7"):
         (folder.path / name).symlink_to(target)
+
     folder.recover()
     assert folder.leftovers() == []
-    assert folder.quarantined()[0].path.is_symlink() and folder.make_room(1 << 60)
+    assert folder.quarantined()[0].path.is_symlink()
+
+    assert folder.make_room(1 << 60)
     assert folder.quarantined() == []
     assert contents(target) == before
+
+
+def all_states_of_kills(folder):
+    """Create all states that a kill can leave, at once."""
+    for step in STEPS:
+        make_step(folder.path, step)
+
+    # deletion
+    make_step(folder.path, 1, name=".deleting-step-1")
+    (folder.path / ".deleting-step-1" / "manifest.json").unlink()
+
+    # replacement by weights: before the weights got its name, and after it with damaged weights
+    make_step(folder.path, 2, name=".replaced-step-2")
+    for step in (3, 4):
+        make_step(folder.path, step, name=f".replaced-step-{step}")
+        make_step(folder.path, step, "weights")
+    flip_byte(folder.step_path(4) / "__0_0.distcp")
+
+    # saving: the newest is that of a lower step, after a rollback
+    for step in (50, 60):
+        (folder.saving_path(step) / "more").mkdir(parents=True)
+        (folder.saving_path(step) / "half").write_text(f"half of {step}")
+        os.utime(folder.saving_path(step) / "half", (100 - step, 100 - step))
 
 
 @pytest.mark.system
@@ -112,39 +148,30 @@ def test_recover_finishes_a_recover_killed_at_any_moment(tmp_path):
     numbers = itertools.count()
 
     def build():
-        """All states that a kill can leave, at once."""
         folder = CheckpointFolder(tmp_path / f"{next(numbers)}")
-        for step in STEPS:
-            make_step(folder.path, step)
-        make_step(folder.path, 1, name=".deleting-step-1")
-        (folder.path / ".deleting-step-1" / "manifest.json").unlink()
-        make_step(folder.path, 2, name=".replaced-step-2")  # before the weights got its name
-        for step in (3, 4):  # after it; those of step 4 are damaged
-            make_step(folder.path, step, name=f".replaced-step-{step}")
-            make_step(folder.path, step, "weights")
-        flip_byte(folder.step_path(4) / "__0_0.distcp")
-        for step in (50, 60):
-            (folder.saving_path(step) / "more").mkdir(parents=True)
-            (folder.saving_path(step) / "half").write_text(f"half of {step}")
-            # the newest is that of a lower step, after a rollback
-            os.utime(folder.saving_path(step) / "half", (100 - step, 100 - step))
+        all_states_of_kills(folder)
         return folder.path
 
-    moments = 0
+    num_moments = 0
     for path in killed_everywhere(lambda path: CheckpointFolder(path).recover(), build):
-        moments += 1
+        num_moments += 1
         folder = CheckpointFolder(path)
         for step in {*folder.steps()} - {4}:
             verify(folder.step_path(step))
+
         folder.recover()
+
         assert steps_are_whole(folder) == [2, 3, 4, *STEPS]
         kinds = [Manifest.read(folder.step_path(step)).kind for step in (2, 3, 4)]
         assert kinds == ["full", "weights", "full"]
-        assert folder.leftovers() == folder.unfinished() == folder.strays() == []
-        saving, damaged = (entry.path for entry in folder.quarantined())
-        assert contents(saving) == [b"half of 50"] and damaged.name == "step-4.1"
+        assert folder.leftovers() == []
+        assert folder.unfinished() == []
+        assert folder.strays() == []
+        saving, damaged = folder.quarantined()
+        assert contents(saving.path) == [b"half of 50"]
+        assert damaged.path.name == "step-4.1"
         assert folder.recover() == []
-    assert moments > 15
+    assert num_moments > 15
 
 
 def test_an_interrupted_save_is_deleted_if_the_disk_is_full(tmp_path, monkeypatch):
@@ -156,12 +183,16 @@ def test_an_interrupted_save_is_deleted_if_the_disk_is_full(tmp_path, monkeypatc
         with pytest.raises(OSError, match="No space left"):
             for number in range(16):
                 (disk / f"inode-{number}").touch()
+
         assert len(folder.recover()) == 2
-        assert folder.unfinished() == [] and steps_are_whole(folder) == [5]
+        assert folder.unfinished() == []
+        assert steps_are_whole(folder) == [5]
+
         folder.step_path(5).rename(folder.path / ".deleting-step-5")
         error = OSError(errno.EBUSY, "Device or resource busy")
         monkeypatch.setattr(shutil, "rmtree", mock.Mock(side_effect=error))
-        assert len(folder.recover()) == 1 and len(folder.leftovers()) == 1
+        assert len(folder.recover()) == 1
+        assert len(folder.leftovers()) == 1
 
 
 @pytest.mark.system
@@ -175,25 +206,32 @@ def test_archiving_killed_at_any_moment_can_be_repeated(builder, is_fresh):
             folder.archive_after(10, run, "why")
 
     before = contents(builder())
-    kept = [] if is_fresh else [10]
+    kept_steps = [] if is_fresh else [10]
+    kept_evals = set() if is_fresh else {"holds", "step-10"}
     for run in killed_everywhere(archive_run, builder):
         folder = CheckpointFolder(run / "checkpoint")
+
+        # the last steps are gone, the first ones whole
         folder.recover()
-        left = steps_are_whole(folder)
-        assert left == list(STEPS[: len(left)]) and left[: len(kept)] == kept
-        assert len(left) == 4 or not (run / "DONE").exists()
-        if left:  # it can resume
-            assert (run / "log.jsonl").exists() and (run / "config.json").exists()
+        steps = steps_are_whole(folder)
+        assert steps == list(STEPS[: len(steps)])
+        assert steps[: len(kept_steps)] == kept_steps
+        assert len(steps) == 4 or not (run / "DONE").exists()
+        if steps:  # it can resume
+            assert (run / "log.jsonl").exists()
+            assert (run / "config.json").exists()
+
+        # the next time completes it, and nothing is lost
         archive_run(run)
-        assert steps_are_whole(folder) == kept
-        left = {path.name for path in run.glob("evals/*")}
-        assert left == (set() if is_fresh else {"holds", "step-10"})
+        assert steps_are_whole(folder) == kept_steps
+        assert {path.name for path in run.glob("evals/*")} == kept_evals
         assert not [*run.glob("evals/holds/*")]
-        texts = {path.read_bytes() for path in run.rglob("README.txt*")}
-        assert [content for content in contents(run) if content not in texts] == before
-        archived = (CheckpointFolder(path / "checkpoint") for path in folder.archives(run))
-        moved = [step for archive in archived for step in steps_are_whole(archive)]
-        assert sorted(kept + moved) == list(STEPS)
+        readmes = {path.read_bytes() for path in run.rglob("README.txt*")}
+        assert [content for content in contents(run) if content not in readmes] == before
+        archived_steps = []
+        for archive in folder.archives(run):
+            archived_steps += steps_are_whole(CheckpointFolder(archive / "checkpoint"))
+        assert sorted(kept_steps + archived_steps) == list(STEPS)
 
 
 def test_checkpoints_on_another_disk_are_archived_there(builder):
@@ -204,55 +242,83 @@ def test_checkpoints_on_another_disk_are_archived_there(builder):
         folder = CheckpointFolder(run / "checkpoint")
         for step in STEPS:
             make_step(folder.path, step)
+
         archive = folder.archive_after(20, run, "why")
+
         assert archive == run / "archive" / "1-back-to-step-20"
-        assert folder.steps() == [10, 20] and folder.strays() == []
-        there = folder.path / "archive" / archive.name
-        assert CheckpointFolder(there).steps() == [30, 40]
-        assert str(there / "step-40") in (archive / "README.txt").read_text()
+        assert folder.steps() == [10, 20]
+        assert folder.strays() == []
+        archive_on_disk = folder.path / "archive" / archive.name
+        assert CheckpointFolder(archive_on_disk).steps() == [30, 40]
+        assert str(archive_on_disk / "step-40") in (archive / "README.txt").read_text()
         assert (archive / "evals" / "step-40" / "results.json").is_file()
-        assert folder.archives(run) == [archive, there]
+        assert folder.archives(run) == [archive, archive_on_disk]
+
         make_step(folder.path, 30)
         second = folder.archive_after(20, run, "why")
-        assert second is not None and second.name == "2-back-to-step-20"
+        assert second is not None
+        assert second.name == "2-back-to-step-20"
 
 
-def test_a_run_folder_names_its_newest_undamaged_checkpoint(tmp_path, caplog):
+def test_a_run_has_its_newest_undamaged_checkpoint(tmp_path, caplog):
     run = RunFolder(tmp_path / "run")
     disk = tmp_path / "disk"  # checkpoint.folder may be absolute
     run.write_config({"checkpoint": {"folder": str(disk)}}, {"model.dim": 8})
     with refused("checkpoint.none", path=run.path, damaged=[]):
         find_checkpoint(run.path)
+
     for step in (9, 10, 30):
         make_step(disk, step)
     assert find_checkpoint(run.path) == (disk / "step-30", run)
+
     flip_byte(disk / "step-30" / "__0_0.distcp")
     assert find_checkpoint(run.path) == (disk / "step-10", run)
     assert "step-30" in caplog.text
+
     for step in (9, 10):
         flip_byte(disk / f"step-{step}" / "__0_0.distcp")
     with refused("checkpoint.none", path=run.path, damaged=[9, 10, 30]):
         find_checkpoint(run.path)
 
+
+@pytest.fixture
+def run_of_one_step(tmp_path):
+    """Return a run with step 5."""
+    run = RunFolder(tmp_path / "run")
     run.write_config({"checkpoint": {"folder": "checkpoint"}}, {"model.dim": 8})
     make_step(run.path / "checkpoint", 5)
-    assert find_checkpoint(run.path / "checkpoint" / "latest") == find_checkpoint(run.path)
-    named = run.path / "checkpoint" / "step-7"
-    assert find_checkpoint(named) == (named, run)  # checked later
+    return run
 
+
+def test_a_checkpoint_is_found_by_name(run_of_one_step):
+    run = run_of_one_step
+    latest = run.path / "checkpoint" / "latest"
+    assert find_checkpoint(latest) == find_checkpoint(run.path)
+    by_name = run.path / "checkpoint" / "step-7"
+    assert find_checkpoint(by_name) == (by_name, run)  # checked later
+
+
+def test_an_archived_checkpoint_has_its_run(run_of_one_step):
+    run = run_of_one_step
     folder = CheckpointFolder(run.path / "checkpoint")
     make_step(folder.path, 4)
+
     branch = folder.archive_after(4, run.path, "a test")  # has no config.json
-    assert branch is not None and run_of_checkpoint(branch / "checkpoint" / "step-5") == run
+    assert branch is not None
+    assert run_of_checkpoint(branch / "checkpoint" / "step-5") == run
+
     whole = folder.archive_all(run.path, "a test")  # includes config.json
-    assert whole is not None and not run.config_file.exists()
+    assert whole is not None
+    assert not run.config_file.exists()
     assert run_of_checkpoint(whole / "checkpoint" / "step-4") == RunFolder(whole)
 
 
-FILE, FLIPPED = "__0_0.distcp", "more/__1_0.distcp"
+FILE = "__0_0.distcp"
+FLIPPED = "more/__1_0.distcp"
 
 
 def of_file(name):
+    """Return a function that writes a manifest of one file of this name."""
     return lambda step: set_manifest(step, files={name: {"bytes": 1, "sha256": "0"}})
 
 
@@ -280,23 +346,26 @@ MANIFEST_HARMS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.parametrize("hashes", [True, False])
 @pytest.mark.parametrize("name", FOLDER_HARMS)
-def test_every_difference_is_named(tmp_path, name):
+def test_every_difference_is_named(tmp_path, name, hashes):
     FOLDER_HARMS[name](make_step(tmp_path, 7, num_bytes=5000))
     path = next(tmp_path.iterdir())
-    for hashes in (True, False):
-        if name == FLIPPED and not hashes:
-            verify(path, hashes=False)  # only hashes find it
-            continue
-        with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=path) as caught:
-            verify(path, hashes=hashes)
-        (fault,) = caught.value.fields["faults"]
-        assert name in fault
+
+    if name == FLIPPED and not hashes:
+        verify(path, hashes=False)  # only hashes find it
+        return
+    with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=path) as caught:
+        verify(path, hashes=hashes)
+    (fault,) = caught.value.fields["faults"]
+    assert name in fault
 
 
 @pytest.mark.parametrize("name", MANIFEST_HARMS)
 def test_a_damaged_manifest_is_refused(tmp_path, name):
-    MANIFEST_HARMS[name](path := make_step(tmp_path, 7))
+    path = make_step(tmp_path, 7)
+    MANIFEST_HARMS[name](path)
+
     read = Manifest.read if name in ("version", "absolute", "outside") else verify
     with refused("checkpoint.damaged", kind=DamagedCheckpoint, path=path):
         read(path)

@@ -8,6 +8,23 @@ from canon_pretrain.data import hub as hubs
 from tests.fake_model_hub import model_hub
 from tests.support import refused
 
+
+@pytest.mark.parametrize("answer", [{}, [], None, 5, {"sha": None}, {"id": "user/data"}], ids=str)
+def test_a_revision_without_its_fields(hub, answer):
+    hub.answers = {"/api/datasets/": (200, json.dumps(answer).encode(), "application/json")}
+    with refused("hub.unexpected"):
+        hubs.find_commit("user/data", None, HINTS)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, 5, [5], [{}], [{"type": "file"}], [{"type": "file", "path": "a"}]], ids=str
+)
+def test_a_listing_without_its_fields(hub, answer):
+    hub.answers = {"/api/datasets/": (200, json.dumps(answer).encode(), "application/json")}
+    with refused("hub.unexpected"):
+        hubs.list_files("user/data", "1" * 40, "train", HINTS)
+
+
 HINTS = hubs.HubHints("give another revision", "or give the files")
 PAGE = b"<html>Log in to the network</html>"
 
@@ -25,14 +42,3 @@ def test_a_page_is_not_the_hub(status, hub):
         hubs.find_commit("user/data", None, HINTS)
     with refused("hub.unexpected"):
         hubs.list_files("user/data", "1" * 40, "train", HINTS)
-
-
-def test_an_answer_without_its_fields(hub):
-    for answer in ({}, [], None, 5, {"sha": None}, {"id": "user/data"}):
-        hub.answers = {"/api/datasets/": (200, json.dumps(answer).encode(), "application/json")}
-        with refused("hub.unexpected"):
-            hubs.find_commit("user/data", None, HINTS)
-    for answer in (None, 5, [5], [{}], [{"type": "file"}], [{"type": "file", "path": "a"}]):
-        hub.answers = {"/api/datasets/": (200, json.dumps(answer).encode(), "application/json")}
-        with refused("hub.unexpected"):
-            hubs.list_files("user/data", "1" * 40, "train", HINTS)

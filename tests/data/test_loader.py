@@ -16,48 +16,60 @@ from tests.corpora import flip
 from tests.support import refused
 
 LARGEST = 2**64 - 1
-SEED, SEQ_LEN, GLOBAL_BATCH, STEPS = 7, 16, 12, 10
+SEED = 7
+SEQ_LEN = 16
+GLOBAL_BATCH = 12
+STEPS = 10
 WEIGHTS = (0.2, 0.7, 0.1)
 
 
-def philox(seed, sample, num_words):
+def philox(seed, sample, words):
     """Return the first words of NumPy's stream, which increments the counter before each block."""
-    return np.random.Philox(key=seed, counter=(sample - 1) % 2**256).random_raw(num_words).tolist()
+    return np.random.Philox(key=seed, counter=(sample - 1) % 2**256).random_raw(words).tolist()
 
 
 def test_first_values_are_pinned():
     """Another order would change every resumed run."""
-    expected = "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b"
-    assert [f"{word:x}" for word in philox_blocks(0, 0, 1)[0].tolist()] == expected.split()
+    first_block = philox_blocks(0, 0, 1)[0].tolist()
+    assert first_block == [
+        0x16554D9ECA36314C,
+        0xDB20FE9D672D0FDC,
+        0xD7E772CEE186176B,
+        0x7E68B68AEC7BA23B,
+    ]
     assert philox_blocks(1337, 12345, 1)[0, 0] == 0x61AF58222B24F8E5
+
     offsets = [permuted_offset(1337, i, 116_000_000_000, 4096) for i in range(3)]
     assert offsets == [35743023104, 47157264384, 64071282688]
-    small = [36, 81, 0, 45, 18, 9, 90, 27, 54, 63, 72]
-    assert [permuted_offset(0, i, 100, 9) for i in range(11)] == small
+    offsets_of_few = [permuted_offset(0, i, 100, 9) for i in range(11)]
+    assert offsets_of_few == [36, 81, 0, 45, 18, 9, 90, 27, 54, 63, 72]
 
 
 @pytest.mark.parametrize("seed", [0, 1337, LARGEST])
 @pytest.mark.parametrize("first", [0, 1, 24_480_000, 2**53 + 1, LARGEST - 6])
 def test_blocks_of_many_samples_equal_single_ones(seed, first):
     for count in (1, 3, 4, 7):
-        expected = [philox(seed, first + j, num_words=4) for j in range(count)]
         blocks = philox_blocks(seed, first, count)
-        assert blocks.dtype == np.uint64 and blocks.shape == (count, 4)
-        assert blocks.tolist() == expected
+
+        assert blocks.dtype == np.uint64
+        assert blocks.shape == (count, 4)
+        assert blocks.tolist() == [philox(seed, first + j, words=4) for j in range(count)]
 
 
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(
     seed=st.integers(0, LARGEST),
     epoch=st.integers(0, 10**9),
-    num_tokens=st.integers(2, 3000),
+    more_tokens=st.integers(2, 3000),
     seq_len=st.integers(1, 40),
 )
-def test_permute_visits_each_window_once_per_epoch(seed, epoch, num_tokens, seq_len):
-    num_tokens += seq_len
+def test_permute_visits_each_window_once_per_epoch(seed, epoch, more_tokens, seq_len):
+    num_tokens = more_tokens + seq_len
     starts = list(range(0, num_tokens - seq_len, seq_len))
     samples = range(epoch * len(starts), (epoch + 1) * len(starts))
+
     offsets = [permuted_offset(seed, i, num_tokens, seq_len) for i in samples]
+
     assert sorted(offsets) == starts
 
 
@@ -68,16 +80,18 @@ def test_permute_visits_each_window_once_per_epoch(seed, epoch, num_tokens, seq_
 def folders(tmp_path_factory):
     """Return three data folders with tokens 0 to 99, 100 to 199 and 200 to 299."""
     base = tmp_path_factory.mktemp("mixed")
-    paths = []
+    folders = []
     for k, length in enumerate((900, 2000, 400)):
-        paths.append(base / f"source{k}")
         tokens = 100 * k + np.random.default_rng(k).integers(0, 100, length)
         documents = np.split(tokens, 10)
-        write_shards(paths[-1] / "train", documents, vocab_size=500, eos_id=2, max_shard_tokens=300)
-    return paths
+        folder = base / f"source{k}"
+        write_shards(folder / "train", documents, vocab_size=500, eos_id=2, max_shard_tokens=300)
+        folders.append(folder)
+    return folders
 
 
 def write(folder, k, **changed):
+    """Write a data folder of one document of 100 + k tokens."""
     options = {"vocab_size": 500, "eos_id": 2, **changed}
     write_shards(folder / "train", [np.arange(100 + k)], **options)
     return folder
@@ -85,50 +99,75 @@ def write(folder, k, **changed):
 
 @settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.lists(st.integers(0, LARGEST)))
-def test_words_select_sources_by_exact_intervals(weights, random_words):
+def test_words_select_sources_by_exact_intervals(weights, words):
     total = sum(weights)
     bounds = thresholds([Fraction(weight, total) for weight in weights])
     # also at each bound, where floating point would round
-    random_words = (
-        random_words
-        + [int(bound) + delta for bound in bounds for delta in (-1, 0, 1)]
-        + [0, LARGEST]
-    )
-    sources = np.searchsorted(bounds, np.array(random_words, dtype=np.uint64), side="right")
+    for bound in bounds:
+        words = [*words, int(bound) - 1, int(bound), int(bound) + 1]
+    words = [*words, 0, LARGEST]
+
+    sources = np.searchsorted(bounds, np.array(words, dtype=np.uint64), side="right")
+
     ends = np.cumsum(weights).tolist()
-    for word, source in zip(random_words, sources.tolist(), strict=True):
+    for word, source in zip(words, sources.tolist(), strict=True):
         # integers only: word < floor(end * 2**64 / total)
         assert source == next(k for k, end in enumerate(ends) if word < (end << 64) // total)
 
 
+@pytest.mark.parametrize(
+    ("weight", "exact"), [(0.7, Fraction(7, 10)), (7, 7), (1e-05, Fraction(1, 100_000))]
+)
+def test_a_weight_is_the_decimal_number_that_was_written(weight, exact):
+    assert exact_weight(weight) == exact
+
+
 def test_fingerprint_depends_on_data_shares_and_order(folders, tmp_path):
-    # a weight is the decimal number that was written
-    weights = {0.7: Fraction(7, 10), 7: 7, 1e-05: Fraction(1, 100_000)}
-    assert [exact_weight(weight) for weight in weights] == list(weights.values())
-    web, books, _ = folders
+    web, books, code = folders
     other = write(tmp_path / "source2", 9)
-    first = Mixture.open(folders, [0.5, 0.3, 0.2]).fingerprint
+    fingerprint = Mixture.open(folders, [0.5, 0.3, 0.2]).fingerprint
+
     # the same order of the same samples
-    assert Mixture.open(folders, [5, 3, 2]).fingerprint == first
+    assert Mixture.open(folders, [5, 3, 2]).fingerprint == fingerprint
     others = [
         Mixture.open(folders, [0.5, 0.2, 0.3]),
-        Mixture.open([books, web, folders[2]], [0.3, 0.5, 0.2]),
+        Mixture.open([books, web, code], [0.3, 0.5, 0.2]),
         Mixture.open([web, books], [0.5, 0.5]),
         Mixture.open([web, books, other], [0.5, 0.3, 0.2]),
     ]
-    assert len({first, *(mixture.fingerprint for mixture in others)}) == 5
+    assert len({fingerprint, *(mixture.fingerprint for mixture in others)}) == 5
+
     alone = TokenShards.open(web / "train").fingerprint
     assert Mixture.open([web], [0.7]).fingerprint == alone
 
 
-def test_bad_weights_and_folders_are_refused(folders, tmp_path):
-    nan, inf = float("nan"), float("inf")
-    for weights in ([1, 1], [1, 1, 0], [1, -1, 2], [1, 1, nan], [1, 1, inf], [1, 1e-30, 1]):
-        with refused("data.weights"):
-            Mixture.open(folders, weights)
-    for field, value in {"tokenizer_sha256": "u", "vocab_size": 501, "eos_id": 3}.items():
-        with refused("data.tokenizers_differ", field=field):
-            Mixture.open([folders[0], write(tmp_path / field, 7, **{field: value})], [1, 1])
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [1, 1],
+        [1, 1, 0],
+        [1, -1, 2],
+        [1, 1, float("nan")],
+        [1, 1, float("inf")],
+        [1, 1e-30, 1],
+    ],
+    ids=str,
+)
+def test_bad_weights_are_refused(folders, weights):
+    with refused("data.weights"):
+        Mixture.open(folders, weights)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("tokenizer_sha256", "u"), ("vocab_size", 501), ("eos_id", 3)]
+)
+def test_sources_of_different_tokenizers_are_refused(folders, tmp_path, field, value):
+    other = write(tmp_path / field, 7, **{field: value})
+    with refused("data.tokenizers_differ", field=field):
+        Mixture.open([folders[0], other], [1, 1])
+
+
+def test_the_same_source_twice_is_refused(tmp_path):
     with refused("data.same_twice"):
         Mixture.open([write(tmp_path / name, 0) for name in "ab"], [1, 1])
 
@@ -138,6 +177,7 @@ def test_bad_weights_and_folders_are_refused(folders, tmp_path):
 
 @pytest.fixture
 def opened(folders, request):
+    """Return a function that opens the data, and the order of its samples."""
     if request.param == "mixture":
         return lambda: Mixture.open(folders, WEIGHTS), "random"
     return lambda: Mixture.open(folders[:1]), request.param
@@ -147,9 +187,24 @@ all_kinds = pytest.mark.parametrize("opened", ["random", "permute", "mixture"], 
 
 
 def loaders(data, world, local_batch=1, **changed):
-    sizes = {"data_seed": SEED, "seq_len": SEQ_LEN, "global_batch_size": GLOBAL_BATCH}
-    sizes |= {"local_batch_size": local_batch, "dp_world_size": world, **changed}
-    return [BatchLoader(data(), dp_rank=rank, **sizes) for rank in range(world)]
+    """Return the loader of each rank; `data` opens the mixture."""
+    options = {
+        "data_seed": SEED,
+        "seq_len": SEQ_LEN,
+        "global_batch_size": GLOBAL_BATCH,
+        "local_batch_size": local_batch,
+        **changed,
+    }
+    return [
+        BatchLoader(data(), dp_rank=rank, dp_world_size=world, **options) for rank in range(world)
+    ]
+
+
+def source_by_formula(word):
+    """Return the source of a sample of WEIGHTS: of a word over 2**64 below 0.2, 0.9 and 1."""
+    if 10 * word < 2 * 2**64:
+        return 0
+    return 1 if 10 * word < 9 * 2**64 else 2
 
 
 def step(ranks):
@@ -163,17 +218,20 @@ def step(ranks):
 
 
 def expected(mixture, order):
+    """Return the batches [STEPS, GLOBAL_BATCH, SEQ_LEN + 1], and the source of each sample."""
     streams = [source.read(0, source.num_tokens) for source in mixture.sources]
-    rows, sources = [], []
+    rows = []
+    sources = []
     for i in range(STEPS * GLOBAL_BATCH):
-        word0, word1 = philox(SEED, i, num_words=2)
-        source = 0 if 10 * word1 < 2 * 2**64 else 1 if 10 * word1 < 9 * 2**64 else 2
-        sources.append(source if len(streams) > 1 else 0)
-        stream = streams[sources[-1]]
-        offset = word0 * (len(stream) - SEQ_LEN) // 2**64
+        offset_word, source_word = philox(SEED, i, words=2)
+        source = source_by_formula(source_word) if len(streams) > 1 else 0
+        stream = streams[source]
         if order == "permute":
             offset = permuted_offset(SEED, i, len(stream), SEQ_LEN)
+        else:
+            offset = offset_word * (len(stream) - SEQ_LEN) // 2**64
         rows.append(stream[offset : offset + SEQ_LEN + 1])
+        sources.append(source)
     return np.stack(rows).reshape(STEPS, GLOBAL_BATCH, SEQ_LEN + 1), sources
 
 
@@ -182,83 +240,116 @@ def expected(mixture, order):
 def test_order_is_the_formula_at_every_world_size(opened, world, local):
     data, order = opened
     batches, sources = expected(data(), order)
+    num_sources = len(data().sources)
     ranks = loaders(data, world, local, order=order)
+
     for k in range(STEPS):
         batch = step(ranks)
+
         assert batch.dtype == np.int64
         np.testing.assert_array_equal(batch, batches[k])
-        seen = sources[: (k + 1) * GLOBAL_BATCH]
-        counts = [SEQ_LEN * seen.count(source) for source in range(len(data().sources))]
+        sources_so_far = sources[: (k + 1) * GLOBAL_BATCH]
+        counts = [SEQ_LEN * sources_so_far.count(source) for source in range(num_sources)]
         assert all(loader.source_tokens == counts for loader in ranks)
-    assert ranks[0].source_names == ("source0", "source1", "source2")[: len(counts)]
+    assert ranks[0].source_names == ("source0", "source1", "source2")[:num_sources]
     assert min(counts) > 0
 
 
 @all_kinds
 def test_resume_at_other_world_sizes(opened):
     data, order = opened
-    batches, state = [], None
+    batches = []
+    state = None
+
     for world, local, steps in [(4, 3, 3), (1, 2, 2), (3, 1, 1), (2, 6, 4)]:
         ranks = loaders(data, world, local, order=order)
-        for loader in ranks:
-            if state is not None:
+        if state is not None:
+            for loader in ranks:
                 loader.load_state_dict(state)
         batches += [step(ranks) for _ in range(steps)]
         states = [loader.state_dict() for loader in ranks]
         step(ranks)  # must not change the states
-        assert all(loader_state == states[0] for loader_state in states)
+        assert all(other == states[0] for other in states)
         state = states[0]
+
     np.testing.assert_array_equal(np.stack(batches), expected(data(), order)[0])
-    assert state and sum(state["source_tokens"]) == STEPS * GLOBAL_BATCH * SEQ_LEN
+    assert state is not None
+    assert sum(state["source_tokens"]) == STEPS * GLOBAL_BATCH * SEQ_LEN
 
 
-def test_a_changed_state_is_refused_unless_allowed(folders):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("version", 1),
+        ("fingerprint", "0" * 64),
+        ("seed", 8),
+        ("mode", "permute"),
+        ("seq_len", 32),
+        ("global_batch", 24),
+    ],
+)
+def test_a_changed_state_is_refused_unless_allowed(folders, field, value):
     (loader,) = loaders(lambda: Mixture.open(folders, WEIGHTS), 1, 12)
     loader.next_batch()
     state = loader.state_dict()
-    changes = {"version": 1, "fingerprint": "0" * 64, "seed": 8, "mode": "permute", "seq_len": 32}
-    for field, value in (changes | {"global_batch": 24}).items():
-        with refused("data.order_changed", field=field):
-            loader.load_state_dict({**state, field: value})
-        assert loader.state_dict() == state
-        # if allowed, resume there; tokens of new data are counted from there
-        loader.load_state_dict({**state, field: value}, allow={field})
-        assert loader.next_sample == GLOBAL_BATCH and loader.at_step_start
-        kept = field != "fingerprint"
-        assert loader.source_tokens == (state["source_tokens"] if kept else [0] * 3)
-        loader.load_state_dict(state)
+    changed_state = {**state, field: value}
+
+    with refused("data.order_changed", field=field):
+        loader.load_state_dict(changed_state)
+    assert loader.state_dict() == state
+
+    # if allowed, resume there; tokens of new data are counted from there
+    loader.load_state_dict(changed_state, allow={field})
+    assert loader.next_sample == GLOBAL_BATCH
+    assert loader.at_step_start
+    if field == "fingerprint":
+        assert loader.source_tokens == [0] * 3
+    else:
+        assert loader.source_tokens == state["source_tokens"]
 
 
-def test_bad_sizes_orders_and_states_are_refused(folders):
-    data = lambda: Mixture.open(folders, WEIGHTS)  # noqa: E731
-    for changed, code in (
-        *(({name: 0}, "data.out_of_range") for name in ("global_batch_size", "seq_len")),
+@pytest.mark.parametrize(
+    ("changed", "code"),
+    [
+        ({"global_batch_size": 0}, "data.out_of_range"),
+        ({"seq_len": 0}, "data.out_of_range"),
         ({"local_batch": 0}, "data.out_of_range"),
         ({"data_seed": -1}, "data.out_of_range"),
         ({"global_batch_size": 10}, "data.batch_size"),
         ({"seq_len": 900}, "data.too_short"),
         ({"order": "shuffle"}, "config.unknown_choice"),
         ({"order": "permute"}, "data.order"),
-    ):
-        with refused(code):
-            loaders(data, 2, **{"local_batch": 3, **changed})
-    # a state inside a step needs its world size and batch size
-    (loader,), (other,) = loaders(data, 1, 4), loaders(data, 1, 12)
+    ],
+    ids=str,
+)
+def test_bad_sizes_and_orders_are_refused(folders, changed, code):
+    with refused(code):
+        loaders(lambda: Mixture.open(folders, WEIGHTS), 2, **{"local_batch": 3, **changed})
+
+
+def test_a_state_inside_a_step_needs_its_batch_size(folders):
+    data = lambda: Mixture.open(folders, WEIGHTS)  # noqa: E731
+    (loader,) = loaders(data, 1, 4)
+    (loader_of_large_batches,) = loaders(data, 1, 12)
     loader.next_batch()
+
     with refused("data.inside_step"):
-        other.load_state_dict(loader.state_dict())
+        loader_of_large_batches.load_state_dict(loader.state_dict())
 
 
 def test_the_digest_of_a_batch_is_a_sum_over_samples():
     batch = np.arange(6 * 9, dtype=np.int64).reshape(6, 9)
     whole = samples_digest(batch)
+
     assert whole == samples_digest(batch[::-1])
     assert whole == (samples_digest(batch[:2]) + samples_digest(batch[2:])) % 2**64
-    for place in np.ndindex(batch.shape):  # every token counts
+    assert samples_digest(batch[:0]) == 0
+
+    # every token counts
+    for place in np.ndindex(batch.shape):
         changed = batch.copy()
         changed[place] += 1
         assert samples_digest(changed) != whole
-    assert samples_digest(batch[:0]) == 0
 
 
 def test_damaged_data_leaves_position_and_counts(tmp_path):
@@ -266,11 +357,14 @@ def test_damaged_data_leaves_position_and_counts(tmp_path):
         write_shards(tmp_path / name / "train", [low + np.arange(50)], vocab_size=100, eos_id=2)
     (loader,) = loaders(lambda: Mixture.open([tmp_path / "a", tmp_path / "b"], [1, 1]), 1, 12)
     loader.next_batch()
-    state, path = loader.state_dict(), tmp_path / "b/train/part-00000-0.bin"
+    state = loader.state_dict()
+
+    path = tmp_path / "b/train/part-00000-0.bin"
     flip(path, 0)
     with refused("shard.damaged", path=path, block=0):
         loader.next_batch()
     assert loader.state_dict() == state
+
     flip(path, 0)
     loader.next_batch()
     assert sum(loader.source_tokens) == 24 * SEQ_LEN

@@ -21,6 +21,11 @@ from canon_pretrain.data.tokenizer import Tokenizer
 from data_prep.planning import train_tokenizer
 from tests.support import refused
 
+WORDS = "word cache"
+SLICES = "slices"
+WHOLE = "whole texts"
+"""How a tokenizer encodes a text, as its `method` says."""
+
 LINES = (
     "the cat sat on the mat, and the end of it came: don't ask (why)!",
     "def f(x, y=10):",
@@ -40,7 +45,6 @@ LLAMA: dict[str, Any] = {
     "remove_extra_whitespaces": False,
     "allow_whitespace_only_pieces": True,
 }
-WORDS, SLICES, WHOLE = "word cache", "slices", "whole texts"
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "default": ({}, WORDS),
     "without a dummy prefix": ({"add_dummy_prefix": False}, WORDS),
@@ -68,9 +72,14 @@ texts = st.one_of(
 
 
 def trained(**changes):
+    """Train a SentencePiece model like Llama's, with these changes."""
     content = io.BytesIO()
-    options = {"sentence_iterator": iter(LINES * 4), "model_writer": content, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(**options, **LLAMA | changes)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES * 4),
+        model_writer=content,
+        minloglevel=2,
+        **LLAMA | changes,
+    )
     return content.getvalue()
 
 
@@ -81,60 +90,92 @@ model = cache(lambda name: trained(**MODELS[name][0]))
 def encoders(name):
     """Return the reference, ours, and ours with tiny slices and cache, to reach every branch."""
     reference = sentencepiece.SentencePieceProcessor(model_proto=model(name))
-    built = [reference, Tokenizer(model(name), name)]
+    encoders = [reference, Tokenizer(model(name), name)]
     if MODELS[name][1] != WHOLE:
         info = SentencePieceInfo.read(model(name))
+        # the model without its dummy prefix
         raw = sentencepiece.SentencePieceProcessor(model_proto=model(name) + b"\x1a\x02\x18\x00")
-        prefix, tiny = " " if info.dummy_prefix else "", {"slice_characters": 7, "capacity": 5}
-        built.append(CachedEncoder(raw.encode, info.tokens, prefix, **tiny))
-    return built
+        prefix = " " if info.dummy_prefix else ""
+        tiny = CachedEncoder(raw.encode, info.tokens, prefix, slice_characters=7, capacity=5)
+        encoders.append(tiny)
+    return encoders
 
 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=100, deadline=None)
 @given(texts)
 def test_any_text_has_the_ids_of_sentencepiece(name, text):
-    reference, *ours = encoders(name)
-    assert ours[0].method.startswith("sentencepiece, " + MODELS[name][1])
-    assert all(encoder.encode(text).tolist() == reference.encode(text) for encoder in ours)
+    reference, tokenizer, *tiny = encoders(name)
+    expected = reference.encode(text)
+
+    assert tokenizer.method.startswith("sentencepiece, " + MODELS[name][1])
+    for encoder in (tokenizer, *tiny):
+        assert encoder.encode(text).tolist() == expected
 
 
 # ---- tokenizer.json
 
 
 def byte_level(splitter):
+    """Train a byte-level tokenizer; return its tokenizer.json."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = splitter
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet, names = pre_tokenizers.ByteLevel.alphabet(), ["<s>", "</s>"]
-    options = {"vocab_size": 340, "special_tokens": names, "initial_alphabet": alphabet}
-    tokenizer.train_from_iterator(LINES * 3, trainers.BpeTrainer(**options, show_progress=False))
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(LINES * 3, trainer)
     return json.loads(tokenizer.to_str())
 
 
 def split_by(pattern):
+    """Return the splitter of Llama 3: by a pattern, then into bytes."""
     split = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([split, byte_level])
+
+
+def merges_of(vocab):
+    """Return the merges of a vocabulary by rank, without its bytes and special tokens."""
+    merges = []
+    for token, rank in vocab.items():
+        if rank < 259:
+            continue
+        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
+        pairs = [(left, right) for left, right in pairs if left in vocab and right in vocab]
+        merges += sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+    return merges
 
 
 sentencepiece_model = cache(lambda: train_tokenizer(LINES * 3, 430))
 
 
 def llama_2():
+    """Return the tokenizer.json of a SentencePiece model, as transformers converts Llama 2's."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
     vocab = {processor.id_to_piece(i): i for i in range(processor.vocab_size())}
-    merges = []
-    for token in [token for token, i in vocab.items() if i >= 259]:
-        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
-        known_pairs = [pair for pair in pairs if pair[0] in vocab and pair[1] in vocab]
-        merges += sorted(known_pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-    options = {"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
-    steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
-    tokenizer.normalizer = normalizers.Sequence(steps)
-    decode = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*decode, decoders.Strip(" ", 1, 0)])
+    bpe = models.BPE(
+        vocab=vocab,
+        merges=merges_of(vocab),
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token="<unk>",
+    )
+    tokenizer = tokenizers.Tokenizer(bpe)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     return json.loads(tokenizer.to_str())
 
@@ -155,12 +196,14 @@ ours = cache(lambda name: Tokenizer(content(name).encode(), name))
 
 @cache
 def package(name):
+    """Return the package's own encoding of a text, with special tokens as text."""
     tokenizer = tokenizers.Tokenizer.from_str(content(name))
     tokenizer.encode_special_tokens = True
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def changed(name="gpt-2", **changes):
+    """Return a tokenizer.json with these entries changed."""
     return json.dumps({**json.loads(content(name)), **changes}).encode()
 
 
@@ -168,45 +211,68 @@ def changed(name="gpt-2", **changes):
 @settings(max_examples=100, deadline=None)
 @given(texts)
 def test_any_text_has_the_ids_of_the_package(name, text):
+    expected = package(name)(text)
+
+    ids = ours(name).encode(text)
+
     assert ours(name).method == f"tokenizers, {FILES[name][1]}"
-    ids, whole = ours(name).encode(text), package(name)(text)
-    assert ids.dtype == np.int64 and ids.tolist() == whole
+    assert ids.dtype == np.int64
+    assert ids.tolist() == expected
     if FILES[name][1] == SLICES:
         sliced = SplitEncoder(package(name), slice_characters=3)
-        assert sliced.encode(text).tolist() == whole
+        assert sliced.encode(text).tolist() == expected
     if name == "llama-2":
         reference = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
-        assert reference.encode(text) == whole
+        assert reference.encode(text) == expected
 
 
 def test_a_file_that_changes_text_first_is_encoded_whole():
-    added = [*json.loads(content("gpt-2"))["added_tokens"], token(341, "the end")]
-    for changes in ({"normalizer": {"type": "NFC"}}, {"added_tokens": added}):
+    added_tokens = [*json.loads(content("gpt-2"))["added_tokens"], token(341, "the end")]
+    for changes in ({"normalizer": {"type": "NFC"}}, {"added_tokens": added_tokens}):
         assert Tokenizer(changed(**changes), "x").method == f"tokenizers, {WHOLE}"
 
 
-TEXTS = ["", "  two", "tab\tand\r\nline\n\n", "a\x00b", "h\u00e9llo \U0001f642 \u6f22\u5b57"]
-TEXTS += ["\ufeffmark", "<0x0A> 123", "a</s><s><unk> </s>", *LINES[:2]]
+TEXTS = [
+    "",
+    "  two",
+    "tab\tand\r\nline\n\n",
+    "a\x00b",
+    "h\u00e9llo \U0001f642 \u6f22\u5b57",
+    "\ufeffmark",
+    "<0x0A> 123",
+    "a</s><s><unk> </s>",
+    *LINES[:2],
+]
 
 
-@pytest.mark.parametrize("name", ["sentencepiece", "gpt-2", "llama-2"])
-def test_round_trip_and_special_tokens_are_text(name):
-    is_model = name == "sentencepiece"
-    tokenizer = Tokenizer(sentencepiece_model(), name) if is_model else ours(name)
+def assert_round_trip(tokenizer):
+    """Texts survive, and none has the ids of special tokens."""
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids.tolist())
         assert tokenizer.decode(np.append(ids, tokenizer.eos_id)) == text
-    if not is_model:  # the package's default
-        assert tokenizer.eos_id in tokenizers.Tokenizer.from_str(content(name)).encode("</s>").ids
+
+
+def test_sentencepiece_round_trip_and_special_tokens_are_text():
+    assert_round_trip(Tokenizer(sentencepiece_model(), "sentencepiece"))
+
+
+@pytest.mark.parametrize("name", ["gpt-2", "llama-2"])
+def test_round_trip_and_special_tokens_are_text(name):
+    tokenizer = ours(name)
+    assert_round_trip(tokenizer)
+    # unlike the package's default
+    assert tokenizer.eos_id in tokenizers.Tokenizer.from_str(content(name)).encode("</s>").ids
 
 
 def limited():
+    """Return GPT-2's tokenizer with truncation, padding and a template."""
     tokenizer = tokenizers.Tokenizer.from_str(content("gpt-2"))
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
-    special = [("<s>", 0), ("</s>", 1)]
-    template = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    template = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     byte_level = processors.ByteLevel(trim_offsets=False)
     tokenizer.post_processor = processors.Sequence([byte_level, template])
     return tokenizer
@@ -218,67 +284,115 @@ def test_truncation_padding_and_templates_are_ignored():
 
 
 def drawing(name, **options):
+    """Return a tokenizer.json whose model has these random options."""
     return changed(name, model={**json.loads(content(name))["model"], **options})
 
 
+@pytest.mark.parametrize("dropout", [0.002, 0.5, 1.0])
 @pytest.mark.parametrize("name", ["gpt-2", "llama-2", "other"])
-def test_no_split_is_drawn(name):
+def test_no_split_is_drawn(name, dropout):
     text = " ".join(LINES * 5)
-    for dropout in (0.002, 0.5, 1.0):
-        tokenizer = Tokenizer(drawing(name, dropout=dropout), name)
-        assert tokenizer.encode(text).tolist() == ours(name).encode(text).tolist()
-        assert f"dropout = {dropout}" in tokenizer.method
-        assert tokenizer.method.startswith(f"tokenizers, {FILES[name][1]}")
-        assert tokenizer.probe_ids() == ours(name).probe_ids()
-    for dropout in (None, 0, 0.0):
-        assert Tokenizer(drawing(name, dropout=dropout), name).method == ours(name).method
+
+    tokenizer = Tokenizer(drawing(name, dropout=dropout), name)
+
+    assert tokenizer.encode(text).tolist() == ours(name).encode(text).tolist()
+    assert f"dropout = {dropout}" in tokenizer.method
+    assert tokenizer.method.startswith(f"tokenizers, {FILES[name][1]}")
+    assert tokenizer.probe_ids() == ours(name).probe_ids()
+
+
+@pytest.mark.parametrize("dropout", [None, 0, 0.0])
+@pytest.mark.parametrize("name", ["gpt-2", "llama-2", "other"])
+def test_no_dropout_is_not_reported(name, dropout):
+    assert Tokenizer(drawing(name, dropout=dropout), name).method == ours(name).method
 
 
 def test_random_options_of_unigram_are_removed():
     model = {"type": "Unigram", "unk_id": 0, "vocab": [["a", 0.0]]}
     file = {"model": {**model, "alpha": 0.1, "nbest_size": -1}, "normalizer": None}
-    made, removed = hf_tokenizer.without_random_options(file)
-    assert made == {"model": model, "normalizer": None}
+
+    cleaned, removed = hf_tokenizer.without_random_options(file)
+
+    assert cleaned == {"model": model, "normalizer": None}
     assert removed == ["alpha = 0.1", "nbest_size = -1"]
 
 
 def token(number, text, *, special=False):
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, "special": special, **flags}
+    """Return an entry of added_tokens."""
+    return {
+        "id": number,
+        "content": text,
+        "special": special,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
 
 
-def test_eos_by_common_name_or_as_given():
+ENDS = [token(340, "<|endoftext|>", special=True), token(341, "<|im_end|>", special=True)]
+
+
+def test_eos_by_common_name_or_as_requested():
     assert (ours("gpt-2").bos_id, ours("gpt-2").eos_id) == (0, 1)
-    ends = [token(340, "<|endoftext|>", special=True), token(341, "<|im_end|>", special=True)]
-    added = changed(added_tokens=ends)
-    tokenizer = Tokenizer(added, "x")
+
+    file = changed(added_tokens=ENDS)
+    tokenizer = Tokenizer(file, "x")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (-1, 340, 342)
     for eos in ("<|im_end|>", 341):
-        assert Tokenizer(added, "x", eos=eos).eos_id == 341
-    both = changed(added_tokens=[token(1, "</s>", special=True), *ends])
-    assert Tokenizer(both, "x", eos="</s>").eos_id == 1
+        assert Tokenizer(file, "x", eos=eos).eos_id == 341
+
+    file_of_two = changed(added_tokens=[token(1, "</s>", special=True), *ENDS])
+    assert Tokenizer(file_of_two, "x", eos="</s>").eos_id == 1
+
+
+def test_no_eos_or_several_are_refused():
+    common = changed(added_tokens=ENDS)
+    two = changed(added_tokens=[token(1, "</s>", special=True), *ENDS])
     none = changed(added_tokens=[token(341, "<|im_end|>")])
-    for file, eos, count in ((both, None, 2), (none, None, 0), (added, "<end>", 0)):
-        with refused("tokenizer.eos", found=count):
-            Tokenizer(file, "x", eos=eos)
+
+    with refused("tokenizer.eos", found=2):
+        Tokenizer(two, "x", eos=None)
+    with refused("tokenizer.eos", found=0):
+        Tokenizer(none, "x", eos=None)
+    with refused("tokenizer.eos", found=0):
+        Tokenizer(common, "x", eos="<end>")
     with refused("tokenizer.eos", found=1):
         Tokenizer(sentencepiece_model(), "x", eos="<end>")
-    # an EOS that is not special in the file stays text, too
+
+
+def test_an_eos_that_is_not_special_stays_text():
     tokenizer = Tokenizer(changed(added_tokens=[token(0, "<s>"), token(1, "</s>")]), "x")
     assert tokenizer.eos_id not in tokenizer.encode("a</s>b")
     assert tokenizer.decode([*tokenizer.encode("ab"), tokenizer.eos_id]) == "ab"
 
 
-def test_tokenizers_that_lose_text_or_find_eos_are_refused():
-    vocab = [["<unk>", 0.0], ["</s>", -1.0], ["a", -2.0], ["<", -3.0]]
-    unigram = {"type": "Unigram", "unk_id": 0, "byte_fallback": False, "vocab": vocab}
-    tiny = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
-    for code, model in (("tokenizer.eos_in_text", unigram), ("tokenizer.drops_text", tiny)):
-        eos = [token(1, "</s>", special=True)]
-        file = changed(model=model, pre_tokenizer=None, added_tokens=eos)
-        with refused(code):
-            Tokenizer(file, "x")
-    no_model = b'{"added_tokens": [{"id": 1, "content": "</s>"}]}'
-    for file in (b"", b"\x0a\xff", b"{", b'{"model": 1}', no_model):
-        with refused("tokenizer.unreadable"):
-            Tokenizer(file, "x")
+UNIGRAM = {
+    "type": "Unigram",
+    "unk_id": 0,
+    "byte_fallback": False,
+    "vocab": [["<unk>", 0.0], ["</s>", -1.0], ["a", -2.0], ["<", -3.0]],
+}
+ONE_LETTER = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+
+
+@pytest.mark.parametrize(
+    ("code", "model"),
+    [("tokenizer.eos_in_text", UNIGRAM), ("tokenizer.drops_text", ONE_LETTER)],
+    ids=["eos in text", "drops text"],
+)
+def test_tokenizers_that_lose_text_or_find_eos_are_refused(code, model):
+    eos = token(1, "</s>", special=True)
+    file = changed(model=model, pre_tokenizer=None, added_tokens=[eos])
+    with refused(code):
+        Tokenizer(file, "x")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [b"", b"\x0a\xff", b"{", b'{"model": 1}', b'{"added_tokens": [{"id": 1, "content": "</s>"}]}'],
+    ids=["empty", "binary", "cut", "no tokens", "no model"],
+)
+def test_files_that_are_no_tokenizer_are_refused(file):
+    with refused("tokenizer.unreadable"):
+        Tokenizer(file, "x")

@@ -1,7 +1,6 @@
 """Limits and manifests: the stream ends at the exact document, whatever was built before."""
 
 import json
-from itertools import accumulate
 
 import pytest
 
@@ -43,35 +42,59 @@ def documents(base, held_out):
     return groups
 
 
+def limited_documents(base, limits):
+    """Return (input group, text) of the training documents before the first one past a limit."""
+    kept = []
+    num_tokens = 0
+    for group, content in enumerate(documents(base, held_out=False)):
+        for text, count in content:
+            num_tokens += count
+            if limits.max_documents is not None and len(kept) >= limits.max_documents:
+                return kept
+            if limits.max_tokens is not None and num_tokens > limits.max_tokens:
+                return kept
+            kept.append((group, text))
+    return kept
+
+
 def check_limited(base, data, limits):
-    groups = documents(base, held_out=False)
-    flat = [(group, *document) for group, content in enumerate(groups) for document in content]
-    totals = accumulate(count for *_, count in flat)
-    expected = [
-        (group, text)
-        for index, ((group, text, _), total) in enumerate(zip(flat, totals, strict=True))
-        if (limits.max_documents is None or index < limits.max_documents)
-        and (limits.max_tokens is None or total <= limits.max_tokens)
-    ]
-    assert stored_texts(data) == [text for _, text in expected]
-    reached = max(group for group, _ in expected) + 1
-    held_out = [text for group in documents(base, held_out=True)[:reached] for text, _ in group]
+    """The splits of `data` end where the limits say."""
+    kept = limited_documents(base, limits)
+    assert stored_texts(data) == [text for _, text in kept]
+
+    # the validation split ends with the last input group that training reaches
+    num_groups = max(group for group, _ in kept) + 1
+    held_out = []
+    for group in documents(base, held_out=True)[:num_groups]:
+        held_out += [text for text, _ in group]
     assert stored_texts(data, "validation") == held_out
+
     with TokenShards.open(data / "train") as shards, pytest.raises(ValueError):
         shards.read(shards.num_tokens - 1, 2)
 
 
 def test_the_stream_ends_at_the_last_document_that_fits(base):
-    counts = [count for group in documents(base, held_out=False) for _, count in group]
-    exact = sum(counts[:50])
-    first_group = len(documents(base, held_out=False)[0])
-    limits = [Limits(max_documents=n) for n in (1, first_group, first_group + 1, 10**9)]
-    edges = (counts[0], exact - 1, exact, exact + 1, sum(counts) - 1, sum(counts))
-    limits += [Limits(max_tokens=n) for n in edges]
-    limits += [Limits(50, exact + 1000), Limits(51, exact)]
-    for each in limits:
-        finish(base / "data", each)
-        check_limited(base, base / "data", each)
+    groups = documents(base, held_out=False)
+    counts = [count for group in groups for _, count in group]
+    first_group = len(groups[0])
+    first_50 = sum(counts[:50])
+    all_limits = [
+        Limits(max_documents=1),
+        Limits(max_documents=first_group),
+        Limits(max_documents=first_group + 1),
+        Limits(max_documents=10**9),
+        Limits(max_tokens=counts[0]),
+        Limits(max_tokens=first_50 - 1),
+        Limits(max_tokens=first_50),
+        Limits(max_tokens=first_50 + 1),
+        Limits(max_tokens=sum(counts) - 1),
+        Limits(max_tokens=sum(counts)),
+        Limits(50, first_50 + 1000),
+        Limits(51, first_50),
+    ]
+    for limits in all_limits:
+        finish(base / "data", limits)
+        check_limited(base, base / "data", limits)
         main(["verify", str(base / "data")])
 
 
@@ -81,9 +104,12 @@ def test_a_limited_build_equals_finish_and_builds_no_more(base, tmp_path, worker
     limits = Limits(max_tokens=sum(counts) // 2)
     finish(base / "data", limits)
     out = tmp_path / "data"
+
     build_corpus(out, base / "corpus", workers=workers, limits=limits)
-    for name in (f"{split}/manifest.json" for split in SPLITS):
-        assert (out / name).read_bytes() == (base / "data" / name).read_bytes()
+
+    for split in SPLITS:
+        manifest = f"{split}/manifest.json"
+        assert (out / manifest).read_bytes() == (base / "data" / manifest).read_bytes()
     assert snapshot(out).items() <= snapshot(base / "data").items()
     assert workers > 1 or not any("part-00004" in name for name in snapshot(out))
 
@@ -93,50 +119,72 @@ def test_a_limited_build_equals_finish_and_builds_no_more(base, tmp_path, worker
     assert snapshot(out) == snapshot(base / "data")
 
 
-def test_a_folder_of_version_2_is_continued(base, tmp_path, monkeypatch):
+@pytest.fixture
+def version_2(base, tmp_path, monkeypatch):
+    """Return the corpus built in the format of version 2."""
     out = tmp_path / "data"
     with monkeypatch.context() as patch:
         patch.setattr("data_prep.planning.VERSION", 2)
         build_corpus(out, base / "corpus")
     finish(base / "data", Limits())
-    old, new = snapshot(out), snapshot(base / "data")
+    return out
+
+
+def test_a_folder_of_version_2_has_the_same_documents(base, version_2):
+    old = snapshot(version_2)
+    new = snapshot(base / "data")
     assert json.loads(old["plan.json"])["version"] == 2
-    assert all(old[name] == new[name] for name in new if name.endswith((".bin", ".crc")))
-    for name in (name for name in new if name.endswith(".docs")):
-        assert new[name].startswith(old[name]) and len(new[name]) == 2 * len(old[name])
-    plain, other = TokenShards.open(base / "data/train"), TokenShards.open(out / "train")
-    assert plain.num_bytes == other.num_bytes and plain.fingerprint != other.fingerprint
-    assert plain.document_ends().tolist() == other.document_ends().tolist()
+    for name, content in new.items():
+        if name.endswith((".bin", ".crc")):
+            assert old[name] == content
+        if name.endswith(".docs"):  # it has no sizes of texts
+            assert content.startswith(old[name])
+            assert len(content) == 2 * len(old[name])
 
-    for path in out.glob("*/part-00003-*"):
+    old_split = TokenShards.open(version_2 / "train")
+    new_split = TokenShards.open(base / "data/train")
+    assert old_split.num_bytes == new_split.num_bytes
+    assert old_split.fingerprint != new_split.fingerprint
+    assert old_split.document_ends().tolist() == new_split.document_ends().tolist()
+
+
+def test_a_folder_of_version_2_is_continued_and_repaired(base, version_2):
+    before = snapshot(version_2)
+
+    for path in version_2.glob("*/part-00003-*"):
         path.unlink()
-    build_corpus(out, base / "corpus")
-    assert snapshot(out) == old
-    (out / "train/part-00001-0.docs").write_bytes(b"")
-    main(["verify", str(out), "--repair"])
-    assert snapshot(out).items() >= old.items()
+    build_corpus(version_2, base / "corpus")
+    assert snapshot(version_2) == before
 
+    (version_2 / "train/part-00001-0.docs").write_bytes(b"")
+    main(["verify", str(version_2), "--repair"])
+    assert snapshot(version_2).items() >= before.items()
+
+
+def test_a_folder_of_version_2_cannot_be_cut(version_2):
     with refused("data.old_format"):
-        finish(out, Limits(max_documents=30))
+        finish(version_2, Limits(max_documents=30))
+
     # a limit at the end of a shard needs no cut
-    first = plain.shards[0].entry.documents
-    finish(out, Limits(max_documents=first))
-    assert len(stored_texts(out)) == first
+    first_shard = TokenShards.open(version_2 / "train").shards[0].entry.documents
+    finish(version_2, Limits(max_documents=first_shard))
+    assert len(stored_texts(version_2)) == first_shard
 
 
 def test_a_kill_between_the_manifests_leaves_no_mixed_pair(base, monkeypatch):
     finish(base / "data", Limits())
-    real = finish_module.write_json
+    write_json = finish_module.write_json
 
     def killed(path, value):
         if path.parent.name == "validation":
             raise KeyboardInterrupt
-        real(path, value)
+        write_json(path, value)
 
     with monkeypatch.context() as patch:
         patch.setattr(finish_module, "write_json", killed)
         with pytest.raises(KeyboardInterrupt):
             finish(base / "data", Limits(max_documents=30))
+
     with refused("shard.unfinished"):
         TokenShards.open(base / "data/validation")
     finish(base / "data", Limits(max_documents=30))
@@ -144,20 +192,27 @@ def test_a_kill_between_the_manifests_leaves_no_mixed_pair(base, monkeypatch):
 
 
 def test_finish_reports_missing_and_damaged_groups(base, tmp_path):
+    with refused("plan.missing"):
+        finish(tmp_path, Limits())
+
+    # every second input group
     out = tmp_path / "data"
     build_corpus(out, base / "corpus", job_slice=JobSlice(1, 2))
     with refused("data.not_built", input_group=1, missing=2):
         finish(out, Limits())
     with refused("shard.unfinished"):
         TokenShards.open(out / "train")
-    with refused("plan.missing"):
-        finish(tmp_path, Limits())
+
     # a limit within the first input group needs no other
     finish(out, Limits(max_documents=5))
     check_limited(base, out, Limits(max_documents=5))
-    flip(out / "train/part-00000-0.docs", 0)  # needed for the cut
+
+    # needed for the cut
+    flip(out / "train/part-00000-0.docs", 0)
     with refused("shard.damaged", path=out / "train/part-00000-0.docs"):
         finish(out, Limits(max_documents=2))
+
+    # all input groups, one of them damaged
     build_corpus(out, base / "corpus", job_slice=JobSlice(2, 2))
     flip(out / "train/part-00002-0.json", 60)
     with refused("data.not_built", input_group=2, missing=1):
@@ -169,8 +224,10 @@ def test_a_limited_job_builds_what_may_be_needed(base, tmp_path):
     sizes = [len(group) for group in documents(base, held_out=False)]
     limits = Limits(max_documents=sizes[0] + sizes[2] - 1)
     out = tmp_path / "data"
+
     build_corpus(out, base / "corpus", job_slice=JobSlice(1, 2), limits=limits)
     assert {name.split("-")[1] for name in snapshot(out / "train")} == {"00000", "00002"}
+
     build_corpus(out, base / "corpus", job_slice=JobSlice(2, 2), limits=limits)
     finish(out, limits)
     check_limited(base, out, limits)
@@ -188,13 +245,15 @@ def test_few_held_out_documents_have_a_way_out(tmp_path, capsys, files, holdout)
         printed = capsys.readouterr().out.splitlines()
         return [line for line in printed if line.startswith("WARNING")]
 
-    found = warnings("first", holdout)
-    assert bool(found) == (0 < holdout < 0.1)
-    for line in found:
-        words = line.split()
-        advised = float(words[words.index("--holdout") + 1])
-        again = warnings("second", advised)
-        assert bool(again) == (files == 2)
-        assert (
-            advised == 0.2 if again else len(stored_texts(tmp_path / "second", "validation")) >= 20
-        )
+    first_warnings = warnings("first", holdout)
+
+    assert bool(first_warnings) == (0 < holdout < 0.1)
+    for line in first_warnings:
+        _, _, advice = line.partition("--holdout ")
+        advised_share = float(advice.split()[0])
+        second_warnings = warnings("second", advised_share)
+        assert bool(second_warnings) == (files == 2)
+        if second_warnings:
+            assert advised_share == 0.2
+        else:
+            assert len(stored_texts(tmp_path / "second", "validation")) >= 20

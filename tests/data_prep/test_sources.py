@@ -7,7 +7,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -21,6 +20,7 @@ PATH = "sample/100BT/{:03d}_{:05d}.parquet"
 
 
 def make(root, *paths):
+    """Create files of one byte; return `root`."""
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text("1")
@@ -32,33 +32,41 @@ def select(source, files=(), **options):
 
 
 def paths(selection):
-    assert all((selection.root / known.path).stat().st_size == 1 for known in selection.inputs)
-    return [known.path for known in selection.inputs]
+    """Return the paths of a selection of files of `make`."""
+    for source_input in selection.inputs:
+        assert (selection.root / source_input.path).stat().st_size == 1
+    return [source_input.path for source_input in selection.inputs]
 
 
 def test_inputs_are_topics_then_sources_without_tests(tmp_path, monkeypatch):
-    left_out = ["x/test/a.py", "x/tests/a.py", "idlelib/idle_test/a.py", "x/__pycache__/a.py"]
-    left_out += ["site-packages/a.py", "d.txt"]
-    make(tmp_path, "b10.py", "b9.py", TOPICS, "a/c.py", "x/testing.py", *left_out)
+    make(tmp_path, "b10.py", "b9.py", TOPICS, "a/c.py", "x/testing.py")
+    make(tmp_path, "x/test/a.py", "x/tests/a.py", "idlelib/idle_test/a.py", "x/__pycache__/a.py")
+    make(tmp_path, "site-packages/a.py", "d.txt")
     monkeypatch.setattr(sources, "stdlib_root", lambda: tmp_path)
+
     assert paths(select("stdlib")) == [TOPICS, "a/c.py", "b9.py", "b10.py", "x/testing.py"]
-    make(tmp_path / "y", "z.txt")
-    monkeypatch.setattr(sources, "stdlib_root", lambda: tmp_path / "y")
+
+
+def test_a_library_without_sources_is_refused(tmp_path, monkeypatch):
+    make(tmp_path, "z.txt")
+    monkeypatch.setattr(sources, "stdlib_root", lambda: tmp_path)
     with refused("input.none"):
         select("stdlib")
 
 
 def test_local_folders_and_files(tmp_path):
-    a, b = tmp_path / "a", tmp_path / "b"
-    make(a, "10.jsonl", "9.jsonl.zst", "deep/x.parquet", ".cache/y.jsonl", ".z.txt")
-    make(a, "README.md", "data.csv")
-    make(b, "x.txt", "w.jsonl.gz")
-    selection = select("local", [a], text_field="body")
-    assert paths(selection) == ["9.jsonl.zst", "10.jsonl", "deep/x.parquet"]
-    assert (selection.root, selection.text_field, selection.version) == (a, "body", "files")
-    both = select("local", [b / "x.txt", a])
-    assert (both.root, both.text_field) == (tmp_path, "text")
-    assert paths(both) == ["a/9.jsonl.zst", "a/10.jsonl", "a/deep/x.parquet", "b/x.txt"]
+    a = make(tmp_path / "a", "10.jsonl", "9.jsonl.zst", "deep/x.parquet")
+    make(a, ".cache/y.jsonl", ".z.txt", "README.md", "data.csv")
+    b = make(tmp_path / "b", "x.txt", "w.jsonl.gz")
+
+    folder = select("local", [a], text_field="body")
+    assert paths(folder) == ["9.jsonl.zst", "10.jsonl", "deep/x.parquet"]
+    assert (folder.root, folder.text_field, folder.version) == (a, "body", "files")
+
+    file_and_folder = select("local", [b / "x.txt", a])
+    assert (file_and_folder.root, file_and_folder.text_field) == (tmp_path, "text")
+    in_order = ["a/9.jsonl.zst", "a/10.jsonl", "a/deep/x.parquet", "b/x.txt"]
+    assert paths(file_and_folder) == in_order
 
 
 def test_links_are_followed_but_never_twice(tmp_path, capsys):
@@ -67,90 +75,113 @@ def test_links_are_followed_but_never_twice(tmp_path, capsys):
     (folder / "b.jsonl").symlink_to(blob)
     (folder / "more").symlink_to(make(tmp_path / "elsewhere", "c.jsonl"))
     assert paths(select("local", [folder])) == ["a.jsonl", "b.jsonl", "more/c.jsonl"]
+
     # a link to nothing is skipped
     (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     assert paths(select("local", [folder])) == ["a.jsonl", "b.jsonl", "more/c.jsonl"]
     assert capsys.readouterr().out.count("gone.jsonl") == 1
+
+    # a circle is refused
     (folder / "loop").symlink_to(folder)
     with refused("input.given_twice", path=folder / "loop") as caught:
         select("local", [folder], files_option="--data")
-    assert "--data" in str(caught.value) and "--files" not in str(caught.value)
+    assert "--data" in str(caught.value)
+    assert "--files" not in str(caught.value)
 
 
 def test_a_copy_is_the_same_from_any_of_its_folders(tmp_path):
     names = [PATH.format(i, j) for i in (10, 9) for j in (1, 0)]
     mirror = make(tmp_path, "README.md", "sample/10BT/000_00000.parquet", *names)
     make(tmp_path, "data/CC-MAIN-2013-20/train-00000-of-00014.parquet")
+
     for folder in [mirror, mirror / "sample", mirror / "sample" / "100BT"]:
         selection = select("fineweb-edu", [folder])
         assert selection.root == mirror
         assert paths(selection) == sorted(names)
     assert (selection.version, selection.unit_files, selection.unit_bytes) == ("files", 1, None)
     assert (selection.text_field, selection.group_field) == ("text", "dump")
-    some = select("fineweb-edu", [mirror / name for name in names[:2]])
-    assert paths(some) == sorted(names[:2])
+
+    some_files = select("fineweb-edu", [mirror / name for name in names[:2]])
+    assert paths(some_files) == sorted(names[:2])
+
+    # in a folder of any name
     elsewhere = make(tmp_path / "other", "000_00001.parquet", "000_00000.parquet", "notes.txt")
     assert paths(select("fineweb-edu", [elsewhere])) == ["000_00000.parquet", "000_00001.parquet"]
 
 
-COMMIT, OTHER = "1" * 40, "2" * 40
+COMMIT = "1" * 40
+OTHER = "2" * 40
 
 
-def test_commits_and_hashes_from_the_hubs_metadata(tmp_path):
+def test_the_cache_of_the_hub_has_the_commit_and_hashes(tmp_path):
     dataset = tmp_path / "datasets--HuggingFaceFW--fineweb-edu"
     snapshot = dataset / "snapshots" / COMMIT
+    # the name of a large file's blob is its SHA-256
     for number, blob in enumerate(("a" * 64, "b" * 40)):
         make(dataset, f"blobs/{blob}")
         path = snapshot / PATH.format(0, number)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(os.path.relpath(dataset / "blobs" / blob, path.parent))
+
     selection = select("fineweb-edu", [snapshot])
+
     assert (selection.version, selection.root) == (COMMIT, snapshot)
-    assert [known.sha256 for known in selection.inputs] == ["a" * 64, ""]
+    assert [source_input.sha256 for source_input in selection.inputs] == ["a" * 64, ""]
     assert select("fineweb-edu", [snapshot], revision=COMMIT).version == COMMIT
     with refused("option.conflict", option="--revision"):
         select("fineweb-edu", [snapshot], revision=OTHER)
 
-    local = make(tmp_path / "local", PATH.format(0, 0), PATH.format(0, 1))
-    assert select("fineweb-edu", [local], revision=OTHER).version == OTHER
 
-    def left(number, commit):
-        name = f".cache/huggingface/download/{PATH.format(0, number)}.metadata"
-        path = make(local, name) / name
-        path.write_text(f"{commit}\n{str(number) * 64}\n1718000000.5\n")
-
-    left(0, COMMIT)
-    left(1, COMMIT)
-    selection = select("fineweb-edu", [local / "sample" / "100BT"])
-    assert (selection.version, selection.root) == (COMMIT, local)
-    assert [known.sha256 for known in selection.inputs] == ["0" * 64, "1" * 64]
-    left(1, OTHER)
-    assert select("fineweb-edu", [local]).version == "files"
+def write_metadata(folder, number, commit):
+    """Write what a download to a local folder leaves: the commit and hash of a file."""
+    name = f".cache/huggingface/download/{PATH.format(0, number)}.metadata"
+    path = make(folder, name) / name
+    path.write_text(f"{commit}\n{str(number) * 64}\n1718000000.5\n")
 
 
-def test_refusals(tmp_path):
-    make(tmp_path, "a/x.jsonl", "a/y.csv", "b/z.csv", "x.parquet", "d/" + PATH.format(0, 0))
-    make(tmp_path / "two", PATH.format(0, 0), "copy/" + PATH.format(0, 0))
-    make(tmp_path / "samples", "10BT/000_00000.parquet", "350BT/000_00000.parquet")
-    make(tmp_path / "m", "sample/350BT/000_00000.parquet")
-    edu = "fineweb-edu"
-    for code, source, files, more in (
+def test_downloads_to_a_folder_have_the_commit_and_hashes(tmp_path):
+    folder = make(tmp_path, PATH.format(0, 0), PATH.format(0, 1))
+    assert select("fineweb-edu", [folder], revision=OTHER).version == OTHER
+
+    write_metadata(folder, 0, COMMIT)
+    write_metadata(folder, 1, COMMIT)
+    selection = select("fineweb-edu", [folder / "sample" / "100BT"])
+    assert (selection.version, selection.root) == (COMMIT, folder)
+    assert [source_input.sha256 for source_input in selection.inputs] == ["0" * 64, "1" * 64]
+
+    # of two commits
+    write_metadata(folder, 1, OTHER)
+    assert select("fineweb-edu", [folder]).version == "files"
+
+
+@pytest.mark.parametrize(
+    ("code", "source", "files", "options"),
+    [
         ("config.unknown_choice", "pile", [], {}),
         ("option.conflict", "stdlib", ["a"], {}),
         ("option.conflict", "local", ["a"], {"revision": "main"}),
-        ("option.conflict", edu, ["a"], {"text_field": "body"}),
-        ("option.conflict", edu, ["d"], {"revision": "main"}),
+        ("option.conflict", "fineweb-edu", ["a"], {"text_field": "body"}),
+        ("option.conflict", "fineweb-edu", ["d"], {"revision": "main"}),
         ("option.missing", "local", [], {}),
         ("input.none", "local", ["c"], {}),
         ("input.unknown_format", "local", ["a/y.csv"], {}),
         ("input.given_twice", "local", ["a", "a/x.jsonl"], {}),
         ("input.wrong_files", "slimpajama", ["a"], {}),
         # no folder is guessed: neither of the two samples is 100BT
-        *(("input.wrong_files", edu, files, {}) for files in (["two"], ["samples"], ["m"])),
-        ("input.wrong_files", edu, ["d", "x.parquet"], {}),
-    ):
-        with refused(code):
-            select(source, [tmp_path / name for name in files], **more)
+        ("input.wrong_files", "fineweb-edu", ["two"], {}),
+        ("input.wrong_files", "fineweb-edu", ["samples"], {}),
+        ("input.wrong_files", "fineweb-edu", ["m"], {}),
+        ("input.wrong_files", "fineweb-edu", ["d", "x.parquet"], {}),
+    ],
+)
+def test_refusals(tmp_path, code, source, files, options):
+    make(tmp_path, "a/x.jsonl", "a/y.csv", "b/z.csv", "x.parquet", "d/" + PATH.format(0, 0))
+    make(tmp_path / "two", PATH.format(0, 0), "copy/" + PATH.format(0, 0))
+    make(tmp_path / "samples", "10BT/000_00000.parquet", "350BT/000_00000.parquet")
+    make(tmp_path / "m", "sample/350BT/000_00000.parquet")
+
+    with refused(code):
+        select(source, [tmp_path / name for name in files], **options)
 
 
 # ---- the hub
@@ -163,8 +194,11 @@ NAMES = [f"{FOLDER}/{stem}.parquet" for stem in ("002_00000", "002_00001", "010_
 
 @pytest.fixture
 def files():
+    """Return the files of the dataset by name."""
     files = {name: f"content of {name} ".encode() * 4000 for name in reversed(NAMES)}
-    return files | {f"{FOLDER}/README.md": b"not of the pattern", "x.parquet": b"elsewhere"}
+    files[f"{FOLDER}/README.md"] = b"not of the pattern"
+    files["x.parquet"] = b"elsewhere"
+    return files
 
 
 @pytest.fixture
@@ -191,24 +225,37 @@ FETCH = "fetch(s.source, s.version, s.root, s.inputs[{}])"
 READ = "list(InputReader(s.root, s.inputs[0], s.text_field, s.group_field).rows())"
 
 
-def run(home, endpoint, *steps, **more):
-    known = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
-    known |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    known["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    command = [sys.executable, "-W", "error::ResourceWarning", "-c", SCRIPT, *steps]
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "cwd": ROOT}
-    result = subprocess.run(command, env=known | more, **options)
-    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+def run(home, endpoint, *steps, **variables):
+    """Run the steps in a new process, with a hub and a home of its own; return its lines."""
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))
+    }
+    hub_variables = {
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    result = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", SCRIPT, *steps],
+        env=inherited | hub_variables | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr, result.stderr
     return result.stdout.splitlines()
 
 
 @pytest.mark.system
 def test_listing_and_download(hub, files, tmp_path):
     root = tmp_path / f"hub/datasets--HuggingFaceFW--fineweb-edu/snapshots/{FINEWEB.commit}"
-    hashes = {name: hashlib.sha256(files[name]).hexdigest() for name in NAMES}
-    expected = [
-        f"Input(path='{name}', size={len(files[name])}, sha256='{hashes[name]}')" for name in NAMES
-    ]
+    expected = []
+    for name in NAMES:
+        sha256 = hashlib.sha256(files[name]).hexdigest()
+        expected.append(f"Input(path='{name}', size={len(files[name])}, sha256='{sha256}')")
 
     # the listing names all files, and downloads none
     listing = run(tmp_path, hub.url, SELECT.format(""), "print(*s.inputs, sep='\\n')")
@@ -220,7 +267,8 @@ def test_listing_and_download(hub, files, tmp_path):
     # the listing is saved, and only missing files are downloaded
     run(tmp_path, hub.url, SELECT.format(""), FETCH.format("1:3"))
     requests = hub.take_asked("")
-    assert len(requests) == 2 and all("/resolve/" in line for line in requests)
+    assert len(requests) == 2
+    assert all("/resolve/" in line for line in requests)
     assert all((root / name).read_bytes() == files[name] for name in NAMES[1:3])
 
     # without a network, only a missing file is an error
@@ -231,7 +279,8 @@ def test_listing_and_download(hub, files, tmp_path):
     # wrong bytes are an error when they are read
     hub.wrong.add(NAMES[0])
     out = run(tmp_path, hub.url, SELECT.format(""), FETCH.format(":1"), READ)
-    assert out[-1].startswith("UserError input.changed ") and NAMES[0] in out[-1]
+    assert out[-1].startswith("UserError input.changed ")
+    assert NAMES[0] in out[-1]
 
     # the cache passed as a copy has the same inputs
     (root / NAMES[0]).unlink()
@@ -243,10 +292,13 @@ def test_listing_and_download(hub, files, tmp_path):
 @pytest.mark.system
 def test_hub_refusals(hub, tmp_path):
     hub.refusals = {"1" * 40: 401, "3" * 40: 403}
-    revisions = [*hub.refusals, "main", "typo"]
-    steps = [SELECT.format(f", revision='{revision}'") for revision in revisions]
-    scarce = "from canon_pretrain.data import hub; hub.free_bytes = lambda path: 9"
-    out = run(tmp_path, hub.url, *steps, SELECT.format(""), scarce, FETCH.format(":1"))
+    steps = [
+        SELECT.format(f", revision='{revision}'") for revision in (*hub.refusals, "main", "typo")
+    ]
+    fill_disk = "from canon_pretrain.data import hub; hub.free_bytes = lambda path: 9"
+
+    out = run(tmp_path, hub.url, *steps, SELECT.format(""), fill_disk, FETCH.format(":1"))
+
     # a branch is resolved once
     assert any(line.startswith(f"{MOVED} 3 {tmp_path}") for line in out)
     errors = [line.split()[:3] for line in out if line.startswith(("UserError", "Hub"))]
@@ -256,4 +308,5 @@ def test_hub_refusals(hub, tmp_path):
         ["UserError", "hub.not_found", f"{FINEWEB.repo}@typo:"],
     ]
     # the free space is checked before the download
-    assert errors[3][:2] == ["HubUnavailable", "disk.full"] and not hub.take_asked()
+    assert errors[3][:2] == ["HubUnavailable", "disk.full"]
+    assert not hub.take_asked()

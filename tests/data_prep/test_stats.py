@@ -35,7 +35,8 @@ VALIDATION = [sentence(5000, 40), COPIED, sentence(5001, 5)]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder, groups = tmp_path_factory.mktemp("stats") / "data", ("RedPajamaBook", EVIL, "arXiv")
+    folder = tmp_path_factory.mktemp("stats") / "data"
+    groups = ("RedPajamaBook", EVIL, "arXiv")
     make_data_folder(folder, texts(), VALIDATION, groups=groups, max_part_tokens=3000)
     return folder
 
@@ -102,44 +103,58 @@ def test_empty_splits(tmp_path, monkeypatch):
 def test_the_page_draws_its_plots_and_requests_nothing(browser, data, tmp_path, size):
     page = tmp_path / "page.html"
     content = asdict(stats.stats(data, page))
+    num_bins = sum(len(split["lengths"]["bins"]) for split in content["splits"])
+
+    # nothing of the data is markup, and nothing may be requested
     html = page.read_text()
-    assert "<img src=x" not in html and "\x1b" not in html
+    assert "<img src=x" not in html
+    assert "\x1b" not in html
     policy = html.split('Content-Security-Policy" content="')[1].split('"')[0]
-    assert "default-src 'none'" in policy and "unsafe-inline" not in policy.split("style-src")[0]
+    assert "default-src 'none'" in policy
+    assert "unsafe-inline" not in policy.split("style-src")[0]
+
     browser.open(page, *size)
     browser.assert_fits(page, size[0])
-    bins = sum(len(split["lengths"]["bins"]) for split in content["splits"])
     for selector, count in {
-        "#plot-documents .bars .point": bins,
-        "#plot-tokens .bars .point": bins,
+        "#plot-documents .bars .point": num_bins,
+        "#plot-tokens .bars .point": num_bins,
         "#plot-frequencies .scatterlayer .trace": 2,
         "#plot-groups .barlayer .trace": 2,
         "img": 0,
     }.items():
-        found = "return document.querySelectorAll(arguments[0]).length"
-        assert browser.run(found, selector) == count, selector
+        script = "return document.querySelectorAll(arguments[0]).length"
+        assert browser.run(script, selector) == count, selector
 
 
 # ---- show
 
 
 def text_of(shown):
+    """Return the text of a document that is shown."""
     lines = [line.removeprefix("│ ") for line in shown.splitlines() if line.startswith("│ ")]
     return "\n".join(lines)
 
 
 def ids_of(shown):
-    lines = [line for line in shown.splitlines() if re.match(r"(ids:|    ) \d", line)]
-    return [int(word) for line in lines for word in line.removeprefix("ids:").split()]
+    """Return the ids of what is shown."""
+    ids = []
+    for line in shown.splitlines():
+        if re.match(r"(ids:|    ) \d", line):
+            ids += [int(number) for number in line.removeprefix("ids:").split()]
+    return ids
 
 
 def test_documents_are_shown_as_written(data):
     documents = [text for group in texts() for text in group]
     for number, text in enumerate(documents):
         shown = show_document(data, number, ids=True)
+
+        ids = tokens_of(text)
         assert text_of(shown) == printable(text, keep="\n\t")
-        assert ids_of(shown) == [*tokenizer().encode(text).tolist(), tokenizer().eos_id]
-        assert f" {number}: {len(ids_of(shown)):,} tokens" in shown and "-- EOS (2)" in shown
+        assert ids_of(shown) == ids
+        assert f" {number}: {len(ids):,} tokens" in shown
+        assert "-- EOS (2)" in shown
+
     shown = show_document(data, 0, split="validation")
     assert text_of(shown) == VALIDATION[0]
     with refused("option.invalid", option="--document"):
@@ -148,19 +163,22 @@ def test_documents_are_shown_as_written(data):
 
 @pytest.mark.parametrize("order", ["random", "permute"])
 def test_windows_are_those_of_the_loader(data, order):
-    sizes = {"seq_len": 60, "global_batch_size": 1, "local_batch_size": 1}
     with TokenShards.open(data / "train") as shards:
-        loader = BatchLoader(shards, data_seed=7, order=order, **sizes)
+        loader = BatchLoader(
+            shards, data_seed=7, order=order, seq_len=60, global_batch_size=1, local_batch_size=1
+        )
+        windows = [loader.next_batch()[0].tolist() for _ in range(30)]
         ends = shards.document_ends()
-        for sample in range(30):
-            (expected,) = loader.next_batch()
-            shown = show_window(data, sample, 7, seq_len=60, order=order, ids=True)
-            assert ids_of(shown) == expected.tolist()
-            match = re.search(r"tokens ([\d,]+) to ([\d,]+) ", shown)
-            assert match
-            first, last = (int(group.replace(",", "")) for group in match.groups())
-            assert last - first == 60
-            numbers = [int(n) for n in re.findall(r"^== document (\d+):", shown, re.MULTILINE)]
-            inside = np.searchsorted(ends, [first, last], side="right")
-            assert numbers == list(range(inside[0], inside[1] + 1))
-            assert shown.count("-- EOS (2)") == expected.tolist().count(2)
+
+    for sample, window in enumerate(windows):
+        shown = show_window(data, sample, 7, seq_len=60, order=order, ids=True)
+
+        assert ids_of(shown) == window
+        assert shown.count("-- EOS (2)") == window.count(2)
+        match = re.search(r"tokens ([\d,]+) to ([\d,]+) ", shown)
+        assert match
+        first, last = (int(number.replace(",", "")) for number in match.groups())
+        assert last - first == 60
+        first_document, last_document = np.searchsorted(ends, [first, last], side="right")
+        numbers = [int(n) for n in re.findall(r"^== document (\d+):", shown, re.MULTILINE)]
+        assert numbers == list(range(first_document, last_document + 1))

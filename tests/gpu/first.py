@@ -241,15 +241,19 @@ def check_kernels(place: Place, rows: Rows) -> None:
 
     from canon_pretrain.model import canon_check
 
-    backend = "compiled" if place.is_cpu else "triton"
-    dtype = torch.float32 if place.is_cpu else torch.bfloat16
-    jobs = {name: ["--config", f"train_configs/{name}.toml"] for name in CHECKED}
-    jobs["documents"] = [*jobs["nope_canon"], "--model.document_mask", "true"]
-    jobs["documents"] += ["--model.eos_id", "2"]
     if place.is_cpu:
+        backend = "compiled"
+        dtype = torch.float32
         jobs = {"debug": ["--config", "train_configs/debug.toml", "--model.vocab_size", "512"]}
-    for name, words in jobs.items():
-        job = parse(words)
+    else:
+        backend = "triton"
+        dtype = torch.bfloat16
+        jobs = {name: ["--config", f"train_configs/{name}.toml"] for name in CHECKED}
+        documents = ["--model.document_mask", "true", "--model.eos_id", "2"]
+        jobs["documents"] = [*jobs["nope_canon"], *documents]
+
+    for name, options in jobs.items():
+        job = parse(options)
         begin = time.monotonic()
         problem = canon_check.training_problem(
             job.model_args, backend, (2, job.training.seq_len), dtype, place.device
@@ -260,32 +264,39 @@ def check_kernels(place: Place, rows: Rows) -> None:
 
 def compare_resumed(place: Place, rows: Rows) -> None:
     """12 steps, and 6 with a resume, by deterministic kernels: bitwise equal losses and norms."""
-    words = one_batch(place, 6, 3)
-    words += ["--checkpoint.interval", "6", "--debug.deterministic"]
-    words += [] if place.is_cpu else ["--model.num_layers", "4"]
-    straight = train(place, "straight", [*words, "--run.stop_at", "12"])
+    options = one_batch(place, 6, 3)
+    options += ["--checkpoint.interval", "6", "--debug.deterministic"]
+    if not place.is_cpu:
+        options += ["--model.num_layers", "4"]
+
+    straight = train(place, "straight", [*options, "--run.stop_at", "12"])
     rows.add_run("straight", straight)
-    rows.add_run("first part", train(place, "resumed", [*words, "--run.stop_at", "6"]))
-    resumed = train(place, "resumed", [*words, "--run.stop_at", "12"])
+    rows.add_run("first part", train(place, "resumed", [*options, "--run.stop_at", "6"]))
+    resumed = train(place, "resumed", [*options, "--run.stop_at", "12"])
     rows.add_run("second part", resumed)
-    curves = [
-        {step.step: (step.loss, step.grad_norm) for step in run.steps}
-        for run in (straight, resumed)
+
+    resumed_curve = loss_curve(resumed)
+    equal_steps = [
+        step for step, values in loss_curve(straight).items() if resumed_curve.get(step) == values
     ]
-    equal = [step for step, values in curves[0].items() if curves[1].get(step) == values]
-    is_equal = len(equal) == 12
-    rows.add("bitwise", {"is_equal": is_equal, "equal_steps": equal}, is_good=is_equal)
+    is_equal = len(equal_steps) == 12
+    rows.add("bitwise", {"is_equal": is_equal, "equal_steps": equal_steps}, is_good=is_equal)
+
+
+def loss_curve(run: "Training") -> dict[int, tuple[float, float]]:
+    """Return the loss and gradient norm of each step."""
+    return {step.step: (step.loss, step.grad_norm) for step in run.steps}
 
 
 def measure_mfu(place: Place, rows: Rows) -> None:
     """Whole steps of 1.3B, micro-batch 6: Canon by the chosen kernels, none, by torch.compile."""
-    words = one_batch(place, 6, 6)
-    words += ["--checkpoint.interval", "100000", "--run.stop_at", "9"]
-    rows.add_run("nope_canon", train(place, "nope_canon", words))
+    options = one_batch(place, 6, 6)
+    options += ["--checkpoint.interval", "100000", "--run.stop_at", "9"]
+    rows.add_run("nope_canon", train(place, "nope_canon", options))
     if place.is_cpu:
         return
-    rows.add_run("nope", train(place, "nope", words, config="nope"))
-    compiled = [*words, "--model.canon_backend", "compiled"]
+    rows.add_run("nope", train(place, "nope", options, config="nope"))
+    compiled = [*options, "--model.canon_backend", "compiled"]
     rows.add_run("nope_canon compiled", train(place, "compiled", compiled))
 
 
@@ -294,8 +305,8 @@ def time_blocks(place: Place, rows: Rows) -> None:
     from canon_pretrain.kernels.backends import fla_mixers
     from canon_pretrain.model.args import flavor
 
-    plain = dataclasses.replace(flavor("debug" if place.is_cpu else "1b3"), position="nope")
-    plain = dataclasses.replace(plain, canon_set="")
+    base = flavor("debug" if place.is_cpu else "1b3")
+    plain = dataclasses.replace(base, position="nope", canon_set="")
     full = dataclasses.replace(plain, canon_set="ABCD")
     cases: list[tuple[str, Any, str, str]] = [
         ("none", plain, "compiled", "chunked"),
@@ -305,7 +316,9 @@ def time_blocks(place: Place, rows: Rows) -> None:
         cases.insert(1, ("ABCD triton", full, "triton", "chunked"))
         for name in LINEAR:
             args = parse(["--config", f"train_configs/{name}.toml"]).model_args
-            cases += [(f"{name} {way}", args, "compiled", way) for way in ("chunked", "fla")]
+            cases.append((f"{name} chunked", args, "compiled", "chunked"))
+            cases.append((f"{name} fla", args, "compiled", "fla"))
+
     for name, args, canon, mixer in cases:
         problem = fla_mixers().fla_problem(args.mixer, args.key_dim) if mixer == "fla" else None
         try:
@@ -315,6 +328,7 @@ def time_blocks(place: Place, rows: Rows) -> None:
 
 
 def time_block(place: Place, args: Any, canon: str, mixer: str) -> BlockTime:
+    """Time a compiled block with these backends of Canon and of the mixer."""
     import torch
 
     from canon_pretrain.kernels.backends import compile_options
@@ -322,8 +336,11 @@ def time_block(place: Place, args: Any, canon: str, mixer: str) -> BlockTime:
     from canon_pretrain.model.attention import Rope
     from canon_pretrain.model.transformer import TransformerBlock
 
-    device, on_gpu = place.device, not place.is_cpu
+    device = place.device
+    on_gpu = not place.is_cpu
     num_rows, num_tokens = (6, 4096) if on_gpu else (1, 64)
+
+    # A block with random weights.
     torch.compiler.reset()
     rope = Rope(args) if args.rope_dim else None
     attend = Attend(args) if args.mixer == "attention" else None
@@ -334,13 +351,18 @@ def time_block(place: Place, args: Any, canon: str, mixer: str) -> BlockTime:
         rope.reset(device)
     with torch.no_grad():
         for name, parameter in block.named_parameters():
-            parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(std=0.02)
     forward: Any = torch.compile(
         block,
         fullgraph=True,
         backend="inductor" if on_gpu else "eager",
         options=compile_options(device.type, canon) if on_gpu else None,
     )
+
+    # Its input, and the gradient of its output.
     dtype = next(block.parameters()).dtype
     h_BTD = torch.randn(num_rows, num_tokens, args.dim, device=device, dtype=dtype)
     h_BTD.requires_grad_()
@@ -355,6 +377,7 @@ def time_block(place: Place, args: Any, canon: str, mixer: str) -> BlockTime:
             torch.cuda.synchronize()
         return time.perf_counter() - begin
 
+    # Compile, warm up, measure.
     compile_s = seconds()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -380,38 +403,38 @@ def time_decoding(place: Place, rows: Rows) -> None:
     from tests.bench.variants import with_canon
 
     base = dataclasses.replace(flavor("debug" if place.is_cpu else "1b3"), position="nope")
+    dtype = torch.float32 if place.is_cpu else torch.bfloat16
     num_new = 8 if place.is_cpu else 64
     for canon_set in ("", "ABCD"):
-        dtype = torch.float32 if place.is_cpu else torch.bfloat16
         model = random_model(with_canon(base, canon_set), place.device, dtype)
         for batch in (1, 32):
             generator = torch.Generator().manual_seed(0)
             ids = torch.randint(3, base.vocab_size, (batch, 32), generator=generator)
-            time_generation(model, ids.tolist(), num_new)
+            time_generation(model, ids.tolist(), num_new)  # warm up
             times = time_generation(model, ids.tolist(), num_new)
             rows.add(f"{canon_set or 'none'}, batch {batch}", times)
 
 
 def run_kernel_tests(place: Place, rows: Rows) -> None:
     """The tests that are marked `gpu`, kernels first."""
-    words = ["-m", "gpu", "-n", "6", "--maxfail", "20", *GPU_TESTS]
+    arguments = ["-m", "gpu", "-n", "6", "--maxfail", "20", *GPU_TESTS]
     if place.is_cpu:
-        words = ["-n", "0", "tests/machine/test_hardware.py", "-k", "peak"]
-    rows.add_run("gpu", pytest(words))
+        arguments = ["-n", "0", "tests/machine/test_hardware.py", "-k", "peak"]
+    rows.add_run("gpu", pytest(arguments))
 
 
 def run_trainer_tests(place: Place, rows: Rows) -> None:
     """The trainer's tests that are marked `gpu`."""
-    words = ["-m", "gpu", "-n", "0", "tests/titan/test_train.py"]
+    arguments = ["-m", "gpu", "-n", "0", "tests/titan/test_train.py"]
     if place.is_cpu:
-        words = ["-n", "0", "tests/titan/test_staging.py"]
-    rows.add_run("gpu", pytest(words))
+        arguments = ["-n", "0", "tests/titan/test_staging.py"]
+    rows.add_run("gpu", pytest(arguments))
 
 
 # -- programs
 
 
-def parse(words: Sequence[str]) -> Any:
+def parse(arguments: Sequence[str]) -> Any:
     """Return the job of a command line."""
     from canon_pretrain.titan import device
 
@@ -419,53 +442,65 @@ def parse(words: Sequence[str]) -> Any:
     device.prepare_device()
     from canon_pretrain.titan.command_line import parse_job
 
-    return parse_job(words, quiet=True)
+    return parse_job(arguments, quiet=True)
 
 
 def one_batch(place: Place, global_batch: int, micro_batch: int) -> list[str]:
     """Return the options of a run on this stage's data."""
-    words = ["--training.global_batch_size", str(global_batch), "--metrics.log_freq", "1"]
-    words += ["--training.local_batch_size", str(micro_batch), "--validation.enable", "False"]
-    words += ["--data.path", str(place.data), "--force"]
-    return [*words, *(TINY if place.is_cpu else ())]
+    options = [
+        *("--training.global_batch_size", str(global_batch)),
+        *("--training.local_batch_size", str(micro_batch)),
+        *("--metrics.log_freq", "1"),
+        *("--validation.enable", "False"),
+        *("--data.path", str(place.data)),
+        "--force",
+    ]
+    if place.is_cpu:
+        options += TINY
+    return options
 
 
-def train(place: Place, name: str, words: Sequence[str], config: str = "nope_canon") -> Training:
+def train(place: Place, name: str, options: Sequence[str], config: str = "nope_canon") -> Training:
     """Train into the folder of runs `name`, resuming what is there; return the steps it took."""
     from canon_pretrain.run.folder import RunFolder
     from canon_pretrain.run.log import read_log
 
     folder = place.work / "runs" / name
-    program = [sys.executable, "-m", "canon_pretrain.train"]
-    program += ["--config", f"train_configs/{config}.toml", "--job.dump_folder", str(folder)]
+    command = [
+        *(sys.executable, "-m", "canon_pretrain.train"),
+        *("--config", f"train_configs/{config}.toml"),
+        *("--job.dump_folder", str(folder)),
+        *options,
+    ]
     begin = time.monotonic()
-    code = subprocess.run([*program, *words]).returncode
+    code = subprocess.run(command).returncode
     seconds = time.monotonic() - begin
 
     log = RunFolder(folder).log_file
     events = read_log(log) if log.exists() else []
-    names = [each.name for each in dataclasses.fields(Step)]
-    steps = [
-        Step(**{key: event.get(key) for key in names})
-        for event in events
-        if event["event"] == "step"
-    ]
+    names = [field.name for field in dataclasses.fields(Step)]
+    steps = []
+    for event in events:
+        if event["event"] == "step":
+            steps.append(Step(**{name: event.get(name) for name in names}))
+
     late = steps[4:] or steps
+    step_seconds = [step.seconds_per_step for step in late]
     mfus = [step.mfu for step in late if step.mfu is not None]
     return Training(
         exit_code=code,
         seconds=seconds,
         steps=steps,
-        seconds_per_step=statistics.median(x.seconds_per_step for x in late) if late else None,
+        seconds_per_step=statistics.median(step_seconds) if step_seconds else None,
         mfu=statistics.median(mfus) if mfus else None,
         memory_gib=max((step.memory_gib for step in late), default=None),
     )
 
 
-def pytest(words: Sequence[str]) -> Tests:
+def pytest(arguments: Sequence[str]) -> Tests:
     """Run tests; return how many passed, and the first lines of those that did not."""
     program = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
-    done = subprocess.run([*program, *words], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([*program, *arguments], stdout=subprocess.PIPE, text=True)
     print(done.stdout, flush=True)
     lines = done.stdout.splitlines() or [""]
     failed = [line[:300] for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -502,24 +537,30 @@ def run_stage(
     stage: Stage, place: Place, limit_s: float, environment: Mapping[str, str]
 ) -> Outcome:
     """Run a stage in a process of its own; stop it, and what it has started, at its limit."""
-    words = [sys.executable, "-m", "tests.gpu.first", "--stage", stage.name]
-    words += ["--out", str(place.out), "--work", str(place.work)]
-    words += ["--limit", str(limit_s), *(["--cpu"] if place.is_cpu else [])]
-    place.rows_file(stage.name).unlink(missing_ok=True)
-    begin, status = time.monotonic(), "ok"
+    command = [
+        *(sys.executable, "-m", "tests.gpu.first"),
+        *("--stage", stage.name),
+        *("--out", str(place.out)),
+        *("--work", str(place.work)),
+        *("--limit", str(limit_s)),
+    ]
+    if place.is_cpu:
+        command.append("--cpu")
+    rows_file = place.rows_file(stage.name)
+    rows_file.unlink(missing_ok=True)
+
+    begin = time.monotonic()
     with open(place.log_file(stage.name), "w") as log:
         process = subprocess.Popen(
-            words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
         try:
             code = process.wait(timeout=limit_s)
+            status = "failed" if code else "ok"
         except subprocess.TimeoutExpired:
-            status = "stopped"
             os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
-    if status == "ok" and code:
-        status = "failed"
-    rows_file = place.rows_file(stage.name)
+            status = "stopped"
     return Outcome(
         status=status,
         seconds=time.monotonic() - begin,
@@ -536,11 +577,12 @@ def run_all(place: Place, only: Sequence[str]) -> dict[str, Outcome]:
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         "XDG_CACHE_HOME": str(place.work / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(place.work / "inductor"),
+        "TRITON_CACHE_DIR": str(place.work / "triton"),
     }
-    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(place.work / "inductor")}
-    environment |= {"TRITON_CACHE_DIR": str(place.work / "triton")}
     if place.is_cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
+
     outcomes: dict[str, Outcome] = {}
     for stage in STAGES:
         if only and stage.name not in (*only, "data"):  # which the others read
@@ -551,6 +593,7 @@ def run_all(place: Place, only: Sequence[str]) -> dict[str, Outcome]:
         else:
             limit_s = min(patience * stage.most_s, left_s)
             outcomes[stage.name] = run_stage(stage, place, limit_s, environment)
+
         results = {
             "is_cpu": place.is_cpu,
             "seconds": time.monotonic() - begin,
@@ -576,20 +619,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--work", type=Path, help="data and runs, emptied first (default: OUT/work)"
     )
     parser.add_argument("--stage", choices=names, help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
-    out = given.out.absolute()
-    work = (given.work or out / "work").absolute()
-    place = Place(out, work, given.cpu, time.monotonic() + given.limit)
-    if given.stage is not None:
-        stage = next(stage for stage in STAGES if stage.name == given.stage)
+    options = parser.parse_args(argv)
+    out = options.out.absolute()
+    work = (options.work or out / "work").absolute()
+    place = Place(out, work, options.cpu, time.monotonic() + options.limit)
+
+    # This process is that of a stage.
+    if options.stage is not None:
+        stage = next(stage for stage in STAGES if stage.name == options.stage)
         rows = Rows(place.rows_file(stage.name))
         stage.run(place, rows)
         return int(bool(rows.failed))
 
+    # This process runs all stages.
     out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    outcomes = run_all(place, given.only)
+    outcomes = run_all(place, options.only)
     print(f"results: {out / 'results.json'}")
     return int(any(outcome.status != "ok" for outcome in outcomes.values()))
 

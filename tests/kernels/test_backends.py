@@ -28,30 +28,43 @@ def test_the_reference_equals_loops_and_conv1d(num_tokens, num_taps):
     x, weight = randoms((2, num_tokens, 5), (5, 1, num_taps))
     convolved = F.conv1d(F.pad(x.transpose(1, 2), (num_taps - 1, 0)), weight, groups=5)
     convolved = convolved.transpose(1, 2)
+
     for residual, activation in itertools.product((True, False), repeat=2):
         y = canon_reference(x, weight, residual=residual, activation=activation)
+
         cfg = SimpleNamespace(canon_residual=residual, canon_activation=activation)
         assert_close_float64(y, canon_by_loops(x, weight, cfg))
-        expected = (F.silu(convolved) if activation else convolved) + residual * x
-        assert_close_float64(y, expected)
+        by_conv1d = F.silu(convolved) if activation else convolved
+        assert_close_float64(y, by_conv1d + residual * x)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_bfloat16_is_summed_in_float32(weight_dtype):
     x, weight = randoms((2, 9, 5), (5, 1, 4), dtype=torch.bfloat16)
-    y = canon_reference(x, weight.to(weight_dtype), **PLAIN)
     exact = canon_reference(x.float(), weight.float(), **PLAIN)
+
+    y = canon_reference(x, weight.to(weight_dtype), **PLAIN)
+
     # rounded once, at the end
-    assert y.dtype == torch.bfloat16 and torch.equal(y, exact.to(torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    assert torch.equal(y, exact.to(torch.bfloat16))
 
 
-def test_bad_shapes_and_unavailable_backends_are_refused(monkeypatch):
-    for x_shape, weight_shape in (((2, 3, 4), (5, 1, 4)), ((3, 4), (4, 1, 4)), ((2, 3, 4), (4, 4))):
-        with pytest.raises(ValueError, match="expected"):
-            canon_reference(torch.zeros(x_shape), torch.zeros(weight_shape), **PLAIN)
+@pytest.mark.parametrize(
+    ("x_shape", "weight_shape"),
+    [((2, 3, 4), (5, 1, 4)), ((3, 4), (4, 1, 4)), ((2, 3, 4), (4, 4))],
+    ids=["other channels", "no rows", "flat weight"],
+)
+def test_bad_shapes_are_refused(x_shape, weight_shape):
+    with pytest.raises(ValueError, match="expected"):
+        canon_reference(torch.zeros(x_shape), torch.zeros(weight_shape), **PLAIN)
+
+
+def test_unavailable_backends_are_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with refused("canon.unavailable", backend="triton"):
         backends.check_canon_backend("triton", "cpu")
+
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for backend in ("triton", "causal_conv1d", "fla"):
         with refused("canon.unavailable", backend=backend):
@@ -60,30 +73,38 @@ def test_bad_shapes_and_unavailable_backends_are_refused(monkeypatch):
         Transformer(variant("nope ABCD"), canon_backend="tritan")
 
 
-def test_why_triton_is_unavailable(monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device, dtype, interpret, reason in (
+@pytest.mark.parametrize(
+    ("device", "dtype", "interpret", "reason"),
+    [
         ("cpu", torch.float32, "0", "TRITON_INTERPRET=1"),
         ("cpu", torch.float32, "1", "None"),
         ("cpu", torch.float64, "1", "float64"),
         ("mps", torch.float32, "0", '"mps"'),
         ("cuda", torch.bfloat16, "0", "CUDA"),
-    ):
-        monkeypatch.setenv("TRITON_INTERPRET", interpret)
-        assert reason in str(backends.backend_problem("triton", device, dtype))
+    ],
+    ids=["cpu", "interpreter", "float64", "mps", "no cuda"],
+)
+def test_why_triton_is_unavailable(device, dtype, interpret, reason, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+
+    assert reason in str(backends.backend_problem("triton", device, dtype))
 
 
 @pytest.mark.parametrize("backend", ["compiled", "causal_conv1d", "fla", "triton"])
 def test_backends_fall_back_to_compiled(monkeypatch, backend):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     gate, up, weight = randoms((2, 9, 8), (2, 9, 8), (16, 1, 4))
+
+    y = canon(gate, weight[:8], **PLAIN, backend=backend)
     expected = canon(gate, weight[:8], **PLAIN, backend="reference")
-    torch.testing.assert_close(canon(gate, weight[:8], **PLAIN, backend=backend), expected)
+    torch.testing.assert_close(y, expected)
+
     for relu2 in (False, True):
+        y = canon_gate(gate, up, weight, **PLAIN, relu2=relu2, backend=backend)
         expected = canon_gate(gate, up, weight, **PLAIN, relu2=relu2, backend="reference")
-        found = canon_gate(gate, up, weight, **PLAIN, relu2=relu2, backend=backend)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(y, expected)
 
 
 # ---- a sequence in chunks against the formula over all of it
@@ -92,8 +113,9 @@ WIDTHS = [5, 2, 4]  # of the parts
 
 
 def _inputs(num_tokens, width=4, dtype=torch.float64):
-    shapes = (3, num_tokens, sum(WIDTHS)), (sum(WIDTHS), 1, width)
-    return randoms(*shapes, dtype=dtype, seed=num_tokens)
+    """Return x [3, T, C] and a weight of `width` taps; C channels in parts of WIDTHS."""
+    channels = sum(WIDTHS)
+    return randoms((3, num_tokens, channels), (channels, 1, width), dtype=dtype, seed=num_tokens)
 
 
 def _read(x, weight, sizes, segments=None, memory=None, start=0, **kind):
@@ -120,48 +142,61 @@ def _read(x, weight, sizes, segments=None, memory=None, start=0, **kind):
 )
 def test_any_chunks_of_any_documents(kind, sizes, width, every):
     num_tokens = max(1, sum(sizes))
-    leaves = [value.requires_grad_() for value in _inputs(num_tokens, width)]
+    x, weight = _inputs(num_tokens, width)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
     segments = segments_of(num_tokens, width - 1, every)
     expected = canon_reference(*leaves, **kind, segments_BN=segments)[:, : sum(sizes)]
+
     with torch.no_grad():
-        assert_close_float64(_read(*leaves, sizes, segments, **kind), expected)
-    found = _read(*leaves, sizes, segments, **kind)
-    assert_close_float64(found, expected)
+        without_graph = _read(*leaves, sizes, segments, **kind)
+    y = _read(*leaves, sizes, segments, **kind)
+
+    assert_close_float64(without_graph, expected)
+    assert_close_float64(y, expected)
     if sum(sizes):
-        (dy,) = randoms(found.shape, seed=1)
-        grads = [torch.autograd.grad(y, leaves, dy) for y in (found, expected)]
-        torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-11)
+        (dy,) = randoms(y.shape, seed=1)
+        grads = torch.autograd.grad(y, leaves, dy)
+        expected_grads = torch.autograd.grad(expected, leaves, dy)
+        torch.testing.assert_close(grads, expected_grads, rtol=1e-11, atol=1e-11)
 
 
 def _step(memories, tokens, weights, window):
-    steps = memories[0]._step
-    (step,) = group_steps(memories, [steps] if steps else [])
+    """Read one token at each site, in one step of them all; return the outputs by site."""
+    known_step = memories[0]._step
+    (step,) = group_steps(memories, [known_step] if known_step else [])
     step.begin(window)
-    sites = zip(memories, tokens, weights, strict=True)
-    found = [torch.cat(memory.read(x.split(WIDTHS, -1), w, window), -1) for memory, x, w in sites]
+    outputs = []
+    for memory, x, weight in zip(memories, tokens, weights, strict=True):
+        parts = memory.read(x.split(WIDTHS, -1), weight, window)
+        outputs.append(torch.cat(parts, -1))
     step.end()
-    return found
+    return outputs
 
 
 @torch.no_grad()
 @every_kind
 @pytest.mark.parametrize(("width", "every"), [(2, 3), (3, 0), (4, 1)])
 def test_sites_that_step_together_equal_one_pass(width, every, kind):
-    inputs = [_inputs(num_tokens, width) for num_tokens in (30, 31, 32)]
+    sites = [_inputs(num_tokens, width) for num_tokens in (30, 31, 32)]
+    weights = [weight for _, weight in sites]
     segments = segments_of(30, width - 1, every)
-    expected = [canon_reference(x[:, :30], w, **kind, segments_BN=segments) for x, w in inputs]
-    memories = [CanonMemory(x, w, **kind) for x, w in inputs]
-    weights, t = [w for _, w in inputs], 0
+    expected = [canon_reference(x[:, :30], w, **kind, segments_BN=segments) for x, w in sites]
+    memories = [CanonMemory(x, weight, **kind) for x, weight in sites]
+
+    t = 0
     for size in (5, *(1,) * 4, 2, -1, *(1,) * 9, 8):  # 1: together; -1: one token, site by site
         stop = t + abs(size)
-        window = None if segments is None else segments[:, t : stop + width - 1]
         if size == 1:
-            found = _step(memories, [x[:, t:stop] for x, _ in inputs], weights, window)
+            window = None if segments is None else segments[:, t : stop + width - 1]
+            outputs = _step(memories, [x[:, t:stop] for x, _ in sites], weights, window)
         else:
-            pairs = zip(memories, inputs, strict=True)
-            found = [_read(x, w, [stop - t], segments, m, t) for m, (x, w) in pairs]
-        for one, whole in zip(found, expected, strict=True):
-            assert_close_float64(one, whole[:, t:stop])
+            outputs = [
+                _read(x, weight, [stop - t], segments, memory, t)
+                for memory, (x, weight) in zip(memories, sites, strict=True)
+            ]
+
+        for output, whole in zip(outputs, expected, strict=True):
+            assert_close_float64(output, whole[:, t:stop])
         t = stop
     assert t == 29
 
@@ -172,11 +207,17 @@ def test_sites_that_step_together_equal_one_pass(width, every, kind):
 def test_sums_are_float32_and_rounded_once(dtype, kind):
     x, weight = _inputs(200, dtype=dtype)
     truth = canon_reference(x.double(), weight.double(), **kind)
-    theirs = (canon_reference(x, weight, **kind).double() - truth).norm()
+    reference_error = (canon_reference(x, weight, **kind).double() - truth).norm()
+
+    # The first token alone, then steps of one token; the other readings are in chunks.
     memory = CanonMemory(x, weight, **kind)
     steps = [_read(x, weight, [1], memory=memory)]
-    steps += [_step([memory], [x[:, t : t + 1]], [weight], None)[0] for t in range(1, 200)]
-    cuts = ([150] + [1] * 50, [2] * 100, [50] * 4)
-    for found in (torch.cat(steps, dim=1), *(_read(x, weight, sizes, **kind) for sizes in cuts)):
-        assert found.dtype == dtype
-        assert (found.double() - truth).norm() <= 1.001 * theirs
+    for t in range(1, 200):
+        steps += _step([memory], [x[:, t : t + 1]], [weight], None)
+    outputs = [torch.cat(steps, dim=1)]
+    for sizes in ([150] + [1] * 50, [2] * 100, [50] * 4):
+        outputs.append(_read(x, weight, sizes, **kind))
+
+    for output in outputs:
+        assert output.dtype == dtype
+        assert (output.double() - truth).norm() <= 1.001 * reference_error

@@ -10,15 +10,18 @@ from canon_pretrain.kernels import backends
 from canon_pretrain.kernels.gla import chunked_gla
 from tests.canon_inputs import randoms
 
-B, H, K, V, SCALE = 2, 2, 8, 6, 0.3
+B, H, K, V = 2, 2, 8, 6  # rows, heads, widths of keys and of values
+SCALE = 0.3
 DECAYS = ["model", "near 0", "near 1", "mixed", "some 0"]
 
 
 def recurrence(q, k, v, log_decay, state, starts):
+    """Compute the formula, token by token."""
     outputs = []
     for t in range(q.shape[1]):
         state = torch.where(starts[:, t, None, None, None], 0, state)
-        state = log_decay[:, t, :, :, None].exp() * state + k[:, t, :, :, None] * v[:, t, :, None]
+        decay_t = log_decay[:, t, :, :, None].exp()
+        state = decay_t * state + k[:, t, :, :, None] * v[:, t, :, None]
         outputs.append(SCALE * (q[:, t, :, None] @ state)[:, :, 0])
     return torch.stack(outputs, dim=1), state
 
@@ -29,7 +32,8 @@ def gla(q, k, v, log_decay, state=None, starts=None, **options):
 
 def problem(num_tokens, decays="model", dtype=torch.float64, starts_every=0):
     """Return q, k, v, log decays, a state and starts; all are exact in float32."""
-    keys, values = (B, num_tokens, H, K), (B, num_tokens, H, V)
+    keys = (B, num_tokens, H, K)
+    values = (B, num_tokens, H, V)
     q, k, v, gate, state = randoms(keys, keys, values, keys, (B, H, K, V), dtype=torch.float32)
     log_decay = {
         "model": torch.nn.functional.logsigmoid(gate) / 16,
@@ -38,22 +42,26 @@ def problem(num_tokens, decays="model", dtype=torch.float64, starts_every=0):
         "mixed": -(8 * gate).exp(),
         "some 0": torch.where(gate > 1, -torch.inf, -gate.abs()),
     }[decays]
+
     starts = torch.zeros(B, num_tokens, dtype=torch.bool)
     if starts_every:
-        starts[0, ::starts_every] = starts[1, num_tokens // 2] = True
+        starts[0, ::starts_every] = True
+        starts[1, num_tokens // 2] = True
     return [x.to(dtype) for x in (q, k, v, log_decay, state)], starts
 
 
 def outputs_and_grads(function, inputs, starts, **options):
+    """Return the outputs and the gradients of all inputs for random gradients of the outputs."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    found = function(*leaves, starts, **options)
-    given = [d.to(x.dtype) for d, x in zip(randoms(*(x.shape for x in found)), found, strict=True)]
-    return [*found, *torch.autograd.grad(found, leaves, given)]
+    outputs = function(*leaves, starts, **options)
+    upstream = randoms(*(output.shape for output in outputs))
+    upstream = [dy.to(output.dtype) for dy, output in zip(upstream, outputs, strict=True)]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
 
 
-def assert_equal_to_scale(found, expected, tolerance):
+def assert_equal_to_scale(computed, expected, tolerance):
     """Errors are at most `tolerance` times the largest value, or 1 if that is larger."""
-    for ours, true in zip(found, expected, strict=True):
+    for ours, true in zip(computed, expected, strict=True):
         assert ours.shape == true.shape
         error = (ours.double() - true.double()).abs().max()
         assert error <= tolerance * true.double().abs().max().clamp(min=1)
@@ -66,8 +74,8 @@ def test_values_states_and_gradients(num_tokens, decays):
         exact, starts = problem(num_tokens, decays, starts_every=every)
         expected = outputs_and_grads(recurrence, exact, starts)
         for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-5)):
-            found = outputs_and_grads(gla, [x.to(dtype) for x in exact], starts)
-            assert_equal_to_scale(found, expected, tolerance)
+            chunked = outputs_and_grads(gla, [x.to(dtype) for x in exact], starts)
+            assert_equal_to_scale(chunked, expected, tolerance)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 256])
@@ -81,52 +89,82 @@ def test_any_chunk_computes_the_same(chunk):
 def test_calls_in_sequence_equal_one_call(decays):
     (*inputs, state), starts = problem(100, decays, torch.float32, starts_every=9)
     expected = gla(*inputs, state, starts)
+
     outputs = []
     for begin, end in ((0, 37), (37, 96), (96, 97), (97, 98), (98, 99), (99, 100)):
         part = [x[:, begin:end] for x in inputs]
         output, state = gla(*part, state, starts[:, begin:end])
         outputs.append(output)
+
     assert_equal_to_scale((torch.cat(outputs, dim=1), state), expected, 1e-6)
 
 
-def test_documents_and_padding_do_not_see_each_other():
+def three_documents():
+    """Return a problem of documents of 30, 45 and 15 tokens; the second ends in left padding."""
     (*inputs, state), starts = problem(90, "model", torch.float32)
     starts[:, [30, 75]] = True
-    inputs[1][:, 60:75] = inputs[2][:, 60:75] = 0  # left padding of the last document
-    output, end = gla(*inputs, state, starts)
-    alone, _ = gla(*(x[:, 30:60] for x in inputs))
-    assert_equal_to_scale([output[:, 30:60]], [alone], 1e-6)
-    assert_equal_to_scale((output[:, 75:], end), gla(*(x[:, 75:] for x in inputs)), 1e-6)
-    # nothing crosses a start, in either direction, not even rounded
+    _, k, v, _ = inputs
+    k[:, 60:75] = 0
+    v[:, 60:75] = 0
+    return inputs, state, starts
+
+
+def test_documents_and_padding_equal_calls_alone():
+    inputs, state, starts = three_documents()
+
+    output, last_state = gla(*inputs, state, starts)
+
+    second_alone, _ = gla(*(x[:, 30:60] for x in inputs))
+    assert_equal_to_scale([output[:, 30:60]], [second_alone], 1e-6)
+    last_alone = gla(*(x[:, 75:] for x in inputs))
+    assert_equal_to_scale((output[:, 75:], last_state), last_alone, 1e-6)
+
+
+def test_no_gradient_crosses_a_start():
+    """In neither direction, not even rounded."""
+    inputs, state, starts = three_documents()
     leaves = [x.requires_grad_() for x in (*inputs, state)]
-    grads = torch.autograd.grad(gla(*leaves, starts)[0][:, 30:60].sum(), leaves)
-    outside = [part for grad in grads[:3] for part in (grad[:, :30], grad[:, 60:])]
-    assert not any(part.any() for part in (*outside, grads[4]))
+
+    output, _ = gla(*leaves, starts)
+    dq, dk, dv, _, dstate = torch.autograd.grad(output[:, 30:60].sum(), leaves)
+
+    for grad in (dq, dk, dv):
+        assert not grad[:, :30].any()
+        assert not grad[:, 60:].any()
+    assert not dstate.any()
+
+
+def saved_share_and_grads(backend="aot_eager_decomp_partition"):
+    """Compile the mixer; return the bytes that it saves per byte of its inputs, and gradients."""
+    torch._dynamo.reset()
+    (*inputs, _), _ = problem(140, dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in inputs]
+    run = torch.compile(backends.recurrence("gla", "chunked"), backend=backend, fullgraph=True)
+    sizes = {}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        output, _ = run(*leaves, scale=SCALE)
+    input_bytes = sum(x.numel() * x.itemsize for x in leaves)
+    return sum(sizes.values()) / input_bytes, torch.autograd.grad(output.square().sum(), leaves)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.system
 def test_compiled_for_a_gpu_only_inputs_are_saved(monkeypatch):
-    def saved(backend="aot_eager_decomp_partition"):
-        torch._dynamo.reset()
-        leaves = [x.requires_grad_() for x in problem(140, dtype=torch.float32)[0][:4]]
-        run = torch.compile(backends.recurrence("gla", "chunked"), backend=backend, fullgraph=True)
-        sizes = {}
+    share_on_cpu, expected = saved_share_and_grads()
 
-        def pack(x):
-            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            o, _ = run(*leaves, scale=SCALE)
-        own = sum(x.numel() * x.itemsize for x in leaves)
-        return sum(sizes.values()) / own, torch.autograd.grad(o.square().sum(), leaves)
-
-    (on_cpu, expected), is_cuda = saved(), lambda x, tx: VariableTracker.build(tx, True)
+    is_cuda = lambda x, tx: VariableTracker.build(tx, True)  # noqa: E731
     monkeypatch.setattr(TensorVariable, "method_attr_is_cuda", is_cuda)
-    on_gpu, found = saved()
-    assert on_gpu < 1.1 < 2 < on_cpu  # the zeros of the first state are saved too
-    for ours, true in zip(found, expected, strict=True):
+    share_on_gpu, grads = saved_share_and_grads()
+
+    assert share_on_gpu < 1.1  # the zeros of the first state are saved too
+    assert share_on_cpu > 2
+    for ours, true in zip(grads, expected, strict=True):
         torch.testing.assert_close(ours, true)
 
 
@@ -134,13 +172,17 @@ def test_compiled_for_a_gpu_only_inputs_are_saved(monkeypatch):
 def test_low_precision_inputs_have_a_float32_state(dtype):
     exact, starts = problem(130, dtype=torch.float32, starts_every=50)
     inputs = [x.to(dtype) for x in exact[:3]] + exact[3:]
-    found = outputs_and_grads(gla, inputs, starts)
-    assert [found[0].dtype, *(x.dtype for x in found[2:])] == [dtype, *(x.dtype for x in inputs)]
     expected = outputs_and_grads(recurrence, [x.double() for x in inputs], starts)
+
+    computed = outputs_and_grads(gla, inputs, starts)
+
+    output, last_state, *grads = computed
+    assert output.dtype == dtype
+    assert last_state.dtype == torch.float32
+    assert [grad.dtype for grad in grads] == [x.dtype for x in inputs]
     # the output's gradient is rounded too
-    assert_equal_to_scale(found, expected, 2 * torch.finfo(dtype).eps)
-    assert found[1].dtype == torch.float32
-    assert_equal_to_scale([found[1]], [expected[1]], 1e-6)
+    assert_equal_to_scale(computed, expected, 2 * torch.finfo(dtype).eps)
+    assert_equal_to_scale([last_state], [expected[1]], 1e-6)
 
 
 @pytest.mark.system
@@ -148,15 +190,27 @@ def test_low_precision_inputs_have_a_float32_state(dtype):
 def test_the_delta_rule_of_transformers_without_its_correction(form):
     # Kimi's S + b k (v - k S) is GLA's for v / b and a tiny power of two b
     kimi = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    rule = getattr(kimi, f"{form}_kimi_delta_attention")
     (q, k, v, log_decay, state), _ = problem(100, dtype=torch.float32)
     beta = torch.full(q.shape[:3], 2.0**-40)
-    rule = getattr(kimi, f"{form}_kimi_delta_attention")
-    options = {"initial_state": state, "output_final_state": True}
-    output, end = rule(q, k, v / beta[..., None], log_decay, beta, **options)
-    assert_equal_to_scale(gla(q, k, v, log_decay, state), (SCALE * K**0.5 * output, end), 2e-6)
+
+    output, last_state = rule(
+        q,
+        k,
+        v / beta[..., None],
+        log_decay,
+        beta,
+        initial_state=state,
+        output_final_state=True,
+    )
+
+    expected = (SCALE * K**0.5 * output, last_state)
+    assert_equal_to_scale(gla(q, k, v, log_decay, state), expected, 2e-6)
 
 
 class CreatedBytes(TorchDispatchMode):
+    """Count the bytes of all tensors that operators return."""
+
     total = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -167,13 +221,16 @@ class CreatedBytes(TorchDispatchMode):
 
 
 def test_time_and_memory_are_linear_and_only_inputs_are_saved():
-    created, saved = [], []
+    saved = []
     save = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
+
+    created = []
     for num_tokens in (256, 512):
         inputs, starts = problem(num_tokens)
         with CreatedBytes() as counter, save:
             outputs_and_grads(gla, inputs, starts)
         created.append(counter.total)
+
     assert created[1] <= 2.02 * created[0]
     assert len(saved) == 2 * len((*inputs, starts))
 
@@ -184,6 +241,9 @@ def test_time_and_memory_are_linear_and_only_inputs_are_saved():
 @pytest.mark.parametrize("num_tokens", [1, 150])
 def test_it_is_one_graph(num_tokens, backend):
     torch.compiler.reset()
-    given = problem(num_tokens, "mixed", torch.float32, starts_every=40)
+    inputs, starts = problem(num_tokens, "mixed", torch.float32, starts_every=40)
+    expected = outputs_and_grads(gla, inputs, starts)
+
     compiled = torch.compile(gla, backend=backend, fullgraph=True)
-    assert_equal_to_scale(outputs_and_grads(compiled, *given), outputs_and_grads(gla, *given), 2e-6)
+
+    assert_equal_to_scale(outputs_and_grads(compiled, inputs, starts), expected, 2e-6)

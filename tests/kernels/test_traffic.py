@@ -35,6 +35,7 @@ QUICK = ("nope", "released_1b")
 
 
 def work_of(function, *shapes, constant_shapes=()):
+    """Trace a function of tensors of these shapes, and estimate its work."""
     with FakeTensorMode():
         values = [torch.empty(shape) for shape in shapes]
         graph = make_fx(function)(*values)
@@ -81,18 +82,27 @@ def test_parameters_and_their_gradients_are_free():
 
 
 def test_a_recurrence_is_counted_by_what_is_inside():
-    chunks, heads, length, width = 8, 2, 64, 16
+    chunks = 8
+    heads = 2
+    length = 64
+    width = 16
     operator = getattr(torch.ops.canon_pretrain, f"{OPERATORS.partition('::')[2]}_delta_scan")
 
     def function(system, value, read, write, decay, state):
         return operator(system, value, read, write, decay, state)
 
     rows = (chunks, heads, length, width)
-    shapes = [(chunks, heads, length, length), rows, rows, rows, (chunks, heads, 1, 1)]
     with FakeTensorMode():
-        values = [torch.empty(shape) for shape in (*shapes, (heads, width, width))]
-        graph = make_fx(function)(*values)
+        graph = make_fx(function)(
+            torch.empty(chunks, heads, length, length),
+            torch.empty(rows),
+            torch.empty(rows),
+            torch.empty(rows),
+            torch.empty(chunks, heads, 1, 1),
+            torch.empty(heads, width, width),
+        )
     work = recurrence_work(graph)
+
     # of a chunk: read and write the state, and a product with the inverse
     flops = chunks * heads * 2 * (2 * length * width * width + length * length * width)
     assert work.flops == {"float32": flops}
@@ -107,13 +117,22 @@ def test_a_recurrence_is_counted_by_what_is_inside():
 def test_blocks_move_what_inductor_counts(row):
     """Counted by Inductor for an H100: kernels/codegen.json."""
     args = replace(Case(row["model"], row["canon_set"], row["backend"]).args, max_seq_len=4096)
+
     costs = compiled_block_costs(args, torch.bfloat16, row["backend"])
-    moved = costs.forward.bytes_moved + costs.backward.bytes_moved
-    counted = KIB * (row["forward"]["kib"]["other"] + row["backward"]["kib"]["other"])
-    assert TRAFFIC_FACTOR * moved == pytest.approx(counted, rel=0.2)
-    for estimated, one in zip((costs.forward, costs.backward), row_passes(row), strict=True):
-        launches = one["launches"] + one["operators"] + one["gemms"]
+
+    counted_bytes = KIB * (row["forward"]["kib"]["other"] + row["backward"]["kib"]["other"])
+    assert TRAFFIC_FACTOR * moved_bytes(costs) == pytest.approx(counted_bytes, rel=0.2)
+    for estimated, counted in (
+        (costs.forward, row["forward"]),
+        (costs.backward, row["backward"]),
+    ):
+        launches = counted["launches"] + counted["operators"] + counted["gemms"]
         assert estimated.launches == pytest.approx(launches, rel=0.25)
+
+
+def moved_bytes(costs):
+    """Return the bytes that a block moves in a step."""
+    return costs.forward.bytes_moved + costs.backward.bytes_moved
 
 
 @pytest.mark.parametrize("num_tokens", [64, 176])
@@ -121,14 +140,16 @@ def test_a_length_like_a_width_counts_its_activations(num_tokens):
     """Activations [T, C] are told from parameters by their shapes."""
     args = replace(flavor("debug"), position="nope")
     assert {args.dim, args.ffn_dim} == {64, 176}
-    known, other = (
-        compiled_block_costs(replace(args, max_seq_len=length), torch.bfloat16, "compiled")
-        for length in (num_tokens, 1024)
-    )
-    moved = known.forward.bytes_moved + known.backward.bytes_moved
-    expected = other.forward.bytes_moved + other.backward.bytes_moved
-    assert moved == pytest.approx(expected, rel=0.01)
-    assert known.forward.product_bytes == pytest.approx(other.forward.product_bytes, rel=0.01)
+
+    def costs_of(length):
+        return compiled_block_costs(replace(args, max_seq_len=length), torch.bfloat16, "compiled")
+
+    costs = costs_of(num_tokens)
+    expected = costs_of(1024)
+
+    assert moved_bytes(costs) == pytest.approx(moved_bytes(expected), rel=0.01)
+    product_bytes = expected.forward.product_bytes
+    assert costs.forward.product_bytes == pytest.approx(product_bytes, rel=0.01)
 
 
 def test_a_block_does_not_know_its_vocabulary():
@@ -140,17 +161,23 @@ def test_a_block_does_not_know_its_vocabulary():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_products_of_experts_count(dtype):
-    sizes = {"num_experts": 4, "experts_per_token": 2, "ffn_dim": 64, "moe_gated": True}
     args = replace(
-        flavor("debug"), ffn="moe", canon_set="", position="nope", max_seq_len=256, **sizes
+        flavor("debug"),
+        ffn="moe",
+        num_experts=4,
+        experts_per_token=2,
+        ffn_dim=64,
+        moe_gated=True,
+        canon_set="",
+        position="nope",
+        max_seq_len=256,
     )
+
     flops = compiled_block_costs(args, dtype, "compiled").forward.flops
-    experts = 2 * 3 * 2 * args.dim * args.ffn_dim
+
+    num_matrices = 3  # of a gated expert
+    experts = 2 * args.experts_per_token * num_matrices * args.dim * args.ffn_dim
     if dtype == torch.bfloat16:
         assert flops["grouped"] == experts
     else:
         assert flops["float32"] >= experts + 2 * 4 * args.dim**2
-
-
-def row_passes(row):
-    return row["forward"], row["backward"]

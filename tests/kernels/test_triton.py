@@ -16,9 +16,14 @@ from tests.triton_cases import CASES
 def _run(module, out, *arguments, **environment):
     """Run a module in its own process: TRITON_INTERPRET is read when triton is imported."""
     pytest.importorskip("triton")
-    command = [sys.executable, "-m", module, str(out), *arguments]
-    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    done = subprocess.run(command, cwd=ROOT, env=inherited, capture_output=True, text=True)
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", module, str(out), *arguments],
+        cwd=ROOT,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
 
@@ -64,12 +69,15 @@ def test_every_launch_asks_for_fused_multiply_adds(site, monkeypatch):
             monkeypatch.setattr(module, name, launches[name])
     x = torch.zeros(1, 8, 32, requires_grad=True)
     options = {"residual": True, "activation": False}
+
     if site == "gate":
         weight = torch.zeros(64, 1, 4, requires_grad=True)
         y = fused.canon_gate_triton(x, x, weight, relu2=False, **options)
     else:
-        y = fused.canon_triton(x, torch.zeros(32, 1, 4, requires_grad=True), **options)
+        weight = torch.zeros(32, 1, 4, requires_grad=True)
+        y = fused.canon_triton(x, weight, **options)
     y.sum().backward()
+
     assert len(launches) == 3  # forward, backward, and the sums of the weight's gradient
     for name, launch in launches.items():
         assert launch.options, name
@@ -79,8 +87,13 @@ def test_every_launch_asks_for_fused_multiply_adds(site, monkeypatch):
 @pytest.mark.system
 @pytest.mark.parametrize("capability", ["90", "80"])
 def test_kernels_compile_without_spills_and_atomics(tmp_path, capability):
-    out, cache = tmp_path / "kernels.json", str(tmp_path / "cache")
-    compiled = _run("tests.triton_compiled", out, capability, TRITON_CACHE_DIR=cache)
+    compiled = _run(
+        "tests.triton_compiled",
+        tmp_path / "kernels.json",
+        capability,
+        TRITON_CACHE_DIR=str(tmp_path / "cache"),
+    )
+
     assert len({name.split()[0] for name in compiled}) == 5
     for name, (text, resources) in compiled.items():
         assert "st.global" in text  # PTX of a kernel that writes

@@ -51,40 +51,55 @@ def test_property(name):
 
 
 def _inputs(rows, num_tokens, width):
+    """Return x in bfloat16, the gain of a norm, and the weight of Canon."""
     x = torch.randn(rows, num_tokens, width, device="cuda", dtype=BF16)
-    gain, weight = torch.rand(width, device="cuda"), torch.rand(width, 1, 4, device="cuda")
+    gain = torch.rand(width, device="cuda")
+    weight = torch.rand(width, 1, 4, device="cuda")
     return [value.requires_grad_() for value in (x, gain, weight)]
 
 
-def _with_gradients(inputs, *others):
-    y = norm_canon(*inputs, *others, **PLAIN)
-    return y, *torch.autograd.grad(y, inputs, torch.ones_like(y))
+def _with_gradients(x, gain, weight):
+    """Return the output and the gradients of all inputs."""
+    y = norm_canon(x, gain, weight, **PLAIN)
+    return y, *torch.autograd.grad(y, (x, gain, weight), torch.ones_like(y))
 
 
 def test_gradients_are_deterministic_on_a_busy_gpu():
     inputs = _inputs(4, 4096, 2048)
-    noise, results = torch.randn(4096, 4096, device="cuda"), []
-    beside = torch.cuda.Stream()
+    noise = torch.randn(4096, 4096, device="cuda")
+    second_stream = torch.cuda.Stream()
+
+    results = []
     for i in range(4):
-        with torch.cuda.stream(beside):  # changes the order in which programs end
+        with torch.cuda.stream(second_stream):  # changes the order in which programs end
             for _ in range(3 * i):
                 noise @ noise
-        results.append(_with_gradients(inputs))
+        results.append(_with_gradients(*inputs))
     torch.cuda.synchronize()
+
     for other in results[1:]:
         cases.assert_equal(results[0], other)
 
 
 def test_more_than_two_to_the_31_elements():
     tail = 64
-    x, *others = _inputs(1, 2**20 + 5, 2304)
-    last = x.detach()[:, -tail - 3 :].clone().requires_grad_()
-    ends = [[one[:, -tail:] for one in _with_gradients([given], *others)] for given in (x, last)]
-    cases.assert_equal(*ends)
+    x, gain, weight = _inputs(1, 2**20 + 5, 2304)
+    last_tokens = x.detach()[:, -tail - 3 :].clone().requires_grad_()
+
+    y, dx, *_ = _with_gradients(x, gain, weight)
+    y_alone, dx_alone, *_ = _with_gradients(last_tokens, gain, weight)
+
+    cases.assert_equal(
+        [y[:, -tail:], dx[:, -tail:]],
+        [y_alone[:, -tail:], dx_alone[:, -tail:]],
+    )
 
 
 def test_inductor_keeps_one_graph():
-    inputs, site = cases.sites_inputs(), cases.all_sites()
+    inputs = cases.sites_inputs()
+    site = cases.all_sites()
+    expected = cases.gradients(site, inputs)
+
     compiled = torch.compile(site, fullgraph=True)
-    both = cases.gradients(compiled, inputs), cases.gradients(site, inputs)
-    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4)
+
+    torch.testing.assert_close(cases.gradients(compiled, inputs), expected, rtol=1e-4, atol=1e-4)

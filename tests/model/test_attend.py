@@ -32,15 +32,20 @@ def _args(position, kv_heads=0):
 
 
 def _inputs(args, num_tokens=NUM_TOKENS):
+    """Return random q, k and v [2, T, H, 8]."""
     generator = torch.Generator().manual_seed(num_tokens)
-    shapes = [(2, num_tokens, heads, 8) for heads in (args.num_heads, *[args.kv_heads] * 2)]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
+    return [
+        torch.randn((2, num_tokens, heads, 8), generator=generator)
+        for heads in (args.num_heads, args.kv_heads, args.kv_heads)
+    ]
 
 
-def _attend(args, parts, segments, backend="sdpa"):
-    attend, num_tokens = Attend(args, backend), parts[0].shape[1]
-    with torch.no_grad():
-        return attend(*parts, attend.mask(num_tokens, segments, num_tokens, CPU))
+@torch.no_grad()
+def _attend(args, q, k, v, segments, backend="sdpa"):
+    """Attend from all tokens to all."""
+    attend = Attend(args, backend)
+    num_tokens = q.shape[1]
+    return attend(q, k, v, attend.mask(num_tokens, segments, num_tokens, CPU))
 
 
 @pytest.fixture
@@ -53,27 +58,37 @@ def flash_attn():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("position", ["nope", "alibi", "h_alibi"])
 def test_other_backends_and_chunks_equal_sdpa(flash_attn, position, masked, kv_heads):
-    args, segments = _args(position, kv_heads), SEGMENTS if masked else None
+    args = _args(position, kv_heads)
+    segments = SEGMENTS if masked else None
     q, k, v = _inputs(args)
-    expected = _attend(args, [q, k, v], segments)
-    torch.testing.assert_close(_attend(args, [q, k, v], segments, "flex"), expected)
-    can_flash = not masked and position != "h_alibi"
-    for backend in ("cudnn", "flex", *["flash_attn"] * can_flash):
+    expected = _attend(args, q, k, v, segments)
+
+    torch.testing.assert_close(_attend(args, q, k, v, segments, "flex"), expected)
+
+    backends = ["cudnn", "flex"]
+    if not masked and position != "h_alibi":
+        backends.append("flash_attn")
+    for backend in backends:
         attend = Attend(args, backend)
-        is_block = isinstance(attend.mask(9, segments, 9, CPU), BlockMask)
+        is_block = isinstance(attend.mask(NUM_TOKENS, segments, NUM_TOKENS, CPU), BlockMask)
         assert is_block == (backend == "flex" and (masked or position != "nope"))
-        for last in (1, 2, 8, NUM_TOKENS):  # only the last queries
-            found = attend(q[:, -last:], k, v, attend.mask(last, segments, NUM_TOKENS, CPU))
-            torch.testing.assert_close(found, expected[:, -last:])
+
+        for num_queries in (1, 2, 8, NUM_TOKENS):  # the last ones
+            mask = attend.mask(num_queries, segments, NUM_TOKENS, CPU)
+            y = attend(q[:, -num_queries:], k, v, mask)
+            torch.testing.assert_close(y, expected[:, -num_queries:])
 
 
 def test_alibi_keeps_distances_in_bfloat16():
     # 0.25 per token: past 512 tokens bfloat16 can't distinguish neighbors
     args = _args("alibi", kv_heads=2)
-    parts = [part.bfloat16() for part in _inputs(args, num_tokens=700)]
-    found, expected = (_attend(args, given, None) for given in (parts, [p.float() for p in parts]))
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected.bfloat16(), rtol=2**-7, atol=1e-6)
+    q, k, v = (part.bfloat16() for part in _inputs(args, num_tokens=700))
+    expected = _attend(args, q.float(), k.float(), v.float(), None)
+
+    y = _attend(args, q, k, v, None)
+
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected.bfloat16(), rtol=2**-7, atol=1e-6)
 
 
 # -- the packages of FlashAttention
@@ -81,13 +96,17 @@ def test_alibi_keeps_distances_in_bfloat16():
 
 @pytest.mark.parametrize("backend", ["flash_attn", *FLASH_IMPLS])
 def test_packages_refuse_unsupported_models(backend):
-    for changes, fields in (
-        *(({"position": p}, {"feature": p}) for p in ("alibi", "h_alibi")),
+    unsupported = [
+        ({"position": "h_alibi"}, {"feature": "h_alibi"}),
         ({"document_mask": True}, {"feature": "document_mask"}),
         ({"dim": 1056}, {}),  # a head dim of 264
-    )[backend == "flash_attn" :]:
+    ]
+    if backend != "flash_attn":
+        unsupported.append(({"position": "alibi"}, {"feature": "alibi"}))
+    for changes, fields in unsupported:
         with refused("attention.unsupported", backend=backend, **fields):
             attend_module.check_backend_fits(replace(BASE, **changes), backend)
+
     attend_module.check_backend_fits(BASE, backend)  # without the package
 
 
@@ -102,26 +121,28 @@ def test_a_model_with_flash_attn_refuses_padding(flash_attn):
 
 def _flash_kernels():
     """Return where SDPA's flash kernels for CUDA were registered: none in a torch for CPUs."""
-    found = torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention")
-    return [line for line in found.splitlines() if line.startswith("CUDA")]
+    dump = torch._C._dispatch_dump("aten::_scaled_dot_product_flash_attention")
+    return [line for line in dump.splitlines() if line.startswith("CUDA")]
 
 
 @pytest.mark.parametrize(("backend", "kv_heads"), [("fa3", 2), ("fa4", 0)])
 def test_a_model_activates_its_flash_package(backend, kv_heads):
     args = replace(BASE, num_kv_heads=kv_heads)
-    before = _flash_kernels()
+    kernels_before = _flash_kernels()
+
     with flash_impl(backend):
         for _ in range(2):  # a second model of this process
             with torch.device("meta"):
                 attend = Transformer(args, attention_backend=backend).attends["layer"]
             assert torch.nn.attention.current_flash_attention_impl() == backend.upper()
-            assert _flash_kernels() not in ([], before)
+            assert _flash_kernels() not in ([], kernels_before)
+
     assert attend.describe("cuda") == backend
     assert attend_module._SDPA_ORDERS[backend][0] == SDPBackend.FLASH_ATTENTION
     assert attend_module._SDPA_ORDERS["auto"][0] == SDPBackend.CUDNN_ATTENTION
     q, k, v = _inputs(args)
     padded = attend.mask(NUM_TOKENS, SEGMENTS, NUM_TOKENS, CPU)  # as in evaluation
-    torch.testing.assert_close(attend(q, k, v, padded), _attend(args, [q, k, v], SEGMENTS))
+    torch.testing.assert_close(attend(q, k, v, padded), _attend(args, q, k, v, SEGMENTS))
 
 
 def _assert_unavailable(backend, reason):
@@ -139,19 +160,28 @@ def test_unavailable_backends_are_refused(monkeypatch):
         torch.nn.attention._fa4._fa4_import_module.cache_clear()
         del sys.modules["flash_attn.cute.interface"]._flash_attn_bwd
         _assert_unavailable("fa4", "does not expose")
-    for backend, capability in (("fa3", (10, 0)), ("fa4", (12, 0))):
-        _assert_unavailable(backend, f"pip install {FLASH_IMPLS[backend].package}")
-        with flash_impl(backend, capability):
-            _assert_unavailable(backend, "sm_90")
-        with flash_impl(backend), monkeypatch.context() as patch:
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    _assert_unavailable("flash_attn", "pip install")
+
+
+@pytest.mark.parametrize(
+    ("backend", "other_capability"), [("fa3", (10, 0)), ("fa4", (12, 0))], ids=["fa3", "fa4"]
+)
+def test_flash_packages_without_what_they_need_are_refused(backend, other_capability, monkeypatch):
+    _assert_unavailable(backend, f"pip install {FLASH_IMPLS[backend].package}")
+
+    with flash_impl(backend, other_capability):
+        _assert_unavailable(backend, "sm_90")
+
+    with flash_impl(backend):
+        with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: False)
             _assert_unavailable(backend, "no GPU")
-            patch.undo()
+        with monkeypatch.context() as patch:
             patch.setattr(torch.nn.attention, "list_flash_attention_impls", list)
             _assert_unavailable(backend, "torch 2.11")
     assert torch.nn.attention.current_flash_attention_impl() is None
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    _assert_unavailable("flash_attn", "pip install")
 
 
 @pytest.mark.parametrize("fault", ["values", "dk", "crash"])
@@ -185,4 +215,6 @@ def test_a_package_with_wrong_kernels_is_refused(monkeypatch, fault):
 )
 def test_the_implementation_of_a_training_step(flash_attn, name, backend, on_cpu, on_gpu):
     attend = Attend(variant(name), backend)
-    assert attend.describe("cpu") == on_cpu and attend.describe("cuda").split()[0] == on_gpu
+
+    assert attend.describe("cpu") == on_cpu
+    assert attend.describe("cuda").split()[0] == on_gpu

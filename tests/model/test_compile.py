@@ -15,8 +15,10 @@ from tests.variants import SOME_VARIANTS, VARIANTS, build, random_tokens, varian
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{warning}")
     for warning in (
-        *("The .grad attribute of a Tensor that is not a leaf", "flex_attention called without"),
-        *(".*should not be instantiated:DeprecationWarning", "`torch.jit:DeprecationWarning"),
+        "The .grad attribute of a Tensor that is not a leaf",
+        "flex_attention called without",
+        ".*should not be instantiated:DeprecationWarning",
+        "`torch.jit:DeprecationWarning",
     )
 ]
 COMPILER = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
@@ -30,6 +32,7 @@ def _fresh_compiler():
 
 
 def _compile_blocks(model, backend):
+    """Compile each block of the model in place; return the model."""
     for name, block in model.layers.named_children():
         model.layers.register_module(name, torch.compile(block, backend=backend, fullgraph=True))
     return model
@@ -52,9 +55,11 @@ ONE_GRAPH = [
 
 @pytest.mark.parametrize(("name", "options"), ONE_GRAPH)
 def test_one_graph_serves_all_blocks_and_batches(name, options):
-    counter, args = CompileCounter(), variant(name)
-    compiled = _compile_blocks(build(args, **options), counter)
+    args = variant(name)
     eager = build(args, **options)
+    counter = CompileCounter()
+    compiled = _compile_blocks(build(args, **options), counter)
+
     for seed in range(3):  # different documents
         tokens = random_tokens(args, rows=2, num_tokens=16, seed=seed)
         # on a CPU flex attention has no backward
@@ -63,34 +68,50 @@ def test_one_graph_serves_all_blocks_and_batches(name, options):
     assert counter.frame_count == 1
 
 
+def _assert_equal_gradients(model, expected):
+    """The gradients of the parameters are close to those of another model's."""
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        if other.grad is not None:  # as of cst
+            error = (parameter.grad - other.grad).abs().max()
+            assert error < 1e-4 * other.grad.abs().max()
+
+
 @system
 @pytest.mark.parametrize("mode", ["full", "selective", "memory_budget"])
 def test_activation_checkpointing_keeps_gradients(tmp_path, mode):
     args = variant("nope ABCD documents")
-    expected, model = build(args), build(args)
-    asked = ActivationCheckpoint(mode=mode, selective_ac_option="op", memory_budget=0.5)
+    eager = build(args)
+    model = build(args)
     tokens = random_tokens(args, rows=2, num_tokens=16)
+
     with torch._functorch.config.patch(activation_memory_budget=1.0):  # put back afterwards
-        options = {"op_sac_save_list": _op_sac_save_list, "base_folder": str(tmp_path)}
-        apply_ac(model, asked, model_compile_enabled=True, **options)
+        apply_ac(
+            model,
+            ActivationCheckpoint(mode=mode, selective_ac_option="op", memory_budget=0.5),
+            model_compile_enabled=True,
+            op_sac_save_list=_op_sac_save_list,
+            base_folder=str(tmp_path),
+        )
         _compile_blocks(model, "aot_eager_decomp_partition")
-        for each in (expected, model):
+        for each in (eager, model):
             each(tokens).square().sum().backward()
-    for one, other in zip(expected.parameters(), model.parameters(), strict=True):
-        if one.grad is not None:  # as of cst
-            assert (other.grad - one.grad).abs().max() < 1e-4 * one.grad.abs().max()
+
+    _assert_equal_gradients(model, eager)
 
 
 @system
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 def test_compiled_blocks_equal_eager_ones():
     args = variant("nope ABCD")
-    eager, compiled = build(args), _compile_blocks(build(args), "inductor")
+    eager = build(args)
+    compiled = _compile_blocks(build(args), "inductor")
     tokens = random_tokens(args, rows=2, num_tokens=40)  # more than a chunk of compiled.py
-    expected, given = eager(tokens), compiled(tokens)
-    weights = torch.randn(given.shape, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
-    for logits in (expected, given):
-        (logits * weights).sum().backward()
-    for one, other in zip(eager.parameters(), compiled.parameters(), strict=True):
-        assert (other.grad - one.grad).abs().max() < 1e-4 * one.grad.abs().max()
+
+    expected = eager(tokens)
+    logits = compiled(tokens)
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+    (expected * weights).sum().backward()
+    (logits * weights).sum().backward()
+
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+    _assert_equal_gradients(compiled, eager)

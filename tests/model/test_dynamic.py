@@ -28,25 +28,43 @@ every_mixer = pytest.mark.parametrize("name", MIXERS)
 
 
 def args_of(name):
-    given = {"canon_filter": "dynamic", "document_mask": True, "num_heads": 4, **MIXERS[name]}
-    sizes = fill_sizes(BASE, given) | {"num_layers": 2}
-    return replace(BASE, **sizes)
+    """Return two layers of a mixer with dynamic filters."""
+    changes = {
+        "canon_filter": "dynamic",
+        "document_mask": True,
+        "num_heads": 4,
+        **MIXERS[name],
+    }
+    return replace(BASE, **fill_sizes(BASE, changes) | {"num_layers": 2})
 
 
 @every_mixer
 def test_training_starts_as_with_static_filters(name):
     args = args_of(name)
-    model, static = Transformer(args), Transformer(replace(args, canon_filter="static"))
-    for each in (model, static):
-        each.init_weights()
+    model = Transformer(args)
+    model.init_weights()
+    static = Transformer(replace(args, canon_filter="static"))
+    static.init_weights()
     tokens = random_tokens(args, 2, 21)
+
     torch.testing.assert_close(model(tokens), static(tokens), rtol=1e-4, atol=1e-4)
     assert num_parameters(args) == sum(p.numel() for p in model.parameters())
-    model(tokens).square().sum().backward()
-    weights = dict(model.named_parameters())
-    moved = [p for n, p in weights.items() if n.endswith(".up")]
-    assert len(moved) == 2 * len(args.canon_set) and all(p.grad.abs().sum() > 0 for p in moved)
-    down = torch.cat([p.detach() for n, p in weights.items() if n.endswith(".down")])
+
+
+@every_mixer
+def test_initial_filters_move_from_the_first_step(name):
+    args = args_of(name)
+    model = Transformer(args)
+    model.init_weights()
+
+    model(random_tokens(args, 2, 21)).square().sum().backward()
+
+    parameters = dict(model.named_parameters())
+    ups = [p for name, p in parameters.items() if name.endswith(".up")]
+    assert len(ups) == 2 * len(args.canon_set)
+    assert all(p.grad.abs().sum() > 0 for p in ups)
+    downs = [p.detach() for name, p in parameters.items() if name.endswith(".down")]
+    down = torch.cat(downs)
     assert 0.95 < down.abs().max() * args.dim**0.5 <= 1
     # each linear layer's outputs have 15 ranks of their own
     ranks = 15 * sum(args.canon_parts.values())
@@ -57,23 +75,34 @@ def test_training_starts_as_with_static_filters(name):
 @torch.no_grad()
 def test_any_chunks_of_selected_rows_equal_a_full_pass(name):
     args = args_of(name)
-    model, tokens = build(args), random_tokens(args, 3, 23)
-    rows = torch.tensor([2, 0, 2])
+    model = build(args)
     is_real = torch.ones(3, 23, dtype=torch.bool)
-    is_real[0, :6] = is_real[1, :1] = False
-    tokens = tokens.masked_fill(~is_real, 0)
+    is_real[0, :6] = False
+    is_real[1, :1] = False
+    tokens = random_tokens(args, 3, 23).masked_fill(~is_real, 0)
     whole = model(tokens, is_real_BT=is_real)
-    cache, start = Cache(args.num_layers), 0
-    for length in (7, 2, 1, 1, 1, 9, 2):
-        part = slice(start, start + length)
-        y = model(tokens[:, part], is_real_BT=is_real[:, part] if start < 6 else None, cache=cache)
-        real = is_real[:, part]
-        torch.testing.assert_close(y[real], whole[:, part][real], rtol=1e-4, atol=1e-4)
-        start += length
-        if length == 2 and len(tokens) == 3:
-            cache = cache.branch(rows)
-            tokens, whole, is_real = tokens[rows], whole[rows], is_real[rows]
-            rows = torch.arange(3)
+    cache = Cache(args.num_layers)
+
+    def assert_chunk_equals(start, length):
+        chunk = slice(start, start + length)
+        real = is_real[:, chunk]
+        y = model(tokens[:, chunk], is_real_BT=real if start < 6 else None, cache=cache)
+        torch.testing.assert_close(y[real], whole[:, chunk][real], rtol=1e-4, atol=1e-4)
+
+    assert_chunk_equals(0, 7)
+    assert_chunk_equals(7, 2)
+
+    # Go on with some rows, one of them twice.
+    rows = torch.tensor([2, 0, 2])
+    cache = cache.branch(rows)
+    tokens = tokens[rows]
+    whole = whole[rows]
+    is_real = is_real[rows]
+    assert_chunk_equals(9, 1)
+    assert_chunk_equals(10, 1)
+    assert_chunk_equals(11, 1)
+    assert_chunk_equals(12, 9)
+    assert_chunk_equals(21, 2)
 
 
 def test_sizes_and_flops_at_12_layers_of_768():
@@ -81,22 +110,35 @@ def test_sizes_and_flops_at_12_layers_of_768():
     static = replace(flavor("12L768D"), canon_set="ABCD")
     args = replace(static, canon_filter="dynamic")
     channels = 768 + 3 * 768 + 768 + 2 * 2048
-    added = 12 * (15 * 4 * channels + 15 * 7 * 768)
-    assert num_parameters(args) - num_parameters(static) == added == 6_681_600
-    assert flops_per_token(args, 4096) - flops_per_token(static, 4096) == 6 * added
-    wider = replace(static, ffn_dim=2288)
-    ratio = flops_per_token(wider, 768) / flops_per_token(args, 768)
-    assert num_parameters(wider) == 141_145_344 and abs(ratio - 1) < 2e-4
+    num_added = 12 * (15 * 4 * channels + 15 * 7 * 768)
+
+    assert num_added == 6_681_600
+    assert num_parameters(args) - num_parameters(static) == num_added
+    assert flops_per_token(args, 4096) - flops_per_token(static, 4096) == 6 * num_added
     # inputs, in the dtype of activations, instead of float32 sums
     assert state_bytes(args, 2)[1] * 2 == state_bytes(static, 2)[1]
 
+    # a static model of the same FLOPs
+    wider = replace(static, ffn_dim=2288)
+    ratio = flops_per_token(wider, 768) / flops_per_token(args, 768)
+    assert num_parameters(wider) == 141_145_344
+    assert abs(ratio - 1) < 2e-4
 
-def test_what_dynamic_filters_do_not_support():
-    with refused("model.conflict", name="canon_trainable"):
-        ModelArgs(canon_set="A", canon_filter="dynamic", canon_trainable=False)
-    with refused("model.conflict", name="canon_filter"):
-        ModelArgs(canon_filter="dynamic")
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("canon_trainable", {"canon_set": "A", "canon_trainable": False}),
+        ("canon_filter", {}),
+    ],
+)
+def test_conflicts_with_dynamic_filters_are_refused(name, changes):
+    with refused("model.conflict", name=name):
+        ModelArgs(canon_filter="dynamic", **changes)
+
+
+def test_dynamic_filters_are_compiled_and_have_no_startup_check():
     args = args_of("attention")
     assert Canon(args, "A", "triton").backend == "compiled"
-    given = args, "reference", (2, 16), torch.float32, torch.device("cpu")
-    assert "canon_filter" in training_problem(*given)
+    problem = training_problem(args, "reference", (2, 16), torch.float32, torch.device("cpu"))
+    assert "canon_filter" in problem

@@ -24,13 +24,17 @@ from tests.variants import BASE, build, every_variant, random_tokens, variant
 
 def test_parameter_names():
     args = replace(BASE, canon_set="ABCD", qk_norm="full", num_layers=1, canon_trainable=False)
+
     with torch.device("meta"):
         model = Transformer(args)
+
     names = {name.removesuffix(".weight") for name, _ in model.named_parameters()}
     layer = {"attention_norm", "ffn_norm", "canon_a", "canon_c"}
-    layer |= {f"attention.{n}" for n in ("wq", "wk", "wv", "wo", "q_norm", "k_norm", "canon_b")}
-    layer |= {f"feed_forward.{n}" for n in ("w1", "w2", "w3", "canon_d")}
-    assert names == {"tok_embeddings", "norm", "output"} | {f"layers.0.{n}" for n in layer}
+    for name in ("wq", "wk", "wv", "wo", "q_norm", "k_norm", "canon_b"):
+        layer.add(f"attention.{name}")
+    for name in ("w1", "w2", "w3", "canon_d"):
+        layer.add(f"feed_forward.{name}")
+    assert names == {"tok_embeddings", "norm", "output"} | {f"layers.0.{name}" for name in layer}
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
     ropes = {id(block.attention.rope) for block in model.layers.values()}
     assert len(ropes) == 1
@@ -39,16 +43,19 @@ def test_parameter_names():
 @pytest.mark.parametrize("changes", [{}, {"position": "alibi", "document_mask": True}], ids=str)
 def test_blocks_receive_no_float_but_the_hidden_state(changes):
     # FSDP2's mixed precision would cast any other floating-point argument to bfloat16
-    seen = []
     model = build(replace(BASE, canon_set="ABCD", **changes))
+    calls = []
     for block in model.layers.values():
-        hook = lambda _module, args, kwargs: seen.append((args[1:], kwargs))  # noqa: E731
+        hook = lambda _module, args, kwargs: calls.append((args[1:], kwargs))  # noqa: E731
         block.register_forward_pre_hook(hook, with_kwargs=True)
+
     model(torch.zeros(1, 3, dtype=torch.int64))
-    assert len(seen) == BASE.num_layers
-    for others, kwargs in seen:
+
+    assert len(calls) == BASE.num_layers
+    for others, kwargs in calls:
         tensors = [leaf for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
-        assert not kwargs and len(tensors) == (2 if changes else 0)
+        assert not kwargs
+        assert len(tensors) == (2 if changes else 0)
         assert not any(tensor.is_floating_point() for tensor in tensors)
 
 
@@ -58,51 +65,70 @@ def test_rotation_continues_and_is_computed_in_float32(position):
     x = torch.randn(2, 50, 4, 16, generator=torch.Generator().manual_seed(1))
     rope = Rope(replace(flavor("debug"), position=position))
     y = rope(x)
-    assert torch.equal(y[:, 0], x[:, 0]) and not torch.equal(y[:, 1:], x[:, 1:])
-    for start in (1, 40):  # continues the angles
+    assert torch.equal(y[:, 0], x[:, 0])
+    assert not torch.equal(y[:, 1:], x[:, 1:])
+
+    # a later start continues the angles
+    for start in (1, 40):
         assert torch.equal(rope(x[:, start:], start), y[:, start:])
-    low = x.bfloat16()  # in float32 inside
-    assert torch.equal(rope.to(torch.bfloat16)(low), rope(low.float()).bfloat16())
-    assert rope.cos_TR.dtype == torch.float32 and not rope.state_dict()
+
+    # bfloat16 is rotated in float32
+    x_bfloat16 = x.bfloat16()
+    expected = rope(x_bfloat16.float()).bfloat16()
+    assert torch.equal(rope.to(torch.bfloat16)(x_bfloat16), expected)
+    assert rope.cos_TR.dtype == torch.float32
+    assert not rope.state_dict()
 
 
-def _relative_error(found, expected, floor=0.0):
-    found, expected = found.detach(), expected.detach()
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(floor))
+def _relative_error(computed, expected, floor=0.0):
+    """Return the largest error over the largest value, or over `floor` if that is larger."""
+    expected = expected.detach()
+    error = (computed.detach() - expected).abs().max()
+    return float(error / expected.abs().max().clamp_min(floor))
 
 
 @every_variant
 def test_logits_and_gradients_equal_the_reference(args):
-    model, tokens = build(args), random_tokens(args, rows=2, num_tokens=11)
+    model = build(args)
+    tokens = random_tokens(args, rows=2, num_tokens=11)
     assert num_parameters(args) == sum(p.numel() for p in model.parameters())
-    params = {n: p.detach().double().requires_grad_() for n, p in model.named_parameters()}
-    expected = reference_logits(args, params, tokens)
+
+    exact = {}
+    for name, parameter in model.named_parameters():
+        exact[name] = parameter.detach().double().requires_grad_()
+    expected = reference_logits(args, exact, tokens)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     (expected * weights).sum().backward()
     # some gradients are exactly zero: compare their rounding with the others
-    floor = 1e-2 * max(float(p.grad.abs().max()) for p in params.values())
-    # the rotary tables are float32, the recurrences are as exact as their inputs
-    exact = [(torch.float64, 1e-10)] if args.mixer != "attention" else []
-    for dtype, tolerance in ((torch.float32, 5e-5), *exact):
+    floor = 1e-2 * max(float(p.grad.abs().max()) for p in exact.values())
+
+    tolerances = {torch.float32: 5e-5}
+    if args.mixer != "attention":
+        # the rotary tables are float32, the recurrences are as exact as their inputs
+        tolerances[torch.float64] = 1e-10
+    for dtype, tolerance in tolerances.items():
         model.to(dtype).zero_grad()
         logits = model(tokens)
+        (logits * weights).sum().backward()
+
         assert logits.shape == (*tokens.shape, args.vocab_size)
         assert _relative_error(logits, expected) < tolerance
-        (logits * weights).sum().backward()
         for name, parameter in model.named_parameters():
             if "canon" in name and not args.canon_trainable:
-                assert not parameter.requires_grad and parameter.grad is None, name
+                assert not parameter.requires_grad, name
+                assert parameter.grad is None, name
             else:
-                error = _relative_error(parameter.grad, params[name].grad, floor)
+                error = _relative_error(parameter.grad, exact[name].grad, floor)
                 assert error < tolerance, name
 
 
 def _influence(model, tokens_T):
-    kept = []
+    """Return the largest gradient of each logits by each token's embedding, [T, T]."""
+    embeddings = []
 
     def keep(_module, _inputs, output):
         output.retain_grad()
-        kept.append(output)
+        embeddings.append(output)
 
     handle = model.tok_embeddings.register_forward_hook(keep)
     # row t of the batch uses logits[t] only: one backward pass computes the whole matrix
@@ -110,7 +136,7 @@ def _influence(model, tokens_T):
     handle.remove()
     weights = torch.randn(logits.shape[-1], generator=torch.Generator().manual_seed(0))
     (logits.diagonal(dim1=0, dim2=1).T @ weights).sum().backward()
-    return kept[0].grad.abs().amax(dim=-1)
+    return embeddings[0].grad.abs().amax(dim=-1)
 
 
 # 2 is EOS, which ends its document
@@ -121,9 +147,10 @@ DOCUMENTS = ((0, 1, 2), (3, 4, 5, 6), (7,), (8,))
 @every_variant
 def test_tokens_depend_on_earlier_ones_of_their_document(args):
     influence = _influence(build(args), torch.tensor(TOKENS))
-    everything = tuple(range(len(TOKENS)))
+
     expected = torch.zeros_like(influence, dtype=torch.bool)
-    for document in DOCUMENTS if args.document_mask else (everything,):
+    documents = DOCUMENTS if args.document_mask else (tuple(range(len(TOKENS))),)
+    for document in documents:
         for t, s in itertools.product(document, document):
             expected[t, s] = s <= t
     assert torch.equal(influence != 0, expected)
@@ -131,8 +158,13 @@ def test_tokens_depend_on_earlier_ones_of_their_document(args):
 
 # ---- sizes against the specification; arguments
 
-GPT2 = {"ffn": "standard", "ffn_dim": 8192, "ffn_activation": "gelu", "norm": "layernorm"}
-GPT2 |= {"bias": True}
+GPT2 = {
+    "ffn": "standard",
+    "ffn_dim": 8192,
+    "ffn_activation": "gelu",
+    "norm": "layernorm",
+    "bias": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -157,13 +189,19 @@ def test_parameter_counts_equal_the_specification(name, changes, expected):
 
 def test_flops_exclude_only_the_token_embedding():
     assert round(flops_per_token(flavor("1b3"), 4096) / 1e9, 2) == 10.10
+
     args = flavor("debug")
-    wider = replace(args, vocab_size=args.vocab_size + 1)
     # one more token costs one more row of the head, and nothing in the embedding
+    wider = replace(args, vocab_size=args.vocab_size + 1)
     assert flops_per_token(wider, 8) - flops_per_token(args, 8) == 6 * args.dim
     assert flops_per_token(args, 9) - flops_per_token(args, 8) == 12 * args.num_layers * args.dim
     # a tied embedding is the output matrix
     assert flops_per_token(replace(args, tie_embeddings=True), 64) == flops_per_token(args, 64)
+
+
+ROPE_A = {"position": "partial_rope_a"}
+ROPE_B = {"position": "partial_rope_b"}
+ROPE_C = {"position": "partial_rope_c"}
 
 
 def test_equivalent_args_are_equal():
@@ -173,78 +211,121 @@ def test_equivalent_args_are_equal():
     assert ModelArgs(num_heads=8, num_kv_heads=4) != ModelArgs(num_heads=8)
 
 
-A, B, C = ({"position": f"partial_rope_{letter}"} for letter in "abc")
+# the last key is the one that is refused
 OUT_OF_RANGE = [
-    *({"canon_kernel": 17}, {"canon_kernel": 1}, {"init_seed": -1}, {"num_kv_heads": -1}),
-    *(C | {"partial_rope_dim": 64}, C | {"partial_rope_dim": 7}),
-    *({"vocab_size": 0}, {"num_heads": 0}, {"norm_eps": 0.0}, {"rope_theta": float("nan")}),
-    *({"document_mask": True, "eos_id": given} for given in (32000, -1)),
-    *({"state_dim": 0}, {"output_gate_rank": -1}, {"expand_k": 0.0}, {"expand_v": float("inf")}),
+    {"canon_kernel": 17},
+    {"canon_kernel": 1},
+    {"init_seed": -1},
+    {"num_kv_heads": -1},
+    ROPE_C | {"partial_rope_dim": 64},
+    ROPE_C | {"partial_rope_dim": 7},
+    {"vocab_size": 0},
+    {"num_heads": 0},
+    {"norm_eps": 0.0},
+    {"rope_theta": float("nan")},
+    {"document_mask": True, "eos_id": 32000},
+    {"document_mask": True, "eos_id": -1},
+    {"state_dim": 0},
+    {"output_gate_rank": -1},
+    {"expand_k": 0.0},
+    {"expand_v": float("inf")},
 ]
-CONFLICTS = {"partial_rope_dim": 32, "canon_kernel": 3, "canon_residual": False}
-CONFLICTS |= {"canon_trainable": False, "ffn_activation": "gelu"}
-MIXED = {name: {"mixer": name, "position": "nope", "num_heads": 4} for name in MIXERS[1:]}
+# each alone is refused: it needs another option
+CONFLICTS = {
+    "partial_rope_dim": 32,
+    "canon_kernel": 3,
+    "canon_residual": False,
+    "canon_trainable": False,
+    "ffn_activation": "gelu",
+}
+ATTENTION = {}
+GLA = {"mixer": "gla", "position": "nope", "num_heads": 4}
+MAMBA2 = {"mixer": "mamba2", "position": "nope", "num_heads": 4}
+DELTANET = {"mixer": "gated_deltanet", "position": "nope", "num_heads": 4}
+RECURRENT = [{"mixer": name, "position": "nope", "num_heads": 4} for name in MIXERS[1:]]
+# the refused key, the mixers that refuse it, and its setting
 ONLY_SOME_MIXERS = [
-    *(("position", given, {"position": "rope"}) for given in MIXED.values()),
-    *(("qk_norm", given, {"qk_norm": "full"}) for given in MIXED.values()),
-    *(("num_kv_heads", given, {"num_kv_heads": 2}) for given in MIXED.values()),
-    *(("bias", given, {"bias": True}) for given in MIXED.values()),
-    ("partial_rope_dim", MIXED["gla"], {"partial_rope_dim": 8}),
-    *(("mixer_conv", given, {"mixer_conv": True, "canon_set": "AB"}) for given in MIXED.values()),
-    ("mixer_conv", {}, {"mixer_conv": True}),
-    *(
-        (name, given, {name: value})
-        for name, value in {"expand_k": 1.0, "expand_v": 2.0, "output_gate_rank": 16}.items()
-        for given in ({}, MIXED["mamba2"])
-    ),
-    *(
-        ("gla_feature_map", given, {"gla_feature_map": "elu"})
-        for given in ({}, MIXED["mamba2"], MIXED["gated_deltanet"])
-    ),
-    *(
-        (name, given, {name: value})
-        for name, value in {"state_dim": 32, "mimetic_init": True}.items()
-        for given in ({}, MIXED["gla"], MIXED["gated_deltanet"])
-    ),
-    *(("canon_set", MIXED["mamba2"], {"ffn": "none", "canon_set": c}) for c in ("AC", "BD")),
-    ("canon_kernel", MIXED["gla"], {"canon_kernel": 3}),
-    ("ffn_activation", MIXED["mamba2"], {"ffn": "none", "ffn_activation": "relu2"}),
+    ("position", RECURRENT, {"position": "rope"}),
+    ("qk_norm", RECURRENT, {"qk_norm": "full"}),
+    ("num_kv_heads", RECURRENT, {"num_kv_heads": 2}),
+    ("bias", RECURRENT, {"bias": True}),
+    ("partial_rope_dim", [GLA], {"partial_rope_dim": 8}),
+    ("mixer_conv", RECURRENT, {"mixer_conv": True, "canon_set": "AB"}),
+    ("mixer_conv", [ATTENTION], {"mixer_conv": True}),
+    ("expand_k", [ATTENTION, MAMBA2], {"expand_k": 1.0}),
+    ("expand_v", [ATTENTION, MAMBA2], {"expand_v": 2.0}),
+    ("output_gate_rank", [ATTENTION, MAMBA2], {"output_gate_rank": 16}),
+    ("gla_feature_map", [ATTENTION, MAMBA2, DELTANET], {"gla_feature_map": "elu"}),
+    ("state_dim", [ATTENTION, GLA, DELTANET], {"state_dim": 32}),
+    ("mimetic_init", [ATTENTION, GLA, DELTANET], {"mimetic_init": True}),
+    ("canon_set", [MAMBA2], {"ffn": "none", "canon_set": "AC"}),
+    ("canon_set", [MAMBA2], {"ffn": "none", "canon_set": "BD"}),
+    ("canon_kernel", [GLA], {"canon_kernel": 3}),
+    ("ffn_activation", [MAMBA2], {"ffn": "none", "ffn_activation": "relu2"}),
 ]
+# the size, its divisor, and the args
 NOT_DIVISIBLE = [
-    ("2 dim", 5, MIXED["mamba2"] | {"num_heads": 5, "dim": 32}),
-    ("expand_k dim", 6, MIXED["gated_deltanet"] | {"dim": 36, "num_heads": 6, "expand_k": 0.75}),
-    ("expand_v dim", 4, MIXED["gla"] | {"dim": 32, "expand_v": 0.7}),
+    ("2 dim", 5, MAMBA2 | {"num_heads": 5, "dim": 32}),
+    ("expand_k dim", 6, DELTANET | {"dim": 36, "num_heads": 6, "expand_k": 0.75}),
+    ("expand_v dim", 4, GLA | {"dim": 32, "expand_v": 0.7}),
     ("dim", 8, {"dim": 100, "num_heads": 8}),
     ("num_heads", 3, {"num_heads": 4, "num_kv_heads": 3}),
     ("head_dim", 2, {"dim": 12, "num_heads": 4}),
-    ("num_heads", 2, A | {"dim": 24, "num_heads": 3}),
-    ("head_dim", 4, A | {"dim": 24, "num_heads": 4}),
-    ("num_heads", 4, B | {"dim": 24, "num_heads": 6}),
-    ("head_dim", 2, B | {"dim": 12, "num_heads": 4}),
-    ("head_dim", 8, C | {"dim": 48, "num_heads": 4}),
+    ("num_heads", 2, ROPE_A | {"dim": 24, "num_heads": 3}),
+    ("head_dim", 4, ROPE_A | {"dim": 24, "num_heads": 4}),
+    ("num_heads", 4, ROPE_B | {"dim": 24, "num_heads": 6}),
+    ("head_dim", 2, ROPE_B | {"dim": 12, "num_heads": 4}),
+    ("head_dim", 8, ROPE_C | {"dim": 48, "num_heads": 4}),
     ("num_heads", 2, {"position": "h_alibi", "dim": 24, "num_heads": 3}),
-    ("num_kv_heads", 2, A | {"num_heads": 32, "num_kv_heads": 1}),
-    ("num_kv_heads", 4, B | {"num_heads": 32, "num_kv_heads": 2}),
+    ("num_kv_heads", 2, ROPE_A | {"num_heads": 32, "num_kv_heads": 1}),
+    ("num_kv_heads", 4, ROPE_B | {"num_heads": 32, "num_kv_heads": 2}),
 ]
-REFUSED = [
-    *(("model.canon_set", {"given": given}, {"canon_set": given}) for given in ("ABX", "AAB")),
-    *(("model.out_of_range", {"name": list(changes)[-1]}, changes) for changes in OUT_OF_RANGE),
-    *(("model.conflict", {"name": name}, {name: given}) for name, given in CONFLICTS.items()),
-    *(("model.conflict", {"name": n}, given | more) for n, given, more in ONLY_SOME_MIXERS),
-    *(("model.not_divisible", {"name": n, "divisor": d}, c) for n, d, c in NOT_DIVISIBLE),
-    ("config.unknown_choice", {"name": "position"}, {"position": "ropes"}),
-    ("config.unknown_choice", {"name": "mixer"}, {"mixer": "gdn"}),
-    ("config.unknown_choice", {"name": "gla_feature_map"}, {"gla_feature_map": "relu"}),
-    ("config.unknown_choice", {"name": "ffn_activation"}, {"ffn_activation": "relu"}),
-]
+UNKNOWN_CHOICES = {
+    "position": "ropes",
+    "mixer": "gdn",
+    "gla_feature_map": "relu",
+    "ffn_activation": "relu",
+}
 
 
-@pytest.mark.parametrize(("code", "fields", "changes"), REFUSED)
-def test_bad_args_are_refused(code, fields, changes):
-    with refused(code, **fields):
+@pytest.mark.parametrize("canon_set", ["ABX", "AAB"])
+def test_bad_canon_sets_are_refused(canon_set):
+    with refused("model.canon_set", given=canon_set):
+        ModelArgs(canon_set=canon_set)
+
+
+@pytest.mark.parametrize("changes", OUT_OF_RANGE, ids=str)
+def test_values_out_of_range_are_refused(changes):
+    with refused("model.out_of_range", name=list(changes)[-1]):
         ModelArgs(**changes)
 
 
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_options_without_those_that_they_need_are_refused(name):
+    with refused("model.conflict", name=name):
+        ModelArgs(**{name: CONFLICTS[name]})
+
+
+@pytest.mark.parametrize(("name", "mixers", "changes"), ONLY_SOME_MIXERS)
+def test_options_of_other_mixers_are_refused(name, mixers, changes):
+    for mixer in mixers:
+        with refused("model.conflict", name=name):
+            ModelArgs(**mixer | changes)
+
+
+@pytest.mark.parametrize(("name", "divisor", "changes"), NOT_DIVISIBLE)
+def test_sizes_that_are_not_divisible_are_refused(name, divisor, changes):
+    with refused("model.not_divisible", name=name, divisor=divisor):
+        ModelArgs(**changes)
+
+
+@pytest.mark.parametrize("name", UNKNOWN_CHOICES)
+def test_unknown_choices_are_refused(name):
+    with refused("config.unknown_choice", name=name):
+        ModelArgs(**{name: UNKNOWN_CHOICES[name]})
+
+
+# what a user sets, and what else the paper sets for it
 SIZES = [
     ({}, {}),
     ({"mixer": "attention"}, {}),
@@ -268,44 +349,60 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "filled"), SIZES, ids=str)
-def test_a_flavor_gets_the_papers_sizes_of_a_mixer(given, filled):
+@pytest.mark.parametrize(("changes", "filled"), SIZES, ids=str)
+def test_a_flavor_gets_the_papers_sizes_of_a_mixer(changes, filled):
     base = flavor("12L768D")
-    position = {"position": "nope"} if given.get("mixer", "attention") != "attention" else {}
-    assert fill_sizes(base, given) == given | filled | position
-    args = replace(base, **fill_sizes(base, given))
-    per_layer = num_parameters(args) - 2 * args.vocab_size * args.dim
-    if given.get("num_heads") is None and args.ffn != "moe":  # 12 D^2 a layer of Llama, as there
-        assert abs(per_layer / (12 * 12 * args.dim**2) - 1) < 0.05
+    is_attention = changes.get("mixer", "attention") == "attention"
+    position = {} if is_attention else {"position": "nope"}
+
+    sizes = fill_sizes(base, changes)
+
+    assert sizes == changes | filled | position
+    args = replace(base, **sizes)
+    if "num_heads" not in changes and args.ffn != "moe":
+        # 12 D^2 a layer of Llama, as there
+        layers = num_parameters(args) - 2 * args.vocab_size * args.dim
+        assert abs(layers / (12 * 12 * args.dim**2) - 1) < 0.05
 
 
 def _visited(args):
-    """Count the multiply-adds of one token's matrices and the numbers of its states, by hooks."""
-    model, found = build(args), []
+    """Count by hooks what one token visits.
+
+    Return the multiply-adds of its matrices, the numbers of each layer's state, and those of all
+    Canon memories.
+    """
+    model = build(args)
+    products = []
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            hook = lambda m, given, y: found.append(m.weight.numel())  # noqa: E731
+            hook = lambda linear, _inputs, _y: products.append(linear.weight.numel())  # noqa: E731
             module.register_forward_hook(hook)
     cache = Cache(args.num_layers)
     with torch.no_grad():
         model(torch.tensor([[5]]), cache=cache)
-    memories = [m._sums_PB1C.numel() for layer in cache.layers for m in layer.canon.values()]
-    return sum(found), [layer.states["state"].numel() for layer in cache.layers], sum(memories)
+
+    states = [layer.states["state"].numel() for layer in cache.layers]
+    memories = 0
+    for layer in cache.layers:
+        memories += sum(memory._sums_PB1C.numel() for memory in layer.canon.values())
+    return sum(products), states, memories
 
 
 @pytest.mark.parametrize("name", ["gla BD", "mamba2 conv", "mamba2_mlp ABCD", "gdn conv expand"])
 def test_flops_and_states_equal_a_direct_count(name):
     args = variant(name)
+
     products, states, memories = _visited(args)
+
     assert states == [state_size(args)] * args.num_layers
     assert state_bytes(args, 2) == (0, 4 * (sum(states) + memories))
     # 6 per weight that is not the embedding, of which all but norms, taps and such are matrices
     small = num_parameters(args) - args.vocab_size * args.dim - products
     assert 0 < small < 0.3 * products
-    mixing = (18 if args.mixer == "gated_deltanet" else 12) * sum(states)
-    assert (
-        flops_per_token(args, 64) == flops_per_token(args, 128) == 6 * (products + small) + mixing
-    )
+    flops_per_state = 18 if args.mixer == "gated_deltanet" else 12
+    expected = 6 * (products + small) + flops_per_state * sum(states)
+    assert flops_per_token(args, 64) == expected
+    assert flops_per_token(args, 128) == expected
 
 
 def test_an_unknown_flavor_is_refused_with_the_nearest():

@@ -14,7 +14,7 @@ def draw_names(rng, size, vocab, name_tokens):
     return names
 
 
-def draw(rng, *, n, k, vocab, name_tokens, weight=lambda n, most: 1 / (n + sqrt(most))):
+def draw(rng, *, n, k, vocab, name_tokens, weight=lambda n, max_n: 1 / (n + sqrt(max_n))):
     """Return the edges (x, y) and queries (k, q, a) of an instance; names are tuples of ids."""
     sizes = range(3, n + 1)
     (size,) = rng.choices(sizes, [weight(s, n) for s in sizes])
@@ -22,6 +22,7 @@ def draw(rng, *, n, k, vocab, name_tokens, weight=lambda n, most: 1 / (n + sqrt(
     rng.shuffle(names)
     edges = [(names[i], names[(i + 1) % size]) for i in range(size)]
     rng.shuffle(edges)
+
     queries = []
     for node in rng.sample(names, min(10, size)):
         hops = rng.randint(1, k)
@@ -38,42 +39,55 @@ def walk(edges, node, hops):
 
 def read(ids, vocab):
     """Return the edges and queries that the ids of a whole instance show."""
-    words, name = [], ()
+    # A name ends with an id above vocab; marks are names of one id, above 2 vocab.
+    names = []
+    name = ()
     for token in ids:
         name = (*name, token)
         if token > vocab:
-            words.append(name)
+            names.append(name)
             name = ()
-    start = next(i for i, word in enumerate(words[1:], 1) if word[0] > 2 * vocab)
-    edges = list(zip(words[1:start:2], words[2:start:2], strict=True))
-    queries = zip(words[start::4], words[start + 1 :: 4], words[start + 3 :: 4], strict=True)
-    return edges, [(query[0] - 2 * vocab - 2, node, answer) for query, node, answer in queries]
+
+    start = next(i for i, name in enumerate(names[1:], 1) if name[0] > 2 * vocab)
+    edges = list(zip(names[1:start:2], names[2:start:2], strict=True))
+    queries = []
+    for hops_mark, node, answer in zip(
+        names[start::4], names[start + 1 :: 4], names[start + 3 :: 4], strict=True
+    ):
+        queries.append((hops_mark[0] - 2 * vocab - 2, node, answer))
+    return edges, queries
 
 
 def show(edges, queries, vocab):
     """Return the ids of an instance, and their kinds: 0 problem, 1 mark, 2 answer."""
-    ids = [2 * vocab + 1, *(token for edge in edges for name in edge for token in name)]
+    bos = 2 * vocab + 1
+    answer_mark = 2 * vocab + 2
+    ids = [bos]
+    for x, y in edges:
+        ids += [*x, *y]
     kinds = [0] * len(ids)
     for hops, node, answer in queries:
-        ids += [2 * vocab + 2 + hops, *node, 2 * vocab + 2, *answer]
-        kinds += [0] + [0] * len(node) + [1] + [2] * len(answer)
+        ids += [answer_mark + hops, *node, answer_mark, *answer]
+        kinds += [0] * (1 + len(node)) + [1] + [2] * len(answer)
     return ids, kinds
 
 
 def features(edges, queries):
     """Return what is compared between generators, one value per instance and feature."""
-    n, nodes = len(edges), [x for x, _ in edges]
+    n = len(edges)
+    nodes = [x for x, _ in edges]
+    successors = [y for _, y in edges]
     places = [nodes.index(q) for _, q, _ in queries]
     lengths = [len(x) for x in nodes]
     return {
         "n": n,
         "length": len(show(edges, queries, 0)[0]),
         "first name": nodes[0],
-        "last name": edges[-1][1],
+        "last name": successors[-1],
         "number of shortest names": lengths.count(min(lengths)),
         "edges between names of one length": sum(len(x) == len(y) for x, y in edges),
-        "place of the second edge of the cycle": (n, nodes.index(edges[0][1])),
-        "place of the edge before": (n, [y for _, y in edges].index(nodes[0])),
+        "place of the second edge of the cycle": (n, nodes.index(successors[0])),
+        "place of the edge before": (n, successors.index(nodes[0])),
         "k": (queries[0][0], queries[-1][0]),
         "number of queries": (n, len(queries)),
         "place of the first question": (n, places[0]),

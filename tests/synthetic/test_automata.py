@@ -15,13 +15,13 @@ SETTINGS = {"states": 5, "symbols": 7, "examples": 3, "example_tokens": 6, "seq_
 
 def edges_of(task, number):
     """Return {state: {symbol: next state}} of an automaton."""
-    degree, symbol, target = (
-        part[0].tolist() for part in task.automata(np.array([number], np.uint64))
-    )
-    return {
-        state: {symbol[state][i]: target[state][i] for i in range(degree[state])}
-        for state in range(task.states)
-    }
+    degrees, symbols, targets = task.automata(np.array([number], np.uint64))
+    edges = {}
+    for state, degree in enumerate(degrees[0].tolist()):
+        state_symbols = symbols[0, state, :degree].tolist()
+        state_targets = targets[0, state, :degree].tolist()
+        edges[state] = dict(zip(state_symbols, state_targets, strict=True))
+    return edges
 
 
 def read(task, ids):
@@ -31,6 +31,7 @@ def read(task, ids):
     number = 0
     for digit in ids[1:9]:
         number = 16 * number + digit - task.symbols - 3
+
     examples = [[]]
     for token in ids[9:-1]:
         if token == task.symbols + 2:
@@ -48,9 +49,10 @@ def reference(rng, states, symbols, examples, example_tokens):
     for state in range(num_states):
         degree = rng.randint(1, 3)
         others = [other for other in range(num_states) if other != state]
-        edges[state] = dict(
-            zip(rng.sample(alphabet, degree), rng.sample(others, degree), strict=True)
-        )
+        symbols_out = rng.sample(alphabet, degree)
+        targets = rng.sample(others, degree)
+        edges[state] = dict(zip(symbols_out, targets, strict=True))
+
     texts = []
     for _ in range(rng.randint(math.ceil(examples / 2), examples)):
         state = 0
@@ -90,6 +92,7 @@ def test_instances_are_distributed_as_the_papers(count):
     rng = random.Random(0)
     ids, kinds, ends = task.instances(2, 0, count)
     np.testing.assert_array_equal(kinds == 2, ids <= task.symbols)
+
     ours = []
     theirs = []
     numbers = set()
@@ -97,6 +100,8 @@ def test_instances_are_distributed_as_the_papers(count):
         number, texts = read(task, instance.tolist())
         edges = edges_of(task, number)
         numbers.add(number)
+
+        # The examples are walks from the root, and the automaton is one of the paper's.
         for text in texts:
             state = 0
             for symbol in text:
@@ -104,6 +109,7 @@ def test_instances_are_distributed_as_the_papers(count):
         for state, row in edges.items():
             assert state not in row.values()
             assert len(set(row.values())) == len(row) <= 3
+
         ours.append(features(edges, texts))
         theirs.append(features(*reference(rng, **settings)))
     assert len(numbers) >= count - 3  # of 2**32

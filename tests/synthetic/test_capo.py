@@ -20,6 +20,7 @@ WORDS = {
 
 
 def hashed(*parts):
+    """Hash integers by rounds of splitmix64."""
     state = 0
     for part in parts:
         state = ((state ^ part) + 0x9E3779B97F4A7C15) % 2**64
@@ -30,6 +31,7 @@ def hashed(*parts):
 
 
 def shuffled(number, size, key):
+    """Permute `number` below `size` by a Feistel network, again until it is below `size`."""
     a = math.ceil(math.sqrt(size))
     b = math.ceil(size / a)
     while True:
@@ -43,6 +45,7 @@ def shuffled(number, size, key):
 
 
 def slow_biography(task, seed, domain, position):
+    """Return the text of a biography, a word at a time."""
     # Who it is, and the full name
     exposure, number = divmod(position + domain * (task.people << 32), task.people)
     person = shuffled(number, task.people, hashed(seed, exposure))
@@ -134,15 +137,20 @@ def test_judge_accepts_only_the_truth():
     task = Capo(people=1000)
     questions = list(task.questions(0, 2, 20))
     assert len(questions) == 20 * 8 * 6
+
     for number, (prompt, answer, _) in enumerate(questions):
         values = {"exact": 1, "tokens": 1, f"exact_{ATTRIBUTES[number % 6]}": 1}
         assert task.judge(prompt, answer) == ("right", values)
+        # another last token of the same kind
         wrong = [*answer[:-1], answer[-1] - 1 if answer[-1] % 2 else answer[-1] + 1]
         for ids in (wrong, answer[:-1], answer + answer, [*answer, 2], [9] * len(answer)):
             assert task.judge(prompt, ids).values["exact"] == 0
         assert task.judge(prompt, wrong).values["tokens"] == pytest.approx(1 - 1 / len(answer))
 
-    prompt, answer, _ = questions[0]
+
+def test_verdicts_and_bad_prompts():
+    task = Capo(people=1000)
+    prompt, answer, _ = next(iter(task.questions(0, 2, 20)))
     for ids, verdict in (
         ([], "empty"),
         (answer[:2], "malformed"),

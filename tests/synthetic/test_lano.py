@@ -64,6 +64,7 @@ def is_derived(rules, root, text):
 
 
 def derive(symbol, draw):
+    """Derive a text from a symbol by recursion."""
     if symbol not in RULES:
         return symbol
     return "".join([derive(child, draw) for child in draw.choice(RULES[symbol])])
@@ -127,16 +128,21 @@ def test_long_windows_are_calibrated_and_fast(grammar):
     assert max(distribution_ms, validity_ms) < (200 if grammar == "cfg3f" else 1200)
 
 
-def test_extreme_sentences_and_impossible_prefixes():
+def test_extreme_sentences():
     for grammar, pick in itertools.product(["cfg3f", "cfg3j", "cfg3k"], [min, max]):
         language = Lano(grammar=grammar).language
         sentence = [22 if grammar == "cfg3f" else 25]
         while sentence[0] > 3:
             rules = [pick(language.rules[symbol], key=len) for symbol in sentence]
             sentence = [child for rule in rules for child in rule]
+
         rows = language.next_tokens(np.array([BOS, *sentence]))
         np.testing.assert_allclose(rows.sum(axis=1), 1)
-        assert language.accepts(np.array(sentence)) and rows[-1, BOS] > 0
+        assert language.accepts(np.array(sentence))
+        assert rows[-1, BOS] > 0
+
+
+def test_nothing_follows_an_impossible_prefix():
     rows = Lano(root=10).language.next_tokens(np.array([BOS, 3, 3, 3, 2, 2, 2, 2, 1, BOS, 3]))
     assert rows.sum(axis=1).round(12).tolist() == [1] * 6 + [0] * 3 + [1] * 2
 
@@ -147,6 +153,7 @@ def test_judge_agrees_with_a_plain_parser(grammar, root):
     rng = random.Random(root)
     verdicts = []
     for sentence in sentences(task, 2 if root == 25 else 50):
+        # the sentence, and others of which some are sentences too
         good = sentence.tolist()
         k = rng.randrange(len(good))
         other = rng.choice([1, 2, 3])
@@ -158,12 +165,14 @@ def test_judge_agrees_with_a_plain_parser(grammar, root):
             [*good[:k], other, *good[k:]],
             good + good,
         )
+
         for answer in answers:
             verdict, values = task.judge([BOS], [*answer, BOS])
             assert values == {"valid": verdict == "right"}
             assert values["valid"] == is_derived(task.language.rules, root, tuple(answer))
             verdicts.append(verdict)
         assert verdicts[-len(answers)] == "right"
+
     assert {"right", "wrong"} <= set(verdicts)
 
 

@@ -16,6 +16,7 @@ WORDS = [*map(str, range(23)), *"+-*", "<bos>", "<ans>", *(f"<len_{i}>" for i in
 
 
 def reference_expression(rng, length):
+    """Draw the words of an expression of `length` operators, in prefix notation."""
     if length == 0:
         return [str(rng.randrange(23))]
     left_length = rng.randrange(length)
