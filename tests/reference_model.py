@@ -34,9 +34,19 @@ def documents_of(row: list[int], cfg: Any) -> list[list[int]]:
     return documents
 
 
-def _sequence_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
+def layer_config(model: Any, i: int) -> Any:
+    """Return the config of layer i: the model's with what its name in the pattern changes."""
+    if not model.pattern:
+        return model
+    name = model.pattern[i % len(model.pattern)]
+    changes = {"mixer": name} if name in MIXERS else {}
+    return SimpleNamespace(**vars(model) | changes | model.layers.get(name, {}))
+
+
+def _sequence_logits(model: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
     h = params["tok_embeddings.weight"][tokens_BT]
-    for i in range(cfg.num_layers):
+    for i in range(model.num_layers):
+        cfg = layer_config(model, i)
         layer = {
             name.removeprefix(f"layers.{i}."): p
             for name, p in params.items()
@@ -52,8 +62,8 @@ def _sequence_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> 
         if "C" in cfg.canon_set:
             x = canon_by_loops(x, layer["canon_c.weight"], cfg, taps(layer, "canon_c", x))
         h = h + _feed_forward(cfg, layer, x)
-    head = params["tok_embeddings.weight" if cfg.tie_embeddings else "output.weight"]
-    return _norm(cfg, params, "norm", h) @ head.T
+    head = params["tok_embeddings.weight" if model.tie_embeddings else "output.weight"]
+    return _norm(model, params, "norm", h) @ head.T
 
 
 def taps(
@@ -149,6 +159,7 @@ def bias_by_loops(cfg: Any, head: int, num_tokens: int) -> Tensor:
     """
     h = head + 1
     window = h if cfg.position == "h_alibi" and h <= cfg.num_heads // 2 else num_tokens
+    window = min(window, cfg.window or window)
     slope = 2.0 ** (-8 * h / cfg.num_heads) if cfg.position == "alibi" else 0.0
     rows = [[-math.inf] * num_tokens for _ in range(num_tokens)]
     for t in range(num_tokens):
