@@ -151,8 +151,12 @@ def test_a_local_build_is_the_same(tmp_path):
     environ = os.environ | {"CANON_CLUSTER_ENV": str(settings)}
 
     def build_locally(out, *flags):
-        arguments = (*flags, *options(corpus, tokenizer, out))
-        done = script("data_prep.sh", "--local", *arguments, environ=environ, cwd=tmp_path)
+        done = script(
+            "data_prep.sh",
+            *("--local", *flags, *options(corpus, tokenizer, out)),
+            environ=environ,
+            cwd=tmp_path,
+        )
         assert done.returncode == 0, done
         assert (tmp_path / out / "train/manifest.json").exists()
 

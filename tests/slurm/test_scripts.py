@@ -266,8 +266,8 @@ def test_settings_determine_the_resources_of_a_job(programs, script, settings, f
     """They replace the script's #SBATCH lines."""
     stub(programs, "sbatch", 'while [[ $1 != *.sh ]]; do shift; done; grep ^#SBATCH "$1"')
     stub(programs, "python", "printf '%s\\0' /run 1")
-    variables = {"CANON_CPU": "0"}
-    variables |= dict(setting.split("=", 1) for setting in settings.split())
+    defaults = {"CANON_CPU": "0"}
+    variables = defaults | dict(setting.split("=", 1) for setting in settings.split())
 
     done = bash(
         programs, slurm_script("submit.sh"), *flags.split(), slurm_script(script), **variables

@@ -136,8 +136,8 @@ def local(folder):
 def test_a_local_sweep_restarts_and_stops(data_folder, tmp_path):
     """kill -9 of a rank: the run restarts. Ctrl-C: it saves, and the next run does not start."""
     sweep = tmp_path / "a sweep"
-    one = sweep / RUNS[0]
-    two = sweep / RUNS[1]
+    first = sweep / RUNS[0]
+    second = sweep / RUNS[1]
     plan(sweep, data_folder, rates=("3e-3",))
     pace = tmp_path / "pace"
     pace.write_text(PACED)
@@ -163,25 +163,25 @@ def test_a_local_sweep_restarts_and_stops(data_folder, tmp_path):
             time.sleep(0.1)
 
     # kill -9 of a rank
-    wait_for(lambda: logged_step(one) >= 2)
-    killed = status(one).pid
+    wait_for(lambda: logged_step(first) >= 2)
+    killed = status(first).pid
     os.kill(killed, signal.SIGKILL)
-    wait_for(lambda: status(one).pid != killed and logged_step(one) >= 3)
+    wait_for(lambda: status(first).pid != killed and logged_step(first) >= 3)
 
     # Ctrl-C, as a terminal sends it
     os.killpg(process.pid, signal.SIGINT)
     process.wait(120)
     assert states(sweep) == ["stopped", "waiting"]
-    assert not two.exists()
-    assert steps(one)[-1] == logged_step(one) < STEPS
-    assert not (one / "STOP").exists()
+    assert not second.exists()
+    assert steps(first)[-1] == logged_step(first) < STEPS
+    assert not (first / "STOP").exists()
 
     # the same command finishes both
     pace.write_text("{}")
     done = script("sweep.sh", "--local", sweep, environ=environ)
     assert done.returncode == 0, done
     assert states(sweep) == ["done"] * 2
-    assert_same_run(one, run_alone(data_folder, tmp_path / "alone", "3e-3", 0), step=STEPS)
+    assert_same_run(first, run_alone(data_folder, tmp_path / "alone", "3e-3", 0), step=STEPS)
 
     # and has nothing to do afterwards
     assert "run 1" not in script("sweep.sh", "--local", sweep, environ=environ).stdout

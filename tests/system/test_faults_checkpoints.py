@@ -220,11 +220,16 @@ def test_two_runs_cannot_share_a_checkpoint_folder(data_folder, tmp_path):
     options = (*EVERY_2, "--checkpoint.folder", shared, "--run.heartbeat_s", 0.2)
     a = RunFolder(tmp_path / "a")
     b = RunFolder(tmp_path / "b")
-    command_a = (*debug_run(data_folder, a.path), *options, "--training.steps", 400)
     command_b = (*debug_run(data_folder, b.path), *options, "--data.data_seed", 1)
 
     # while the first runs
-    first = Launch(*command_a, output=tmp_path, ranks=1)
+    first = Launch(
+        *debug_run(data_folder, a.path),
+        *options,
+        *("--training.steps", 400),
+        output=tmp_path,
+        ranks=1,
+    )
     first.wait_for(lambda: bool(CheckpointFolder(shared).steps()))
     ended = launch(*command_b, output=tmp_path / "b-out", ranks=1, check=False)
     assert_refused(ended, "lock.held")

@@ -268,17 +268,15 @@ def test_a_hang_ends_by_the_timeout_also_after_a_resume(trial, monkeypatch):
     monkeypatch.setattr(run_status, "HUNG_AFTER_STEPS", 1)
     run = trial.run
     traces = run / "comm_traces"
-    command = (
-        *LONG,
-        *("--comm.train_timeout_seconds", TIMEOUT_S),
-        *("--comm.init_timeout_seconds", 60),
-        "--checkpoint.enable_first_step_checkpoint",  # none is on its way later
-    )
-
     stacks = []
     for _ in range(2):
         newest = steps(run)[-1] if steps(run) else 0
-        started = trial.start(*command)
+        started = trial.start(
+            *LONG,
+            *("--comm.train_timeout_seconds", TIMEOUT_S),
+            *("--comm.init_timeout_seconds", 60),
+            "--checkpoint.enable_first_step_checkpoint",  # none is on its way later
+        )
         seconds, hung = hang(
             started,
             run,

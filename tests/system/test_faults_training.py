@@ -260,8 +260,12 @@ def test_a_finished_run_changes_nothing_until_it_is_prolonged(base, trial):
     assert (now.state, now.step, now.launches) == ("done", 12, 2)
 
     # two more steps, at the rates of a cosine of 14 steps: 10 after 4 of warm-up
-    longer = ("--training.steps", 14, "--run.allow_changes", "training.steps")
-    trial.launch(*EVERY_2, *longer, ranks=1)
+    trial.launch(
+        *EVERY_2,
+        *("--training.steps", 14),
+        *("--run.allow_changes", "training.steps"),
+        ranks=1,
+    )
     assert RunFolder(run).done_file.read_text() == "14\n"
     assert status(run).state == "done"
     lines = events(run, "step")

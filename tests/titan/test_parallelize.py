@@ -139,11 +139,11 @@ def gpu_job(data_folder, *options):
 def test_without_a_gpu_nothing_is_checked(data_folder, checks):
     cuda = torch.device("cuda")
     auto = gpu_job(data_folder)
-    named = gpu_job(data_folder, "--model.canon_backend", "reference")
+    by_name = gpu_job(data_folder, "--model.canon_backend", "reference")
     without_canon = gpu_job(data_folder, "--model.canon_set", "")
 
     assert choose_canon(auto, CPU, CODE) == BackendChoice("compiled", "auto")
-    assert choose_canon(named, cuda, CODE) == BackendChoice("reference")
+    assert choose_canon(by_name, cuda, CODE) == BackendChoice("reference")
     assert choose_canon(without_canon, cuda, CODE) is None
 
 
@@ -184,9 +184,9 @@ def test_a_failure_is_not_kept(alone, checks, data_folder, monkeypatch):
     # a named backend
     for name in ("triton", "fla"):
         checks += ["a planted fault"]
-        named = gpu_job(data_folder, "--model.canon_backend", name, "--training.seq_len", "32")
+        by_name = gpu_job(data_folder, "--model.canon_backend", name, "--training.seq_len", "32")
         with refused("canon.backend_failed", backend=name, problem="a planted fault"):
-            choose_canon(named, CPU, CODE)
+            choose_canon(by_name, CPU, CODE)
 
     # a lost device
     monkeypatch.setattr(canon_choice, "_is_lost", lambda device: True)

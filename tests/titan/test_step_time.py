@@ -152,11 +152,11 @@ def test_a_small_model_waits_for_the_host():
         )
         return Plan(job, h100(), 1)
 
-    one = plan_of("1")
-    two = plan_of("2")
-    assert one.micro_batch == 1
-    assert two.micro_batch == 1
-    assert 1 < two.step_seconds.likely / one.step_seconds.likely < 1.5
+    once = plan_of("1")
+    twice = plan_of("2")
+    assert once.micro_batch == 1
+    assert twice.micro_batch == 1
+    assert 1 < twice.step_seconds.likely / once.step_seconds.likely < 1.5
 
 
 def test_fla_is_planned_where_it_may_be_used():

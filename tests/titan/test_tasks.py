@@ -245,8 +245,7 @@ def test_elastic_with_smaller_micro_batches(straight, tmp_path):
     run = tmp_path / "run"
 
     def launch_run(*options, ranks=1, check=True):
-        command = [*copy_run(run), *options]
-        return launch(*command, ranks=ranks, check=check, output=tmp_path / "out")
+        return launch(*copy_run(run), *options, ranks=ranks, check=check, output=tmp_path / "out")
 
     launch_run("--run.stop_at", 3, "--training.local_batch_size", 2, ranks=2)
 
