@@ -363,3 +363,6 @@ def test_a_compiler_cache_on_a_full_disk_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with refused("compile.cache", path=str(tmp_path)):
         check_compiler_cache(CACHE_BYTES)
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    check_compiler_cache()
