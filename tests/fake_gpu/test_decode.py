@@ -1,6 +1,7 @@
 """Generation and scoring on a fake H100: the step is captured, and the host reads 16 tokens."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -29,14 +30,16 @@ TOKENS_PER_READ = 16
     ],
 )
 def test_a_decode_step_is_one_launch(name):
-    words = [sys.executable, "-m", "tests.fake_gpu_decode", json.dumps(MODELS[name])]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.fake_gpu_decode", json.dumps(MODELS[name])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(done.stdout.splitlines()[-1])
+
     # the first token is read from the prompt, the second one runs before the capture
-    assert found["replays"] == NEW_TOKENS - 2
-    assert found["waits"]["score"] == {}
-    reads = [
-        count for wait, count in found["waits"]["generate"].items() if wait.startswith("tolist")
-    ]
-    assert sum(reads) == 1 + -(-(NEW_TOKENS - 1) // TOKENS_PER_READ)
+    assert report["replays"] == NEW_TOKENS - 2
+
+    # waits: none for scores; for the first token, and for the others in groups
+    assert report["waits"]["score"] == {}
+    waits = report["waits"]["generate"]
+    num_reads = sum(count for wait, count in waits.items() if wait.startswith("tolist"))
+    assert num_reads == 1 + math.ceil((NEW_TOKENS - 1) / TOKENS_PER_READ)

@@ -1,5 +1,6 @@
 """The table of fake_gpu/README.md: recorded fake runs at full size against the dry run."""
 
+import contextlib
 import re
 from dataclasses import dataclass
 
@@ -22,9 +23,9 @@ KINDS = ("nope_canon", "gla_canon", "mamba2", "gated_deltanet", "released_1b")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table."""
+    """A row of the table; the model is a config of train_configs and options."""
 
-    words: str
+    model: str
     world_size: int
     sequences: int
     gib: float
@@ -35,75 +36,77 @@ class Row:
 
     @property
     def arguments(self):
-        name, *options = self.words.split()
-        return ["--config", str(ROOT / "train_configs" / f"{name}.toml"), *options]
+        _, *options = self.model.split()
+        return ["--config", str(ROOT / "train_configs" / f"{self.config}.toml"), *options]
+
+    @property
+    def config(self):
+        return self.model.split()[0]
 
 
 def rows():
-    for words, world_size, sequences, *cells in PATTERN.findall(README.read_text()):
+    """Read the rows of the table."""
+    for model, world_size, sequences, *cells in PATTERN.findall(README.read_text()):
         figures = [float(cell.replace(",", "")) for cell in cells]
-        yield Row(words, int(world_size), int(sequences), *figures)
+        yield Row(model, int(world_size), int(sequences), *figures)
 
 
 ROWS = list(rows())
-NAMES = [f"{number}-{row.words.split()[0]}" for number, row in enumerate(ROWS, 1)]
+IDS = [f"{number}-{row.config}" for number, row in enumerate(ROWS, 1)]
 
 
 def test_the_table_has_the_models_of_the_paper():
     assert len(ROWS) >= 18
-    names = {row.words for row in ROWS}
-    assert {"nope_canon", "rope", "gla_canon", "mamba2", "gated_deltanet", "released_1b"} < names
+    models = {row.model for row in ROWS}
+    assert {"nope_canon", "rope", "gla_canon", "mamba2", "gated_deltanet", "released_1b"} < models
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=pytest.mark.system if row.words in KINDS else pytest.mark.long)
+        pytest.param(row, marks=pytest.mark.system if row.model in KINDS else pytest.mark.long)
         for row in ROWS
     ],
-    ids=NAMES,
+    ids=IDS,
 )
 def test_the_dry_run_agrees(row):
     """Memory within 5 %, time by the same speeds within 10 %."""
     job = parse_job(row.arguments, quiet=True)
     assert job.training.local_batch_size == row.sequences
+
     planned = sum(count_memory(job, on_meta(job.model_args), row.world_size).values())
     assert planned / GIB == pytest.approx(row.gib, rel=0.05)
+
     seconds = step_seconds(count_step(job, row.world_size), GPUS["h100"]).likely
     assert 1000 * seconds == pytest.approx(row.milliseconds, rel=0.1)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_fake_runs_repeat_the_table(row, tmp_path):
-    runs = FakeRuns(tmp_path)
-    try:
+    with contextlib.closing(FakeRuns(tmp_path)) as runs:
         report = runs.run(*row.arguments, world_size=row.world_size, saves=False)
-    finally:
-        runs.close()
     assert problems_of(report) == []
+
     quiet = report.phase("quiet step")
     launches = quiet.compiled.launches + quiet.eager.launches
-    moved = quiet.compiled.bytes_moved + quiet.eager.bytes_moved
+    bytes_moved = quiet.compiled.bytes_moved + quiet.eager.bytes_moved
     assert quiet.peak_bytes / GIB == pytest.approx(row.gib, rel=0.01)
     assert launches == pytest.approx(row.kernels, rel=0.02)
-    assert moved / 1e9 == pytest.approx(row.gigabytes, rel=0.02)
+    assert bytes_moved / 1e9 == pytest.approx(row.gigabytes, rel=0.02)
     assert quiet.waits.total() == row.waits
     assert 1000 * report.step_seconds[1] == pytest.approx(row.milliseconds, rel=0.02)
 
 
-RECORDED = {row.words.split()[0] for row in ROWS} | {"debug", "quickstart"}
+RECORDED = {row.config for row in ROWS} | {"debug", "quickstart"}
 OTHERS = sorted({path.stem for path in (ROOT / "train_configs").glob("*.toml")} - RECORDED)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", OTHERS)
 def test_all_other_files_run(name, tmp_path):
-    runs = FakeRuns(tmp_path)
-    try:
-        config = ROOT / "train_configs" / f"{name}.toml"
+    config = ROOT / "train_configs" / f"{name}.toml"
+    with contextlib.closing(FakeRuns(tmp_path)) as runs:
         report = runs.run("--config", config, world_size=8, saves=False)
-    finally:
-        runs.close()
     assert problems_of(report) == []
     assert not report.phase("quiet step").waits

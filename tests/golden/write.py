@@ -13,11 +13,16 @@ from tests.support import ROOT, debug_run, train, write_data
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        data, run = Path(folder, "data"), Path(folder, "run")
+        data = Path(folder, "data")
+        run = Path(folder, "run")
         write_data(data)
         train(*debug_run(data, run), ranks=2)
         steps = events(run, "step")
-    golden = {name: [step[name] for step in steps] for name in ("loss", "grad_norm")}
+
+    golden = {
+        "loss": [step["loss"] for step in steps],
+        "grad_norm": [step["grad_norm"] for step in steps],
+    }
     path = ROOT / "tests" / "golden" / "debug_losses.json"
     path.write_text(json.dumps(golden, indent=1) + "\n")
 

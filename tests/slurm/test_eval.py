@@ -35,10 +35,11 @@ def run(trained, tmp_path):
 
 
 def write_pair(folder):
+    """Write a group of two tasks, both copies of zen_of_python; return its file."""
     zen = ROOT / "eval" / "tasks" / "zen_of_python"
     shutil.copy(zen / "utils.py", folder)
+    text = (zen / "zen_of_python.yaml").read_text()
     for name in ("zen_one", "zen_two"):
-        text = (zen / "zen_of_python.yaml").read_text()
         (folder / f"{name}.yaml").write_text(text.replace("task: zen_of_python", f"task: {name}"))
     (folder / "pair.yaml").write_text("group: pair\ntask:\n  - zen_one\n  - zen_two\n")
     return folder / "pair.yaml"
@@ -47,55 +48,71 @@ def write_pair(folder):
 def test_a_time_limit_costs_at_most_one_task(jobs, run, tmp_path):
     """Two ranks; USR1 after one task of two: requeued, it continues with the second one."""
     jobs.set(RANKS_PER_NODE=2)
-    tasks, gate = tmp_path / "my tasks", tmp_path / "gate"
+    tasks = tmp_path / "my tasks"
     tasks.mkdir()
+    gate = tmp_path / "gate"
     gate.touch()
+    command = [
+        *(sys.executable, "-m", "eval", "submit", str(run)),
+        *(f"--sbatch={CPUS}", "--once"),
+        *("--suites", str(write_pair(tasks)), "--trust_task_files"),
+        *("--every", "12"),
+    ]
     environ = jobs.environ({"PYTHONPATH": f"{SITE}:{ROOT}", "TEST_EVAL_GATE": gate})
-    command = [sys.executable, "-m", "eval", "submit", str(run), f"--sbatch={CPUS}", "--once"]
-    command += ["--suites", str(write_pair(tasks)), "--trust_task_files", "--every", "12"]
     subprocess.run(command, cwd=tmp_path, env=environ, check=True)
+
     lease = leases_of(run, 12, "pair").current()
-    assert lease is not None and lease.number == 1 and lease.job is not None
+    assert lease is not None
+    assert lease.number == 1
+    assert lease.job is not None
     suite = run / "evals/step-12/pair"
     job = Job(jobs.cluster, lease.job, suite / f"slurm-{lease.job}.log")
 
-    def finished():
+    def results_of_tasks():
         return [*suite.glob("*/unfinished/*.task.json")]
 
-    job.until(finished, "the first task's result")
-    written = {path: path.stat().st_mtime_ns for path in finished()}
+    job.until(results_of_tasks, "the first task's result")
+    (first,) = results_of_tasks()
+    written_at = first.stat().st_mtime_ns
 
-    jobs.cluster.run("scancel", "--signal=USR1", "--batch", job.id)  # as --signal=B:USR1@60
+    # the signal of --signal=B:USR1@60; the first task is not repeated
+    jobs.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
     job.until_requeued(1)
     assert not any("eval run" in line for line in processes_of(str(tmp_path)).values())
-    job.until(lambda: len(finished()) == 2, "the second task's result")
-    assert [path.stat().st_mtime_ns for path in written] == [*written.values()], "not repeated"
+    job.until(lambda: len(results_of_tasks()) == 2, "the second task's result")
+    assert first.stat().st_mtime_ns == written_at
+
     gate.unlink()
     assert job.until_ended() == "COMPLETED", job.text()
     (path,) = suite.glob("*/results.json")
     results = read_results(path)
     assert set(results.scores) == {"zen_one", "zen_two"}
     assert PartialResults(path.parent, results.asked).read() == {}
-    assert not [*tmp_path.glob("**/HIT")] and not (ROOT / "HIT").exists()
+    assert not [*tmp_path.glob("**/HIT")]
+    assert not (ROOT / "HIT").exists()
 
 
 def test_by_hand_and_scancel(jobs, run, tmp_path):
     """With sbatch: one job completes, one fails, one is cancelled and leaves no process."""
-    work = (SCRIPT, run / "checkpoint/step-3", "validation", "--batch_tokens", 4096)
-    job = jobs.submit(*work, flags=(CPUS,))
-    assert job.until_ended() == "COMPLETED", job.text()
+    step_3 = run / "checkpoint/step-3"
+    step_6 = run / "checkpoint/step-6"
+
+    completed = jobs.submit(SCRIPT, step_3, "validation", "--batch_tokens", 4096, flags=(CPUS,))
+    assert completed.until_ended() == "COMPLETED", completed.text()
     (path,) = (run / "evals/step-3/validation").glob("*/results.json")
     assert read_results(path).asked["step"] == 3
 
-    job = jobs.submit(*work[:2], "no-such-suite", flags=(CPUS,))
-    assert job.until_ended() == "FAILED" and job.restarts == 0
-    assert len({*error_codes(job.text())}) == 1
+    failed = jobs.submit(SCRIPT, step_3, "no-such-suite", flags=(CPUS,))
+    assert failed.until_ended() == "FAILED"
+    assert failed.restarts == 0
+    assert len({*error_codes(failed.text())}) == 1
 
-    job = jobs.submit(SCRIPT, run / "checkpoint/step-6", "validation", flags=(CPUS,))
-    job.until(lambda: "eval run" in str(processes_of(f"{run}/checkpoint/step-6")), "it")
-    job.cancel()
-    assert job.until_ended() == "CANCELLED"
+    # its processes obey SIGTERM: KillWait is 60 s
+    cancelled = jobs.submit(SCRIPT, step_6, "validation", flags=(CPUS,))
+    cancelled.until(lambda: "eval run" in str(processes_of(str(step_6))), "its processes")
+    cancelled.cancel()
+    assert cancelled.until_ended() == "CANCELLED"
     began = time.monotonic()
-    job.until(lambda: not processes_of(f"{run}/checkpoint/step-6"), "the end of its processes")
-    assert time.monotonic() - began < 20, "ignored SIGTERM; KillWait is 60 s"
+    cancelled.until(lambda: not processes_of(str(step_6)), "the end of its processes")
+    assert time.monotonic() - began < 20
     assert not [*(run / "evals/step-6").glob("*/*/results.json")]

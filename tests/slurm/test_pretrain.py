@@ -36,11 +36,13 @@ def reference(data_folder, tmp_path_factory):
     return folder / "run"
 
 
-def train(data, run, *more):
-    return [*debug_run(data, run)[1:], *more]
+def train(data, run, *options):
+    """Return the script's arguments for the debug run: its config comes first."""
+    return [*debug_run(data, run)[1:], *options]
 
 
 def set_pace(file, **seconds):
+    """Write the seconds to sleep per phase, at once."""
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps(seconds))
     os.replace(temporary, file)
@@ -49,34 +51,42 @@ def set_pace(file, **seconds):
 def assert_stopped_and_requeued(job, run, *, restarts, reason):
     """Assert that the launch has saved and the job is requeued; return the saved step."""
     job.until_requeued(restarts)
-    found = status(run)
-    assert ended(run) == "requeue" and found.state == "stopped" and reason in found.reason, found
-    assert found.restart_count == restarts - 1 and found.job_id == job.id
-    assert steps(run)[-1] == found.step == logged_step(run)
-    assert not (run / "STOP").exists() and not (run / "lock.json").exists()
-    return found.step
+    assert ended(run) == "requeue"
+    now = status(run)
+    assert now.state == "stopped"
+    assert reason in now.reason
+    assert now.restart_count == restarts - 1
+    assert now.job_id == job.id
+    assert now.step == steps(run)[-1] == logged_step(run)
+    assert not (run / "STOP").exists()
+    assert not (run / "lock.json").exists()
+    return now.step
 
 
 def test_events_do_not_change_a_run(jobs, reference, data_folder, tmp_path):
     """Time limit, stale STOP, preemption with grace time, kill -9 and a stale lock, a node failure,
     then DONE. Two nodes, rank 0 on the second one."""
-    run, pace = tmp_path / 'it\'s "a run"; $(touch HIT)', tmp_path / "pace"
+    run = tmp_path / 'it\'s "a run"; $(touch HIT)'
+    pace = tmp_path / "pace"
     set_pace(pace, **SLOW)
-    odd = 'it\'s "one"; $(touch HIT) `touch HIT` \\ *'
+    description = 'it\'s "one"; $(touch HIT) `touch HIT` \\ *'
     cluster = jobs.cluster
     jobs.set(PREFLIGHT=1)
     job = jobs.submit(
         SCRIPT,
-        *train(data_folder, run, *LONG, "--job.description", odd),
+        *train(data_folder, run, *LONG, "--job.description", description),
         flags=("--nodes=2", "--time=60"),
         TEST_PACE=pace,
         TEST_RANK_0_ON="n2",
         # (3): on SIGTERM the agent would kill the workers while they save
         TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1,
     )
+
+    # on two nodes, rank 0 on the second one (5)
     job.until_step(run, 3)
-    assert status(run).job_id == job.id and status(run).nodes == "n[1-2]"
-    assert status(run).host == "n2", "(5)"
+    assert status(run).job_id == job.id
+    assert status(run).nodes == "n[1-2]"
+    assert status(run).host == "n2"
     reports = {path.name for path in run.glob("preflight/*/*")}
     assert reports == {"n1.json", "n2.json", "n1.rank0.json", "n2.rank0.json"}
     jobs.set()
@@ -92,21 +102,23 @@ def test_events_do_not_change_a_run(jobs, reference, data_folder, tmp_path):
     # torchrun's agent would wait
     job.until_step(run, first + 2)
     set_pace(pace, saving=4, **SLOW)
-    urgent = cluster.run(
-        "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive",
-        "--output=/dev/null", "--wrap", "sleep 1",
-    ).stdout.strip()  # fmt: skip
+    submission = cluster.run(
+        *("sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive"),
+        *("--output=/dev/null", "--wrap", "sleep 1"),
+    )
+    urgent = Job(cluster, submission.stdout.strip(), tmp_path)
     second = assert_stopped_and_requeued(job, run, restarts=2, reason="SIGTERM")
     assert second > first
     set_pace(pace, **SLOW)
-    assert Job(cluster, urgent, tmp_path).until_ended() == "COMPLETED"
+    assert urgent.until_ended() == "COMPLETED"
 
     # kill -9 of rank 0 leaves the lock, and steps that were not saved
     job.until_step(run, second + 2)
     assert (run / "lock.json").exists()
     os.kill(status(run).pid, signal.SIGKILL)
     job.until_requeued(3)
-    assert (run / "lock.json").exists() and steps(run)[-1] == second
+    assert (run / "lock.json").exists()
+    assert steps(run)[-1] == second
     assert ended(run) == "requeue"
 
     # a node failure: Slurm requeues by itself
@@ -116,13 +128,18 @@ def test_events_do_not_change_a_run(jobs, reference, data_folder, tmp_path):
     job.until(lambda: ended(run) == "leave", "the script's end")
     cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME", check=False)
 
+    # to its end, which is that of the undisturbed run
     set_pace(pace)
     assert job.until_ended() == "COMPLETED", log_of(run)
-    assert (run / "DONE").exists() and status(run).state == "done"
+    assert (run / "DONE").exists()
+    assert status(run).state == "done"
     assert resumed_from(run)[:3] == [first, second, second]
     assert_same_run(run, reference, step=STEPS)
-    assert RunFolder(run).read_config()["config"]["job"]["description"] == odd
-    assert not [*tmp_path.glob("**/HIT")] and not (ROOT / "HIT").exists()
+
+    # odd names are names, and no process is left
+    assert RunFolder(run).read_config()["config"]["job"]["description"] == description
+    assert not [*tmp_path.glob("**/HIT")]
+    assert not (ROOT / "HIT").exists()
     assert "canon_pretrain" not in str(processes_of(str(tmp_path)))
 
 
@@ -130,37 +147,48 @@ def test_code_changes_do_not_change_a_run(jobs, data_folder, tmp_path):
     """Between two launches the repository gets modules that crash, other job scripts and a config
     with unknown keys."""
     once = ("--checkpoint.interval", 1000)
-    launch(*debug_run(data_folder, tmp_path / "alone"), *once, ranks=1, output=tmp_path / "out")
-    repository, run = tmp_path / "repository", tmp_path / "run"
+    alone = tmp_path / "alone"
+    launch(*debug_run(data_folder, alone), *once, ranks=1, output=tmp_path / "out")
+
+    # a job from a repository of its own
+    repository = tmp_path / "repository"
     for name in ("canon_pretrain", "slurm", "train_configs"):
         unwanted = shutil.ignore_patterns("__pycache__", "cluster.env")
         shutil.copytree(ROOT / name, repository / name, ignore=unwanted)
-    set_pace(pace := tmp_path / "pace", **SLOW)
-    where = {"cwd": repository, "TEST_PACE": pace}
     config = repository / "train_configs" / "debug.toml"
-    job = jobs.submit(SCRIPT, config, *train(data_folder, run, *once)[1:], **where)
+    run = tmp_path / "run"
+    _, *options = train(data_folder, run, *once)
+    pace = tmp_path / "pace"
+    set_pace(pace, **SLOW)
+    job = jobs.submit(SCRIPT, config, *options, cwd=repository, TEST_PACE=pace)
+
+    # it is stopped, and the repository changes
     job.until_step(run, 2)
     jobs.cluster.run("scancel", "--signal=USR1", "--batch", job.id)
     step = assert_stopped_and_requeued(job, run, restarts=job.restarts + 1, reason="the file STOP")
-
-    for name, text in {
+    additions = {
         "canon_pretrain/titan/spec.py": "raise RuntimeError\n",
         "canon_pretrain/cluster/preflight.py": "raise RuntimeError\n",
         "slurm/lib.sh": "pretrain_link() { exit 9; }\n",
         "train_configs/debug.toml": "[made_up_later]\nkey = 1\n",
-    }.items():
+    }
+    for name, text in additions.items():
         with open(repository / name, "a") as file:
             file.write(text)
+
+    # its next launch has the code and the config of the first
     set_pace(pace)
     assert job.until_ended() == "COMPLETED", job.text() + log_of(run)
-    assert_same_run(run, tmp_path / "alone", step=12)
-    assert resumed_from(run) == [step] and events(run, "changed") == []
+    assert_same_run(run, alone, step=12)
+    assert resumed_from(run) == [step]
+    assert events(run, "changed") == []
     assert [path.name for path in (run / "code").iterdir()] == ["001"]
 
 
 def test_usr1_to_the_steps_requeues_but_scancel_does_not(jobs, data_folder, tmp_path):
     """(2): --signal without B: sends it to agents and workers, not to the script."""
-    run, pace = tmp_path / "run", tmp_path / "pace"
+    run = tmp_path / "run"
+    pace = tmp_path / "pace"
     set_pace(pace, **SLOW)
     job = jobs.submit(SCRIPT, *train(data_folder, run, *LONG), TEST_PACE=pace)
     job.until_step(run, 2)
@@ -172,59 +200,87 @@ def test_usr1_to_the_steps_requeues_but_scancel_does_not(jobs, data_folder, tmp_
     job.cancel()
     job.until(lambda: ended(run) == "leave", "the script's end")
     assert job.until_ended() == "CANCELLED"
-    assert status(run).state == "stopped" and steps(run)[-1] > step, "scancel loses no step"
-    assert job.restarts == 1 and not (run / "STOP").exists()
+    assert job.restarts == 1
+    assert status(run).state == "stopped"
+    assert steps(run)[-1] > step  # it was saved
+    assert not (run / "STOP").exists()
     assert "Traceback" not in log_of(run)
 
 
 def test_stopped_second_and_refused_jobs_are_not_requeued(jobs, data_folder, tmp_path):
     """With an environment that sbatch does not pass on."""
-    run, pace = tmp_path / "run", tmp_path / "pace"
+    run = tmp_path / "run"
+    arguments = train(data_folder, run, *LONG)
+    pace = tmp_path / "pace"
     set_pace(pace, **SLOW)
     jobs.set(TEST_PACE=pace)
-    taken = "--export=CANON_CLUSTER_ENV,PYTHONPATH,OMP_NUM_THREADS,SLURM_CONF"
-    job = jobs.submit(SCRIPT, *train(data_folder, run, *LONG), flags=(taken,))
+    passed_on = "--export=CANON_CLUSTER_ENV,PYTHONPATH,OMP_NUM_THREADS,SLURM_CONF"
+    job = jobs.submit(SCRIPT, *arguments, flags=(passed_on,))
     job.until_step(run, 2)
+
     # submitted again by mistake: it fails without an effect on the first one
-    twin = jobs.submit(SCRIPT, *train(data_folder, run, *LONG))
-    assert twin.until_ended() == "FAILED" and twin.restarts == 0
+    twin = jobs.submit(SCRIPT, *arguments)
+    assert twin.until_ended() == "FAILED"
+    assert twin.restarts == 0
     assert f"Slurm job {job.id}" in log_of(run)
-    assert job.state == "RUNNING" and not (run / "STOP").exists()
+    assert job.state == "RUNNING"
+    assert not (run / "STOP").exists()
     assert json.loads((run / "restarts.json").read_text())["job"] == job.id
+
+    # stopped by the file
     (run / "STOP").touch()
-    assert job.until_ended() == "COMPLETED" and job.restarts == 0
-    assert ended(run) == "stop" and not (run / "DONE").exists()
+    assert job.until_ended() == "COMPLETED"
+    assert job.restarts == 0
+    assert ended(run) == "stop"
+    assert not (run / "DONE").exists()
+
     # the trainer refuses another learning rate
-    job = jobs.submit(SCRIPT, *train(data_folder, run, *LONG, "--optimizer.lr", 1e-4))
-    assert job.until_ended() == "FAILED" and job.restarts == 0
-    assert ended(run) == "failed" and "optimizer.lr" in status(run).reason
+    refused = jobs.submit(SCRIPT, *arguments, "--optimizer.lr", 1e-4)
+    assert refused.until_ended() == "FAILED"
+    assert refused.restarts == 0
+    assert ended(run) == "failed"
+    assert "optimizer.lr" in status(run).reason
 
 
 def test_a_faulty_node_is_excluded(jobs, data_folder, tmp_path):
-    """n1 does not report: the job continues on n2, to DONE, with CANON_REPO. Of two nodes n2 has a
-    full disk: nothing is trained."""
+    """With CANON_REPO, from another folder."""
     jobs.set(PREFLIGHT=1)
-    for fault, node, flags in (("dead", "n1", ()), ("full", "n2", ("--nodes=2",))):
-        run, where = tmp_path / fault, {"CANON_REPO": ROOT, f"TEST_{fault.upper()}_NODE": node}
-        script = (str(ROOT / SCRIPT), *train(data_folder, run))
-        job = jobs.submit(*script, flags=flags, cwd=tmp_path, **where)
-        job.until_requeued(1)
-        job.until(lambda job=job, node=node: job.field("ExcNodeList") == node, "the exclusion")  # type: ignore[misc]
-        if fault == "dead":
-            assert job.until_ended() == "COMPLETED", log_of(run)
-            assert status(run).host == "n2" and status(run).state == "done"
-        else:
-            job.cancel()
-            assert not RunFolder(run).log_file.exists(), "nothing was trained"
+
+    def submit(run, flags, **fault):
+        arguments = train(data_folder, run)
+        return jobs.submit(
+            ROOT / SCRIPT, *arguments, flags=flags, cwd=tmp_path, CANON_REPO=ROOT, **fault
+        )
+
+    # n1 does not report: the job continues on n2, to DONE
+    run = tmp_path / "dead"
+    job = submit(run, flags=(), TEST_DEAD_NODE="n1")
+    job.until_requeued(1)
+    job.until(lambda: job.field("ExcNodeList") == "n1", "the exclusion")
+    assert job.until_ended() == "COMPLETED", log_of(run)
+    assert status(run).host == "n2"
+    assert status(run).state == "done"
+
+    # of two nodes n2 has a full disk: nothing is trained
+    run = tmp_path / "full"
+    full = submit(run, flags=("--nodes=2",), TEST_FULL_NODE="n2")
+    full.until_requeued(1)
+    full.until(lambda: full.field("ExcNodeList") == "n2", "the exclusion")
+    full.cancel()
+    assert not RunFolder(run).log_file.exists()
 
 
 def test_nodes_that_do_not_divide_the_batch_are_refused(jobs, tmp_path):
     """By the job, and by slurm/submit.sh before it is queued."""
     folder = ("--job.dump_folder", tmp_path / "run")
     jobs.set(RANKS_PER_NODE=5)
+
     job = jobs.submit(SCRIPT, *folder, flags=("--nodes=2",))
-    submitted = jobs.script("submit.sh", "--nodes", 2, SCRIPT, *folder)
-    assert submitted.returncode == 2
-    assert error_codes(submitted.stderr) == ["config.world_size"]
-    assert job.until_ended() == "FAILED" and job.restarts == 0
-    assert error_codes(job.text()) == ["config.world_size"] and not (tmp_path / "run").exists()
+    submission = jobs.script("submit.sh", "--nodes", 2, SCRIPT, *folder)
+
+    assert submission.returncode == 2
+    assert error_codes(submission.stderr) == ["config.world_size"]
+    assert job.until_ended() == "FAILED"
+    assert job.restarts == 0
+    assert error_codes(job.text()) == ["config.world_size"]
+    assert not (tmp_path / "run").exists()

@@ -21,55 +21,69 @@ def programs(tmp_path):
 
 
 def stub(folder, name, body=""):
+    """Write a program that logs its call, then runs `body` in bash."""
     path = folder / name
     path.write_text(f'#!/bin/bash\necho "{name} $*" >>"{folder}/calls"\n{body}\n')
     path.chmod(0o755)
 
 
 def calls(folder, start):
-    lines = (folder / "calls").read_text().splitlines() if (folder / "calls").exists() else []
+    """Return the calls of stubs that start with this text."""
+    path = folder / "calls"
+    lines = path.read_text().splitlines() if path.exists() else []
     return [line for line in lines if line.startswith(start)]
 
 
-def library(programs, body, *words, **variables):
-    return bash(programs, "-c", f"{LIBRARY} {body}", "bash", ROOT, *words, **variables)
+def library(programs, body, *arguments, **variables):
+    """Run `body` with the functions of slurm/lib.sh."""
+    return bash(programs, "-c", f"{LIBRARY} {body}", "bash", ROOT, *arguments, **variables)
 
 
-def bash(programs, *words, **variables):
-    (programs / "cluster.env").touch()  # not the user's own
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
-    environ = kept | {
-        "PATH": f"{programs}:{os.environ['PATH']}", "CANON_CPU": "1",
-        "CANON_CLUSTER_ENV": str(programs / "cluster.env"),
-    }  # fmt: skip
+def bash(programs, *arguments, **variables):
+    """Run bash with the stubs first on PATH and an empty cluster.env, which is not the user's."""
+    settings = programs / "cluster.env"
+    settings.touch()
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM_", "SBATCH_"))
+    }
+    environ |= {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "CANON_CPU": "1",
+        "CANON_CLUSTER_ENV": str(settings),
+    }
     environ |= {name: str(value) for name, value in variables.items()}
-    command = ["bash", *map(str, words)]
+    command = ["bash", *map(str, arguments)]
     return subprocess.run(command, env=environ, cwd=programs, capture_output=True, text=True)
 
 
 def test_signal_handlers_contain_no_command_substitution(programs):
     """Bash 5.2 fails to parse the trap of a second signal in one, and exits."""
-    handlers = "on_term on_limit ask_to_stop say"
-    done = library(programs, f"declare -f {handlers}")
-    assert done.stdout.count("\n}") == len(handlers.split()) and "$(" not in done.stdout
+    handlers = ("on_term", "on_limit", "ask_to_stop", "say")
+    done = library(programs, f"declare -f {' '.join(handlers)}")
+    assert done.stdout.count("\n}") == len(handlers)
+    assert "$(" not in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "tries", "code"), [("Unable to contact", 3, 0), ("presently disabled", 1, 1)]
+    ("answer", "tries", "code"), [("Unable to contact", 3, 0), ("presently disabled", 1, 1)]
 )
-def test_requeue_retries_if_the_controller_is_down(programs, words, tries, code):
-    count = f'(($(grep -c . "{programs}/calls") > 2)) || {{ echo "{words}" >&2; exit 1; }}'
-    stub(programs, "scontrol", count)
+def test_requeue_retries_if_the_controller_is_down(programs, answer, tries, code):
+    is_third_call = f'(($(grep -c . "{programs}/calls") > 2))'
+    stub(programs, "scontrol", f'{is_third_call} || {{ echo "{answer}" >&2; exit 1; }}')
     done = library(programs, "requeue", SLURM_JOB_ID=7, REQUEUE_PAUSE_S=0)
-    assert done.returncode == code and words in done.stderr
+    assert done.returncode == code
+    assert answer in done.stderr
     assert calls(programs, "scontrol") == ["scontrol requeue 7"] * tries
 
 
-def test_a_job_that_has_not_begun_writes_no_stop_file(programs, tmp_path):
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_job_that_has_not_begun_writes_no_stop_file(programs, tmp_path, is_ours):
     """Cancelled in its first seconds, it must not stop another job that uses its run folder."""
-    for ours in (0, 1):
-        done = library(programs, f"RUN=$1 OURS={ours}; on_term", tmp_path)
-        assert done.returncode == 0 and (tmp_path / "STOP").exists() == bool(ours)
+    done = library(programs, f"RUN=$1 OURS={int(is_ours)}; on_term", tmp_path)
+    assert done.returncode == 0
+    assert (tmp_path / "STOP").exists() == is_ours
 
 
 @pytest.mark.parametrize(
@@ -91,9 +105,16 @@ def test_a_watch_ends_when_all_is_finished(programs, tmp_path, once, finished, e
 def test_an_evaluation_that_another_job_does_is_skipped(programs):
     """`eval.schedule begin` exits with 3 if another job has the lease."""
     stub(programs, "python", 'case $* in *" begin "*) exit 3 ;; *) exit 1 ;; esac')
-    words = ("--lease", "0123456789abcdef", "run/checkpoint/step-12", "validation")
-    done = bash(programs, ROOT / "slurm/eval.sh", *words, SLURM_JOB_ID=7, SLURM_JOB_NODELIST="n1")
-    assert done.returncode == 0 and len(calls(programs, "python")) == 1, done
+    done = bash(
+        programs,
+        slurm_script("eval.sh"),
+        *("--lease", "0123456789abcdef"),
+        *("run/checkpoint/step-12", "validation"),
+        SLURM_JOB_ID=7,
+        SLURM_JOB_NODELIST="n1",
+    )
+    assert done.returncode == 0, done
+    assert len(calls(programs, "python")) == 1
 
 
 def slurm_script(name):
@@ -117,19 +138,24 @@ CHECKS = [
 """Scripts with arguments, and the program that checks them, which here refuses all."""
 
 
-@pytest.mark.parametrize(("words", "check"), CHECKS)
-def test_what_a_check_refuses_is_not_submitted(programs, words, check):
-    for name in ("squeue", "sbatch"):
-        stub(programs, name)
+@pytest.mark.parametrize(("command", "check"), CHECKS)
+def test_what_a_check_refuses_is_not_submitted(programs, command, check):
+    script, *arguments = command
+    stub(programs, "squeue")
+    stub(programs, "sbatch")
     stub(programs, "python", "echo 'error[a.code]: a reason' >&2; exit 2")
-    done = bash(programs, slurm_script(words[0]), *words[1:])
-    assert done.returncode == 2 and error_codes(done.stderr) == ["a.code"], done
-    assert calls(programs, "python") == [f"python {check}"] and not calls(programs, "sbatch")
+
+    done = bash(programs, slurm_script(script), *arguments)
+
+    assert done.returncode == 2, done
+    assert error_codes(done.stderr) == ["a.code"]
+    assert calls(programs, "python") == [f"python {check}"]
+    assert not calls(programs, "sbatch")
     assert not (programs / "x.logs").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "squeue", "code"),
+    ("command", "squeue", "code"),
     [
         (("sweep.sh", "submit", "."), "exit 1", "slurm.queue"),
         (("data_prep.sh", "submit", "--shards", 0, "--", "--out", "x"), "", "slurm.value"),
@@ -138,28 +164,42 @@ def test_what_a_check_refuses_is_not_submitted(programs, words, check):
         (("submit.sh", slurm_script("eval_report.sh"), "--out", "x"), "", "slurm.usage"),
     ],
 )
-def test_what_a_script_refuses_is_not_submitted(programs, words, squeue, code):
+def test_what_a_script_refuses_is_not_submitted(programs, command, squeue, code):
+    script, *arguments = command
     stub(programs, "squeue", squeue)
     stub(programs, "sbatch")
-    done = bash(programs, slurm_script(words[0]), *words[1:])
-    assert done.returncode == 2 and error_codes(done.stderr) == [code], done
-    assert not calls(programs, "sbatch") and not (programs / "x.logs").exists()
+
+    done = bash(programs, slurm_script(script), *arguments)
+
+    assert done.returncode == 2, done
+    assert error_codes(done.stderr) == [code]
+    assert not calls(programs, "sbatch")
+    assert not (programs / "x.logs").exists()
 
 
 @pytest.mark.parametrize(
-    ("flags", "checked"),
+    ("flags", "is_checked"),
     [((), True), (("--dependency=afterok:5",), False), (("-d", "afterok:5"), False)],
 )
-def test_data_and_checkpoints_of_earlier_jobs_may_be_missing(programs, flags, checked):
+def test_data_and_checkpoints_of_earlier_jobs_may_be_missing(programs, flags, is_checked):
     stub(programs, "sbatch")
     stub(programs, "python", "printf '%s\\0' /run 1")
-    assert bash(programs, slurm_script(TRAIN[0]), *flags, *TRAIN[1:]).returncode == 0
+
+    def submit(script, *arguments):
+        assert bash(programs, slurm_script(script), *flags, *arguments).returncode == 0
+
+    # data
+    submit(*TRAIN)
     _, plan = calls(programs, "python")
-    assert "preflight job" in plan and ("--nodes 1 --data -- --config a.toml" in plan) == checked
+    assert "preflight job" in plan
+    assert ("--nodes 1 --data -- --config a.toml" in plan) == is_checked
+
+    # checkpoints, of which a report needs none
     (programs / "calls").unlink()
-    for words in (EVAL, ("submit.sh", slurm_script("eval_report.sh"), ".")):
-        assert bash(programs, slurm_script(words[0]), *flags, *words[1:]).returncode == 0
-    assert len(calls(programs, "python")) == checked and len(calls(programs, "sbatch")) == 2
+    submit(*EVAL)
+    submit("submit.sh", slurm_script("eval_report.sh"), ".")
+    assert len(calls(programs, "python")) == (1 if is_checked else 0)
+    assert len(calls(programs, "sbatch")) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,27 +213,39 @@ def test_data_and_checkpoints_of_earlier_jobs_may_be_missing(programs, flags, ch
 def test_a_watch_may_be_submitted_before_its_runs(programs, answer, code, submitted):
     stub(programs, "sbatch")
     stub(programs, "python", f"echo '{answer}' >&2; exit {code}")
-    words = (slurm_script("eval_watch.sh"), "RUN", "--suites", "jrt")
-    done = bash(programs, slurm_script("submit.sh"), *words)
-    assert len(calls(programs, "sbatch")) == submitted == (done.returncode == 0), done
+    done = bash(
+        programs,
+        *(slurm_script("submit.sh"), slurm_script("eval_watch.sh")),
+        *("RUN", "--suites", "jrt"),
+    )
+    assert len(calls(programs, "sbatch")) == submitted, done
+    assert (done.returncode == 0) == bool(submitted)
 
 
-@pytest.mark.parametrize("words", [BUILD, TRAIN, EVAL, ("sweep.sh", "submit", ".")])
-def test_without_slurm_nothing_is_checked(programs, words):
+@pytest.mark.parametrize("command", [BUILD, TRAIN, EVAL, ("sweep.sh", "submit", ".")])
+def test_without_slurm_nothing_is_checked(programs, command):
+    script, *arguments = command
     bare = programs / "bare"
     bare.mkdir()
     for name in ("bash", "dirname", "sed", "grep"):
         (bare / name).symlink_to(shutil.which(name))
-    done = bash(programs, slurm_script(words[0]), *words[1:], PATH=bare)
-    assert done.returncode == 2 and error_codes(done.stderr) == ["slurm.no_slurm"], done
+
+    done = bash(programs, slurm_script(script), *arguments, PATH=bare)
+
+    assert done.returncode == 2, done
+    assert error_codes(done.stderr) == ["slurm.no_slurm"]
 
 
 def test_a_finish_job_that_sbatch_refuses_is_an_error(programs, tmp_path):
     stub(programs, "squeue")
     stub(programs, "sbatch", "case $* in *canon-data-finish*) exit 1 ;; esac; echo 5")
     stub(programs, "python", f"printf '%s\\0' 1,2 '{tmp_path}/data' '{tmp_path}/data'")
-    done = bash(programs, ROOT / "slurm/data_prep.sh", "submit", "--shards", 2, "--", "--out", "x")
-    assert done.returncode == 1 and len(calls(programs, "sbatch")) == 2, done
+    script, *arguments = BUILD
+
+    done = bash(programs, slurm_script(script), *arguments)
+
+    assert done.returncode == 1, done
+    assert len(calls(programs, "sbatch")) == 2
 
 
 WHOLE = ["--exclusive", "--mem=0"]
@@ -209,19 +261,27 @@ SHARES = [
 """Script, settings, sbatch's flags, and the flags that submit.sh adds."""
 
 
-@pytest.mark.parametrize(("script", "settings", "flags", "asked"), SHARES)
-def test_settings_determine_the_resources_of_a_job(programs, script, settings, flags, asked):
+@pytest.mark.parametrize(("script", "settings", "flags", "added_flags"), SHARES)
+def test_settings_determine_the_resources_of_a_job(programs, script, settings, flags, added_flags):
     """They replace the script's #SBATCH lines."""
     stub(programs, "sbatch", 'while [[ $1 != *.sh ]]; do shift; done; grep ^#SBATCH "$1"')
     stub(programs, "python", "printf '%s\\0' /run 1")
-    variables = {"CANON_CPU": "0"} | dict(word.split("=", 1) for word in settings.split())
-    words = (ROOT / "slurm/submit.sh", *flags.split(), ROOT / "slurm" / script)
-    done = bash(programs, *words, **variables)
+    defaults = {"CANON_CPU": "0"}
+    variables = defaults | dict(setting.split("=", 1) for setting in settings.split())
+
+    done = bash(
+        programs, slurm_script("submit.sh"), *flags.split(), slurm_script(script), **variables
+    )
+
     assert done.returncode == 0, done
     (call,) = calls(programs, "sbatch")
-    *given, copy = call.split()[1:]
-    assert given == [*asked, *flags.split()] and not Path(copy).exists()
-    assert "--requeue" in done.stdout and "--nodes=1" in done.stdout
+    _, *sbatch_flags, copy_of_script = call.split()
+    assert sbatch_flags == [*added_flags, *flags.split()]
+    assert not Path(copy_of_script).exists()
+
+    # the lines of the copy, which sbatch reads
+    assert "--requeue" in done.stdout
+    assert "--nodes=1" in done.stdout
     assert not any(name in done.stdout for name in ("gpus", "exclusive", "mem", "cpus"))
 
 
@@ -231,39 +291,63 @@ def test_commands_run_with_modules_and_in_a_container(programs):
         'module() { echo "$*"; }\nMODULES=(cuda/12 gcc)\nCONTAINER=(box --bind "/a b")\n'
         'SRUN_FLAGS=(--container-image="my image")\n'
     )
+    log = programs / "arguments"
     for name in ("box", "srun"):
-        stub(programs, name, f'printf "<%s>" "$@" >>"{programs}/words"')
+        stub(programs, name, f'printf "<%s>" "$@" >>"{log}"')
+
+    # in a job: by srun
     for command in ("on_head python -m m", "NODES=1 RANKS=1 HOSTS=(n1); start_ranks 0 m; wait"):
-        (programs / "words").unlink(missing_ok=True)
+        log.unlink(missing_ok=True)
         done = library(programs, f"load_cluster; {command}", SLURM_JOB_ID=7)
-        assert done.returncode == 0 and done.stdout == "load cuda/12 gcc\n", done
-        words = (programs / "words").read_text()
-        assert "<--container-image=my image>" in words
-        assert "<box><--bind></a b><python><-m>" in words
-    (programs / "words").unlink()
+        assert done.returncode == 0, done
+        assert done.stdout == "load cuda/12 gcc\n"
+        assert "<--container-image=my image>" in log.read_text()
+        assert "<box><--bind></a b><python><-m>" in log.read_text()
+
+    # without one: in the container alone
+    log.unlink()
     library(programs, "load_cluster; on_head python -m m")
-    assert (programs / "words").read_text() == "<--bind></a b><python><-m><m>"
+    assert log.read_text() == "<--bind></a b><python><-m><m>"
 
 
 @pytest.mark.parametrize(
     "name", ["pretrain_1b3", "sweep", "eval", "eval_report", "eval_watch", "data_prep"]
 )
 def test_help_and_a_job_script_without_slurm(programs, name):
-    script = ROOT / "slurm" / f"{name}.sh"
+    script = slurm_script(f"{name}.sh")
+
     shown = bash(programs, script, "--help")
-    assert shown.returncode == 0 and f"slurm/{name}.sh" in shown.stdout
-    assert "#SBATCH --" not in shown.stdout and "set -euo" not in shown.stdout
+    assert shown.returncode == 0
+    assert f"slurm/{name}.sh" in shown.stdout
+    assert "#SBATCH --" not in shown.stdout
+    assert "set -euo" not in shown.stdout
+
     refused = bash(programs, script, ".")
-    assert refused.returncode == 2 and len(error_codes(refused.stderr)) == 1, refused
+    assert refused.returncode == 2, refused
+    assert len(error_codes(refused.stderr)) == 1
 
 
 def test_compiler_caches_are_in_a_folder_of_the_user(programs, tmp_path):
-    own = tmp_path / f"canon_pretrain-{os.getuid()}"
-    unset = {"TMPDIR": tmp_path, "TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": ""}
-    show = 'prepare_node; echo "$TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR"'
-    assert library(programs, show, **unset).stdout == f"{own}/inductor {own}/triton\n"
-    assert own.stat().st_mode & 0o777 == 0o700
-    own.rmdir()
-    own.symlink_to("/usr")  # as another user may leave it in /tmp
-    folder = Path(library(programs, show, **unset).stdout.split()[0]).parent
-    assert folder.parent == tmp_path and folder != own and not folder.is_symlink()
+    def cache_folders():
+        """Return the folders of Inductor and Triton that prepare_node sets."""
+        done = library(
+            programs,
+            'prepare_node; echo "$TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR"',
+            TMPDIR=tmp_path,
+            TORCHINDUCTOR_CACHE_DIR="",
+            TRITON_CACHE_DIR="",
+        )
+        inductor, triton = map(Path, done.stdout.split())
+        return inductor, triton
+
+    folder = tmp_path / f"canon_pretrain-{os.getuid()}"
+    assert cache_folders() == (folder / "inductor", folder / "triton")
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+    # that name is taken, as another user may leave it in /tmp
+    folder.rmdir()
+    folder.symlink_to("/usr")
+    inductor, _ = cache_folders()
+    assert inductor.parent.parent == tmp_path
+    assert inductor.parent != folder
+    assert not inductor.parent.is_symlink()

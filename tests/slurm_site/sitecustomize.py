@@ -17,23 +17,25 @@ import time
 from collections import namedtuple
 from pathlib import Path
 
-_asked, _node = os.environ.keys(), os.environ.get("SLURMD_NODENAME", "")
+_node = os.environ.get("SLURMD_NODENAME", "")
 
-if _asked >= {"RANK", "TEST_PACE"}:
+if {"RANK", "TEST_PACE"} <= os.environ.keys():
     from canon_pretrain.run.session import Session
 
     _progress = Session.progress
 
     def progress(self, step, phase, *rest):  # type: ignore[no-untyped-def]
         _progress(self, step, phase, *rest)
-        time.sleep(json.loads(Path(os.environ["TEST_PACE"]).read_text()).get(phase, 0))
+        seconds = json.loads(Path(os.environ["TEST_PACE"]).read_text())
+        time.sleep(seconds.get(phase, 0))
 
     Session.progress = progress
 
-if _asked >= {"RANK", "TEST_EVAL_GATE"}:
+if {"RANK", "TEST_EVAL_GATE"} <= os.environ.keys():
     from canon_pretrain.run.results import PartialResults
 
-    _gate, _add = Path(os.environ["TEST_EVAL_GATE"]), PartialResults.add
+    _gate = Path(os.environ["TEST_EVAL_GATE"])
+    _add = PartialResults.add
 
     def add(self, task, answers):  # type: ignore[no-untyped-def]
         _add(self, task, answers)
@@ -42,23 +44,24 @@ if _asked >= {"RANK", "TEST_EVAL_GATE"}:
 
     PartialResults.add = add  # type: ignore[method-assign]
 
-if "TEST_UNIT_BYTES" in _asked:
+if "TEST_UNIT_BYTES" in os.environ:
     from data_prep import sources
 
     _fetch = sources.fetch
 
     def fetch(source, version, root, inputs, *more):  # type: ignore[no-untyped-def]
-        while any(Path(os.environ["TEST_HELD"], Path(each.path).name).exists() for each in inputs):
+        held = Path(os.environ["TEST_HELD"])
+        while any((held / Path(file.path).name).exists() for file in inputs):
             time.sleep(0.05)
         _fetch(source, version, root, inputs, *more)
 
     sources.INPUT_GROUP_BYTES = int(os.environ["TEST_UNIT_BYTES"])
     sources.fetch = fetch
 
-if "TEST_RANK_0_ON" in _asked and _node:
+if "TEST_RANK_0_ON" in os.environ and _node:
     # agents are numbered in the order of their addresses
-    _is_first = _node == os.environ["TEST_RANK_0_ON"]
-    os.environ["PET_LOCAL_ADDR"] = "127.0.0.1" if _is_first else "127.0.0.2"
+    is_first = _node == os.environ["TEST_RANK_0_ON"]
+    os.environ["PET_LOCAL_ADDR"] = "127.0.0.1" if is_first else "127.0.0.2"
 
 if _node and _node == os.environ.get("TEST_FULL_NODE"):
     Usage = namedtuple("Usage", "total used free")

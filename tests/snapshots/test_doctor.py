@@ -7,7 +7,7 @@ import pytest
 from canon_pretrain.cluster.doctor import judge, show
 from canon_pretrain.core.terminal import Console
 
-FOUND = (
+FINDINGS = (
     judge("CPU", "2 of 2 cores, AMD EPYC", None, "data, evaluation, training without a GPU"),
     judge("GPU", "", "none: the CPU trains", "training and evaluation", "", "note"),
     judge("wandb", "", "no login", "metrics.enable_wandb", "wandb login", "missing"),
@@ -24,7 +24,7 @@ FOUND = (
 @pytest.mark.parametrize("width", [80, 160])
 def test_tables(width, snapshot):
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    show(console, "everything", FOUND)
+    show(console, "everything", FINDINGS)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     assert "\n".join(line.rstrip() for line in lines) == snapshot

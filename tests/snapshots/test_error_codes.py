@@ -8,13 +8,18 @@ from tests.weight import ROOT, modules
 TABLE = ROOT / "canon_pretrain" / "error_codes.txt"
 
 
-def _kinds(nodes):
+MAX_CHARACTERS = 120
+"""Of a message in the table."""
+
+
+def _error_classes(nodes):
     """Return the names of UserError and its subclasses that have no code of their own."""
-    kinds, classes = {"UserError"}, [node for node in nodes if isinstance(node, ast.ClassDef)]
+    names = {"UserError"}
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
     for node in classes * 3:  # levels of subclasses
-        if kinds & {getattr(base, "id", "") for base in node.bases}:
-            kinds.add(node.name)
-    return kinds - {"UnreadableFile"}
+        if names & {getattr(base, "id", "") for base in node.bases}:
+            names.add(node.name)
+    return names - {"UnreadableFile"}
 
 
 def _message(node):
@@ -30,40 +35,61 @@ def _message(node):
     return "..."
 
 
-def _rows():
+def _message_argument(call, assignments):
+    """Return the expression of the message in a call of an error class."""
+    message = call.args[1]
+    if isinstance(message, ast.Call) and isinstance(message.func, ast.Name) and message.args:
+        message = message.args[0]
+    if not isinstance(message, ast.Name):
+        return message
+
+    # a name: the last assignment to it before the call
+    line_of_last = 0
+    value = message
+    for node in assignments:
+        is_its_name = getattr(node.targets[0], "id", "") == message.id
+        if is_its_name and line_of_last < node.lineno < call.lineno:
+            line_of_last = node.lineno
+            value = node.value
+    return value
+
+
+def _messages_of_python():
+    """Yield the code and the message of each error of the product."""
     trees = [list(ast.walk(ast.parse(path.read_text()))) for path in modules().values()]
-    named = _kinds([node for nodes in trees for node in nodes])
-    rows = {}
+    error_classes = _error_classes([node for nodes in trees for node in nodes])
     for nodes in trees:
-        assigned = [node for node in nodes if isinstance(node, ast.Assign)]
-        for call in nodes:
-            if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") in named):
-                continue
-            message = call.args[1]
-            if isinstance(message, ast.Call) and isinstance(message.func, ast.Name):
-                message = message.args[0] if message.args else message
-            if isinstance(message, ast.Name):  # the last assignment to it before the call
-                before = [
-                    (node.lineno, node.value)
-                    for node in assigned
-                    if getattr(node.targets[0], "id", "") == message.id
-                    and node.lineno < call.lineno
-                ]
-                message = max([(0, message), *before], key=lambda pair: pair[0])[1]
-            rows.setdefault(call.args[0].value, []).append(" ".join(_message(message).split()))
+        assignments = [node for node in nodes if isinstance(node, ast.Assign)]
+        for node in nodes:
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in error_classes:
+                message = _message(_message_argument(node, assignments))
+                yield node.args[0].value, " ".join(message.split())
+
+
+def _messages_of_scripts():
+    """Yield the code and the message of each error of the Slurm scripts."""
     for path in sorted((ROOT / "slurm").glob("*.sh")):
         for code, message in re.findall(r'\bdie ([\w.]+) "(.*)"', path.read_text()):
-            rows.setdefault(code, []).append(re.sub(r"\$(\{[^}]*\}|\w+)", "...", message))
-    return rows
+            yield code, re.sub(r"\$(\{[^}]*\}|\w+)", "...", message)
+
+
+def _num_letters(message):
+    return sum(map(str.isalpha, message[:MAX_CHARACTERS]))
 
 
 def test_the_table_of_error_codes_is_current(request):
-    rows = _rows()
-    wrong = [code for code in rows if not re.fullmatch(r"[a-z_]+\.[a-z0-9_]+", code)]
-    assert not wrong
-    letters = lambda message: sum(map(str.isalpha, message[:120]))  # noqa: E731
-    longest = {code: max(sorted(each), key=letters)[:120] for code, each in rows.items()}
-    text = "".join(f"{code:32} {message}\n" for code, message in sorted(longest.items()))
+    messages = {}
+    for code, message in (*_messages_of_python(), *_messages_of_scripts()):
+        assert re.fullmatch(r"[a-z_]+\.[a-z0-9_]+", code)
+        messages.setdefault(code, []).append(message)
+
+    # of several messages of a code, the one with the most text
+    lines = []
+    for code, choices in sorted(messages.items()):
+        message = max(sorted(choices), key=_num_letters)
+        lines.append(f"{code:32} {message[:MAX_CHARACTERS]}\n")
+    text = "".join(lines)
+
     if request.config.getoption("--snapshot-update"):
         TABLE.write_text(text)
     assert TABLE.read_text() == text

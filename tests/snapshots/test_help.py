@@ -12,23 +12,26 @@ SCRIPTS = ("canon_pretrain.cluster.preflight", "canon_pretrain.cluster.chain")
 
 
 def stages():
+    """Yield each command, and those of groups, as they are typed."""
     for name, stage in COMMANDS.items():
         yield name
-        for command in stage.commands if isinstance(stage, Group) else ():
-            yield f"{name} {command}"
+        if isinstance(stage, Group):
+            for command in stage.commands:
+                yield f"{name} {command}"
 
 
-def help_of(main, words, monkeypatch, capsys):
+def help_of(main, command, monkeypatch, capsys):
+    """Return what --help prints at 100 columns."""
     monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as left:
-        main([*words, "--help"])
-    assert not left.value.code
+    with pytest.raises(SystemExit) as exit_info:
+        main([*command, "--help"])
+    assert not exit_info.value.code
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [*stages()])
-def test_help(words, snapshot, monkeypatch, capsys):
-    printed = help_of(canon, words.split(), monkeypatch, capsys)
+@pytest.mark.parametrize("stage", [*stages()])
+def test_help(stage, snapshot, monkeypatch, capsys):
+    printed = help_of(canon, stage.split(), monkeypatch, capsys)
     assert printed == snapshot
     assert len(printed.splitlines()) <= 60 or "--help-all" in printed
 

@@ -30,8 +30,6 @@ from tests.support import canon_stage
 
 playground = canon_stage("playground")
 
-RNG = np.random.default_rng
-
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_run_status(tmp_path, monkeypatch, snapshot, width):
@@ -43,6 +41,7 @@ def test_run_status(tmp_path, monkeypatch, snapshot, width):
     damaged = training_run(tmp_path / "damaged", state="stopped", reason="SIGTERM")
     damaged.run_file.write_text("{}")
     plant_run(tmp_path / "done", [launch("start"), step(1, 6.0)], done=True)
+
     runs = [summarize_run(path, NOW) for path in sorted(Path().iterdir())]
     output = StringIO()
     console = Console(file=output, width=width)
@@ -51,11 +50,14 @@ def test_run_status(tmp_path, monkeypatch, snapshot, width):
 
 
 def test_run_diff(tmp_path, capsys, snapshot):
-    digests = {"a": "1" * 16, "b": "2" * 16}
-    for name, rate in (("a", 0.004), ("b", 0.002)):
-        events = [launch("start"), step(1, 7.0) | {"data_digests": ["0" * 16]}]
-        events += [step(2, 6.0 + rate) | {"data_digests": [digests[name]]}]
+    for name, rate, second_digest in (("a", 0.004, "1" * 16), ("b", 0.002, "2" * 16)):
+        events = [
+            launch("start"),
+            step(1, 7.0) | {"data_digests": ["0" * 16]},
+            step(2, 6.0 + rate) | {"data_digests": [second_digest]},
+        ]
         plant_run(tmp_path / name, events, optimizer__lr=rate, description=name)
+
     assert run_command("diff", tmp_path / "a", tmp_path / "b") == 1
     assert capsys.readouterr().out.replace(str(tmp_path), "RUNS") == snapshot
 
@@ -67,25 +69,38 @@ def test_eval_compare(tmp_path, capsys, monkeypatch, snapshot):
         for seed in range(2):
             evaluated(tmp_path / f"{name}{seed}", canon, loss + 0.002 * seed, seed)
             run = planted_run(tmp_path / f"{name}{seed}", seed, model__canon_set=canon)
-            bits = (RNG(2).gamma(9, 0.1, 1000) - share / 10 + rng.normal(0, 0.02, 1000)).tolist()
-            answers = {"acc": right_or_wrong(1000, share, rng), "gold_bits_per_byte": bits}
-            items, primary = {"boolq": records(answers)}, {"primary": [*answers]}
-            plant_answers(run, 20, "discriminative", items, described={"boolq": ACC | primary})
-    runs = {x: [str(tmp_path / f"{x}{seed}") for seed in range(2)] for x in "ab"}
-    eval_main(["compare", "--a", *runs["a"], "--b", *runs["b"]])
+            # the noise of an item in all runs, and of this run
+            noise = np.random.default_rng(2).gamma(9, 0.1, 1000)
+            bits = noise - share / 10 + rng.normal(0, 0.02, 1000)
+            answers = {
+                "acc": right_or_wrong(1000, share, rng),
+                "gold_bits_per_byte": bits.tolist(),
+            }
+            plant_answers(
+                run,
+                20,
+                "discriminative",
+                {"boolq": records(answers)},
+                described={"boolq": ACC | {"primary": [*answers]}},
+            )
+
+    runs_a = [str(tmp_path / f"a{seed}") for seed in range(2)]
+    runs_b = [str(tmp_path / f"b{seed}") for seed in range(2)]
+    eval_main(["compare", "--a", *runs_a, "--b", *runs_b])
+
     assert capsys.readouterr().out == snapshot
 
 
 def test_playground_report(tmp_path, snapshot):
-    text = BOARD.replace("[tasks.copy]", "[tasks.copy]\nlearning_rates = [1e-3, 2e-3]")
-    text += '[[claims]]\ntask = "copy/n8"\nbetter = "rope"\nworse = "nope"\n'
+    with_rates = BOARD.replace("[tasks.copy]", "[tasks.copy]\nlearning_rates = [1e-3, 2e-3]")
+    claim = '[[claims]]\ntask = "copy/n8"\nbetter = "rope"\nworse = "nope"\n'
 
     def scores(run):
-        return (
-            None if "n16-nope" in run.name else curve(0.05 * len(Path(run.config).stem), run.seed)
-        )
+        if "n16-nope" in run.name:  # it has not run
+            return None
+        return curve(0.05 * len(Path(run.config).stem), run.seed)
 
-    path = plant_board(tmp_path, scores, text)
+    path = plant_board(tmp_path, scores, with_rates + claim)
     playground(["report", str(path), "--out", str(tmp_path)])
     page = (tmp_path / "report.md").read_text()
     assert re.sub(r"(page written \| )[^ ]+", r"\1TIME", page) == snapshot

@@ -18,23 +18,39 @@ from canon_pretrain.train import main
 from tests.support import ROOT, write_split
 
 CONFIG = str(ROOT / "train_configs" / "nope_canon.toml")
-FIELDS: dict[str, Any] = {"step": 240, "loss": 3.25, "grad_norm": 0.837, "lr": 2.52e-3}
-FIELDS |= {"tokens_per_second": 5047.4, "seconds_per_step": 15.0, "data_wait": 0.0123}
-FIELDS |= {"memory_gib": 54.2, "tokens": 512_000, "skipped_steps": 2, "restarts": 1}
+FIELDS: dict[str, Any] = {
+    "step": 240,
+    "loss": 3.25,
+    "grad_norm": 0.837,
+    "lr": 2.52e-3,
+    "tokens_per_second": 5047.4,
+    "seconds_per_step": 15.0,
+    "data_wait": 0.0123,
+    "memory_gib": 54.2,
+    "tokens": 512_000,
+    "skipped_steps": 2,
+    "restarts": 1,
+}
 
 
 def show_events(console):
+    """Pass one event of each kind, after a curve of 600 steps."""
     for k in range(600):
         console.event("step", FIELDS | {"loss": 10.0 - k / 100})
-    counted = {"unigram": 5.6636, "bigram": 3.5175}
-    console.event("count_models", counted)
+    console.event("count_models", {"unigram": 5.6636, "bigram": 3.5175})
     console.event("step", FIELDS | {"step": 250, "mfu": 0.451})
     console.event("checkpoint", {"step": 250, "bytes": 14_700_000, "seconds": 0.25})
     console.event("skip", {"step": 249, "reason": "not finite [x]\x1b[2J\n"})
-    scores = {"loss": 3.5, "bits_per_byte": 1.75, "tokens_scored": 131072}
-    console.event("validation", {"step": 200, "seconds": 1.25} | scores)
-    texts = [{"prompt": "The", "text": " a\n\x1b[2Jb"}, {"prompt": "", "text": "c"}]
-    console.event("samples", {"step": 200, "seconds": 0.5, "samples": texts})
+    validation = {
+        "step": 200,
+        "seconds": 1.25,
+        "loss": 3.5,
+        "bits_per_byte": 1.75,
+        "tokens_scored": 131072,
+    }
+    console.event("validation", validation)
+    samples = [{"prompt": "The", "text": " a\n\x1b[2Jb"}, {"prompt": "", "text": "c"}]
+    console.event("samples", {"step": 200, "seconds": 0.5, "samples": samples})
 
 
 def test_plain_lines(caplog, snapshot, monkeypatch):
@@ -50,6 +66,7 @@ def test_plain_lines(caplog, snapshot, monkeypatch):
 def test_live_view(snapshot):
     view = Console(500, 500)
     show_events(view)
+
     console = rich.console.Console(width=100, color_system="standard", force_terminal=True)
     lines = ["".join(part.text for part in line).rstrip() for line in console.render_lines(view)]
     text = re.sub(r"\d\d:\d\d:\d\d", "HH:MM:SS", "\n".join(lines))
@@ -61,7 +78,8 @@ def test_startup_notes(tmp_path, snapshot, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    job, device = parse_job(["--config", CONFIG]), Device("H100", 79.6, 4e14, "40% MFU")
+    job = parse_job(["--config", CONFIG])
+    device = Device("H100", 79.6, 4e14, "40% MFU")
     with Mixture.open([tmp_path / "web"]) as data:
         assert [*startup_notes(job, data, device, 1)] == snapshot
 
@@ -74,6 +92,8 @@ def test_dry_run(config, world, snapshot, monkeypatch, capsys):
     monkeypatch.setattr(dry_run, "has_accelerator", lambda: False)
     monkeypatch.setattr(dry_run, "available_cores", lambda: 2)
     monkeypatch.setattr(memory, "available_memory", lambda: 16 * 2**30)
-    words = f"--data.path= --dry-run --gpu H200 --world {world} --mfu 0.5 --loss.z_loss 1e-4"
-    main(["--config", str(ROOT / "train_configs" / f"{config}.toml"), *words.split()])
+    options = f"--data.path= --dry-run --gpu H200 --world {world} --mfu 0.5 --loss.z_loss 1e-4"
+
+    main(["--config", str(ROOT / "train_configs" / f"{config}.toml"), *options.split()])
+
     assert capsys.readouterr().out == snapshot

@@ -48,16 +48,20 @@ worse = "rope"
 """
 SAME = ("arms", "cells", "claims", "differences", "rankings", "curves")
 KILLS = ["driver", "run", "stop", "stop twice"] * 2
-MOST_STEPS = 24  # between two of them, over all runs
+MAX_STEPS = 24
+"""Between two kills, over all runs."""
 
 
 def start(folder, out):
+    """Start the driver of the board, with results in `out`."""
     path = folder / "board.toml"
     path.write_text(BOARD)
-    words = ("run", path, "--out", out, "--parallel", 2)
-    # a background job of a shell ignores SIGINT, and so would the driver
     return Command(
-        "tests.forked_driver", "playground", *words, stdout=folder / "printed", interrupts=True
+        "tests.forked_driver",
+        *("playground", "run", path, "--out", out, "--parallel", 2),
+        stdout=folder / "printed",
+        # a background job of a shell ignores SIGINT, and so would the driver
+        interrupts=True,
     )
 
 
@@ -71,8 +75,12 @@ def is_done(run):
 
 def training(driver, out):
     """Return the process ids of the driver's runs that train now, at a step after 0."""
-    holders = [live_holder(RunFolder(run).lock_file) for run in runs(out) if logged_step(run)]
-    return [x.pid for x in holders if x is not None and parent(x.pid) == driver.pid]
+    pids = []
+    for run in runs(out):
+        holder = live_holder(RunFolder(run).lock_file) if logged_step(run) else None
+        if holder is not None and parent(holder.pid) == driver.pid:
+            pids.append(holder.pid)
+    return pids
 
 
 def parent(pid):
@@ -87,9 +95,12 @@ def page(out):
     report = json.loads((out / "report.json").read_text())
     losses = {}
     for run in runs(out):
-        events = [e for e in read_log(RunFolder(run).log_file) if e["event"] == "step"]
-        # a run that is stopped logs its last step too
-        losses[run.name] = {e["step"]: e["loss"] for e in events if e["step"] % 10 == 0}
+        # every tenth step: a run that is stopped logs its last step too
+        losses[run.name] = {
+            event["step"]: event["loss"]
+            for event in read_log(RunFolder(run).log_file)
+            if event["event"] == "step" and event["step"] % 10 == 0
+        }
     return {key: report[key] for key in SAME} | {"losses": losses}
 
 
@@ -115,6 +126,7 @@ def disturb(driver, kind, out, rng):
 
 
 def steps(out):
+    """Return the steps of all runs together."""
     return sum(map(logged_step, runs(out)))
 
 
@@ -122,13 +134,15 @@ def steps(out):
 @pytest.mark.timeout(600)
 def test_kills_at_random_end_with_the_same_page(undisturbed, tmp_path):
     """Each kind of them in a random order, some steps after the last one."""
-    out, rng = tmp_path / "out", random.Random(0)
+    out = tmp_path / "out"
+    rng = random.Random(0)
     driver = start(tmp_path, out)
     wait_for(lambda: (out / "sweep.json").exists(), driver)
+
     for kind in rng.sample(KILLS, len(KILLS)):
         # of the runs that a killed driver leaves, some still save
         wait_for(lambda driver=driver: training(driver, out), driver)
-        target = steps(out) + rng.randrange(1, MOST_STEPS)
+        target = steps(out) + rng.randrange(1, MAX_STEPS)
         wait_for(
             lambda target=target, driver=driver: steps(out) >= target and training(driver, out),
             driver,
@@ -137,7 +151,8 @@ def test_kills_at_random_end_with_the_same_page(undisturbed, tmp_path):
         if kind != "run":
             assert driver.wait(120) in (-signal.SIGKILL, 130)
             driver = start(tmp_path, out)
-    # without the run that was killed last, which the next driver continues
+
+    # this driver ends without the run that was killed last, which the next one continues
     driver.wait(280)
     driver = start(tmp_path, out)
     assert driver.wait(280) == 0, (tmp_path / "printed").read_text()[-4000:]
@@ -153,6 +168,8 @@ def test_a_full_disk_ends_with_the_same_page(undisturbed, tmp_path):
         driver = start(tmp_path, out)
         assert driver.wait(280) in (1, 2)
         assert not all(map(is_done, runs(out)))
+
         subprocess.run(["mount", "-o", "remount,size=256m", disk], check=True)
-        assert start(tmp_path, out).wait(280) == 0, (tmp_path / "printed").read_text()[-4000:]
+        driver = start(tmp_path, out)
+        assert driver.wait(280) == 0, (tmp_path / "printed").read_text()[-4000:]
         assert page(out) == undisturbed

@@ -1,8 +1,6 @@
 """Which checkpoint a launch resumes from: damaged ones, after a rollback, another run's."""
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,17 +44,29 @@ from tests.support import debug_run, refused
 def test_a_run_never_restarts_at_step_1_by_itself(base, trial):
     """All damaged; all in quarantine; all purged; then --checkpoint.fresh."""
     run = copy(base, trial.run)
-    log = events(run, "step")
-    for step, fault in zip(steps(run), [flip, missing, truncate] * 2, strict=True):
-        fault(checkpoint(run, step) / "__0_0.distcp")
-    for names in ([f"step-{step}.1" for step in range(2, STEPS + 1, 2)],) * 2 + ([],):
-        if not names:
-            shutil.rmtree(run / "checkpoint")
+    trained_steps = events(run, "step")
+
+    def assert_launch_is_refused(names_in_output):
         ended = trial.launch(*EVERY_2, check=False)
         assert_refused(ended, "checkpoint.none")
-        assert all(name in ended.output for name in names or ["8, 10, 12"])
-        assert sorted(quarantine(run)) == sorted(names)
-        assert events(run, "step") == log and status(run).state == "failed"
+        assert all(name in ended.output for name in names_in_output)
+        assert events(run, "step") == trained_steps
+        assert status(run).state == "failed"
+
+    # all damaged, then all in quarantine
+    for step, fault in zip(steps(run), [flip, missing, truncate] * 2, strict=True):
+        fault(checkpoint(run, step) / "__0_0.distcp")
+    set_aside = [f"step-{step}.1" for step in range(2, STEPS + 1, 2)]
+    for _ in range(2):
+        assert_launch_is_refused(names_in_output=set_aside)
+        assert sorted(quarantine(run)) == sorted(set_aside)
+
+    # all purged
+    shutil.rmtree(run / "checkpoint")
+    assert_launch_is_refused(names_in_output=["8, 10, 12"])
+    assert quarantine(run) == {}
+
+    # only the option starts again
     trial.launch(*EVERY_2, "--checkpoint.fresh")
     archive = run / "archive" / "1-before-a-fresh-start"
     assert {path.name for path in archive.iterdir()} >= {"log.jsonl", "config.json", "DONE"}
@@ -79,19 +89,36 @@ def test_retention_counts_only_undamaged_checkpoints(base, trial):
     hold_step(run, 2, "validation")
     for step in (10, 12):
         flip(checkpoint(run, step) / "__1_0.distcp")
-    backup = Path(shutil.copytree(checkpoint(base, 8), run / "checkpoint" / "step-100.backup"))
-    command = (*EVERY_2, "--checkpoint.keep_latest_k", 2, "--run.stop_at", 9)  # saves step 9
-    ended = trial.launch(*command, before=(break_later, run, 8, 9))
+    backup = run / "checkpoint" / "step-100.backup"
+    shutil.copytree(checkpoint(base, 8), backup)
+
+    ended = trial.launch(
+        *EVERY_2,
+        *("--checkpoint.keep_latest_k", 2),
+        *("--run.stop_at", 9),  # saves step 9
+        before=(break_later, run, 8, 9),
+    )
+
+    # kept: the held one, and the two newest that are undamaged
     assert resumed_from(run) == [8]
     assert steps(run) == [2, 6, 9]
+    assert verify(checkpoint(run, 2)).kind == "weights"
+    assert verify(checkpoint(run, 6)).kind == "full"
+    assert verify(checkpoint(run, 9)).kind == "full"
     assert sorted(quarantine(run)) == ["step-10.1", "step-12.1", "step-8.1"]
-    assert [verify(checkpoint(run, k)).kind for k in (2, 6, 9)] == ["weights", "full", "full"]
-    weights, whole = whole_state(checkpoint(run, 2)), whole_state(checkpoint(base, 2))
-    assert weights and not any(name.startswith("optimizer.") for name in weights)
-    assert differences(weights, {name: whole[name] for name in weights}) == []
     assert events(run, "quarantine")[-1]["checkpoint"] == "step-8"
     assert [step for event in events(run, "retention") for step in event["deleted"]] == [4]
-    assert events(run, "retention")[-1]["weights_only"] == status(run).weights_only == [2]
+
+    # the held one has its weights still, and nothing else
+    weights = whole_state(checkpoint(run, 2))
+    assert weights
+    assert not any(name.startswith("optimizer.") for name in weights)
+    whole = whole_state(checkpoint(base, 2))
+    assert differences(weights, {name: whole[name] for name in weights}) == []
+    assert status(run).weights_only == [2]
+    assert events(run, "retention")[-1]["weights_only"] == [2]
+
+    # what is no checkpoint stays, with one warning
     assert contents(backup) == contents(checkpoint(base, 8))
     assert ended.output.count(backup.name) == 1
 
@@ -102,39 +129,59 @@ def test_rolling_back_archives_the_abandoned_branch(base, trial):
     (run / "evals").mkdir()
     for step in (4, 6):
         (run / "evals" / f"step-{step}.lm.json").write_text("{}")
-    changed = ("--optimizer.lr", 1e-3, "--run.allow_changes", "optimizer.lr")
-    back = (*EVERY_2, *changed, "--checkpoint.load_step", 4)
-    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0"}
-    trial.launch(*back, "--run.stop_at", 6, environment=job)
+    other_lr = ("--optimizer.lr", 1e-3, "--run.allow_changes", "optimizer.lr")
+    back = (*EVERY_2, *other_lr, "--checkpoint.load_step", 4)
+
+    def in_job(restarts):
+        return {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
+
+    # checkpoints and evaluations after step 4 are archived
+    trial.launch(*back, "--run.stop_at", 6, environment=in_job(restarts="0"))
     archive = run / "archive" / "1-back-to-step-4"
     assert events(run, "archive")[-1]["moved_to"] == str(archive)
-    assert {p.name for p in (archive / "checkpoint").iterdir()} == {
-        f"step-{step}" for step in (6, 8, 10, 12)
-    }
-    assert contents(archive / "checkpoint" / "step-6") == contents(checkpoint(base, 6))
-    assert [p.name for p in (archive / "evals").iterdir()] == ["step-6.lm.json"]
-    assert [p.name for p in (run / "evals").iterdir()] == ["step-4.lm.json"]
+    assert names_in(archive / "checkpoint") == {f"step-{step}" for step in (6, 8, 10, 12)}
+    assert contents(checkpoint(archive, 6)) == contents(checkpoint(base, 6))
+    assert names_in(archive / "evals") == {"step-6.lm.json"}
+    assert names_in(run / "evals") == {"step-4.lm.json"}
     assert steps(run) == [2, 4, 6]
-    job["SLURM_RESTART_COUNT"] = "1"  # the same command line, requeued by Slurm
-    trial.launch(*back, "--run.stop_at", 8, environment=job)
-    trial.launch(*EVERY_2, *changed)
+
+    # the same command line, requeued by Slurm, continues; so does one without the option
+    trial.launch(*back, "--run.stop_at", 8, environment=in_job(restarts="1"))
+    trial.launch(*EVERY_2, *other_lr)
     assert resumed_from(run) == [4, 6, 8]
-    rates = [event["lr"] for event in events(run, "step")]
-    old = [event["lr"] for event in events(base, "step")]
-    assert rates[:4] == old[:4] and rates[4:] == pytest.approx([rate / 3 for rate in old[4:]])
-    losses, old = ([e["loss"] for e in events(r, "step")] for r in (run, base))
-    assert losses[:5] == old[:5] and losses[5:] != old[5:]
     assert steps(run) == list(range(2, STEPS + 1, 2))
     assert len(list((run / "archive").iterdir())) == 1
+
+    # the new rate is that of steps 5 and later, and so it shows in the losses from step 6 on
+    new_branch = events(run, "step")
+    old_branch = events(base, "step")
+    for new, old in zip(new_branch[:4], old_branch[:4], strict=True):
+        assert new["lr"] == old["lr"]
+    for new, old in zip(new_branch[4:], old_branch[4:], strict=True):
+        assert new["lr"] == pytest.approx(old["lr"] / 3)
+    new_losses = [event["loss"] for event in new_branch]
+    old_losses = [event["loss"] for event in old_branch]
+    assert new_losses[:5] == old_losses[:5]
+    assert new_losses[5:] != old_losses[5:]
+
+
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
 
 
 def test_a_requeued_fresh_start_resumes(base, trial):
     run = copy(base, trial.run)
     for restarts, stop_at in (("0", 2), ("1", 3)):
-        job = {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": restarts}
-        command = (*EVERY_2, "--checkpoint.fresh", "--run.stop_at", stop_at)
-        trial.launch(*command, ranks=1, environment=job)
-    assert resumed_from(run) == [2] and steps(run) == [2, 3]
+        trial.launch(
+            *EVERY_2,
+            "--checkpoint.fresh",
+            *("--run.stop_at", stop_at),
+            ranks=1,
+            environment={"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": restarts},
+        )
+
+    assert resumed_from(run) == [2]
+    assert steps(run) == [2, 3]
     (archive,) = (run / "archive").iterdir()
     for step in steps(base):
         assert contents(checkpoint(archive, step)) == contents(checkpoint(base, step))
@@ -146,43 +193,64 @@ def test_another_runs_checkpoint_is_refused(base, trial):
     shutil.copytree(checkpoint(base, 12), checkpoint(run, 12))
     set_manifest(checkpoint(run, 12), run_id="0badcafe")
     set_manifest(checkpoint(run, 4), run_id=None, launch=None)
-    facts = read_run(RunFolder(run))
-    assert facts is not None
+    record = read_run(RunFolder(run))
+    assert record is not None
     before = contents(run / "checkpoint")
     command = (*EVERY_2, "--run.stop_at", 5)
+
+    # the other run's is the newest
     ended = trial.launch(*command, ranks=1, check=False)
     assert_refused(ended, "checkpoint.other_run")
-    assert all(word in ended.output for word in ("step-12", "0badcafe", facts.run_id))
-    assert contents(run / "checkpoint") == before and read_run(RunFolder(run)) == facts
+    assert all(name in ended.output for name in ("step-12", "0badcafe", record.run_id))
+    assert contents(run / "checkpoint") == before
+    assert read_run(RunFolder(run)) == record
+
+    # that without a run id is the newest
     shutil.rmtree(checkpoint(run, 12))
     trial.launch(*command, ranks=1)
     assert resumed_from(run) == [4]
     manifest = verify(checkpoint(run, 5))
-    assert (manifest.run_id, manifest.launch) == (facts.run_id, 2)
+    assert manifest.run_id == record.run_id
+    assert manifest.launch == 2
 
 
 def test_two_runs_cannot_share_a_checkpoint_folder(data_folder, tmp_path):
     """Refused by the lock while the first runs, by the checkpoints' run id afterwards."""
-    shared = ("--checkpoint.folder", tmp_path / "shared", "--run.heartbeat_s", 0.2)
-    a, b = RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b")
-    command = (*debug_run(data_folder, a.path), *EVERY_2, *shared, "--training.steps", 400)
-    first = Launch(*command, output=tmp_path, ranks=1)
-    first.wait_for(lambda: bool(CheckpointFolder(tmp_path / "shared").steps()))
-    second = (*debug_run(data_folder, b.path), *EVERY_2, *shared, "--data.data_seed", 1)
-    ended = launch(*second, output=tmp_path / "b-out", ranks=1, check=False)
+    shared = tmp_path / "shared"
+    options = (*EVERY_2, "--checkpoint.folder", shared, "--run.heartbeat_s", 0.2)
+    a = RunFolder(tmp_path / "a")
+    b = RunFolder(tmp_path / "b")
+    command_b = (*debug_run(data_folder, b.path), *options, "--data.data_seed", 1)
+
+    # while the first runs
+    first = Launch(
+        *debug_run(data_folder, a.path),
+        *options,
+        *("--training.steps", 400),
+        output=tmp_path,
+        ranks=1,
+    )
+    first.wait_for(lambda: bool(CheckpointFolder(shared).steps()))
+    ended = launch(*command_b, output=tmp_path / "b-out", ranks=1, check=False)
     assert_refused(ended, "lock.held")
     assert f"pid {first.pids[0]}" in ended.output
+
     a.stop_file.touch()
     assert first.wait().codes == [0]
-    facts, saved = read_run(a), contents(tmp_path / "shared")
-    assert facts is not None and not (tmp_path / "shared" / "lock.json").exists()
-    for more in ((), ("--checkpoint.fresh",)):
-        with refused("checkpoint.other_run", path=tmp_path / "shared"):
-            prepare(b.path, *second, *more)
-    inside = ("--checkpoint.folder", a.path / "checkpoints")
-    with refused("checkpoint.other_run", path=a.path / "checkpoints"):
-        prepare(b.path, *debug_run(data_folder, b.path), *inside)
-    assert contents(tmp_path / "shared") == saved and not b.run_file.exists()
+    assert read_run(a) is not None
+    assert not (shared / "lock.json").exists()
+    saved = contents(shared)
+
+    # afterwards, and for a folder inside of the first one's
+    with refused("checkpoint.other_run", path=shared):
+        prepare(b.path, *command_b)
+    with refused("checkpoint.other_run", path=shared):
+        prepare(b.path, *command_b, "--checkpoint.fresh")
+    inside = a.path / "checkpoints"
+    with refused("checkpoint.other_run", path=inside):
+        prepare(b.path, *debug_run(data_folder, b.path), "--checkpoint.folder", inside)
+    assert contents(shared) == saved
+    assert not b.run_file.exists()
 
 
 def prepare(run, *command):
@@ -203,10 +271,13 @@ def test_a_fresh_start_moves_nothing_before_it_can_begin(base, trial):
     damaged = copy(base, trial.folder / "damaged")
     flip(checkpoint(damaged, 12) / "__1_0.distcp")
     initial = "--checkpoint.initial_load_path"
-    options = (*EVERY_2, "--checkpoint.fresh")
-    now = files_of_run(run)
+
+    def prepare_fresh(*options):
+        prepare(run, *trial.command(*EVERY_2, "--checkpoint.fresh", *options))
+
+    before = files_of_run(run)
     with small_disk(trial.folder / "small", "size=1m") as small:
-        for code, *more in (
+        for code, *options in (
             ("checkpoint.initial_archived", initial, checkpoint(run, 12)),
             ("checkpoint.initial_load", initial, trial.folder / "none"),
             ("checkpoint.initial_load", initial, checkpoint(damaged, 12)),
@@ -214,12 +285,17 @@ def test_a_fresh_start_moves_nothing_before_it_can_begin(base, trial):
             ("checkpoint.no_room", "--checkpoint.folder", small),
         ):
             with refused(code):
-                prepare(run, *trial.command(*options, *more))
-            assert files_of_run(run) == now
-    prepare(run, *trial.command(*options, initial, checkpoint(base, 12)))
-    assert steps(run) == [] and steps(run / "archive" / "1-before-a-fresh-start")[-1] == 12
-    (run / "log.jsonl").touch()  # as left by a launch that is refused later
-    prepare(run, *trial.command(*options, initial, checkpoint(base, 12)))
+                prepare_fresh(*options)
+            assert files_of_run(run) == before
+
+    # it can begin: the run is archived
+    prepare_fresh(initial, checkpoint(base, 12))
+    assert steps(run) == []
+    assert steps(run / "archive" / "1-before-a-fresh-start")[-1] == 12
+
+    # a log as left by a launch that is refused later is no run to archive
+    (run / "log.jsonl").touch()
+    prepare_fresh(initial, checkpoint(base, 12))
     assert len(list((run / "archive").iterdir())) == 1
 
 
@@ -232,12 +308,16 @@ def other_code(rank):
 def test_a_resume_with_other_code_names_the_files(base, trial):
     """In the log, or refused with run.code = refuse."""
     run = copy(base, trial.run, last=4)
-    options: dict[str, Any] = {"ranks": 1, "before": other_code}
-    ended = trial.launch(*EVERY_2, "--run.code", "refuse", check=False, **options)
-    assert_refused(ended, "run.code_changed")
+
+    refusal = trial.launch(
+        *EVERY_2, "--run.code", "refuse", ranks=1, before=other_code, check=False
+    )
+    assert_refused(refusal, "run.code_changed")
     assert resumed_from(run) == []
-    trial.launch(*EVERY_2, "--run.stop_at", 5, **options)
+
+    trial.launch(*EVERY_2, "--run.stop_at", 5, ranks=1, before=other_code)
     assert RunFolder(run).read_config()["code"]["titan/spec.py"] == "0"
     (event,) = events(run, "changed")
-    assert event["step"] == 4 and event["code"].keys() == {"titan/spec.py"}
+    assert event["step"] == 4
+    assert event["code"].keys() == {"titan/spec.py"}
     assert event["run"] == {}

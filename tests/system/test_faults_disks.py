@@ -43,8 +43,9 @@ def fill_up(folder, *, leave, name="ballast"):
 
 def full_at_steps(rank, disk):
     """No room before the saves of steps 2 to 4 and 12; taken in the middle of the save of 6."""
-    no_pause = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
-    trainer_module.time = no_pause  # type: ignore[assignment]
+    time_without_pauses = SimpleNamespace(**vars(time))
+    time_without_pauses.sleep = lambda seconds: None
+    trainer_module.time = time_without_pauses  # type: ignore[assignment]
     saving = [0]
 
     def at_save(manager, step, *last_step):
@@ -64,30 +65,40 @@ def full_at_steps(rank, disk):
 
 
 def test_a_full_disk_costs_checkpoints_and_not_the_run(base, trial):
-    run, command = trial.run, (*EVERY_STEP, *KEEP_ALL)
+    run = trial.run
+    command = (*EVERY_STEP, *KEEP_ALL)
     with small_disk(run / "checkpoint", "size=48m") as disk:
         ended = trial.launch(*command, check=False, before=(full_at_steps, disk))
+
+        # every step is trained, every other checkpoint whole, and no other file is left
+        assert [event["step"] for event in events(run, "step")] == list(range(1, STEPS + 1))
         assert steps(run) == [1, 5, 7, 8, 9, 10, 11]
         for step in steps(run):
             verify(checkpoint(run, step))
-        assert [event["step"] for event in events(run, "step")] == list(range(1, STEPS + 1))
-        failed = events(run, "checkpoint_failed")
+        expected_names = {"ballast", *(f"step-{step}" for step in steps(run))}
+        assert {path.name for path in disk.iterdir()} == expected_names
+
         # the last one is tried as a save of the interval, and then three times for itself
-        assert [event["step"] for event in failed] == [2, 3, 4, 6, 12, 12, 12, 12]
-        assert [event["in_a_row"] for event in failed] == [1, 2, 3, 1, 1, 2, 3, 4]
-        assert os.strerror(errno.ENOSPC) in failed[3]["reason"]  # in the middle of the save
-        assert {path.name for path in disk.iterdir()} == {
-            "ballast",
-            *(f"step-{step}" for step in steps(run)),
-        }
+        failures = events(run, "checkpoint_failed")
+        assert [event["step"] for event in failures] == [2, 3, 4, 6, 12, 12, 12, 12]
+        assert [event["in_a_row"] for event in failures] == [1, 2, 3, 1, 1, 2, 3, 4]
+        in_the_middle = failures[3]
+        assert os.strerror(errno.ENOSPC) in in_the_middle["reason"]
+
+        # a run without its last checkpoint is not done
         assert_refused(ended, "checkpoint.not_saved")
-        found = status(run)
-        assert (found.state, found.checkpoint_step, found.checkpoint_failures) == ("failed", 11, 4)
+        now = status(run)
+        assert now.state == "failed"
+        assert now.checkpoint_step == 11
+        assert now.checkpoint_failures == 4
         assert not RunFolder(run).done_file.exists()
+
+        # with room, the next launch finishes it
         (disk / "ballast").unlink()
         trial.launch(*command)
         assert resumed_from(run) == [11]
-        assert status(run).state == "done" and status(run).checkpoint_failures == 0
+        assert status(run).state == "done"
+        assert status(run).checkpoint_failures == 0
         assert_same_run(run, base, step=STEPS)
 
 
@@ -112,21 +123,31 @@ def full_in_the_background(rank, disk):
 
 def test_no_room_before_training_and_a_failed_async_save(base, trial):
     """An interrupted save is deleted for room; an async failure is reported at the next step."""
-    run, command = trial.run, ("--checkpoint.interval", 4)
+    run = trial.run
+    every_4 = ("--checkpoint.interval", 4)
     with small_disk(run / "checkpoint", "size=16m") as disk:
+        # no room
         fill_up(disk, leave=NEEDED // 3)
-        ended = trial.launch(*command, check=False)
+        ended = trial.launch(*every_4, check=False)
         assert_refused(ended, "checkpoint.no_room")
         assert status(run).state == "failed"
-        assert events(run, "start") == events(run, "step") == []
+        assert events(run, "start") == []
+        assert events(run, "step") == []
+
+        # room for one, in an interrupted save; the save of step 4 fails
         (disk / "ballast").unlink()
         fill_up(disk, leave=NEEDED // 3, name=".saving-step-4/__0_0.distcp")
-        trial.launch(*command, before=(full_in_the_background, disk))
-        logged = [(e["event"], e["step"]) for e in events(run, "step", "checkpoint_failed")]
-        assert logged[4:7] == [("step", 5), ("checkpoint_failed", 4), ("step", 6)]
-        (failed,) = events(run, "checkpoint_failed")
-        assert os.strerror(errno.ENOSPC) in failed["reason"]
-        assert steps(run) == [8, 12] and len(list(disk.glob(".*"))) == 0
+        trial.launch(*every_4, before=(full_in_the_background, disk))
+        logged = events(run, "step", "checkpoint_failed")
+        assert [(event["event"], event["step"]) for event in logged[4:7]] == [
+            ("step", 5),
+            ("checkpoint_failed", 4),
+            ("step", 6),
+        ]
+        (failure,) = events(run, "checkpoint_failed")
+        assert os.strerror(errno.ENOSPC) in failure["reason"]
+        assert steps(run) == [8, 12]
+        assert list(disk.glob(".*")) == []
         assert_same_run(run, base, step=STEPS)
 
 
@@ -158,10 +179,10 @@ def full_for(rank, disk, method):
     """No byte is free while `method` of RunFolder writes."""
     original = getattr(RunFolder, method)
 
-    def write(self, *words):
+    def write(self, *arguments):
         fill_up(disk, leave=0)
         try:
-            original(self, *words)
+            original(self, *arguments)
         finally:
             (disk / "ballast").unlink()
 
@@ -172,18 +193,24 @@ def test_a_disk_too_full_for_config_or_done(base, trial):
     """Without config.json no step is trained; without DONE a run is still done."""
     with small_disk(trial.run, "size=24m") as disk:
         run = trial.run
+        done_file = RunFolder(run).done_file
+        once = ("--checkpoint.interval", STEPS)
 
-        def with_no_room_for(method, **options):
-            before = {"before": (full_for, disk, method)} if method else {}
-            return trial.launch("--checkpoint.interval", 12, **before, **options)
+        # config.json
+        refusal = trial.launch(*once, before=(full_for, disk, "write_config"), check=False)
+        assert_refused(refusal, "file.os_error")
+        assert steps(run) == []
+        assert events(run, "step") == []
 
-        assert_refused(with_no_room_for("write_config", check=False), "file.os_error")
-        assert steps(run) == [] and events(run, "step") == []
-        with_no_room_for("write_done")
-        assert status(run).state == "done" and steps(run) == [STEPS]
-        assert not RunFolder(run).done_file.exists()
-        with_no_room_for(None)
-        assert RunFolder(run).done_file.read_text() == f"{STEPS}\n"
+        # DONE
+        trial.launch(*once, before=(full_for, disk, "write_done"))
+        assert status(run).state == "done"
+        assert steps(run) == [STEPS]
+        assert not done_file.exists()
+
+        # with room, a launch writes it
+        trial.launch(*once)
+        assert done_file.read_text() == f"{STEPS}\n"
         assert_same_run(run, base, step=STEPS)
 
 
@@ -194,17 +221,23 @@ def no_large_files(rank):
 
 
 def test_an_unusable_checkpoint_folder_is_refused_early(trial):
-    """RUN/checkpoint is a dangling link; rank 1 cannot write a file of its size."""
     run = trial.run
     run.mkdir()
-    (run / "checkpoint").symlink_to(trial.folder / "nowhere" / "else")
+    folder = run / "checkpoint"
+
+    # a dangling link
+    folder.symlink_to(trial.folder / "nowhere" / "else")
     ended = trial.launch(*EVERY_2, check=False)
-    assert 2 in ended.codes and len(error_codes(ended.output)) == 1
+    assert 2 in ended.codes
+    assert len(error_codes(ended.output)) == 1
     assert not RunFolder(run).log_file.exists()
-    (run / "checkpoint").unlink()
+
+    # rank 1 cannot write a file of its size
+    folder.unlink()
     ended = trial.launch(*EVERY_2, check=False, before=no_large_files)
     assert_refused(ended, "checkpoint.not_writable")
-    assert events(run, "step") == [] == list((run / "checkpoint").iterdir())
+    assert events(run, "step") == []
+    assert list(folder.iterdir()) == []
 
 
 def slow_write(rank, step, until):
@@ -221,11 +254,18 @@ def slow_write(rank, step, until):
 def test_a_disk_slower_than_the_interval_delays_no_step(base, trial):
     run = trial.run
     trial.launch("--checkpoint.interval", 2, before=(slow_write, 2, 7))
+
+    # those of steps 4 and 6 are left out
     slow = events(run, "checkpoint_slow")
-    assert [(e["step"], e["saving"]) for e in slow[:2]] == [(4, 2), (6, 2)]
-    saved = steps(run)
-    assert saved[0] == 2 and saved[-1] == STEPS and not {4, 6} & set(saved)
+    assert [(event["step"], event["saving"]) for event in slow[:2]] == [(4, 2), (6, 2)]
     assert events(run, "checkpoint_failed") == []
-    (first, *_) = events(run, "checkpoint")
-    assert first["step"] == 2 and first["stall_seconds"] < first["seconds"]
+    saved = steps(run)
+    assert saved[0] == 2
+    assert saved[-1] == STEPS
+    assert not {4, 6} & set(saved)
+
+    # training does not wait for the first one
+    first = events(run, "checkpoint")[0]
+    assert first["step"] == 2
+    assert first["stall_seconds"] < first["seconds"]
     assert_same_run(run, base, step=STEPS)

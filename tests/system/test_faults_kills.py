@@ -30,19 +30,20 @@ def die_while_saving(rank, moment, step, victims, pids):
     """kill -9 of the ranks `victims` at one moment of the save of `step`."""
     pids.mkdir(exist_ok=True)
     (pids / str(rank)).write_text(str(os.getpid()))
-    saving, final = f".saving-step-{step}", f"step-{step}"
+    saving = f".saving-step-{step}"
+    final = f"step-{step}"
 
-    def die():
-        for victim in sorted(victims, key=lambda victim: victim == rank):  # this one last
-            os.kill(int((pids / str(victim)).read_text()), signal.SIGKILL)
+    def kill_victims_if(condition):
+        def check(*arguments):
+            if condition(*arguments):
+                for victim in sorted(victims, key=lambda victim: victim == rank):  # this one last
+                    os.kill(int((pids / str(victim)).read_text()), signal.SIGKILL)
 
-    def kill(owner, name, when, *, after=False):
-        def die_if_so(*arguments):
-            if when(*arguments):
-                die()
+        return check
 
-        wrap(owner, name, **{"after" if after else "before": die_if_so})
+    is_step = kill_victims_if(lambda writer, *_: writer.step == step)
 
+    @kill_victims_if
     def half_written(file, data):
         if saving not in str(file._file.name) or file.tell() < 300_000:
             return False
@@ -51,18 +52,22 @@ def die_while_saving(rank, moment, step, victims, pids):
 
     # what the coordinator alone does kills a rank of its choice, the rest is each one's own
     if moment == "the folder is made" and rank == 0 and 0 in victims:
-        kill(VerifiedWriter, "prepare_global_plan", lambda w, _: w.step == step, after=True)
+        wrap(VerifiedWriter, "prepare_global_plan", after=is_step)
     elif moment == "the folder is made" and rank in victims and 0 not in victims:
-        kill(VerifiedWriter, "write_data", lambda w, *_: w.step == step)
+        wrap(VerifiedWriter, "write_data", before=is_step)
     elif moment == "a file is half written" and rank == min(victims):
-        kill(_HashedFile, "write", half_written, after=True)
+        wrap(_HashedFile, "write", after=half_written)
     elif rank == 0 and moment == "the data is written":
-        kill(VerifiedWriter, "finish", lambda w, *_: w.step == step)
+        wrap(VerifiedWriter, "finish", before=is_step)
     elif rank == 0 and moment == "the manifest is next":
-        kill(Manifest, "write", lambda _, folder: folder.name == saving)
-    elif rank == 0 and moment in ("the rename is next", "it is renamed"):
-        after = moment == "it is renamed"
-        kill(os, "rename", lambda _, target: Path(target).name == final, after=after)
+        is_saving = kill_victims_if(lambda _, folder: folder.name == saving)
+        wrap(Manifest, "write", before=is_saving)
+    elif rank == 0 and moment == "the rename is next":
+        is_final = kill_victims_if(lambda _, target: Path(target).name == final)
+        wrap(os, "rename", before=is_final)
+    elif rank == 0 and moment == "it is renamed":
+        is_final = kill_victims_if(lambda _, target: Path(target).name == final)
+        wrap(os, "rename", after=is_final)
 
 
 ONE_RANK = [("the folder is made", (1,)), ("the data is written", (0,)), ("it is renamed", (1,))]
@@ -83,9 +88,11 @@ ALL_AT_ONCE = [(moment, ALL) for moment in (*LEFT_BEHIND, "it is renamed")]
 )
 def test_a_launch_killed_at_any_moment_of_a_save_is_resumed(base, trial, kills):
     """A run killed in the second save of each launch ends bitwise as an undisturbed one."""
-    run, step = trial.run, 0
+    run = trial.run
     every_step = (*EVERY_2, "--checkpoint.interval", 1)
+    step = 0
     for moment, victims in kills:
+        # the launch resumes from the newest checkpoint, and dies in the save after the next
         target = step + 2
         ended = trial.launch(
             *every_step,
@@ -96,16 +103,21 @@ def test_a_launch_killed_at_any_moment_of_a_save_is_resumed(base, trial, kills):
         assert not ended.succeeded, (moment, ended)
         assert_dead_or_failed(run, ended)
         assert resumed_from(run)[-1:] == ([step] if step else [])
-        saving = CheckpointFolder(run / "checkpoint").saving_path(target)
+
+        # the checkpoint is there if it was renamed, else the one before it
         step = target if moment == "it is renamed" else target - 1
+        assert steps(run)[-1] == step
+        verify(checkpoint(run, step))
+
+        # rank 0 removes a save that failed, unless it is dead
+        saving = CheckpointFolder(run / "checkpoint").saving_path(target)
         if step == target or 0 not in victims:
             assert not saving.exists()
         else:
             assert {path.name for path in saving.iterdir()} >= LEFT_BEHIND[moment]
-            half = [path for path in saving.glob("*.distcp") if path.stat().st_size]
-            assert half or "half" not in moment
-        assert steps(run)[-1] == step
-        verify(checkpoint(run, step))
+            if moment == "a file is half written":
+                assert any(path.stat().st_size for path in saving.glob("*.distcp"))
+
     trial.launch(*every_step)
     assert resumed_from(run)[-1] == step
     assert_same_run(run, base, step=STEPS)
@@ -114,18 +126,20 @@ def test_a_launch_killed_at_any_moment_of_a_save_is_resumed(base, trial, kills):
 
 def assert_dead_or_failed(run, ended):
     """Check status.json: rank 0 records its reason, unless it was killed."""
-    found = status(run)
+    now = status(run)
     if ended.codes[0] == -signal.SIGKILL:
-        assert found.state == "running"
+        assert now.state == "running"
         with pytest.raises(ProcessLookupError):
-            os.kill(found.pid, 0)
+            os.kill(now.pid, 0)
     else:
-        assert found.state == "failed" and found.reason, found
+        assert now.state == "failed"
+        assert now.reason
 
 
 def die_in_the_background(rank, step, steps_later, pids):
     """Block the background write of `step` for `steps_later` steps, then kill both ranks."""
-    reached, run = current_step(), pids.parent / "run"
+    run = pids.parent / "run"
+    reached = current_step()
 
     def wait(file, data):
         if rank == 0 and f".saving-step-{step}" in str(file._file.name):
@@ -138,14 +152,16 @@ def die_in_the_background(rank, step, steps_later, pids):
 
 def test_killed_in_the_background_write_of_an_async_save(base, trial):
     run = copy(base, trial.run, last=2)
-    command = ("--checkpoint.interval", 3)
+    every_3 = ("--checkpoint.interval", 3)
+
     ended = trial.launch(
-        *command, check=False, before=(die_in_the_background, 3, 2, trial.folder / "pids")
+        *every_3, check=False, before=(die_in_the_background, 3, 2, trial.folder / "pids")
     )
     assert ended.codes == [-signal.SIGKILL] * 2, ended
     assert events(run, "step")[-1]["step"] >= 4  # the write was in the background
     assert steps(run) == [2]
-    trial.launch(*command)
+
+    trial.launch(*every_3)
     assert [*quarantine(run)] == [".saving-step-3.1"]
     assert resumed_from(run) == [2, 2]
     assert_same_run(run, base, step=STEPS)

@@ -13,6 +13,7 @@ from tests.support import write_data
 
 
 def counted(text):
+    """Return the baselines of a text, after their thread has ended."""
     baselines = Baselines(text)
     for thread in threading.enumerate():
         if thread.name == "count models":

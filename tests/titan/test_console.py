@@ -15,8 +15,14 @@ import pytest
 from canon_pretrain.titan.console import Console
 from tests.support import ROOT
 
-FIELDS: dict[str, Any] = {"step": 240, "loss": 3.25, "grad_norm": 0.837, "lr": 2.52e-3}
-FIELDS |= {"tokens_per_second": 5047.4, "seconds_per_step": 15.0}
+FIELDS: dict[str, Any] = {
+    "step": 240,
+    "loss": 3.25,
+    "grad_norm": 0.837,
+    "lr": 2.52e-3,
+    "tokens_per_second": 5047.4,
+    "seconds_per_step": 15.0,
+}
 COUNTED = {"unigram": 5.6636, "bigram": 3.5175, "tokens_counted": 9, "tokens_scored": 8}
 
 
@@ -25,9 +31,11 @@ def test_without_a_live_view_steps_are_plain_lines(caplog, monkeypatch):
     console = Console(500, 500)
     monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
     monkeypatch.setattr("rich.live.Live.start", lambda view: 1 / 0)
+
     with caplog.at_level(logging.INFO, logger="root"):
         console.begin(3)
         console.event("step", FIELDS | {"step": 4})
+
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "step 4/500" in caplog.text
 
@@ -56,6 +64,7 @@ def test_at_most_a_line_each_two_seconds_and_the_last_step(caplog, clock, pace, 
             console.event("validation", validation)
             clock[0] += pace
         console.end()
+
     assert printed_steps(caplog) == shown
     assert caplog.text.count("validation at step") == 20
 
@@ -80,12 +89,14 @@ def test_the_view_prints_no_step_as_a_line(caplog, monkeypatch):
     monkeypatch.setattr("canon_pretrain.titan.console.is_terminal", lambda: True)
     monkeypatch.setattr("rich.live.Live.start", lambda view: None)
     monkeypatch.setattr("rich.live.Live.stop", lambda view: None)
+
     with caplog.at_level(logging.INFO, logger="root"):
         console.begin(0)
         console.event("count_models", COUNTED)
         for step in (1, 2):
             console.event("step", FIELDS | {"step": step})
         console.end()
+
     assert not caplog.records
 
 
@@ -95,9 +106,15 @@ def test_the_loss_is_next_to_the_bigram_s_once_that_is_known(caplog, clock):
         for name, fields in (("step", FIELDS), ("count_models", COUNTED), ("step", FIELDS)):
             console.event(name, fields)
             clock[0] += 10
-    first, counted, second = (record.getMessage() for record in caplog.records)
-    assert "3.52" not in first and "3.52" in second and "5.66" not in second
-    assert "5.66" in counted and "3.52" in counted
+
+    step_before, count_models, step_after = (record.getMessage() for record in caplog.records)
+    unigram = "5.66"
+    bigram = "3.52"
+    assert bigram not in step_before
+    assert unigram in count_models
+    assert bigram in count_models
+    assert bigram in step_after
+    assert unigram not in step_after
 
 
 SCRIPT = textwrap.dedent(
@@ -132,9 +149,13 @@ ENDS = [
 def test_a_terminal_is_left_as_it_was(code, end):
     parent, child = pty.openpty()
     script = SCRIPT.format(root=str(ROOT), fields=FIELDS, end=end)
-    ends: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), child)
-    environment = os.environ | {"TERM": "xterm-256color"}
-    process = subprocess.Popen([sys.executable, "-c", script], env=environment, **ends)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TERM": "xterm-256color"},
+        stdin=child,
+        stdout=child,
+        stderr=child,
+    )
     os.close(child)
     content = b""
     with contextlib.suppress(OSError):  # Linux's end of a pseudo-terminal
@@ -143,10 +164,15 @@ def test_a_terminal_is_left_as_it_was(code, end):
     os.close(parent)
     output = content.decode()
     assert process.wait() == code, output
+
     # no hidden cursor, alternate screen or mode, which a killed process could not restore
     assert re.findall(r"\x1b\[\?[\d;]*[hl]", output) == []
+
+    # the output, and below it the view
     plain = re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", output).replace("\r", "")
-    assert "printed\n" in plain and "  logged\n" in plain
-    assert plain.index("logged") < plain.rindex("step 7/500")  # the view is below the output
+    assert "printed\n" in plain
+    assert "  logged\n" in plain
+    assert plain.index("logged") < plain.rindex("step 7/500")
     if code == 0:
-        assert plain.rstrip().endswith("after") and "step 8/500" in plain
+        assert "step 8/500" in plain
+        assert plain.rstrip().endswith("after")

@@ -26,51 +26,69 @@ from tests.support import debug_run, refused
 EXPERTS = ["--model.ffn", "moe", "--model.num_experts", 4, "--model.canon_set", "ABC"]
 EXCHANGED = ["--parallelism.expert_parallel_degree", 2]
 REPLICAS = ["--parallelism.data_parallel_replicate_degree", 2]
-CAPACITY = ["--model.moe_capacity", 1, "--model.moe_balance", "loss", "--model.moe_gated", "true"]
-CAPACITY += ["--model.experts_per_token", 2]
+CAPACITY = [
+    *("--model.moe_capacity", 1),
+    *("--model.moe_balance", "loss"),
+    *("--model.moe_gated", "true"),
+    *("--model.experts_per_token", 2),
+]
 LAYOUTS = [(2, []), (4, []), (2, EXCHANGED), (4, EXCHANGED), (4, EXCHANGED + REPLICAS)]
+"""Ranks, and options."""
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("options", [[], CAPACITY], ids=["dropless", "capacity"])
 def test_ranks_and_exchanged_tokens_change_no_number(data_folder, tmp_path, options):
-    def steps(number, ranks, words):
-        run = tmp_path / str(number)
-        words = [*debug_run(data_folder, run), *EXPERTS, *options, *words]
-        launch(*words, "--run.stop_at", 4, output=tmp_path / f"out-{number}", ranks=ranks)
+    def train(name, ranks, layout):
+        """Take 4 steps; return their log and the layers' weights."""
+        run = tmp_path / name
+        launch(
+            *debug_run(data_folder, run),
+            *EXPERTS,
+            *options,
+            *layout,
+            *("--run.stop_at", 4),
+            output=tmp_path / f"out-{name}",
+            ranks=ranks,
+        )
         state = whole_state(run / "checkpoint" / "step-4")
-        return events(run, "step"), {n: x for n, x in state.items() if n.startswith("layers.")}
+        weights = {name: value for name, value in state.items() if name.startswith("layers.")}
+        return events(run, "step"), weights
 
-    alone, weights = steps("alone", 1, ["--training.local_batch_size", 12])
-    for number, (ranks, words) in enumerate(LAYOUTS):
-        logged, state = steps(number, ranks, words)
+    steps_alone, weights_alone = train("alone", 1, ["--training.local_batch_size", 12])
+    for number, (ranks, layout) in enumerate(LAYOUTS):
+        steps, weights = train(str(number), ranks, layout)
 
         # the log
-        for step, expected in zip(logged, alone, strict=True):
+        for step, expected in zip(steps, steps_alone, strict=True):
             assert abs(step["loss"] - expected["loss"]) < 2e-6
             assert abs(step["grad_norm"] - expected["grad_norm"]) < 2e-6
-            for name in ("expert_load_max", "expert_dropped"):
-                assert step[name] == expected[name]
+            assert step["expert_load_max"] == expected["expert_load_max"]
+            assert step["expert_dropped"] == expected["expert_dropped"]
             assert any(step["expert_dropped"]) == bool(options)
             assert ("objective" in step) == bool(options)
 
         # the weights
-        assert state.keys() == weights.keys()
-        for name, value in weights.items():
-            torch.testing.assert_close(state[name], value, rtol=0, atol=2e-6, msg=name)
+        assert weights.keys() == weights_alone.keys()
+        for name, expected in weights_alone.items():
+            torch.testing.assert_close(weights[name], expected, rtol=0, atol=2e-6, msg=name)
             if name.endswith("expert_bias"):
-                assert torch.equal(state[name], value) and value.any()
+                assert torch.equal(weights[name], expected)
+                assert expected.any()
 
 
 @pytest.mark.system
 def test_a_run_with_exchanged_tokens_resumes_bitwise(data_folder, tmp_path):
-    runs = [tmp_path / "whole", tmp_path / "resumed"]
-    for run in runs:
-        words = [*debug_run(data_folder, run), *EXPERTS, *EXCHANGED]
-        if run is runs[1]:
-            launch(*words, "--run.stop_at", 5, output=tmp_path / "first")
-        launch(*words, output=tmp_path / run.name)
-    assert_same_run(*runs, step=12)
+    whole = tmp_path / "whole"
+    resumed = tmp_path / "resumed"
+    options = [*EXPERTS, *EXCHANGED]
+
+    launch(*debug_run(data_folder, whole), *options, output=tmp_path / "out-whole")
+    command = [*debug_run(data_folder, resumed), *options]
+    launch(*command, "--run.stop_at", 5, output=tmp_path / "out-first")
+    launch(*command, output=tmp_path / "out-resumed")
+
+    assert_same_run(whole, resumed, step=12)
 
 
 class ThreeWaits(ExpertExchange):
@@ -78,11 +96,16 @@ class ThreeWaits(ExpertExchange):
 
     def _token_dispatch(self, mod, inputs, device_mesh):
         x_SD, count_E = inputs
-        group, degree = device_mesh.get_group(), device_mesh.size()
+        group = device_mesh.get_group()
+        degree = device_mesh.size()
+
+        # the tokens, by sender
         received_RE = all_to_all_single(count_E, None, None, group).view(degree, -1)
         self.input_splits = count_E.view(degree, -1).sum(dim=1).tolist()
         self.output_splits = received_RE.sum(dim=1).tolist()
         x_SD = all_to_all_single_autograd(x_SD, self.output_splits, self.input_splits, group)
+
+        # the tokens, by expert
         expert_E = torch.arange(received_RE.shape[1]).repeat(degree)
         expert_S = expert_E.repeat_interleave(received_RE.flatten())
         self.permuted_indices = expert_S.argsort(stable=True)
@@ -91,20 +114,20 @@ class ThreeWaits(ExpertExchange):
 
 
 class Sizes(TorchDispatchMode):
-    """Records the sizes that operators with a shape of data are given."""
+    """Records the `output_size` of each repeat_interleave, which waits for data without one."""
 
     def __init__(self):
         super().__init__()
-        self.given = []
+        self.output_sizes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.repeat_interleave.Tensor:
-            self.given.append((kwargs or {}).get("output_size"))
+            self.output_sizes.append((kwargs or {}).get("output_size"))
         return func(*args, **kwargs or {})
 
 
 def exchange(rank, folder):
-    """Compute each case by both exchanges; save what this rank found."""
+    """Compute each case by both exchanges; save tensors, reads and sizes of this rank."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
@@ -113,18 +136,23 @@ def exchange(rank, folder):
 
     # shapes of the tensors that the host reads
     reads = []
-    tolist = torch.Tensor.tolist
-    torch.Tensor.tolist = lambda tensor: reads.append(tensor.shape) or tolist(tensor)
+    original_tolist = torch.Tensor.tolist
+
+    def tolist(tensor):
+        reads.append(tensor.shape)
+        return original_tolist(tensor)
+
+    torch.Tensor.tolist = tolist
 
     for case, counts in enumerate(COUNTS):
         results = []
         for style in (ExpertExchange(), ThreeWaits()):
+            # equal experts for both exchanges, equal inputs of this rank
             torch.manual_seed(5)
             experts = GroupedExperts(args)
             for weight in experts.parameters():
                 torch.nn.init.normal_(weight, std=0.1)
             parallelize_module(experts, mesh, style)
-
             count_E = torch.tensor(counts[rank])
             torch.manual_seed(rank)
             x_SD = torch.randn(sum(counts[rank]), args.dim, requires_grad=True)
@@ -132,10 +160,12 @@ def exchange(rank, folder):
             reads.clear()
             with Sizes() as sizes:
                 y_SD = experts(x_SD, count_E)
-            waits = [shape for shape in reads if len(shape) != 1 or shape[0] != 2]
+            waits = [shape for shape in reads if shape != (2,)]
             (y_SD * torch.randn_like(y_SD)).sum().backward()
+
             grads = [weight.grad.to_local() for weight in experts.parameters()]
-            results.append(([y_SD.detach() + 0, x_SD.grad, *grads], waits, sizes.given))
+            tensors = [y_SD.detach() + 0, x_SD.grad, *grads]
+            results.append((tensors, waits, sizes.output_sizes))
         torch.save(results, folder / f"{case}-{rank}.pt")
     dist.destroy_process_group()
 
@@ -153,36 +183,48 @@ def test_the_exchange_reads_its_sizes_once_and_changes_no_bit(tmp_path):
     mp.start_processes(exchange, (tmp_path,), nprocs=2, start_method="forkserver")
     for case, counts in enumerate(COUNTS):
         for rank in (0, 1):
-            (ours, reads, sizes), (plain, _, plain_sizes) = torch.load(
-                tmp_path / f"{case}-{rank}.pt"
-            )
-            assert len(ours) == len(plain) == 5
-            for tensor, expected in zip(ours, plain, strict=True):
+            results, plain_results = torch.load(tmp_path / f"{case}-{rank}.pt")
+            tensors, reads, output_sizes = results
+            plain_tensors, _, plain_output_sizes = plain_results
+
+            # outputs, and the gradients of inputs and three weights
+            assert len(tensors) == len(plain_tensors) == 5
+            for tensor, expected in zip(tensors, plain_tensors, strict=True):
                 assert torch.equal(tensor, expected)
-            # input and output splits of both ranks, in one
+
+            # input and output splits of both ranks, in one read
             assert reads == [torch.Size([2, 2])]
-            received = sum(sum(row[2 * rank : 2 * rank + 2]) for row in counts)
-            assert sizes == [received] and plain_sizes == [None]
+
+            # the number of tokens for this rank's two experts needs no other one
+            num_received = sum(sum(row[2 * rank : 2 * rank + 2]) for row in counts)
+            assert output_sizes == [num_received]
+            assert plain_output_sizes == [None]
 
 
 def test_the_logged_load_of_each_layer():
     load_LE = torch.tensor([[4.0, 0.0, 4.0, 0.0], [3.0, 3.0, 0.0, 3.0]])
-    found = expert_statistics(load_LE)
-    assert found["expert_load_max"] == [1.5, 1.5]
-    assert found["expert_dropped"] == [0.0, 0.5]
+    fields = expert_statistics(load_LE)
+    assert fields["expert_load_max"] == [1.5, 1.5]
+    assert fields["expert_dropped"] == [0.0, 0.5]
     assert expert_statistics(torch.zeros(0, 1)) == {}
 
 
 def test_degrees_that_fit_no_experts_or_ranks_are_refused(data_folder, tmp_path):
     dense = [*map(str, debug_run(data_folder, tmp_path))]
-    words = [*dense, *map(str, EXPERTS)]
+    with_experts = [*dense, *map(str, EXPERTS)]
+
+    # 4 experts by 3, and none by 2
     key = "parallelism.expert_parallel_degree"
-    for refused_words in ([*words, f"--{key}", "3"], [*dense, f"--{key}", "2"]):
-        with refused("config.conflict", key=key):
-            parse_job(refused_words)
+    with refused("config.conflict", key=key):
+        parse_job([*with_experts, f"--{key}", "3"])
+    with refused("config.conflict", key=key):
+        parse_job([*dense, f"--{key}", "2"])
+
     with refused("config.unsupported", key="parallelism.expert_parallel_comm_backend"):
-        parse_job([*words, "--parallelism.expert_parallel_comm_backend", "deepep"])
-    job = parse_job([*words, *map(str, [*EXCHANGED, *REPLICAS])])
+        parse_job([*with_experts, "--parallelism.expert_parallel_comm_backend", "deepep"])
+
+    # 2 replicas of 2 ranks
+    job = parse_job([*with_experts, *map(str, [*EXCHANGED, *REPLICAS])])
     assert shard_degree(job, 4) == 2
     with refused("config.world_size", given=6, valid=[4, 12]):
         shard_degree(job, 6)

@@ -15,10 +15,12 @@ from canon_pretrain.titan.parallelize import clip_gradients
 from canon_pretrain.titan.trainer import HALTED, Readback, StepGuards
 
 CPU = torch.device("cpu")
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def judge(guards, loss, norm):
+    """Return 1 if the guards skip a step with this loss and norm, else 0."""
     verdict = guards.judge(torch.tensor(loss), torch.tensor(norm))
     assert (verdict.dtype, verdict.shape) == (torch.float32, ())
     return verdict.item()
@@ -34,27 +36,33 @@ def judge(guards, loss, norm):
 @patch.object(trainer, "MAX_WINDOW", 9)  # a ring that wraps
 def test_outliers_are_those_of_a_plain_window(norms, sigma, window, max_bad):
     guards = StepGuards(Guards(max_bad, sigma, window), CPU)
-    last: list[float] = []
-    seen = skipped = outliers = in_a_row = 0
+    finite_norms: list[float] = []
+    skipped = 0
+    outliers = 0
+    in_a_row = 0
     for norm in norms:
-        known = last[-window:]
-        bad = not math.isfinite(norm)
-        in_a_row = in_a_row + 1 if bad else 0
-        outlier = False
-        if sigma is not None and not bad and seen >= window / 2:
-            limit = statistics.fmean(known) + sigma * statistics.pstdev(known)
-            assume(norm == limit or abs(norm - limit) > 1e-4 * limit)
-            # where all are equal, float32 knows the mean exactly as well
-            outlier = norm > limit
-        if sigma is not None and not bad:
-            last.append(norm)
-            seen += 1
-        skipped += bad or outlier
-        outliers += outlier
-        assert judge(guards, 1.0, norm) == float(bad or outlier)
+        is_bad = not math.isfinite(norm)
+        in_a_row = in_a_row + 1 if is_bad else 0
+
+        # an outlier, if at least half of the window is known
+        is_outlier = False
+        if sigma is not None and not is_bad:
+            if len(finite_norms) >= window / 2:
+                last_norms = finite_norms[-window:]
+                limit = statistics.fmean(last_norms) + sigma * statistics.pstdev(last_norms)
+                # if all are equal, the mean is exact in float32 too
+                assume(norm == limit or abs(norm - limit) > 1e-4 * limit)
+                is_outlier = norm > limit
+            finite_norms.append(norm)
+
+        assert judge(guards, 1.0, norm) == float(is_bad or is_outlier)
+
+        skipped += is_bad or is_outlier
+        outliers += is_outlier
+        seen = len(finite_norms)
         halted = in_a_row >= max_bad
         assert guards.counters.tolist() == [skipped, outliers, in_a_row, halted, seen]
-        assert sorted(guards.norms[:seen].tolist()) == sorted(last[-9:])
+        assert sorted(guards.norms[:seen].tolist()) == sorted(finite_norms[-9:])
         if halted:
             break
 
@@ -67,42 +75,56 @@ def test_outliers_are_those_of_a_plain_window(norms, sigma, window, max_bad):
 )
 def test_the_state_from_before_the_streak_is_exactly_that(before, streak, after):
     """Also after steps that follow until the host reads the counters; a new launch continues."""
-    guards = StepGuards(Guards(3, 6.0, 4), CPU)
+    guards = StepGuards(Guards(max_bad_steps=3, outlier_sigma=6.0, outlier_window=4), CPU)
     for loss, norm in [*before, (1.0, 5)]:
         judge(guards, loss, norm)
     assume(not guards.counters[HALTED])
-    counters, norms = guards.counters.clone(), guards.norms.clone()
+    counters = guards.counters.clone()
+    norms = guards.norms.clone()
+
     for loss, norm in [*streak, *after]:
         assert judge(guards, loss, norm) == 1
+
     assert guards.counters[HALTED] == 1
     assert torch.equal(guards.counters_before_bad_steps(), counters)
     assert torch.equal(guards.norms, norms)
-    guards.load_state_dict({name: value.clone() for name, value in guards.state_dict().items()})
-    assert judge(guards, 1.0, 5) == 0  # a good step: the next launch is not ended at once
+
+    # a good step: the next launch is not ended at once
+    guards.load_state_dict(copied_state(guards))
+    assert judge(guards, 1.0, 5) == 0
+
+
+def copied_state(guards):
+    return {name: value.clone() for name, value in guards.state_dict().items()}
 
 
 def test_the_state_comes_back_and_does_not_depend_on_the_window():
     """A launch may change the window (`--run.allow_changes guards.outlier_window`)."""
-    first, same, other = (
-        StepGuards(Guards(outlier_sigma=1.0, outlier_window=n), CPU) for n in (2, 2, 6)
-    )
+    first = StepGuards(Guards(outlier_sigma=1.0, outlier_window=2), CPU)
+    same = StepGuards(Guards(outlier_sigma=1.0, outlier_window=2), CPU)
+    longer = StepGuards(Guards(outlier_sigma=1.0, outlier_window=6), CPU)
     for norm in (50.0, 50.0, 50.0, 50.0, NAN, 1.0, 1.0):
         judge(first, 1.0, norm)
-    for each in (same, other):
-        each.load_state_dict({name: value.clone() for name, value in first.state_dict().items()})
-    assert judge(other, 1.0, 55.0) == 0  # four of six were 50
+
+    same.load_state_dict(copied_state(first))
+    longer.load_state_dict(copied_state(first))
+
+    assert judge(longer, 1.0, 55.0) == 0  # four of six were 50
     assert judge(first, 1.0, 55.0) == judge(same, 1.0, 55.0) == 1  # the last two were 1
-    assert torch.equal(first.counters, same.counters) and torch.equal(first.norms, same.norms)
+    assert torch.equal(first.counters, same.counters)
+    assert torch.equal(first.norms, same.norms)
 
 
 @pytest.mark.parametrize("max_norm", [0, 0.0, 0.5, 100.0])
 def test_gradients_are_clipped_unless_the_norm_is_0(max_norm):
     """0 is off, as in nanoGPT and transformers; the norm is that before clipping."""
-    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
     before = [torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])]
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in before]
     for parameter, grad in zip(parameters, before, strict=True):
         parameter.grad = grad.clone()
+
     assert clip_gradients(parameters, max_norm) == 5.0
+
     factor = 0.1 if max_norm == 0.5 else 1.0
     for parameter, grad in zip(parameters, before, strict=True):
         torch.testing.assert_close(parameter.grad, factor * grad)

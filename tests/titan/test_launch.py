@@ -26,22 +26,29 @@ from tests.support import ROOT, refused
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
 
 
-def job(*more, config=DEBUG):
-    return parse_job(["--config", config, *map(str, more)])
+def job(*options, config=DEBUG):
+    """Parse a config with these options."""
+    return parse_job(["--config", config, *map(str, options)])
 
 
-def recorded(folder, *more, config=DEBUG):
-    first = job(*more, config=config)
+def recorded(folder, *options, config=DEBUG):
+    """Return the folder of a run whose first launch was of this job, on data called `shards`."""
+    first = job(*options, config=config)
     run = RunFolder(folder)
     run.write_config(first.to_dict(), run_identity(first, "shards"))
     return run
+
+
+def identity_changes(run, now, fingerprint="shards", allowed=()):
+    """Return how a launch of the job `now` changes the run's identity, or refuse it."""
+    return check_identity(run, run_identity(now, fingerprint), list(allowed), now.to_dict())
 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "train_configs").glob("*.toml")))
 def test_the_same_experiment_again_is_the_same_run(config, tmp_path):
     run = recorded(tmp_path, config=str(config))
     again = job(config=str(config))
-    assert check_identity(run, run_identity(again, "shards"), [], again.to_dict()) == {}
+    assert identity_changes(run, again) == {}
     assert config_changes(run, again.to_dict()) == {}
 
 
@@ -52,14 +59,19 @@ def test_code_is_compared_by_its_files(tmp_path):
     shutil.copytree(package, copied, ignore=shutil.ignore_patterns("__pycache__"))
     code = code_hashes()
     assert code_hashes(copied) == code
-    run, first = recorded(tmp_path / "run"), job()
-    assert code_changes(run, code, refuse=True) == {}  # a run without a record
+
+    # a run without a record of its code, and with one
+    run = recorded(tmp_path / "run")
+    assert code_changes(run, code, refuse=True) == {}
+    first = job()
     run.write_config(first.to_dict(), run_identity(first, "shards"), code)
     assert code_changes(run, code, refuse=True) == {}
+
     loss = copied / "titan" / "spec.py"
     loss.write_text(loss.read_text() + "\nSCALE = 1.7\n")
     (copied / "titan" / "more.py").touch()
     (copied / "report" / "plot.py").unlink()  # training does not use it
+
     changed = code_changes(run, code_hashes(copied), refuse=False)
     assert changed.keys() == {"titan/spec.py", "titan/more.py"}
     assert changed["titan/more.py"][0] is None
@@ -67,14 +79,23 @@ def test_code_is_compared_by_its_files(tmp_path):
         code_changes(run, code_hashes(copied), refuse=True)
 
 
+PRINT_IMPORTED_FILES = """
+from canon_pretrain.titan.device import prepare_device
+prepare_device()
+import sys, canon_pretrain.train, canon_pretrain.titan.trainer
+for name, module in sys.modules.items():
+    if name.startswith("canon_pretrain."):
+        print(module.__file__)
+"""
+
+
 @pytest.mark.system
 def test_the_code_that_is_hashed_is_what_the_trainer_imports():
-    words = "from canon_pretrain.titan.device import prepare_device as prepare; prepare(); "
-    words += "import sys, canon_pretrain.train, canon_pretrain.titan.trainer; "
-    words += "print(*(module.__file__ for name, module in sys.modules.items() "
-    words += "if name.startswith('canon_pretrain.')))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    output = subprocess.check_output([sys.executable, "-c", words], env=environment, text=True)
+    output = subprocess.check_output(
+        [sys.executable, "-c", PRINT_IMPORTED_FILES],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        text=True,
+    )
     package = Path(canon_pretrain.__file__).parent
     files = {Path(name).relative_to(package).as_posix() for name in output.split()}
     assert "model/transformer.py" in files
@@ -102,69 +123,90 @@ CHANGES: dict[str, list[Any]] = {
 
 def test_changes_are_refused_until_they_are_named(tmp_path):
     run = recorded(tmp_path)
-    words = [word for name, (_, new) in CHANGES.items() for word in (f"--{name}", new)]
-    now = job(*words)
-    identity = run_identity(now, "others")
-    changes = CHANGES | {"data_fingerprint": ["shards", "others"]}
-    with refused("run.changed", changes=CHANGES, allow=sorted(changes)) as caught:
-        check_identity(run, identity, ["data_fingerprint"], now.to_dict())
+    new_values = [word for name, (_, new) in CHANGES.items() for word in (f"--{name}", new)]
+    now = job(*new_values)
+    all_changes = CHANGES | {"data_fingerprint": ["shards", "others"]}
+
+    # one of them is named
+    with refused("run.changed", changes=CHANGES, allow=sorted(all_changes)) as caught:
+        identity_changes(run, now, "others", allowed=["data_fingerprint"])
+    message = caught.value.message
     for name, (old, new) in CHANGES.items():
-        assert f"{name}: {old!r} -> {new!r}" in caught.value.message
-    assert f"--run.allow_changes {' '.join(sorted(changes))}" in caught.value.message
-    assert check_identity(run, identity, [",".join(changes)], now.to_dict()) == changes
+        assert f"{name}: {old!r} -> {new!r}" in message
+    assert f"--run.allow_changes {' '.join(sorted(all_changes))}" in message
+
+    # all are named
+    assert identity_changes(run, now, "others", allowed=[",".join(all_changes)]) == all_changes
 
 
-MIXED = ("--data.paths", "/data/a", "/data/b", "--data.weights", 1)
+ONE_FOLDER = ("--data.path", "/data/a")
+OTHER_FOLDER = ("--data.path", "/data/b")
+MIXED = ("--data.paths", "/data/a", "/data/b", "--data.weights", 1, 1)
+OTHER_WEIGHTS = ("--data.paths", "/data/a", "/data/b", "--data.weights", 1, 3)
 COPY = ("--data.task.name", "copy", "--data.task.n", 8)
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "values"),
+    ("before", "after", "old_value", "new_value"),
     [
-        # other folders, the same one with other content, other weights, a task
-        (("--data.path", "/data/a"), ("--data.path", "/data/b"), ["'/data/a'", "'/data/b'"]),
-        (("--data.path", "/data/a"), ("--data.path", "/data/a"), ["aaaaaaaa", "bbbbbbbb"]),
-        ((*MIXED, 1), (*MIXED, 3), ["[1.0, 1.0]", "[1.0, 3.0]"]),
-        (("--data.path", "/data/a"), COPY, ["'/data/a'", "'copy'"]),
+        pytest.param(ONE_FOLDER, OTHER_FOLDER, "'/data/a'", "'/data/b'", id="other folder"),
+        pytest.param(ONE_FOLDER, ONE_FOLDER, "aaaaaaaa", "bbbbbbbb", id="other content"),
+        pytest.param(MIXED, OTHER_WEIGHTS, "[1.0, 1.0]", "[1.0, 3.0]", id="other weights"),
+        pytest.param(ONE_FOLDER, COPY, "'/data/a'", "'copy'", id="a task"),
     ],
 )
-def test_a_change_of_data_names_what_was_and_is_read(before, after, values, tmp_path):
+def test_a_change_of_data_names_what_was_and_is_read(before, after, old_value, new_value, tmp_path):
     """Not two hashes: the keys that select the data, and the option that allows the change."""
-    run, first, now = RunFolder(tmp_path), job(*before), job(*after)
-    old, new = "a" * 64, "b" * 64
-    run.write_config(first.to_dict(), run_identity(first, old))
-    with refused("run.changed", changes={"data_fingerprint": [old, new]}) as caught:
-        check_identity(run, run_identity(now, new), [], now.to_dict())
+    old_hash = "a" * 64
+    new_hash = "b" * 64
+    run = RunFolder(tmp_path)
+    first = job(*before)
+    run.write_config(first.to_dict(), run_identity(first, old_hash))
+
+    with refused("run.changed", changes={"data_fingerprint": [old_hash, new_hash]}) as caught:
+        identity_changes(run, job(*after), new_hash)
+
     message = caught.value.message
-    assert message.index("data_fingerprint: data.") < message.index(values[0])
-    assert message.index(values[0]) < message.index(" -> ") < message.index(values[1])
+    assert message.index("data_fingerprint: data.") < message.index(old_value)
+    assert message.index(old_value) < message.index(" -> ") < message.index(new_value)
     assert message.endswith("--run.allow_changes data_fingerprint")
-    assert old not in message and new not in message
+    assert old_hash not in message
+    assert new_hash not in message
 
 
 def test_a_change_of_the_held_out_split_names_its_folder():
-    pair = ["a" * 64 + "+" + "c" * 64, "b" * 64]
     data = {"path": "/data/a", "paths": []}
-    old, new = ({"data": data, "validation": {"path": path}} for path in ("", "/data/b"))
-    (line,) = describe_changes({"held_out_fingerprint": pair}, old, new)
+    old_config = {"data": data, "validation": {"path": ""}}
+    new_config = {"data": data, "validation": {"path": "/data/b"}}
+    fingerprints = ["a" * 64 + "+" + "c" * 64, "b" * 64]
+
+    (line,) = describe_changes({"held_out_fingerprint": fingerprints}, old_config, new_config)
+
     assert line == (
         "held_out_fingerprint: data.path = '/data/a' (fingerprint aaaaaaaa+cccccccc) -> "
         "validation.path = '/data/b' (fingerprint bbbbbbbb)"
     )
 
 
-def test_all_else_is_only_noted(tmp_path):
-    """It cannot be allowed by name: such a name, or an unknown one, is refused."""
+def test_a_name_that_cannot_be_allowed_is_refused(tmp_path):
+    """One of a key that is only noted, or an unknown one."""
     names = ["optimizer.rate", "metrics.log_freq"]
     with refused("run.unknown_change", names=names):
-        check_identity(RunFolder(tmp_path / "new"), run_identity(job(), "shards"), names, {})
+        identity_changes(RunFolder(tmp_path / "new"), job(), allowed=names)
     with refused("run.unknown_change", names=names):
         job("--run.allow_changes", *names)
     job("--run.allow_changes", "code,data.task.n", "held_out_fingerprint")
+
+
+def test_all_else_is_only_noted(tmp_path):
     run = recorded(tmp_path, "--run.stop_at", 5)
-    words = ("--metrics.log_freq", 3, "--checkpoint.interval", 2, "--loss.chunk_tokens", 0)
-    now = job(*words, "--checkpoint.fresh")
-    assert check_identity(run, run_identity(now, "shards"), [], now.to_dict()) == {}
+    now = job(
+        *("--metrics.log_freq", 3),
+        *("--checkpoint.interval", 2),
+        *("--loss.chunk_tokens", 0),
+        "--checkpoint.fresh",
+    )
+    assert identity_changes(run, now) == {}
     assert config_changes(run, now.to_dict()) == {
         "checkpoint.interval": [6, 2],
         "loss.chunk_tokens": [4096, 0],
@@ -174,22 +216,34 @@ def test_all_else_is_only_noted(tmp_path):
 
 def test_a_key_unknown_to_an_older_run_was_at_its_default(tmp_path):
     run = recorded(tmp_path)
-    stored = run.read_config()
-    del stored["identity"]["model.ffn"], stored["config"]["validation"]["windows"]
-    del stored["identity"]["loss.z_loss"]
-    run.write_config(stored["config"], stored["identity"])
-    same, other = job(), job("--model.ffn", "standard", "--validation.windows", 8)
-    assert check_identity(run, run_identity(same, "shards"), [], same.to_dict()) == {}
+    record = run.read_config()
+    del record["identity"]["model.ffn"]
+    del record["identity"]["loss.z_loss"]
+    del record["config"]["validation"]["windows"]
+    run.write_config(record["config"], record["identity"])
+
+    same = job()
+    assert identity_changes(run, same) == {}
     assert config_changes(run, same.to_dict()) == {}
+
+    other = job("--model.ffn", "standard", "--validation.windows", 8)
     ffn = {"model.ffn": ["gated", "standard"], "model.ffn_dim": [176, 256]}
     with refused("run.changed", changes=ffn):
-        check_identity(run, run_identity(other, "shards"), [], other.to_dict())
+        identity_changes(run, other)
     assert config_changes(run, other.to_dict())["validation.windows"] == [None, 8]
-    # a key without a default counts as changed
-    del stored["identity"]["optimizer.eps"]
-    run.write_config(stored["config"], stored["identity"])
+
+
+def test_a_key_without_a_default_counts_as_changed(tmp_path):
+    run = recorded(tmp_path)
+    record = run.read_config()
+    del record["identity"]["optimizer.eps"]
+    run.write_config(record["config"], record["identity"])
     with refused("run.changed", changes={"optimizer.eps": [None, 1e-6]}):
-        check_identity(run, run_identity(same, "shards"), [], same.to_dict())
+        identity_changes(run, job())
+
+
+def test_an_unreadable_record_is_refused(tmp_path):
+    run = recorded(tmp_path)
     run.config_file.write_text("{")
     with refused("file.unreadable", kind=UnreadableFile, path=run.config_file):
-        check_identity(run, run_identity(same, "shards"), [], same.to_dict())
+        identity_changes(run, job())

@@ -47,8 +47,9 @@ from tests.variants import VARIANTS, random_tokens, variant
 
 CPU = torch.device("cpu")
 CODE = {"kernels/triton/rows.py": "1", "model/canon.py": "2", "titan/trainer.py": "3"}
+"""Hashes of source files."""
 
-FOUND = {
+WHERE_FOUND = {
     "none": None,
     "wrong tap": "D + activation",
     "wrong tap in the gradient": "norm + A",
@@ -68,11 +69,16 @@ def test_faults_in_the_kernels_source_are_found_and_named():
     command = [sys.executable, "-m", "tests.canon_check_faults"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout)
-    assert results.keys() == FOUND.keys()
-    assert results.pop("none") is None
-    for name, problem in results.items():
-        assert (problem or "").startswith(FOUND[name] or "?"), (name, problem)
+
+    problems = json.loads(done.stdout)
+    assert problems.keys() == WHERE_FOUND.keys()
+    for name, where in WHERE_FOUND.items():
+        problem = problems[name]
+        if where is None:
+            assert problem is None, name
+        else:
+            assert problem is not None, name
+            assert problem.startswith(where), name
 
 
 RECURRENT = {"position": "nope", "num_kv_heads": 0}
@@ -103,7 +109,8 @@ def test_a_backend_that_would_fall_back_does_not_pass(monkeypatch):
     args = ModelArgs(dim=8, num_heads=2, canon_set="A", canon_kernel=5, document_mask=True)
     for backend, key in (("triton", "canon_kernel = 5"), ("fla", "document_mask")):
         problem = canon_check.training_problem(args, backend, (1, 8), torch.float32, CPU)
-        assert key in (problem or "")
+        assert problem is not None
+        assert key in problem
 
 
 @pytest.fixture
@@ -119,83 +126,109 @@ def alone(tmp_path, monkeypatch):
 @pytest.fixture
 def checks(monkeypatch):
     """Results of the next checks, last first."""
-    found: list[str | None] = []
-    monkeypatch.setattr(canon_check, "training_problem", lambda *what: found.pop())
-    return found
+    problems: list[str | None] = []
+    monkeypatch.setattr(canon_check, "training_problem", lambda *arguments: problems.pop())
+    return problems
 
 
-def gpu_job(data_folder, *words):
-    return parse_job([*map(str, debug_run(data_folder, Path("run"))), *words])
+def gpu_job(data_folder, *options):
+    """Parse the debug run's command line with these options."""
+    return parse_job([*map(str, debug_run(data_folder, Path("run"))), *options])
 
 
 def test_without_a_gpu_nothing_is_checked(data_folder, checks):
-    assert choose_canon(gpu_job(data_folder), CPU, CODE) == BackendChoice("compiled", "auto")
-    named = gpu_job(data_folder, "--model.canon_backend", "reference")
-    assert choose_canon(named, torch.device("cuda"), CODE) == BackendChoice("reference")
-    none = gpu_job(data_folder, "--model.canon_set", "")
-    assert choose_canon(none, torch.device("cuda"), CODE) is None
+    cuda = torch.device("cuda")
+    auto = gpu_job(data_folder)
+    by_name = gpu_job(data_folder, "--model.canon_backend", "reference")
+    without_canon = gpu_job(data_folder, "--model.canon_set", "")
+
+    assert choose_canon(auto, CPU, CODE) == BackendChoice("compiled", "auto")
+    assert choose_canon(by_name, cuda, CODE) == BackendChoice("reference")
+    assert choose_canon(without_canon, cuda, CODE) is None
 
 
 def test_a_pass_is_kept_until_what_it_depends_on_changes(alone, checks, data_folder, monkeypatch):
-    def is_checked(*words, code=CODE):
+    def is_checked(*options, code=CODE):
         checks[:] = [None]
-        choice = choose_canon(gpu_job(data_folder, *words), CPU, code)
-        assert choice is not None and (choice.backend, choice.refused) == ("triton", None)
+        choice = choose_canon(gpu_job(data_folder, *options), CPU, code)
+        assert choice is not None
+        assert (choice.backend, choice.refused) == ("triton", None)
         return not checks
 
+    # once, also if the trainer's code changes
     assert is_checked()
-    assert not is_checked() and not is_checked(code=CODE | {"titan/trainer.py": "4"})
-    (kept,) = alone.rglob("*.json")
-    kept.write_bytes(b'{"problem": 3}')
-    assert is_checked() and is_checked(code=CODE | {"kernels/triton/rows.py": "4"})
-    for key, value in (
-        *(("training.local_batch_size", "2"), ("training.seq_len", "32")),
-        *(("training.mixed_precision_param", "bfloat16"), ("model.canon_set", "AC")),
-    ):
-        assert is_checked(f"--{key}", value)
+    assert not is_checked()
+    assert not is_checked(code=CODE | {"titan/trainer.py": "4"})
+
+    # again: a result that cannot be read, other kernels, shapes, a dtype, torch
+    (result_file,) = alone.rglob("*.json")
+    result_file.write_bytes(b'{"problem": 3}')
+    assert is_checked()
+    assert is_checked(code=CODE | {"kernels/triton/rows.py": "4"})
+    assert is_checked("--training.local_batch_size", "2")
+    assert is_checked("--training.seq_len", "32")
+    assert is_checked("--training.mixed_precision_param", "bfloat16")
+    assert is_checked("--model.canon_set", "AC")
     monkeypatch.setattr(torch, "__version__", "9.9")
     assert is_checked()
 
 
 def test_a_failure_is_not_kept(alone, checks, data_folder, monkeypatch):
     """A named backend that fails is refused; after a lost device, the next launch compiles."""
+    job = gpu_job(data_folder)
     checks += [None, "a planted fault"]
-    choice = choose_canon(gpu_job(data_folder), CPU, CODE)
+    choice = choose_canon(job, CPU, CODE)
     assert (choice.backend, choice.refused) == ("compiled", "a planted fault")
-    assert choose_canon(gpu_job(data_folder), CPU, CODE).backend == "triton"
+    assert choose_canon(job, CPU, CODE).backend == "triton"
+
+    # a named backend
     for name in ("triton", "fla"):
         checks += ["a planted fault"]
-        named = gpu_job(data_folder, "--model.canon_backend", name, "--training.seq_len", "32")
+        by_name = gpu_job(data_folder, "--model.canon_backend", name, "--training.seq_len", "32")
         with refused("canon.backend_failed", backend=name, problem="a planted fault"):
-            choose_canon(named, CPU, CODE)
+            choose_canon(by_name, CPU, CODE)
+
+    # a lost device
     monkeypatch.setattr(canon_choice, "_is_lost", lambda device: True)
     lost = gpu_job(data_folder, "--training.seq_len", "32")
     checks += ["an illegal memory access"]
     with refused("canon.backend_failed", problem="an illegal memory access"):
         choose_canon(lost, CPU, CODE)
     choice = choose_canon(lost, CPU, CODE)
-    assert choice.backend == "compiled" and choice.refused.startswith("an illegal")
+    assert choice.backend == "compiled"
+    assert choice.refused.startswith("an illegal")
 
 
 def test_rank_0_checks_the_recurrences_kernels(alone, data_folder, monkeypatch, caplog):
     problems: list[str | None] = []
-    monkeypatch.setattr(fla_mixers, "check_mixer", lambda *what: problems.pop())
+    monkeypatch.setattr(fla_mixers, "check_mixer", lambda *arguments: problems.pop())
 
-    def choose(*words):
-        return choose_mixer(gpu_job(data_folder, "--model.mixer", "gla", *words), CPU)
+    def choose(*options):
+        return choose_mixer(gpu_job(data_folder, "--model.mixer", "gla", *options), CPU)
 
+    # nothing to check
     assert choose_mixer(gpu_job(data_folder), CPU) is None
-    for words in (("--model.mixer_backend", "chunked"), ("--debug.deterministic",)):
-        assert choose(*words) == BackendChoice("chunked")
-    problems += [None, "a planted fault", "a planted fault"]
+    assert choose("--model.mixer_backend", "chunked") == BackendChoice("chunked")
+    assert choose("--debug.deterministic") == BackendChoice("chunked")
+
+    # a fault: a named backend is refused
+    problems += ["a planted fault"]
     with refused("mixer.unavailable", backend="fla", problem="a planted fault"):
         choose("--model.mixer_backend", "fla")
     assert caplog.records == []
-    refusal = {"refused": "a planted fault", "slowdown": 1.8}
-    assert choose() == BackendChoice("chunked", "auto; fla was refused", **refusal)
-    (warned,) = caplog.records
-    assert warned.levelname == "WARNING"
-    assert "1.8" in warned.getMessage() and "a planted fault" in warned.getMessage()
+
+    # a fault: auto falls back, with a warning
+    problems += ["a planted fault"]
+    assert choose() == BackendChoice(
+        "chunked", "auto; fla was refused", refused="a planted fault", slowdown=1.8
+    )
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "1.8" in warning.getMessage()
+    assert "a planted fault" in warning.getMessage()
+
+    # no fault
+    problems += [None]
     assert choose() == BackendChoice("fla", "equal to chunked")
 
 
@@ -205,19 +238,24 @@ def decide_as_on_a_gpu(rank):
 
 @pytest.mark.system
 def test_a_run_without_fla_says_what_that_costs(data_folder, tmp_path):
-    words = [*debug_run(data_folder, tmp_path / "run"), "--model.mixer", "gla"]
-    words += ["--model.canon_set=", "--run.stop_at", 1]
-    options = {"ranks": 1, "output": tmp_path / "out", "before": decide_as_on_a_gpu}
-    ended = launch(*words, **options)
+    ended = launch(
+        *debug_run(data_folder, tmp_path / "run"),
+        *("--model.mixer", "gla", "--model.canon_set="),
+        *("--run.stop_at", 1),
+        ranks=1,
+        output=tmp_path / "out",
+        before=decide_as_on_a_gpu,
+    )
     (fallback,) = events(tmp_path / "run", "mixer_fallback")
     assert (fallback["step"], fallback["refused"], fallback["slowdown"]) == (0, "fla", 1.8)
-    assert "pip install" in fallback["reason"] and ended.output.count(fallback["reason"]) == 1
+    assert "pip install" in fallback["reason"]
+    assert ended.output.count(fallback["reason"]) == 1
 
 
 def on_a_gpu(rank, notes):
     """Decide as on a GPU, where rank 0's check fails; before a rank runs."""
 
-    def check(*what):
+    def check(*arguments):
         assert rank == 0  # the other ranks check nothing
         return "a planted fault"
 
@@ -225,8 +263,8 @@ def on_a_gpu(rank, notes):
     canon_check.training_problem = check
     trainer = importlib.import_module("canon_pretrain.titan.trainer")
 
-    def choose(*what):
-        choice = choose_canon(*what)
+    def choose(*arguments):
+        choice = choose_canon(*arguments)
         (notes / f"{rank}.txt").write_text(choice.backend)
         return choice
 
@@ -236,30 +274,51 @@ def on_a_gpu(rank, notes):
 @pytest.mark.system
 def test_all_ranks_use_rank_0s_choice_and_the_log_has_it(data_folder, tmp_path):
     run = tmp_path / "run"
-    options = {"output": tmp_path / "output", "environment": {"XDG_CACHE_HOME": str(tmp_path)}}
-    words = debug_run(data_folder, run)
-    launch(*words, "--run.stop_at", 2, "--model.canon_backend", "reference", **options)
-    ended = launch(*words, "--run.stop_at", 4, before=(on_a_gpu, tmp_path), **options)
-    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["compiled"] * 2
+
+    def launch_to(step, *options, before=None):
+        return launch(
+            *debug_run(data_folder, run),
+            *("--run.stop_at", step),
+            *options,
+            output=tmp_path / "output",
+            environment={"XDG_CACHE_HOME": str(tmp_path)},
+            before=before,
+        )
+
+    launch_to(2, "--model.canon_backend", "reference")
+    ended = launch_to(4, before=(on_a_gpu, tmp_path))
+
+    # the choice of both ranks
+    for rank in (0, 1):
+        assert (tmp_path / f"{rank}.txt").read_text() == "compiled"
+
+    # one message, and the log's events
     assert ended.output.count("a planted fault") == 1
     (fallback,) = events(run, "canon_fallback")
     assert (fallback["step"], fallback["reason"]) == (2, "a planted fault")
-    changed = events(run, "changed")[0]["config"]
-    assert changed["model.canon_backend"] == ["reference", "auto"]
-    assert [event["canon_backend"] for event in events(run, "start", "resume")] == [
-        "reference",
-        "compiled",
-    ]
+    change = events(run, "changed")[0]
+    assert change["config"]["model.canon_backend"] == ["reference", "auto"]
+    first, second = events(run, "start", "resume")
+    assert first["canon_backend"] == "reference"
+    assert second["canon_backend"] == "compiled"
+
+    # the launch has the choice, the config what was set
     record = json.loads((run / "launches" / "002" / "launch.json").read_text())
     assert record["canon_backend"] == "compiled"
     config = json.loads((run / "config.json").read_text())["config"]
     assert config["model"]["canon_backend"] == "auto"
 
 
-ROWS, NUM_TOKENS, STEPS = 6, 24, 2
-ADAMW: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.98), "weight_decay": 0.1}
-# eps as large as the gradients, so that rounding of tiny ones does not change whole steps
-ADAMW["eps"] = 1e-2
+ROWS = 6
+NUM_TOKENS = 24
+STEPS = 2
+ADAMW: dict[str, Any] = {
+    "lr": 0.01,
+    "betas": (0.9, 0.98),
+    "weight_decay": 0.1,
+    # as large as the gradients, so that rounding of tiny ones does not change whole steps
+    "eps": 1e-2,
+}
 MAX_NORM = 0.5
 
 
@@ -297,8 +356,10 @@ def sharded_steps(model, args, loss, rank, world_size, rounds):
             both = torch.stack([nats.sum(), objective]) / (ROWS * NUM_TOKENS)
             both[1].backward()
             sums += both.detach()
+        out.losses.append((sums[0].item(), sums[1].item()))
 
         norm = clip_gradients(list(model.parameters()), MAX_NORM)
+        out.norms.append(norm.item())
         if not out.first_gradients:
             out.first_gradients = {
                 plain_name(name): p.grad.to_local().clone()
@@ -306,8 +367,6 @@ def sharded_steps(model, args, loss, rank, world_size, rounds):
                 if p.grad is not None
             }
         optimizer.step()
-        out.losses.append((sums[0].item(), sums[1].item()))
-        out.norms.append(norm.item())
 
     out.weights = {
         plain_name(name): p.detach().to_local().clone() for name, p in model.named_parameters()
@@ -332,14 +391,15 @@ def whole_steps(args, loss):
         nats = z - logits.gather(2, batch[:, 1:, None])[..., 0]
         objective = (nats + loss.z_loss * z**2 + loss.squared_loss * nats**2).mean()
         objective.backward()
+        out.losses.append((nats.mean().item(), objective.item()))
 
         norm = torch.nn.utils.clip_grad_norm_(trained, MAX_NORM)
-        if not out.first_gradients:
-            named = model.named_parameters()
-            out.first_gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
-        optimizer.step()
-        out.losses.append((nats.mean().item(), objective.item()))
         out.norms.append(norm.item())
+        if not out.first_gradients:
+            out.first_gradients = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
+        optimizer.step()
 
     out.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return out
@@ -350,32 +410,44 @@ def assert_equal_steps(parts, whole, shards=None):
 
     Replicas of `shards` ranks (default: one) see parts of the batch, and hold all of its gradient.
     """
-    for step, expected in enumerate(whole.losses):
-        for k in range(2):
+    for step in range(STEPS):
+        for k, expected in enumerate(whole.losses[step]):
             total = sum(part.losses[step][k] for part in parts)
-            assert abs(total - expected[k]) < 2e-5 * abs(expected[k]), (step, k)
+            assert abs(total - expected) < 2e-5 * abs(expected), (step, k)
         for part in parts:
             assert abs(part.norms[step] - whole.norms[step]) < 1e-4 * whole.norms[step], step
-    for found, expected in (
-        ([part.first_gradients for part in parts[:shards]], whole.first_gradients),
-        ([part.weights for part in parts[:shards]], whole.weights),
-    ):
-        assert found[0].keys() == expected.keys()
-        for name, value in expected.items():
-            joined = torch.cat([part[name] for part in found])
-            assert joined.shape == value.shape, name
-            # a hundred-thousandth of the largest entry: float32 sums in another order
-            worst = (joined - value).abs().max().item()
-            assert worst <= 2e-5 * value.abs().max().item(), (name, worst)
+
+    replica = parts[:shards]
+    gradients = [part.first_gradients for part in replica]
+    assert_equal_when_joined(gradients, whole.first_gradients)
+    assert_equal_when_joined([part.weights for part in replica], whole.weights)
+
+
+def assert_equal_when_joined(shards, expected):
+    """Check tensors by name, to a 50,000th of the largest entry: float32 sums in another order."""
+    assert shards[0].keys() == expected.keys()
+    for name, value in expected.items():
+        joined = torch.cat([tensors[name] for tensors in shards])
+        assert joined.shape == value.shape, name
+        max_error = (joined - value).abs().max().item()
+        assert max_error <= 2e-5 * value.abs().max().item(), (name, max_error)
 
 
 WORLD_SIZES = (1, 2, 3, 4)
 LAYOUTS = ((2, 2), (4, 1))
 """Replicas and ranks per replica, of 4 ranks."""
-# widths that 2, 3 and 4 ranks cannot divide evenly
-SIZES = {"vocab_size": 37, "num_layers": 2, "dim": 24, "num_heads": 2, "ffn_dim": 40}
-SIZES |= {"max_seq_len": 24}
-UNEVEN = ModelArgs(**SIZES, position="partial_rope_a", canon_set="ABCD", qk_norm="full")
+UNEVEN = ModelArgs(
+    vocab_size=37,
+    num_layers=2,
+    dim=24,
+    num_heads=2,
+    ffn_dim=40,
+    max_seq_len=24,
+    position="partial_rope_a",
+    canon_set="ABCD",
+    qk_norm="full",
+)
+"""Has widths that 2, 3 and 4 ranks cannot divide evenly."""
 ARGS = [
     UNEVEN,
     replace(UNEVEN, init="lingua", init_seed=5, tie_embeddings=True, canon_trainable=False),
@@ -386,8 +458,10 @@ TIED = replace(
     UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
 )
 Z_LOSS = Loss(z_loss=0.01, chunk_tokens=20)
-SELECTIVE: dict[str, Any] = {"activation_checkpoint.mode": "selective"}
-SELECTIVE["activation_checkpoint.selective_ac_option"] = "op"
+SELECTIVE: dict[str, Any] = {
+    "activation_checkpoint.mode": "selective",
+    "activation_checkpoint.selective_ac_option": "op",
+}
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {},
     "never": {"parallelism.fsdp_reshard_after_forward": "never"},
@@ -411,6 +485,7 @@ def _planned(plan):
 
 
 def _job(keys):
+    """Return a job in float32 with these dotted keys."""
     job = CanonJobConfig()
     job.training.mixed_precision_param = "float32"
     for key, value in keys.items():
@@ -426,68 +501,91 @@ def _on_rank(rank, folder):
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=4)
 
-    def fresh(args):
-        with torch.device("meta"):
-            return Transformer(args)
-
-    def fill(model):
-        model.to_empty(device="cpu")
-        model.init_weights(write=write_shard)
-
-    # initial weights, and steps of a tied model, at each world size
-    for n in WORLD_SIZES:
-        mesh = DeviceMesh("cpu", torch.arange(n), mesh_dim_names=("fsdp",))
-        if rank >= n:
-            continue
-        for k, args in enumerate(ARGS):
-            model = fresh(args)
-            shard(model, mesh)
-            fill(model)
-            whole = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-            local = {name: p.to_local().numel() for name, p in model.named_parameters()}
-            if rank == 0:
-                torch.save((whole, local, dict(model.named_buffers())), folder / f"{n}-{k}.pt")
-        if n <= 3:
-            model = fresh(TIED)
-            shard(model, mesh)
-            fill(model)
-            steps = sharded_steps(model, TIED, Z_LOSS, rank, n, rounds=2 if n < 3 else 1)
-            torch.save(steps, folder / f"tied-{n}-{rank}.pt")
-
-    # replicas
+    for world_size in WORLD_SIZES:
+        mesh = DeviceMesh("cpu", torch.arange(world_size), mesh_dim_names=("fsdp",))
+        if rank < world_size:
+            _save_initial_weights(rank, world_size, mesh, folder)
+        if rank < world_size <= 3:
+            _save_tied_steps(rank, world_size, mesh, folder)
     for replicas, shards in LAYOUTS:
-        mesh = fsdp_mesh(ParallelDims(replicas, shards, 1, 1, 1, 1, 1, world_size=4))
-        model = fresh(TIED)
-        shard(model, mesh)
-        fill(model)
-        initial = {n: p.detach().to_local().clone() for n, p in model.named_parameters()}
-        steps = sharded_steps(model, TIED, Z_LOSS, rank, 4, rounds=1)
-        if rank == 3:  # a fault of one GPU, in one replica only
-            next(p.grad for p in model.parameters()).to_local().view(-1)[0] = torch.nan
-        broken = clip_gradients(list(model.parameters()), 1.0).item()
-        torch.save((initial, steps, broken), folder / f"hsdp-{replicas}-{rank}.pt")
+        _save_replicas(rank, replicas, shards, folder)
 
-    # plans and variants on two ranks
     if rank < 2:
         mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("fsdp",))
-        results = {}
-        for name, keys in PLANS.items():
-            dims = ParallelDims(1, 2, 1, 1, 1, 1, 1, world_size=2)
-            dims._meshes = {"fsdp": mesh}  # of two ranks in a world of four
-            model = fresh(_planned(name))
-            parallelize(model, dims, _job(keys))
-            fill(model)
-            results[name] = sharded_steps(model, _planned(name), Loss(), rank, 2, rounds=1)
-        torch.save(results, folder / f"plans-{rank}.pt")
-
-        results = {}
-        for name, args in VARIANTS.items():
-            model = fresh(args)
-            shard(model, mesh)
-            fill(model)
-            results[name] = sharded_steps(model, args, loss_of(name), rank, 2, rounds=1)
-        torch.save(results, folder / f"variants-{rank}.pt")
+        _save_plans(rank, mesh, folder)
+        _save_variants(rank, mesh, folder)
     dist.destroy_process_group()
+
+
+def _on_meta(args):
+    with torch.device("meta"):
+        return Transformer(args)
+
+
+def _fill(model):
+    """Give the sharded model memory, and its initial weights."""
+    model.to_empty(device="cpu")
+    model.init_weights(write=write_shard)
+
+
+def _sharded(args, mesh):
+    """Return a model over the mesh, with its initial weights."""
+    model = _on_meta(args)
+    shard(model, mesh)
+    _fill(model)
+    return model
+
+
+def _save_initial_weights(rank, world_size, mesh, folder):
+    for k, args in enumerate(ARGS):
+        model = _sharded(args, mesh)
+        whole = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+        local_sizes = {name: p.to_local().numel() for name, p in model.named_parameters()}
+        buffers = dict(model.named_buffers())
+        if rank == 0:
+            torch.save((whole, local_sizes, buffers), folder / f"{world_size}-{k}.pt")
+
+
+def _save_tied_steps(rank, world_size, mesh, folder):
+    rounds = 2 if world_size < 3 else 1
+    model = _sharded(TIED, mesh)
+    steps = sharded_steps(model, TIED, Z_LOSS, rank, world_size, rounds)
+    torch.save(steps, folder / f"tied-{world_size}-{rank}.pt")
+
+
+def _save_replicas(rank, replicas, shards, folder):
+    """Save initial weights, steps, and the norm of gradients of which one replica's is NaN."""
+    mesh = fsdp_mesh(ParallelDims(replicas, shards, 1, 1, 1, 1, 1, world_size=4))
+    model = _sharded(TIED, mesh)
+    initial = {name: p.detach().to_local().clone() for name, p in model.named_parameters()}
+    steps = sharded_steps(model, TIED, Z_LOSS, rank, 4, rounds=1)
+
+    # a fault of one GPU
+    if rank == 3:
+        first_gradient = next(p.grad for p in model.parameters())
+        first_gradient.to_local().view(-1)[0] = torch.nan
+    norm = clip_gradients(list(model.parameters()), 1.0).item()
+    torch.save((initial, steps, norm), folder / f"hsdp-{replicas}-{rank}.pt")
+
+
+def _save_plans(rank, mesh, folder):
+    steps = {}
+    for name, keys in PLANS.items():
+        dims = ParallelDims(1, 2, 1, 1, 1, 1, 1, world_size=2)
+        dims._meshes = {"fsdp": mesh}  # of two ranks in a world of four
+        model = _on_meta(_planned(name))
+        parallelize(model, dims, _job(keys))
+        _fill(model)
+        steps[name] = sharded_steps(model, _planned(name), Loss(), rank, 2, rounds=1)
+    torch.save(steps, folder / f"plans-{rank}.pt")
+
+
+def _save_variants(rank, mesh, folder):
+    steps = {}
+    for name, args in VARIANTS.items():
+        model = _sharded(args, mesh)
+        steps[name] = sharded_steps(model, args, loss_of(name), rank, 2, rounds=1)
+    torch.save(steps, folder / f"variants-{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -498,27 +596,29 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("n", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("k", range(len(ARGS)))
-def test_initial_weights_are_the_same_at_every_world_size(results, n, k):
-    whole, local, buffers = torch.load(results / f"{n}-{k}.pt")
+def test_initial_weights_are_the_same_at_every_world_size(results, world_size, k):
+    whole, local_sizes, buffers = torch.load(results / f"{world_size}-{k}.pt")
     alone = Transformer(ARGS[k])
     alone.init_weights()
+
     expected = dict(alone.named_parameters())
     assert whole.keys() == expected.keys()
     for name, parameter in expected.items():
         assert torch.equal(whole[name], parameter), name
-        if n > 1:  # it was sharded at all
-            assert local[name] < parameter.numel()
+        if world_size > 1:  # it was sharded at all
+            assert local_sizes[name] < parameter.numel()
     for name, buffer in alone.named_buffers():
         assert torch.equal(buffers[name], buffer), name
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_a_tied_embedding_gets_both_of_its_gradients(results, n):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_tied_embedding_gets_both_of_its_gradients(results, world_size):
     whole = whole_steps(TIED, Z_LOSS)
-    assert_equal_steps(parts_of(results, f"tied-{n}", n), whole)
+    assert_equal_steps(parts_of(results, f"tied-{world_size}", world_size), whole)
+
     # neither the gradient as an input nor that as an output would be enough
     untied = whole_steps(replace(TIED, tie_embeddings=False), Z_LOSS)
     tied = whole.first_gradients["tok_embeddings.weight"]
@@ -531,24 +631,30 @@ def test_a_tied_embedding_gets_both_of_its_gradients(results, n):
 def test_replicas_take_the_steps_of_one_process(results, replicas, shards):
     """Rank r holds shard r % shards of its replica."""
     parts = parts_of(results, f"hsdp-{replicas}", 4)
-    alone, whole = Transformer(TIED), whole_steps(TIED, Z_LOSS)
+
+    # the first replica begins with the weights of one process
+    alone = Transformer(TIED)
     alone.init_weights()
     for name, value in alone.named_parameters():
         joined = torch.cat([initial[name] for initial, *_ in parts[:shards]])
         assert torch.equal(joined, value), name
-    for rank, (initial, steps, broken) in enumerate(parts):
-        assert math.isnan(broken)
+
+    # the others are bitwise equal to the first
+    for rank, (initial, steps, norm_with_nan) in enumerate(parts):
         first_initial, first, _ = parts[rank % shards]
         assert steps.norms == first.norms
         for name, value in steps.weights.items():
             assert torch.equal(initial[name], first_initial[name]), (rank, name)
             assert torch.equal(value, first.weights[name]), (rank, name)
-    assert_equal_steps([steps for _, steps, _ in parts], whole, shards)
+        assert math.isnan(norm_with_nan)
+
+    assert_equal_steps([steps for _, steps, _ in parts], whole_steps(TIED, Z_LOSS), shards)
 
 
 def parts_of(results, name, count):
     """Return what `count` ranks saved as `name`-RANK.pt."""
-    return [torch.load(results / f"{name}-{r}.pt", weights_only=False) for r in range(count)]
+    paths = [results / f"{name}-{rank}.pt" for rank in range(count)]
+    return [torch.load(path, weights_only=False) for path in paths]
 
 
 @pytest.mark.system
@@ -562,27 +668,37 @@ def test_plans_to_save_memory_change_no_number(results, plan):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_sharded_variant_takes_the_unsharded_steps(results, name):
     whole = whole_steps(VARIANTS[name], loss_of(name))
-    assert_equal_steps([part[name] for part in parts_of(results, "variants", 2)], whole)
+    parts = [part[name] for part in parts_of(results, "variants", 2)]
+    assert_equal_steps(parts, whole)
     assert whole.losses[0] != whole.losses[1]
 
 
-def test_an_attention_without_a_training_step_is_refused():
-    def check(words, name, device, dtype="bfloat16"):
-        job = CanonJobConfig()
-        job.model.attention_backend, job.training.mixed_precision_param = name, dtype  # type: ignore
-        with torch.device("meta"):
-            model = Transformer(variant(words), attention_backend=name)
-        check_attention(model, job, device)
+def check_attention_of(variant_words, backend, device, dtype="bfloat16"):
+    """Check whether the variant can be trained with an attention backend."""
+    job = CanonJobConfig()
+    job.model.attention_backend = backend
+    job.training.mixed_precision_param = dtype  # type: ignore[assignment]
+    with torch.device("meta"):
+        model = Transformer(variant(variant_words), attention_backend=backend)
+    check_attention(model, job, device)
 
-    for words in ("alibi", "h_alibi", "rope documents"):
-        with refused("attention.unsupported", selected="flex"):
-            check(words, "flex", "cpu")
-        check(words, "flex", "cuda")
-        check(words, "auto", "cpu")
-    check("rope", "flex", "cpu")  # SDPA takes what has no mask
-    for name, package in (("flash_attn", flash_attn_package()), ("fa3", flash_impl("fa3"))):
-        with package:
-            check("rope", name, "cuda")
-            for device, dtype in (("cpu", "bfloat16"), ("cuda", "float32")):
-                with refused("attention.unsupported", selected=name):
-                    check("rope", name, device, dtype)
+
+@pytest.mark.parametrize("masked", ["alibi", "h_alibi", "rope documents"])
+def test_flex_is_refused_for_masks_on_a_cpu(masked):
+    with refused("attention.unsupported", selected="flex"):
+        check_attention_of(masked, "flex", "cpu")
+    check_attention_of(masked, "flex", "cuda")
+    check_attention_of(masked, "auto", "cpu")
+    check_attention_of("rope", "flex", "cpu")  # SDPA takes what has no mask
+
+
+@pytest.mark.parametrize(
+    ("backend", "package"), [("flash_attn", flash_attn_package), ("fa3", lambda: flash_impl("fa3"))]
+)
+def test_flash_attention_is_refused_on_cpus_and_in_float32(backend, package):
+    with package():
+        check_attention_of("rope", backend, "cuda")
+        with refused("attention.unsupported", selected=backend):
+            check_attention_of("rope", backend, "cpu")
+        with refused("attention.unsupported", selected=backend):
+            check_attention_of("rope", backend, "cuda", dtype="float32")

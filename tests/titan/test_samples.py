@@ -35,17 +35,22 @@ EVERY_4 = ["--samples.interval", 4, "--samples.max_tokens", 12, "--samples.promp
 def text(tmp_path_factory):
     """A folder of text with its tokenizer, vocab_size 300."""
     folder = tmp_path_factory.mktemp("text") / "data"
-    make_data_folder(folder, [[sentence(seed, 90) for seed in range(60)]], [sentence(99, 400)])
+    documents = [sentence(seed, 90) for seed in range(60)]
+    make_data_folder(folder, [documents], [sentence(99, 400)])
     return folder
 
 
-def job_of(text, prompts=PROMPTS, *more, **settings):
-    job = parse_job([*map(str, debug_run(text, text / "no-run")), *more])
-    job.samples = Samples(interval=4, prompts=prompts, **{"max_tokens": 12} | settings)
+def job_of(text, *options, prompts=PROMPTS, max_tokens=12, temperature=0.0):
+    """Return a debug job that samples at every fourth step."""
+    job = parse_job([*map(str, debug_run(text, text / "no-run")), *options])
+    job.samples = Samples(
+        interval=4, prompts=prompts, max_tokens=max_tokens, temperature=temperature
+    )
     return job
 
 
 def model_of(job):
+    """Return a model with the vocabulary of the job's data, in training mode."""
     open_data(job)  # sets vocab_size
     model = Transformer(job.model_args)
     model.init_weights()
@@ -72,106 +77,150 @@ def written(monkeypatch):
 @torch.no_grad()
 def continued(model, ids, generator, temperature, max_tokens=12):
     """Return the tokens after `ids` by full passes and a loop over the cumulative sum."""
-    draws, found = torch.rand(max_tokens, dtype=torch.float64, generator=generator), []
-    for draw in draws.tolist():
-        logits = model(torch.tensor([[*ids, *found]]))[0, -1].double()
-        token = int(logits.argmax())
-        if temperature:
-            total, token = 0.0, -1
-            for each in (logits / temperature).softmax(-1).tolist():
-                total, token = total + each, token + 1
-                if total > draw:
-                    break
-        if token == tokenizer().eos_id:
+    eos_id = tokenizer().eos_id
+    draws = torch.rand(max_tokens, dtype=torch.float64, generator=generator).tolist()
+    new_ids = []
+    for draw in draws:
+        logits = model(torch.tensor([[*ids, *new_ids]]))[0, -1].double()
+        token = drawn(logits / temperature, draw) if temperature else int(logits.argmax())
+        if token == eos_id:
             break
-        found.append(token)
-    return found
+        new_ids.append(token)
+    return new_ids
+
+
+def drawn(logits, draw):
+    """Return the first id at which the cumulative probability is over `draw`, else the last."""
+    total = 0.0
+    for token, probability in enumerate(logits.softmax(-1).tolist()):
+        total += probability
+        if total > draw:
+            return token
+    return len(logits) - 1
+
+
+def expected_sample(model, prompt, number, temperature):
+    """Return what a sample of step 8 has for the prompt of this number."""
+    text_tokenizer = tokenizer()
+    ids = text_tokenizer.encode(prompt).tolist() or [text_tokenizer.eos_id]
+    generator = torch.Generator().manual_seed(8 * 2**20 + number)
+    new_ids = continued(model, ids, generator, temperature)
+    whole = text_tokenizer.decode(ids + new_ids)
+    start = len(text_tokenizer.decode(ids))
+    assert whole[:start] == prompt
+    return {"prompt": prompt, "text": whole[start:], "tokens": len(new_ids)}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_texts_are_those_of_full_passes(text, written, temperature):
-    """Also: a prompt's text depends on no other prompt, and global random numbers are not used."""
-    model, before = model_of(job := job_of(text, temperature=temperature)), torch.get_rng_state()
-    fields = written(job, model, 8)
-    assert torch.equal(torch.get_rng_state(), before)
-    known = tokenizer()
-    for k, (prompt, sample) in enumerate(zip(PROMPTS, fields["samples"], strict=True)):
-        ids = known.encode(prompt).tolist() or [known.eos_id]
-        generator = torch.Generator().manual_seed(8 * 2**20 + k)
-        found = continued(model.eval(), ids, generator, temperature)
-        whole = known.decode(ids + found)
-        start = len(known.decode(ids))
-        assert sample == {"prompt": prompt, "text": whole[start:], "tokens": len(found)}
-        assert whole[:start] == prompt
-    assert len({sample["text"] for sample in fields["samples"]}) == 3
-    (alone,) = written(job_of(text, PROMPTS[:1], temperature=temperature), model, 8)["samples"]
-    assert alone == fields["samples"][0]
-    (later,) = written(job_of(text, PROMPTS[:1], temperature=temperature), model, 12)["samples"]
-    assert (later == alone) is not bool(temperature)
+    job = job_of(text, temperature=temperature)
+    model = model_of(job)
+    before = torch.get_rng_state()
+
+    samples = written(job, model, 8)["samples"]
+
+    assert torch.equal(torch.get_rng_state(), before)  # global random numbers are not used
+    model.eval()
+    for number, (prompt, sample) in enumerate(zip(PROMPTS, samples, strict=True)):
+        assert sample == expected_sample(model, prompt, number, temperature)
+    assert len({sample["text"] for sample in samples}) == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_text_depends_on_the_step_and_no_other_prompt(text, written, temperature):
+    job = job_of(text, temperature=temperature)
+    job_alone = job_of(text, prompts=PROMPTS[:1], temperature=temperature)
+    model = model_of(job)
+
+    first, *_ = written(job, model, 8)["samples"]
+    (alone,) = written(job_alone, model, 8)["samples"]
+    (later,) = written(job_alone, model, 12)["samples"]
+
+    assert alone == first
+    assert (later != alone) is bool(temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_model_that_has_diverged_has_a_reason(text, written, temperature):
-    model = model_of(job := job_of(text, temperature=temperature))
+    job = job_of(text, temperature=temperature)
+    model = model_of(job)
     with torch.no_grad():
         model.norm.weight[0] = math.nan
+
     fields = written(job, model, 8)
+
     assert fields["reason"] == "not finite"
-    assert fields["samples"] == [{"prompt": each, "text": "", "tokens": 0} for each in PROMPTS]
+    for prompt, sample in zip(PROMPTS, fields["samples"], strict=True):
+        assert sample == {"prompt": prompt, "text": "", "tokens": 0}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_ids_that_pad_the_vocabulary_are_not_written(text, written, temperature):
-    job = job_of(text, PROMPTS, "--model.vocab_size", "340", temperature=temperature)
+    job = job_of(text, "--model.vocab_size", "340", temperature=temperature)
     model = model_of(job)
     prefer_ids_from(model, 300)
-    fields = written(job, model, 8)
-    known = tokenizer()
-    for k, (prompt, sample) in enumerate(zip(PROMPTS, fields["samples"], strict=True)):
-        ids = known.encode(prompt).tolist() or [known.eos_id]
-        cut = lambda tokens_BT: model(tokens_BT)[..., :300]  # noqa: E731
-        generator = torch.Generator().manual_seed(8 * 2**20 + k)
-        found = continued(cut, ids, generator, temperature)
-        assert sample["tokens"] == len(found)
-        assert sample["text"] == known.decode(ids + found)[len(known.decode(ids)) :]
+
+    def without_padding(tokens_BT):
+        return model(tokens_BT)[..., :300]
+
+    samples = written(job, model, 8)["samples"]
+
+    for number, (prompt, sample) in enumerate(zip(PROMPTS, samples, strict=True)):
+        assert sample == expected_sample(without_padding, prompt, number, temperature)
 
 
 def test_experts_drop_no_tokens(text, written):
-    words = "--model.ffn moe --model.canon_set A --model.moe_capacity 0.25".split()
-    model, modes = model_of(job := job_of(text, PROMPTS, *words)), set()
+    """In training mode they do; `written` checks that the model is in that mode again."""
+    options = "--model.ffn moe --model.canon_set A --model.moe_capacity 0.25".split()
+    job = job_of(text, *options)
+    model = model_of(job)
+    modes = set()
     model.register_forward_pre_hook(lambda module, _: modes.add(module.training))
+
     written(job, model, 8)
+
     assert modes == {False}
 
 
-def test_what_cannot_be_sampled_is_refused_at_the_start(text, tmp_path, data_folder):
-    known = tokenizer()
-    (size,) = (len(known.encode(prompt)) for prompt in PROMPTS[:1])
-    fits = 64 + 1 - size  # the last token is not read
-    opened = open_data(job_of(text, PROMPTS[:2], max_tokens=fits))
-    assert opened.prompts == [known.encode(PROMPTS[0]).tolist(), [known.eos_id]]
-    with refused("samples.too_long", prompt=0, num_tokens=size):
-        open_data(job_of(text, PROMPTS[:2], max_tokens=fits + 1))
-    with refused("samples.tokenizer", folder=data_folder):  # ids without a tokenizer
+def test_a_prompt_and_its_text_fit_into_the_context(text):
+    text_tokenizer = tokenizer()
+    prompt_ids = text_tokenizer.encode(PROMPTS[0]).tolist()
+    max_tokens = 64 + 1 - len(prompt_ids)  # the last token is not read
+
+    opened = open_data(job_of(text, prompts=PROMPTS[:2], max_tokens=max_tokens))
+    assert opened.prompts == [prompt_ids, [text_tokenizer.eos_id]]
+
+    with refused("samples.too_long", prompt=0, num_tokens=len(prompt_ids)):
+        open_data(job_of(text, prompts=PROMPTS[:2], max_tokens=max_tokens + 1))
+
+
+def test_samples_need_the_tokenizer_of_the_data(text, tmp_path, data_folder):
+    # ids without a tokenizer
+    with refused("samples.tokenizer", folder=data_folder):
         open_data(job_of(data_folder))
+
+    # another tokenizer
     other = tmp_path / "other"
     shutil.copytree(text, other)
-    (other / known.file_name).write_bytes(known.model + b"\0")
-    with refused("samples.tokenizer", folder=other):
-        open_data(job_of(other))
+    text_tokenizer = tokenizer()
+    (other / text_tokenizer.file_name).write_bytes(text_tokenizer.model + b"\0")
     job = job_of(other)
-    job.samples = Samples(prompts=PROMPTS)  # off
+    with refused("samples.tokenizer", folder=other):
+        open_data(job)
+
+    # without samples it is not read
+    job.samples = Samples(prompts=PROMPTS)
     assert open_data(job).prompts == []
 
 
 def test_a_prompt_is_listed_once(text):
     """Reports have one row of texts per prompt."""
     with refused("config.conflict", key="samples.prompts"):
-        job_of(text, PROMPTS, "--samples.interval", "4", "--samples.prompts", "a", "b", "a")
+        job_of(text, "--samples.interval", "4", "--samples.prompts", "a", "b", "a")
 
 
 def test_a_report_keeps_the_spaces_of_a_text():
-    rows = [SampleRow(k, [SampleText(each)]) for k, each in enumerate((" the\n", " \n"))]
+    rows = [SampleRow(0, [SampleText(" the\n")]), SampleRow(1, [SampleText(" \n")])]
     table = sections.samples(report_content.Samples("", 2, rows), ["run"])
     assert [text.text for _, text in table.rows] == [" the\n", "(no text)"]
 
@@ -185,6 +234,7 @@ def forbid_samples(rank):
 
 
 def slow_answers(rank):
+    """Let each sampling take 3 s."""
     from canon_pretrain.titan import samples
 
     wrap(samples, "generate", before=lambda *_: time.sleep(3))
@@ -199,61 +249,72 @@ def plain(text, tmp_path_factory):
 
 
 def written_by(run):
+    """Return the samples in a run's log by step."""
     return {event["step"]: event["samples"] for event in events(run, "samples")}
 
 
 @pytest.mark.system
 def test_samples_do_not_change_training(text, plain, tmp_path):
     """Switched on at a resume, stopped where samples are due; the last line lost, then again."""
-    run, options = tmp_path / "run", {"output": tmp_path / "out"}
-    words = debug_run(text, run)
-    launch(*words, "--run.stop_at", 3, **options)
-    launch(*words, *EVERY_4, "--run.stop_at", 8, **options)
-    first = written_by(run)
+    run = tmp_path / "run"
+    command = debug_run(text, run)
+    output = tmp_path / "out"
+    launch(*command, "--run.stop_at", 3, output=output)
+    launch(*command, *EVERY_4, "--run.stop_at", 8, output=output)
+    samples_before = written_by(run)
 
     # switched on: a change that the log records
-    assert [*first] == [4, 8]
-    (changed,) = events(run, "changed")
-    assert {x for x in changed["config"] if x.startswith("samples.")} == {
+    assert [*samples_before] == [4, 8]
+    (change,) = events(run, "changed")
+    assert {key for key in change["config"] if key.startswith("samples.")} == {
         "samples.interval",
         "samples.max_tokens",
         "samples.prompts",
     }
 
     # the last samples are lost: the next launch writes them again, the one after it does not
-    log = run / "log.jsonl"
-    lines = [x for x in log.read_text().splitlines() if (8, "samples") != at_and_name(x)]
-    log.write_text("\n".join(lines) + "\n")
+    remove_samples(run / "log.jsonl", step=8)
     for _ in range(2):
-        launch(*words, *EVERY_4, **options)
+        launch(*command, *EVERY_4, output=output)
 
-    assert [event["step"] for event in events(run, "samples")] == [4, 8, 12]
-    assert written_by(run)[8] == first[8]
-    (last,) = (event for event in events(run, "samples") if event["step"] == 12)
-    assert last["tokens"] == 12 * 12 * 64
+    logged = events(run, "samples")
+    assert [event["step"] for event in logged] == [4, 8, 12]
+    assert written_by(run)[8] == samples_before[8]
+    assert logged[-1]["tokens"] == 12 * 12 * 64
     assert_same_run(run, plain, step=12)
 
 
-def at_and_name(line):
-    event = json.loads(line)
-    return event.get("step"), event["event"]
+def remove_samples(log, step):
+    """Remove the samples of a step from a log."""
+    kept = []
+    for line in log.read_text().splitlines():
+        event = json.loads(line)
+        if (event["event"], event.get("step")) != ("samples", step):
+            kept.append(line)
+    log.write_text("\n".join(kept) + "\n")
 
 
 @pytest.mark.system
 def test_the_same_samples_at_any_world_size(text, plain, tmp_path):
     """Written by launches of a finished run, also compiled and with replicated weights."""
-    found = []
-    for ranks, more in ((1, []), (2, []), (2, REPLICAS), (2, ["--compile.enable"]), (3, [])):
-        run = tmp_path / f"run-{len(found)}"
+    samples_of_runs = []
+    for ranks, options in ((1, []), (2, []), (2, REPLICAS), (2, ["--compile.enable"]), (3, [])):
+        run = tmp_path / f"run-{len(samples_of_runs)}"
         shutil.copytree(plain, run)
-        launch(*debug_run(text, run), *EVERY_4, *more, ranks=ranks, output=tmp_path / "out")
-        found.append(written_by(run))
-    assert [*found[0]] == [12] and all(each == found[0] for each in found)
+        launch(*debug_run(text, run), *EVERY_4, *options, ranks=ranks, output=tmp_path / "out")
+        samples_of_runs.append(written_by(run))
+
+    assert [*samples_of_runs[0]] == [12]
+    for samples in samples_of_runs:
+        assert samples == samples_of_runs[0]
+
+
+@pytest.mark.system
+def test_samples_that_do_not_fit_are_refused_by_all_ranks(text, tmp_path):
     ended = launch(
-        *debug_run(text, tmp_path / "new"),
+        *debug_run(text, tmp_path / "run"),
         *EVERY_4,
-        "--samples.max_tokens",
-        65,
+        *("--samples.max_tokens", 65),
         check=False,
         output=tmp_path / "out",
     )
@@ -265,10 +326,14 @@ def test_speed_leaves_samples_out(text, plain, tmp_path):
     """The time between two logged steps is that of samples, 3 s at least, and of the step."""
     run = tmp_path / "run"
     launch(*debug_run(text, run), *EVERY_4, output=tmp_path / "out", before=slow_answers)
-    lines = {event["step"]: event for event in events(run, "step")}
-    for at in (4, 8):
-        (paused,) = (event["seconds"] for event in events(run, "samples") if event["step"] == at)
-        begin, end = (unix_time(lines[step]["time"]) for step in (at, at + 1))
-        assert paused > 3
-        assert lines[at + 1]["seconds_per_step"] == pytest.approx(end - begin - paused, abs=1)
+
+    steps = {event["step"]: event for event in events(run, "step")}
+    pauses = {event["step"]: event["seconds"] for event in events(run, "samples")}
+    assert len(events(run, "samples")) == len(pauses)
+    for step in (4, 8):
+        begin = unix_time(steps[step]["time"])
+        end = unix_time(steps[step + 1]["time"])
+        trained = end - begin - pauses[step]
+        assert pauses[step] > 3
+        assert steps[step + 1]["seconds_per_step"] == pytest.approx(trained, abs=1)
     assert_same_run(run, plain, step=12)

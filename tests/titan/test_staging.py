@@ -17,15 +17,17 @@ class Copies(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.records = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # look at the shards
-        result = func(*args, **kwargs or {})
-        if (name := func._schema.name) in COPIES:
-            is_non_blocking = args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking")
-            self.found.append((name, result.data_ptr(), is_non_blocking))
+        options = kwargs or {}
+        result = func(*args, **options)
+        name = func._schema.name
+        if name in COPIES:
+            is_non_blocking = args[2] if len(args) > 2 else options.get("non_blocking")
+            self.records.append((name, result.data_ptr(), is_non_blocking))
         return result
 
 
@@ -55,30 +57,37 @@ def test_the_first_save_copies_as_later_ones_do(device):
         }
 
         staging = Staging()
-        runs = []
+        copies_of_saves = []
         for factor in (1, 10):
             sharded.mul_(factor)
             state["numbers"]["tokens"] += factor
+
             with Copies() as copies:
                 staged = staging.copy(state)
             if staging.copied is not None:
                 staging.copied.synchronize()
-            runs.append(copies.found)
+            copies_of_saves.append(copies.records)
 
-            # the copy is complete, and on the host
+            # the copy is complete
             assert isinstance(staged["weight"], DTensor)
             assert staged["weight"].placements == sharded.placements
-            assert staged["numbers"] == state["numbers"]
-            weight, moment = staged["weight"].to_local(), staged["optimizer"]["moment"].to_local()
+            weight = staged["weight"].to_local()
+            moment = staged["optimizer"]["moment"].to_local()
+            step = staged["optimizer"]["step"]
             assert torch.equal(weight, factor * torch.arange(12.0).view(4, 3))
             assert torch.equal(moment, torch.arange(12.0).view(4, 3) * 2)
-            assert staged["optimizer"]["step"] == 7 and staged["empty"].shape == (0, 3)
+            assert step == 7
             assert torch.equal(staged["plain"], torch.arange(5))
-            filled = [weight, moment, staged["optimizer"]["step"], staged["plain"]]
-            assert all(each.is_pinned() == (device == "cuda") for each in filled)
-            assert all(each.device.type == "cpu" for each in filled)
+            assert staged["empty"].shape == (0, 3)
+            assert staged["numbers"] == state["numbers"]
 
-        # one copy for each tensor, none of them blocking
-        assert [name for name, *_ in runs[0]] == ["aten::copy_"] * 5
-        assert runs[0] == runs[1]
-        assert all(is_non_blocking is True for *_, is_non_blocking in runs[0]), runs[0]
+            # it is on the host, pinned for a GPU
+            for tensor in (weight, moment, step, staged["plain"]):
+                assert tensor.device.type == "cpu"
+                assert tensor.is_pinned() == (device == "cuda")
+
+        # one copy for each tensor, none of them blocking; the same for both saves
+        first, later = copies_of_saves
+        assert first == later
+        assert [name for name, *_ in first] == ["aten::copy_"] * 5
+        assert all(is_non_blocking is True for *_, is_non_blocking in first), first

@@ -28,51 +28,64 @@ def seconds(monkeypatch):
     for name in ("LAUNCH_S", "HOST_LAUNCH_S", "HOST_BLOCK_S", "HOST_STEP_S", "EXPOSED"):
         monkeypatch.setattr(step_time, name, NEVER)
 
-    def compute(counts, **speeds):
-        known = dict.fromkeys(Speeds.__dataclass_fields__, ALWAYS)
-        known |= {name: Range(speed, speed, speed) for name, speed in speeds.items()}
-        return step_seconds(counts, replace(GPUS["h100"], speeds=Speeds(**known))).likely
+    def compute(counts, **finite_speeds):
+        speeds = dict.fromkeys(Speeds.__dataclass_fields__, ALWAYS)
+        for name, speed in finite_speeds.items():
+            speeds[name] = Range(speed, speed, speed)
+        gpu = replace(GPUS["h100"], speeds=Speeds(**speeds))
+        return step_seconds(counts, gpu).likely
 
     return compute
 
 
 def test_products_and_attention(seconds):
-    matrices = 24 * (4 * 2048**2 + 3 * 2048 * 5504)
-    block = Work(flops={"bfloat16": 6 * 8192 * matrices // 24})
+    """Of 24 layers, for 8192 tokens in sequences of 4096."""
+    matrices = 4 * 2048**2 + 3 * 2048 * 5504
+    block = Work(flops={"bfloat16": 6 * 8192 * matrices})
     counts = count_model(NOPE, LAYOUT, block)
+
     head = 32000 * 2048
-    assert seconds(counts, dense_flops=1e14) == pytest.approx(6 * 8192 * (matrices + head) / 1e14)
-    pairs = 4096 / 2 * 2048 * 24  # causal: half of the tokens
+    product_flops = 6 * 8192 * (24 * matrices + head)
+    assert seconds(counts, dense_flops=1e14) == pytest.approx(product_flops / 1e14)
+
     # two products forward, five backward, of 2 FLOPs
+    pairs = 4096 / 2 * 2048 * 24  # causal: half of the tokens
     attention_flops = 8192 * pairs * 2 * 7
     assert seconds(counts, attention_flops=1e14) == pytest.approx(attention_flops / 1e14)
-    again = count_model(NOPE, replace(LAYOUT, recomputes=True), block)
-    assert seconds(again, attention_flops=1e14) == pytest.approx(attention_flops * 9 / 7 / 1e14)
+
+    # recomputed: two more
+    counts = count_model(NOPE, replace(LAYOUT, recomputes=True), block)
+    assert seconds(counts, attention_flops=1e14) == pytest.approx(attention_flops * 9 / 7 / 1e14)
 
 
 def test_bytes_of_a_step_without_blocks(seconds):
-    one_gpu = Layout(world_size=1, num_shards=1, tokens=8192)
-    none = count_model(NOPE, one_gpu, Work())
     optimizer = 40 * num_parameters(NOPE)
     copies = (4 + 6) * num_parameters(NOPE)  # also by one rank
     head = 8192 * (9 * 32000 + 100 * 2048) + 2 * 12 * 32000 * 2048
     products = 3 * 8192 * 2 * (32000 + 2048)  # of the head: bound by memory here
-    moved = optimizer + head + products + copies
-    assert seconds(none, memory_bytes=1e12) == pytest.approx(moved / 1e12)
+
+    one_gpu = Layout(world_size=1, num_shards=1, tokens=8192)
+    alone = count_model(NOPE, one_gpu, Work())
+    bytes_moved = optimizer + head + products + copies
+    assert seconds(alone, memory_bytes=1e12) == pytest.approx(bytes_moved / 1e12)
+
     sharded = count_model(NOPE, LAYOUT, Work())
-    moved = optimizer / 8 + head + products + copies
-    assert seconds(sharded, memory_bytes=1e12) == pytest.approx(moved / 1e12)
+    bytes_moved = optimizer / 8 + head + products + copies
+    assert seconds(sharded, memory_bytes=1e12) == pytest.approx(bytes_moved / 1e12)
 
 
-def test_exchanges_within_and_between_nodes(seconds):
-    parameters = num_parameters(NOPE)
-    for world_size, link in ((8, "node_bytes"), (16, "network_bytes")):
-        layout = replace(LAYOUT, world_size=world_size, num_shards=world_size)
-        counts = count_model(NOPE, layout, Work())
-        received = 6 * parameters * (world_size - 1) / world_size
-        assert seconds(counts, **{link: 1e11}) == pytest.approx(received / 1e11)
-    # replicas: each node is sharded, and the two add up their shards over the network
+@pytest.mark.parametrize(("world_size", "link"), [(8, "node_bytes"), (16, "network_bytes")])
+def test_shards_are_exchanged_within_or_between_nodes(seconds, world_size, link):
+    layout = replace(LAYOUT, world_size=world_size, num_shards=world_size)
+    counts = count_model(NOPE, layout, Work())
+    received = 6 * num_parameters(NOPE) * (world_size - 1) / world_size
+    assert seconds(counts, **{link: 1e11}) == pytest.approx(received / 1e11)
+
+
+def test_replicas_add_up_their_shards_over_the_network(seconds):
+    """Two nodes, each of which is sharded."""
     replicas = count_model(NOPE, replace(LAYOUT, world_size=16), Work())
+    parameters = num_parameters(NOPE)
     assert replicas.node_bytes == 6 * parameters * 7 / 8
     assert replicas.network_bytes == 2 * 4 * parameters / 8 / 2
     assert seconds(replicas, network_bytes=1e11) == pytest.approx(replicas.network_bytes / 1e11)
@@ -80,66 +93,79 @@ def test_exchanges_within_and_between_nodes(seconds):
 
 def test_rows_that_travel_to_experts():
     experts = replace(NOPE, ffn="moe", num_experts=8, experts_per_token=2)
-    away = count_model(experts, replace(LAYOUT, expert_degree=8), Work())
+    layout = replace(LAYOUT, expert_degree=8)
+
+    # experts stay where they are; a row has 2048 channels of 2 bytes, four times
+    counts = count_model(experts, layout, Work())
     routed = 24 * 8 * 2 * 2048 * 5504
-    dense_bytes = 6 * (num_parameters(experts) - routed) * 7 / 8  # experts stay where they are
+    dense_bytes = 6 * (num_parameters(experts) - routed) * 7 / 8
     rows = 24 * 8192 * 2 * 7 / 8
-    assert away.node_bytes == pytest.approx(dense_bytes + 4 * rows * 2048 * 2)
-    again = count_model(experts, replace(LAYOUT, expert_degree=8, recomputes=True), Work())
-    assert again.node_bytes - away.node_bytes == pytest.approx(2 * rows * 2048 * 2)
+    assert counts.node_bytes == pytest.approx(dense_bytes + 4 * rows * 2048 * 2)
+
+    # recomputed: twice more
+    recomputed = count_model(experts, replace(layout, recomputes=True), Work())
+    assert recomputed.node_bytes - counts.node_bytes == pytest.approx(2 * rows * 2048 * 2)
 
 
 def test_the_host_is_a_floor():
     counts = StepCounts(Work(launches=1000), num_blocks=10)
-    found = step_seconds(counts, GPUS["h100"])
     slow, likely, fast = (
         step_time.HOST_STEP_S[bar]
         + 10 * step_time.HOST_BLOCK_S[bar]
         + 1000 * step_time.HOST_LAUNCH_S[bar]
         for bar in range(3)
     )
-    assert found == pytest.approx((slow, likely, fast))
+    assert step_seconds(counts, GPUS["h100"]) == pytest.approx((slow, likely, fast))
     assert slow > likely > fast > 1e-3
 
 
-def job_of(name, *words):
-    return parse_job(["--config", str(ROOT / "train_configs" / f"{name}.toml"), *words], quiet=True)
-
-
-def test_micro_batches_repeat_all_but_the_optimizer():
-    once, twice = (
-        count_step(job_of("nope_canon", "--training.local_batch_size", size), 8)
-        for size in ("6", "3")
-    )
-    assert twice.num_blocks == 2 * once.num_blocks
-    assert twice.node_bytes == 2 * once.node_bytes > 0 == twice.network_bytes
-    assert twice.work.flops == once.work.flops
-    assert once.work.bytes_moved < twice.work.bytes_moved < 1.2 * once.work.bytes_moved
-
-
-def test_a_small_model_waits_for_the_host():
-    """Two micro-batches of a sequence take less than twice as long as one."""
-    small = ("--training.local_batch_size", "1")
-    one, two = (
-        Plan(job_of("playground/copy_1l", *small, "--training.global_batch_size", size), h100(), 1)
-        for size in ("1", "2")
-    )
-    assert two.micro_batch == one.micro_batch == 1
-    assert 1 < two.step_seconds.likely / one.step_seconds.likely < 1.5
+def job_of(name, *options):
+    """Parse a config of train_configs with these options."""
+    config = ROOT / "train_configs" / f"{name}.toml"
+    return parse_job(["--config", str(config), *options], quiet=True)
 
 
 def h100():
     return reference("h100")
 
 
+def test_micro_batches_repeat_all_but_the_optimizer():
+    once = count_step(job_of("nope_canon", "--training.local_batch_size", "6"), 8)
+    twice = count_step(job_of("nope_canon", "--training.local_batch_size", "3"), 8)
+
+    assert twice.num_blocks == 2 * once.num_blocks
+    assert twice.work.flops == once.work.flops
+    assert once.work.bytes_moved < twice.work.bytes_moved < 1.2 * once.work.bytes_moved
+    assert once.node_bytes > 0
+    assert twice.node_bytes == 2 * once.node_bytes
+    assert twice.network_bytes == 0
+
+
+def test_a_small_model_waits_for_the_host():
+    """Two micro-batches of a sequence take less than twice as long as one."""
+
+    def plan_of(global_batch_size):
+        job = job_of(
+            "playground/copy_1l",
+            *("--training.local_batch_size", "1"),
+            *("--training.global_batch_size", global_batch_size),
+        )
+        return Plan(job, h100(), 1)
+
+    once = plan_of("1")
+    twice = plan_of("2")
+    assert once.micro_batch == 1
+    assert twice.micro_batch == 1
+    assert 1 < twice.step_seconds.likely / once.step_seconds.likely < 1.5
+
+
 def test_fla_is_planned_where_it_may_be_used():
-    plans = {
-        backend: Plan(job_of("gla", "--model.mixer_backend", backend), h100(), 8)
-        for backend in ("auto", "chunked")
-    }
-    assert plans["auto"].chunked_seconds == plans["chunked"].seconds
-    assert plans["chunked"].seconds / plans["auto"].seconds == pytest.approx(1.8, rel=0.02)
-    assert 0.2 < plans["chunked"].mfu < 0.35
+    auto = Plan(job_of("gla", "--model.mixer_backend", "auto"), h100(), 8)
+    chunked = Plan(job_of("gla", "--model.mixer_backend", "chunked"), h100(), 8)
+
+    assert auto.chunked_seconds == chunked.seconds
+    assert chunked.seconds / auto.seconds == pytest.approx(1.8, rel=0.02)
+    assert 0.2 < chunked.mfu < 0.35
 
 
 def test_a_stated_mfu_replaces_the_model():
@@ -167,13 +193,14 @@ def test_a_gpu_is_known_by_its_name(name, key):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [("--compile.no-enable",), ("--activation_checkpoint.mode", "selective")],
     ids=["eager", "selective"],
 )
-def test_what_is_not_counted_is_priced_by_mfu(words):
-    plan = Plan(job_of("nope_canon", *words), h100(), 8)
-    assert plan.gpu is None and plan.mfu is None
+def test_what_is_not_counted_is_priced_by_mfu(options):
+    plan = Plan(job_of("nope_canon", *options), h100(), 8)
+    assert plan.gpu is None
+    assert plan.mfu is None
     assert plan.step_seconds.slow == plan.step_seconds.fast
 
 

@@ -29,20 +29,28 @@ from tests.support import ROOT, refused
 DEBUG = ["--config", str(ROOT / "train_configs" / "debug.toml")]
 COPY = [*DEBUG, "--data.task.name", "copy", "--data.task.n", "8"]
 TASK = Copy(n=8, seq_len=64)
-IGNORED, BATCH = -100, 12
+IGNORED = -100
+BATCH = 12
+DATA_SEED = 5
 
 
 def job_of(name, seq_len=2048, **settings):
+    """Return a job of the task with these settings."""
     job = CanonJobConfig()
     job.data = Data(task=TaskSection(name, **settings))
-    job.training.seq_len, job.training.global_batch_size = seq_len, BATCH
+    job.training.seq_len = seq_len
+    job.training.global_batch_size = BATCH
     return job
 
 
 def test_the_model_needs_an_id_for_each_word():
+    # 8 words and 3 of the task's own
     job = job_of("copy", 64, n=8)
     assert open_data(job).training.fingerprint == TASK.fingerprint
-    assert (job.model.vocab_size, job.validation.enable) == (11, True)
+    assert job.model.vocab_size == 11
+    assert job.validation.enable is True
+
+    # more is right, fewer is refused
     job.model.vocab_size = 16
     open_data(job)
     job.model.vocab_size = 10
@@ -50,61 +58,95 @@ def test_the_model_needs_an_id_for_each_word():
         open_data(job)
     with refused("data.vocab_size"):
         plan_job([*COPY, "--model.vocab_size", "10"], 1, 1)
+
+
+def test_a_task_is_planned_without_files():
     plan = Plan(job_of("copy", 64, n=8), this_machine(1), 1)
-    assert (plan.data_fingerprint, plan.data_bytes) == (TASK.fingerprint, 0)
+    assert plan.data_fingerprint == TASK.fingerprint
+    assert plan.data_bytes == 0
 
 
-def test_every_setting_is_a_key_and_part_of_the_identity(tmp_path):
-    keys = {field.name for field in dataclasses.fields(TaskSection)} | {"seq_len"}
-    assert keys == {"name"}.union(*(build_task(name, {}).settings for name in TASKS))
-    for name in TASKS:
-        opened = open_data(job := job_of(name))
-        identity = run_identity(job, opened.training.fingerprint, opened.identity)
-        run = RunFolder(tmp_path / name)
-        run.path.mkdir()
-        run.write_config({}, identity, {})
-        assert check_identity(run, identity, [], {}) == {}
-    words = ["--training.seq_len", "2048", "--data.task.name", "depo1", "--data.task.name_tokens"]
-    for given, expected in (["2"], 2), (["1", "3"], [1, 3]):
-        opened = open_data(parse_job([*DEBUG, *words, *given]))
-        assert opened.identity["data.task.name_tokens"] == expected
+def test_every_setting_is_a_key():
+    keys = {field.name for field in dataclasses.fields(TaskSection)}
+    settings = set().union(*(build_task(name, {}).settings for name in TASKS))
+    assert keys | {"seq_len"} == settings | {"name"}
 
 
-def loaders(world, local):
-    sizes = {"seq_len": 64, "global_batch_size": BATCH, "local_batch_size": local}
-    for rank in range(world):
-        yield BatchLoader(
-            TaskWindows(TASK), data_seed=5, dp_rank=rank, dp_world_size=world, **sizes
+@pytest.mark.parametrize("name", TASKS)
+def test_an_unchanged_task_is_the_same_run(name, tmp_path):
+    job = job_of(name)
+    opened = open_data(job)
+    identity = run_identity(job, opened.training.fingerprint, opened.identity)
+    run = RunFolder(tmp_path)
+    run.write_config({}, identity, {})
+    assert check_identity(run, identity, [], {}) == {}
+
+
+@pytest.mark.parametrize(("values", "setting"), [(["2"], 2), (["1", "3"], [1, 3])])
+def test_the_identity_has_one_number_or_several(values, setting):
+    job = parse_job([
+        *DEBUG,
+        *("--training.seq_len", "2048"),
+        *("--data.task.name", "depo1"),
+        *("--data.task.name_tokens", *values),
+    ])  # fmt: skip
+    assert open_data(job).identity["data.task.name_tokens"] == setting
+
+
+def loaders(world_size, local_batch_size):
+    """Return the loaders of all ranks."""
+    return [
+        BatchLoader(
+            TaskWindows(TASK),
+            data_seed=DATA_SEED,
+            dp_rank=rank,
+            dp_world_size=world_size,
+            seq_len=64,
+            global_batch_size=BATCH,
+            local_batch_size=local_batch_size,
         )
+        for rank in range(world_size)
+    ]
 
 
 def test_windows_are_the_same_at_any_world_size():
-    ids, kinds = TASK.windows(5, 0, 2 * BATCH)
-    counted = TASK.is_counted(kinds)
-    digest, state = None, None
-    for world, local in ((1, 12), (1, 2), (2, 3), (3, 4)):
-        rows = []
-        ranks = list(loaders(world, local))
+    ids, kinds = TASK.windows(DATA_SEED, 0, 2 * BATCH)
+    is_counted = TASK.is_counted(kinds)
+
+    states = []
+    digests = []
+    for world_size, local_batch_size in ((1, 12), (1, 2), (2, 3), (3, 4)):
+        ranks = loaders(world_size, local_batch_size)
+        batches = []
         while ranks[0].next_sample < 2 * BATCH:
-            rows += [loader.next_batch() for loader in ranks]
-        found = np.concatenate(rows)
-        np.testing.assert_array_equal(np.where(found < 0, ~found, found)[:, :-1], ids)
-        np.testing.assert_array_equal(found[:, :-1] >= 0, counted)
-        assert (found[:, -1] == ~0).all()
-        assert state in (None, ranks[0].state_dict()) and digest in (None, samples_digest(found))
-        state, digest = ranks[-1].state_dict(), samples_digest(found)
-    assert state["source_tokens"] == [2 * BATCH * 64]
+            batches += [loader.next_batch() for loader in ranks]
+        rows = np.concatenate(batches)
+        states += [loader.state_dict() for loader in (ranks[0], ranks[-1])]
+        digests.append(samples_digest(rows))
+
+        # ids that are not counted are complements; the last column has no label
+        np.testing.assert_array_equal(np.where(rows < 0, ~rows, rows)[:, :-1], ids)
+        np.testing.assert_array_equal(rows[:, :-1] >= 0, is_counted)
+        assert (rows[:, -1] == ~0).all()
+
+    assert states == [states[0]] * 8
+    assert digests == [digests[0]] * 4
+    assert states[0]["source_tokens"] == [2 * BATCH * 64]
 
 
 def test_labels_are_a_token_ahead_and_masked():
-    (plain,) = loaders(1, BATCH)
-    with_mask = CanonDataLoader(plain, read_ahead=2)
-    inputs, labels = next(iter(with_mask))
-    with_mask.close()
-    ids, kinds = TASK.windows(5, 0, BATCH)
+    (loader,) = loaders(1, BATCH)
+    dataloader = CanonDataLoader(loader, read_ahead=2)
+
+    inputs, labels = next(iter(dataloader))
+    dataloader.close()
+
+    ids, kinds = TASK.windows(DATA_SEED, 0, BATCH)
+    expected = np.where(TASK.is_counted(kinds), ids, IGNORED)
     assert np.array_equal(inputs["input"], ids)
-    assert np.array_equal(labels[:, :-1], np.where(TASK.is_counted(kinds), ids, IGNORED)[:, 1:])
-    assert (labels[:, -1] == IGNORED).all() and (labels != IGNORED).any()
+    assert np.array_equal(labels[:, :-1], expected[:, 1:])
+    assert (labels[:, -1] == IGNORED).all()
+    assert (labels != IGNORED).any()
 
 
 def mean_loss(model, windows):
@@ -125,10 +167,14 @@ def test_validation_is_the_mean_over_counted_labels(monkeypatch):
     model = Transformer(job.model_args)
     model.init_weights()
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    sums = [CanonValidator(job, parts, rank, 2).measure(model)[0] for rank in (0, 1)]
-    nats, counts = map(sum, zip(*sums, strict=True))
-    expected, number = mean_loss(model, TASK.windows(0, 0, 5, EVALUATION))
-    assert (nats / counts, counts) == (pytest.approx(expected, rel=1e-6), number)
+
+    # nats and labels of two ranks
+    ((nats_0, count_0),) = CanonValidator(job, parts, 0, 2).measure(model)
+    ((nats_1, count_1),) = CanonValidator(job, parts, 1, 2).measure(model)
+
+    expected, num_labels = mean_loss(model, TASK.windows(0, 0, 5, EVALUATION))
+    assert count_0 + count_1 == num_labels
+    assert (nats_0 + nats_1) / num_labels == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_step_without_counted_labels_divides_by_one(monkeypatch):
@@ -136,22 +182,35 @@ def test_a_step_without_counted_labels_divides_by_one(monkeypatch):
     trainer = object.__new__(CanonTrainer)
     trainer.device = torch.device("cpu")
     labels = torch.full((2, 3), IGNORED)
-    assert [x.item() for x in trainer._count_labels([labels])] == [1, 0]
+    assert [count.item() for count in trainer._count_labels([labels])] == [1, 0]
+
     labels[0, 1] = 5
-    assert [x.item() for x in trainer._count_labels([labels, labels])] == [2, 1]
+    assert [count.item() for count in trainer._count_labels([labels, labels])] == [2, 1]
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """One rank, micro-batches of 12 windows, 6 steps, with a z-loss."""
+    """A run on one rank, in micro-batches of 12 windows."""
     base = tmp_path_factory.mktemp("task")
-    launch(*words(base / "run"), "--training.local_batch_size", BATCH, ranks=1, output=base / "out")
+    launch(
+        *copy_run(base / "run"),
+        *("--training.local_batch_size", BATCH),
+        ranks=1,
+        output=base / "out",
+    )
     return base / "run"
 
 
-def words(run):
-    own = ["--training.steps", 6, "--validation.freq", 3, "--loss.z_loss", 1e-4]
-    return [*COPY, *own, "--checkpoint.interval", 2, "--job.dump_folder", run]
+def copy_run(run):
+    """Return the command line of 6 steps of the task, with a z-loss, into `run`."""
+    return [
+        *COPY,
+        *("--job.dump_folder", run),
+        *("--training.steps", 6),
+        *("--validation.freq", 3),
+        *("--checkpoint.interval", 2),
+        *("--loss.z_loss", 1e-4),
+    ]
 
 
 @pytest.mark.system
@@ -162,32 +221,47 @@ def test_the_loss_is_the_mean_over_the_global_batch(straight):
     model = Transformer(job.model_args)
     model.init_weights()
     expected, _ = mean_loss(model, TASK.windows(0, 0, BATCH))
+
     first = events(straight, "step")[0]
     assert first["loss"] == first["max_loss"] == pytest.approx(expected, rel=1e-6)
-    assert first["objective"] > first["loss"] and first["source_tokens"] == {"copy": BATCH * 64}
+    assert first["objective"] > first["loss"]
+    assert first["source_tokens"] == {"copy": BATCH * 64}
+
+
+@pytest.mark.system
+def test_the_log_of_a_task_has_no_figures_of_text(straight):
     for event in events(straight, "validation"):
-        assert "bits_per_byte" not in event and event["held_out_fingerprint"] == TASK.fingerprint
+        assert "bits_per_byte" not in event
+        assert event["held_out_fingerprint"] == TASK.fingerprint
     assert not events(straight, "count_models")
     identity = RunFolder(straight).read_config()["identity"]
-    assert (identity["data.task.name"], identity["data.task.n"]) == ("copy", 8)
+    assert identity["data.task.name"] == "copy"
+    assert identity["data.task.n"] == 8
 
 
 @pytest.mark.system
 def test_elastic_with_smaller_micro_batches(straight, tmp_path):
     """Stopped on two ranks, resumed on one; a changed setting is refused until allowed."""
-    run = words(tmp_path / "run")
-    options = {"output": tmp_path / "out"}
-    launch(*run, "--run.stop_at", 3, "--training.local_batch_size", 2, ranks=2, **options)
-    changed = [*run, "--data.task.n", "9", "--model.vocab_size", "11"]
-    ended = launch(*changed, ranks=1, check=False, **options)
-    assert_refused(ended, "data.vocab_size")
-    ended = launch(*run, "--data.task.loss_on", "all", ranks=1, check=False, **options)
-    assert_refused(ended, "run.changed")
-    assert "data.task.loss_on" in ended.output
-    launch(*run, ranks=1, **options)
-    assert "--suite playground" in (tmp_path / "run" / "README.md").read_text()
+    run = tmp_path / "run"
+
+    def launch_run(*options, ranks=1, check=True):
+        return launch(*copy_run(run), *options, ranks=ranks, check=check, output=tmp_path / "out")
+
+    launch_run("--run.stop_at", 3, "--training.local_batch_size", 2, ranks=2)
+
+    # changed settings
+    too_small = launch_run("--data.task.n", "9", "--model.vocab_size", "11", check=False)
+    assert_refused(too_small, "data.vocab_size")
+    changed = launch_run("--data.task.loss_on", "all", check=False)
+    assert_refused(changed, "run.changed")
+    assert "data.task.loss_on" in changed.output
+
+    # resumed, with the losses and samples of the other run
+    launch_run()
+    assert "--suite playground" in (run / "README.md").read_text()
     for name in ("step", "validation"):
-        for mine, whole in zip(events(tmp_path / "run", name), events(straight, name), strict=True):
-            assert mine["step"] == whole["step"] and mine["tokens"] == whole["tokens"]
-            assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-            assert mine.get("data_digests") == whole.get("data_digests")
+        for event, expected in zip(events(run, name), events(straight, name), strict=True):
+            assert event["step"] == expected["step"]
+            assert event["tokens"] == expected["tokens"]
+            assert event["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert event.get("data_digests") == expected.get("data_digests")

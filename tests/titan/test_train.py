@@ -21,7 +21,7 @@ from canon_pretrain.titan import metrics
 from canon_pretrain.titan.device import CACHE_BYTES, check_compiler_cache
 from canon_pretrain.train import main
 from eval.validation import baseline_losses
-from tests.fault_runs import flip
+from tests.fault_runs import flip, resumed_from
 from tests.ranks import assert_refused, assert_same_run, events, launch
 from tests.support import ROOT, VOCAB_SIZE, debug_run, error_codes, refused, train
 
@@ -30,9 +30,10 @@ STEPS = 12
 
 
 def curve(folder, name):
-    found = events(folder, "step")
-    assert [event["step"] for event in found] == list(range(1, STEPS + 1))
-    return [event[name] for event in found]
+    """Return a field of each of a run's 12 steps."""
+    steps = events(folder, "step")
+    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    return [event[name] for event in steps]
 
 
 def assert_same_curves(run, other):
@@ -51,7 +52,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs):
 def test_a_run_resumes_at_another_world_size(runs):
     """Stopped on 3 ranks, finished on 1: the same samples, token counts, schedule and losses."""
     assert_same_curves(runs.elastic, runs.straight)
-    assert [e["world_size"] for e in events(runs.elastic) if "torch" in e] == [3, 1]
+    launches = [event for event in events(runs.elastic) if "torch" in event]
+    assert [event["world_size"] for event in launches] == [3, 1]
 
 
 @pytest.mark.system
@@ -60,41 +62,58 @@ def test_replicas_resume_a_sharded_run(runs, data_folder, tmp_path):
     shutil.copytree(runs.straight, run)
     shutil.rmtree(run / "checkpoint" / "step-12")
     (run / "DONE").unlink()
-    words = (*debug_run(data_folder, run), "--parallelism.data_parallel_replicate_degree", 2)
-    launch(*words, output=tmp_path / "out")
-    assert [e["from_step"] for e in events(run, "resume")] == [6]
+
+    launch(
+        *debug_run(data_folder, run),
+        *("--parallelism.data_parallel_replicate_degree", 2),
+        output=tmp_path / "out",
+    )
+
+    assert resumed_from(run) == [6]
     assert_same_curves(run, runs.straight)
-
-
-MIXER = ("--model.mixer", "gated_deltanet", "--model.num_heads", 4, "--model.canon_set", "ABCD")
-MIXER += ("--model.document_mask", "true")
 
 
 @pytest.mark.system
 def test_a_recurrent_run_resumes_on_two_ranks_and_on_one(data_folder, tmp_path):
-    straight, stopped, elastic = (tmp_path / name for name in ("straight", "stopped", "elastic"))
-    output = tmp_path / "output"
-    launch(*debug_run(data_folder, straight), *MIXER, output=output)
-    launch(*debug_run(data_folder, stopped), *MIXER, "--run.stop_at", 5, output=output)
+    straight = tmp_path / "straight"
+    stopped = tmp_path / "stopped"
+    elastic = tmp_path / "elastic"
+
+    def launch_run(run, *options, ranks=2):
+        launch(
+            *debug_run(data_folder, run),
+            *("--model.mixer", "gated_deltanet"),
+            *("--model.num_heads", 4),
+            *("--model.canon_set", "ABCD"),
+            *("--model.document_mask", "true"),
+            *options,
+            ranks=ranks,
+            output=tmp_path / "output",
+        )
+
+    launch_run(straight)
+    launch_run(stopped, "--run.stop_at", 5)
     shutil.copytree(stopped, elastic)
-    launch(*debug_run(data_folder, stopped), *MIXER, output=output)
+
+    launch_run(stopped)
     assert_same_run(stopped, straight, step=STEPS)
-    launch(*debug_run(data_folder, elastic), *MIXER, output=output, ranks=1)
+    launch_run(elastic, ranks=1)
     assert_same_curves(elastic, straight)
 
 
 def test_every_step_saw_the_same_token_ids_in_every_run(runs, data_folder):
     """The digests in the log, against samples read from the shards."""
     digests = [digest for (digest,) in curve(runs.straight, "data_digests")]
-    assert curve(runs.resumed, "data_digests") == [[digest] for digest in digests]
     assert len(set(digests)) == STEPS
+    assert curve(runs.resumed, "data_digests") == [[digest] for digest in digests]
+
     with TokenShards.open(data_folder / "train") as shards:
         for step, digest in enumerate(digests):
             total = 0
             for i in range(12 * step, 12 * (step + 1)):
                 ids = shards.read(window_offset(0, i, shards.num_tokens, 64), 65)
-                own = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8)
-                total += int.from_bytes(own.digest(), "little")
+                sample_hash = hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=8)
+                total += int.from_bytes(sample_hash.digest(), "little")
             assert digest == f"{total % 2**64:016x}"
 
 
@@ -103,6 +122,7 @@ def test_each_launch_logs_what_count_models_reach(runs, data_folder):
     with TokenShards.open(data_folder / "train") as train_split:
         with TokenShards.open(data_folder / "validation") as held_out:
             expected = baseline_losses(train_split, held_out, seq_len=64)
+
     for run, num_launches in ((runs.straight, 1), (runs.resumed, 2)):
         logged = events(run, "count_models")
         assert len(logged) == num_launches
@@ -130,13 +150,23 @@ ON_A_GPU = [
 )
 def test_compiled_bfloat16_resumes_bitwise_on(device, data_folder, tmp_path):
     """12 steps against 6 and a resume, with deterministic kernels."""
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    options = ("--compile.enable", "--debug.deterministic")
-    options += ("--training.mixed_precision_param", "bfloat16")
-    for folder, *stop in ((straight,), (resumed, "--run.stop_at", 6), (resumed,)):
-        train(*debug_run(data_folder, folder), *options, *stop, on_gpu=device == "cuda")
-    names = [event["event"] for event in events(resumed)]
-    assert names.count("resume") == 1
+    straight = tmp_path / "straight"
+    resumed = tmp_path / "resumed"
+
+    def train_run(run, *options):
+        train(
+            *debug_run(data_folder, run),
+            *("--compile.enable", "--debug.deterministic"),
+            *("--training.mixed_precision_param", "bfloat16"),
+            *options,
+            on_gpu=device == "cuda",
+        )
+
+    train_run(straight)
+    train_run(resumed, "--run.stop_at", 6)
+    train_run(resumed)
+
+    assert len(events(resumed, "resume")) == 1
     for record in RunFolder(resumed).launches.glob("*/launch.json"):
         assert json.loads(record.read_text())["devices"]["type"] == device
     assert_same_run(resumed, straight, step=STEPS)
@@ -145,23 +175,33 @@ def test_compiled_bfloat16_resumes_bitwise_on(device, data_folder, tmp_path):
 @pytest.mark.system
 def test_bfloat16_trains_alike_on_one_rank_and_two(data_folder, tmp_path):
     """The default precision: FSDP2 casts at every world size, autocast at none."""
-    words = ("--model.position", "partial_rope_a", "--model.qk_norm", "full")
-    words += ("--training.mixed_precision_param", "bfloat16", "--run.stop_at", 6)
-    curves = []
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        launch(*debug_run(data_folder, folder), *words, ranks=ranks, output=tmp_path / "out")
-        curves.append([event["loss"] for event in events(folder, "step")])
-    assert curves[1] == pytest.approx(curves[0], rel=2e-3)  # bf16 rounds at 4e-3
-    assert curves[1][0] == pytest.approx(curves[0][0], rel=1e-5)  # before any rounding differs
-    assert curves[1][-1] < curves[1][0] - 0.05
+
+    def losses(ranks):
+        run = tmp_path / str(ranks)
+        launch(
+            *debug_run(data_folder, run),
+            *("--model.position", "partial_rope_a"),
+            *("--model.qk_norm", "full"),
+            *("--training.mixed_precision_param", "bfloat16"),
+            *("--run.stop_at", 6),
+            ranks=ranks,
+            output=tmp_path / "out",
+        )
+        return [event["loss"] for event in events(run, "step")]
+
+    on_one = losses(ranks=1)
+    on_two = losses(ranks=2)
+
+    assert on_two == pytest.approx(on_one, rel=2e-3)  # bf16 rounds at 4e-3
+    assert on_two[0] == pytest.approx(on_one[0], rel=1e-5)  # before any rounding differs
+    assert on_two[-1] < on_two[0] - 0.05
 
 
 def code_of(argv, capsys):
     """Run the trainer in this process; return its one error's code; it must exit with 2."""
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         main([str(word) for word in argv])
-    assert left.value.code == 2
+    assert exit_info.value.code == 2
     printed = capsys.readouterr().err
     (code,) = error_codes(printed)
     assert printed.count("\n") == 1
@@ -169,16 +209,19 @@ def code_of(argv, capsys):
 
 
 def test_data_that_do_not_fit_leave_no_run_folder(data_folder, tmp_path, capsys):
-    run, broken = tmp_path / "run", tmp_path / "broken"
-    shutil.copytree(data_folder, broken)
-    (broken / "train" / "part-00000-0.bin").write_bytes(b"short")
-    for argv, area in (
+    run = tmp_path / "run"
+    damaged = tmp_path / "damaged"
+    shutil.copytree(data_folder, damaged)
+    (damaged / "train" / "part-00000-0.bin").write_bytes(b"short")
+    without_data = ["--config", ROOT / "train_configs" / "debug.toml"]
+
+    for argv, start_of_code in (
         (debug_run(tmp_path / "nowhere", run), "shard."),
-        (debug_run(broken, run), "shard."),
+        (debug_run(damaged, run), "shard."),
         ([*debug_run(data_folder, run), "--model.vocab_size", 100], "data.vocab_size"),
-        (["--config", ROOT / "train_configs" / "debug.toml"], "data.path_unset"),
+        (without_data, "data.path_unset"),
     ):
-        assert code_of(argv, capsys).startswith(area)
+        assert code_of(argv, capsys).startswith(start_of_code)
         assert not run.exists()
 
 
@@ -186,15 +229,24 @@ def test_data_that_do_not_fit_leave_no_run_folder(data_folder, tmp_path, capsys)
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_a_byte_flipped_in_a_shard_stops_the_run(data_folder, tmp_path, ranks):
     """The CRC is checked at the read itself: no step is trained on damaged data."""
-    shutil.copytree(data_folder, tmp_path / "data")
-    flip(path := tmp_path / "data" / "train" / "part-00000-0.bin")
-    done = train(*debug_run(tmp_path / "data", tmp_path / "run"), ranks=ranks, check=False)
-    assert done.returncode == (2 if ranks is None else 1)
+    run = tmp_path / "run"
+    data = tmp_path / "data"
+    shutil.copytree(data_folder, data)
+    shard = data / "train" / "part-00000-0.bin"
+    flip(shard)
+
+    done = train(*debug_run(data, run), ranks=ranks, check=False)
+
     (code,) = {*error_codes(done.stderr)}
-    assert code.startswith("shard.") and path.name in done.stderr
-    # no traceback of a worker; torchrun prints its own
-    assert ("Traceback" if ranks is None else "canon_pretrain/") not in done.stderr
-    assert events(tmp_path / "run", "step") == []
+    assert code.startswith("shard.")
+    assert shard.name in done.stderr
+    if ranks is None:
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
+    else:  # torchrun's own exit code and traceback, and none of a worker
+        assert done.returncode == 1
+        assert "canon_pretrain/" not in done.stderr
+    assert events(run, "step") == []
 
 
 def test_a_launch_that_does_not_fit_exits_with_2(data_folder, tmp_path, capsys, monkeypatch):
@@ -244,15 +296,35 @@ def run_on(rank, device_name):
     titan_utils.get_peak_flops = lambda name: 989e12
 
 
-@pytest.mark.parametrize(("name", "peak"), [("NVIDIA H20", 148e12), ("NVIDIA H20Z", None)])
-def test_the_logged_mfu_is_of_the_named_device(name, peak, data_folder, tmp_path):
-    argv = [*debug_run(data_folder, tmp_path / "run"), "--run.stop_at", 1]
-    launch(*argv, output=tmp_path / "out", ranks=1, before=(run_on, name))
+def first_step_on(device_name, data, tmp_path):
+    """Return the event of a run's first step on a GPU of this name."""
+    launch(
+        *debug_run(data, tmp_path / "run"),
+        *("--run.stop_at", 1),
+        output=tmp_path / "out",
+        ranks=1,
+        before=(run_on, device_name),
+    )
     (step,) = events(tmp_path / "run", "step")
-    args = replace(flavor("debug"), position="nope", canon_set="ABCD", vocab_size=VOCAB_SIZE)
-    flops = flops_per_token(replace(args, max_seq_len=64), 64)
-    speed = step["tokens_per_second_per_device"]
-    assert step.get("mfu") == (peak and pytest.approx(flops * speed / peak))
+    return step
+
+
+def test_the_logged_mfu_is_of_the_named_device(data_folder, tmp_path):
+    step = first_step_on("NVIDIA H20", data_folder, tmp_path)
+    args = replace(
+        flavor("debug"),
+        position="nope",
+        canon_set="ABCD",
+        vocab_size=VOCAB_SIZE,
+        max_seq_len=64,
+    )
+    flops_per_s = flops_per_token(args, 64) * step["tokens_per_second_per_device"]
+    h20_flops_per_s = 148e12
+    assert step["mfu"] == pytest.approx(flops_per_s / h20_flops_per_s)
+
+
+def test_an_unknown_device_has_no_mfu(data_folder, tmp_path):
+    assert first_step_on("NVIDIA H20Z", data_folder, tmp_path).get("mfu") is None
 
 
 def be_late(rank):
@@ -262,22 +334,35 @@ def be_late(rank):
 
 def test_the_rank_that_prints_an_error_may_find_it_last(tmp_path):
     """torchrun ends all ranks with the first that fails: the others wait for rank 0."""
-    words = ["--config", ROOT / "train_configs" / "debug.toml", "--training.stepz", 3]
-    ended = launch(*words, output=tmp_path, before=be_late, check=False)
+    ended = launch(
+        *("--config", ROOT / "train_configs" / "debug.toml"),
+        *("--training.stepz", 3),
+        output=tmp_path,
+        before=be_late,
+        check=False,
+    )
     assert_refused(ended, "config.unknown_key")
 
 
-@pytest.mark.parametrize("folder", ["/proc/1/cache", "full"])
-def test_a_compiler_cache_that_cannot_be_written_is_refused(folder, tmp_path, monkeypatch):
+def test_a_compiler_cache_that_cannot_be_written_is_refused(monkeypatch):
+    folder = "/proc/1/cache"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    with refused("compile.cache", path=folder):
+        check_compiler_cache(CACHE_BYTES)
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    check_compiler_cache()  # torch's own default
+
+
+def test_a_compiler_cache_on_a_full_disk_is_refused(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    path = tmp_path if folder == "full" else folder
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(path))
-    if folder == "full":
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    check_compiler_cache(CACHE_BYTES)
+    monkeypatch.setattr(os, "fsync", full)
+    with refused("compile.cache", path=str(tmp_path)):
         check_compiler_cache(CACHE_BYTES)
-        monkeypatch.setattr(os, "fsync", full)
-    with refused("compile.cache", path=str(path)):
-        check_compiler_cache(CACHE_BYTES)
+
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    check_compiler_cache()  # torch's own default
+    check_compiler_cache()
