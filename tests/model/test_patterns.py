@@ -47,14 +47,16 @@ def random_model(seed, ffns=("gated", "standard", "moe", "none")):
     names = ["a", "b", "c", "d"][: rng.randint(2, 4)]
     pattern = [*names, rng.choice(names)]
     rng.shuffle(pattern)
+    layers = {name: random_layer(rng, ffns) for name in names}
+    has_experts = any(layer["ffn"] == "moe" for layer in layers.values())
     return replace(
         BASE,
         num_layers=rng.randint(len(pattern), 7),
-        num_experts=4,
+        num_experts=4 if has_experts else BASE.num_experts,
         document_mask=rng.random() < 0.5,
         tie_embeddings=rng.random() < 0.5,
         pattern=tuple(pattern),
-        layers={name: random_layer(rng, ffns) for name in names},
+        layers=layers,
     )
 
 
@@ -72,7 +74,8 @@ def test_logits_equal_loops(seed):
 
     expected = reference_logits(model.args, dict(model.named_parameters()), tokens)
 
-    torch.testing.assert_close(model(tokens), expected)
+    # the rotary tables are float32
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -150,11 +153,13 @@ def test_initial_values_are_of_the_whole_model(model):
         assert torch.equal(parameter[half:], value.rows(half, parameter.shape[0])), name
 
 
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("seed", list(SEEDS)[:4])
 def test_compiled_blocks_are_one_graph_per_kind(seed):
     args = random_model(seed)
-    eager = build(args).eval()
-    compiled = build(args).eval()
+    eager = build(args).double().eval()
+    compiled = build(args).double().eval()
     graphs = []
 
     def backend(graph, inputs):
