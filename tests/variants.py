@@ -131,15 +131,14 @@ PATTERNS: dict[str, ModelArgs] = {
         pattern=("canon", "plain"),
         layers={"canon": {"canon_set": "ABCD", "window": 7}, "plain": {"rope_theta": 100.0}},
     ),
-    "mamba_gla_moe": replace(
+    "four_mixers": replace(
         BASE,
         num_layers=4,
-        num_experts=4,
         document_mask=True,
         pattern=("ssm", "gla", "wide", "attention"),
         layers={
             "ssm": _mixer("mamba2", ffn="none", state_dim=6, mixer_conv=True),
-            "gla": {"canon_set": "AC", "ffn": "moe"},
+            "gla": {"canon_set": "AC"},
             "wide": {"ffn": "standard", "ffn_dim": 40, "window": 4, "num_kv_heads": 2},
             "attention": {"position": "nope", "canon_set": "BD", "canon_filter": "dynamic"},
         },

@@ -167,7 +167,7 @@ def test_fast_linear_gives_the_same_numbers(args):
 
         # decode the last token; one row takes torch's own layer
         for rows in (3, 1):
-            cache = Cache(args.num_layers)
+            cache = Cache.of(args)
             prompt = model(tokens[:rows, :19], cache=cache)
             last = model(tokens[:rows, 19:], cache=cache)
             logits = torch.cat([prompt, last], dim=1)

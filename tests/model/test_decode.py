@@ -554,7 +554,7 @@ def test_chunks_and_single_tokens_equal_one_pass(args):
 
     assert FIRST_CAPACITY == 64  # passed by single tokens, by four, and by a first chunk
     for sizes in ([140], [1, 3, 2, 6, 48, *[1] * 8, 57, 4, 1, 1, 9], [129, 1, 10]):
-        cache = Cache(args.num_layers)
+        cache = Cache.of(args)
         logits = [model(chunk, cache=cache) for chunk in tokens.split(sizes, dim=1)]
 
         assert cache.length == tokens.shape[1]
@@ -622,7 +622,7 @@ def test_left_padded_rows_continue_and_are_selected(args):
     model = build(args)
     texts = _rows_with_eos(seed=1)
     tokens, is_real = _padded(texts, "left", EOS_ID)
-    cache = Cache(args.num_layers)
+    cache = Cache.of(args)
     for part, real in zip(tokens.split([3, 5, 1], 1), is_real.split([3, 5, 1], 1), strict=True):
         model(part, is_real_BT=real, cache=cache, logits_to_keep=1)
 
@@ -647,7 +647,7 @@ def test_branches_of_one_prompt_are_independent(args):
     prompts = random_tokens(args, 2, 9)
     answers = random_tokens(args, 5, 4, seed=1)
     prompt_of_answer = torch.tensor([1, 0, 0, 1, 1])
-    trunk = Cache(args.num_layers, capacity=13)
+    trunk = Cache.of(args, capacity=13)
     model(prompts, cache=trunk)
 
     expected = model(torch.cat((prompts[prompt_of_answer], answers), dim=1))[:, 9:]
@@ -664,7 +664,7 @@ def test_branches_of_one_prompt_are_independent(args):
 def test_past_max_seq_len_is_refused_without_effect():
     model = build(VARIANTS["rope"])
     tokens = random_tokens(model.args, rows=1, num_tokens=160)
-    cache = Cache(model.args.num_layers)
+    cache = Cache.of(model.args)
     model(tokens[:, :159], cache=cache)
 
     with refused("model.sequence_too_long"):
@@ -678,7 +678,7 @@ def test_a_cache_after_an_interrupted_pass_is_refused():
     """The token is in the Canon state of some layers only."""
     model = build(variant("nope ABCD"))
     tokens = random_tokens(model.args, rows=1, num_tokens=7)
-    cache = Cache(model.args.num_layers)
+    cache = Cache.of(model.args)
     model(tokens[:, :5], cache=cache)
 
     def interrupt(*_):

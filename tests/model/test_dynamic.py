@@ -81,7 +81,7 @@ def test_any_chunks_of_selected_rows_equal_a_full_pass(name):
     is_real[1, :1] = False
     tokens = random_tokens(args, 3, 23).masked_fill(~is_real, 0)
     whole = model(tokens, is_real_BT=is_real)
-    cache = Cache(args.num_layers)
+    cache = Cache.of(args)
 
     def assert_chunk_equals(start, length):
         chunk = slice(start, start + length)

@@ -137,7 +137,7 @@ def test_compiled_blocks_and_chunks_equal_one_eager_pass(name):
     expected = eager(tokens)
 
     with torch.no_grad():
-        cache = Cache(args.num_layers)
+        cache = Cache.of(args)
         chunks = [eager(part, cache=cache) for part in tokens.split([150, 1, 1, 40, 8], dim=1)]
     logits = compiled(tokens)
 

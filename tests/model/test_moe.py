@@ -332,7 +332,7 @@ def test_decoding_equals_a_full_pass_in_any_chunks(name):
     is_real[1, :5] = False
     whole = model(tokens, is_real_BT=is_real)
 
-    cache = Cache(args.num_layers)
+    cache = Cache.of(args)
     chunks = []
     for start, stop in ((0, 9), (9, 10), (10, 21), (21, 22), (22, 24)):
         chunk = slice(start, stop)

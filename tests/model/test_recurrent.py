@@ -113,7 +113,7 @@ def test_values_and_gradients_equal_transformers(name, oracle, num_tokens):
 @torch.no_grad()
 def states_of(model, tokens):
     """Return the state of each layer after these tokens."""
-    cache = Cache(model.args.num_layers)
+    cache = Cache.of(model.args)
     model(tokens, cache=cache)
     return [layer.states["state"] for layer in cache.layers]
 

@@ -377,7 +377,7 @@ def _visited(args):
         if isinstance(module, torch.nn.Linear):
             hook = lambda linear, _inputs, _y: products.append(linear.weight.numel())  # noqa: E731
             module.register_forward_hook(hook)
-    cache = Cache(args.num_layers)
+    cache = Cache.of(args)
     with torch.no_grad():
         model(torch.tensor([[5]]), cache=cache)
 
