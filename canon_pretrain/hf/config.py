@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import LAYER_FIELDS, ModelArgs, to_json
 
 MODEL_TYPE = "LlamaCanon"
 ARCHITECTURE = "LlamaCanonForCausalLM"
@@ -239,7 +239,8 @@ _CHECKED_IN_ROPE = {
 }
 
 
-# -- parameter names; those the released class does not have are named like similar ones
+# -- parameter names; those the released class does not have are named like similar ones, but those
+# of a mixer of the user's own, in a layer's `attention`, are in its `mixer`
 
 Names = dict[str, str]
 
@@ -327,18 +328,27 @@ _MAMBA2_NAMING = Naming(
         "attention.D": "mixer.D",
     },
 )
-_LEAVES = ("weight", "bias", "down", "up")
-"""Parameters of modules; `down` and `up` are the low-rank factors of a dynamic Canon filter."""
+OWN_MIXER = "mixer"
+"""Name of the module of a layer that is a mixer of the user's own."""
 
 
-def to_hf(name: str, model_type: str = MODEL_TYPE) -> str:
-    """Return a parameter's name in the class of `model_type`. Raises ValueError if unknown."""
+def to_hf(name: str, model_type: str = MODEL_TYPE, args: ModelArgs | None = None) -> str:
+    """Return a parameter's name in the class of `model_type`. Raises ValueError if unknown.
+
+    `args`: the model, needed for the layers with a mixer of the user's own.
+    """
+    own = re.fullmatch(r"layers\.(\d+)\.attention\.(.+)", name)
+    if own and args is not None and args.layer_args[int(own[1])].is_own_mixer:
+        return f"{LLAMA_NAMING.layers}.{own[1]}.{OWN_MIXER}.{own[2]}"
     naming = _MAMBA2_NAMING if model_type == MAMBA2 else LLAMA_NAMING
     return _translate(name, "layers", naming)
 
 
 def to_ours(name: str) -> str:
     """Return our name of the parameter of any class. Raises ValueError if unknown."""
+    own = re.fullmatch(rf"{re.escape(LLAMA_NAMING.layers)}\.(\d+)\.{OWN_MIXER}\.(.+)", name)
+    if own:
+        return f"layers.{own[1]}.attention.{own[2]}"
     naming = _MAMBA2_NAMING if name.startswith("backbone.") else LLAMA_NAMING
     tables = (naming.ends, naming.block, naming.bare)
     inverse_tables = ({hf: ours for ours, hf in table.items()} for table in tables)
@@ -397,13 +407,14 @@ def to_fields(args: ModelArgs) -> dict[str, Any]:
 def _extension(args: ModelArgs, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the sub-dictionary: those of the fields `names` that config.json must add."""
     extension = {}
+    json_values = to_json(args)
     for name in names:
         value = getattr(args, name)
         is_default = value == getattr(ModelArgs, name)
         # a document mask needs the id of EOS, even if it is the default
         is_needed = name == "eos_id" and args.document_mask
         if is_needed or (not is_default and value not in _RELEASED_VALUES):
-            extension[name] = value
+            extension[name] = json_values[name]
     return extension
 
 
@@ -480,15 +491,35 @@ def to_args(config: Mapping[str, Any]) -> ModelArgs:
     if config.get("model_type") not in STANDARD_TYPES:
         allowed += _CHANGES_THE_MODEL
     for name, value in extension.items():
-        value_types = [type(getattr(ModelArgs, name, None))]
-        if float in value_types:
-            value_types.append(int)  # JSON does not tell 1 from 1.0
-        if name not in allowed or type(value) not in value_types:
+        if name not in allowed or not _has_type_of_field(name, value):
             raise_unsupported(
                 f"{EXTENSION}.{name}", value, "written by another version of canon_pretrain"
             )
 
     return ModelArgs(**(args | extension))
+
+
+def _has_type_of_field(name: str, value: Any) -> bool:
+    """Return whether a JSON value has the type of the field `name` of ModelArgs."""
+    match name:
+        case "pattern":
+            return isinstance(value, list) and all(isinstance(layer, str) for layer in value)
+        case "layers":
+            return isinstance(value, dict) and all(map(_is_section, value.values()))
+
+    expected_type = type(getattr(ModelArgs, name, None))
+    if expected_type is float:
+        return type(value) in (float, int)  # JSON does not tell 1 from 1.0
+    return type(value) is expected_type
+
+
+def _is_section(value: Any) -> bool:
+    """Return whether a JSON value has fields of a layer, of their types."""
+    if not isinstance(value, dict):
+        return False
+    return all(
+        name in LAYER_FIELDS and _has_type_of_field(name, field) for name, field in value.items()
+    )
 
 
 def _llama_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
@@ -506,8 +537,9 @@ def _llama_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict
     elif llama.qk_norm:
         args["qk_norm"] = "full"
 
-    # Options of absent Canon layers are left out; conv1d of a mixer uses their kernel size.
-    if not llama.canon_set:
+    # Options of absent Canon layers are left out; conv1d of a mixer uses their kernel size. If
+    # layers differ, some may have Canon layers.
+    if not llama.canon_set and not extension.get("pattern"):
         args = {name: value for name, value in args.items() if not name.startswith("canon_")}
         if extension.get("mixer_conv"):
             args["canon_kernel"] = llama.canon_kernel

@@ -35,7 +35,7 @@ from canon_pretrain.hf import config as fields
 from canon_pretrain.hf import lingua
 from canon_pretrain.hf.config import layout, to_hf
 from canon_pretrain.hf.writing import INDEX, folder_beside
-from canon_pretrain.model.args import FLAVORS, ModelArgs, to_json
+from canon_pretrain.model.args import FILLED_SIZES, FLAVORS, ModelArgs, to_json
 from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import IMPORTED_FROM, RunFolder
@@ -303,6 +303,10 @@ def model_toml(args: ModelArgs, source: str) -> str:
     flavor = max(FLAVORS, key=lambda name: _num_equal_fields(FLAVORS[name], args))
     seq_len = values.pop("max_seq_len")
     layers = values.pop("layers")
+    for name, kind in args.kinds.items():
+        if args.pattern:  # else they are filled in
+            layers.setdefault(name, {})
+            layers[name] |= {field: getattr(kind, field) for field in FILLED_SIZES}
     lines = [
         f"# the model of {json.dumps(source)}",  # quoted: a path may contain line ends
         "",

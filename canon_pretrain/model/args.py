@@ -358,11 +358,12 @@ def with_mixers_in(args: ModelArgs, folder: str) -> ModelArgs:
         file_name = mixer.rpartition("/")[2]
         return f"{folder}/{file_name}" if folder else file_name
 
-    layers = {}
-    for name, section in args.layers.items():
-        layers[name] = dict(section)
+    layers = {name: dict(section) for name, section in args.layers.items()}
+    for name in filter(is_own_mixer, args.pattern):  # a layer without a section
+        layers.setdefault(name, {}).setdefault("mixer", name)
+    for section in layers.values():
         if "mixer" in section:
-            layers[name]["mixer"] = moved(section["mixer"])
+            section["mixer"] = moved(section["mixer"])
     return replace(args, mixer=moved(args.mixer), layers=Table(layers))
 
 
@@ -701,6 +702,17 @@ _MIXER_SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 16, "ffn": "none"},
     "gated_deltanet": {"num_heads": 12, "expand_k": 0.75, "expand_v": 1.5},
 }
+FILLED_SIZES = (
+    "mixer",
+    "position",
+    "num_heads",
+    "mixer_conv",
+    "expand_k",
+    "expand_v",
+    "ffn",
+    "ffn_dim",
+)
+"""Fields of a layer that `fill_model` fills in, or that decide how it does."""
 _FFN_EXPANSION = {"standard": 4, "moe": 1}
 # of 6 D^2 parameters, which a gated feed-forward of F = 2 D makes up to 12 D^2
 _SMALL_MIXERS = ("mamba2", "gated_deltanet")
@@ -762,4 +774,5 @@ def fill_model(base: ModelArgs, overrides: Mapping[str, Any]) -> ModelArgs:
         if name in MIXERS or is_own_mixer(name):
             section.setdefault("mixer", name)
         layers[name] = fill_sizes(shared, {"ffn": shared.ffn} | inherited | section)
+        layers[name].pop("num_layers", None)  # of a model without feed-forward
     return replace(base, **values, pattern=names, layers=Table(layers))
