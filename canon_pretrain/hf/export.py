@@ -4,7 +4,8 @@
        /config.json             the model (config.py), generation_config.json
        /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json,
                                 tokenizer.model of SentencePiece BPE
-       /modeling_canon.py, ...  the model's code (writing.py), unless transformers has a class
+       /modeling_canon.py, ...  the model's code (writing.py), unless transformers has a class;
+                                also the files of the user's own mixers
        /canon_pretrain.json     the origin of the weights, and the names of these files
        /README.md               how to load it, or the card that `card` makes of the run
 
@@ -15,7 +16,7 @@ config.json is absent: either the export is complete, or it does not load.
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,8 +42,9 @@ from canon_pretrain.hf.config import (
 from canon_pretrain.hf.loading import find_tokenizer, run_data
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
 from canon_pretrain.hf.tokenizer_files import llama_cpp_reads, sentencepiece_file, tokenizer_files
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import ModelArgs, map_mixers
 from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
+from canon_pretrain.model.mixers import mixer_file, mixer_files
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import own_version, read_run
 from canon_pretrain.synthetic.evaluation import task_of_run
@@ -138,7 +140,7 @@ def export(
         # The weights, under the names of the class that computes this model.
         torch_dtype = DTYPES[dtype]
         model_type = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
-        shapes = {to_hf(name, model_type): tensor.shape for name, tensor in like.items()}
+        shapes = {to_hf(name, model_type, args): tensor.shape for name, tensor in like.items()}
         plans = writing.plan_files(shapes, torch_dtype, max_file_bytes)
         tensors = _tensors(checkpoint, args, like, torch_dtype, model_type)
         writing.write_files(temporary, plans, tensors, torch_dtype)
@@ -179,7 +181,7 @@ def _tensors(
             )
         if name in orders:
             tensor = tensor[orders[name].argsort()]  # argsort inverts an order
-        yield to_hf(name, model_type), tensor
+        yield to_hf(name, model_type, args), tensor
 
 
 def files_of_export(out: Path) -> list[str]:
@@ -282,8 +284,10 @@ def _small_files(
     config = plain_fields(args)
     files: dict[str, bytes] = {}
     if config is None:
-        code = writing.bundled_code(own_version())
+        mixers = writing.mixer_sources(file.path for file in mixer_files(args))
+        code = writing.bundled_code(own_version(), mixers)
         files = {name: source.encode() for name, source in code.items()}
+        args = _with_names(args, mixers)
         config = {
             "architectures": [ARCHITECTURE],
             "auto_map": {
@@ -318,6 +322,17 @@ def _small_files(
     for name, content in contents.items():
         files[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     return files
+
+
+def _with_names(args: ModelArgs, mixers: Iterable[writing.MixerSource]) -> ModelArgs:
+    """Return `args` with the files of mixers by their names in the export."""
+    names = {source.path: source.name for source in mixers}
+
+    def renamed(mixer: str) -> str:
+        file = mixer_file(mixer)
+        return f"{names[file.path.resolve()]}:{file.name}"
+
+    return map_mixers(args, renamed)
 
 
 PLACE = "THIS_FOLDER"

@@ -323,7 +323,8 @@ def is_own_mixer(mixer: str) -> bool:
 def _kinds(args: ModelArgs) -> Mapping[str, ModelArgs]:
     if not args.pattern:
         return {"layer": args}
-    return {name: _layer_args(args, name) for name in dict.fromkeys(args.layer_names)}
+    names = args.pattern[: args.num_layers]
+    return {name: _layer_args(args, name) for name in dict.fromkeys(names)}
 
 
 def _layer_args(args: ModelArgs, name: str) -> ModelArgs:
@@ -345,7 +346,7 @@ def _layer_args(args: ModelArgs, name: str) -> ModelArgs:
 
 def own_mixers(args: ModelArgs) -> list[str]:
     """Return the mixers FILE.py:Name of the model's layers, each once."""
-    mixers = dict.fromkeys(layer.mixer for layer in args.layer_args)
+    mixers = dict.fromkeys(layer.mixer for layer in args.kinds.values())
     return [mixer for mixer in mixers if is_own_mixer(mixer)]
 
 
@@ -353,18 +354,33 @@ def with_mixers_in(args: ModelArgs, folder: str) -> ModelArgs:
     """Return `args` with FILE.py:Name as the file of that name in `folder` ("": without one)."""
 
     def moved(mixer: str) -> str:
-        if not is_own_mixer(mixer):
-            return mixer
         file_name = mixer.rpartition("/")[2]
         return f"{folder}/{file_name}" if folder else file_name
 
-    layers = {name: dict(section) for name, section in args.layers.items()}
-    for name in filter(is_own_mixer, args.pattern):  # a layer without a section
-        layers.setdefault(name, {}).setdefault("mixer", name)
+    return map_mixers(args, moved)
+
+
+def map_mixers(args: ModelArgs, moved: Callable[[str], str]) -> ModelArgs:
+    """Return `args` with each FILE.py:Name replaced by `moved` of it.
+
+    A layer that is called by its mixer has its section, and a name without the folder.
+    """
+    layers = {_without_folder(name): dict(section) for name, section in args.layers.items()}
+    for name in filter(is_own_mixer, args.pattern):
+        layers.setdefault(_without_folder(name), {}).setdefault("mixer", name)
     for section in layers.values():
-        if "mixer" in section:
+        if is_own_mixer(section.get("mixer", "")):
             section["mixer"] = moved(section["mixer"])
-    return replace(args, mixer=moved(args.mixer), layers=Table(layers))
+    return replace(
+        args,
+        mixer=moved(args.mixer) if args.is_own_mixer else args.mixer,
+        pattern=tuple(map(_without_folder, args.pattern)),
+        layers=Table(layers),
+    )
+
+
+def _without_folder(name: str) -> str:
+    return name.rpartition("/")[2] if is_own_mixer(name) else name
 
 
 def to_json(args: ModelArgs) -> dict[str, Any]:
@@ -501,7 +517,7 @@ def _check_pattern(args: ModelArgs) -> None:
                 given=name,
             )
     for name, overrides in args.layers.items():
-        if name not in args.layer_names:
+        if name not in args.pattern[: args.num_layers]:
             raise UserError(
                 "model.pattern",
                 f"[model.layers.{name}] is the section of no layer: pattern = "
