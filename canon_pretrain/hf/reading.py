@@ -11,6 +11,7 @@ says so. Nothing is unpickled without an allow-list, no link out of the folder
 is followed. OUT is written under a temporary name and renamed.
 """
 
+import functools
 import json
 import os
 import re
@@ -272,7 +273,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
         )
 
     # Our rotary layout is lingua's.
-    if not is_lingua and args.rope_dim and layout(config) == fields.HUGGINGFACE:
+    if not is_lingua and layout(config) == fields.HUGGINGFACE:
         for name, order in interleave_orders(args).items():
             weights[name] = weights[name][order]
     return {name: weights[name] for name in expected_weights}
@@ -327,6 +328,17 @@ def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
 
     Llama's code rotates dim i of a head with dim i + R/2, ours dim 2i with 2i + 1.
     """
+    orders = {}
+    for i, layer in enumerate(args.layer_args):
+        if layer.mixer == "attention" and layer.rope_dim:
+            for name, order in _orders_of_layer(layer).items():
+                orders[f"layers.{i}.attention.{name}.weight"] = order
+    return orders
+
+
+@functools.cache
+def _orders_of_layer(args: ModelArgs) -> dict[str, Tensor]:
+    """Return `interleave_orders` of a layer with these arguments, by the names of modules."""
     # Of one head: 0, R/2, 1, R/2 + 1, ...; dims from R on have no position and stay.
     half = args.rope_dim // 2
     rotated = torch.arange(args.rope_dim).view(2, half).T.flatten()
@@ -336,22 +348,17 @@ def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
     q_dim, k_dim, v_dim = args.qkv_dims
     q_order = (torch.arange(0, q_dim, args.head_dim)[:, None] + head_order).flatten()
     k_order = (torch.arange(0, k_dim, args.head_dim)[:, None] + head_order).flatten()
-    orders = {"attention.wq": q_order, "attention.wk": k_order}
+    orders = {"wq": q_order, "wk": k_order}
     if args.qk_norm == "full":
-        orders |= {"attention.q_norm": q_order, "attention.k_norm": k_order}
+        orders |= {"q_norm": q_order, "k_norm": k_order}
     if args.qk_norm == "per_head":
-        orders |= {"attention.q_norm": head_order, "attention.k_norm": head_order}
+        orders |= {"q_norm": head_order, "k_norm": head_order}
 
     # Canon-B has the channels of Q, K and V, in this order.
     if "B" in args.canon_set:
         v_order = q_dim + k_dim + torch.arange(v_dim)
-        orders["attention.canon_b"] = torch.cat((q_order, q_dim + k_order, v_order))
-
-    return {
-        f"layers.{i}.{name}.weight": order
-        for i in range(args.num_layers)
-        for name, order in orders.items()
-    }
+        orders["canon_b"] = torch.cat((q_order, q_dim + k_order, v_order))
+    return orders
 
 
 def _num_equal_fields(args: ModelArgs, other: ModelArgs) -> int:

@@ -294,7 +294,15 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"canon_kernel": 17, "canon_set": "A"},
     {"layer_types": ["sliding_attention"]}, {"rms_norm_eps": 10**400},
     {"canon_pretrain": {"position": 3}}, {"canon_pretrain": {"dropout": 0.1}},
-    {"no_rope_layers": [0, 1], **SMOLLM3}, {"no_rope_layers": 3, **SMOLLM3},
+    {"no_rope_layers": [0, 2], **SMOLLM3}, {"no_rope_layers": 3, **SMOLLM3},
+    {"no_rope_layers": [0], **SMOLLM3}, {"layer_types": 3},
+    {"layer_types": ["full_attention"] * 3, "model_type": "mistral"},
+    {"layer_types": ["full_attention"] * 2, "model_type": "mistral"},
+    {"sliding_window": 1.5, "model_type": "mistral"},
+    {"max_window_layers": "1", "sliding_window": 4, "model_type": "qwen3", "head_dim": 32},
+    {"canon_pretrain": {"pattern": [3]}}, {"canon_pretrain": {"pattern": "gla"}},
+    {"canon_pretrain": {"layers": {"a": 3}}}, {"canon_pretrain": {"layers": {"a": {"dim": 3}}}},
+    {"canon_pretrain": {"layers": {"a": {"window": "3"}}}},
 ]  # fmt: skip
 UNKNOWN = [{"quantization_config": {"quant_method": "gptq"}}, {"embedding_multiplier": 12.0}]
 
