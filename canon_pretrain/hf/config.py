@@ -9,11 +9,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.args import LAYER_FIELDS, ModelArgs, to_json
+from canon_pretrain.model.args import LAYER_FIELDS, ModelArgs, own_mixers, to_json
 
 MODEL_TYPE = "LlamaCanon"
 ARCHITECTURE = "LlamaCanonForCausalLM"
@@ -25,7 +26,11 @@ STANDARD_CLASSES = {
 }
 """Class by model_type of transformers' own models of attention, without Canon."""
 MAMBA2 = "mamba2"
-STANDARD_TYPES = (*STANDARD_CLASSES, MAMBA2)
+LFM2 = "lfm2"
+LFM2_CONV = "lfm2_conv.py:GatedConv"
+"""The mixer of LFM2's layers that are no attention, a file of this folder."""
+_LFM2_FILE = Path(__file__).with_name(LFM2_CONV.rpartition(":")[0])
+STANDARD_TYPES = (*STANDARD_CLASSES, MAMBA2, LFM2)
 """model_type of transformers' own classes."""
 MODEL_TYPES = (MODEL_TYPE, *STANDARD_TYPES)
 GELU = "gelu_pytorch_tanh"
@@ -160,6 +165,49 @@ _MAMBA2_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "time_step_limit": _NO_TIME_STEP_LIMIT[0],
 }
+_SAME_IN_LFM2 = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "ffn_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "max_position_embeddings": "max_seq_len",
+    "norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+_LFM2_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 65536,
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+}
+_LFM2_OTHERS = {"full_attn_idxs", "tie_embedding", "block_ff_dim"}
+"""Fields of Lfm2Config without a default here: older names, and layers by number."""
+_LFM2_CHANGES_NOTHING = {"block_dim", "block_use_swiglu", "block_use_xavier_init", "block_norm_eps"}
+_LFM2_CHANGES_NOTHING |= {"block_out_dim", "block_mlp_init_scale", "block_out_init_scale"}
+_LFM2_CHANGES_NOTHING |= {"conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"}
+_LFM2_CHANGES_NOTHING |= {"theta", "use_pos_enc"}
+"""Fields of released files that Lfm2ForCausalLM does not read."""
+CONV = "conv"
+REFUSED_TYPES = {
+    "olmo_hybrid": ("layer_types", "its attention layers normalize their output, ours the input"),
+    "qwen3_next": ("layer_types", "its attention has a gate of the output, ours has none"),
+    "inkling_text": ("d_rel", "its attention adds a learned bias by distance, ours has none"),
+    "inkling_mm_model": ("text_config", "its attention adds a learned bias by distance"),
+}
+"""By model_type of classes that our models can't express: a field that says so, and the reason."""
 # initialization, kernels, and rounding in less than float32
 _CHANGES_NO_MAMBA2 = {
     "time_step_rank",
@@ -359,6 +407,32 @@ _MAMBA2_NAMING = Naming(
         "attention.D": "mixer.D",
     },
 )
+_LFM2_NAMING = Naming(
+    layers="model.layers",
+    ends={
+        "tok_embeddings": "model.embed_tokens",
+        "norm": "model.embedding_norm",
+        "output": "lm_head",
+    },
+    block={
+        "attention_norm": "operator_norm",
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.out_proj",
+        "attention.q_norm": "self_attn.q_layernorm",
+        "attention.k_norm": "self_attn.k_layernorm",
+        "attention.in_proj": "conv.in_proj",
+        "attention.conv": "conv.conv",
+        "attention.out_proj": "conv.out_proj",
+        "ffn_norm": "ffn_norm",
+        "feed_forward.w1": "feed_forward.w1",
+        "feed_forward.w2": "feed_forward.w2",
+        "feed_forward.w3": "feed_forward.w3",
+    },
+    bare={},
+)
+_NAMINGS = {MAMBA2: _MAMBA2_NAMING, LFM2: _LFM2_NAMING}
 OWN_MIXER = "mixer"
 """Name of the module of a layer that is a mixer of the user's own."""
 
@@ -369,18 +443,23 @@ def to_hf(name: str, model_type: str = MODEL_TYPE, args: ModelArgs | None = None
     `args`: the model, needed for the layers with a mixer of the user's own.
     """
     own = re.fullmatch(r"layers\.(\d+)\.attention\.(.+)", name)
-    if own and args is not None and args.layer_args[int(own[1])].is_own_mixer:
-        return f"{LLAMA_NAMING.layers}.{own[1]}.{OWN_MIXER}.{own[2]}"
-    naming = _MAMBA2_NAMING if model_type == MAMBA2 else LLAMA_NAMING
-    return _translate(name, "layers", naming)
+    if own and args is not None and model_type not in STANDARD_TYPES:
+        if args.layer_args[int(own[1])].is_own_mixer:
+            return f"{LLAMA_NAMING.layers}.{own[1]}.{OWN_MIXER}.{own[2]}"
+    return _translate(name, "layers", _NAMINGS.get(model_type, LLAMA_NAMING))
 
 
-def to_ours(name: str) -> str:
-    """Return our name of the parameter of any class. Raises ValueError if unknown."""
+def to_ours(name: str, model_type: str = "") -> str:
+    """Return our name of the parameter of a class. Raises ValueError if unknown.
+
+    `model_type` may be left out unless it is LFM2's.
+    """
     own = re.fullmatch(rf"{re.escape(LLAMA_NAMING.layers)}\.(\d+)\.{OWN_MIXER}\.(.+)", name)
     if own:
         return f"layers.{own[1]}.attention.{own[2]}"
     naming = _MAMBA2_NAMING if name.startswith("backbone.") else LLAMA_NAMING
+    if model_type == LFM2:
+        naming = _LFM2_NAMING
     tables = (naming.ends, naming.block, naming.bare)
     inverse_tables = ({hf: ours for ours, hf in table.items()} for table in tables)
     return _translate(name, naming.layers, Naming("layers", *inverse_tables))
@@ -459,6 +538,10 @@ def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     if not others and first.mixer == MAMBA2 and first.mixer_conv and first.ffn == "none":
         return _mamba2_fields(first)
 
+    # LFM2's layers are attention and its own mixer: the file itself, not one of that name.
+    if [Path(mixer.rpartition(":")[0]).name for mixer in own_mixers(args)] == [_LFM2_FILE.name]:
+        return _lfm2_fields(args) if _is_lfm2_conv(args) else None
+
     # Those with attention: layers that differ in rotation and window only, and have one window.
     positions = {kind.position for kind in kinds}
     if any(kind.mixer != "attention" for kind in kinds) or not positions <= {"rope", "nope"}:
@@ -494,6 +577,16 @@ def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
         # the defaults are ids of SmolLM3's vocabulary; the released class does not read this file
         config |= dict.fromkeys(TOKEN_IDS)
     return {"architectures": [STANDARD_CLASSES[model_type]], "model_type": model_type, **config}
+
+
+def _is_lfm2_conv(args: ModelArgs) -> bool:
+    """Return whether the model's own mixer is LFM2_CONV, by the content of its file."""
+    (mixer,) = own_mixers(args)
+    path, _, name = mixer.rpartition(":")
+    is_file = Path(path).is_file() and _LFM2_FILE.is_file()
+    if not is_file or name != LFM2_CONV.rpartition(":")[2]:
+        return False
+    return Path(path).read_bytes() == _LFM2_FILE.read_bytes()
 
 
 def _standard_class(plain: ModelArgs, kinds: Sequence[ModelArgs]) -> str | None:
@@ -532,6 +625,9 @@ def unknown(config: Mapping[str, Any]) -> list[str]:
     names = set(config) - _READ - _CHANGES_NOTHING
     if config.get("model_type") == MAMBA2:
         return sorted(names - _MAMBA2_DEFAULTS.keys() - _CHANGES_NO_MAMBA2)
+    if config.get("model_type") == LFM2:
+        known = {*_LFM2_DEFAULTS, *_LFM2_OTHERS, *_LFM2_CHANGES_NOTHING}
+        return sorted(names - known)
     return sorted(names - DEFAULTS.keys())
 
 
@@ -549,6 +645,8 @@ def to_args(config: Mapping[str, Any]) -> ModelArgs:
     extension = config.get(EXTENSION) or {}
     if config.get("model_type") == MAMBA2:
         args = _mamba2_args(config, extension)
+    elif config.get("model_type") == LFM2:
+        args = _lfm2_args(config, extension)
     else:
         args = _llama_args(config, extension)
 
@@ -640,6 +738,119 @@ def _mamba2_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dic
         "ffn": "none",
         "position": "nope",
     }
+
+
+def _lfm2_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ModelArgs that are in an Lfm2Config's config.json itself."""
+    checked(EXTENSION, extension, dict)
+    values = _LFM2_DEFAULTS | dict(config)
+
+    # Names of older files, which replace the newer ones.
+    for old, new in (
+        ("tie_embedding", "tie_word_embeddings"),
+        ("block_ff_dim", "intermediate_size"),
+    ):
+        if config.get(old) is not None:
+            values[new] = config[old]
+    rope = checked("rope_parameters", values.get("rope_parameters") or {}, dict)
+    if rope.get("rope_type", "default") != "default":
+        raise_unsupported("rope_parameters", rope, 'expected rope_type = "default"')
+    if rope.get("rope_theta") is not None:
+        values["rope_theta"] = rope["rope_theta"]
+    for name, default in _LFM2_DEFAULTS.items():
+        values[name] = checked(name, values[name], type(default))
+    if values["conv_bias"]:
+        raise_unsupported("conv_bias", True, "unsupported")
+
+    # Which layers are attention; the others are convolutions.
+    num_layers = values["num_hidden_layers"]
+    if num_layers > _MAX_LAYERS_BY_NAME:
+        raise_unsupported(
+            "num_hidden_layers", num_layers, f"expected at most {_MAX_LAYERS_BY_NAME}"
+        )
+    layer_types = values.get("layer_types")
+    if layer_types is None:
+        numbers = values.get("full_attn_idxs")
+        numbers = range(num_layers) if numbers is None else checked("full_attn_idxs", numbers, list)
+        layer_types = [FULL if number in numbers else CONV for number in range(num_layers)]
+    checked("layer_types", layer_types, list)
+    has_others = any(layer_type not in (FULL, CONV) for layer_type in layer_types)
+    if has_others or len(layer_types) != num_layers:
+        raise_unsupported("layer_types", layer_types, f"expected {num_layers} of {FULL} or {CONV}")
+
+    # What layers of each type change.
+    names = ["attention" if layer_type == FULL else CONV for layer_type in layer_types]
+    sections: dict[str, dict[str, Any]] = {
+        "attention": {"qk_norm": "per_head"},
+        CONV: {"mixer": LFM2_CONV, "canon_kernel": values["conv_L_cache"]},
+    }
+    args = {ours: values[theirs] for theirs, ours in _SAME_IN_LFM2.items()}
+    return {
+        **args,
+        "ffn_dim": _lfm2_ffn_dim(values),
+        "rope_theta": values["rope_theta"],
+        "pattern": _repeated(names),
+        "layers": {name: sections[name] for name in dict.fromkeys(names)},
+    }
+
+
+def _lfm2_ffn_dim(lfm2: Mapping[str, Any]) -> int:
+    """Return the width of the feed-forward, which Lfm2MLP computes from intermediate_size."""
+    ffn_dim: int = lfm2["intermediate_size"]
+    if not lfm2["block_auto_adjust_ff_dim"]:
+        return ffn_dim
+    ffn_dim = int(lfm2["block_ffn_dim_multiplier"] * int(2 * ffn_dim / 3))
+    multiple: int = lfm2["block_multiple_of"]
+    return multiple * math.ceil(ffn_dim / multiple)
+
+
+def _lfm2_fields(args: ModelArgs) -> dict[str, Any] | None:
+    """Return a config.json for Lfm2ForCausalLM, None if it does not compute `args`.
+
+    The model's own mixer is LFM2_CONV.
+    """
+    kinds = list(args.kinds.values())
+    attention = [kind for kind in kinds if kind.mixer == "attention"]
+    convs = [kind for kind in kinds if kind.is_own_mixer]
+    if len(attention) != 1 or len(convs) != 1 or len(kinds) != 2:
+        return None
+
+    (layer,) = attention
+    (conv,) = convs
+    has_norms = layer.qk_norm == "per_head" and layer.position == "rope" and not layer.window
+    is_gated_silu = layer.ffn == "gated" and layer.ffn_activation == "silu"
+    if not has_norms or not is_gated_silu or layer.bias:
+        return None
+    unlike = replace(
+        conv,
+        mixer=layer.mixer,
+        position=layer.position,
+        qk_norm=layer.qk_norm,
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        rope_theta=layer.rope_theta,
+        canon_kernel=layer.canon_kernel,
+    )
+    if unlike != layer:  # in more than the mixer
+        return None
+
+    config: dict[str, Any] = {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": LFM2,
+        **{theirs: getattr(layer, ours) for theirs, ours in _SAME_IN_LFM2.items()},
+        "num_key_value_heads": layer.kv_heads,
+        "rope_theta": layer.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": layer.rope_theta},
+        "conv_L_cache": conv.canon_kernel,
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": [FULL if kind.mixer == "attention" else CONV for kind in args.layer_args],
+        **dict.fromkeys(TOKEN_IDS),  # not the ids of the class's own vocabulary
+    }
+    extension = _extension(layer, _CHANGES_TRAINING)
+    if extension:
+        config[EXTENSION] = extension
+    return config
 
 
 def checked(name: str, value: Any, expected_type: Any) -> Any:

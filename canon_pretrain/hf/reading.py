@@ -48,7 +48,7 @@ from canon_pretrain.model.args import (
     with_mixers_in,
 )
 from canon_pretrain.model.counts import num_parameters
-from canon_pretrain.model.mixers import mixer_file
+from canon_pretrain.model.mixers import mixer_file, mixer_files
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import IMPORTED_FROM, MIXERS, RunFolder
 
@@ -118,10 +118,10 @@ def _import_folder(
 
         # The files of own mixers, by their names in OUT.
         if own_mixers(args):
-            args = with_mixers_in(args, str(out.absolute() / MIXERS))
             (temporary / MIXERS).mkdir()
-            for file in sorted(mixers.iterdir()) if mixers else ():
-                write_atomic(temporary / MIXERS / file.name, file.read_bytes())
+            for file in mixer_files(args):
+                write_atomic(temporary / MIXERS / file.path.name, file.path.read_bytes())
+            args = with_mixers_in(args, str(out.absolute() / MIXERS))
 
         # The model, to train from and, as in a run folder, to export and evaluate.
         origin = str(source.absolute())
@@ -155,6 +155,9 @@ def folder_args(
 
     # The class.
     model_type = config.get("model_type")
+    if model_type in fields.REFUSED_TYPES:
+        name, reason = fields.REFUSED_TYPES[model_type]
+        fields.raise_unsupported(name, config.get(name), f"{model_type}: {reason}")
     is_supported = params is not None or model_type in fields.MODEL_TYPES
     if not is_supported and "model_type" not in ignored:
         raise UserError(
@@ -182,7 +185,10 @@ def folder_args(
         error_fields: Any = error.fields
         raise UserError("hf.unsupported_field", f"{path}: {error}", **error_fields) from None
 
-    args = _with_mixers(source, args, mixers)
+    if model_type == fields.LFM2:  # whose mixer is a file of ours
+        args = with_mixers_in(args, str(Path(__file__).parent))
+    else:
+        args = _with_mixers(source, args, mixers)
 
     # Refuse a claim such as ten million layers before a model of that size is created.
     shapes = [tensor.shape for tensor in _tensors(source)]
@@ -236,7 +242,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     expected_weights = meta_weights(args)
     weights: dict[str, Tensor] = {}
     unknown_names: list[str] = []
-    for stored in _tensors(source):
+    for stored in _tensors(source, model_type):
         name = stored.our_name
         if args.tie_embeddings and name == "output.weight":  # stored twice by some writers
             name = "tok_embeddings.weight"
@@ -468,7 +474,7 @@ class _StoredTensor(NamedTuple):
     read: Callable[[], Tensor]
 
 
-def _tensors(source: Path) -> Iterator[_StoredTensor]:
+def _tensors(source: Path, model_type: str = "") -> Iterator[_StoredTensor]:
     """Yield the folder's tensors; each can be read until the next one. Raises UserError."""
     params = _params(source)
     if params is not None:
@@ -494,7 +500,7 @@ def _tensors(source: Path) -> Iterator[_StoredTensor]:
                 for name in sorted(indexed_names or stored_names):
                     shape = torch.Size(file.get_slice(name).get_shape())
                     try:
-                        our_name = fields.to_ours(name)
+                        our_name = fields.to_ours(name, model_type)
                     except ValueError:
                         our_name = None
                     yield _StoredTensor(name, our_name, shape, partial(file.get_tensor, name))

@@ -498,9 +498,10 @@ def _unused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if ffn == "none":
         yield "ffn_activation", 'a feed-forward, but ffn = "none"'
 
-    # the native conv1d has canon_kernel taps too
+    # the native conv1d has canon_kernel taps too, and a convolution of the user's own may have them
     if not values["canon_set"]:
-        names = _CANON_FIELDS if values["mixer_conv"] else ("canon_kernel", *_CANON_FIELDS)
+        has_taps = values["mixer_conv"] or is_own_mixer(mixer)
+        names = _CANON_FIELDS if has_taps else ("canon_kernel", *_CANON_FIELDS)
         for name in names:
             yield name, 'Canon layers, but canon_set = ""'
 

@@ -177,7 +177,7 @@ def measure(args: ModelArgs) -> Measures:
     flops = {}
     for num_tokens in COUNTED_LENGTHS:
         x_BTD = torch.empty(1, num_tokens, args.dim, device="meta", requires_grad=True)
-        with FlopCounterMode(display=False) as counter:
+        with torch.enable_grad(), FlopCounterMode(display=False) as counter:
             mixer(x_BTD, context_for(mixer, num_tokens)).sum().backward()
         flops[num_tokens] = counter.get_total_flops() / num_tokens
     short, long = COUNTED_LENGTHS

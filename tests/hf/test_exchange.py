@@ -12,13 +12,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from canon_pretrain.checkpoint.architecture import model_args_of
 from canon_pretrain.hf.config import plain_fields
+from canon_pretrain.hf.export import export
+from canon_pretrain.hf.loading import load_model
 from canon_pretrain.hf.reading import import_folder
 from canon_pretrain.model.args import ModelArgs, Table
-from tests.hf_exports import export_model, our_logits, weights_of
+from canon_pretrain.model.cache import Cache
+from canon_pretrain.run.folder import RunFolder
+from tests.hf_exports import check_refused, export_model, our_logits, weights_of
 from tests.hf_exports import quick as quick
+from tests.llama_canon import write_folder
 from tests.variants import BASE, build, random_tokens
 
+CPU = torch.device("cpu")
 NUM_TOKENS = 24
 TOKENS = torch.randint(40, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
@@ -159,6 +166,95 @@ def _check_equal(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     assert [
         name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])
     ] == []
+
+
+# -- LFM2, whose convolutions are a mixer in one file
+
+LFM2 = {
+    "conv_L_cache": 3,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.5,
+    "layer_types": ["conv", "conv", FULL, "conv"],
+    "tie_word_embeddings": False,
+}
+
+
+@torch.no_grad()
+def test_lfm2(tmp_path):
+    """Both ways; its cache and ours make the same texts."""
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    config = transformers.Lfm2Config(**sizes, **LFM2)
+    torch.manual_seed(0)
+    theirs = transformers.Lfm2ForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    assert theirs.model.layers[0].feed_forward.w1.weight.shape[0] == 24  # 8 ceil(1.5 * 16 / 8)
+    expected = theirs(TOKENS).logits
+    found = import_folder(tmp_path / "hf", tmp_path / "imported")
+    torch.testing.assert_close(our_logits(found, TOKENS), expected, **CLOSE)
+    assert (tmp_path / "imported" / "mixers" / "lfm2_conv.py").is_file()
+    torch.testing.assert_close(load_model(tmp_path / "hf", CPU)(TOKENS), expected, **CLOSE)
+
+    # in parts, from our cache
+    ours = load_model(found.checkpoint, CPU)
+    cache = Cache.of(ours.args)
+    parts = [ours(part, cache=cache) for part in TOKENS.split([9, 1, 1, 2, 8, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, **CLOSE)
+
+    # older names of the same fields
+    record = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del record["layer_types"], record["intermediate_size"], record["tie_word_embeddings"]
+    record |= {"full_attn_idxs": [2], "block_ff_dim": 24, "tie_embedding": False}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(record))
+    again = import_folder(tmp_path / "hf", tmp_path / "again")
+    assert again.args.layer_names == found.args.layer_names == ["conv", "conv", "attention", "conv"]
+    torch.testing.assert_close(our_logits(again, TOKENS), expected, **CLOSE)
+
+    # and out, without code
+    out = tmp_path / "out"
+    export(found.checkpoint, out, with_tokenizer=False)
+    assert not list(out.glob("*.py"))
+    opened = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert type(opened) is transformers.Lfm2ForCausalLM
+    _check_equal(opened.state_dict(), theirs.state_dict())
+    torch.testing.assert_close(opened(TOKENS).logits, expected, **CLOSE)
+
+    # another file of that name is the user's own
+    mixer = tmp_path / "imported" / "mixers" / "lfm2_conv.py"
+    mixer.write_text(mixer.read_text() + "\n")
+    assert plain_fields(model_args_of(RunFolder(tmp_path / "imported"))) is None
+
+
+NOT_LFM2 = [
+    ("conv_bias", True),
+    ("layer_types", ["conv", FULL]),
+    ("layer_types", ["conv", SLIDING, FULL, "conv"]),
+    ("rope_parameters", {"rope_type": "linear", "factor": 2.0}),
+    ("conv_L_cache", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_LFM2)
+def test_an_lfm2_that_is_refused(name, value, tmp_path):
+    fields = {"model_type": "lfm2", **SIZES, **LFM2} | {name: value}
+    del fields["head_dim"]
+    folder = write_folder(tmp_path / "hf", fields, {"lm_head.weight": torch.ones(40, 32)})
+    check_refused(folder, "hf.unsupported_field", name=name)
+
+
+REFUSED = {
+    "qwen3_next": ("Qwen3Next", "layer_types"),
+    "olmo_hybrid": ("OlmoHybrid", "layer_types"),
+    "inkling_text": ("InklingText", "d_rel"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_class_that_our_models_cannot_express(model_type, tmp_path):
+    class_name, name = REFUSED[model_type]
+    config = getattr(transformers, f"{class_name}Config")()
+    assert config.model_type == model_type
+    config.save_pretrained(tmp_path / "hf")
+    check_refused(tmp_path / "hf", "hf.unsupported_field", name=name)
 
 
 WITHOUT_CLASS: dict[str, ModelArgs] = {

@@ -29,19 +29,23 @@ from canon_pretrain.hf.config import (
 from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCausalLM
 from canon_pretrain.model.transformer import Transformer
 from tests.hf_exports import export_model, hub_environment
-from tests.variants import VARIANTS, build, every_variant, random_tokens, variant
+from tests.variants import PATTERNS, VARIANTS, build, every_variant, random_tokens, variant
 
 DECODED = ["nope ABCD", "rope A k3 cst relu2 qk_per_head documents", "partial_rope_c ABCD qk_full"]
 DECODED += ["alibi ABCD k3 cst relu2 qk_per_head tied"]
 DECODED += ["h_alibi AC k2 cst standard qk_full gqa documents"]
 DECODED += ["gla_elu A k3 conv gate_rank", "mamba2 AB documents", "mamba2_mlp k3 conv standard"]
-DECODED += ["gdn BD no_res documents", "gdn AC conv", "nope ABC moe capacity"]
+DECODED += ["gdn BD no_res documents", "gdn AC conv", "nope ABC moe capacity", *PATTERNS]
 TRAINED = "rope AC no_res act standard_relu2 qk_full gqa tied documents"
 decoded = pytest.mark.parametrize("name", DECODED)
 
 
+def args_of(name):
+    return PATTERNS.get(name) or variant(name)
+
+
 def wrapped_model(name, **fields):
-    ours = build(variant(name)).eval()
+    ours = build(args_of(name)).eval()
     model = LlamaCanonForCausalLM(LlamaCanonConfig(**(to_fields(ours.args) | fields))).eval()
     state = {to_hf(n): tensor for n, tensor in ours.state_dict().items()}
     found = model.load_state_dict(state, strict=False)
@@ -119,7 +123,17 @@ def test_a_prompt_in_several_forward_passes(name):
 @pytest.mark.parametrize("mode", ["eval", "checkpointed"])
 # cst: the kernels have no gradient
 @pytest.mark.parametrize(
-    "name", [TRAINED, DECODED[1], "gla AC conv cst", "mamba2 B", "gdn ABCD", "moe", "moe capacity"]
+    "name",
+    [
+        TRAINED,
+        DECODED[1],
+        "gla AC conv cst",
+        "mamba2 B",
+        "gdn ABCD",
+        "moe",
+        "moe capacity",
+        *PATTERNS,
+    ],
 )
 def test_loss_and_gradients(mode, name):
     model, ours = wrapped_model(name)
@@ -142,7 +156,7 @@ def test_loss_and_gradients(mode, name):
 
 
 OFFLOADED = ["rope ABCD qk_full", "gla AC conv gate_rank", "mamba2 AB tied", "gdn BD dynamic"]
-OFFLOADED += ["gdn ABC gated_moe capacity", "moe capacity tied"]
+OFFLOADED += ["gdn ABC gated_moe capacity", "moe capacity tied", "last_attention", "mamba_gla_moe"]
 
 
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
@@ -155,7 +169,8 @@ def test_offloaded_weights(name, offload, tmp_path):
         accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
     else:
         places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "lm_head"], "cpu")
-        places |= dict.fromkeys(["model.layers.1", "model.norm"], "disk")
+        others = [f"model.layers.{number}" for number in range(1, ours.args.num_layers)]
+        places |= dict.fromkeys([*others, "model.norm"], "disk")
         model.save_pretrained(tmp_path)
         options: Any = {"device_map": places, "offload_folder": tmp_path / "offloaded"}
         model = LlamaCanonForCausalLM.from_pretrained(tmp_path, **options)
@@ -363,7 +378,7 @@ def answers(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         for number, name in enumerate(EXPORTED):
-            model, folder = build(variant(name)).eval(), base / f"v{number}"
+            model, folder = build(args_of(name)).eval(), base / f"v{number}"
             folders[name] = str(export_model(folder, model))
             tokens_BT = random_tokens(model.args, rows=2, num_tokens=24, seed=number)
             with torch.no_grad():
@@ -378,7 +393,7 @@ def answers(tmp_path_factory):
 @pytest.mark.system  # starts a process that imports transformers
 @pytest.mark.parametrize("name", EXPORTED)
 def test_a_variant_is_loaded_without_this_package(name, answers):
-    found, args = answers[name], variant(name)
+    found, args = answers[name], args_of(name)
     plain = plain_fields(args) or {"architectures": ["LlamaCanonForCausalLM"]}
     assert found["difference"] < 1e-4 and found["scale"] > 0.5 and found["greedy"]
     kind = plain.get("model_type", MODEL_TYPE)
