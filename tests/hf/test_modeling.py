@@ -28,7 +28,7 @@ from canon_pretrain.hf.config import (
 from canon_pretrain.hf.modeling_canon import LlamaCanonConfig, LlamaCanonForCausalLM
 from canon_pretrain.model.transformer import Transformer
 from tests.hf_exports import export_model, hub_environment
-from tests.variants import VARIANTS, build, every_variant, random_tokens, variant
+from tests.variants import PATTERNS, VARIANTS, build, every_variant, random_tokens, variant
 
 DECODED = [
     "nope ABCD",
@@ -42,6 +42,7 @@ DECODED = [
     "gdn BD no_res documents",
     "gdn AC conv",
     "nope ABC moe capacity",
+    *PATTERNS,
 ]
 TRAINED = [
     "rope AC no_res act standard_relu2 qk_full gqa tied documents",
@@ -51,13 +52,19 @@ TRAINED = [
     "gdn ABCD",
     "moe",
     "moe capacity",
+    *PATTERNS,
 ]
 decoded = pytest.mark.parametrize("name", DECODED)
 
 
+def args_of(name):
+    """Return the args of a variant or of a pattern."""
+    return PATTERNS.get(name) or variant(name)
+
+
 def wrapped_model(name, **fields):
     """Return the Hugging Face class of a variant and our model, with the same weights."""
-    ours = build(variant(name)).eval()
+    ours = build(args_of(name)).eval()
     model = LlamaCanonForCausalLM(LlamaCanonConfig(**(to_fields(ours.args) | fields))).eval()
     state = {to_hf(name): tensor for name, tensor in ours.state_dict().items()}
 
@@ -190,19 +197,17 @@ OFFLOADED = [
     "gdn BD dynamic",
     "gdn ABC gated_moe capacity",
     "moe capacity tied",
+    "last_attention",
+    "four_mixers",
 ]
-OFFLOADED += ["gdn ABC gated_moe capacity", "moe capacity tied"]
 
 
-def offload_to_disk(model, folder):
-    """Save a model and load it with half of it on the disk."""
-    places = {
-        "model.embed_tokens": "cpu",
-        "model.layers.0": "cpu",
-        "lm_head": "cpu",
-        "model.layers.1": "disk",
-        "model.norm": "disk",
-    }
+def offload_to_disk(model, args, folder):
+    """Save a model and load it with all but the first layer on the disk."""
+    places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "lm_head"], "cpu")
+    places["model.norm"] = "disk"
+    for number in range(1, args.num_layers):
+        places[f"model.layers.{number}"] = "disk"
     model.save_pretrained(folder)
     return LlamaCanonForCausalLM.from_pretrained(
         folder, device_map=places, offload_folder=folder / "offloaded"
@@ -218,7 +223,7 @@ def test_offloaded_weights(name, offload, tmp_path):
     if offload == "cpu":
         accelerate.cpu_offload(model, torch.device("cpu"), offload_buffers=True)
     else:
-        model = offload_to_disk(model, tmp_path)
+        model = offload_to_disk(model, ours.args, tmp_path)
 
     for use_cache in (False, True):
         torch.testing.assert_close(model(ids, use_cache=use_cache).logits, ours(ids))
@@ -335,7 +340,7 @@ def test_copies_and_casts_keep_the_rotation(rotated):
 
     low = copy.deepcopy(model).to(torch.bfloat16)
 
-    rope = low.core.layers["0"].attention.rope
+    rope = low.core.layers["0"].block.attention.rope
     assert rope.cos_TR.dtype == torch.float32
     # with a cache Canon-D is rounded before the gate: the last bits of bfloat16 differ
     torch.testing.assert_close(low(ids, use_cache=False).logits, expected)
@@ -526,7 +531,7 @@ def answers(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         for number, name in enumerate(EXPORTED):
-            model = build(variant(name)).eval()
+            model = build(args_of(name)).eval()
             folder = base / f"v{number}"
             folders[name] = str(export_model(folder, model))
 
@@ -544,7 +549,7 @@ def answers(tmp_path_factory):
 @pytest.mark.system  # starts a process that imports transformers
 @pytest.mark.parametrize("name", EXPORTED)
 def test_a_variant_is_loaded_without_this_package(name, answers):
-    args = variant(name)
+    args = args_of(name)
     plain = plain_fields(args) or {"architectures": ["LlamaCanonForCausalLM"]}
 
     answer = answers[name]

@@ -1,0 +1,287 @@
+"""Exchange with transformers' own classes whose layers differ or have a window, both ways."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from canon_pretrain.checkpoint.architecture import model_args_of
+from canon_pretrain.hf.config import plain_fields
+from canon_pretrain.hf.export import export
+from canon_pretrain.hf.loading import load_model
+from canon_pretrain.hf.reading import import_folder
+from canon_pretrain.model.args import ModelArgs, Table
+from canon_pretrain.model.cache import Cache
+from canon_pretrain.run.folder import RunFolder
+from tests.hf_exports import check_refused, export_model, our_logits, weights_of
+from tests.hf_exports import quick as quick
+from tests.llama_canon import write_folder
+from tests.variants import BASE, build, random_tokens
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 24
+TOKENS = torch.randint(40, (2, NUM_TOKENS), generator=torch.Generator().manual_seed(1))
+CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
+
+# -- theirs: sizes of every class, and what each class adds
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+    "initializer_range": 0.3,
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
+THEIRS: dict[str, tuple[str, dict[str, Any], list[tuple[str, int]]]] = {
+    # class, fields, position and window of each layer
+    "mistral": ("Mistral", {"sliding_window": 5}, [("rope", 5)] * 4),
+    "mistral without a window": ("Mistral", {"sliding_window": None}, [("rope", 0)] * 4),
+    "qwen3 by layer": (
+        "Qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+        },
+        [("rope", 3), ("rope", 0)] * 2,
+    ),
+    "qwen3 from a layer on": (
+        "Qwen3",
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 3},
+        [("rope", 0)] * 3 + [("rope", 3)],
+    ),
+    "smollm3 of every fourth": (
+        "SmolLM3",
+        {"no_rope_layer_interval": 4},
+        [("rope", 0)] * 3 + [("nope", 0)],
+    ),
+    "smollm3 of windows": (
+        "SmolLM3",
+        {"use_sliding_window": True, "sliding_window": 4, "no_rope_layers": [1, 1, 0, 1]},
+        [("rope", 0), ("rope", 0), ("nope", 4), ("rope", 0)],
+    ),
+    "smollm3 of all kinds": (
+        "SmolLM3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 2,
+            "no_rope_layers": [1, 1, 0, 0],
+            "layer_types": [SLIDING, FULL, SLIDING, FULL],
+            "tie_word_embeddings": False,
+        },
+        [("rope", 2), ("rope", 0), ("nope", 2), ("nope", 0)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@torch.no_grad()
+def test_their_model_is_imported(name, tmp_path):
+    """The logits are equal, and the file says what each layer is, also where it is a default."""
+    class_name, options, layers = THEIRS[name]
+    config = getattr(transformers, f"{class_name}Config")(**SIZES, **options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{class_name}ForCausalLM")(config).eval()
+    model.save_pretrained(tmp_path / "hf")
+
+    # as transformers writes it, and with the fields that were passed only
+    record = json.loads((tmp_path / "hf" / "config.json").read_text())
+    short = {"model_type": record["model_type"], "tie_word_embeddings": config.tie_word_embeddings}
+    for number, fields in enumerate((record, SIZES | short | options)):
+        (tmp_path / "hf" / "config.json").write_text(json.dumps(fields))
+        found = import_folder(tmp_path / "hf", tmp_path / f"out-{number}")
+        kinds = [(layer.position, layer.window) for layer in found.args.layer_args]
+        assert kinds == layers
+        torch.testing.assert_close(our_logits(found, TOKENS), model(TOKENS).logits, **CLOSE)
+
+
+# -- ours: the class that computes a model, or none
+
+
+def _pattern(*layers: Mapping[str, Any], **changes: Any) -> ModelArgs:
+    names = tuple(f"layer{number}" for number in range(len(layers)))
+    sections = Table(zip(names, layers, strict=True))
+    args = replace(BASE, num_layers=5, num_kv_heads=2, rope_theta=100.0, **changes)
+    return replace(args, pattern=names, layers=sections)
+
+
+NOPE = {"position": "nope"}
+OURS: dict[str, tuple[str, ModelArgs]] = {
+    "a window": ("mistral", replace(BASE, window=5, num_kv_heads=2, rope_theta=100.0)),
+    "equal layers": ("mistral", _pattern({"window": 3}, {"window": 3})),
+    "a window in two of three": ("smollm3", _pattern({"window": 3}, {"window": 3}, {})),
+    "without rotation in one of three": ("smollm3", _pattern({}, {}, NOPE)),
+    "all kinds": (
+        "smollm3",
+        _pattern({"window": 4}, NOPE, NOPE | {"window": 4}, {}, tie_embeddings=True),
+    ),
+    "Qwen3's norm": ("qwen3", _pattern({"window": 3}, {}, qk_norm="per_head")),
+    "Qwen3's norm, windows only": ("qwen3", replace(BASE, window=3, qk_norm="per_head")),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+@torch.no_grad()
+def test_our_model_is_loaded_by_their_class(name, tmp_path):
+    model_type, args = OURS[name]
+    model = build(args).eval()
+    out = export_model(tmp_path, model)
+    assert not list(out.glob("*.py"))
+    opened = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert type(opened).__module__ == f"transformers.models.{model_type}.modeling_{model_type}"
+    torch.testing.assert_close(opened(TOKENS).logits, model(TOKENS), **CLOSE)
+
+    # past the window, with their cache
+    prompts = TOKENS[:, :9]
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    options["attention_mask"] = torch.ones_like(prompts)
+    texts = opened.generate(prompts, **options)
+    for length in range(9, 17):
+        assert torch.equal(model(texts[:, :length])[:, -1].argmax(dim=-1), texts[:, length])
+
+    # and back
+    found = import_folder(out, tmp_path / "back")
+    assert found.args.layer_args == args.layer_args
+    _check_equal(weights_of(found.checkpoint), dict(model.state_dict()))
+
+
+def _check_equal(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert tensors.keys() == expected.keys() and len(expected) > 10
+    assert [
+        name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])
+    ] == []
+
+
+# -- LFM2, whose convolutions are a mixer in one file
+
+LFM2 = {
+    "conv_L_cache": 3,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.5,
+    "layer_types": ["conv", "conv", FULL, "conv"],
+    "tie_word_embeddings": False,
+}
+
+
+@torch.no_grad()
+def test_lfm2(tmp_path):
+    """Both ways; its cache and ours make the same texts."""
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    config = transformers.Lfm2Config(**sizes, **LFM2)
+    torch.manual_seed(0)
+    theirs = transformers.Lfm2ForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    assert theirs.model.layers[0].feed_forward.w1.weight.shape[0] == 24  # 8 ceil(1.5 * 16 / 8)
+    expected = theirs(TOKENS).logits
+    found = import_folder(tmp_path / "hf", tmp_path / "imported")
+    torch.testing.assert_close(our_logits(found, TOKENS), expected, **CLOSE)
+    assert (tmp_path / "imported" / "mixers" / "lfm2_conv.py").is_file()
+    torch.testing.assert_close(load_model(tmp_path / "hf", CPU)(TOKENS), expected, **CLOSE)
+
+    # in parts, from our cache
+    ours = load_model(found.checkpoint, CPU)
+    cache = Cache.of(ours.args)
+    parts = [ours(part, cache=cache) for part in TOKENS.split([9, 1, 1, 2, 8, 3], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, **CLOSE)
+
+    # older names of the same fields
+    record = json.loads((tmp_path / "hf" / "config.json").read_text())
+    del record["layer_types"], record["intermediate_size"], record["tie_word_embeddings"]
+    record |= {"full_attn_idxs": [2], "block_ff_dim": 24, "tie_embedding": False}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(record))
+    again = import_folder(tmp_path / "hf", tmp_path / "again")
+    assert again.args.layer_names == found.args.layer_names == ["conv", "conv", "attention", "conv"]
+    torch.testing.assert_close(our_logits(again, TOKENS), expected, **CLOSE)
+
+    # and out, without code
+    out = tmp_path / "out"
+    export(found.checkpoint, out, with_tokenizer=False)
+    assert not list(out.glob("*.py"))
+    opened = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert type(opened) is transformers.Lfm2ForCausalLM
+    _check_equal(opened.state_dict(), theirs.state_dict())
+    torch.testing.assert_close(opened(TOKENS).logits, expected, **CLOSE)
+
+    # another file of that name is the user's own
+    mixer = tmp_path / "imported" / "mixers" / "lfm2_conv.py"
+    mixer.write_text(mixer.read_text() + "\n")
+    assert plain_fields(model_args_of(RunFolder(tmp_path / "imported"))) is None
+
+
+NOT_LFM2 = [
+    ("conv_bias", True),
+    ("layer_types", ["conv", FULL]),
+    ("layer_types", ["conv", SLIDING, FULL, "conv"]),
+    ("rope_parameters", {"rope_type": "linear", "factor": 2.0}),
+    ("conv_L_cache", 0),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NOT_LFM2)
+def test_an_lfm2_that_is_refused(name, value, tmp_path):
+    fields = {"model_type": "lfm2", **SIZES, **LFM2} | {name: value}
+    del fields["head_dim"]
+    folder = write_folder(tmp_path / "hf", fields, {"lm_head.weight": torch.ones(40, 32)})
+    check_refused(folder, "hf.unsupported_field", name=name)
+
+
+REFUSED = {
+    "qwen3_next": ("Qwen3Next", "layer_types"),
+    "olmo_hybrid": ("OlmoHybrid", "layer_types"),
+    "inkling_text": ("InklingText", "d_rel"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_class_that_our_models_cannot_express(model_type, tmp_path):
+    class_name, name = REFUSED[model_type]
+    config = getattr(transformers, f"{class_name}Config")()
+    assert config.model_type == model_type
+    config.save_pretrained(tmp_path / "hf")
+    check_refused(tmp_path / "hf", "hf.unsupported_field", name=name)
+
+
+WITHOUT_CLASS: dict[str, ModelArgs] = {
+    "two windows": _pattern({"window": 3}, {"window": 4}),
+    "two bases": _pattern({"window": 3}, {"rope_theta": 50.0}),
+    "two widths": _pattern({"ffn_dim": 40}, {}),
+    "Canon in one": _pattern({"canon_set": "A"}, {}),
+    "a recurrence": _pattern({"mixer": "gla"}, {}),
+    "Qwen3's norm in one": _pattern({"qk_norm": "per_head"}, {}),
+    "Qwen3's norm without rotation": _pattern(NOPE, {}, qk_norm="per_head"),
+    "a window of documents": replace(BASE, window=5, document_mask=True),
+    "a window of ALiBi": replace(BASE, window=5, position="alibi"),
+    "a window with Canon": replace(BASE, window=5, canon_set="ABCD"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_CLASS)
+@torch.no_grad()
+def test_a_model_that_no_class_computes(name, tmp_path):
+    args = WITHOUT_CLASS[name]
+    assert plain_fields(args) is None
+    model = build(args).eval()
+    out = export_model(tmp_path, model)
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "LlamaCanon" and (out / "modeling_canon.py").is_file()
+    assert load_file(out / "model.safetensors").keys() >= {"model.norm.weight"}
+    tokens_BT = random_tokens(args, rows=2, num_tokens=20)
+    found = import_folder(out, tmp_path / "back")
+    assert found.args.layer_args == args.layer_args
+    torch.testing.assert_close(our_logits(found, tokens_BT), model(tokens_BT), **CLOSE)
