@@ -96,11 +96,21 @@ def mixer_class(mixer: str) -> type[Mixer]:
     return _load(file, mixer, file.sha256)
 
 
+def fresh_class(mixer: str) -> type[Mixer]:
+    """Return the class of FILE.py:Name from an import of its own, as another process does it."""
+    file = mixer_file(mixer)
+    return _import_class(file, mixer, f"canon_mixer_again_{file.path.stem}")
+
+
 @functools.cache
 def _load(file: MixerFile, mixer: str, sha256: str) -> type[Mixer]:
     """Return the class as the file defines it now; `sha256`: of the file."""
+    return _import_class(file, mixer, f"canon_mixer_{sha256[:16]}_{file.path.stem}")
+
+
+def _import_class(file: MixerFile, mixer: str, module_name: str) -> type[Mixer]:
+    """Import the file as the module `module_name`; return the class. Raises UserError."""
     # in sys.modules, so that dataclasses, pickle and torch.compile find it
-    module_name = f"canon_mixer_{sha256[:16]}_{file.path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file.path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
