@@ -90,27 +90,28 @@ def mixer_files(args: ModelArgs) -> list[MixerFile]:
     return [MixerFile(path, "") for path in paths]
 
 
+def fresh_class(mixer: str) -> type[Mixer]:
+    """Return the class of FILE.py:Name from another import of its file, as another process does."""
+    module_name = mixer_class(mixer).__module__
+    module = sys.modules[module_name]
+    file = mixer_file(mixer)
+    try:
+        return _load.__wrapped__(file, mixer, file.sha256)
+    finally:
+        sys.modules[module_name] = module
+
+
 def mixer_class(mixer: str) -> type[Mixer]:
     """Return the class of FILE.py:Name. Raises UserError if there is none."""
     file = mixer_file(mixer)
     return _load(file, mixer, file.sha256)
 
 
-def fresh_class(mixer: str) -> type[Mixer]:
-    """Return the class of FILE.py:Name from an import of its own, as another process does it."""
-    file = mixer_file(mixer)
-    return _import_class(file, mixer, f"canon_mixer_again_{file.path.stem}")
-
-
 @functools.cache
 def _load(file: MixerFile, mixer: str, sha256: str) -> type[Mixer]:
     """Return the class as the file defines it now; `sha256`: of the file."""
-    return _import_class(file, mixer, f"canon_mixer_{sha256[:16]}_{file.path.stem}")
-
-
-def _import_class(file: MixerFile, mixer: str, module_name: str) -> type[Mixer]:
-    """Import the file as the module `module_name`; return the class. Raises UserError."""
     # in sys.modules, so that dataclasses, pickle and torch.compile find it
+    module_name = f"canon_mixer_{sha256[:16]}_{file.path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file.path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
