@@ -2,7 +2,7 @@
 
     canon hf export RUN OUT [--dtype bfloat16] [--force]
     canon hf push RUN USER/NAME [--private] [--dry-run]
-    canon hf import HF_FOLDER OUT [--state-from RUN/checkpoint/step-N]
+    canon hf import HF_FOLDER OUT [--state-from RUN/checkpoint/step-N] [--trust-code]
 
 Runs on the CPU. Exit code 2: bad input; nothing was written.
 
@@ -60,6 +60,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     add("--state-from", type=Path, metavar="RUN/checkpoint/step-N", help="optimizer state etc.")
     add("--step", type=int, default=0, metavar="N", help="step of the checkpoint (0)")
     add("--ignore", nargs="+", default=[], metavar="FIELD", help="unknown fields to ignore")
+    add("--trust-code", action="store_true", help="run and copy the export's own mixers")
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
@@ -167,6 +168,7 @@ def run_import(arguments: Namespace) -> None:
         state_from=arguments.state_from,
         step=arguments.step,
         ignore=arguments.ignore,
+        trust_code=arguments.trust_code,
     )
     print(f"imported to {imported.checkpoint}; the [model] section is {out / MODEL_TOML}")
 

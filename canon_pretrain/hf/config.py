@@ -7,24 +7,25 @@ class would compute. A copy is part of every export. No torch, no transformers.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import LAYER_FIELDS, ModelArgs, to_json
 
 MODEL_TYPE = "LlamaCanon"
 ARCHITECTURE = "LlamaCanonForCausalLM"
 STANDARD_CLASSES = {
-    ("rope", "none"): ("llama", "LlamaForCausalLM"),
-    ("nope", "none"): ("smollm3", "SmolLM3ForCausalLM"),
-    ("rope", "per_head"): ("qwen3", "Qwen3ForCausalLM"),
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
 }
-"""model_type and class of transformers for attention without Canon, by position and QK-norm."""
+"""Class by model_type of transformers' own models of attention, without Canon."""
 MAMBA2 = "mamba2"
-STANDARD_TYPES = (*(model_type for model_type, _ in STANDARD_CLASSES.values()), MAMBA2)
+STANDARD_TYPES = (*STANDARD_CLASSES, MAMBA2)
 """model_type of transformers' own classes."""
 MODEL_TYPES = (MODEL_TYPE, *STANDARD_TYPES)
 GELU = "gelu_pytorch_tanh"
@@ -74,6 +75,12 @@ _CANON_DEFAULTS: dict[str, Any] = {
 DEFAULTS = {**_LLAMA_DEFAULTS, **_CANON_DEFAULTS}
 """Defaults of absent fields; the order is that of config.json."""
 _DEFAULTS_OF: dict[str, dict[str, Any]] = {
+    "mistral": {
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
     "smollm3": {
         "vocab_size": 128256,
         "hidden_size": 2048,
@@ -90,6 +97,7 @@ _DEFAULTS_OF: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 32,
         "head_dim": 128,
         "max_position_embeddings": 32768,
+        "sliding_window": 4096,
     },
 }
 """Defaults of transformers' own classes where they differ from Llama's."""
@@ -209,11 +217,29 @@ _CHANGES_NOTHING = {
     "initializer_range",
     "use_cache",
     "pretraining_tp",
-    "max_window_layers",
 }
-_NO_DEFAULT = ("model_type", "layer_types", "no_rope_layers", "no_rope_layer_interval")
-_READ = {*_NO_DEFAULT, EXTENSION, "rope_parameters", "sliding_window", "use_sliding_window"}
+_NO_DEFAULT = (
+    "model_type",
+    "layer_types",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+)
+_READ = {*_NO_DEFAULT, EXTENSION, "rope_parameters"}
 """Fields that are read and not in DEFAULTS."""
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+_MAX_LAYERS_BY_NAME = 1000
+"""More layers than this are not read one by one."""
+_LAYER_NAMES = {
+    (True, False): "full",
+    (True, True): "sliding",
+    (False, False): "nope",
+    (False, True): "nope_sliding",
+}
+"""Name of an imported layer by whether it rotates, and whether it has a window."""
 _OR_NULL: dict[str, type] = {
     "num_key_value_heads": int,
     "head_dim": int,
@@ -221,6 +247,11 @@ _OR_NULL: dict[str, type] = {
     "partial_rotary_factor": float,
     "rope_scaling": dict,
     "rope_parameters": dict,
+    "layer_types": list,
+    "no_rope_layers": list,
+    "no_rope_layer_interval": int,
+    "sliding_window": int,
+    "use_sliding_window": bool,
     "canon_set": str,
     "qk_norm": bool,
     EXTENSION: dict,
@@ -239,7 +270,8 @@ _CHECKED_IN_ROPE = {
 }
 
 
-# -- parameter names; those the released class does not have are named like similar ones
+# -- parameter names; those the released class does not have are named like similar ones, but those
+# of a mixer of the user's own, in a layer's `attention`, are in its `mixer`
 
 Names = dict[str, str]
 
@@ -327,18 +359,27 @@ _MAMBA2_NAMING = Naming(
         "attention.D": "mixer.D",
     },
 )
-_LEAVES = ("weight", "bias", "down", "up")
-"""Parameters of modules; `down` and `up` are the low-rank factors of a dynamic Canon filter."""
+OWN_MIXER = "mixer"
+"""Name of the module of a layer that is a mixer of the user's own."""
 
 
-def to_hf(name: str, model_type: str = MODEL_TYPE) -> str:
-    """Return a parameter's name in the class of `model_type`. Raises ValueError if unknown."""
+def to_hf(name: str, model_type: str = MODEL_TYPE, args: ModelArgs | None = None) -> str:
+    """Return a parameter's name in the class of `model_type`. Raises ValueError if unknown.
+
+    `args`: the model, needed for the layers with a mixer of the user's own.
+    """
+    own = re.fullmatch(r"layers\.(\d+)\.attention\.(.+)", name)
+    if own and args is not None and args.layer_args[int(own[1])].is_own_mixer:
+        return f"{LLAMA_NAMING.layers}.{own[1]}.{OWN_MIXER}.{own[2]}"
     naming = _MAMBA2_NAMING if model_type == MAMBA2 else LLAMA_NAMING
     return _translate(name, "layers", naming)
 
 
 def to_ours(name: str) -> str:
     """Return our name of the parameter of any class. Raises ValueError if unknown."""
+    own = re.fullmatch(rf"{re.escape(LLAMA_NAMING.layers)}\.(\d+)\.{OWN_MIXER}\.(.+)", name)
+    if own:
+        return f"layers.{own[1]}.attention.{own[2]}"
     naming = _MAMBA2_NAMING if name.startswith("backbone.") else LLAMA_NAMING
     tables = (naming.ends, naming.block, naming.bare)
     inverse_tables = ({hf: ours for ours, hf in table.items()} for table in tables)
@@ -397,40 +438,76 @@ def to_fields(args: ModelArgs) -> dict[str, Any]:
 def _extension(args: ModelArgs, names: tuple[str, ...]) -> dict[str, Any]:
     """Return the sub-dictionary: those of the fields `names` that config.json must add."""
     extension = {}
+    json_values = to_json(args)
     for name in names:
         value = getattr(args, name)
         is_default = value == getattr(ModelArgs, name)
         # a document mask needs the id of EOS, even if it is the default
         is_needed = name == "eos_id" and args.document_mask
         if is_needed or (not is_default and value not in _RELEASED_VALUES):
-            extension[name] = value
+            extension[name] = json_values[name]
     return extension
 
 
 def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     """Return a config.json for a standard class of transformers, None if none computes `args`."""
     # The standard classes have RMSNorm, no Canon layers and no document mask.
-    if args.canon_set or args.document_mask or args.norm != "rmsnorm":
+    kinds = list(args.kinds.values())
+    if args.document_mask or args.norm != "rmsnorm" or any(kind.canon_set for kind in kinds):
         return None
-    if args.mixer == MAMBA2 and args.mixer_conv and args.ffn == "none":
-        return _mamba2_fields(args)
+    (first, *others) = kinds
+    if not others and first.mixer == MAMBA2 and first.mixer_conv and first.ffn == "none":
+        return _mamba2_fields(first)
 
-    # Those with attention also have a gated feed-forward, and no biases.
-    is_gated_silu = args.ffn == "gated" and args.ffn_activation == "silu"
-    standard_class = STANDARD_CLASSES.get((args.position, args.qk_norm))
-    if args.mixer != "attention" or args.bias or not is_gated_silu or standard_class is None:
+    # Those with attention: layers that differ in rotation and window only, and have one window.
+    positions = {kind.position for kind in kinds}
+    if any(kind.mixer != "attention" for kind in kinds) or not positions <= {"rope", "nope"}:
+        return None
+    plain_kinds = {replace(kind, position="rope", window=0) for kind in kinds}
+    windows = {kind.window for kind in kinds if kind.window}
+    if len(plain_kinds) > 1 or len(windows) > 1:
+        return None
+
+    # They also have a gated feed-forward, and no biases.
+    (plain,) = plain_kinds
+    is_gated_silu = plain.ffn == "gated" and plain.ffn_activation == "silu"
+    if plain.bias or not is_gated_silu:
+        return None
+    model_type = _standard_class(plain, kinds)
+    if model_type is None:
         return None
 
     # Qwen3's norm of Q and K is a part of its class: no field tells it.
-    model_type, architecture = standard_class
-    canon_fields = to_fields(replace(args, qk_norm="none"))
+    canon_fields = to_fields(replace(plain, qk_norm="none"))
     config = {name: value for name, value in canon_fields.items() if name not in _CANON_ONLY}
+    layers = args.layer_args
+    if model_type == "mistral":
+        (config["sliding_window"],) = windows
+    elif windows:
+        (config["sliding_window"],) = windows
+        config["use_sliding_window"] = True
+        config["layer_types"] = [SLIDING if layer.window else FULL for layer in layers]
     if model_type == "smollm3":
-        config["no_rope_layers"] = [0] * args.num_layers
-        config["no_rope_layer_interval"] = 1
+        config["no_rope_layers"] = [int(layer.position == "rope") for layer in layers]  # 1: rotates
+        if positions == {"nope"}:
+            config["no_rope_layer_interval"] = 1
         # the defaults are ids of SmolLM3's vocabulary; the released class does not read this file
         config |= dict.fromkeys(TOKEN_IDS)
-    return {"architectures": [architecture], "model_type": model_type, **config}
+    return {"architectures": [STANDARD_CLASSES[model_type]], "model_type": model_type, **config}
+
+
+def _standard_class(plain: ModelArgs, kinds: Sequence[ModelArgs]) -> str | None:
+    """Return the model_type of attention with RoPE, NoPE and windows in `kinds` of layers."""
+    all_rotate = all(kind.position == "rope" for kind in kinds)
+    if plain.qk_norm == "per_head" and all_rotate:
+        return "qwen3"
+    if plain.qk_norm != "none":
+        return None
+    if all_rotate and not any(kind.window for kind in kinds):
+        return "llama"
+    if all_rotate and all(kind.window for kind in kinds):
+        return "mistral"
+    return "smollm3"
 
 
 def _mamba2_fields(args: ModelArgs) -> dict[str, Any]:
@@ -480,15 +557,35 @@ def to_args(config: Mapping[str, Any]) -> ModelArgs:
     if config.get("model_type") not in STANDARD_TYPES:
         allowed += _CHANGES_THE_MODEL
     for name, value in extension.items():
-        value_types = [type(getattr(ModelArgs, name, None))]
-        if float in value_types:
-            value_types.append(int)  # JSON does not tell 1 from 1.0
-        if name not in allowed or type(value) not in value_types:
+        if name not in allowed or not _has_type_of_field(name, value):
             raise_unsupported(
                 f"{EXTENSION}.{name}", value, "written by another version of canon_pretrain"
             )
 
     return ModelArgs(**(args | extension))
+
+
+def _has_type_of_field(name: str, value: Any) -> bool:
+    """Return whether a JSON value has the type of the field `name` of ModelArgs."""
+    match name:
+        case "pattern":
+            return isinstance(value, list) and all(isinstance(layer, str) for layer in value)
+        case "layers":
+            return isinstance(value, dict) and all(map(_is_section, value.values()))
+
+    expected_type = type(getattr(ModelArgs, name, None))
+    if expected_type is float:
+        return type(value) in (float, int)  # JSON does not tell 1 from 1.0
+    return type(value) is expected_type
+
+
+def _is_section(value: Any) -> bool:
+    """Return whether a JSON value has fields of a layer, of their types."""
+    if not isinstance(value, dict):
+        return False
+    return all(
+        name in LAYER_FIELDS and _has_type_of_field(name, field) for name, field in value.items()
+    )
 
 
 def _llama_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict[str, Any]:
@@ -498,6 +595,7 @@ def _llama_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict
         **{ours: getattr(llama, theirs) for theirs, ours in _SAME.items()},
         "num_kv_heads": llama.num_key_value_heads or 0,
         **_position(llama),
+        **_layers(llama),
     }
     if llama.hidden_act == GELU:
         args["ffn_activation"] = "gelu"
@@ -506,8 +604,9 @@ def _llama_args(config: Mapping[str, Any], extension: Mapping[str, Any]) -> dict
     elif llama.qk_norm:
         args["qk_norm"] = "full"
 
-    # Options of absent Canon layers are left out; conv1d of a mixer uses their kernel size.
-    if not llama.canon_set:
+    # Options of absent Canon layers are left out; conv1d of a mixer uses their kernel size. If
+    # layers differ, some may have Canon layers.
+    if not llama.canon_set and not extension.get("pattern"):
         args = {name: value for name, value in args.items() if not name.startswith("canon_")}
         if extension.get("mixer_conv"):
             args["canon_kernel"] = llama.canon_kernel
@@ -587,18 +686,12 @@ def _checked_fields(config: Mapping[str, Any]) -> SimpleNamespace:
         values[name] = rope
 
     # Options that our models do not have.
-    refused = ["attention_bias", "mlp_bias", "canon_bias", "attention_dropout"]
-    if values.get("use_sliding_window") is not False:
-        refused.append("sliding_window")  # Qwen3 and SmolLM3 write a size even if it is off
-    for name in refused:
+    for name in ("attention_bias", "mlp_bias", "canon_bias", "attention_dropout"):
         if values.get(name):
             raise_unsupported(name, values[name], "unsupported")
 
     # Options that they have with some values only.
     llama = SimpleNamespace(**values)
-    layer_types = llama.layer_types or []
-    if not isinstance(layer_types, list) or layer_types != ["full_attention"] * len(layer_types):
-        raise_unsupported("layer_types", layer_types, 'expected only "full_attention"')
     if llama.hidden_act not in ("silu", "relu2", GELU):
         raise_unsupported("hidden_act", llama.hidden_act, f"expected silu, relu2 or {GELU}")
     head_dim = llama.hidden_size // llama.num_attention_heads
@@ -625,7 +718,7 @@ def _position(llama: SimpleNamespace) -> dict[str, Any]:
         raise_unsupported(
             "rope_scaling", rope, f"the only supported scaling is linear by {NO_ROTATION:g} (NoPE)"
         )
-    if is_nope or (llama.model_type == "smollm3" and not _rotates(llama)):
+    if is_nope:
         return theta | {"position": "nope"}
 
     # RoPE of all dims of a head
@@ -652,15 +745,97 @@ def _type_and_factor(rope: Mapping[str, Any]) -> tuple[str, float | None]:
     return rope.get("rope_type") or rope.get("type") or "default", rope.get("factor")
 
 
-def _rotates(smollm3: SimpleNamespace) -> bool:
-    """Return whether all layers rotate, or none. Raises UserError if only some do."""
+def _layers(llama: SimpleNamespace) -> dict[str, Any]:
+    """Return the arguments for windows and layers without rotation, if a class has them.
+
+    Layers that differ are a pattern, of _LAYER_NAMES. Raises UserError if unsupported.
+    """
+    num_layers = llama.num_hidden_layers
+    by_layer = llama.layer_types or llama.no_rope_layers or llama.sliding_window
+    if llama.model_type != "smollm3" and not by_layer:
+        return {}
+    if num_layers > _MAX_LAYERS_BY_NAME:
+        raise_unsupported(
+            "num_hidden_layers", num_layers, f"expected at most {_MAX_LAYERS_BY_NAME}"
+        )
+
+    rotates = [True] * num_layers
+    if llama.model_type == "smollm3":
+        rotates = _rotating_layers(llama)
+    is_sliding = _sliding_layers(llama, rotates)
+    names = [_LAYER_NAMES[layer] for layer in zip(rotates, is_sliding, strict=True)]
+
+    # What a layer of each name changes; the model itself rotates, and has no window.
+    sections: dict[str, dict[str, Any]] = {name: {} for name in dict.fromkeys(names)}
+    for name, section in sections.items():
+        if name.startswith("nope"):
+            section["position"] = "nope"
+        if name.endswith("sliding"):
+            section["window"] = llama.sliding_window
+    if len(sections) == 1:
+        return sections[names[0]]
+    return {"pattern": _repeated(names), "layers": sections}
+
+
+def _repeated(names: list[str]) -> list[str]:
+    """Return the shortest list that gives `names` if it is repeated."""
+    for period in range(1, len(names)):
+        if names[period:] == names[:-period]:
+            return names[:period]
+    return names
+
+
+def _rotating_layers(smollm3: SimpleNamespace) -> list[bool]:
+    """Return whether each layer rotates."""
+    num_layers = smollm3.num_hidden_layers
     rotates_by_layer = smollm3.no_rope_layers  # 1: rotates, despite the field's name
-    if rotates_by_layer is None and smollm3.no_rope_layer_interval == 1:
-        return False
-    if rotates_by_layer == [0] * smollm3.num_hidden_layers:
-        return False
-    if rotates_by_layer == [1] * smollm3.num_hidden_layers:
-        return True
-    raise_unsupported(
-        "no_rope_layers", rotates_by_layer, "expected rotary positions in all layers or in none"
-    )
+    if rotates_by_layer is None:
+        interval = smollm3.no_rope_layer_interval or 4
+        return [number % interval != 0 for number in range(1, num_layers + 1)]
+    if len(rotates_by_layer) != num_layers or any(
+        value not in (0, 1) for value in rotates_by_layer
+    ):
+        raise_unsupported(
+            "no_rope_layers", rotates_by_layer, f"expected {num_layers} numbers 0 or 1"
+        )
+    return [value == 1 for value in rotates_by_layer]
+
+
+def _sliding_layers(llama: SimpleNamespace, rotates: list[bool]) -> list[bool]:
+    """Return whether each layer has the window `sliding_window`, as the class decides it."""
+    num_layers = llama.num_hidden_layers
+    match llama.model_type:
+        case "mistral":
+            default = [bool(llama.sliding_window)] * num_layers
+            is_on = True
+        case "smollm3":
+            default = [not rotating for rotating in rotates]
+            is_on = bool(llama.use_sliding_window)
+        case "qwen3":
+            first = 28 if llama.max_window_layers is None else llama.max_window_layers
+            if type(first) is not int:
+                raise_unsupported("max_window_layers", first, "expected an integer")
+            default = [number >= first for number in range(num_layers)]
+            is_on = bool(llama.use_sliding_window)
+        case _:  # Llama has no windows; a size that is off is no error
+            default = [False] * num_layers
+            is_on = False
+            if llama.sliding_window and llama.use_sliding_window is not False:
+                raise_unsupported("sliding_window", llama.sliding_window, "unsupported")
+    if not is_on or not llama.sliding_window:
+        default = [False] * num_layers
+
+    # Types that the file names must be those: where they may differ, they decide.
+    if llama.layer_types is None:
+        return default
+    allowed = [FULL]
+    if is_on and llama.sliding_window:
+        allowed = [SLIDING] if llama.model_type == "mistral" else [FULL, SLIDING]
+    has_others = any(layer_type not in allowed for layer_type in llama.layer_types)
+    if has_others or len(llama.layer_types) != num_layers:
+        raise_unsupported(
+            "layer_types",
+            llama.layer_types,
+            f"expected {num_layers} of {' or '.join(allowed)}",
+        )
+    return [layer_type == SLIDING for layer_type in llama.layer_types]

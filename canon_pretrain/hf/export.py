@@ -4,7 +4,8 @@
        /config.json             the model (config.py), generation_config.json
        /tokenizer.json          the training tokenizer (tokenizer_files.py), tokenizer_config.json,
                                 tokenizer.model of SentencePiece BPE
-       /modeling_canon.py, ...  the model's code (writing.py), unless transformers has a class
+       /modeling_canon.py, ...  the model's code (writing.py), unless transformers has a class;
+                                also the files of the user's own mixers
        /canon_pretrain.json     the origin of the weights, and the names of these files
        /README.md               how to load it, or the card that `card` makes of the run
 
@@ -15,7 +16,7 @@ config.json is absent: either the export is complete, or it does not load.
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,8 +42,9 @@ from canon_pretrain.hf.config import (
 from canon_pretrain.hf.loading import find_tokenizer, run_data
 from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
 from canon_pretrain.hf.tokenizer_files import llama_cpp_reads, sentencepiece_file, tokenizer_files
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import ModelArgs, map_mixers
 from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
+from canon_pretrain.model.mixers import mixer_file, mixer_files
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import own_version, read_run
 from canon_pretrain.synthetic.evaluation import task_of_run
@@ -138,7 +140,7 @@ def export(
         # The weights, under the names of the class that computes this model.
         torch_dtype = DTYPES[dtype]
         model_type = (plain_fields(args) or {}).get("model_type", MODEL_TYPE)
-        shapes = {to_hf(name, model_type): tensor.shape for name, tensor in like.items()}
+        shapes = {to_hf(name, model_type, args): tensor.shape for name, tensor in like.items()}
         plans = writing.plan_files(shapes, torch_dtype, max_file_bytes)
         tensors = _tensors(checkpoint, args, like, torch_dtype, model_type)
         writing.write_files(temporary, plans, tensors, torch_dtype)
@@ -167,7 +169,7 @@ def _tensors(
     """Yield the weights by their names in the class of `model_type`, in its rotary layout."""
     # standard classes rotate dims i and i+R/2, so that the rows of Q and K need another order
     orders: Mapping[str, Tensor] = {}
-    if model_type != MODEL_TYPE and args.rope_dim:
+    if model_type != MODEL_TYPE:
         orders = interleave_orders(args)
 
     for name, tensor in weights.stream_weights(checkpoint, like, dtype):
@@ -179,7 +181,7 @@ def _tensors(
             )
         if name in orders:
             tensor = tensor[orders[name].argsort()]  # argsort inverts an order
-        yield to_hf(name, model_type), tensor
+        yield to_hf(name, model_type, args), tensor
 
 
 def files_of_export(out: Path) -> list[str]:
@@ -282,8 +284,10 @@ def _small_files(
     config = plain_fields(args)
     files: dict[str, bytes] = {}
     if config is None:
-        code = writing.bundled_code(own_version())
+        mixers = writing.mixer_sources(file.path for file in mixer_files(args))
+        code = writing.bundled_code(own_version(), mixers)
         files = {name: source.encode() for name, source in code.items()}
+        args = _with_names(args, mixers)
         config = {
             "architectures": [ARCHITECTURE],
             "auto_map": {
@@ -318,6 +322,17 @@ def _small_files(
     for name, content in contents.items():
         files[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     return files
+
+
+def _with_names(args: ModelArgs, mixers: Iterable[writing.MixerSource]) -> ModelArgs:
+    """Return `args` with the files of mixers by their names in the export."""
+    names = {source.path: source.name for source in mixers}
+
+    def renamed(mixer: str) -> str:
+        file = mixer_file(mixer)
+        return f"{names[file.path.resolve()]}:{file.name}"
+
+    return map_mixers(args, renamed)
 
 
 PLACE = "THIS_FOLDER"
@@ -358,24 +373,23 @@ In transformers 4.57 this class is wrong for padding on the left and for a promp
 parts; its beam search needs `use_cache=False`. Transformers 5 is right.
 """
 _NO_BOS = "\nThe tokenizer adds no BOS, as in training; EOS starts an empty context.\n"
-_SERVERS = {"smollm3": "vLLM and SGLang serve", "mamba2": "vLLM serves"}
+# llama.cpp reads Mistral as Llama, without its window
+_SERVERS = {
+    "mistral": "vLLM and SGLang serve",
+    "smollm3": "vLLM and SGLang serve",
+    "mamba2": "vLLM serves",
+}
+_WINDOWS = """\
+Not every server reads `sliding_window` of this class: compare logits with transformers' first.
+"""
 
 
 def _state_text(args: ModelArgs) -> str:
     """Return what decoding holds, if that is more than keys and values."""
-    # A convolution holds a value per channel for each tap, except that of the token itself.
-    num_values = args.canon_kernel - 1
-    sums = f"{num_values} sums per channel"
     sizes = []
-    if args.canon_set:
-        canon_state = sums
-        if args.canon_filter == "dynamic":
-            canon_state = f"{num_values} inputs per channel, in bfloat16"
-        sizes.append(f"- Canon-{args.canon_set}: {canon_state}")
-    if args.mixer_conv:
-        sizes.append(f"- conv1d: {sums}")
-    if state_size(args):
-        sizes.append(f"- recurrence: {args.num_heads} states of {args.key_dim} x {args.value_dim}")
+    for name, kind in args.kinds.items():
+        place = f" ({name})" if len(args.kinds) > 1 else ""
+        sizes += [f"- {part}{place}: {size}" for part, size in _state_sizes(kind).items()]
     if not sizes:
         return ""
 
@@ -383,6 +397,25 @@ def _state_text(args: ModelArgs) -> str:
     per_token, per_row = state_bytes(args, 2)  # keys and values in bfloat16: 2 bytes
     tokens = _TOKENS.format(per_token) if per_token else ""
     return _STATE.format(row=per_row, sizes="\n".join(sizes), tokens=tokens)
+
+
+def _state_sizes(layer: ModelArgs) -> dict[str, str]:
+    """Return what decoding holds of a layer, by the part that holds it."""
+    # A convolution holds a value per channel for each tap, except that of the token itself.
+    num_values = layer.canon_kernel - 1
+    sums = f"{num_values} sums per channel"
+    sizes = {}
+    if layer.canon_set:
+        sizes[f"Canon-{layer.canon_set}"] = sums
+        if layer.canon_filter == "dynamic":
+            sizes[f"Canon-{layer.canon_set}"] = f"{num_values} inputs per channel, in bfloat16"
+    if layer.mixer_conv:
+        sizes["conv1d"] = sums
+    if layer.is_own_mixer:
+        sizes[layer.mixer.rpartition("/")[2]] = f"{state_size(layer):,} numbers"
+    elif state_size(layer):
+        sizes["recurrence"] = f"{layer.num_heads} states of {layer.key_dim} x {layer.value_dim}"
+    return sizes
 
 
 class _Readme(NamedTuple):
@@ -406,10 +439,12 @@ def _readme(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None)
 
     # What it is, and where its weights come from.
     origin = f"step {step:,} of training" if step else "a checkpoint without a step of training"
-    canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon layers"
-    mixer = f"position {args.position}" if args.mixer == "attention" else f"mixer {args.mixer}"
+    kinds = "; ".join(f"{number} with {_kind_text(kind)}" for kind, number in args.layer_counts)
+    if len(args.kinds) == 1:
+        (kind,) = args.kinds.values()
+        kinds = _kind_text(kind)
     return _Readme(
-        title=f"{args.num_layers} layers of width {args.dim}, {mixer}, {canon}",
+        title=f"{args.num_layers} layers of width {args.dim}, {kinds}",
         lead=f"{num_parameters(args):,} parameters in {dtype}, from {origin}.",
         loading=_LOADING.format(
             code="\n".join(code),
@@ -419,6 +454,17 @@ def _readme(args: ModelArgs, dtype: str, step: int, tokenizer: Tokenizer | None)
     )
 
 
+def _kind_text(layer: ModelArgs) -> str:
+    """Return what a layer is, for a title."""
+    mixer = f"mixer {layer.mixer.rpartition('/')[2]}"
+    if layer.mixer == "attention":
+        mixer = f"position {layer.position}"
+        if layer.window:
+            mixer += f", window {layer.window}"
+    canon = f"Canon-{layer.canon_set}" if layer.canon_set else "no Canon layers"
+    return f"{mixer}, {canon}"
+
+
 def _serving_text(args: ModelArgs, tokenizer: Tokenizer | None) -> str:
     """Return which servers run the model, and what to know about it there."""
     config = plain_fields(args)
@@ -426,11 +472,16 @@ def _serving_text(args: ModelArgs, tokenizer: Tokenizer | None) -> str:
         texts = [_CUSTOM, _state_text(args)]
     else:
         model_type = config["model_type"]
+        has_window = any(kind.window for kind in args.kinds.values())
         servers = _SERVERS.get(model_type, "vLLM, SGLang and llama.cpp serve")
+        if has_window:
+            servers = "vLLM and SGLang serve"
         texts = [
             f"A standard {config['architectures'][0]}, without custom code.\n"
             f"{servers} it like any model of that class.\n"
         ]
+        if has_window and model_type != "mistral":
+            texts.append(_WINDOWS)
         if "llama.cpp" in servers and tokenizer is not None and not llama_cpp_reads(tokenizer):
             texts.append(_NO_GGUF)
         if model_type == MAMBA2:

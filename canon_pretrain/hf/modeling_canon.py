@@ -6,6 +6,7 @@ forward pass. B rows, T tokens, S tokens including the cached ones, V vocabulary
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,15 +23,18 @@ from canon_pretrain.hf.config import (
     LINGUA,
     LLAMA_NAMING,
     MODEL_TYPE,
+    OWN_MIXER,
+    Names,
     layout,
     to_args,
     to_ours,
 )
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import ModelArgs, with_mixers_in
 from canon_pretrain.model.attention import Rope
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.canon import Canon
 from canon_pretrain.model.init import initial_value
+from canon_pretrain.model.mixers import Mixer
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
 
 
@@ -134,8 +138,14 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
         object.__setattr__(self, "block", block)  # unregistered: its modules have other names here
         self.self_attn = _Namespace()
         self.mlp = _Namespace()
-        modules = _register(block, self, LLAMA_NAMING.block.items())
-        bare_tensors = _register(block, self, LLAMA_NAMING.bare.items())
+        names = LLAMA_NAMING.block
+        bare_names = LLAMA_NAMING.bare
+        if isinstance(block.attention, Mixer):  # of the user's own, whose modules keep their names
+            setattr(self, OWN_MIXER, block.attention)
+            names = _outside_mixer(names)
+            bare_names = _outside_mixer(bare_names)
+        modules = _register(block, self, names.items())
+        bare_tensors = _register(block, self, bare_names.items())
         self._registrations = modules + bare_tensors
 
         # hooks of modules do not run for these, because the block does not call them
@@ -163,6 +173,11 @@ class LlamaCanonDecoderLayer(GradientCheckpointingLayer):
                 module._hf_hook.post_forward(module, None)
             if hooked:
                 _update(self._registrations)  # frees the loaded weights
+
+
+def _outside_mixer(names: Names) -> Names:
+    """Return the names of a layer's modules that are not of its mixer."""
+    return {ours: hf for ours, hf in names.items() if not ours.startswith("attention.")}
 
 
 class _Registration(NamedTuple):
@@ -244,7 +259,9 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
                 "import these weights with `canon hf import`"
             )
         backend = "flex" if config._attn_implementation == "flex_attention" else "sdpa"
-        core = Transformer(to_args(fields), attention_backend=backend)
+        # the files of own mixers are next to this one
+        args = with_mixers_in(to_args(fields), str(Path(__file__).parent))
+        core = Transformer(args, attention_backend=backend)
         object.__setattr__(self, "core", core)  # unregistered: its modules have other names here
 
         # Register the modules in the order of the released class: embedding, layers, output.
@@ -266,9 +283,10 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         """Load as transformers does; weights frozen in training (cst-Canon) stay frozen."""
         loaded = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        for module in model.modules():
-            if isinstance(module, Canon):
-                module.weight.requires_grad_(model.core.args.canon_trainable)
+        for layer, layer_args in zip(model.model.layers, model.core.args.layer_args, strict=True):
+            for module in layer.modules():
+                if isinstance(module, Canon):
+                    module.weight.requires_grad_(layer_args.canon_trainable)
         return loaded
 
     @torch.no_grad()
@@ -348,7 +366,8 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
 
         # Let `core` compute with what is registered now, on the device of the tokens.
         _update(self._registrations)
-        for rope in self.core.modules():
+        for layer in self.model.layers:
+            rope = getattr(layer.block.attention, "rope", None)
             if isinstance(rope, Rope) and rope.cos_TR.device != tokens_BT.device:
                 rope.reset(tokens_BT.device)  # transformers builds models on the meta device
 

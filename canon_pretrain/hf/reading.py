@@ -4,14 +4,18 @@
                                               OUT/config.json  the model, as a run folder records it
                                               OUT/model.toml   the [model] section, for `extends`
                                               OUT/tokenizer.*  the tokenizer, if there is one
+                                              OUT/mixers/      the files of own mixers
 
-No code of the folder is run, nothing is unpickled without an allow-list, no link out of the folder
+No code of the folder is run, but the user's own mixers of an export, and these only if the caller
+says so. Nothing is unpickled without an allow-list, no link out of the folder
 is followed. OUT is written under a temporary name and renamed.
 """
 
+import functools
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -34,11 +38,19 @@ from canon_pretrain.data.tokenizer import FILE_NAMES
 from canon_pretrain.hf import config as fields
 from canon_pretrain.hf import lingua
 from canon_pretrain.hf.config import layout, to_hf
-from canon_pretrain.hf.writing import INDEX, folder_beside
-from canon_pretrain.model.args import FLAVORS, ModelArgs, to_json
+from canon_pretrain.hf.writing import INDEX, folder_beside, unflatten
+from canon_pretrain.model.args import (
+    FILLED_SIZES,
+    FLAVORS,
+    ModelArgs,
+    own_mixers,
+    to_json,
+    with_mixers_in,
+)
 from canon_pretrain.model.counts import num_parameters
+from canon_pretrain.model.mixers import mixer_file
 from canon_pretrain.model.transformer import Transformer
-from canon_pretrain.run.folder import IMPORTED_FROM, RunFolder
+from canon_pretrain.run.folder import IMPORTED_FROM, MIXERS, RunFolder
 
 CONFIG = "config.json"
 ONE_FILE = "model.safetensors"
@@ -62,12 +74,14 @@ def import_folder(
     step: int = 0,
     state_from: Path | None = None,
     ignore: Iterable[str] = (),
+    trust_code: bool = False,
 ) -> Imported:
     """Write the weights of the folder `source` as OUT/step-N; N is `step`, or that of `state_from`.
 
     `state_from` is a full checkpoint of the same model, whose optimizer and other state is copied.
-    `ignore` names unknown fields of config.json. Raises UserError, with nothing written, for other
-    models, and if `out` exists or is being written.
+    `ignore` names unknown fields of config.json. `trust_code` runs the files of the user's own
+    mixers in `source`, and copies them. Raises UserError, with nothing written, for other models,
+    and if `out` exists or is being written.
     """
     if os.path.lexists(out):
         raise UserError("hf.out_exists", f"{out} exists: name a new folder", path=out)
@@ -75,7 +89,21 @@ def import_folder(
         raise UserError("hf.negative_step", f"step = {step}: expected 0 or more", given=step)
 
     # Read and check everything before a file is written.
-    args = folder_args(source, ignore=ignore)
+    with tempfile.TemporaryDirectory(prefix="canon-import-") as scratch:
+        mixers = Path(scratch) if trust_code else None
+        return _import_folder(source, out, step, state_from, ignore, mixers)
+
+
+def _import_folder(
+    source: Path,
+    out: Path,
+    step: int,
+    state_from: Path | None,
+    ignore: Iterable[str],
+    mixers: Path | None,
+) -> Imported:
+    """See `import_folder`; `mixers`: an empty folder for the files of own mixers."""
+    args = folder_args(source, ignore=ignore, mixers=mixers)
     state: dict[str, Any] = {}
     if state_from is not None:
         state_from, _ = find_checkpoint(state_from)
@@ -87,6 +115,13 @@ def import_folder(
         checkpoint = temporary / f"step-{step}"
         kind: Kind = "full" if state else "weights"
         save_no_dist(state | weights, checkpoint, step=step, kind=kind, in_place=True)
+
+        # The files of own mixers, by their names in OUT.
+        if own_mixers(args):
+            args = with_mixers_in(args, str(out.absolute() / MIXERS))
+            (temporary / MIXERS).mkdir()
+            for file in sorted(mixers.iterdir()) if mixers else ():
+                write_atomic(temporary / MIXERS / file.name, file.read_bytes())
 
         # The model, to train from and, as in a run folder, to export and evaluate.
         origin = str(source.absolute())
@@ -105,8 +140,14 @@ def import_folder(
     return Imported(out / checkpoint.name, args)
 
 
-def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
-    """Return the model of the folder. Raises UserError if it is unsupported."""
+def folder_args(
+    source: Path, *, ignore: Iterable[str] = (), mixers: Path | None = None
+) -> ModelArgs:
+    """Return the model of the folder. Raises UserError if it is unsupported.
+
+    Files of the user's own mixers are copied to the folder `mixers`, and their code is run; None
+    refuses them.
+    """
     params = _params(source)
     path = _file(source, params or CONFIG)
     config = read_json(path, finite=False)
@@ -141,6 +182,8 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
         error_fields: Any = error.fields
         raise UserError("hf.unsupported_field", f"{path}: {error}", **error_fields) from None
 
+    args = _with_mixers(source, args, mixers)
+
     # Refuse a claim such as ten million layers before a model of that size is created.
     shapes = [tensor.shape for tensor in _tensors(source)]
     num_values = sum(shape.numel() for shape in shapes)
@@ -152,6 +195,27 @@ def folder_args(source: Path, *, ignore: Iterable[str] = ()) -> ModelArgs:
             f"; the folder has {len(shapes):,} tensors with {num_values:,} values",
         )
     return args
+
+
+def _with_mixers(source: Path, args: ModelArgs, folder: Path | None) -> ModelArgs:
+    """Return `args` with the files of own mixers in `folder`, copied from the export `source`."""
+    args = with_mixers_in(args, str(source))
+    mixers = own_mixers(args)
+    if not mixers:
+        return args
+    if folder is None:
+        raise UserError(
+            "hf.untrusted_mixer",
+            f"{source} has code of its own, {', '.join(sorted(mixers))}. If you trust it: "
+            "canon hf import --trust-code, and use the imported folder",
+            names=mixers,
+        )
+
+    for mixer in mixers:
+        path = _file(source, mixer_file(mixer).path.name)
+        text = unflatten(path.read_text(encoding="utf-8"), source)
+        write_atomic(folder / path.name, text.encode())
+    return with_mixers_in(args, str(folder))
 
 
 def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
@@ -194,7 +258,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
     # Config and tensors must describe one model.
     missing_names = [name for name in expected_weights if name not in weights]
     if not is_lingua:
-        missing_names = [to_hf(name, model_type) for name in missing_names]
+        missing_names = [to_hf(name, model_type, args) for name in missing_names]
     if missing_names:
         raise UserError(
             "hf.missing_tensors",
@@ -209,7 +273,7 @@ def folder_weights(source: Path, args: ModelArgs) -> dict[str, Tensor]:
         )
 
     # Our rotary layout is lingua's.
-    if not is_lingua and args.rope_dim and layout(config) == fields.HUGGINGFACE:
+    if not is_lingua and layout(config) == fields.HUGGINGFACE:
         for name, order in interleave_orders(args).items():
             weights[name] = weights[name][order]
     return {name: weights[name] for name in expected_weights}
@@ -264,6 +328,17 @@ def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
 
     Llama's code rotates dim i of a head with dim i + R/2, ours dim 2i with 2i + 1.
     """
+    orders = {}
+    for i, layer in enumerate(args.layer_args):
+        if layer.mixer == "attention" and layer.rope_dim:
+            for name, order in _orders_of_layer(layer).items():
+                orders[f"layers.{i}.attention.{name}.weight"] = order
+    return orders
+
+
+@functools.cache
+def _orders_of_layer(args: ModelArgs) -> dict[str, Tensor]:
+    """Return `interleave_orders` of a layer with these arguments, by the names of modules."""
     # Of one head: 0, R/2, 1, R/2 + 1, ...; dims from R on have no position and stay.
     half = args.rope_dim // 2
     rotated = torch.arange(args.rope_dim).view(2, half).T.flatten()
@@ -273,22 +348,17 @@ def interleave_orders(args: ModelArgs) -> dict[str, Tensor]:
     q_dim, k_dim, v_dim = args.qkv_dims
     q_order = (torch.arange(0, q_dim, args.head_dim)[:, None] + head_order).flatten()
     k_order = (torch.arange(0, k_dim, args.head_dim)[:, None] + head_order).flatten()
-    orders = {"attention.wq": q_order, "attention.wk": k_order}
+    orders = {"wq": q_order, "wk": k_order}
     if args.qk_norm == "full":
-        orders |= {"attention.q_norm": q_order, "attention.k_norm": k_order}
+        orders |= {"q_norm": q_order, "k_norm": k_order}
     if args.qk_norm == "per_head":
-        orders |= {"attention.q_norm": head_order, "attention.k_norm": head_order}
+        orders |= {"q_norm": head_order, "k_norm": head_order}
 
     # Canon-B has the channels of Q, K and V, in this order.
     if "B" in args.canon_set:
         v_order = q_dim + k_dim + torch.arange(v_dim)
-        orders["attention.canon_b"] = torch.cat((q_order, q_dim + k_order, v_order))
-
-    return {
-        f"layers.{i}.{name}.weight": order
-        for i in range(args.num_layers)
-        for name, order in orders.items()
-    }
+        orders["canon_b"] = torch.cat((q_order, q_dim + k_order, v_order))
+    return orders
 
 
 def _num_equal_fields(args: ModelArgs, other: ModelArgs) -> int:
@@ -298,11 +368,17 @@ def _num_equal_fields(args: ModelArgs, other: ModelArgs) -> int:
 
 def model_toml(args: ModelArgs, source: str) -> str:
     """Return a TOML file whose [model] section sets every field of `args`."""
-    values = to_json(args)
+    # unlike a run's config.json, with the folders of own mixers
+    layer_sections = {name: dict(section) for name, section in args.layers.items()}
+    values = to_json(args) | {"mixer": args.mixer, "layers": layer_sections}
     # the flavor that agrees in the most fields; all fields are set anyway
     flavor = max(FLAVORS, key=lambda name: _num_equal_fields(FLAVORS[name], args))
     seq_len = values.pop("max_seq_len")
     layers = values.pop("layers")
+    for name, kind in args.kinds.items():
+        if args.pattern:  # else they are filled in
+            layers.setdefault(name, {})
+            layers[name] |= {field: getattr(kind, field) for field in FILLED_SIZES}
     lines = [
         f"# the model of {json.dumps(source)}",  # quoted: a path may contain line ends
         "",

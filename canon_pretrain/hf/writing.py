@@ -2,6 +2,7 @@
 
 import functools
 import json
+import keyword
 import os
 import re
 import shutil
@@ -9,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.lock import locked
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -22,6 +24,9 @@ PACKAGE = "canon_pretrain"
 MODELING_MODULE = f"{PACKAGE}.hf.modeling_canon"
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _IMPORT = re.compile(rf"^([ \t]*from)[ \t]+({PACKAGE}(?:\.\w+)*)(?=[ \t]+import\b)", re.MULTILINE)
+_FLAT_IMPORT = re.compile(r"^([ \t]*from)[ \t]+\.(\w+)(?=[ \t]+import\b)", re.MULTILINE)
+_OTHER_IMPORT = re.compile(rf"^[ \t]*import[ \t]+{PACKAGE}\b.*", re.MULTILINE)
+_HEADER = re.compile(rf"# ({PACKAGE}/[\w/]+)\.py of {PACKAGE}\b.*\n")
 Plans = Mapping[str, Mapping[str, torch.Size]]
 """Shapes of tensors by file and name."""
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -108,38 +113,110 @@ def _safetensors_header(shapes: Mapping[str, torch.Size], dtype: torch.dtype) ->
     return (len(text) + len(padding)).to_bytes(8, "little") + text + padding
 
 
+class MixerSource(NamedTuple):
+    """A file of the user's own mixer, and the name that it has in an export."""
+
+    path: Path
+    name: str
+    text: str
+
+
+def mixer_sources(paths: Iterable[Path]) -> tuple[MixerSource, ...]:
+    """Read the files of the user's own mixers, to export them under their names.
+
+    A name that no module can have, or that one of our modules has, gets a prefix. Raises UserError
+    for a file whose imports of our modules can't be made relative.
+    """
+    taken = set(bundled_code(None))
+    sources: list[MixerSource] = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        _check_mixer_imports(path, text)
+        taken |= {f"{_flat(module)}.py" for module in _imported_modules(text)}
+
+        stem = re.sub(r"\W", "_", path.stem)
+        while f"{stem}.py" in taken or not stem.isidentifier() or keyword.iskeyword(stem):
+            stem = f"mixer_{stem}"
+        taken.add(f"{stem}.py")
+        sources.append(MixerSource(path, f"{stem}.py", text))
+    return tuple(sources)
+
+
 @functools.cache
-def bundled_code(version: str | None) -> Mapping[str, str]:
+def bundled_code(version: str | None, mixers: tuple[MixerSource, ...] = ()) -> Mapping[str, str]:
     """Return modeling_canon.py and all it imports from this package, by file name.
 
-    `from canon_pretrain.model.args import` becomes `from .args import`.
+    `from canon_pretrain.model.args import` becomes `from .args import`, also in `mixers`.
     """
-    # Follow the imports from modeling_canon.py.
+    # Follow the imports from modeling_canon.py and the mixers.
     sources: dict[str, str] = {}
     pending = [MODELING_MODULE]
+    for mixer in mixers:
+        pending += _imported_modules(mixer.text)
     while pending:
         module = pending.pop()
         if module not in sources:
             source = (_REPOSITORY / _path_of(module)).read_text(encoding="utf-8")
             sources[module] = source
-            pending += [match[2] for match in _IMPORT.finditer(source)]
+            pending += _imported_modules(source)
 
     # Put all modules in one folder, under the last part of their names.
     maker = f"{PACKAGE} {version}" if version else PACKAGE
     files = {}
     for module in sorted(sources):
-        flat_source = _IMPORT.sub(lambda match: f"{match[1]} .{_flat(match[2])}", sources[module])
         header = f"# {_path_of(module)} of {maker}, imports made relative"
-        files[f"{_flat(module)}.py"] = f"{header}\n{flat_source}"
+        files[f"{_flat(module)}.py"] = f"{header}\n{_flat_source(sources[module])}"
     if len(files) != len(sources):
         raise ValueError(f"two of {sorted(sources)} would have one name in a flat folder")
+    for mixer in mixers:
+        files[mixer.name] = _flat_source(mixer.text)
 
     # transformers 4 copies only files that the modeling file itself imports.
+    modeling_file = f"{_flat(MODELING_MODULE)}.py"
     lines = ["", "# transformers 4 copies only files that are imported here"]
-    for module in sorted(sources.keys() - {MODELING_MODULE}):
-        lines.append(f"from .{_flat(module)} import __name__ as _  # noqa: E402, F401")
-    files[f"{_flat(MODELING_MODULE)}.py"] += "\n".join([*lines, ""])
+    for name in sorted(files.keys() - {modeling_file}):
+        lines.append(f"from .{Path(name).stem} import __name__ as _  # noqa: E402, F401")
+    files[modeling_file] += "\n".join([*lines, ""])
     return MappingProxyType(files)
+
+
+def _check_mixer_imports(path: Path, source: str) -> None:
+    """Raise UserError unless each import of ours is `from canon_pretrain.MODULE import NAME`."""
+    unclear = [match[0].strip() for match in _OTHER_IMPORT.finditer(source)]
+    for module in _imported_modules(source):
+        if not (_REPOSITORY / _path_of(module)).is_file():
+            unclear.append(f"from {module} import")
+    if unclear:
+        raise UserError(
+            "hf.mixer_import",
+            f"{path}: `{unclear[0]}` can't be made relative for an export: write "
+            f"`from {PACKAGE}.FOLDER.MODULE import NAME`",
+            path=path,
+            given=unclear[0],
+        )
+
+
+def _imported_modules(source: str) -> list[str]:
+    return [match[2] for match in _IMPORT.finditer(source)]
+
+
+def _flat_source(source: str) -> str:
+    return _IMPORT.sub(lambda match: f"{match[1]} .{_flat(match[2])}", source)
+
+
+def unflatten(source: str, folder: Path) -> str:
+    """Return a mixer of the export `folder` with the imports that `bundled_code` has replaced."""
+
+    def module(flat_import: re.Match[str]) -> str:
+        path = folder / f"{flat_import[2]}.py"
+        header = None
+        if path.is_file():
+            header = _HEADER.match(path.read_text(encoding="utf-8"))
+        if header is None:  # of a file that is no module of ours
+            return flat_import[0]
+        return f"{flat_import[1]} {header[1].replace('/', '.')}"
+
+    return _FLAT_IMPORT.sub(module, source)
 
 
 def _path_of(module: str) -> Path:

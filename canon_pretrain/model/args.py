@@ -323,7 +323,8 @@ def is_own_mixer(mixer: str) -> bool:
 def _kinds(args: ModelArgs) -> Mapping[str, ModelArgs]:
     if not args.pattern:
         return {"layer": args}
-    return {name: _layer_args(args, name) for name in dict.fromkeys(args.layer_names)}
+    names = args.pattern[: args.num_layers]
+    return {name: _layer_args(args, name) for name in dict.fromkeys(names)}
 
 
 def _layer_args(args: ModelArgs, name: str) -> ModelArgs:
@@ -345,7 +346,7 @@ def _layer_args(args: ModelArgs, name: str) -> ModelArgs:
 
 def own_mixers(args: ModelArgs) -> list[str]:
     """Return the mixers FILE.py:Name of the model's layers, each once."""
-    mixers = dict.fromkeys(layer.mixer for layer in args.layer_args)
+    mixers = dict.fromkeys(layer.mixer for layer in args.kinds.values())
     return [mixer for mixer in mixers if is_own_mixer(mixer)]
 
 
@@ -353,17 +354,33 @@ def with_mixers_in(args: ModelArgs, folder: str) -> ModelArgs:
     """Return `args` with FILE.py:Name as the file of that name in `folder` ("": without one)."""
 
     def moved(mixer: str) -> str:
-        if not is_own_mixer(mixer):
-            return mixer
         file_name = mixer.rpartition("/")[2]
         return f"{folder}/{file_name}" if folder else file_name
 
-    layers = {}
-    for name, section in args.layers.items():
-        layers[name] = dict(section)
-        if "mixer" in section:
-            layers[name]["mixer"] = moved(section["mixer"])
-    return replace(args, mixer=moved(args.mixer), layers=Table(layers))
+    return map_mixers(args, moved)
+
+
+def map_mixers(args: ModelArgs, moved: Callable[[str], str]) -> ModelArgs:
+    """Return `args` with each FILE.py:Name replaced by `moved` of it.
+
+    A layer that is called by its mixer has its section, and a name without the folder.
+    """
+    layers = {_without_folder(name): dict(section) for name, section in args.layers.items()}
+    for name in filter(is_own_mixer, args.pattern):
+        layers.setdefault(_without_folder(name), {}).setdefault("mixer", name)
+    for section in layers.values():
+        if is_own_mixer(section.get("mixer", "")):
+            section["mixer"] = moved(section["mixer"])
+    return replace(
+        args,
+        mixer=moved(args.mixer) if args.is_own_mixer else args.mixer,
+        pattern=tuple(map(_without_folder, args.pattern)),
+        layers=Table(layers),
+    )
+
+
+def _without_folder(name: str) -> str:
+    return name.rpartition("/")[2] if is_own_mixer(name) else name
 
 
 def to_json(args: ModelArgs) -> dict[str, Any]:
@@ -500,7 +517,7 @@ def _check_pattern(args: ModelArgs) -> None:
                 given=name,
             )
     for name, overrides in args.layers.items():
-        if name not in args.layer_names:
+        if name not in args.pattern[: args.num_layers]:
             raise UserError(
                 "model.pattern",
                 f"[model.layers.{name}] is the section of no layer: pattern = "
@@ -701,6 +718,17 @@ _MIXER_SIZES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 16, "ffn": "none"},
     "gated_deltanet": {"num_heads": 12, "expand_k": 0.75, "expand_v": 1.5},
 }
+FILLED_SIZES = (
+    "mixer",
+    "position",
+    "num_heads",
+    "mixer_conv",
+    "expand_k",
+    "expand_v",
+    "ffn",
+    "ffn_dim",
+)
+"""Fields of a layer that `fill_model` fills in, or that decide how it does."""
 _FFN_EXPANSION = {"standard": 4, "moe": 1}
 # of 6 D^2 parameters, which a gated feed-forward of F = 2 D makes up to 12 D^2
 _SMALL_MIXERS = ("mamba2", "gated_deltanet")
@@ -762,4 +790,5 @@ def fill_model(base: ModelArgs, overrides: Mapping[str, Any]) -> ModelArgs:
         if name in MIXERS or is_own_mixer(name):
             section.setdefault("mixer", name)
         layers[name] = fill_sizes(shared, {"ffn": shared.ffn} | inherited | section)
+        layers[name].pop("num_layers", None)  # of a model without feed-forward
     return replace(base, **values, pattern=names, layers=Table(layers))

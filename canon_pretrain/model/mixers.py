@@ -5,11 +5,13 @@ Shapes: B batch, T tokens, D hidden.
 
 import functools
 import hashlib
+import importlib
 import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -110,16 +112,9 @@ def mixer_class(mixer: str) -> type[Mixer]:
 @functools.cache
 def _load(file: MixerFile, mixer: str, sha256: str) -> type[Mixer]:
     """Return the class as the file defines it now; `sha256`: of the file."""
-    # in sys.modules, so that dataclasses, pickle and torch.compile find it
-    module_name = f"canon_mixer_{sha256[:16]}_{file.path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, file.path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        module = _import(file.path, sha256)
     except Exception as error:
-        del sys.modules[module_name]
         raise UserError(
             "mixer.import",
             f'mixer = "{mixer}": {file.path} cannot be imported: {type(error).__name__}: {error}',
@@ -128,7 +123,7 @@ def _load(file: MixerFile, mixer: str, sha256: str) -> type[Mixer]:
 
     kind = getattr(module, file.name, None)
     if not (isinstance(kind, type) and issubclass(kind, Mixer)):
-        names = [name for name, value in vars(module).items() if _is_mixer_of(value, module_name)]
+        names = [name for name, value in vars(module).items() if _is_mixer_of(value, module)]
         raise UserError(
             "mixer.no_class",
             f'mixer = "{mixer}": {file.path} has no class {file.name} that is a '
@@ -138,8 +133,29 @@ def _load(file: MixerFile, mixer: str, sha256: str) -> type[Mixer]:
     return kind
 
 
-def _is_mixer_of(value: object, module_name: str) -> bool:
-    return isinstance(value, type) and issubclass(value, Mixer) and value.__module__ == module_name
+def _import(path: Path, sha256: str) -> ModuleType:
+    """Return the file as a module."""
+    # an export has it next to this file, as a module of one package with relative imports
+    if path.parent == Path(__file__).parent:
+        return importlib.import_module(f"{__package__}.{path.stem}")
+
+    # in sys.modules, so that dataclasses, pickle and torch.compile find it
+    module_name = f"canon_mixer_{sha256[:16]}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def _is_mixer_of(value: object, module: ModuleType) -> bool:
+    is_mixer = isinstance(value, type) and issubclass(value, Mixer)
+    return is_mixer and value.__module__ == module.__name__
 
 
 class Measures(NamedTuple):

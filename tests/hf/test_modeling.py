@@ -237,7 +237,7 @@ def test_copies_and_casts_keep_the_rotation():
     torch.testing.assert_close(model(longer).logits[:, :160], ours(longer[:, :160]), **CLOSE)
     ids = longer[:, :40]
     low = copy.deepcopy(model).to(torch.bfloat16)
-    assert low.core.layers["0"].attention.rope.cos_TR.dtype == torch.float32
+    assert low.core.layers["0"].block.attention.rope.cos_TR.dtype == torch.float32
     expected = copy.deepcopy(ours).to(torch.bfloat16)(ids)
     # with a cache Canon-D is rounded before the gate: the last bits of bfloat16 differ
     torch.testing.assert_close(low(ids, use_cache=False).logits, expected)
