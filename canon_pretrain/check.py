@@ -116,15 +116,12 @@ def check_export(subject: "Subject") -> str:
     import torch
 
     from canon_pretrain.checkpoint.writer import save_no_dist
-    from canon_pretrain.hf import writing
     from canon_pretrain.hf.export import export
     from canon_pretrain.hf.loading import load_model
+    from canon_pretrain.hf.reading import import_folder
     from canon_pretrain.model import mixer_check as checks
     from canon_pretrain.model.mixers import mixer_files
     from canon_pretrain.run.folder import RunFolder
-
-    if subject.args.is_own_mixer and not hasattr(writing, "mixer_sources"):
-        raise checks.Skipped("this version does not export mixers of your own")
 
     model = checks.make_model(subject.args)
     with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
@@ -138,11 +135,13 @@ def check_export(subject: "Subject") -> str:
         checkpoint = run_folder.path / "checkpoint" / f"step-{STEP}"
         save_no_dist(dict(model.state_dict()), checkpoint, step=STEP, kind="full")
 
-        # Written, and read with nothing but the export.
+        # Written, and read with nothing but the export, which has the class.
         out = Path(folder) / "export"
+        imported = Path(folder) / "imported"
         export(checkpoint, out, with_tokenizer=False)
         shutil.rmtree(run_folder.path)
-        loaded = load_model(out, torch.device("cpu"))
+        import_folder(out, imported, trust_code=True)
+        loaded = load_model(imported / "step-0", torch.device("cpu"))
         num_files = len([*out.iterdir()])
         with torch.no_grad(), checks.exact():
             tokens_BT = checks.random_tokens(2, checks.TOKENS)

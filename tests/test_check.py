@@ -173,14 +173,12 @@ MISTAKES = {
     ),
     "a sum in bfloat16": Mistake(
         "bfloat16",
-        {
-            RESULT: "return self.wo(torch.stack(averages, dim=1) + 1000.0) - self.wo(0.0 * v_BTD + 1000.0)"
-        },
+        {VALUES: f"{VALUES} + 1000.0", RESULT: f"{RESULT} - self.wo(1000.0 + 0.0 * v_BTD)"},
         {},
     ),
     "a result in float32": Mistake("dtype", {RESULT: f"{RESULT}.float()"}, {}),
     "a state that grows": Mistake(
-        "state", {KEEP: GROWING}, {"parameter": "history", "amount": 128.0}
+        "state", {KEEP: GROWING}, {"parameter": "history", "amount": 128.0}, ("cache",)
     ),
     "another shape": Mistake("forward", {RESULT: f"{RESULT}[:, -1]"}, {}),
 }
