@@ -208,3 +208,109 @@ def test_a_mistake_is_named_by_its_row(name, write):
     assert failed <= {mistake.row, *mistake.others}
     row = rows[mistake.row]
     assert {key: getattr(row, key) for key in mistake.fields} == mistake.fields
+
+
+@pytest.mark.parametrize("mixer", RIGHT)
+def test_right_mixers_pass(mixer):
+    rows = list(run_checks(tiny_args(mixer), FAST_CHECKS))
+    assert [row.name for row in rows] == [check.name for check in FAST_CHECKS]
+    assert [row for row in rows if row.state != "ok"] == []
+
+
+def test_a_branch_on_data_breaks_the_graph(write):
+    name = write({RESULT: f"assert x_BTD.isfinite().all().item()\n        {RESULT}"})
+    (row,) = run_checks(tiny_args(name), COMPILE)
+    assert (row.name, row.state) == ("compile", "failed")
+
+
+def test_the_smallest_mixer_is_one_graph_and_counted():
+    checks = [check for check in CHECKS if check.name in ("compile", "counts")]
+    rows = list(run_checks(tiny_args(RIGHT[-1]), checks))
+    assert [row.state for row in rows] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize("mixer", ["gla", f"{EXAMPLE}:DecayingAverage"])
+def test_an_export_is_read_back(mixer):
+    (row,) = run_checks(tiny_args(mixer), [Check("export", check_export)])
+    assert (row.name, row.state) == ("export", "ok")
+
+
+def test_nothing_runs_after_a_forward_that_fails(write):
+    rows = list(run_checks(tiny_args(write(MISTAKES["another shape"].lines)), all_checks()))
+    assert [row.state for row in rows] == ["failed", *["skipped"] * (len(rows) - 1)]
+
+
+def test_an_exception_names_the_line_of_the_file(write):
+    (row,) = run_checks(tiny_args(write({RECALL: "h_BD = x_BTD[9]"})), CHECKS[:1])
+    lines = EXAMPLE.read_text().splitlines()
+    number = 1 + next(i for i, line in enumerate(lines) if RECALL in line)
+    assert (row.state, f"line {number}, in forward" in row.measured) == ("failed", True)
+
+
+def test_widths_grow_until_the_class_accepts_one(write):
+    check = "assert args.dim >= 128"
+    args = tiny_args(write({BUILD: f"{BUILD}\n        {check}"}))
+    assert (args.dim, args.num_heads) == (128, 8)
+    with refused("check.cannot_build"):
+        tiny_args(write({BUILD: f"{BUILD}\n        {check}"}), {"dim": 64})
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ({BUILD: "self.decay = args.width"}, "check.cannot_build"),
+        ({INIT: "init = {}"}, "mixer.init"),
+        ({INIT: 'init = {"decay": ("gauss", 1.0)}'}, "config.unknown_choice"),
+        ({IMPORTS: "import no_such_module\n"}, "mixer.import"),
+        ({"class DecayingAverage(Mixer)": "class Other(Mixer)"}, "mixer.no_class"),
+    ],
+)
+def test_a_class_that_cannot_be_built_is_refused(lines, code, write):
+    with refused(code):
+        tiny_args(write(lines))
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("nowhere.py:Name", "mixer.no_file"),
+        ("gated_delta", "config.unknown_choice"),
+        ("gla --model.dimm 64", "config.unknown_key"),
+        ("gla --model.dim wide", "config.type"),
+        ("gla --model.dim", "cli.usage"),
+        ("gla --dim 64", "cli.usage"),
+        ("gla --model.num_heads 5", "model.not_divisible"),
+        ("gla --json /nowhere/x", "check.no_folder"),
+    ],
+)
+def test_bad_arguments_are_refused(words, code, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        canon_stage("check")(words.split())
+    assert error_codes(capsys.readouterr().err) == [code]
+
+
+def test_keys_of_the_model_have_their_types():
+    words = "--model.dim 64 --model.canon_set=ABCD --model.mixer_conv True --model.expand_k 0.5"
+    expected = {"dim": 64, "canon_set": "ABCD", "mixer_conv": True, "expand_k": 0.5}
+    assert parse_overrides(words.split()) == expected
+
+
+@pytest.mark.parametrize(("lines", "code"), [({}, 0), ({RESULT: f"{RESULT}.float()"}, 1)])
+def test_the_command_prints_and_writes_its_rows(lines, code, write, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("canon_pretrain.check.all_checks", lambda: list(CHECKS[:2]))
+    file = tmp_path / "rows.json"
+    words = [write(lines), "--json", file]
+    if code:
+        with pytest.raises(SystemExit, match="1"):
+            canon_stage("check")(words)
+    else:
+        canon_stage("check")(words)
+    states = ["ok", "failed" if code else "ok"]
+    rows = json.loads(file.read_text())
+    assert [(row["name"], row["state"]) for row in rows] == list(
+        zip(("forward", "dtype"), states, strict=True)
+    )
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in printed[1:-1]] == [
+        [state, name] for name, state in zip(("forward", "dtype"), states, strict=True)
+    ]
