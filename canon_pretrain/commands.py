@@ -119,6 +119,12 @@ COMMANDS: dict[str, Command | Group] = {
             ),
         },
     ),
+    "check": Command(
+        "canon_pretrain.check",
+        "prove a mixer of your own right before you train it",
+        prints=True,
+        takes_keys=True,
+    ),
     "sample": Command(
         "canon_pretrain.sample", "text from a checkpoint, or from two side by side", prints=True
     ),

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.mixers import mixer_class
 
@@ -30,6 +30,8 @@ MIMETIC_STEP = 0.54  # softplus(0.54) = 1
 MIMETIC_RATE = 8.0  # a state decays by exp(-exp(-8)) per token
 # name of a parameter -> kind and scale of its value
 VECTORS = {"bias": ("constant", 0.0), "D": ("constant", 1.0), "dt_bias": ("step", 0.0)}
+OWN_KINDS = ("constant", "normal", "uniform", "log_uniform", "log_count", "step")
+"""Of values that a mixer of the user's own sets (`Mixer.init`)."""
 # inserted into a parameter's name by torch.compile and activation checkpointing
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -152,7 +154,9 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
 
     if args.is_own_mixer and (own := name.partition(".attention.")[2]):
         if own in (values := mixer_class(args.mixer).init):
-            return value(*values[own])
+            kind, scale = values[own]
+            check_choice(f'{args.mixer}: init["{own}"]', kind, OWN_KINDS)
+            return value(kind, scale)
 
     # convolutions
     if module.startswith("canon_"):

@@ -92,6 +92,17 @@ def mixer_files(args: ModelArgs) -> list[MixerFile]:
     return [MixerFile(path, "") for path in paths]
 
 
+def fresh_class(mixer: str) -> type[Mixer]:
+    """Return the class of FILE.py:Name from another import of its file, as another process does."""
+    module_name = mixer_class(mixer).__module__
+    module = sys.modules[module_name]
+    file = mixer_file(mixer)
+    try:
+        return _load.__wrapped__(file, mixer, file.sha256)
+    finally:
+        sys.modules[module_name] = module
+
+
 def mixer_class(mixer: str) -> type[Mixer]:
     """Return the class of FILE.py:Name. Raises UserError if there is none."""
     file = mixer_file(mixer)

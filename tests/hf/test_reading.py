@@ -157,21 +157,14 @@ def test_any_model_in_both_rotary_layouts(version, position, data, tmp_path_fact
 @every_variant
 def test_an_import_of_any_variant(args, tmp_path):
     model = build(args)
-<<<<<<< HEAD
-    weights = dict(model.named_parameters())
-    state = {to_hf(name): weight.detach() for name, weight in weights.items()}
+    weights = dict(model.state_dict())
+    state = {to_hf(name): weight for name, weight in weights.items()}
     folder = write_folder(tmp_path / "hf", to_fields(args), state)
 
     imported = import_folder(folder, tmp_path / "out")
 
     assert imported.args == args
     assert differences(whole_state(imported.checkpoint), weights) == []
-=======
-    state = {to_hf(name): tensor for name, tensor in model.state_dict().items()}
-    found = import_folder(write_folder(tmp_path / "hf", to_fields(args), state), tmp_path / "out")
-    assert found.args == args
-    assert differences(whole_state(found.checkpoint), dict(model.state_dict())) == []
->>>>>>> room/hf
     tokens = random_tokens(args, 2, 20)
     with torch.no_grad():
         assert torch.equal(our_logits(imported, tokens), model(tokens))
@@ -294,14 +287,12 @@ def test_the_toml_selects_the_model(args, tmp_path):
     path.write_text('extends = ["base.toml", "model.toml"]\n')
 
     values = experiment.read_experiment(path)
-<<<<<<< HEAD
 
-    assert experiment.build(CanonJobConfig, values, source=str(path)).model_args == args
-=======
     selected = experiment.build(CanonJobConfig, values, source=str(path)).model_args
+
     # a section of a layer may say what is so without it
-    assert selected.layer_args == args.layer_args and (args.pattern or selected == args)
->>>>>>> room/hf
+    assert selected.layer_args == args.layer_args
+    assert args.pattern or selected == args
     if list(VARIANTS.values()).index(args) % 8 == 0:  # the rest of the way is slow
         assert parse_job(["--config", str(path)], quiet=True).model_args == selected
 
@@ -431,15 +422,6 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"qk_norm": "per_head"},
     {"canon_set": "AE"},
     {"canon_kernel": 17, "canon_set": "A"},
-<<<<<<< HEAD
-    {"layer_types": ["sliding_attention"]},
-    {"rms_norm_eps": 10**400},
-    {"canon_pretrain": {"position": 3}},
-    {"canon_pretrain": {"dropout": 0.1}},
-    {"no_rope_layers": [0, 1], **SMOLLM3},
-    {"no_rope_layers": 3, **SMOLLM3},
-]
-=======
     {"layer_types": ["sliding_attention"]}, {"rms_norm_eps": 10**400},
     {"canon_pretrain": {"position": 3}}, {"canon_pretrain": {"dropout": 0.1}},
     {"no_rope_layers": [0, 2], **SMOLLM3}, {"no_rope_layers": 3, **SMOLLM3},
@@ -452,7 +434,6 @@ UNSUPPORTED: list[dict[str, Any]] = [
     {"canon_pretrain": {"layers": {"a": 3}}}, {"canon_pretrain": {"layers": {"a": {"dim": 3}}}},
     {"canon_pretrain": {"layers": {"a": {"window": "3"}}}},
 ]  # fmt: skip
->>>>>>> room/hf
 UNKNOWN = [{"quantization_config": {"quant_method": "gptq"}}, {"embedding_multiplier": 12.0}]
 
 
