@@ -80,7 +80,10 @@ def gated_attention(w: Weights, args: ModelArgs, x_TD: torch.Tensor, start: int)
         outputs = []
         for h in range(heads):
             group = h * args.kv_heads // heads
-            own, shared = slice(h * width, (h + 1) * width), slice(group * width, (group + 1) * width)
+            own, shared = (
+                slice(h * width, (h + 1) * width),
+                slice(group * width, (group + 1) * width),
+            )
             sees = range(max(0, t - args.window + 1) if args.window else 0, t + 1)
             query = rotated(q[t, own], rope_angles(start + t, args.rope_dim, args.rope_theta))
             keys = [

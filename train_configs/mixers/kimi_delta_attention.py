@@ -102,8 +102,7 @@ def delta_rule(
         state_BHKV = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     q, k, v, log_a, b = (by_chunks(x, size) for x in (q, k, v, log_a, b[..., None]))
 
-    # Products of decays, by float64 sums: their differences after a strong decay are exact. Above
-    # the diagonal they mean nothing.
+    # Products of decays by float64 sums, exact after a strong decay; of no use above the diagonal.
     since = log_a.double().cumsum(-2)
     d_i = since.to(q.dtype).exp()
     d_ij = (since[..., :, None, :] - since[..., None, :, :]).clamp(max=0).to(q.dtype).exp()

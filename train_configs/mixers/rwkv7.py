@@ -1,6 +1,6 @@
 """The time mixing of RWKV-7 "Goose": a generalized delta rule (Peng et al., arXiv 2503.14456).
 
-Section 4.1, with row vectors, x' the previous token, and a mix m of r, w, k, v, a and g each:
+With row vectors, x' the previous token, and a mix m of r, w, k, v, a and g each (time mixing):
 
     x_r, .. = x + (x' - x) m,    r, k, v = x W,    g = sigmoid(x_g G_1) G_2
     w = exp(-exp(-1/2) sigmoid(w_0 + tanh(x_w W_1) W_2)),    a = sigmoid(a_0 + x_a A_1 A_2)
@@ -16,15 +16,12 @@ mixing (the block's feed-forward takes its place), initial values by layer: mixe
 at log U(0, 1). Ranks are those of github.com/BlinkDL/RWKV-LM. Token shift is in Canon-B's place.
 
 In a chunk that starts with S: z_i = -kappa_i S_{i-1}, b = a * kappa, and the products of decays per
-channel d_ij = w_{j+1} * .. * w_i, and d_i from the chunk's start:
+channel d_ij = w_{j+1} * .. * w_i, and d_i from the chunk's start. With c_ij = kappa_i * d_{i-1,j}:
 
-    z_i + sum_{j<i} (kappa_i * d_{i-1,j}) b_j^T z_j
-        = -(kappa_i * d_{i-1}) S - sum_{j<i} (kappa_i * d_{i-1,j}) k~_j^T v_j
+    z_i + sum_{j<i} c_ij b_j^T z_j = -(kappa_i * d_{i-1}) S - sum_{j<i} c_ij k~_j^T v_j
 
 Shapes: B batch, T tokens, D hidden, H heads, K head dim, I = H K, N chunks of C tokens.
 """
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -64,15 +61,22 @@ class RWKV7(Mixer):
         self.wo = nn.Linear(inner, args.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        # Token shift: the token before each, zeros where there is none in the document.
+        before_B1D = context.recall("token")
+        if before_B1D is None:
+            before_B1D = torch.zeros_like(x_BTD[:, :1])
+        context.keep("token", x_BTD[:, -1:])
+        shifted_BTD = torch.cat((before_B1D, x_BTD[:, :-1]), dim=1)
         starts_BT = context.starts(x_BTD.shape[1])
-        shifted_BTD = token_shift(x_BTD, starts_BT, context)
+        if starts_BT is not None:
+            shifted_BTD = shifted_BTD.masked_fill(starts_BT[..., None], 0.0)
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.lerp(x_BTD, shifted_BTD, m) for m in self.mix)
 
         # In float32, or float64 if x is.
         dtype = torch.promote_types(x_BTD.dtype, torch.float32)
         r, k, v = (part.to(dtype) for part in (self.wr(x_r), self.wk(x_k), self.wv(x_v)))
         a = (self.a_0.to(dtype) + self.rate(x_a)).sigmoid()
-        log_w = -math.exp(-0.5) * (self.w_0.to(dtype) + self.decay(x_w)).sigmoid()
+        log_w = -(torch.e**-0.5) * (self.w_0.to(dtype) + self.decay(x_w)).sigmoid()
         kappa = k * self.xi.to(dtype)
         k = k * (1 + (a - 1) * self.alpha.to(dtype))
         bonus = (r * self.rho.to(dtype) * k).unflatten(-1, (self.num_heads, -1)).sum(-1, True)
@@ -101,16 +105,6 @@ def low_rank(dim: int, factor: float, activation: nn.Module, out_dim: int) -> nn
     return nn.Sequential(nn.Linear(dim, rank, bias=False), activation, up)
 
 
-def token_shift(x_BTD: Tensor, starts_BT: Tensor | None, context: Context) -> Tensor:
-    """Return the token before each, zeros at a start; keep the last one."""
-    before_B1D = context.recall("token")
-    context.keep("token", x_BTD[:, -1:])
-    if before_B1D is None:
-        before_B1D = torch.zeros_like(x_BTD[:, :1])
-    shifted_BTD = torch.cat((before_B1D, x_BTD[:, :-1]), dim=1)
-    return shifted_BTD if starts_BT is None else shifted_BTD.masked_fill(starts_BT[..., None], 0.0)
-
-
 def delta_rule(
     r: Tensor, k: Tensor, v: Tensor, log_w: Tensor, kappa: Tensor, b: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -126,8 +120,7 @@ def delta_rule(
         for x in (r, k, v, log_w, kappa, b)
     )
 
-    # Products of decays, by float64 sums: their differences after a strong decay are exact. Above
-    # the diagonal they mean nothing.
+    # Products of decays by float64 sums, exact after a strong decay; of no use above the diagonal.
     since = log_w.double().cumsum(-2)
     d_i = since.to(r.dtype).exp()
     d_ij = (since[..., :, None, :] - since[..., None, :, :]).clamp(max=0).to(r.dtype).exp()
@@ -135,10 +128,10 @@ def delta_rule(
     before_ij = F.pad(d_ij[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
 
     # What does not depend on the states, of all chunks at once: z = -(from_v + from_state S).
-    right = (products(kappa, before_ij, k).tril(-1) @ v, before_i * kappa)
-    from_v, from_state = torch.linalg.solve_triangular(
-        products(kappa, before_ij, b), torch.cat(right, dim=-1), upper=False, unitriangular=True
-    ).split((v.shape[-1], k.shape[-1]), dim=-1)
+    system = products(kappa, before_ij, b)
+    right = torch.cat((products(kappa, before_ij, k).tril(-1) @ v, before_i * kappa), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    from_v, from_state = solved.chunk(2, dim=-1)
     read_of_v = products(r, d_ij, k).tril() @ v
     scores_of_z = products(r, d_ij, b).tril()
     b_to_end = d_ij[..., -1, :, :] * b
