@@ -43,6 +43,11 @@ class Context(NamedTuple):
     # the block's cache of the tokens before, to which these are added; None: these are all
     cache: "LayerCache | None" = None
 
+    @property
+    def position(self) -> int | Tensor:
+        """Position of the first of the tokens in its row; of a single one perhaps a tensor [1]."""
+        return 0 if self.cache is None else self.cache.next_position
+
     def starts(self, num_tokens: int) -> Tensor | None:
         """Return which tokens are in another segment than the one before, bool [B, T].
 

@@ -249,7 +249,7 @@ def add_norm_canon(
     """Return h = h + added and x = Canon(norm(h)), [B, T, D], by one fused kernel if possible.
 
     The kernel returns a copy of x for each of the `readers`, the linear layers that x is passed to:
-    so it also adds up their gradients. Pass x through `per_reader`.
+    so it also adds up their gradients. Pass x through `per_reader`; of one reader, x is a tensor.
     """
     # One kernel. In an export, an adapter (PEFT) may wrap `canon`: then its forward must run.
     if isinstance(canon, Canon) and isinstance(norm, nn.RMSNorm) and context.cache is None:
@@ -263,7 +263,7 @@ def add_norm_canon(
                 readers=readers,
                 **canon.options(context.segments_BN),
             )
-            return h_BTD, tuple(xs_BTD)
+            return h_BTD, xs_BTD[0] if readers == 1 else tuple(xs_BTD)
 
     # The same step by step.
     if added_BTD is not None:

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.args import ModelArgs, own_mixers
 from canon_pretrain.model.cache import NO_CONTEXT, Context, LayerCache
 
-COUNTED_LENGTHS = (256, 512)
+COUNTED_LENGTHS = (256, 512, 768)
 CACHED_TOKENS = 8
 
 
@@ -179,20 +180,27 @@ class Measures(NamedTuple):
 def measure(args: ModelArgs) -> Measures:
     """Count what the mixer FILE.py:Name of a layer costs, on tensors without data.
 
-    FLOPs of products are counted at two lengths: they are linear in the length.
+    FLOPs of the products of a sequence are counted at three lengths: a constant, such as what the
+    first chunk saves, is left out, the rest is linear and quadratic in the length.
     """
+    # tables of positions must reach the longest one
+    max_seq_len = max(args.max_seq_len, *COUNTED_LENGTHS)
     with torch.device("meta"):
-        mixer = mixer_class(args.mixer)(args)
+        mixer = mixer_class(args.mixer)(replace(args, max_seq_len=max_seq_len))
 
-    # Forward and backward.
-    flops = {}
+    # Forward and backward of whole sequences.
+    totals = []
     for num_tokens in COUNTED_LENGTHS:
         x_BTD = torch.empty(1, num_tokens, args.dim, device="meta", requires_grad=True)
         with torch.enable_grad(), FlopCounterMode(display=False) as counter:
             mixer(x_BTD, context_for(mixer, num_tokens)).sum().backward()
-        flops[num_tokens] = counter.get_total_flops() / num_tokens
-    short, long = COUNTED_LENGTHS
-    flops_per_length = (flops[long] - flops[short]) / (long - short)
+        totals.append(counter.get_total_flops())
+
+    # total = constant + base * length + quadratic * length^2, at equally spaced lengths
+    short, middle, long = COUNTED_LENGTHS
+    step = long - middle
+    quadratic = (totals[2] - 2 * totals[1] + totals[0]) / (2 * step**2)
+    base = (totals[1] - totals[0]) / step - quadratic * (short + middle)
 
     # What is kept between tokens, after a few of them.
     cache = LayerCache(window=args.window)
@@ -201,8 +209,8 @@ def measure(args: ModelArgs) -> Measures:
         mixer(x_BTD, context_for(mixer, CACHED_TOKENS)._replace(cache=cache))
     return Measures(
         num_parameters=sum(parameter.numel() for parameter in mixer.parameters()),
-        base_flops=flops[short] - flops_per_length * short,
-        flops_per_length=flops_per_length,
+        base_flops=base,
+        flops_per_length=quadratic,
         state_per_row=cache.numbers_per_row,
         state_per_token=cache.numbers_per_token,
     )
