@@ -267,8 +267,8 @@ def _check_configs(new: Sweep, folder: Path, old: Sweep) -> None:
         if path in new.configs and new.configs[path] != old.configs[path]:
             raise UserError(
                 "board.changed",
-                f"{folder}: runs of {Path(path).name} have started with other values: undo the "
-                "change of the board, or choose another --out",
+                f"{folder}: runs of {Path(path).name} have started with other values, or with "
+                "another file of a mixer: undo the change, or choose another --out",
                 path=path,
             )
 
