@@ -429,7 +429,7 @@ def board_values(
     learning_rates: Sequence[float] = LEARNING_RATES,
 ) -> dict[str, Any]:
     """Return the content of the board: every architecture at every learning rate and seed."""
-    tasks = {}
+    tasks: dict[str, Settings] = {}
     for task in TASKS:
         if task.name not in steps:
             continue
@@ -437,8 +437,8 @@ def board_values(
         tasks[task.name] = {
             "config": str(CONFIGS / task.config),
             "learning_rates": list(learning_rates),
-            "set": {
-                **task.set,
+            "set": task.set
+            | {
                 "training.seq_len": SEQ_LEN,
                 "training.steps": num_steps,
                 "training.global_batch_size": BATCH,

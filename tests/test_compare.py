@@ -1,7 +1,9 @@
 """`canon playground compare`: sizes, the plan within the minutes, the board, and the verdicts."""
 
 import argparse
+import json
 import shutil
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -13,13 +15,16 @@ from canon_pretrain.boards.board import read_board
 from canon_pretrain.boards.commands import read_board_plan
 from canon_pretrain.boards.content import board_content
 from canon_pretrain.boards.plan import plan_board
+from canon_pretrain.cluster.sweep import read_sweep
 from canon_pretrain.compare import BASELINES, PilotCost, TaskCost, fit_steps
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.stats.decide import MAX_SEEDS, seeds_for_level
 from canon_pretrain.titan.command_line import parse_job
 from tests.board_runs import plant_board
-from tests.support import ROOT
+from tests.support import ROOT, canon_stage
+
+playground = canon_stage("playground")
 
 AVERAGE = f"{ROOT / 'train_configs' / 'mixers' / 'decaying_average.py'}:DecayingAverage"
 OWN = {"mixer": AVERAGE, "position": "nope", "canon_set": ""}
@@ -72,7 +77,7 @@ def test_a_causal_mixer_passes(tmp_path):
     ("body", "code"),
     [
         ("return self.wv(x_BTD.roll(-1, 1))", "compare.not_causal"),
-        ("return self.wv(x_BTD) + x_BTD.mean(1, keepdim=True)", "compare.not_causal"),
+        ("return self.wv(x_BTD.flip(1))", "compare.not_causal"),
         ("return self.wv(x_BTD) / 0", "compare.not_finite"),
         ("return self.wv(x_BTD)[:, :-1]", "compare.mixer_fails"),
         ("return self.missing(x_BTD)", "compare.mixer_fails"),
@@ -113,7 +118,7 @@ def test_then_the_last_task_is_left_out():
     assert error.value.fields["needed_s"] == 600
 
 
-def test_the_steps_of_all_runs_are_counted(capsys):
+def test_the_steps_of_all_runs_are_counted():
     """Three seeds x two rates x two architectures: 12 runs a task, of 0.15 s and 10 s each step."""
     costs = [PilotCost(step_s=0.1, fixed_s=4.0), PilotCost(step_s=0.2, fixed_s=6.0)]
     total = sum(6 * (0.3 * task.steps + 10.0) for task in compare.TASKS)
@@ -123,7 +128,6 @@ def test_the_steps_of_all_runs_are_counted(capsys):
     # 500 s besides steps leave 57 % of the steps of five seeds, 600 s 46 % of those of six
     assert len(compare.plan_steps(costs, 5, total)) == len(full)
     assert len(compare.plan_steps(costs, 6, total)) < len(full)
-    assert "left out" in capsys.readouterr().out
 
 
 def board_of(folder, seeds=(0, 1, 2), steps=None):
@@ -168,6 +172,33 @@ def test_the_class_needs_a_name_of_its_own(name):
     with pytest.raises(UserError) as error:
         compare.own_name(name, BASELINES)
     assert error.value.code == "compare.name"
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_from_a_file_to_a_page(tmp_path, monkeypatch):
+    """A few steps of two architectures; then the same command with another seed adds runs."""
+    task = replace(compare.TASKS[0], steps=8)
+    monkeypatch.setattr(compare, "TASKS", (task,))
+    monkeypatch.setattr(compare, "PILOT_STEPS", 8)
+    monkeypatch.setattr(compare, "LEARNING_RATES", (3e-3,))
+    words = ["compare", AVERAGE, "--with", "rope", "--no-compile", "--minutes", "1e4"]
+    words += ["--out", str(tmp_path)]
+
+    playground([*words, "--seeds", "2"])
+    assert len(read_sweep(tmp_path).runs) == 4
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {run["state"] for run in report["runs"]} == {"done"}
+    assert {run["step"] for run in report["runs"]} == {8}
+    assert {row["arm"] for row in report["arms"]} == {"DecayingAverage", "rope"}
+    pilot = (tmp_path / "pilot" / "sweep.json").stat().st_mtime_ns
+
+    playground([*words, "--seeds", "3"])
+    assert len(read_sweep(tmp_path).runs) == 6
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {run["state"] for run in report["runs"]} == {"done"}
+    assert report["seeds"] == [0, 1, 2]
+    assert (tmp_path / "pilot" / "sweep.json").stat().st_mtime_ns == pilot
 
 
 # -- the verdicts
@@ -251,11 +282,12 @@ def test_no_number_of_seeds_decides_without_a_difference():
     assert seeds_for_level(2 * stats.norm.sf(0.12), 0.05, 3) <= MAX_SEEDS
 
 
-def test_the_table_and_the_next_command(tmp_path, capsys, monkeypatch):
+def test_the_last_line_is_the_next_command(tmp_path, capsys, monkeypatch):
     _, rows = verdicts_of(tmp_path, {"mine": 0.5, "rope": 0.53, "nope": 0.1})
     monkeypatch.setenv("COLUMNS", "200")
     request = argparse.Namespace(mixer="m.py:M", baselines=["rope", "nope"], seeds=3)
     compare.show_verdicts([*rows.values()], request, tmp_path)
-    printed = capsys.readouterr().out
-    assert f"--seeds {3 + rows['rope'].more_seeds} --out {tmp_path}" in printed
-    assert "better" in printed and compare.UNDECIDED in printed
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    seeds = command[command.index("--seeds") + 1]
+    assert int(seeds) == 3 + rows["rope"].more_seeds
+    assert command[-1] == str(tmp_path)
