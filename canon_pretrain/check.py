@@ -120,7 +120,7 @@ def check_export(subject: "Subject") -> str:
     from canon_pretrain.hf.loading import load_model
     from canon_pretrain.hf.reading import import_folder
     from canon_pretrain.model import mixer_check as checks
-    from canon_pretrain.model.mixers import mixer_files
+    from canon_pretrain.model.mixer_files import mixer_files
     from canon_pretrain.run.folder import RunFolder
 
     model = checks.make_model(subject.args)

@@ -16,6 +16,7 @@ from canon_pretrain.train import main
 from tests.support import ROOT
 
 FOLDER = ROOT / "train_configs" / "playground"
+OTHER_TASKS = {"automata", "mqar", "state"}  # not the paper's
 NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))
 SIZES = {"8L512D": (8, 512), "8L768D": (8, 768), "12L512D": (12, 512), "12L768D": (12, 768)}
 
@@ -68,7 +69,13 @@ def job_of(name):
 
 def test_every_task_of_the_paper_has_its_files():
     assert {*NAMES} == {*ROWS, *(f"capo_{people}" for people in CAPO)}
-    assert {name.partition("_")[0] for name in NAMES} == {*TASKS} - {"automata", "mqar", "state"}
+    assert {name.partition("_")[0] for name in NAMES} == {*TASKS} - OTHER_TASKS
+
+
+def test_every_task_has_a_tiny_file():
+    """Depo and Brevo have a file for both of their kinds."""
+    tiny = {path.stem for path in (FOLDER / "tiny").glob("*.toml")}
+    assert tiny == {name.rstrip("12") for name in TASKS}
 
 
 def people_of(size):

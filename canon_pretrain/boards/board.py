@@ -3,6 +3,12 @@
 seeds = [0, 1, 2]                 # of model.init_seed and data.data_seed
 [architectures.rope_canon]        # keys of [model]
 canon_set = "ABCD"
+[architectures.mine]
+mixer = "mine.py:Mine"            # a class of your own; the file as `config` below
+[architectures.hybrid]            # layers that differ, from the first on
+pattern = ["gated_deltanet", "attention"]
+[architectures.hybrid.layers.attention]
+window = 16
 [sizes.d32]                       # optional, of [model] too: each architecture at each size,
 dim = 32                          # an arm "rope_canon/d32"; without sizes "rope_canon"
 [tasks.copy]
@@ -36,7 +42,7 @@ from pydantic import Field
 
 from canon_pretrain.cluster.sweep import FOLDER_KEY, RATE_KEY, SEED_KEYS, Rate, Seed
 from canon_pretrain.core.errors import UserError, suggestion
-from canon_pretrain.model.args import ModelArgs, fill_sizes
+from canon_pretrain.model.args import ModelArgs, fill_sizes, is_own_mixer
 from canon_pretrain.run.config import build, read_experiment
 from canon_pretrain.stats.claims import Claim
 
@@ -153,7 +159,33 @@ def read_board(path: Path) -> Board:
         if not config.exists():
             config = Path(task.config)
         tasks[name] = dataclasses.replace(task, config=os.path.abspath(config))
-    return dataclasses.replace(board, tasks=tasks)
+
+    # So are those of own mixers.
+    architectures = {
+        name: _with_mixer_paths(model, path.parent) for name, model in board.architectures.items()
+    }
+    return dataclasses.replace(board, tasks=tasks, architectures=architectures)
+
+
+def _with_mixer_paths(value: Any, folder: Path) -> Any:
+    """Return keys of [model] with each FILE.py:Name at an absolute path.
+
+    FILE.py is relative to `folder`, else to the working directory.
+    """
+    if isinstance(value, dict):
+        return {
+            _with_mixer_paths(key, folder): _with_mixer_paths(inner, folder)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list):
+        return [_with_mixer_paths(inner, folder) for inner in value]
+    if isinstance(value, str) and is_own_mixer(value):
+        file, _, name = value.rpartition(":")
+        path = folder / Path(file).expanduser()
+        if not path.exists():
+            path = Path(file).expanduser()
+        return f"{os.path.abspath(path)}:{name}"
+    return value
 
 
 def _build(values: Settings, source: str) -> Board:

@@ -230,7 +230,7 @@ def run_report(arguments: argparse.Namespace) -> None:
     from canon_pretrain.report import eval_report
 
     folder = _folder(arguments)
-    plan = _board_plan(folder, arguments.board.stem)
+    plan = read_board_plan(folder, arguments.board.stem)
     content = board_content(plan, datetime.now(UTC))
     labels = {"entry": tables.architectures(content)}
     eval_report.write_report(folder, PAGE, content, labels, "board", board=tables)
@@ -239,8 +239,8 @@ def run_report(arguments: argparse.Namespace) -> None:
     print(f"report: {(folder / PAGE).resolve()}")
 
 
-def _board_plan(folder: Path, title: str) -> "BoardPlan":
-    """Return what a planned board compares."""
+def read_board_plan(folder: Path, title: str) -> "BoardPlan":
+    """Return what a planned board compares; `title`: of the page."""
     from canon_pretrain.boards.results import BoardPlan, BoardRun
 
     board, sweep = read_plan(folder)

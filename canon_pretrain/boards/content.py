@@ -7,6 +7,7 @@ The score of a cell is that of its seeds at the last step, at the learning rate 
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import pairwise
@@ -27,6 +28,7 @@ from canon_pretrain.boards.results import (
     size_of,
 )
 from canon_pretrain.boards.stops import Stop
+from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import sha256_text
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.counts import flops_per_token, num_parameters, state_bytes
@@ -663,8 +665,9 @@ def _model(plan: BoardPlan, arm: str, by_place: Mapping[Place, Sequence[Result]]
         # All runs of a cell have the same model: the first that has started tells it.
         records = [result.record for result in by_place[task, arm] if result.record]
         args = records[0].model_args if records else None
-        if args is not None:
-            tasks[task] = _model_counts(args)
+        with suppress(UserError):  # the file of its own mixer is not there any more
+            if args is not None:
+                tasks[task] = _model_counts(args)
     return ModelRow(arm, tasks)
 
 

@@ -281,8 +281,8 @@ def _check_configs(new: Sweep, folder: Path, old: Sweep) -> None:
         if new.configs.get(path, old_hash) != old_hash:
             raise UserError(
                 "board.changed",
-                f"{folder}: runs of {Path(path).name} have started with other values: undo the "
-                "change of the board, or choose another --out",
+                f"{folder}: runs of {Path(path).name} have started with other values, or with "
+                "another file of a mixer: undo the change, or choose another --out",
                 path=path,
             )
 

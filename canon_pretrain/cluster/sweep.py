@@ -20,7 +20,7 @@ import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -51,6 +51,8 @@ from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.files import UnreadableFile, read_record, sha256_text, write_json
 from canon_pretrain.core.holder import read_count
 from canon_pretrain.core.terminal import Console, printable
+from canon_pretrain.model.args import is_own_mixer
+from canon_pretrain.model.mixer_files import mixer_file
 from canon_pretrain.report.evaluations import logged_losses, suite_losses
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.report.status import format_number, summarize_run
@@ -72,6 +74,7 @@ SEED_KEYS: dict[SeedOf, tuple[str, ...]] = {
 }
 RATE_KEY = "optimizer.lr"
 FOLDER_KEY = "job.dump_folder"
+MIXER_CODE = "mixer_code"  # key of the hashes of own mixers in what a plan hashes
 # like all of [data], these must be equal for runs to see the same batches
 SAME_DATA = ("training.seq_len", "training.global_batch_size", "training.steps")
 
@@ -140,8 +143,8 @@ class Sweep:
         if not is_restart and config_hash(run.config) != self.configs[run.config]:
             raise UserError(
                 "sweep.config_changed",
-                f"{run.config} (or a config that it extends) has changed since the sweep was "
-                "planned: restore it, or plan another sweep",
+                f"{run.config} (or a config that it extends, or the file of a mixer) has changed "
+                "since the sweep was planned: restore it, or plan another sweep",
             )
         if problem := self.other_plan(run, folder):
             raise UserError("sweep.other_run", problem)
@@ -274,7 +277,25 @@ def config_hash(path: str) -> str:
 
 
 def values_hash(values: Mapping[str, Any]) -> str:
-    return sha256_text(json.dumps(values, sort_keys=True, default=str))
+    """Return the SHA-256 of a config's values, and of the files of the mixers that they name.
+
+    So a plan ends where one of those files has changed. Raises UserError without a file.
+    """
+    files = {mixer: mixer_file(mixer).sha256 for mixer in _own_mixers(values.get("model"))}
+    content = {**values, MIXER_CODE: files} if files else values
+    return sha256_text(json.dumps(content, sort_keys=True, default=str))
+
+
+def _own_mixers(value: Any) -> Iterator[str]:
+    """Yield each FILE.py:Name among the values of `[model]`: a mixer, or a name in a pattern."""
+    if isinstance(value, str) and is_own_mixer(value):
+        yield value
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _own_mixers(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _own_mixers(inner)
 
 
 def data_differences(sweep: Sweep) -> list[str]:

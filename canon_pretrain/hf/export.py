@@ -44,7 +44,7 @@ from canon_pretrain.hf.reading import CONFIG, interleave_orders, meta_weights
 from canon_pretrain.hf.tokenizer_files import llama_cpp_reads, sentencepiece_file, tokenizer_files
 from canon_pretrain.model.args import ModelArgs, map_mixers
 from canon_pretrain.model.counts import num_parameters, state_bytes, state_size
-from canon_pretrain.model.mixers import mixer_file, mixer_files
+from canon_pretrain.model.mixer_files import mixer_file, mixer_files
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.launches import own_version, read_run
 from canon_pretrain.synthetic.evaluation import task_of_run

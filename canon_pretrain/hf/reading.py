@@ -48,7 +48,7 @@ from canon_pretrain.model.args import (
     with_mixers_in,
 )
 from canon_pretrain.model.counts import num_parameters
-from canon_pretrain.model.mixers import mixer_file, mixer_files
+from canon_pretrain.model.mixer_files import mixer_file, mixer_files
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import IMPORTED_FROM, MIXERS, RunFolder
 

@@ -31,7 +31,8 @@ from canon_pretrain.model.args import MIXERS, ModelArgs, fill_model, flavor, is_
 from canon_pretrain.model.cache import Cache, Context
 from canon_pretrain.model.counts import flops_per_token, state_bytes
 from canon_pretrain.model.init import initial_value
-from canon_pretrain.model.mixers import fresh_class, measure, mixer_class, mixer_file
+from canon_pretrain.model.mixer_files import mixer_file
+from canon_pretrain.model.mixers import fresh_class, measure, mixer_class
 from canon_pretrain.model.transformer import Transformer
 
 SIZES = ((32, 4), (64, 4), (128, 8), (256, 8))

@@ -4,11 +4,9 @@ Shapes: B batch, T tokens, D hidden.
 """
 
 import functools
-import hashlib
 import importlib
 import importlib.util
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from canon_pretrain.core.errors import UserError
-from canon_pretrain.model.args import ModelArgs, own_mixers
+from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import NO_CONTEXT, Context, LayerCache
+from canon_pretrain.model.mixer_files import MixerFile, mixer_file
 
 COUNTED_LENGTHS = (256, 512, 768)
 CACHED_TOKENS = 8
@@ -51,46 +50,6 @@ class Mixer(nn.Module):
         where a document starts (`starts`), before which nothing may be seen.
         """
         raise NotImplementedError
-
-
-class MixerFile(NamedTuple):
-    """A mixer of FILE.py:Name."""
-
-    path: Path
-    name: str
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.path.read_bytes()).hexdigest()
-
-
-def mixer_file(mixer: str) -> MixerFile:
-    """Return the file and the class name of FILE.py:Name. Raises UserError without that file."""
-    path, _, name = mixer.rpartition(":")
-    file = MixerFile(Path(path).expanduser(), name)
-    if not file.path.is_file():
-        raise UserError(
-            "mixer.no_file",
-            f'mixer = "{mixer}": there is no file {file.path} in {Path.cwd()}. Expected '
-            f"FILE.py:Name",
-            given=mixer,
-        )
-    return file
-
-
-def mixer_files(args: ModelArgs) -> list[MixerFile]:
-    """Return the files of the model's own mixers. Raises UserError for two of one name."""
-    paths = dict.fromkeys(mixer_file(mixer).path.resolve() for mixer in own_mixers(args))
-    names = Counter(path.name for path in paths)
-    for path in paths:
-        if names[path.name] > 1:
-            raise UserError(
-                "mixer.two_files",
-                f"two mixers are in files called {path.name}, such as {path}: a run copies each "
-                "file by its name. Rename one",
-                given=path,
-            )
-    return [MixerFile(path, "") for path in paths]
 
 
 def fresh_class(mixer: str) -> type[Mixer]:

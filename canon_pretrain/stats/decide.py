@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy  # imports its other submodules when they are used
-from scipy.special import ndtr
+from scipy.special import ndtr, ndtri
 
 ALPHA = 0.05
 POWER = 0.8
@@ -180,3 +180,18 @@ def seeds_needed(difference: float, alpha: float, noise_with: Callable[[int], No
     if difference == 0 or not is_enough(MAX_SEEDS):
         return None
     return 1 + bisect_left(range(1, MAX_SEEDS), True, key=is_enough)
+
+
+def seeds_for_level(p: float, level: float, num_seeds: int) -> int | None:
+    """Return the seeds per side from which on a difference would have a p of at most `level`.
+
+    `p`: two-sided, of `num_seeds` seeds per side. If the difference and its noise per seed stay as
+    they are, the normal quantile of p / 2 grows as sqrt(seeds). That is pessimistic for few seeds,
+    of which more degrees of freedom make p smaller too. None above MAX_SEEDS, as for no difference.
+    """
+    quantile = -float(ndtri(p / 2))
+    needed_quantile = -float(ndtri(level / 2))
+    if quantile <= 0:
+        return None
+    needed = max(num_seeds, math.ceil(num_seeds * (needed_quantile / quantile) ** 2))
+    return needed if needed <= MAX_SEEDS else None

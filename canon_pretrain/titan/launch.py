@@ -20,7 +20,7 @@ from canon_pretrain.core import files
 from canon_pretrain.core.errors import UserError
 from canon_pretrain.core.holder import host_name
 from canon_pretrain.model.args import own_mixers, to_json
-from canon_pretrain.model.mixers import mixer_files
+from canon_pretrain.model.mixer_files import mixer_files
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run import launches
 from canon_pretrain.run.folder import RunFolder

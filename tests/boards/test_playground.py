@@ -910,3 +910,65 @@ def test_a_board_is_stopped_killed_and_continued(tmp_path):
         time.sleep(0.05)
     assert process.wait(10) == 130
     assert not any_run_is_locked()
+
+
+# -- mixers of the user's own, and patterns
+
+MIXER = ROOT / "train_configs" / "mixers" / "decaying_average.py"
+OWN = SMALL.replace(
+    "[tasks.copy]",
+    """[architectures.mine]
+mixer = "mine.py:DecayingAverage"
+position = "nope"
+canon_set = ""
+[architectures.hybrid]
+pattern = ["mine.py:DecayingAverage", "windowed"]
+num_layers = 2
+[architectures.hybrid.layers.windowed]
+window = 4
+canon_set = "AC"
+[tasks.copy]""",
+)
+
+
+def own_board(folder):
+    folder.mkdir(exist_ok=True)
+    mine = folder / "mine.py"
+    mine.write_bytes(MIXER.read_bytes())
+    return mine
+
+
+def test_an_architecture_has_a_mixer_of_the_users_or_a_pattern(tmp_path):
+    mine = own_board(tmp_path)
+    sweep = plan(tmp_path, OWN)
+    jobs = {Path(run.config).stem: parse_job(["--config", run.config]) for run in sweep.runs}
+    assert jobs["copy-n8-mine"].model_args.mixer == f"{mine}:DecayingAverage"
+
+    layers = jobs["copy-n8-hybrid"].model_args.layer_args
+    assert [args.mixer for args in layers] == [f"{mine}:DecayingAverage", "attention"]
+    assert [args.window for args in layers] == [0, 4]
+    assert [args.canon_set for args in layers] == ["ABCD", "AC"]  # ABCD is of the task's config
+
+
+@pytest.mark.parametrize("name", ["mine", "hybrid"])
+def test_a_board_does_not_go_on_with_another_mixer(tmp_path, capsys, name):
+    mine = own_board(tmp_path)
+    sweep = plan(tmp_path, OWN)
+    (run,) = (run for run in sweep.runs if Path(run.config).stem == f"copy-n8-{name}")
+
+    # A file that has changed is refused at launch, until the board is planned again.
+    mine.write_text(mine.read_text() + "\nSCALE = 2\n")
+    with pytest.raises(UserError) as error:
+        sweep.launch(run, tmp_path / "out")
+    assert error.value.code == "sweep.config_changed"
+    sweep = plan(tmp_path, OWN)
+    sweep.launch(run, tmp_path / "out")
+
+    # Once a run with it has started, it may not change, but the others' plans are as they were.
+    plant_run(tmp_path / "out" / run.name, [])
+    mine.write_text(mine.read_text() + "\nSCALE = 3\n")
+    assert refused(capsys, tmp_path, OWN) == "board.changed"
+    rope = next(run for run in sweep.runs if Path(run.config).stem == "copy-n8-rope")
+    sweep.launch(rope, tmp_path / "out")
+    mine.unlink()
+    assert refused(capsys, tmp_path, OWN) == "mixer.no_file"

@@ -1,0 +1,639 @@
+"""From a mixer in a file to a verdict: `canon playground compare FILE.py:Name`.
+
+Checks the mixer, chooses sizes of equal parameters, and writes DIR/board.toml: an ordinary board of
+tiny tasks that this machine trains within the minutes, with the learning rates and seeds of all
+architectures alike. It is trained and shown as by `canon playground run`; then each task has a
+verdict: better, worse, or not decided yet, and how many minutes more would decide.
+
+What does not fit into the minutes is cut: first steps, of all tasks by the same share down to that
+of LEAST_SHARE, then tasks from the end of TASKS. The same command continues after an interruption;
+with more --seeds it adds runs to the board.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich import box
+from rich.table import Table
+
+from canon_pretrain.boards.board import NAME, read_board
+from canon_pretrain.boards.commands import read_board_plan, run_run
+from canon_pretrain.boards.content import BoardContent, DifferenceRow, board_content
+from canon_pretrain.boards.driver import Driver
+from canon_pretrain.boards.plan import plan_board
+from canon_pretrain.cluster.sweep import Sweep
+from canon_pretrain.core.cli import available_cores, positive
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.core.files import write_atomic
+from canon_pretrain.core.terminal import Console, duration
+from canon_pretrain.machine.hardware import visible_gpus
+from canon_pretrain.model.args import ModelArgs, fill_model, flavor
+from canon_pretrain.model.counts import flops_per_token, num_parameters, state_bytes
+from canon_pretrain.model.mixer_files import mixer_file
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.report.record import RunRecord
+from canon_pretrain.run.config import read_experiment, to_toml
+from canon_pretrain.run.folder import PLAN
+from canon_pretrain.stats.decide import holm_levels, seeds_for_level
+
+Settings = dict[str, Any]
+
+BOARD = "board.toml"
+CONFIGS = Path(__file__).resolve().parents[1] / "train_configs" / "playground" / "tiny"
+BASELINES: Mapping[str, Settings] = {
+    "rope": {"position": "rope", "canon_set": ""},
+    "nope": {"position": "nope", "canon_set": ""},
+    "rope_canon": {"position": "rope", "canon_set": "ABCD"},
+    "nope_canon": {"position": "nope", "canon_set": "ABCD"},
+    "gla": {"mixer": "gla", "position": "nope", "canon_set": ""},
+    "gla_canon": {"mixer": "gla", "position": "nope", "canon_set": "ABCD"},
+    "gated_deltanet": {"mixer": "gated_deltanet", "position": "nope", "canon_set": ""},
+    "gated_deltanet_canon": {"mixer": "gated_deltanet", "position": "nope", "canon_set": "ABCD"},
+}
+"""What a mixer is compared with: keys of `[model]` by the architecture's name."""
+DEFAULT_BASELINES = ("rope_canon", "gated_deltanet")
+
+SHAPE = {"dim": 64, "num_heads": 4, "init": "lingua"}
+"""Of all architectures; their feed-forwards differ, so that their parameters are equal."""
+FFN_DIM = 176
+"""Width of the feed-forward of the architecture with the most parameters: the least one."""
+FFN_MULTIPLE = 8
+LEARNING_RATES = (3e-3, 1e-2)
+SEEDS = 3
+
+
+@dataclass(frozen=True)
+class CompareTask:
+    """A task of the comparison: a tiny config with other values, and its steps if time allows."""
+
+    name: str
+    config: str
+    steps: int
+    set: Settings
+
+
+# In the order in which they are kept. Windows are equal, so that all share compiled code.
+TASKS = (
+    CompareTask(
+        name="mqar",
+        config="mqar.toml",
+        steps=400,
+        set={
+            "model.num_layers": 2,
+            "data.task.vocab": 64,
+            "data.task.pairs": 11,
+            "data.task.queries": 11,
+            "data.task.slots": 11,
+        },
+    ),
+    CompareTask("depo", "depo.toml", steps=500, set={"data.task.n": 6, "data.task.vocab": 6}),
+    CompareTask("mano", "mano.toml", steps=500, set={}),
+    CompareTask("copy", "copy.toml", steps=400, set={"data.task.n": 23}),
+    CompareTask("state", "state.toml", steps=500, set={}),
+)
+SEQ_LEN = 48
+BATCH = 32
+WINDOWS = 64
+"""Held-out windows that score a run."""
+VALIDATIONS = 4
+LEAST_SHARE = 0.5
+"""Of a task's steps; with fewer, a task is left out instead."""
+
+PILOT = "pilot"
+"""Folder in DIR of a short run of each architecture, which is timed."""
+PILOT_STEPS = 40
+RUN_S = 4.0
+"""Of a run on a core besides its steps and validations: start, compiled code, checkpoint."""
+OVERHEAD_S = 20.0
+"""Of the command after the runs and before the pilot: imports, the page."""
+
+
+# -- the command
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("mixer", metavar="FILE.py:Name", help="contract: train_configs/mixers/README.md")
+    add(
+        "--with",
+        dest="baselines",
+        nargs="+",
+        choices=BASELINES,
+        default=DEFAULT_BASELINES,
+        metavar="ARCHITECTURE",
+        help=f"one or more of {', '.join(BASELINES)} (default: {' '.join(DEFAULT_BASELINES)})",
+    )
+    add("--canon", default="", metavar="SITES", help='Canon sites around the mixer, such as "ACD"')
+    add("--minutes", type=float, default=15.0, help="for all runs (default: %(default)g)")
+    add("--seeds", type=positive, default=SEEDS, metavar="N", help="default: %(default)s")
+    add("--parallel", type=positive, metavar="N", help="runs at once (default: one per core)")
+    add("--out", type=Path, metavar="DIR", help="default: outputs/compare/NAME")
+    add(
+        "--no-compile",
+        dest="compile",
+        action="store_false",
+        help="for a mixer that torch.compile takes long for, such as a loop over tokens",
+    )
+    add("--plan-only", action="store_true", help="write DIR/board.toml and train only the pilot")
+
+
+def run_compare(arguments: argparse.Namespace) -> None:
+    """Check, plan, train, and print the verdicts."""
+    began_s = time.monotonic()
+    _, _, name = arguments.mixer.rpartition(":")
+    path = mixer_file(arguments.mixer).path.resolve()
+    mixer = f"{path}:{name}"
+    folder = arguments.out or Path("outputs", "compare", name)
+    parallel = arguments.parallel or available_cores()
+    check_mixer(mixer)
+
+    # Sizes.
+    own = {"mixer": mixer, "position": "nope", "canon_set": arguments.canon.upper()}
+    baselines = {baseline: BASELINES[baseline] for baseline in arguments.baselines}
+    architectures = equal_sizes({own_name(name, baselines): own} | baselines)
+    show_sizes(architectures)
+
+    # The board: that of the folder, with more seeds if they are asked for, or a new one.
+    board_file = folder / BOARD
+    if board_file.exists():
+        board = continued_board(board_file, architectures, arguments.seeds)
+    else:
+        costs = pilot_costs(architectures, folder / PILOT, parallel, compiles=arguments.compile)
+        left_s = 60 * arguments.minutes - OVERHEAD_S - (time.monotonic() - began_s)
+        steps = plan_steps(costs, arguments.seeds, parallel * left_s)
+        board = board_values(architectures, steps, range(arguments.seeds), arguments.compile)
+    write_board(board_file, board)
+    print(f"board: {board_file}")
+    if arguments.plan_only:
+        return
+
+    # Train and show it as any other board.
+    run_run(
+        argparse.Namespace(
+            board=board_file,
+            out=folder,
+            extend=(folder / PLAN).exists(),
+            parallel=parallel,
+            race=False,
+        )
+    )
+    content = board_content(read_board_plan(folder, board_file.stem), datetime.now(UTC))
+    rows = verdicts(content, next(iter(architectures)), parallel)
+    show_verdicts(rows, arguments, folder)
+
+
+def own_name(name: str, baselines: Collection[str]) -> str:
+    """Return the name of the own architecture in the board. Raises UserError."""
+    if not NAME.fullmatch(name) or name in baselines:
+        raise UserError(
+            "compare.name",
+            f"the class {name!r}: expected a name of letters, digits and _ that is not that of "
+            f"another architecture ({', '.join(baselines)})",
+            name=name,
+        )
+    return name
+
+
+# -- the mixer
+
+
+def check_mixer(mixer: str) -> None:
+    """Run a forward and a backward pass of a small model. Raises UserError.
+
+    The output must be finite, and no token may change the output of an earlier one.
+    """
+    args = model_args({"mixer": mixer, "position": "nope", "canon_set": ""} | SHAPE, 2, 32, 16)
+    try:
+        model = Transformer(args)
+        model.init_weights()
+        tokens_BT = torch.arange(2 * args.max_seq_len).view(2, -1) % args.vocab_size
+        logits_BTV = model(tokens_BT)
+        logits_BTV.square().mean().backward()
+
+        # All tokens from the middle on are others.
+        middle = args.max_seq_len // 2
+        other_BT = tokens_BT.clone()
+        other_BT[:, middle:] = (other_BT[:, middle:] + 1) % args.vocab_size
+        with torch.no_grad():
+            change_BTV = (model(other_BT) - logits_BTV).abs()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            "compare.mixer_fails",
+            f"{mixer}: a forward and backward pass of a model of width {args.dim} ends with "
+            f"{type(error).__name__}: {error}",
+            given=mixer,
+        ) from error
+
+    gradients = [parameter.grad for parameter in model.parameters()]
+    is_finite = all(x.isfinite().all() for x in (logits_BTV, *gradients) if x is not None)
+    if not is_finite:
+        raise UserError(
+            "compare.not_finite",
+            f"{mixer}: the logits or gradients of a model of width {args.dim} are not finite at "
+            "its initial values",
+            given=mixer,
+        )
+    leak = float(change_BTV[:, :middle].max())
+    if leak > 1e-4 * float(logits_BTV.detach().abs().max()):
+        raise UserError(
+            "compare.not_causal",
+            f"{mixer}: tokens from {middle} on change logits of earlier ones by {leak:.2g}: "
+            "forward must depend on earlier tokens only",
+            given=mixer,
+            leak=leak,
+        )
+
+
+def model_args(
+    model: Mapping[str, Any], num_layers: int, vocab_size: int, seq_len: int
+) -> ModelArgs:
+    """Return the arguments of keys of `[model]`, as a run of the board has them."""
+    sizes = {"num_layers": num_layers, "vocab_size": vocab_size, "max_seq_len": seq_len}
+    return fill_model(flavor("debug"), {**model, **sizes})
+
+
+# -- sizes
+
+
+def equal_sizes(architectures: Mapping[str, Settings]) -> dict[str, Settings]:
+    """Return the architectures with SHAPE and the `ffn_dim` at which their parameters are equal.
+
+    The largest one at FFN_DIM has it; others get wider feed-forwards, in multiples of
+    FFN_MULTIPLE, up to which parameters differ.
+    """
+
+    def layer(model: Settings, ffn_dim: int) -> int:
+        return num_parameters(model_args(model | SHAPE | {"ffn_dim": ffn_dim}, 1, 1, 1))
+
+    # The number of parameters is linear in the width of the feed-forward.
+    target = max(layer(model, FFN_DIM) for model in architectures.values())
+    sized = {}
+    for name, model in architectures.items():
+        base = layer(model, FFN_DIM)
+        per_step = layer(model, FFN_DIM + FFN_MULTIPLE) - base
+        num_steps = round((target - base) / per_step)
+        sized[name] = model | SHAPE | {"ffn_dim": FFN_DIM + FFN_MULTIPLE * num_steps}
+    return sized
+
+
+def show_sizes(architectures: Mapping[str, Settings]) -> None:
+    """Print parameters, FLOPs and state of two layers at the lengths of the tasks."""
+    table = Table(
+        *("architecture", "ffn_dim", "parameters", "FLOPs/token", "state bytes", "+ per token"),
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    for name, model in architectures.items():
+        args = model_args(model, 2, 64, SEQ_LEN)
+        state = state_bytes(args, itemsize=4)
+        table.add_row(
+            name,
+            str(model["ffn_dim"]),
+            f"{num_parameters(args):,}",
+            f"{flops_per_token(args, SEQ_LEN):,}",
+            f"{state.per_row:,}",
+            f"{state.per_token:,}",
+        )
+    title = f"two layers of width {SHAPE['dim']}, {SEQ_LEN} tokens of a vocabulary of 64"
+    Console(highlight=False).print(title, table, sep="\n", markup=False)
+
+
+# -- the plan
+
+
+@dataclass(frozen=True)
+class PilotCost:
+    """Seconds of an architecture on one core: of a step, and of a run besides its steps."""
+
+    step_s: float
+    fixed_s: float
+
+
+@dataclass(frozen=True)
+class TaskCost:
+    """Core-seconds of all runs of a task: of `steps` each, and besides their steps."""
+
+    task: str
+    steps: int
+    training_s: float
+    fixed_s: float
+
+
+def pilot_costs(
+    architectures: Mapping[str, Settings], folder: Path, parallel: int, *, compiles: bool
+) -> list[PilotCost]:
+    """Train each architecture for PILOT_STEPS steps of the first task, and time it.
+
+    All tasks have steps of equal size. Raises UserError if a run fails.
+    """
+    first_task = TASKS[0]
+    board = board_values(
+        architectures, {first_task.name: PILOT_STEPS}, [0], compiles, LEARNING_RATES[:1]
+    )
+    write_board(folder / BOARD, board)
+    sweep, _ = plan_board(read_board(folder / BOARD), folder)
+    train_runs(sweep, folder, parallel)
+
+    costs = []
+    for run in sweep.runs:
+        record = RunRecord(folder / run.name)
+        # the first of them compile
+        step_s = statistics.median(
+            event["seconds_per_step"] for event in record.steps if event.step > PILOT_STEPS // 2
+        )
+        validation_s = min(event["seconds"] for event in record.own_validations)
+        costs.append(PilotCost(step_s, RUN_S + VALIDATIONS * validation_s))
+    return costs
+
+
+def train_runs(sweep: Sweep, folder: Path, parallel: int) -> None:
+    """Train the runs of the pilot. Raises UserError if one fails."""
+    driver = Driver(sweep, folder, parallel, gpus=visible_gpus())
+    driver.train()
+    if driver.stops:
+        raise KeyboardInterrupt
+    for name, reason in driver.failures.items():
+        raise UserError(
+            "compare.pilot",
+            f"{folder / name}: {reason}. If torch.compile is at fault, pass --no-compile",
+            run=name,
+        )
+
+
+def plan_steps(costs: Sequence[PilotCost], num_seeds: int, core_seconds: float) -> dict[str, int]:
+    """Print which tasks fit into the core-seconds, with how many steps, and return those steps."""
+    num_runs = num_seeds * len(LEARNING_RATES)  # of an architecture
+    task_costs = [
+        TaskCost(
+            task=task.name,
+            steps=task.steps,
+            training_s=num_runs * task.steps * sum(cost.step_s for cost in costs),
+            fixed_s=num_runs * sum(cost.fixed_s for cost in costs),
+        )
+        for task in TASKS
+    ]
+    steps = fit_steps(task_costs, core_seconds)
+    for cost in task_costs:
+        if cost.task in steps:
+            share = steps[cost.task] / cost.steps
+            seconds = share * cost.training_s + cost.fixed_s
+            print(
+                f"{cost.task}: {steps[cost.task]} steps ({share:.0%} of {cost.steps}), "
+                f"{num_runs * len(costs)} runs, {duration(seconds)} of a core"
+            )
+    left_out = [cost.task for cost in task_costs if cost.task not in steps]
+    if left_out:
+        print(f"left out, for lack of time: {', '.join(left_out)}")
+    return steps
+
+
+def fit_steps(costs: Sequence[TaskCost], core_seconds: float) -> dict[str, int]:
+    """Return the steps of the tasks that fit into the core-seconds, by name.
+
+    All tasks have the same share of their steps, of at least LEAST_SHARE; else the last task is
+    left out. Steps are multiples of VALIDATIONS. Raises UserError if not even one task fits.
+    """
+    for num_tasks in range(len(costs), 0, -1):
+        kept = costs[:num_tasks]
+        left_s = core_seconds - sum(cost.fixed_s for cost in kept)
+        share = min(left_s / sum(cost.training_s for cost in kept), 1.0)
+        if share >= LEAST_SHARE:
+            return {
+                cost.task: int(share * cost.steps) // VALIDATIONS * VALIDATIONS for cost in kept
+            }
+
+    needed_s = costs[0].fixed_s + LEAST_SHARE * costs[0].training_s
+    raise UserError(
+        "compare.minutes",
+        f"{duration(max(core_seconds, 0))} of a core: the task {costs[0].task} alone needs "
+        f"{duration(needed_s)}. Set more --minutes, or compare with fewer architectures",
+        needed_s=needed_s,
+    )
+
+
+def board_values(
+    architectures: Mapping[str, Settings],
+    steps: Mapping[str, int],
+    seeds: Sequence[int],
+    compiles: bool,
+    learning_rates: Sequence[float] = LEARNING_RATES,
+) -> dict[str, Any]:
+    """Return the content of the board: every architecture at every learning rate and seed."""
+    tasks: dict[str, Settings] = {}
+    for task in TASKS:
+        if task.name not in steps:
+            continue
+        num_steps = steps[task.name]
+        tasks[task.name] = {
+            "config": str(CONFIGS / task.config),
+            "learning_rates": list(learning_rates),
+            "set": task.set
+            | {
+                "training.seq_len": SEQ_LEN,
+                "training.steps": num_steps,
+                "training.global_batch_size": BATCH,
+                "training.local_batch_size": BATCH,
+                "lr_scheduler.warmup_steps": num_steps // 10,
+                "validation.freq": num_steps // VALIDATIONS,
+                "validation.windows": WINDOWS,
+                "compile.enable": compiles,
+            },
+        }
+    return {
+        "seeds": list(seeds),
+        "architectures": dict(architectures),
+        "tasks": tasks,
+    }
+
+
+def continued_board(
+    path: Path, architectures: Mapping[str, Settings], num_seeds: int
+) -> dict[str, Any]:
+    """Return the board of DIR with at least `num_seeds` seeds.
+
+    Raises UserError if it compares other architectures.
+    """
+    board = read_experiment(path)
+    if board.get("architectures") != dict(architectures):
+        raise UserError(
+            "compare.other_board",
+            f"{path} compares other architectures ({', '.join(board.get('architectures', ()))}), "
+            "or the same at other sizes: choose another --out",
+            path=path,
+        )
+    first_seeds = list(range(num_seeds))
+    return board | {"seeds": max(board["seeds"], first_seeds, key=len)}
+
+
+def write_board(path: Path, board: Mapping[str, Any]) -> None:
+    """Write a board's TOML, and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, board_text(board).encode())
+
+
+def board_text(board: Mapping[str, Any]) -> str:
+    """Return the TOML of a board."""
+    lines = [
+        "# Written by `canon playground compare`. Train and show it:",
+        "# canon playground run BOARD.toml --out DIR",
+        "",
+        to_toml({"seeds": board["seeds"]}),
+    ]
+    for table in ("architectures", "tasks"):
+        for name, values in board[table].items():
+            lines += [f"[{table}.{name}]", to_toml(values)]
+    return "\n".join(lines)
+
+
+# -- the verdicts
+
+UNDECIDED = "not decided yet"
+
+
+@dataclass(frozen=True)
+class VerdictRow:
+    """The own architecture against `baseline` on a task.
+
+    `difference` and its 95 % `interval`: above 0 if the own one is better. `verdict`: "better",
+    "worse", "not decided yet", or "no score". `more_seeds`: how many more would decide, if the
+    difference and its noise stay as they are, and `more_s` what they take on this machine; None if
+    it is decided, or if MAX_SEEDS would not.
+    """
+
+    task: str
+    baseline: str
+    own_score: float | None
+    baseline_score: float | None
+    difference: float | None = None
+    interval: tuple[float, float] | None = None
+    verdict: str = "no score"
+    more_seeds: int | None = None
+    more_s: float | None = None
+
+
+def verdicts(content: BoardContent, own: str, parallel: int) -> list[VerdictRow]:
+    """Return the verdict on each task and baseline: those of the board's page."""
+    # The level at which the page tests each difference, by Holm's correction over all of them.
+    tested = [row for row in content.differences if row.p is not None]
+    p = np.array([row.p for row in tested], np.float64)
+    levels = dict(zip(map(_pair, tested), holm_levels(p, np.ones(p.size)).tolist(), strict=True))
+    differences = {_pair(row): row for row in content.differences}
+
+    rows = []
+    baselines = [arm.arm for arm in content.arms if arm.arm != own]
+    scores = {(cell.task, cell.arm): cell.mean for cell in content.cells}
+    for task in content.tasks:
+        for baseline in baselines:
+            pair = task.task, frozenset((own, baseline))
+            row = VerdictRow(
+                task.task,
+                baseline,
+                own_score=scores[task.task, own],
+                baseline_score=scores[task.task, baseline],
+            )
+            if pair in differences:
+                row = _with_difference(row, differences[pair], own, lower=task.lower_is_better)
+            if row.verdict == UNDECIDED and pair in levels:
+                row = _with_more_seeds(row, differences[pair], levels[pair], content, own, parallel)
+            rows.append(row)
+    return rows
+
+
+def _pair(row: DifferenceRow) -> tuple[str, frozenset[str]]:
+    return row.task, frozenset((row.a, row.b))
+
+
+def _with_difference(
+    row: VerdictRow, difference: DifferenceRow, own: str, *, lower: bool
+) -> VerdictRow:
+    """Return the row with a difference that is above 0 if the own architecture is better."""
+    verdict = UNDECIDED
+    if difference.better is not None:
+        verdict = "better" if difference.better == own else "worse"
+
+    size = difference.difference
+    interval = difference.interval
+    is_turned = (difference.b == own) != lower
+    if is_turned and size is not None:
+        size = -size
+    if is_turned and interval is not None:
+        low, high = interval
+        interval = -high, -low
+    return replace(row, difference=size, interval=interval, verdict=verdict)
+
+
+def _with_more_seeds(
+    row: VerdictRow,
+    difference: DifferenceRow,
+    level: float,
+    content: BoardContent,
+    own: str,
+    parallel: int,
+) -> VerdictRow:
+    """Return the row with the seeds, and the seconds, that would decide it."""
+    assert difference.p is not None
+    num_seeds = len(content.seeds)
+    needed = seeds_for_level(difference.p, level, num_seeds)
+    if needed is None:
+        return row
+
+    # What one seed of both took, at all learning rates.
+    runs = [run for run in content.runs if run.task == row.task and run.arm in (own, row.baseline)]
+    core_s = sum(3600 * (run.hours or 0.0) + RUN_S for run in runs)
+    more_seeds = needed - num_seeds
+    more_s = more_seeds * core_s / num_seeds / parallel
+    return replace(row, more_seeds=more_seeds, more_s=more_s)
+
+
+def show_verdicts(rows: Sequence[VerdictRow], arguments: argparse.Namespace, folder: Path) -> None:
+    """Print the verdicts, and the command that would decide the next one."""
+    table = Table(
+        *("task", "against", "scores", "difference", "95 %", "verdict", "to decide"),
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
+    for row in rows:
+        interval = ""
+        if row.interval is not None:
+            low, high = row.interval
+            interval = f"{low:+.3f} to {high:+.3f}"
+        table.add_row(
+            row.task,
+            row.baseline,
+            f"{_number(row.own_score)}, {_number(row.baseline_score)}",
+            "" if row.difference is None else f"{row.difference:+.3f}",
+            interval,
+            row.verdict,
+            _more(row),
+        )
+    Console(highlight=False).print(table, markup=False)
+
+    waiting = [row.more_seeds for row in rows if row.more_seeds]
+    if waiting:
+        num_seeds = arguments.seeds + min(waiting)
+        print(
+            f"the next one: canon playground compare {arguments.mixer} --with "
+            f"{' '.join(arguments.baselines)} --seeds {num_seeds} --out {folder}"
+        )
+
+
+def _number(score: float | None) -> str:
+    return "-" if score is None else f"{score:.3f}"
+
+
+def _more(row: VerdictRow) -> str:
+    if row.verdict != UNDECIDED:
+        return ""
+    if row.more_seeds is None or row.more_s is None:
+        return "not by more seeds"
+    return f"about {duration(row.more_s)}, {row.more_seeds} more seeds"

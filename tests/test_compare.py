@@ -1,0 +1,293 @@
+"""`canon playground compare`: sizes, the plan within the minutes, the board, and the verdicts."""
+
+import argparse
+import json
+import shutil
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+import torch
+from scipy import stats
+
+from canon_pretrain import compare
+from canon_pretrain.boards.board import read_board
+from canon_pretrain.boards.commands import read_board_plan
+from canon_pretrain.boards.content import board_content
+from canon_pretrain.boards.plan import plan_board
+from canon_pretrain.cluster.sweep import read_sweep
+from canon_pretrain.compare import BASELINES, PilotCost, TaskCost, fit_steps
+from canon_pretrain.core.errors import UserError
+from canon_pretrain.model.transformer import Transformer
+from canon_pretrain.stats.decide import MAX_SEEDS, seeds_for_level
+from canon_pretrain.titan.command_line import parse_job
+from tests.board_runs import plant_board
+from tests.support import ROOT, canon_stage
+
+playground = canon_stage("playground")
+
+AVERAGE = f"{ROOT / 'train_configs' / 'mixers' / 'decaying_average.py'}:DecayingAverage"
+OWN = {"mixer": AVERAGE, "position": "nope", "canon_set": ""}
+
+
+def test_all_architectures_have_equal_parameters():
+    sized = compare.equal_sizes({"own": OWN} | dict(BASELINES))
+    numbers = {}
+    for name, model in sized.items():
+        with torch.device("meta"):
+            network = Transformer(compare.model_args(model, 2, 64, 48))
+        numbers[name] = sum(parameter.numel() for parameter in network.parameters())
+
+    # The nearest multiple of 8 of a gated feed-forward with Canon-D, in two layers.
+    step = 2 * 8 * (3 * 64 + 2 * 4)
+    assert max(numbers.values()) - min(numbers.values()) <= step
+    assert len({model["ffn_dim"] for model in sized.values()}) > 3
+    assert min(model["ffn_dim"] for model in sized.values()) == compare.FFN_DIM
+
+
+# -- what a mixer must do before anything is trained
+
+MIXER = """
+import torch
+from torch import nn
+from canon_pretrain.model.mixers import Mixer
+
+class Mine(Mixer):
+    def __init__(self, args):
+        super().__init__()
+        self.wv = nn.Linear(args.dim, args.dim, bias=False)
+
+    def forward(self, x_BTD, context=None):
+        {body}
+"""
+
+
+def mixer_with(tmp_path, body):
+    path = tmp_path / "mine.py"
+    path.write_text(MIXER.format(body=body))
+    return f"{path}:Mine"
+
+
+def test_a_causal_mixer_passes(tmp_path):
+    compare.check_mixer(AVERAGE)
+    compare.check_mixer(mixer_with(tmp_path, "return self.wv(x_BTD).cumsum(1)"))
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("return self.wv(x_BTD.roll(-1, 1))", "compare.not_causal"),
+        ("return self.wv(x_BTD.flip(1))", "compare.not_causal"),
+        ("return self.wv(x_BTD) / 0", "compare.not_finite"),
+        ("return self.wv(x_BTD)[:, :-1]", "compare.mixer_fails"),
+        ("return self.missing(x_BTD)", "compare.mixer_fails"),
+    ],
+)
+def test_a_wrong_mixer_is_refused(tmp_path, body, code):
+    with pytest.raises(UserError) as error:
+        compare.check_mixer(mixer_with(tmp_path, body))
+    assert error.value.code == code
+
+
+# -- the plan
+
+COSTS = [TaskCost("a", 400, 1000.0, 100.0), TaskCost("b", 500, 3000.0, 100.0)]
+
+
+def test_all_tasks_are_kept_if_they_fit():
+    assert fit_steps(COSTS, 5000.0) == {"a": 400, "b": 500}
+
+
+def test_steps_are_cut_first_and_fill_the_time():
+    steps = fit_steps(COSTS, 3300.0)
+    assert [*steps] == ["a", "b"]
+    seconds = {cost.task: cost.training_s * steps[cost.task] / cost.steps for cost in COSTS}
+    assert 0.97 * 3300 < sum(seconds.values()) + 200 <= 3300
+    assert steps["a"] / 400 == pytest.approx(steps["b"] / 500, abs=0.01)
+    assert all(number % compare.VALIDATIONS == 0 for number in steps.values())
+
+
+def test_then_the_last_task_is_left_out():
+    """Half of all steps take 2,200 s."""
+    assert [*fit_steps(COSTS, 2200.0)] == ["a", "b"]
+    assert fit_steps(COSTS, 2199.0) == {"a": 400}
+    assert fit_steps(COSTS, 600.0) == {"a": 200}
+    with pytest.raises(UserError) as error:
+        fit_steps(COSTS, 599.0)
+    assert error.value.code == "compare.minutes"
+    assert error.value.fields["needed_s"] == 600
+
+
+def test_the_steps_of_all_runs_are_counted():
+    """Three seeds x two rates x two architectures: 12 runs a task, of 0.15 s and 10 s each step."""
+    costs = [PilotCost(step_s=0.1, fixed_s=4.0), PilotCost(step_s=0.2, fixed_s=6.0)]
+    total = sum(6 * (0.3 * task.steps + 10.0) for task in compare.TASKS)
+    full = {task.name: task.steps for task in compare.TASKS}
+    assert compare.plan_steps(costs, 3, total + 0.01) == full
+    assert compare.plan_steps(costs, 3, total - 30) != full
+    # 500 s besides steps leave 57 % of the steps of five seeds, 600 s 46 % of those of six
+    assert len(compare.plan_steps(costs, 5, total)) == len(full)
+    assert len(compare.plan_steps(costs, 6, total)) < len(full)
+
+
+def board_of(folder, seeds=(0, 1, 2), steps=None):
+    architectures = compare.equal_sizes({"DecayingAverage": OWN, "rope": BASELINES["rope"]})
+    values = compare.board_values(architectures, steps or {"mqar": 40, "state": 80}, seeds, False)
+    path = folder / "board.toml"
+    path.write_text(compare.board_text(values))
+    return path, architectures
+
+
+def test_the_board_is_an_ordinary_one(tmp_path):
+    path, architectures = board_of(tmp_path, steps={task.name: 80 for task in compare.TASKS})
+    board = read_board(path)
+    assert board.architectures == architectures
+    sweep, _ = plan_board(board, tmp_path)
+    assert len(sweep.runs) == 3 * len(compare.LEARNING_RATES) * 2 * len(compare.TASKS)
+    for config in sweep.configs:
+        job = parse_job(["--config", config])
+        assert job.training.steps % job.validation.freq == 0
+        assert job.training.seq_len >= (job.task.longest or 0)
+        assert (job.training.seq_len, job.training.local_batch_size) == (48, 32)
+        assert job.model_args.dim == 64
+
+
+def test_more_seeds_continue_the_board_of_a_folder(tmp_path):
+    path, architectures = board_of(tmp_path)
+    old = read_board(path)
+    more = compare.continued_board(path, architectures, 5)
+    path.write_text(compare.board_text(more))
+    assert read_board(path).seeds == [0, 1, 2, 3, 4]
+    assert read_board(path).tasks == old.tasks
+    assert compare.continued_board(path, architectures, 2)["seeds"] == [0, 1, 2, 3, 4]
+
+    others = compare.equal_sizes({"DecayingAverage": OWN, "nope": BASELINES["nope"]})
+    with pytest.raises(UserError) as error:
+        compare.continued_board(path, others, 3)
+    assert error.value.code == "compare.other_board"
+
+
+@pytest.mark.parametrize("name", ["rope", "Mine-2"])
+def test_the_class_needs_a_name_of_its_own(name):
+    with pytest.raises(UserError) as error:
+        compare.own_name(name, BASELINES)
+    assert error.value.code == "compare.name"
+
+
+@pytest.mark.system
+@pytest.mark.timeout(900)
+def test_from_a_file_to_a_page(tmp_path, monkeypatch):
+    """A few steps of two architectures; then the same command with another seed adds runs."""
+    task = replace(compare.TASKS[0], steps=8)
+    monkeypatch.setattr(compare, "TASKS", (task,))
+    monkeypatch.setattr(compare, "PILOT_STEPS", 8)
+    monkeypatch.setattr(compare, "LEARNING_RATES", (3e-3,))
+    words = ["compare", AVERAGE, "--with", "rope", "--no-compile", "--minutes", "1e4"]
+    words += ["--out", str(tmp_path)]
+
+    playground([*words, "--seeds", "2"])
+    assert len(read_sweep(tmp_path).runs) == 4
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {run["state"] for run in report["runs"]} == {"done"}
+    assert {run["step"] for run in report["runs"]} == {8}
+    assert {row["arm"] for row in report["arms"]} == {"DecayingAverage", "rope"}
+    pilot = (tmp_path / "pilot" / "sweep.json").stat().st_mtime_ns
+
+    playground([*words, "--seeds", "3"])
+    assert len(read_sweep(tmp_path).runs) == 6
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {run["state"] for run in report["runs"]} == {"done"}
+    assert report["seeds"] == [0, 1, 2]
+    assert (tmp_path / "pilot" / "sweep.json").stat().st_mtime_ns == pilot
+
+
+# -- the verdicts
+
+
+def verdicts_of(tmp_path, levels, own="mine"):
+    """Return the verdicts of a board of mine, rope and nope on copy, with these mean scores."""
+    shutil.copy(AVERAGE.rpartition(":")[0], tmp_path / "average.py")
+    text = """
+seeds = [0, 1, 2]
+[architectures.mine]
+mixer = "average.py:DecayingAverage"
+[architectures.rope]
+canon_set = ""
+[architectures.nope]
+canon_set = ""
+position = "nope"
+[tasks.copy]
+config = "CONFIG"
+learning_rates = [5e-3]
+""".replace("CONFIG", str(compare.CONFIGS / "copy.toml"))
+
+    def scores(run):
+        arm = run.config.rpartition("-")[2].removesuffix(".toml")
+        return {500: levels[arm] + 0.02 * (run.seed - 1)}
+
+    path = plant_board(tmp_path, scores, text)
+    content = board_content(read_board_plan(path.parent, "board"), datetime.now(UTC))
+    return content, {row.baseline: row for row in compare.verdicts(content, own, 2)}
+
+
+def test_verdicts_are_those_of_the_page(tmp_path):
+    content, rows = verdicts_of(tmp_path, {"mine": 0.5, "rope": 0.9, "nope": 0.1})
+    assert rows["rope"].verdict == "worse" and rows["nope"].verdict == "better"
+    assert rows["rope"].difference == pytest.approx(-0.4)
+    assert rows["nope"].difference == pytest.approx(0.4)
+    for row in rows.values():
+        low, high = row.interval
+        assert low < row.difference < high and low * high > 0
+        assert row.more_seeds is None
+    assert (rows["rope"].own_score, rows["rope"].baseline_score) == pytest.approx((0.5, 0.9))
+
+
+def test_an_open_verdict_says_how_many_seeds_would_decide(tmp_path):
+    content, rows = verdicts_of(tmp_path, {"mine": 0.5, "rope": 0.53, "nope": 0.5})
+    assert {row.verdict for row in rows.values()} == {compare.UNDECIDED}
+    assert rows["rope"].more_seeds > 0
+    low, high = rows["rope"].interval
+    assert low < 0 < high
+    # equal means: no number of seeds decides
+    assert rows["nope"].more_seeds is None
+
+    # Of each further seed two runs, with their fixed seconds and the training time of those so far.
+    hours = [run.hours for run in content.runs if run.arm in ("mine", "rope")]
+    per_seed = sum(3600 * (x or 0) + compare.RUN_S for x in hours) / 3
+    assert rows["rope"].more_s == pytest.approx(rows["rope"].more_seeds * per_seed / 2)
+
+
+def test_verdicts_do_not_depend_on_the_order_of_arms(tmp_path):
+    """Seen from rope, which is not the first arm, all signs are turned."""
+    levels = {"mine": 0.5, "rope": 0.9, "nope": 0.5}
+    _, rows = verdicts_of(tmp_path, levels)
+    _, turned = verdicts_of(tmp_path, levels, own="rope")
+    assert turned["mine"].difference == -rows["rope"].difference
+    low, high = rows["rope"].interval
+    assert turned["mine"].interval == (-high, -low)
+    assert (rows["rope"].verdict, turned["mine"].verdict) == ("worse", "better")
+
+
+@pytest.mark.parametrize(("z", "level"), [(1.0, 0.05), (1.9, 0.01), (0.3, 0.004), (3.0, 0.05)])
+def test_seeds_for_a_level(z, level):
+    needed = seeds_for_level(2 * stats.norm.sf(z), level, 3)
+    assert 2 * stats.norm.sf(z * (needed / 3) ** 0.5) <= level
+    if needed > 3:
+        assert 2 * stats.norm.sf(z * ((needed - 1) / 3) ** 0.5) > level
+
+
+def test_no_number_of_seeds_decides_without_a_difference():
+    assert seeds_for_level(1.0, 0.05, 3) is None
+    assert seeds_for_level(2 * stats.norm.sf(1e-3), 0.05, 3) is None
+    assert seeds_for_level(2 * stats.norm.sf(0.12), 0.05, 3) <= MAX_SEEDS
+
+
+def test_the_last_line_is_the_next_command(tmp_path, capsys, monkeypatch):
+    _, rows = verdicts_of(tmp_path, {"mine": 0.5, "rope": 0.53, "nope": 0.1})
+    monkeypatch.setenv("COLUMNS", "200")
+    request = argparse.Namespace(mixer="m.py:M", baselines=["rope", "nope"], seeds=3)
+    compare.show_verdicts([*rows.values()], request, tmp_path)
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    seeds = command[command.index("--seeds") + 1]
+    assert int(seeds) == 3 + rows["rope"].more_seeds
+    assert command[-1] == str(tmp_path)
