@@ -3,12 +3,14 @@
 A mistake is the smallest mixer (train_configs/mixers/decaying_average.py) with some lines replaced.
 """
 
+import json
 from dataclasses import dataclass
 
 import pytest
 
-from canon_pretrain.model.mixer_check import CHECKS, run_checks, tiny_args
-from tests.support import ROOT
+from canon_pretrain.check import all_checks, check_export, parse_overrides
+from canon_pretrain.model.mixer_check import CHECKS, Check, run_checks, tiny_args
+from tests.support import ROOT, canon_stage, error_codes, refused
 
 EXAMPLE = ROOT / "train_configs" / "mixers" / "decaying_average.py"
 RIGHT = ("attention", "gla", "mamba2", "gated_deltanet", f"{EXAMPLE}:DecayingAverage")
