@@ -229,7 +229,10 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
             losses.append(f"{sections.number(bits)} bits per byte")
         yield "held-out loss in training", ", ".join(losses)
         if scores := event.get("scores"):
-            texts = [f"{name} {sections.number(value)}" for name, value in scores.items()]
+            texts = []
+            for name, value in scores.items():
+                score = sections.number(value)
+                texts.append(f"{name} {score}")
             yield "scores in training", printable(", ".join(texts))
 
     launches = [event for event in run.launch_events if event.from_step < step]
@@ -292,14 +295,18 @@ def _picture(run: RunRecord, step: int) -> bytes:
 
     def line(label: str, curve: Curve | None) -> Line:
         """Return a curve up to `step` over the tokens seen."""
-        steps, values = curve or Curve(np.zeros(0), np.zeros(0))
+        if curve is None:
+            return Line(label, np.zeros(0), np.zeros(0))
+
+        steps, values = curve
         values = values[steps <= step]
         kept = downsample(values, segments(len(values), MAX_POINTS))
         tokens = [evaluations.tokens_at(run, at) for at in steps[kept]]
         return Line(label, np.array(tokens, float), values[kept])
 
     # On the left the losses; training may have logged only one of them.
-    held_out = Curve.of((event.step, event.get("loss")) for event in run.own_validations)
+    held_out_points = [(event.step, event.get("loss")) for event in run.own_validations]
+    held_out = Curve.of(held_out_points)
     losses = [
         line("training", run.curve("loss")),
         line("held out", held_out),
@@ -308,7 +315,10 @@ def _picture(run: RunRecord, step: int) -> bytes:
     left = Panel("Loss, nats per token", logged_losses)
 
     # On the right the scores of the task, which text does not have.
-    scores = [line(name, curve) for name, curve in run.scores.items() if name != "loss"]
+    scores = []
+    for name, curve in run.scores.items():
+        if name != "loss":
+            scores.append(line(name, curve))
     if scores:
         right = Panel("Scores on the task", scores[:MAX_SCORES])
     else:

@@ -511,11 +511,8 @@ def _print(content: PairComparison) -> None:
         rows = [row.in_bits() for row in content.pairs if row.suite == suite]
         console.print(_suite_table(content, rows, is_wide=console.width >= WIDE))
     if content.family:
-        tests = [f"{suite} {count}" for suite, count in content.family.items()]
-        show(
-            f"tests: {', '.join(tests)}; "
-            "any false verdict in a suite has a probability of 5 % (Holm)"
-        )
+        num_tests = ", ".join(f"{suite} {count}" for suite, count in content.family.items())
+        show(f"tests: {num_tests}; any false verdict in a suite has a probability of 5 % (Holm)")
     else:
         show("tests: none")
 
@@ -526,7 +523,8 @@ def _print(content: PairComparison) -> None:
         if not reason:
             sigma = row.seed_noise.words if row.seed_noise else "unknown"
             reason = f"seed noise {sigma}"
-        scores_by_reason.setdefault(reason, []).append(f"{row.task} {row.metric}")
+        scores = scores_by_reason.setdefault(reason, [])
+        scores.append(f"{row.task} {row.metric}")
     lines = []
     for reason, scores in scores_by_reason.items():
         lines.append(f"{', '.join(scores)}: {reason}")

@@ -200,7 +200,8 @@ def report_content(
         fingerprint = str(run.identity.get("data_fingerprint"))
         label_by_data[fingerprint[:12]] = run.label
     if len(label_by_data) > 1:
-        runs_by_data = "; ".join(f"{label}: {data}" for data, label in label_by_data.items())
+        examples = [f"{label}: {data}" for data, label in label_by_data.items()]
+        runs_by_data = "; ".join(examples)
         warnings.insert(0, f"The runs were trained on different data ({runs_by_data}).")
 
     # All settings of one run, or those in which several runs differ.
@@ -263,7 +264,9 @@ def _run_content(run: RunRecord) -> RunContent:
     args = run.model_args
     counts = {name: args and count(args) for name, count in COUNTS.items()}
     launches = run.launch_events
-    software = {name: collapse_repeats(x.get(name) for x in launches) for name in LAUNCH_FIELDS}
+    software = {}
+    for name in LAUNCH_FIELDS:
+        software[name] = collapse_repeats(event.get(name) for event in launches)
     event_times = [event.get("time") for event in run.events] or [None]
     return RunContent(
         label=run.label,

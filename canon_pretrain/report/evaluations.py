@@ -47,8 +47,11 @@ def full_evaluations(run: RunRecord, suite: str) -> list[Evaluation]:
 
 def full_results(run: RunRecord, suite: str, step: int | None = None) -> dict[int, Evaluation]:
     """Return the newest results on `suite` without --limit, by step; `step`: of this one only."""
-    results = full_evaluations(run, suite)
-    return {x.step: x for x in results if step is None or x.step == step}
+    newest = {}
+    for evaluation in full_evaluations(run, suite):
+        if step is None or evaluation.step == step:
+            newest[evaluation.step] = evaluation
+    return newest
 
 
 def results_at(step: int | None, runs: Iterable[RunRecord], suite: str) -> list[Evaluation]:
@@ -82,7 +85,11 @@ def counted_losses(runs: Sequence[RunRecord], text: str, metric: str = NATS) -> 
     The suite `validation` scores them. A model is left out if runs differ in what it has: they were
     trained on different tokens.
     """
-    evaluated = [x for run in runs for x in full_evaluations(run, VALIDATION) if x.text == text]
+    evaluated = []
+    for run in runs:
+        for evaluation in full_evaluations(run, VALIDATION):
+            if evaluation.text == text:
+                evaluated.append(evaluation)
     common_losses = {}
     for model in COUNT_MODELS:
         losses = set()

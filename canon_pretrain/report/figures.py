@@ -161,7 +161,8 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
 
     # The mean loss of each segment of equally many tokens; NaN if a run logged no step in it.
     edges = np.linspace(half, 2 * half, num_segments + 1)
-    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+    middles_N = (edges[:-1] + edges[1:]) / 2
+    middles = middles_N.tolist()
     means: dict[str, np.ndarray] = {}
     with np.errstate(invalid="ignore"):
         for run, late in zip(runs, late_losses, strict=True):
@@ -305,8 +306,13 @@ def _held_out_line(
     """
     losses_by_step: dict[RunRecord, dict[int, float]] = {}
     for run, run_losses in losses.items():
-        by_step = {step: loss for (step, scored), loss in run_losses.items() if scored == text}
-        if by_step and run.label in labels:
+        if run.label not in labels:
+            continue
+        by_step = {}
+        for (step, scored), loss in run_losses.items():
+            if scored == text:
+                by_step[step] = loss
+        if by_step:
             losses_by_step[run] = by_step
     if not losses_by_step:
         return None
@@ -474,7 +480,9 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
     panels = []
     names = {(point.series, point.metric) for point in points}
     for series, metric in sorted(names, key=panel_order):
-        panel_points = [x for x in points if (x.series, x.metric) == (series, metric)]
+        panel_points = [
+            point for point in points if point.series == series and point.metric == metric
+        ]
         lengths = sorted({point.length for point in panel_points})
 
         lines = []
@@ -585,7 +593,9 @@ def draw_curve(curve: TrainingCurve, labels: Sequence[str]) -> list[Plot]:
 def draw_late_loss(curves: Sequence[SmoothCurve], labels: Sequence[str]) -> list[Plot]:
     plots: list[Plot] = []
     for curve in curves:
-        traces = [_trace("run", labels, x.run, x.values, x=x.tokens) for x in curve.lines]
+        traces = [
+            _trace("run", labels, line.run, line.values, x=line.tokens) for line in curve.lines
+        ]
         hover = f"<b>%{{y:{curve.form}}}</b>"
         figure = _figure(traces, "tokens", hover)
         plots.append((curve.title, "", figure))
@@ -653,8 +663,12 @@ def draw_published(content: PublishedCurves, labels: Sequence[str]) -> list[Plot
     plots: list[Plot] = []
     for plot in content.plots:
         # Our runs are drawn over the published models, with wider lines.
-        traces = [trace(x.family, x, name=x.model, mode="lines") for x in plot.lines]
-        traces += [trace(x.run, x, mode="lines+markers", line={"width": 3}) for x in plot.own]
+        traces = []
+        for line in plot.lines:
+            traces.append(trace(line.family, line, name=line.model, mode="lines"))
+        for run_line in plot.own:
+            wide = {"width": 3}
+            traces.append(trace(run_line.run, run_line, mode="lines+markers", line=wide))
         figure = _figure(traces, "tokens", "<b>%{y:,.4f}</b> at %{x:.4s} tokens")
         figure["layout"]["hovermode"] = "closest"
         figure["layout"]["xaxis"]["type"] = "log"

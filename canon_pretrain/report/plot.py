@@ -112,7 +112,8 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
         validation[heading] = styled
     scores = _by_name([run.scores for run in runs])
     evaluations = [(VALIDATION, validation), (TASK, scores)]
-    for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
+    scores_by_suite = sorted(_scores(runs).items())
+    for k, (suite, by_task) in enumerate(scores_by_suite):
         chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
         evaluations.append((chart, by_task))
 
@@ -174,8 +175,8 @@ def _score_curve(scores: Mapping[int, Score]) -> StyledCurve:
         "error_y": {"array": bars},
         "text": texts,
     }
-    curve = Curve.of((step, score.number) for step, score in scores.items())
-    return StyledCurve(curve, style)
+    points = [(step, score.number) for step, score in scores.items()]
+    return StyledCurve(Curve.of(points), style)
 
 
 def _traces(
@@ -247,8 +248,10 @@ def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]
     # The range is shown on hovering over the mean.
     ranges = []
     for lowest, highest in zip(low, high, strict=True):
-        ranges.append(f"<br>{_escape(lowest)} to {_escape(highest)}, n = {len(members)}")
-    yield _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": ranges})
+        seed_range = f"{_escape(lowest)} to {_escape(highest)}"
+        ranges.append(f"<br>{seed_range}, n = {len(members)}")
+    mean_meta = meta | {"role": "mean"}
+    yield _line(chart, entry.label, mean, mean_meta, {"text": ranges})
 
 
 def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
@@ -273,8 +276,10 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[J
     gaps = []
     is_gap = ~np.isfinite(drawn.values)
     gap_steps = drawn.steps[is_gap].tolist()
-    for step, value in zip(gap_steps, drawn.values[is_gap].tolist(), strict=True):
-        gaps.append((step, f"<b>{json_value(value)}</b>, step {step:,}"))
+    gap_values = drawn.values[is_gap].tolist()
+    for step, value in zip(gap_steps, gap_values, strict=True):
+        text = f"<b>{json_value(value)}</b>, step {step:,}"
+        gaps.append((step, text))
     yield from _mark("gap", run, gaps, meta)
 
     if chart.skips:
@@ -283,7 +288,8 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[J
             reason = _escape(skip.get("reason"))
             loss = _escape(skip.get("loss"))
             norm = _escape(skip.get("grad_norm"))
-            text = f"<b>skipped</b> step {skip.step:,}<br>{reason}<br>loss {loss}, norm {norm}"
+            values = f"loss {loss}, norm {norm}"
+            text = f"<b>skipped</b> step {skip.step:,}<br>{reason}<br>{values}"
             skips.append((skip.step, text))
         yield from _mark("skip", run, skips, meta)
 
@@ -339,7 +345,8 @@ def _notes(run: RunRecord, max_segments: int) -> Iterator[str]:
     """Yield sentences on what of a run is not on the page."""
     num_steps = len(run.clock.steps) - 1  # the clock begins with step 0
     if num_steps > max_segments:
-        yield f"{run.label}: {num_steps:,} logged steps are drawn as {max_segments:,} segments"
+        logged = f"{num_steps:,} logged steps"
+        yield f"{run.label}: {logged} are drawn as {max_segments:,} segments"
     if run.clock.training_hours is None:
         yield f"{run.label}: not shown over hours, as its log has no valid times"
     for sentence in run.notices:
@@ -370,7 +377,7 @@ def run(arguments: argparse.Namespace) -> int:
     write_page(out, content)
 
     num_runs = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
-    num_bytes = out.stat().st_size
-    print(f"plot: {out} ({num_runs}, {size(num_bytes)})")
+    file_size = size(out.stat().st_size)
+    print(f"plot: {out} ({num_runs}, {file_size})")
     exit_if_left_out(errors)
     return 0

@@ -186,7 +186,8 @@ def _curve(trace: Mapping[str, Any]) -> Curve:
     if not tokens.shape == values.shape == (tokens.size,) or not tokens.size:
         raise ValueError(f"the line {trace['name']!r:.60} has no list of numbers in x and y")
 
-    is_shown = np.isfinite(values) & np.isfinite(tokens) & (tokens > 0)
+    is_finite = np.isfinite(values) & np.isfinite(tokens)
+    is_shown = is_finite & (tokens > 0)  # the axis is logarithmic
     tokens = tokens[is_shown]
     order = np.argsort(tokens, kind="stable")
     return Curve(tokens[order], values[is_shown][order])
@@ -233,7 +234,10 @@ def beside_published(
     nearest_size = _nearest_size(num_parameters_of, runs[0], default=1e9)
 
     # Plots show the models of the nearest size; those of several learning rates are a family.
-    families = {name: _RATE.sub("", name) for name, size in sizes.items() if size == nearest_size}
+    families = {}
+    for name, size in sizes.items():
+        if size == nearest_size:
+            families[name] = _RATE.sub("", name)
     run_curves = {}
     for run in runs:
         run_curves[run.label] = {key: _own_curve(run, key) for key in keys}
@@ -284,7 +288,11 @@ def _nearest_size(sizes: Mapping[str, float], run: RunRecord, *, default: float)
     """Return the name of the size that is nearest to the run's, or to `default` if unknown."""
     args = run.model_args
     log_size = math.log(num_parameters(args) if args else default)
-    return min(sizes, key=lambda name: abs(math.log(sizes[name]) - log_size), default="")
+
+    def log_distance(name: str) -> float:
+        return abs(math.log(sizes[name]) - log_size)
+
+    return min(sizes, key=log_distance, default="")
 
 
 def _own_curve(run: RunRecord, key: Key) -> Curve:
@@ -303,13 +311,16 @@ def _own_curve(run: RunRecord, key: Key) -> Curve:
     points: dict[int, float] = {}
     for evaluation in run.evaluations:
         score = evaluation.results.scores.get(task, {}).get(metric)
-        if score is None or evaluation.limit is not None or not math.isfinite(score.number):
+        if evaluation.limit is not None:
+            continue
+        if score is None or not math.isfinite(score.number):
             continue
         tokens_seen = evaluations.tokens_at(run, evaluation.step)
         if tokens_seen:
             points[tokens_seen] = score.number
-    pairs_N2 = np.array(sorted(points.items()), np.float64).reshape(-1, 2)
-    return Curve(*pairs_N2.T)
+    token_counts = sorted(points)
+    scores = [points[num_tokens] for num_tokens in token_counts]
+    return Curve(np.array(token_counts, np.float64), np.array(scores, np.float64))
 
 
 def _points(curve: Curve) -> tuple[list[float], list[float]]:
@@ -337,7 +348,8 @@ def _model(
         until = max_tokens
         if key == LOSS and tokens_of_scores:
             until = tokens_of_scores
-        index = max(int(np.searchsorted(curve.tokens, until, side="right")) - 1, 0)
+        num_until = int(np.searchsorted(curve.tokens, until, side="right"))
+        index = max(num_until - 1, 0)
         tokens_of_scores = max(tokens_of_scores, float(curve.tokens[index]))
         values.append(curve.values[[index, -1]].tolist())
     return PublishedModel(name, size, tokens_of_scores, values)

@@ -249,9 +249,10 @@ class _RunReader:
     def _has_exited(self, status: Status) -> bool:
         """Return whether the process that wrote the status is known to have ended."""
         holder = self.holder
-        if holder is None or holder.pid != status.pid or holder.host != status.host:
+        if holder is None:
             return False
-        return process_lives(holder) is False
+        is_writer = holder.pid == status.pid and holder.host == status.host
+        return is_writer and process_lives(holder) is False
 
     def _newest_checkpoint(self) -> NewestCheckpoint | None:
         """Return the newest full checkpoint, verified as in CHECKED; damaged ones are problems."""
@@ -385,7 +386,8 @@ def overview(runs: Sequence[RunSummary], console: Console) -> Group:
             lines.append(Text(line, overflow="fold"))
 
     count = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
-    heading = Text(f"{count}, {datetime.now(UTC):%F %T} UTC", "bold")
+    now = datetime.now(UTC)
+    heading = Text(f"{count}, {now:%F %T} UTC", "bold")
     return Group(heading, table, *lines)
 
 
