@@ -332,7 +332,7 @@ class RunRecord:
                 tokens.append(event.tokens)
                 # Hours never decrease, even if the clock was set back.
                 training_hour = hours_before + hour - launch_hour
-            training_hours.append(max(training_hours[-1], training_hour))
+                training_hours.append(max(training_hours[-1], training_hour))
                 wall_hours.append(max(wall_hours[-1], hour - first_hour))
 
         clock = Clock(
