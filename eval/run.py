@@ -427,8 +427,8 @@ def print_results(console: Console, target: str, results: Results) -> None:
     notes += results.problems()
     for task, description in results.tasks.items():
         if counts := description.get("counts"):
-            text = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-            notes.append(f"documents of {task}: {text}")
+            texts = [f"{name} {count:,}" for name, count in counts.items()]
+            notes.append(f"documents of {task}: {', '.join(texts)}")
     for note in notes:
         console.print(Text(note), soft_wrap=True)
 
@@ -447,7 +447,12 @@ def _loss_table(target: str, results: Results) -> Table:
     for bits, name in sorted(bits_and_names):
         model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
         nats = results.scores[name][NATS]
-        table.add_row(Text(model), f"{nats.number:.4f}", _format_noise(nats), f"{bits:.4f}")
+        table.add_row(
+            Text(model),
+            f"{nats.number:.4f}",
+            _format_noise(nats),
+            f"{bits:.4f}",
+        )
     return table
 
 

@@ -237,7 +237,8 @@ class Schedule:
     def has_results(self, step: int, suite: str) -> bool:
         """Return whether this checkpoint has a complete results.json with the request's options."""
         name = suite_name(suite)
-        for path in (self.run.path / EVALS / f"step-{step}" / name).glob(f"*/{RESULTS}"):
+        folder = self.run.path / EVALS / f"step-{step}" / name
+        for path in folder.glob(f"*/{RESULTS}"):
             try:
                 results = read_results(path)
             except UserError:

@@ -156,7 +156,8 @@ def _apply_filter(
             try:
                 ensemble.apply(list(requests))
             except Exception as error:
-                errors[requests[0].doc_id] = f"filter {ensemble.name}: {_describe(error)}"
+                document = requests[0].doc_id
+                errors[document] = f"filter {ensemble.name}: {_describe(error)}"
     return errors
 
 
@@ -211,7 +212,9 @@ def to_json(value: Any) -> str:
 
 
 def _describe(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
+    reason = f"{type(error).__name__}: {error}"
+    one_line = " ".join(reason.split())
+    return one_line[:MAX_REASON]
 
 
 def is_multiple_choice(task: Task) -> TypeGuard[ConfigurableTask]:
@@ -287,5 +290,6 @@ def _score(aggregation: Aggregation, by_item: Sequence[Any], sources: Sequence[s
         return Score(value, bound=wilson_bound(value, len(source_names)))
 
     # Items of one source are not independent: the variance is clustered by source.
-    variance = mean_variance(Clusters.of(sums_N / weights_N, weights_N, sources_N))
+    clusters = Clusters.of(sums_N / weights_N, weights_N, sources_N)
+    variance = mean_variance(clusters)
     return Score(value, math.sqrt(variance) if math.isfinite(variance) else None)

@@ -128,10 +128,14 @@ def known_max_length(metadata: Mapping[str, Any]) -> int | None:
         if metadata.get(name) is not None:
             return int(metadata[name])
     try:
-        config = read_json(Path(str(metadata.get("pretrained"))) / "config.json", finite=False)
-        return next((int(config[name]) for name in POSITIONS if config.get(name) is not None), None)
+        folder = Path(str(metadata.get("pretrained")))
+        config = read_json(folder / "config.json", finite=False)
+        for name in POSITIONS:
+            if config.get(name) is not None:
+                return int(config[name])
     except (UnreadableFile, ValueError, TypeError):
-        return None  # not an exported folder but the name of a model on the hub, or none
+        pass  # not an exported folder but the name of a model on the hub, or none
+    return None
 
 
 def lengths_over(prompts: Iterable[str], room: int, metadata: Mapping[str, Any]) -> list[int]:

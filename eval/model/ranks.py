@@ -162,7 +162,8 @@ class Ranks:
 
     def on_rank_zero(self, work: Callable[[], Result]) -> Result:
         """Return rank 0's `work()` on every rank; the others do not call it."""
-        return self.broadcast(self.rank_zero_first(lambda: work() if self.rank == 0 else None))
+        result = self.rank_zero_first(lambda: work() if self.rank == 0 else None)
+        return self.broadcast(result)
 
     def barrier(self) -> None:
         """Wait for all ranks; raises RankFailed if one died."""
