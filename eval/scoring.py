@@ -132,7 +132,13 @@ def _evaluate_items(
     for ensemble in task._filters:
         errors = {**_apply_filter(ensemble, answered), **failures}
         items = [
-            Item(doc_id, document, ensemble.name, requests_of[doc_id], error=errors.get(doc_id, ""))
+            Item(
+                doc_id,
+                document,
+                ensemble.name,
+                requests_of[doc_id],
+                error=errors.get(doc_id, ""),
+            )
             for doc_id, document in documents
         ]
         for item in items:
@@ -187,7 +193,10 @@ def _add_records(task: Task, items: Sequence[Item]) -> None:
         # the hashes are those that lm_eval logs
         request = item.requests[0]
         document = json.dumps(
-            request.doc, indent=2, default=handle_non_serializable, ensure_ascii=False
+            request.doc,
+            indent=2,
+            default=handle_non_serializable,
+            ensure_ascii=False,
         )
         record: dict[str, Any] = {
             "doc_id": item.doc_id,

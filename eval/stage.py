@@ -247,7 +247,11 @@ def download(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
     with hub.hub_errors(data.path, commit, HUB_HINTS, unexpected=unexpected):
         # `cache` must have no other revision: `datasets` falls back to it if the hub fails
         return datasets.load_dataset(
-            data.path, data.config, split=data.split, revision=commit, cache_dir=str(cache)
+            data.path,
+            data.config,
+            split=data.split,
+            revision=commit,
+            cache_dir=str(cache),
         )
 
 

@@ -276,7 +276,11 @@ class Watcher:
     absent: Sequence[Path] = ()
 
     def log(self, line: str) -> None:
-        self.console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True, markup=False)
+        self.console.print(
+            f"{time.strftime('%H:%M:%S')} {line}",
+            soft_wrap=True,
+            markup=False,
+        )
 
     def overview(self) -> Overview:
         return [RunEntries(schedule, schedule.entries(self.queue)) for schedule in self.schedules]

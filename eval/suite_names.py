@@ -199,7 +199,8 @@ def run(arguments: argparse.Namespace) -> None:
         pattern = re.compile(arguments.grep)
     except re.error as error:
         raise UserError(
-            "eval.grep", f"--grep {arguments.grep!r}: no regular expression: {error}"
+            "eval.grep",
+            f"--grep {arguments.grep!r}: no regular expression: {error}",
         ) from None
 
     # the suites, then our other names, then those of lm_eval
@@ -213,7 +214,8 @@ def run(arguments: argparse.Namespace) -> None:
     matching = [name for name in names if pattern.search(name)]
     if not matching:
         raise UserError(
-            "eval.grep", f"none of {len(names):,} names matches --grep {arguments.grep!r}"
+            "eval.grep",
+            f"none of {len(names):,} names matches --grep {arguments.grep!r}",
         )
     for name in matching:
         harness_name = names[name]

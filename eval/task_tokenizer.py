@@ -115,7 +115,9 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
     def decode(ids: Sequence[int]) -> str:
         return str(
             tokenizer.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                list(ids),
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
             )
         )
 

@@ -269,7 +269,11 @@ def _data(run: RunRecord) -> DataRows:
 
         # A row per folder of the mixture: its share, its tokens and where they are from.
         for folder, name, source, share in zip(
-            folders, mixture.names, mixture.sources, mixture.shares, strict=True
+            folders,
+            mixture.names,
+            mixture.sources,
+            mixture.shares,
+            strict=True,
         ):
             plan: dict[str, Any] = {}
             with contextlib.suppress(UserError):  # written by others than data_prep

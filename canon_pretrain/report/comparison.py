@@ -186,7 +186,12 @@ def _architecture(architecture: Architecture, choice: Choice) -> ArchitectureCon
     for recipe, loss in zip(architecture.recipes, choice.losses, strict=True):
         labels = [run.label for run in recipe.runs]
         recipes.append(
-            RecipeContent(recipe.learning_rate, labels, loss, chosen=recipe is choice.recipe)
+            RecipeContent(
+                recipe.learning_rate,
+                labels,
+                loss,
+                chosen=recipe is choice.recipe,
+            )
         )
     return ArchitectureContent(
         label=architecture.label,

@@ -240,7 +240,10 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Losses:
     if a is None or b is None:
         return Losses(common=0, rtol=rtol)
     steps, indices_a, indices_b = np.intersect1d(
-        a.steps, b.steps, assume_unique=True, return_indices=True
+        a.steps,
+        b.steps,
+        assume_unique=True,
+        return_indices=True,
     )
     if not len(steps):
         return Losses(common=0, rtol=rtol)

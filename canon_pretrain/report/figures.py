@@ -658,7 +658,14 @@ def draw_published(content: PublishedCurves, labels: Sequence[str]) -> list[Plot
     names = [*labels, *content.families]
 
     def trace(label: str, curve: PublishedLine | RunLine, **attributes: Any) -> Json:
-        return _trace("published", names, label, curve.values, **attributes, x=curve.tokens)
+        return _trace(
+            "published",
+            names,
+            label,
+            curve.values,
+            **attributes,
+            x=curve.tokens,
+        )
 
     plots: list[Plot] = []
     for plot in content.plots:

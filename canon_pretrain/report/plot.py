@@ -30,7 +30,11 @@ MAX_SEGMENTS = 2000
 TOTAL_SEGMENTS = 16_000
 
 VALIDATION = Chart(
-    "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
+    "validation",
+    "Validation",
+    "bits per byte of held-out text",
+    ",.4f",
+    smooth=False,
 )
 TASK = Chart("task", "Synthetic task", "scores, or nats per token", ",.4f", smooth=False)
 SCORES = "score ± standard error over items"
@@ -114,7 +118,13 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
     evaluations = [(VALIDATION, validation), (TASK, scores)]
     scores_by_suite = sorted(_scores(runs).items())
     for k, (suite, by_task) in enumerate(scores_by_suite):
-        chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
+        chart = Chart(
+            f"eval_{k}",
+            printable(suite),
+            SCORES,
+            ",.4f",
+            smooth=False,
+        )
         evaluations.append((chart, by_task))
 
     title = f"{len(runs)} runs"
@@ -243,7 +253,13 @@ def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]
         "high": high,
         "members": members,
     }
-    yield _line(chart, entry.label, mean, area, {"fill": "toself", "hoverinfo": "skip"})
+    yield _line(
+        chart,
+        entry.label,
+        mean,
+        area,
+        {"fill": "toself", "hoverinfo": "skip"},
+    )
 
     # The range is shown on hovering over the mean.
     ranges = []
@@ -368,7 +384,9 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
         raise UserError(
-            "plot.out", f"--out {out}: expected the name of a page, such as curves.html", path=out
+            "plot.out",
+            f"--out {out}: expected the name of a page, such as curves.html",
+            path=out,
         )
     runs, errors = read_runs(named_runs(arguments.runs))
     content = page_content(runs)

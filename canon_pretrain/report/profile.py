@@ -279,7 +279,9 @@ def run(arguments: argparse.Namespace) -> int:
         summary = summarize(trace)
     except ValueError as error:
         raise UserError(
-            "profile.empty_trace", f"{path} has no step to summarize: {error}", path=path
+            "profile.empty_trace",
+            f"{path} has no step to summarize: {error}",
+            path=path,
         ) from None
     summary.rows = summary.rows[: arguments.top]
     if arguments.json:

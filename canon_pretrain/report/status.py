@@ -334,7 +334,12 @@ COLORS = {
 
 
 def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        header_style="dim",
+    )
     for title in titles:
         justify: Any = "left" if title in ("run", "state", "job") else "right"
         table.add_column(title, justify=justify, no_wrap=title != "run", overflow="fold")

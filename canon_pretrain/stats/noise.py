@@ -134,7 +134,12 @@ def interaction_variance(*tasks: ItemScores) -> float:
     total = 0.0
     for run in range(num_runs):
         clusters = [
-            Clusters.of(residuals[run], task.weights_N, task.clusters_N, num_clusters)
+            Clusters.of(
+                residuals[run],
+                task.weights_N,
+                task.clusters_N,
+                num_clusters,
+            )
             for residuals, task in zip(residuals_RN, tasks, strict=True)
         ]
         total += mean_variance(*clusters)

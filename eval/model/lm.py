@@ -388,7 +388,10 @@ class CanonLM(TemplateLM):
             return dict(zip(batch, texts, strict=True))
 
         answers = self.map_batches(
-            plan=plan, members=lambda batch: batch, work=work, costs=list(costs.values())
+            plan=plan,
+            members=lambda batch: batch,
+            work=work,
+            costs=list(costs.values()),
         )
         answer_of = dict(zip(prompts, answers, strict=True))
         return [answer_of[prompt] for prompt in request_prompts]

@@ -179,7 +179,9 @@ class Ranks:
         for rank, message in enumerate(self._exchange(None)):
             if message is not None:
                 raise RankFailed(
-                    "ranks.failed", f"rank {rank} of {self.world_size} failed: {message}", rank=rank
+                    "ranks.failed",
+                    f"rank {rank} of {self.world_size} failed: {message}",
+                    rank=rank,
                 )
 
     def _exchange(self, value: Any) -> list[Any]:
@@ -193,6 +195,7 @@ class Ranks:
             # gloo: a connection was closed, or WORK_TIMEOUT is over
             reason = str(error).strip().splitlines()[0]
             raise RankFailed(
-                "ranks.lost", f"another rank died ({reason}): see its own output"
+                "ranks.lost",
+                f"another rank died ({reason}): see its own output",
             ) from None
         return values

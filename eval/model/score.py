@@ -323,7 +323,10 @@ def score_batch(
     return {
         pair: (log_likelihood, num_missed == 0)
         for pair, log_likelihood, num_missed in zip(
-            scored_pairs.tolist(), log_likelihoods, misses, strict=True
+            scored_pairs.tolist(),
+            log_likelihoods,
+            misses,
+            strict=True,
         )
     }
 
@@ -361,7 +364,11 @@ def _read(
     for row in rows:
         padded = row.tokens[start:stop] + padding
         tokens_BT.append(padded[:width])
-    logits_MV = model(_ids(model, tokens_BT), cache=cache, logits_at_M=_ids(model, [*index_in_M]))
+    logits_MV = model(
+        _ids(model, tokens_BT),
+        cache=cache,
+        logits_at_M=_ids(model, [*index_in_M]),
+    )
 
     # log p = logit - log(sum(exp(logits))), in float32 for a few rows at a time.
     at_N = _ids(model, indices_N)

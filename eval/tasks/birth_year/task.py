@@ -84,7 +84,9 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
             text = Path(junk).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                "probes.junk", f"junk {junk}: can't be read as UTF-8 text: {error}", path=junk
+                "probes.junk",
+                f"junk {junk}: can't be read as UTF-8 text: {error}",
+                path=junk,
             ) from None
         return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
 
@@ -148,7 +150,8 @@ class FrozenSets:
                 given=max_length,
             )
         return FittingSets(
-            fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
+            fitting,
+            [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()],
         )
 
     def get(self, name: str, advance: Callable[[str], None] = lambda name: None) -> ProbeSet | str:

@@ -135,7 +135,8 @@ _NQ_PROMPT = partial(_asked_prompt, end=":")
 STYLES: dict[str, Style] = {
     # SWDE's own summary contains the answers
     "jrt_swde": replace(
-        _PAGE, clean=lambda text: text.partition("Summary of information above")[0]
+        _PAGE,
+        clean=lambda text: text.partition("Summary of information above")[0],
     ),
     "jrt_fda": _PAGE,
     "jrt_squad": Style(
@@ -146,7 +147,8 @@ STYLES: dict[str, Style] = {
         prompt=_squad_prompt,
     ),
     "jrt_triviaqa": replace(
-        _ASKED, finish=lambda text: re.sub(r"\[PAR\]|\[DOC\]|\[TLE\]", "", text)
+        _ASKED,
+        finish=lambda text: re.sub(r"\[PAR\]|\[DOC\]|\[TLE\]", "", text),
     ),
     "jrt_nq": replace(_ASKED, answers=("answers",), prompt=_NQ_PROMPT),
     "jrt_drop": replace(_ASKED, prompt=_NQ_PROMPT),
@@ -282,7 +284,8 @@ def load(
             num_cut += not item.whole
     if not items:
         raise UserError(
-            "jrt.no_rows", f"{dataset}: no row has an answer of two characters in {options.answers}"
+            "jrt.no_rows",
+            f"{dataset}: no row has an answer of two characters in {options.answers}",
         )
 
     # harness.py adds these counts to the results
