@@ -104,7 +104,8 @@ def model_card(
 
     model = None
     if args:
-        model = sections.make_table(["", ""], [*_architecture(args)], text=2)
+        architecture = [*_architecture(args)]
+        model = sections.make_table(["", ""], architecture, text=2)
     content = {
         "title": title,
         "summary": summary,
@@ -196,10 +197,8 @@ def _canon(args: ModelArgs) -> str:
         "with filters that depend on the token": args.canon_filter == "dynamic",
     }
     properties = " ".join(text for text, holds in has_property.items() if holds)
-    sites = [f"{site} {_SITES[site]}" for site in args.canon_set]
-    return (
-        f"Canon-{args.canon_set}: causal convolutions per channel {properties}; {', '.join(sites)}"
-    )
+    sites = ", ".join(f"{site} {_SITES[site]}" for site in args.canon_set)
+    return f"Canon-{args.canon_set}: causal convolutions per channel {properties}; {sites}"
 
 
 def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
@@ -333,7 +332,8 @@ def _picture(run: RunRecord, step: int) -> bytes:
 
 def _samples(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
     """Yield captions and the last texts, as indented blocks, which nothing in them can end."""
-    for prompt, by_step in [*run.samples.items()][:MAX_SAMPLES]:
+    samples = [*run.samples.items()]
+    for prompt, by_step in samples[:MAX_SAMPLES]:
         last_step = max((x for x in by_step if x <= step), default=0)
         if not last_step:
             continue
@@ -357,7 +357,8 @@ def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
                 chance = None
                 with contextlib.suppress(UserError):  # damaged answers
                     chance = cache.chance(evaluation, task, metric)
-                num_clusters = results.num_sources.get(task, results.num_samples.get(task, 0))
+                num_items = results.num_samples.get(task, 0)
+                num_clusters = results.num_sources.get(task, num_items)
                 if chance is None or score.stderr is None or num_clusters < MIN_CLUSTERS:
                     continue
 

@@ -226,7 +226,8 @@ def _scores(
 
         for key in evaluations.score_keys(all_evaluated, suite):
             scores = [evaluation.score(key) for evaluation in all_evaluated]
-            are_shares = all(0 <= score <= 1 for score in scores if score is not None)
+            known_scores = [score for score in scores if score is not None]
+            are_shares = all(0 <= score <= 1 for score in known_scores)
             bounded = are_shares and not is_loss(key.metric)
             seeds = comparator.noise([key], bounded=bounded)
             cells = []
@@ -274,14 +275,17 @@ def _cell(
     labels = []
     if recipe:
         labels = [run.label for run in recipe.runs]
-    chosen = [(score, evaluation) for score, evaluation in scores if evaluation.run in labels]
+    item_means = []
+    chosen = []
+    for score, evaluation in scores:
+        if evaluation.run in labels:
+            item_means.append(scale.mean(score))
+            chosen.append(evaluation)
     if chosen:
-        item_means = [scale.mean(score) for score, _ in chosen]
         mean_score = scale.score(fmean(item_means))
         stderr = None
         if seeds:
-            chosen_evaluations = [evaluation for _, evaluation in chosen]
-            stderr = comparator.stderr(key, chosen_evaluations, seeds)
+            stderr = comparator.stderr(key, chosen, seeds)
         if stderr is not None and scale.is_log:
             stderr *= mean_score
         mean = MeanScore(mean_score, len(chosen), stderr)
@@ -465,7 +469,8 @@ def _read_sides(
         sides.append(side)
 
     # One sweep: its two architectures, with the repeats of their seeds, which a note names.
-    is_pair = len(pair) in (1, 2) and not (arguments.a or arguments.b)
+    has_options = arguments.a or arguments.b
+    is_pair = len(pair) in (1, 2) and not has_options
     if is_pair and len(pair) == 1:
         sides = []
         for architecture in architectures.architectures(runs):

@@ -146,7 +146,9 @@ def suite_order(name: str) -> tuple[int, str]:
 
 def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
     """Return the `wanted` suites with results without --limit, in the order of a report."""
-    suites = {x.suite for run in runs for x in run.evaluations if x.limit is None}
+    suites = set()
+    for run in runs:
+        suites |= {evaluation.suite for evaluation in run.evaluations if evaluation.limit is None}
     if wanted is not None:
         suites &= {*wanted}
     return sorted(suites, key=suite_order)
@@ -240,7 +242,9 @@ def differing_task_options(evaluations: Sequence[Evaluation], task: str) -> list
     differing = differing_options(evaluations, (*PER_RUN_KEYS, *PER_SUITE_KEYS))
     descriptions = [evaluation.described(task) for evaluation in evaluations]
     for name in ("version", "config_sha256"):
-        values = dict.fromkeys(str(description.get(name)) for description in descriptions)
+        texts = [str(description.get(name)) for description in descriptions]
+        values = dict.fromkeys(texts)
         if len(values) > 1:
-            differing.append(f"{name} of the task: {' / '.join(values)}")
+            shown = " / ".join(values)
+            differing.append(f"{name} of the task: {shown}")
     return differing

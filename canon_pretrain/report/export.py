@@ -400,7 +400,8 @@ class WandbTarget:
         if row.samples:
             texts = []
             for prompt, text in row.samples:
-                texts.append(f"<b>{escape(prompt)}</b>{escape(text)}")
+                heading = f"<b>{escape(prompt)}</b>"
+                texts.append(heading + escape(text))
             # Not a Table, which offline runs keep in the user's cache.
             samples = "\n\n".join(texts)
             values["samples"] = self._html(f"<pre>{samples}</pre>")

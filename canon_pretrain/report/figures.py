@@ -107,8 +107,11 @@ class LoggedValues(NamedTuple):
 
 def logged_values(run: RunRecord, field: str) -> LoggedValues:
     """Look up one logged field of a run, empty if it has none."""
-    empty = Curve(np.zeros(0, np.int64), np.zeros(0))
-    steps, values = run.curve(field) or empty
+    curve = run.curve(field)
+    if curve is None:
+        no_steps = np.zeros(0, np.int64)
+        curve = Curve(no_steps, np.zeros(0))
+    steps, values = curve
     indices = np.searchsorted(run.clock.steps, steps)
     return LoggedValues(steps, run.clock.tokens[indices], values)
 
@@ -142,7 +145,8 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
     """
     # The finite losses of each run from half of the longest run's tokens on.
     losses = [logged_values(run, "loss") for run in runs]
-    half = max(logged.tokens.max(initial=0) for logged in losses) / 2
+    max_tokens = max(logged.tokens.max(initial=0) for logged in losses)
+    half = max_tokens / 2
     late_losses: list[LoggedValues] = []
     for logged in losses:
         is_late = (logged.tokens > half) & np.isfinite(logged.values)
@@ -548,7 +552,8 @@ def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = 
             common[name] = value
     data = []
     for trace in traces:
-        data.append({name: value for name, value in trace.items() if name not in common})
+        differing = {name: value for name, value in trace.items() if name not in common}
+        data.append(differing)
 
     template = f"%{{fullData.name}}: {hover}<extra></extra>"  # once for all traces
     layout = {

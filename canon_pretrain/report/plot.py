@@ -179,7 +179,10 @@ def _score_curve(scores: Mapping[int, Score]) -> StyledCurve:
     for score in scores.values():
         error = finite(score.stderr)
         bars.append(error or 0)
-        texts.append("" if error is None else f" ± {error:.2g}")
+        text = ""
+        if error is not None:
+            text = f" ± {error:.2g}"
+        texts.append(text)
     style = {
         "mode": "lines+markers",
         "error_y": {"array": bars},
@@ -202,7 +205,8 @@ def _traces(
     `runs`: whose tokens and hours place it. `role`: raw, smooth, band, mean, or a mark.
     """
     for number, entry in enumerate(entries):
-        band = Band.of([styled[k].curve for k in entry.runs], max_segments)
+        run_curves = [styled[k].curve for k in entry.runs]
+        band = Band.of(run_curves, max_segments)
         if band is not None:
             yield from _band(chart, number, entry, band)
 

@@ -72,7 +72,8 @@ def published_scores(shown: Iterable[Key]) -> Anchors | None:
     for task, metric in dict.fromkeys(shown):
         if (task, metric) in PUBLISHED:
             scale = 100 if metric.startswith("acc") else 1
-            scores = [round(x / scale, 6) for x in PUBLISHED[task, metric]]
+            published = PUBLISHED[task, metric]
+            scores = [round(score / scale, 6) for score in published]
             rows.append(Anchor(task, metric, scores))
     return Anchors(SOURCE, MODELS, rows) if rows else None
 
@@ -163,9 +164,11 @@ def _plots(text: str) -> Iterator[tuple[Key, dict[str, Curve]]]:
             continue
         curves = {}
         for trace in traces:
-            name = str(trace["name"])
-            curves[printable(name)] = _curve(trace)
-        yield key, {name: curve for name, curve in curves.items() if curve.tokens.size}
+            name = printable(str(trace["name"]))
+            curve = _curve(trace)
+            if curve.tokens.size:
+                curves[name] = curve
+        yield key, curves
 
 
 def _argument(text: str, position: int) -> tuple[Any, int]:
@@ -264,7 +267,8 @@ def beside_published(
     longest = max(run.clock.tokens[-1] for run in runs)
     for name, size in sizes.items():
         model_curves = {key: curves[key].get(name) for key in keys}
-        rows.append(_model(name, f"{size or '?'}B", model_curves, longest))
+        shown_size = f"{size or '?'}B"
+        rows.append(_model(name, shown_size, model_curves, longest))
 
     shown_size = f"{nearest_size}B parameters" if nearest_size else "unknown size"
     note = CLONE_NOTE.format(
@@ -305,7 +309,8 @@ def _own_curve(run: RunRecord, key: Key) -> Curve:
         ends = np.arange(1, len(cumulative))
         starts = np.maximum(ends - LOSS_WINDOW, 0)
         sums = cumulative[ends] - cumulative[starts]
-        return Curve(tokens[is_shown].astype(float), sums / (ends - starts))
+        means = sums / (ends - starts)
+        return Curve(tokens[is_shown].astype(float), means)
 
     task, metric = key
     points: dict[int, float] = {}

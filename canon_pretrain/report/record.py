@@ -192,7 +192,9 @@ class RunRecord:
     @property
     def recipe(self) -> str:
         """The identity without the seeds as JSON: equal for runs that differ in seeds only."""
-        rest = {name: value for name, value in self.identity.items() if name not in SEEDS}
+        rest = dict(self.identity)
+        for name in SEEDS:
+            rest.pop(name, None)
         return json.dumps(rest, sort_keys=True)
 
     @cached_property
@@ -243,7 +245,8 @@ class RunRecord:
 
     def curve(self, field: str) -> Curve | None:
         """Return one field of the `step` events; None if no event has it."""
-        return Curve.of((event.step, event.get(field)) for event in self.steps)
+        points = [(event.step, event.get(field)) for event in self.steps]
+        return Curve.of(points)
 
     @cached_property
     def own_validations(self) -> list[Event]:

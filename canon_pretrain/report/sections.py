@@ -377,7 +377,8 @@ def _mcnemar_cell(row: Verdict) -> Cell:
     test = row.mcnemar
     if test is None:
         return MISSING
-    return f"{test.only_a} : {test.only_b}, p {p_value(test.p)}"
+    counts = f"{test.only_a} : {test.only_b}"
+    return f"{counts}, p {p_value(test.p)}"
 
 
 def pair_cells(row: Verdict, comparison: WithDecisions) -> dict[str, Cell]:
@@ -683,7 +684,8 @@ def curve(content: TrainingCurve) -> Table:
             rows.append([line.run, MISSING, MISSING, MISSING])
             continue
         cells: list[Cell] = [line.run]
-        for value, step in (finite[-1], min(finite), max(finite)):
+        last = finite[-1]
+        for value, step in (last, min(finite), max(finite)):
             text = format(value, content.form)
             cells.append(make_cell(text, _step_note(step)))
         rows.append(cells)

@@ -345,7 +345,10 @@ def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
         table.add_column(title, justify=justify, no_wrap=title != "run", overflow="fold")
     for row in rows:
         styles = {"run": "bold", "state": COLORS[row["state"]]}
-        cells = [Text(row[title], styles.get(title, "")) for title in titles]
+        cells = []
+        for title in titles:
+            style = styles.get(title, "")
+            cells.append(Text(row[title], style))
         table.add_row(*cells)
     return table
 
@@ -358,7 +361,10 @@ def overview(runs: Sequence[RunSummary], console: Console) -> Group:
     """
     # Try the table with every column that a run has a text in.
     rows = [_cells(run) for run in runs]
-    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    titles = []
+    for title in rows[0]:
+        if any(row[title] for row in rows):
+            titles.append(title)
     titles_below: list[str] = []
     table = _table(rows, titles)
 
@@ -387,7 +393,8 @@ def overview(runs: Sequence[RunSummary], console: Console) -> Group:
 
         details += run.problems
         if details:
-            line = printable(f"{run.path}: {'; '.join(details)}")
+            text = "; ".join(details)
+            line = printable(f"{run.path}: {text}")
             lines.append(Text(line, overflow="fold"))
 
     count = f"{len(runs)} runs" if len(runs) > 1 else "1 run"

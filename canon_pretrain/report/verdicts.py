@@ -192,7 +192,8 @@ class Comparator:
         suite = keys[0].suite
         runs_at_step: Counter[int] = Counter()
         for run in recipe.runs:
-            runs_at_step.update(evaluations.full_results(run, suite, self.options.step).keys())
+            results = evaluations.full_results(run, suite, self.options.step)
+            runs_at_step.update(results.keys())
         common_steps = [step for step, num_runs in runs_at_step.items() if num_runs > 1]
         last = max(common_steps, default=None)
 
@@ -439,7 +440,8 @@ def _extreme(sides: Sequence[ItemScores], chance: float | None) -> str | None:
     if chance is not None:
         levels["chance"] = chance
     for name, level in levels.items():
-        if all(abs(mean - level) <= half_width for mean, half_width in intervals):
+        is_near = [abs(mean - level) <= half_width for mean, half_width in intervals]
+        if all(is_near):
             return name
     return None
 
@@ -644,7 +646,8 @@ def held_out_summary(rows: Sequence[Verdict], refused: Sequence[Refusal], pair: 
         metric = BITS
     ours = [evaluations.logged_losses(run, metric) for run in pair.side.runs]
     theirs = [evaluations.logged_losses(run, metric) for run in pair.baseline.runs]
-    common = set.intersection(*map(set, [*ours, *theirs]))
+    scored = [set(losses) for losses in (*ours, *theirs)]
+    common = set.intersection(*scored)
     if not common:
         return f"No verdict on held-out text, not scored at a common step: {way_out}"
 
