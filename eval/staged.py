@@ -205,7 +205,12 @@ def verify(key: str, folder: Path) -> StagedFile:
         raise UserError("stage.damaged", f"{error}; {remedy}", path=path) from None
 
     # it may be of another version, or copied from another data set's folder
-    expected = {"version": MANIFEST_VERSION, "key": key, "path": data.path, "config": data.config}
+    expected = {
+        "version": MANIFEST_VERSION,
+        "key": key,
+        "path": data.path,
+        "config": data.config,
+    }
     recorded = {name: getattr(manifest, name) for name in expected}
     if recorded != expected or set(manifest.splits) != {data.split}:
         raise UserError(

@@ -168,7 +168,10 @@ def choose(architecture: Architecture) -> Choice:
     losses: list[float | None] = [None] * len(recipes)
     step = None
     chosen_source = ""
-    sources = {"the suite `validation`": suite_losses, "the training log": logged_losses}
+    sources = {
+        "the suite `validation`": suite_losses,
+        "the training log": logged_losses,
+    }
     for source, losses_of in sources.items():
         # The last step at which all runs have a loss of one text; of several, of their own text.
         losses_by_run = {run: losses_of(run) for run in architecture.runs}

@@ -152,7 +152,11 @@ def _architecture(args: ModelArgs) -> Iterator[Row]:
     yield "layers", f"{args.num_layers} of width {args.dim:,}"
 
     # The mixer and its positions.
-    sizes = {"num_heads": args.num_heads, "head_dim": args.head_dim, "rope_dim": args.rope_dim}
+    sizes = {
+        "num_heads": args.num_heads,
+        "head_dim": args.head_dim,
+        "rope_dim": args.rope_dim,
+    }
     mixer = [_MIXERS[args.mixer].format(**sizes)]
     if args.num_kv_heads:
         mixer.append(f"{args.kv_heads} of keys and values")

@@ -387,7 +387,12 @@ def run(arguments: argparse.Namespace) -> None:
 def store_json(path: Path, content: Any) -> None:
     """Write the rows of a comparison or a page, in a folder that is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(json_value(content), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(
+        json_value(content),
+        indent=1,
+        ensure_ascii=False,
+        allow_nan=False,
+    )
     write_atomic(path, text.encode())
 
 

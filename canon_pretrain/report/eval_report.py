@@ -120,7 +120,12 @@ def write_report(
 
     `labels` are the names of what the figures draw, as in figures.labels_of().
     """
-    template_values = {"content": content, "kind": kind, **TEMPLATE_MODULES, **modules}
+    template_values = {
+        "content": content,
+        "kind": kind,
+        **TEMPLATE_MODULES,
+        **modules,
+    }
     comparisons.store_json(folder / "report.json", content)
     write_atomic(folder / "report.md", markdown_page(template_values).encode())
     page.write_page(folder / name, TEMPLATES, "report", {"labels": labels}, **template_values)

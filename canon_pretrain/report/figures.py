@@ -66,7 +66,10 @@ REPORT_CHARTS = [
 ]
 LOGGED = "windows of it, scored while training"
 # The part of the held-out text that was scored -> its losses of a run.
-HELD_OUT_SOURCES = {WHOLE_TEXT: evaluations.suite_losses, LOGGED: evaluations.logged_losses}
+HELD_OUT_SOURCES = {
+    WHOLE_TEXT: evaluations.suite_losses,
+    LOGGED: evaluations.logged_losses,
+}
 
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
 LENGTHS = (
@@ -637,7 +640,11 @@ def _score_trace(line: ScoreLine, labels: Sequence[str], over: str) -> Json:
         descriptions.append(description)
         symbols.append(symbol)
 
-    attributes: Json = {"text": errors, "customdata": descriptions, "mode": "lines+markers"}
+    attributes: Json = {
+        "text": errors,
+        "customdata": descriptions,
+        "mode": "lines+markers",
+    }
     if "circle-open" in symbols:
         attributes["marker"] = {"symbol": symbols}
     if len(labels) <= MAX_BARS:

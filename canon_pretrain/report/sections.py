@@ -279,7 +279,12 @@ def make_table(
 
 def held_out(curves: HeldOutCurves) -> Table:
     """Return the last point of each architecture's held-out loss, with the range of its seeds."""
-    columns = [f"{curves.unit} of the held-out text", "last step", curves.source, "seeds"]
+    columns = [
+        f"{curves.unit} of the held-out text",
+        "last step",
+        curves.source,
+        "seeds",
+    ]
     # The loss on the whole text is shown unless it is unknown or says the same.
     shows_whole = any(
         line.whole_text is not None and line.whole_text != line.values[-1] for line in curves.lines
@@ -622,7 +627,14 @@ def architectures(comparison: Comparison) -> Table:
                     make_cell(number(recipe.loss), _step_note(architecture.step)),
                 ]
             )
-    columns = ["architecture", "settings", "chosen", "learning rate", "runs", "validation loss"]
+    columns = [
+        "architecture",
+        "settings",
+        "chosen",
+        "learning rate",
+        "runs",
+        "validation loss",
+    ]
     return make_table(columns, rows, "architectures", text=3)
 
 
@@ -734,6 +746,7 @@ def suite(content: SuiteContent) -> Table:
             text = score_parts(cell)
             num_items = "" if common_count else text.num_items
             step_note = _step_note(column.step, content.suite_step)
-            cells.append(make_cell(text.value, num_items, step_note, error=text.error))
+            cell = make_cell(text.value, num_items, step_note, error=text.error)
+            cells.append(cell)
         rows.append(cells)
     return make_table(columns, rows, f"suite-{content.suite}")

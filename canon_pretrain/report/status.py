@@ -342,7 +342,12 @@ def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
     )
     for title in titles:
         justify: Any = "left" if title in ("run", "state", "job") else "right"
-        table.add_column(title, justify=justify, no_wrap=title != "run", overflow="fold")
+        table.add_column(
+            title,
+            justify=justify,
+            no_wrap=title != "run",
+            overflow="fold",
+        )
     for row in rows:
         styles = {"run": "bold", "state": COLORS[row["state"]]}
         cells = []

@@ -467,7 +467,12 @@ def verdicts(comparator: Comparator, pairs: Sequence[Pair]) -> Verdicts:
             refuse = partial(Refusal, suite, architecture=side.label, baseline=baseline.label)
 
             # Both sides at one step.
-            evaluated = evaluations.pair_evaluations(side.runs, baseline.runs, suite, options.step)
+            evaluated = evaluations.pair_evaluations(
+                side.runs,
+                baseline.runs,
+                suite,
+                options.step,
+            )
             if not evaluated.side:
                 refused.append(refuse(None, None, why="no full results at a common step"))
                 continue

@@ -80,7 +80,13 @@ class Playground(lm_eval.api.task.Task):
         for number, window in enumerate(self._windows):
             settings = [{"name": text.task.name, **text.task.settings} for text in window]
             answers = [_text(question.answer) for text in window for question in text.questions]
-            documents.append({"window": number, "settings": settings, "answers": answers})
+            documents.append(
+                {
+                    "window": number,
+                    "settings": settings,
+                    "answers": answers,
+                }
+            )
         return documents
 
     def has_training_docs(self) -> bool:
