@@ -259,5 +259,5 @@ def _summary(manifest: Manifest, data: DataSet) -> str:
     split = manifest.splits[data.split]
     documents = f"{split.rows:,} documents"
     if split.rows != data.documents:
-        documents += f" (expected {data.documents:,})"
+        documents = f"{documents} (expected {data.documents:,})"
     return f"{documents}, {size(split.bytes)}, commit {manifest.revision[:12]}"

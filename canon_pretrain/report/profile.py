@@ -292,6 +292,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(document))
         return 0
+
     console = Console(highlight=False)
     file_size = size(path.stat().st_size)
     console.print(f"{path} ({file_size})", soft_wrap=True, markup=False)

@@ -348,6 +348,7 @@ def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
             no_wrap=title != "run",
             overflow="fold",
         )
+
     for row in rows:
         styles = {"run": "bold", "state": COLORS[row["state"]]}
         cells = []
