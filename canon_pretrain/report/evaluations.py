@@ -146,7 +146,7 @@ def suite_order(name: str) -> tuple[int, str]:
 
 def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
     """Return the `wanted` suites with results without --limit, in the order of a report."""
-    suites = set()
+    suites: set[str] = set()
     for run in runs:
         suites |= {evaluation.suite for evaluation in run.evaluations if evaluation.limit is None}
     if wanted is not None:
