@@ -746,7 +746,6 @@ def suite(content: SuiteContent) -> Table:
             text = score_parts(cell)
             num_items = "" if common_count else text.num_items
             step_note = _step_note(column.step, content.suite_step)
-            cell = make_cell(text.value, num_items, step_note, error=text.error)
-            cells.append(cell)
+            cells.append(make_cell(text.value, num_items, step_note, error=text.error))
         rows.append(cells)
     return make_table(columns, rows, f"suite-{content.suite}")
