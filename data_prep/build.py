@@ -56,13 +56,14 @@ class JobSlice:
     def parse(cls, text: str) -> "JobSlice":
         """Parse i/n. Raises UserError."""
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-        if not match or not 1 <= int(match[1]) <= int(match[2]):
+        index, count = map(int, match.groups()) if match else (0, 0)
+        if not 1 <= index <= count:
             raise UserError(
                 "option.invalid",
                 f"--shard {text!r}: expected i/n with 1 <= i <= n, such as 1/8 to 8/8",
                 option="--shard",
             )
-        return cls(int(match[1]), int(match[2]))
+        return cls(index, count)
 
     def input_groups(self, num_groups: int) -> range:
         return range(self.index - 1, num_groups, self.count)

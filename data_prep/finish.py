@@ -142,7 +142,8 @@ def sum_reasons(counts_by_reason: Iterable[Mapping[str, int]]) -> dict[str, int]
 
 def list_reasons(counts: Mapping[str, int]) -> str:
     """Return counts by reason as text."""
-    return ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+    texts = [f"{count:,} {reason}" for reason, count in counts.items()]
+    return ", ".join(texts)
 
 
 def check_documents(

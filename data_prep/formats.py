@@ -124,7 +124,10 @@ def _wide_encoding(head: bytes) -> str:
             return encoding
 
     # of ASCII characters, such as the spaces and line ends of any script, one byte is zero
-    num_zeros = {"UTF-16BE": head[0::2].count(0), "UTF-16LE": head[1::2].count(0)}
+    num_zeros = {
+        "UTF-16BE": head[0::2].count(0),
+        "UTF-16LE": head[1::2].count(0),
+    }
     encoding = max(num_zeros, key=lambda name: num_zeros[name])
     if num_zeros[encoding] < max(_MIN_ZEROS, _MIN_ZERO_SHARE * len(head) / 2):
         return ""

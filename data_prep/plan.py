@@ -123,7 +123,8 @@ class Plan:
     @cached_property
     def sha256(self) -> str:
         """Hex SHA-256 of the plan's canonical JSON."""
-        identity = {key: value for key, value in self.record().items() if key != "root"}
+        identity = self.record()
+        del identity["root"]
         canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -184,7 +185,8 @@ def make_input_groups(inputs: Sequence[Input], options: Options) -> tuple[tuple[
 
 
 def save_plan(folder: Path, plan: Plan) -> None:
-    write_json(folder / PLAN, {"version": plan.version, "sha256": plan.sha256, **plan.record()})
+    content = {"version": plan.version, "sha256": plan.sha256, **plan.record()}
+    write_json(folder / PLAN, content)
 
 
 @dataclass(frozen=True)

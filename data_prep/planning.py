@@ -143,7 +143,8 @@ def training_texts(selection: sources.Selection, options: Options) -> Iterator[s
     inputs = selection.inputs
     if plans.total_size(inputs) > TRAIN_BYTES:
         count = min(TRAIN_INPUTS, len(inputs))
-        inputs = tuple(inputs[k * len(inputs) // count] for k in range(count))
+        indices = [k * len(inputs) // count for k in range(count)]
+        inputs = tuple(inputs[index] for index in indices)
 
     total_bytes = plans.total_size(inputs)
     num_held_out = 0

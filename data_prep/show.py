@@ -97,7 +97,8 @@ def show_window(
         )
         if start > document.start:
             title = f"{title}, after {start - document.start:,} outside the window"
-        lines += [title, *_lines(tokenizer, tokens[start - offset : end - offset], ids)]
+        document_tokens = tokens[start - offset : end - offset]
+        lines += [title, *_lines(tokenizer, document_tokens, ids)]
 
     lines.append("== end of the window")
     return "\n".join(lines)
@@ -120,7 +121,8 @@ def _documents(shards: TokenShards, start: int, stop: int) -> Iterator[_Document
 
         # Document i of the shard has the tokens [boundaries[i], boundaries[i + 1]).
         boundaries = _boundaries(shard)
-        first, last = np.searchsorted(boundaries[1:], [start, stop - 1], side="right").tolist()
+        ends = boundaries[1:]
+        first, last = np.searchsorted(ends, [start, stop - 1], side="right").tolist()
         spans = pairwise(boundaries[first : last + 2].tolist())
         for number, (document_start, end) in enumerate(spans, entry.first_document + first):
             yield _Document(number, document_start, end)

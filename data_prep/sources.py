@@ -146,8 +146,9 @@ def select(options: SourceOptions) -> Selection:
 
     # A copy may have some of the files only.
     num_files = HUB_SOURCES[options.source].num_files
-    if len(selection.inputs) != num_files:
-        log(f"{options.source}: {len(selection.inputs):,} of {num_files:,} files")
+    num_present = len(selection.inputs)
+    if num_present != num_files:
+        log(f"{options.source}: {num_present:,} of {num_files:,} files")
     return selection
 
 

@@ -124,7 +124,10 @@ def _task_spec(name: str, path: Path) -> str | dict[str, Any]:
     group_name = group[1]
     if name != group_name:
         content: dict[str, Any] = load_yaml(path)
-        members = [t for t in content["task"] if isinstance(t, dict) and t["task"] == name]
+        members = []
+        for task in content["task"]:
+            if isinstance(task, dict) and task["task"] == name:
+                members.append(task)
         if members:
             return {**content, "task": members}
     # lm_eval finds a group by its name only

@@ -151,7 +151,9 @@ class Evaluation:
             log=self.log,
         )
         lm.batch_tokens = self.arguments.batch_tokens or batch_tokens_for(
-            lm, self.target.evals or self.arguments.out, self.log
+            lm,
+            self.target.evals or self.arguments.out,
+            self.log,
         )
 
         # Evaluate suite by suite, each with its own maximum length.
@@ -173,7 +175,11 @@ class Evaluation:
         if path is None:
             target.check_held_out(arguments.held_out)
             task = validation_task(
-                target.train_shards, target.held_out_shards, max_length, arguments.limit, self.log
+                target.train_shards,
+                target.held_out_shards,
+                max_length,
+                arguments.limit,
+                self.log,
             )
             tasks = {name: task}
         else:
@@ -232,11 +238,14 @@ class Evaluation:
     def _freeze_probes(self, folder: Path, max_length: int, staged: Path) -> list[str]:
         """Write the birth-year sets that `folder` lacks; return the tasks that fit `max_length`."""
         frozen = FrozenSets(
-            folder, self.target.tokenizer, lambda: find_corpus(self.arguments.junk, staged)
+            folder,
+            self.target.tokenizer,
+            lambda: find_corpus(self.arguments.junk, staged),
         )
         with report_disk_errors(folder):
             fitting = frozen.sets(
-                max_length, lambda probe: self.log(f"freezing the probes {probe} in {folder}")
+                max_length,
+                lambda probe: self.log(f"freezing the probes {probe} in {folder}"),
             )
         if fitting.left_out:
             self.log(f"probes left out: {'; '.join(fitting.left_out)}")
@@ -427,8 +436,8 @@ def print_results(console: Console, target: str, results: Results) -> None:
     notes += results.problems()
     for task, description in results.tasks.items():
         if counts := description.get("counts"):
-            text = ", ".join(f"{name} {count:,}" for name, count in counts.items())
-            notes.append(f"documents of {task}: {text}")
+            texts = [f"{name} {count:,}" for name, count in counts.items()]
+            notes.append(f"documents of {task}: {', '.join(texts)}")
     for note in notes:
         console.print(Text(note), soft_wrap=True)
 
@@ -447,7 +456,12 @@ def _loss_table(target: str, results: Results) -> Table:
     for bits, name in sorted(bits_and_names):
         model = "this checkpoint" if name == VALIDATION else f"{name} of the training shards"
         nats = results.scores[name][NATS]
-        table.add_row(Text(model), f"{nats.number:.4f}", _format_noise(nats), f"{bits:.4f}")
+        table.add_row(
+            Text(model),
+            f"{nats.number:.4f}",
+            _format_noise(nats),
+            f"{bits:.4f}",
+        )
     return table
 
 
@@ -462,7 +476,13 @@ def _score_table(target: str, results: Results) -> Table:
         for metric, score in metrics.items():
             value = "none" if score.value is None else f"{score.value:.4f}"
             num_items = f"{results.num_samples[task]:,}"
-            table.add_row(Text(task), Text(metric), value, _format_noise(score), num_items)
+            table.add_row(
+                Text(task),
+                Text(metric),
+                value,
+                _format_noise(score),
+                num_items,
+            )
     return table
 
 

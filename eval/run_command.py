@@ -23,7 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(with --out)",
     )
     checkpoint.add_argument(
-        "--checkpoint", type=Path, nargs="+", metavar="RUN", help=argparse.SUPPRESS
+        "--checkpoint",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help=argparse.SUPPRESS,
     )
 
     # What to evaluate it on, and where to store the results.
@@ -112,7 +116,9 @@ def check_minimum(arguments: argparse.Namespace, minimums: Mapping[str, int]) ->
         if value is not None and value < minimum:
             option = f"--{name.replace('_', '-')}"
             raise UserError(
-                "eval.option_range", f"{option} {value}: expected at least {minimum}", option=name
+                "eval.option_range",
+                f"{option} {value}: expected at least {minimum}",
+                option=name,
             )
 
 
@@ -145,7 +151,9 @@ def check_options(arguments: argparse.Namespace) -> dict[str, Path | None]:
 def _not_for_suite(name: str, suite: str, chosen: str) -> UserError:
     option = f"--{name.replace('_', '-')}"
     return UserError(
-        "eval.option_suite", f"{option} is for --suite {suite}, not for {chosen}", option=name
+        "eval.option_suite",
+        f"{option} is for --suite {suite}, not for {chosen}",
+        option=name,
     )
 
 

@@ -116,7 +116,8 @@ def read_request(run: Path, *, change: bool = False) -> Request | None:
         if error.is_missing or change:
             return None
         raise UserError(
-            "schedule.damaged", f"{error}: replace it with --change and all options"
+            "schedule.damaged",
+            f"{error}: replace it with --change and all options",
         ) from None
 
 
@@ -237,7 +238,8 @@ class Schedule:
     def has_results(self, step: int, suite: str) -> bool:
         """Return whether this checkpoint has a complete results.json with the request's options."""
         name = suite_name(suite)
-        for path in (self.run.path / EVALS / f"step-{step}" / name).glob(f"*/{RESULTS}"):
+        folder = self.run.path / EVALS / f"step-{step}" / name
+        for path in folder.glob(f"*/{RESULTS}"):
             try:
                 results = read_results(path)
             except UserError:
@@ -332,7 +334,8 @@ def start_job(leases: Leases, job: str, lease_id: str | None, max_restarts: int)
         current = leases.current()
         if current is None or current.id != lease_id:
             return JobStart(
-                EXIT_TAKEN_OVER, f"another job has this work, or it is archived: {leases.folder}"
+                EXIT_TAKEN_OVER,
+                f"another job has this work, or it is archived: {leases.folder}",
             )
         if current.job is None:
             leases.record(current, job=job)  # its watcher was killed before recording it

@@ -132,7 +132,13 @@ def _evaluate_items(
     for ensemble in task._filters:
         errors = {**_apply_filter(ensemble, answered), **failures}
         items = [
-            Item(doc_id, document, ensemble.name, requests_of[doc_id], error=errors.get(doc_id, ""))
+            Item(
+                doc_id,
+                document,
+                ensemble.name,
+                requests_of[doc_id],
+                error=errors.get(doc_id, ""),
+            )
             for doc_id, document in documents
         ]
         for item in items:
@@ -156,7 +162,8 @@ def _apply_filter(
             try:
                 ensemble.apply(list(requests))
             except Exception as error:
-                errors[requests[0].doc_id] = f"filter {ensemble.name}: {_describe(error)}"
+                document = requests[0].doc_id
+                errors[document] = f"filter {ensemble.name}: {_describe(error)}"
     return errors
 
 
@@ -186,7 +193,10 @@ def _add_records(task: Task, items: Sequence[Item]) -> None:
         # the hashes are those that lm_eval logs
         request = item.requests[0]
         document = json.dumps(
-            request.doc, indent=2, default=handle_non_serializable, ensure_ascii=False
+            request.doc,
+            indent=2,
+            default=handle_non_serializable,
+            ensure_ascii=False,
         )
         record: dict[str, Any] = {
             "doc_id": item.doc_id,
@@ -211,7 +221,9 @@ def to_json(value: Any) -> str:
 
 
 def _describe(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
+    reason = f"{type(error).__name__}: {error}"
+    one_line = " ".join(reason.split())
+    return one_line[:MAX_REASON]
 
 
 def is_multiple_choice(task: Task) -> TypeGuard[ConfigurableTask]:
@@ -287,5 +299,6 @@ def _score(aggregation: Aggregation, by_item: Sequence[Any], sources: Sequence[s
         return Score(value, bound=wilson_bound(value, len(source_names)))
 
     # Items of one source are not independent: the variance is clustered by source.
-    variance = mean_variance(Clusters.of(sums_N / weights_N, weights_N, sources_N))
+    clusters = Clusters.of(sums_N / weights_N, weights_N, sources_N)
+    variance = mean_variance(clusters)
     return Score(value, math.sqrt(variance) if math.isfinite(variance) else None)

@@ -175,6 +175,7 @@ def _process_each(
 ) -> None:
     """Print the line that `act` returns of each data set, or its error, and continue."""
     failed: list[str] = []
+    total = len(chosen)
     for number, data in enumerate(chosen, 1):
         try:
             line = act(data)
@@ -183,16 +184,16 @@ def _process_each(
         except UserError as error:
             line = f"error[{error.code}]: {error}"
             failed.append(data.key)
-        print(f"[{number}/{len(chosen)}] {data.key}: {line}", flush=True)
+        print(f"[{number}/{total}] {data.key}: {line}", flush=True)
 
     if failed:
         raise UserError(
             "stage.incomplete",
-            f"{len(failed)} of {len(chosen)} data sets are not {state} in {folder}: "
+            f"{len(failed)} of {total} data sets are not {state} in {folder}: "
             f"{', '.join(failed)}; see above",
             failed=failed,
         )
-    print(f"{state} in {folder}: {len(chosen)} of {len(chosen)} data sets", flush=True)
+    print(f"{state} in {folder}: {total} of {total} data sets", flush=True)
 
 
 def _stage(folder: Path, data: DataSet, allow_count: bool) -> str:
@@ -246,13 +247,17 @@ def download(data: DataSet, commit: str, cache: Path) -> "datasets.Dataset":
     with hub.hub_errors(data.path, commit, HUB_HINTS, unexpected=unexpected):
         # `cache` must have no other revision: `datasets` falls back to it if the hub fails
         return datasets.load_dataset(
-            data.path, data.config, split=data.split, revision=commit, cache_dir=str(cache)
+            data.path,
+            data.config,
+            split=data.split,
+            revision=commit,
+            cache_dir=str(cache),
         )
 
 
 def _summary(manifest: Manifest, data: DataSet) -> str:
     split = manifest.splits[data.split]
-    expected = "" if split.rows == data.documents else f" (expected {data.documents:,})"
-    return (
-        f"{split.rows:,} documents{expected}, {size(split.bytes)}, commit {manifest.revision[:12]}"
-    )
+    documents = f"{split.rows:,} documents"
+    if split.rows != data.documents:
+        documents = f"{documents} (expected {data.documents:,})"
+    return f"{documents}, {size(split.bytes)}, commit {manifest.revision[:12]}"

@@ -198,16 +198,25 @@ def verify(key: str, folder: Path) -> StagedFile:
     except files.UnreadableFile as error:
         if error.is_missing:
             raise UserError(
-                "stage.missing", f"{path.parent}: not staged; {remedy}", path=path
+                "stage.missing",
+                f"{path.parent}: not staged; {remedy}",
+                path=path,
             ) from None
         raise UserError("stage.damaged", f"{error}; {remedy}", path=path) from None
 
     # it may be of another version, or copied from another data set's folder
-    expected = {"version": MANIFEST_VERSION, "key": key, "path": data.path, "config": data.config}
+    expected = {
+        "version": MANIFEST_VERSION,
+        "key": key,
+        "path": data.path,
+        "config": data.config,
+    }
     recorded = {name: getattr(manifest, name) for name in expected}
     if recorded != expected or set(manifest.splits) != {data.split}:
         raise UserError(
-            "stage.damaged", f"{path}: {recorded}, expected {expected}; {remedy}", path=path
+            "stage.damaged",
+            f"{path}: {recorded}, expected {expected}; {remedy}",
+            path=path,
         )
 
     split = manifest.splits[data.split]
@@ -216,11 +225,15 @@ def verify(key: str, folder: Path) -> StagedFile:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(
-            "stage.damaged", f"{path}: can't be read: {error.strerror}; {remedy}", path=path
+            "stage.damaged",
+            f"{path}: can't be read: {error.strerror}; {remedy}",
+            path=path,
         ) from None
     if hashlib.sha256(content).hexdigest() != split.sha256:
         raise UserError(
-            "stage.damaged", f"{path}: changed after it was staged; {remedy}", path=path
+            "stage.damaged",
+            f"{path}: changed after it was staged; {remedy}",
+            path=path,
         )
     return StagedFile(manifest, content)
 

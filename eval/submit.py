@@ -203,7 +203,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _confirm_task_files(suites: list[str], arguments: argparse.Namespace) -> None:
     """Ask before jobs use task files of the user. Raises UserError unless the answer is yes."""
-    files = [s for s in suites if is_task_file(s) and not Path(s).resolve().is_relative_to(TASKS)]
+    files = []
+    for suite in suites:
+        if is_task_file(suite) and not Path(suite).resolve().is_relative_to(TASKS):
+            files.append(suite)
     if not files or arguments.trust_task_files:
         return
 
@@ -273,7 +276,11 @@ class Watcher:
     absent: Sequence[Path] = ()
 
     def log(self, line: str) -> None:
-        self.console.print(f"{time.strftime('%H:%M:%S')} {line}", soft_wrap=True, markup=False)
+        self.console.print(
+            f"{time.strftime('%H:%M:%S')} {line}",
+            soft_wrap=True,
+            markup=False,
+        )
 
     def overview(self) -> Overview:
         return [RunEntries(schedule, schedule.entries(self.queue)) for schedule in self.schedules]
@@ -527,7 +534,8 @@ def watch(watcher: Watcher, arguments: argparse.Namespace) -> None:
 def summary(overview: Overview) -> str:
     """Return the number of evaluations by state: `3 done, 1 running`."""
     counts = Counter(entry.state for entry in all_entries(overview))
-    return ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "none"
+    texts = [f"{count} {state}" for state, count in sorted(counts.items())]
+    return ", ".join(texts) or "none"
 
 
 def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
@@ -556,11 +564,13 @@ def show(watcher: Watcher, arguments: argparse.Namespace) -> None:
         console.print(_table(schedule.run.path, entries))
         for entry in entries:
             if entry.why and entry.state in ("failed", "missing", "damaged", "waiting"):
-                line = f"step {entry.step} {suite_name(entry.suite)}: {entry.state}: {entry.why}"
+                evaluation = f"step {entry.step} {suite_name(entry.suite)}"
+                line = f"{evaluation}: {entry.state}: {entry.why}"
                 console.print(Text(line), soft_wrap=True)
 
     progress = "finished" if is_finished else "in progress"
-    line = f"{progress}: {summary(overview)}; report: {' '.join(filter(None, report))}"
+    report_text = " ".join(filter(None, report))
+    line = f"{progress}: {summary(overview)}; report: {report_text}"
     console.print(Text(line), soft_wrap=True)
 
 

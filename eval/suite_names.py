@@ -64,8 +64,9 @@ def harness_names() -> dict[str, HarnessName]:
     names: dict[str, HarnessName] = {}
     tags: dict[str, HarnessName] = {}
     # templates, which have no suffix, may define tags of the files that include them
-    files = (path for path in harness_tasks().rglob("*") if path.suffix in ("", ".yaml"))
-    for path in sorted(path for path in files if path.is_file()):
+    for path in sorted(harness_tasks().rglob("*")):
+        if path.suffix not in ("", ".yaml") or not path.is_file():
+            continue
         text = path.read_text(errors="replace")
 
         # A file with a suffix defines a group, or a task.
@@ -140,7 +141,8 @@ def find_suite(suite: str) -> tuple[str, Path | None]:
     # The names of lm_eval come last: reading them takes time.
     if suite in harness_names():
         return suite, harness_names()[suite].path
-    similar = suggestion(suite, [*SUITES, ALL, *files]) or suggestion(suite, harness_names())
+    our_names = [*SUITES, ALL, *files]
+    similar = suggestion(suite, our_names) or suggestion(suite, harness_names())
     raise UserError(
         "eval.unknown_suite",
         f"unknown suite '{suite}'; expected {', '.join(SUITES)}, {ALL}, a name listed by "
@@ -158,7 +160,9 @@ def suite_settings(name: str, options: argparse.Namespace, seq_len: int) -> dict
     """Return the settings of a suite that the options determine; files count by content."""
 
     def content(value: Path | str) -> str:
-        return f"file {sha256_file(Path(value))}" if is_file(value) else str(value)
+        if is_file(value):
+            return f"file {sha256_file(Path(value))}"
+        return str(value)
 
     folder = task_folder(task_files().get(name))
     max_length = options.max_length or max(seq_len, MIN_MAX_LENGTHS.get(folder, 0))
@@ -195,7 +199,8 @@ def run(arguments: argparse.Namespace) -> None:
         pattern = re.compile(arguments.grep)
     except re.error as error:
         raise UserError(
-            "eval.grep", f"--grep {arguments.grep!r}: no regular expression: {error}"
+            "eval.grep",
+            f"--grep {arguments.grep!r}: no regular expression: {error}",
         ) from None
 
     # the suites, then our other names, then those of lm_eval
@@ -209,7 +214,9 @@ def run(arguments: argparse.Namespace) -> None:
     matching = [name for name in names if pattern.search(name)]
     if not matching:
         raise UserError(
-            "eval.grep", f"none of {len(names):,} names matches --grep {arguments.grep!r}"
+            "eval.grep",
+            f"none of {len(names):,} names matches --grep {arguments.grep!r}",
         )
     for name in matching:
-        print(f"{name:40} {names[name].kind:5} {names[name].path}")
+        harness_name = names[name]
+        print(f"{name:40} {harness_name.kind:5} {harness_name.path}")

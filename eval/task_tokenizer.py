@@ -115,7 +115,9 @@ def _of_export(name: str, revision: str | None) -> TaskTokenizer:
     def decode(ids: Sequence[int]) -> str:
         return str(
             tokenizer.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                list(ids),
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
             )
         )
 
@@ -128,10 +130,14 @@ def known_max_length(metadata: Mapping[str, Any]) -> int | None:
         if metadata.get(name) is not None:
             return int(metadata[name])
     try:
-        config = read_json(Path(str(metadata.get("pretrained"))) / "config.json", finite=False)
-        return next((int(config[name]) for name in POSITIONS if config.get(name) is not None), None)
+        folder = Path(str(metadata.get("pretrained")))
+        config = read_json(folder / "config.json", finite=False)
+        for name in POSITIONS:
+            if config.get(name) is not None:
+                return int(config[name])
     except (UnreadableFile, ValueError, TypeError):
-        return None  # not an exported folder but the name of a model on the hub, or none
+        pass  # not an exported folder but the name of a model on the hub, or none
+    return None
 
 
 def lengths_over(prompts: Iterable[str], room: int, metadata: Mapping[str, Any]) -> list[int]:

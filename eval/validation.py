@@ -103,7 +103,8 @@ def model_loss(
     loss = held_out_loss([total_nats], [num_tokens.total()], [bytes_per_token])
 
     # a token's loss depends on all tokens before it in its window
-    question = hashlib.sha256(f"{shards.fingerprint} {seq_len}".encode()).hexdigest()[:16]
+    source = f"{shards.fingerprint} {seq_len}"
+    question = hashlib.sha256(source.encode()).hexdigest()[:16]
     records: list[dict[str, Any]] = []
     for document, document_nats in sorted(nats.items()):
         start = int(ends_D[document - 1]) if document else 0
@@ -130,11 +131,15 @@ def relative_error(documents: Sequence[Mapping[str, Any]]) -> float | None:
     Tokens of a document are not independent, so it is over the records of documents.
     """
     # Columns: nats, and the number of tokens.
-    sums_D2 = np.array([record["nats_per_token"] for record in documents], float).reshape(-1, 2)
-    if len(sums_D2) < MIN_CLUSTERS or not np.isfinite(sums_D2).all() or not sums_D2[:, 0].any():
+    if len(documents) < MIN_CLUSTERS:
         return None
+    sums_D2 = np.array([record["nats_per_token"] for record in documents], float)
+    if not np.isfinite(sums_D2).all() or not sums_D2[:, 0].any():
+        return None
+
     clusters = Clusters(*sums_D2.T)
-    return abs(math.sqrt(mean_variance(clusters)) / clusters.mean)
+    stderr = math.sqrt(mean_variance(clusters))
+    return abs(stderr / clusters.mean)
 
 
 def _tokens_by_document(ends_D: np.ndarray, offset: int, size: int) -> dict[int, int]:
@@ -143,7 +148,8 @@ def _tokens_by_document(ends_D: np.ndarray, offset: int, size: int) -> dict[int,
     stop = offset + size
     first, last = np.searchsorted(ends_D, [start, stop - 1], side="right").tolist()
     borders = [start, *ends_D[first:last], stop]
-    return dict(zip(range(first, last + 1), np.diff(borders).tolist(), strict=True))
+    num_tokens = np.diff(borders).tolist()
+    return dict(enumerate(num_tokens, first))
 
 
 def baseline_losses(

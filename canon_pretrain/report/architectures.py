@@ -70,7 +70,8 @@ def _grouped(runs: Sequence[RunRecord], names: Sequence[str]) -> list[list[RunRe
     """Group runs with equal values of the settings `names`."""
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
-        key = json.dumps([_setting(run, name) for name in names], sort_keys=True)
+        values = [_setting(run, name) for name in names]
+        key = json.dumps(values, sort_keys=True)
         groups.setdefault(key, []).append(run)
     return list(groups.values())
 
@@ -83,7 +84,11 @@ def architectures(runs: Sequence[RunRecord]) -> list[Architecture]:
 
     # All runs of an architecture have its settings, so one of them represents it.
     representatives = [group[0] for group in groups]
-    differing = [name for name in names if len(_grouped(representatives, [name])) > 1]
+    differing = []
+    for name in names:
+        groups_by_value = _grouped(representatives, [name])
+        if len(groups_by_value) > 1:
+            differing.append(name)
     labels = _labels(representatives, differing)
     grouped = []
     for label, group in zip(labels, groups, strict=True):
@@ -96,7 +101,8 @@ def architectures(runs: Sequence[RunRecord]) -> list[Architecture]:
 def recipe_of(runs: Sequence[RunRecord]) -> Recipe:
     """Return the recipe of runs that differ in their seeds only."""
     seen: list[dict[str, Any]] = []
-    recipe = Recipe(runs[0].identity.get(LEARNING_RATE), [], [])
+    learning_rate = runs[0].identity.get(LEARNING_RATE)
+    recipe = Recipe(learning_rate, [], [])
     for run in runs:
         identity = DEFAULTS | run.identity | {HELD_OUT: None}
         if run.identity and identity in seen:
@@ -119,10 +125,12 @@ def _labels(runs: Sequence[RunRecord], differing: Sequence[str]) -> list[str]:
 
     # Add a field if labels with it distinguish more runs; LABEL_FIELDS come first, in their order.
     labels: list[str] = []
-    for name in sorted(differing, key=lambda x: (*LABEL_FIELDS, x).index(x)):
+    fields_first = sorted(differing, key=lambda name: (*LABEL_FIELDS, name).index(name))
+    for name in fields_first:
         longer_labels = [printable(_label_part(run, name)) for run in runs]
         if labels:
-            longer_labels = [", ".join(parts) for parts in zip(labels, longer_labels, strict=True)]
+            pairs = zip(labels, longer_labels, strict=True)
+            longer_labels = [", ".join(pair) for pair in pairs]
         if len({*longer_labels}) > len({*labels}):
             labels = longer_labels
 
@@ -160,7 +168,10 @@ def choose(architecture: Architecture) -> Choice:
     losses: list[float | None] = [None] * len(recipes)
     step = None
     chosen_source = ""
-    sources = {"the suite `validation`": suite_losses, "the training log": logged_losses}
+    sources = {
+        "the suite `validation`": suite_losses,
+        "the training log": logged_losses,
+    }
     for source, losses_of in sources.items():
         # The last step at which all runs have a loss of one text; of several, of their own text.
         losses_by_run = {run: losses_of(run) for run in architecture.runs}
@@ -177,7 +188,8 @@ def choose(architecture: Architecture) -> Choice:
             chosen_source = source
             losses = []
             for recipe in recipes:
-                mean = fmean(losses_by_run[run][last] for run in recipe.runs)
+                recipe_losses = [losses_by_run[run][last] for run in recipe.runs]
+                mean = fmean(recipe_losses)
                 losses.append(mean if math.isfinite(mean) else None)
 
     # The recipe with the lowest loss; a single one needs no loss.

@@ -104,7 +104,8 @@ def model_card(
 
     model = None
     if args:
-        model = sections.make_table(["", ""], [*_architecture(args)], text=2)
+        architecture = [*_architecture(args)]
+        model = sections.make_table(["", ""], architecture, text=2)
     content = {
         "title": title,
         "summary": summary,
@@ -151,7 +152,11 @@ def _architecture(args: ModelArgs) -> Iterator[Row]:
     yield "layers", f"{args.num_layers} of width {args.dim:,}"
 
     # The mixer and its positions.
-    sizes = {"num_heads": args.num_heads, "head_dim": args.head_dim, "rope_dim": args.rope_dim}
+    sizes = {
+        "num_heads": args.num_heads,
+        "head_dim": args.head_dim,
+        "rope_dim": args.rope_dim,
+    }
     mixer = [_MIXERS[args.mixer].format(**sizes)]
     if args.num_kv_heads:
         mixer.append(f"{args.kv_heads} of keys and values")
@@ -196,10 +201,8 @@ def _canon(args: ModelArgs) -> str:
         "with filters that depend on the token": args.canon_filter == "dynamic",
     }
     properties = " ".join(text for text, holds in has_property.items() if holds)
-    sites = [f"{site} {_SITES[site]}" for site in args.canon_set]
-    return (
-        f"Canon-{args.canon_set}: causal convolutions per channel {properties}; {', '.join(sites)}"
-    )
+    sites = ", ".join(f"{site} {_SITES[site]}" for site in args.canon_set)
+    return f"Canon-{args.canon_set}: causal convolutions per channel {properties}; {sites}"
 
 
 def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
@@ -229,7 +232,10 @@ def _training(run: RunRecord, step: int, has_log: bool) -> Iterator[Row]:
             losses.append(f"{sections.number(bits)} bits per byte")
         yield "held-out loss in training", ", ".join(losses)
         if scores := event.get("scores"):
-            texts = [f"{name} {sections.number(value)}" for name, value in scores.items()]
+            texts = []
+            for name, value in scores.items():
+                score = sections.number(value)
+                texts.append(f"{name} {score}")
             yield "scores in training", printable(", ".join(texts))
 
     launches = [event for event in run.launch_events if event.from_step < step]
@@ -266,7 +272,11 @@ def _data(run: RunRecord) -> DataRows:
 
         # A row per folder of the mixture: its share, its tokens and where they are from.
         for folder, name, source, share in zip(
-            folders, mixture.names, mixture.sources, mixture.shares, strict=True
+            folders,
+            mixture.names,
+            mixture.sources,
+            mixture.shares,
+            strict=True,
         ):
             plan: dict[str, Any] = {}
             with contextlib.suppress(UserError):  # written by others than data_prep
@@ -292,14 +302,18 @@ def _picture(run: RunRecord, step: int) -> bytes:
 
     def line(label: str, curve: Curve | None) -> Line:
         """Return a curve up to `step` over the tokens seen."""
-        steps, values = curve or Curve(np.zeros(0), np.zeros(0))
+        if curve is None:
+            return Line(label, np.zeros(0), np.zeros(0))
+
+        steps, values = curve
         values = values[steps <= step]
         kept = downsample(values, segments(len(values), MAX_POINTS))
         tokens = [evaluations.tokens_at(run, at) for at in steps[kept]]
         return Line(label, np.array(tokens, float), values[kept])
 
     # On the left the losses; training may have logged only one of them.
-    held_out = Curve.of((event.step, event.get("loss")) for event in run.own_validations)
+    held_out_points = [(event.step, event.get("loss")) for event in run.own_validations]
+    held_out = Curve.of(held_out_points)
     losses = [
         line("training", run.curve("loss")),
         line("held out", held_out),
@@ -308,7 +322,10 @@ def _picture(run: RunRecord, step: int) -> bytes:
     left = Panel("Loss, nats per token", logged_losses)
 
     # On the right the scores of the task, which text does not have.
-    scores = [line(name, curve) for name, curve in run.scores.items() if name != "loss"]
+    scores = []
+    for name, curve in run.scores.items():
+        if name != "loss":
+            scores.append(line(name, curve))
     if scores:
         right = Panel("Scores on the task", scores[:MAX_SCORES])
     else:
@@ -319,7 +336,8 @@ def _picture(run: RunRecord, step: int) -> bytes:
 
 def _samples(run: RunRecord, step: int) -> Iterator[tuple[str, str]]:
     """Yield captions and the last texts, as indented blocks, which nothing in them can end."""
-    for prompt, by_step in [*run.samples.items()][:MAX_SAMPLES]:
+    samples = [*run.samples.items()]
+    for prompt, by_step in samples[:MAX_SAMPLES]:
         last_step = max((x for x in by_step if x <= step), default=0)
         if not last_step:
             continue
@@ -343,7 +361,8 @@ def _at_chance(shown: Sequence[Evaluation]) -> Iterator[str]:
                 chance = None
                 with contextlib.suppress(UserError):  # damaged answers
                     chance = cache.chance(evaluation, task, metric)
-                num_clusters = results.num_sources.get(task, results.num_samples.get(task, 0))
+                num_items = results.num_samples.get(task, 0)
+                num_clusters = results.num_sources.get(task, num_items)
                 if chance is None or score.stderr is None or num_clusters < MIN_CLUSTERS:
                     continue
 

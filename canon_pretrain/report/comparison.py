@@ -186,7 +186,12 @@ def _architecture(architecture: Architecture, choice: Choice) -> ArchitectureCon
     for recipe, loss in zip(architecture.recipes, choice.losses, strict=True):
         labels = [run.label for run in recipe.runs]
         recipes.append(
-            RecipeContent(recipe.learning_rate, labels, loss, chosen=recipe is choice.recipe)
+            RecipeContent(
+                recipe.learning_rate,
+                labels,
+                loss,
+                chosen=recipe is choice.recipe,
+            )
         )
     return ArchitectureContent(
         label=architecture.label,
@@ -221,7 +226,8 @@ def _scores(
 
         for key in evaluations.score_keys(all_evaluated, suite):
             scores = [evaluation.score(key) for evaluation in all_evaluated]
-            are_shares = all(0 <= score <= 1 for score in scores if score is not None)
+            known_scores = [score for score in scores if score is not None]
+            are_shares = all(0 <= score <= 1 for score in known_scores)
             bounded = are_shares and not is_loss(key.metric)
             seeds = comparator.noise([key], bounded=bounded)
             cells = []
@@ -269,14 +275,17 @@ def _cell(
     labels = []
     if recipe:
         labels = [run.label for run in recipe.runs]
-    chosen = [(score, evaluation) for score, evaluation in scores if evaluation.run in labels]
+    item_means = []
+    chosen = []
+    for score, evaluation in scores:
+        if evaluation.run in labels:
+            item_means.append(scale.mean(score))
+            chosen.append(evaluation)
     if chosen:
-        item_means = [scale.mean(score) for score, _ in chosen]
         mean_score = scale.score(fmean(item_means))
         stderr = None
         if seeds:
-            chosen_evaluations = [evaluation for _, evaluation in chosen]
-            stderr = comparator.stderr(key, chosen_evaluations, seeds)
+            stderr = comparator.stderr(key, chosen, seeds)
         if stderr is not None and scale.is_log:
             stderr *= mean_score
         mean = MeanScore(mean_score, len(chosen), stderr)
@@ -378,7 +387,12 @@ def run(arguments: argparse.Namespace) -> None:
 def store_json(path: Path, content: Any) -> None:
     """Write the rows of a comparison or a page, in a folder that is made if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(json_value(content), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(
+        json_value(content),
+        indent=1,
+        ensure_ascii=False,
+        allow_nan=False,
+    )
     write_atomic(path, text.encode())
 
 
@@ -460,7 +474,8 @@ def _read_sides(
         sides.append(side)
 
     # One sweep: its two architectures, with the repeats of their seeds, which a note names.
-    is_pair = len(pair) in (1, 2) and not (arguments.a or arguments.b)
+    has_options = arguments.a or arguments.b
+    is_pair = len(pair) in (1, 2) and not has_options
     if is_pair and len(pair) == 1:
         sides = []
         for architecture in architectures.architectures(runs):
@@ -511,11 +526,8 @@ def _print(content: PairComparison) -> None:
         rows = [row.in_bits() for row in content.pairs if row.suite == suite]
         console.print(_suite_table(content, rows, is_wide=console.width >= WIDE))
     if content.family:
-        tests = [f"{suite} {count}" for suite, count in content.family.items()]
-        show(
-            f"tests: {', '.join(tests)}; "
-            "any false verdict in a suite has a probability of 5 % (Holm)"
-        )
+        num_tests = ", ".join(f"{suite} {count}" for suite, count in content.family.items())
+        show(f"tests: {num_tests}; any false verdict in a suite has a probability of 5 % (Holm)")
     else:
         show("tests: none")
 
@@ -526,7 +538,8 @@ def _print(content: PairComparison) -> None:
         if not reason:
             sigma = row.seed_noise.words if row.seed_noise else "unknown"
             reason = f"seed noise {sigma}"
-        scores_by_reason.setdefault(reason, []).append(f"{row.task} {row.metric}")
+        scores = scores_by_reason.setdefault(reason, [])
+        scores.append(f"{row.task} {row.metric}")
     lines = []
     for reason, scores in scores_by_reason.items():
         lines.append(f"{', '.join(scores)}: {reason}")

@@ -61,7 +61,13 @@ class SeedSigma:
     @classmethod
     def of(cls, seeds: SeedNoise, is_log: bool) -> "SeedSigma":
         scale = "log" if is_log else "metric"
-        return cls(seeds.sigma, seeds.df, seeds.source, seeds.description, scale)
+        return cls(
+            seeds.sigma,
+            seeds.df,
+            seeds.source,
+            seeds.description,
+            scale,
+        )
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,9 @@ def compare(a: RunRecord, b: RunRecord, *, rtol: float) -> Comparison:
     common_identity = a.identity.keys() & b.identity.keys()
     records_a = _recorded(a, common_identity)
     records_b = _recorded(b, common_identity)
-    sections = {name: _section(name, records_a[name], records_b[name]) for name in records_a}
+    sections = {}
+    for name, record_a in records_a.items():
+        sections[name] = _section(name, record_a, records_b[name])
 
     digests = compare_digests(a.events, b.events)
     losses = compare_losses(a.curve("loss"), b.curve("loss"), rtol)
@@ -188,9 +190,13 @@ def _read_if_there(path: Path) -> Values | None:
 
 
 def _section(name: str, a: Values | None, b: Values | None) -> Section:
+    unknown = []
+    if a is None:
+        unknown.append("A")
+    if b is None:
+        unknown.append("B")
     if a is None or b is None:
-        records = {"A": a, "B": b}
-        return Section(unknown=[run for run, values in records.items() if values is None])
+        return Section(unknown=unknown)
 
     own_prefixes = PER_RUN_NAMES.get(name, ())
     keys = sorted(a.keys() | b.keys())
@@ -240,7 +246,10 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Losses:
     if a is None or b is None:
         return Losses(common=0, rtol=rtol)
     steps, indices_a, indices_b = np.intersect1d(
-        a.steps, b.steps, assume_unique=True, return_indices=True
+        a.steps,
+        b.steps,
+        assume_unique=True,
+        return_indices=True,
     )
     if not len(steps):
         return Losses(common=0, rtol=rtol)
@@ -257,24 +266,26 @@ def compare_losses(a: Curve | None, b: Curve | None, rtol: float) -> Losses:
     relative[both_nan | (losses_a == losses_b)] = 0.0
 
     # The first step beyond the tolerance, with its losses, and the first with any difference.
-    largest = int(relative.argmax())
+    largest_index = int(relative.argmax())
+    largest = float(relative[largest_index])
     first_beyond = None
     there = None
-    if relative[largest] > rtol:
+    if largest > rtol:
         index = int((relative > rtol).argmax())
         first_beyond = int(steps[index])
         there = float(losses_a[index]), float(losses_b[index])
     first_unequal = None
-    if relative[largest] > 0:
-        first_unequal = int(steps[(relative > 0).argmax()])
+    if largest > 0:
+        index = int((relative > 0).argmax())
+        first_unequal = int(steps[index])
     return Losses(
         common=len(steps),
         rtol=rtol,
         there=there,
-        largest=float(relative[largest]),
+        largest=largest,
         first_unequal=first_unequal,
         first_beyond=first_beyond,
-        largest_step=int(steps[largest]),
+        largest_step=int(steps[largest_index]),
         last_common=int(steps[-1]),
     )
 

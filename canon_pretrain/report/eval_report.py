@@ -120,7 +120,12 @@ def write_report(
 
     `labels` are the names of what the figures draw, as in figures.labels_of().
     """
-    template_values = {"content": content, "kind": kind, **TEMPLATE_MODULES, **modules}
+    template_values = {
+        "content": content,
+        "kind": kind,
+        **TEMPLATE_MODULES,
+        **modules,
+    }
     comparisons.store_json(folder / "report.json", content)
     write_atomic(folder / "report.md", markdown_page(template_values).encode())
     page.write_page(folder / name, TEMPLATES, "report", {"labels": labels}, **template_values)
@@ -200,7 +205,8 @@ def report_content(
         fingerprint = str(run.identity.get("data_fingerprint"))
         label_by_data[fingerprint[:12]] = run.label
     if len(label_by_data) > 1:
-        runs_by_data = "; ".join(f"{label}: {data}" for data, label in label_by_data.items())
+        examples = [f"{label}: {data}" for data, label in label_by_data.items()]
+        runs_by_data = "; ".join(examples)
         warnings.insert(0, f"The runs were trained on different data ({runs_by_data}).")
 
     # All settings of one run, or those in which several runs differ.
@@ -263,7 +269,9 @@ def _run_content(run: RunRecord) -> RunContent:
     args = run.model_args
     counts = {name: args and count(args) for name, count in COUNTS.items()}
     launches = run.launch_events
-    software = {name: collapse_repeats(x.get(name) for x in launches) for name in LAUNCH_FIELDS}
+    software = {}
+    for name in LAUNCH_FIELDS:
+        software[name] = collapse_repeats(event.get(name) for event in launches)
     event_times = [event.get("time") for event in run.events] or [None]
     return RunContent(
         label=run.label,

@@ -47,8 +47,11 @@ def full_evaluations(run: RunRecord, suite: str) -> list[Evaluation]:
 
 def full_results(run: RunRecord, suite: str, step: int | None = None) -> dict[int, Evaluation]:
     """Return the newest results on `suite` without --limit, by step; `step`: of this one only."""
-    results = full_evaluations(run, suite)
-    return {x.step: x for x in results if step is None or x.step == step}
+    newest = {}
+    for evaluation in full_evaluations(run, suite):
+        if step is None or evaluation.step == step:
+            newest[evaluation.step] = evaluation
+    return newest
 
 
 def results_at(step: int | None, runs: Iterable[RunRecord], suite: str) -> list[Evaluation]:
@@ -82,7 +85,11 @@ def counted_losses(runs: Sequence[RunRecord], text: str, metric: str = NATS) -> 
     The suite `validation` scores them. A model is left out if runs differ in what it has: they were
     trained on different tokens.
     """
-    evaluated = [x for run in runs for x in full_evaluations(run, VALIDATION) if x.text == text]
+    evaluated = []
+    for run in runs:
+        for evaluation in full_evaluations(run, VALIDATION):
+            if evaluation.text == text:
+                evaluated.append(evaluation)
     common_losses = {}
     for model in COUNT_MODELS:
         losses = set()
@@ -139,7 +146,9 @@ def suite_order(name: str) -> tuple[int, str]:
 
 def suites_of(runs: Iterable[RunRecord], wanted: Sequence[str] | None = None) -> list[str]:
     """Return the `wanted` suites with results without --limit, in the order of a report."""
-    suites = {x.suite for run in runs for x in run.evaluations if x.limit is None}
+    suites: set[str] = set()
+    for run in runs:
+        suites |= {evaluation.suite for evaluation in run.evaluations if evaluation.limit is None}
     if wanted is not None:
         suites &= {*wanted}
     return sorted(suites, key=suite_order)
@@ -233,7 +242,9 @@ def differing_task_options(evaluations: Sequence[Evaluation], task: str) -> list
     differing = differing_options(evaluations, (*PER_RUN_KEYS, *PER_SUITE_KEYS))
     descriptions = [evaluation.described(task) for evaluation in evaluations]
     for name in ("version", "config_sha256"):
-        values = dict.fromkeys(str(description.get(name)) for description in descriptions)
+        texts = [str(description.get(name)) for description in descriptions]
+        values = dict.fromkeys(texts)
         if len(values) > 1:
-            differing.append(f"{name} of the task: {' / '.join(values)}")
+            shown = " / ".join(values)
+            differing.append(f"{name} of the task: {shown}")
     return differing

@@ -247,9 +247,9 @@ class TensorBoardTarget:
         self._step = -1
 
         # TensorBoard reads files by name: a live one must come after earlier ones.
-        began = time.time() if live else metadata.began
+        began = int(time.time() if live else metadata.began)
         ending = f"{metadata.run_id}{SUFFIX}"
-        self._final = folder / f"events.out.tfevents.{int(began):010d}.{ending}"
+        self._final = folder / f"events.out.tfevents.{began:010d}.{ending}"
         copies = folder.glob(f"events.out.tfevents.*.{ending}")
         self._earlier = set(copies) - {self._final}
         self._path = self._final
@@ -400,7 +400,8 @@ class WandbTarget:
         if row.samples:
             texts = []
             for prompt, text in row.samples:
-                texts.append(f"<b>{escape(prompt)}</b>{escape(text)}")
+                heading = f"<b>{escape(prompt)}</b>"
+                texts.append(heading + escape(text))
             # Not a Table, which offline runs keep in the user's cache.
             samples = "\n\n".join(texts)
             values["samples"] = self._html(f"<pre>{samples}</pre>")
@@ -423,7 +424,8 @@ class WandbTarget:
 
         # An offline folder is named by the time of the copy: name it by that of the run.
         began = datetime.fromtimestamp(self._metadata.began, UTC)
-        final = self._folder / f"offline-run-{began:%Y%m%d_%H%M%S}-{self._metadata.run_id}"
+        name = f"offline-run-{began:%Y%m%d_%H%M%S}-{self._metadata.run_id}"
+        final = self._folder / name
         (offline_folder,) = self._offline_folders()
         offline_folder.rename(final)
         return f"{final}; `wandb sync {final}` uploads it"
@@ -454,8 +456,8 @@ def copy(
     for row in rows:
         target.write(row)
     location = target.finish()
-    num_evaluations = len(run.latest)
-    return f"{len(rows)} steps and {num_evaluations} evaluations of {run.folder.path}: {location}"
+    counts = f"{len(rows)} steps and {len(run.latest)} evaluations"
+    return f"{counts} of {run.folder.path}: {location}"
 
 
 def _follow(

@@ -66,7 +66,10 @@ REPORT_CHARTS = [
 ]
 LOGGED = "windows of it, scored while training"
 # The part of the held-out text that was scored -> its losses of a run.
-HELD_OUT_SOURCES = {WHOLE_TEXT: evaluations.suite_losses, LOGGED: evaluations.logged_losses}
+HELD_OUT_SOURCES = {
+    WHOLE_TEXT: evaluations.suite_losses,
+    LOGGED: evaluations.logged_losses,
+}
 
 PROBES = re.compile(r"(1-hop|1-hop-random|2-hop)-(\d+)")
 LENGTHS = (
@@ -107,8 +110,11 @@ class LoggedValues(NamedTuple):
 
 def logged_values(run: RunRecord, field: str) -> LoggedValues:
     """Look up one logged field of a run, empty if it has none."""
-    empty = Curve(np.zeros(0, np.int64), np.zeros(0))
-    steps, values = run.curve(field) or empty
+    curve = run.curve(field)
+    if curve is None:
+        no_steps = np.zeros(0, np.int64)
+        curve = Curve(no_steps, np.zeros(0))
+    steps, values = curve
     indices = np.searchsorted(run.clock.steps, steps)
     return LoggedValues(steps, run.clock.tokens[indices], values)
 
@@ -142,7 +148,8 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
     """
     # The finite losses of each run from half of the longest run's tokens on.
     losses = [logged_values(run, "loss") for run in runs]
-    half = max(logged.tokens.max(initial=0) for logged in losses) / 2
+    max_tokens = max(logged.tokens.max(initial=0) for logged in losses)
+    half = max_tokens / 2
     late_losses: list[LoggedValues] = []
     for logged in losses:
         is_late = (logged.tokens > half) & np.isfinite(logged.values)
@@ -161,7 +168,8 @@ def late_loss(runs: Sequence[RunRecord], baseline: Sequence[str], name: str) -> 
 
     # The mean loss of each segment of equally many tokens; NaN if a run logged no step in it.
     edges = np.linspace(half, 2 * half, num_segments + 1)
-    middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+    middles_N = (edges[:-1] + edges[1:]) / 2
+    middles = middles_N.tolist()
     means: dict[str, np.ndarray] = {}
     with np.errstate(invalid="ignore"):
         for run, late in zip(runs, late_losses, strict=True):
@@ -305,8 +313,13 @@ def _held_out_line(
     """
     losses_by_step: dict[RunRecord, dict[int, float]] = {}
     for run, run_losses in losses.items():
-        by_step = {step: loss for (step, scored), loss in run_losses.items() if scored == text}
-        if by_step and run.label in labels:
+        if run.label not in labels:
+            continue
+        by_step = {}
+        for (step, scored), loss in run_losses.items():
+            if scored == text:
+                by_step[step] = loss
+        if by_step:
             losses_by_step[run] = by_step
     if not losses_by_step:
         return None
@@ -474,7 +487,9 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
     panels = []
     names = {(point.series, point.metric) for point in points}
     for series, metric in sorted(names, key=panel_order):
-        panel_points = [x for x in points if (x.series, x.metric) == (series, metric)]
+        panel_points = [
+            point for point in points if point.series == series and point.metric == metric
+        ]
         lengths = sorted({point.length for point in panel_points})
 
         lines = []
@@ -540,7 +555,8 @@ def _figure(traces: Sequence[Json], over: str, hover: str, *, log_scale: bool = 
             common[name] = value
     data = []
     for trace in traces:
-        data.append({name: value for name, value in trace.items() if name not in common})
+        differing = {name: value for name, value in trace.items() if name not in common}
+        data.append(differing)
 
     template = f"%{{fullData.name}}: {hover}<extra></extra>"  # once for all traces
     layout = {
@@ -585,7 +601,9 @@ def draw_curve(curve: TrainingCurve, labels: Sequence[str]) -> list[Plot]:
 def draw_late_loss(curves: Sequence[SmoothCurve], labels: Sequence[str]) -> list[Plot]:
     plots: list[Plot] = []
     for curve in curves:
-        traces = [_trace("run", labels, x.run, x.values, x=x.tokens) for x in curve.lines]
+        traces = [
+            _trace("run", labels, line.run, line.values, x=line.tokens) for line in curve.lines
+        ]
         hover = f"<b>%{{y:{curve.form}}}</b>"
         figure = _figure(traces, "tokens", hover)
         plots.append((curve.title, "", figure))
@@ -622,7 +640,11 @@ def _score_trace(line: ScoreLine, labels: Sequence[str], over: str) -> Json:
         descriptions.append(description)
         symbols.append(symbol)
 
-    attributes: Json = {"text": errors, "customdata": descriptions, "mode": "lines+markers"}
+    attributes: Json = {
+        "text": errors,
+        "customdata": descriptions,
+        "mode": "lines+markers",
+    }
     if "circle-open" in symbols:
         attributes["marker"] = {"symbol": symbols}
     if len(labels) <= MAX_BARS:
@@ -648,13 +670,24 @@ def draw_published(content: PublishedCurves, labels: Sequence[str]) -> list[Plot
     names = [*labels, *content.families]
 
     def trace(label: str, curve: PublishedLine | RunLine, **attributes: Any) -> Json:
-        return _trace("published", names, label, curve.values, **attributes, x=curve.tokens)
+        return _trace(
+            "published",
+            names,
+            label,
+            curve.values,
+            **attributes,
+            x=curve.tokens,
+        )
 
     plots: list[Plot] = []
     for plot in content.plots:
         # Our runs are drawn over the published models, with wider lines.
-        traces = [trace(x.family, x, name=x.model, mode="lines") for x in plot.lines]
-        traces += [trace(x.run, x, mode="lines+markers", line={"width": 3}) for x in plot.own]
+        traces = []
+        for line in plot.lines:
+            traces.append(trace(line.family, line, name=line.model, mode="lines"))
+        for run_line in plot.own:
+            wide = {"width": 3}
+            traces.append(trace(run_line.run, run_line, mode="lines+markers", line=wide))
         figure = _figure(traces, "tokens", "<b>%{y:,.4f}</b> at %{x:.4s} tokens")
         figure["layout"]["hovermode"] = "closest"
         figure["layout"]["xaxis"]["type"] = "log"

@@ -30,7 +30,11 @@ MAX_SEGMENTS = 2000
 TOTAL_SEGMENTS = 16_000
 
 VALIDATION = Chart(
-    "validation", "Validation", "bits per byte of held-out text", ",.4f", smooth=False
+    "validation",
+    "Validation",
+    "bits per byte of held-out text",
+    ",.4f",
+    smooth=False,
 )
 TASK = Chart("task", "Synthetic task", "scores, or nats per token", ",.4f", smooth=False)
 SCORES = "score ± standard error over items"
@@ -112,8 +116,15 @@ def page_content(runs: Sequence[RunRecord]) -> Json:
         validation[heading] = styled
     scores = _by_name([run.scores for run in runs])
     evaluations = [(VALIDATION, validation), (TASK, scores)]
-    for k, (suite, by_task) in enumerate(sorted(_scores(runs).items())):
-        chart = Chart(f"eval_{k}", printable(suite), SCORES, ",.4f", smooth=False)
+    scores_by_suite = sorted(_scores(runs).items())
+    for k, (suite, by_task) in enumerate(scores_by_suite):
+        chart = Chart(
+            f"eval_{k}",
+            printable(suite),
+            SCORES,
+            ",.4f",
+            smooth=False,
+        )
         evaluations.append((chart, by_task))
 
     title = f"{len(runs)} runs"
@@ -168,14 +179,17 @@ def _score_curve(scores: Mapping[int, Score]) -> StyledCurve:
     for score in scores.values():
         error = finite(score.stderr)
         bars.append(error or 0)
-        texts.append("" if error is None else f" ± {error:.2g}")
+        text = ""
+        if error is not None:
+            text = f" ± {error:.2g}"
+        texts.append(text)
     style = {
         "mode": "lines+markers",
         "error_y": {"array": bars},
         "text": texts,
     }
-    curve = Curve.of((step, score.number) for step, score in scores.items())
-    return StyledCurve(curve, style)
+    points = [(step, score.number) for step, score in scores.items()]
+    return StyledCurve(Curve.of(points), style)
 
 
 def _traces(
@@ -191,7 +205,8 @@ def _traces(
     `runs`: whose tokens and hours place it. `role`: raw, smooth, band, mean, or a mark.
     """
     for number, entry in enumerate(entries):
-        band = Band.of([styled[k].curve for k in entry.runs], max_segments)
+        run_curves = [styled[k].curve for k in entry.runs]
+        band = Band.of(run_curves, max_segments)
         if band is not None:
             yield from _band(chart, number, entry, band)
 
@@ -242,13 +257,21 @@ def _band(chart: Chart, number: int, entry: Entry, band: Band) -> Iterator[Json]
         "high": high,
         "members": members,
     }
-    yield _line(chart, entry.label, mean, area, {"fill": "toself", "hoverinfo": "skip"})
+    yield _line(
+        chart,
+        entry.label,
+        mean,
+        area,
+        {"fill": "toself", "hoverinfo": "skip"},
+    )
 
     # The range is shown on hovering over the mean.
     ranges = []
     for lowest, highest in zip(low, high, strict=True):
-        ranges.append(f"<br>{_escape(lowest)} to {_escape(highest)}, n = {len(members)}")
-    yield _line(chart, entry.label, mean, meta | {"role": "mean"}, {"text": ranges})
+        seed_range = f"{_escape(lowest)} to {_escape(highest)}"
+        ranges.append(f"<br>{seed_range}, n = {len(members)}")
+    mean_meta = meta | {"role": "mean"}
+    yield _line(chart, entry.label, mean, mean_meta, {"text": ranges})
 
 
 def _line(chart: Chart, label: str, curve: Curve, meta: Json, style: Json) -> Json:
@@ -273,8 +296,10 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[J
     gaps = []
     is_gap = ~np.isfinite(drawn.values)
     gap_steps = drawn.steps[is_gap].tolist()
-    for step, value in zip(gap_steps, drawn.values[is_gap].tolist(), strict=True):
-        gaps.append((step, f"<b>{json_value(value)}</b>, step {step:,}"))
+    gap_values = drawn.values[is_gap].tolist()
+    for step, value in zip(gap_steps, gap_values, strict=True):
+        text = f"<b>{json_value(value)}</b>, step {step:,}"
+        gaps.append((step, text))
     yield from _mark("gap", run, gaps, meta)
 
     if chart.skips:
@@ -283,7 +308,8 @@ def _marks(chart: Chart, run: RunRecord, drawn: Curve, meta: Json) -> Iterator[J
             reason = _escape(skip.get("reason"))
             loss = _escape(skip.get("loss"))
             norm = _escape(skip.get("grad_norm"))
-            text = f"<b>skipped</b> step {skip.step:,}<br>{reason}<br>loss {loss}, norm {norm}"
+            values = f"loss {loss}, norm {norm}"
+            text = f"<b>skipped</b> step {skip.step:,}<br>{reason}<br>{values}"
             skips.append((skip.step, text))
         yield from _mark("skip", run, skips, meta)
 
@@ -339,7 +365,8 @@ def _notes(run: RunRecord, max_segments: int) -> Iterator[str]:
     """Yield sentences on what of a run is not on the page."""
     num_steps = len(run.clock.steps) - 1  # the clock begins with step 0
     if num_steps > max_segments:
-        yield f"{run.label}: {num_steps:,} logged steps are drawn as {max_segments:,} segments"
+        logged = f"{num_steps:,} logged steps"
+        yield f"{run.label}: {logged} are drawn as {max_segments:,} segments"
     if run.clock.training_hours is None:
         yield f"{run.label}: not shown over hours, as its log has no valid times"
     for sentence in run.notices:
@@ -361,7 +388,9 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if out.suffix.lower() not in PAGE_ENDINGS or out.is_dir():
         raise UserError(
-            "plot.out", f"--out {out}: expected the name of a page, such as curves.html", path=out
+            "plot.out",
+            f"--out {out}: expected the name of a page, such as curves.html",
+            path=out,
         )
     runs, errors = read_runs(named_runs(arguments.runs))
     content = page_content(runs)
@@ -370,7 +399,7 @@ def run(arguments: argparse.Namespace) -> int:
     write_page(out, content)
 
     num_runs = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
-    num_bytes = out.stat().st_size
-    print(f"plot: {out} ({num_runs}, {size(num_bytes)})")
+    file_size = size(out.stat().st_size)
+    print(f"plot: {out} ({num_runs}, {file_size})")
     exit_if_left_out(errors)
     return 0

@@ -123,7 +123,11 @@ def summarize(trace: Trace) -> Summary:
     if trace.work:
         spans = [_Span.whole(work, host.purpose_of_work(work)) for work in trace.work]
     else:  # and the scopes of gloo's collectives
-        spans = [x for x in host.spans if x.event.kind == OPERATOR or x.purpose == COMMUNICATION]
+        spans = [
+            span
+            for span in host.spans
+            if span.event.kind == OPERATOR or span.purpose == COMMUNICATION
+        ]
     if not spans or not steps:
         raise ValueError(f"no operators and kernels, or no {STEP}")
 
@@ -275,7 +279,9 @@ def run(arguments: argparse.Namespace) -> int:
         summary = summarize(trace)
     except ValueError as error:
         raise UserError(
-            "profile.empty_trace", f"{path} has no step to summarize: {error}", path=path
+            "profile.empty_trace",
+            f"{path} has no step to summarize: {error}",
+            path=path,
         ) from None
     summary.rows = summary.rows[: arguments.top]
     if arguments.json:
@@ -286,9 +292,10 @@ def run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(document))
         return 0
+
     console = Console(highlight=False)
-    num_bytes = path.stat().st_size
-    console.print(f"{path} ({size(num_bytes)})", soft_wrap=True, markup=False)
+    file_size = size(path.stat().st_size)
+    console.print(f"{path} ({file_size})", soft_wrap=True, markup=False)
     print_summary(console, summary)
     return 0
 

@@ -72,7 +72,8 @@ def published_scores(shown: Iterable[Key]) -> Anchors | None:
     for task, metric in dict.fromkeys(shown):
         if (task, metric) in PUBLISHED:
             scale = 100 if metric.startswith("acc") else 1
-            scores = [round(x / scale, 6) for x in PUBLISHED[task, metric]]
+            published = PUBLISHED[task, metric]
+            scores = [round(score / scale, 6) for score in published]
             rows.append(Anchor(task, metric, scores))
     return Anchors(SOURCE, MODELS, rows) if rows else None
 
@@ -163,9 +164,11 @@ def _plots(text: str) -> Iterator[tuple[Key, dict[str, Curve]]]:
             continue
         curves = {}
         for trace in traces:
-            name = str(trace["name"])
-            curves[printable(name)] = _curve(trace)
-        yield key, {name: curve for name, curve in curves.items() if curve.tokens.size}
+            name = printable(str(trace["name"]))
+            curve = _curve(trace)
+            if curve.tokens.size:
+                curves[name] = curve
+        yield key, curves
 
 
 def _argument(text: str, position: int) -> tuple[Any, int]:
@@ -186,7 +189,8 @@ def _curve(trace: Mapping[str, Any]) -> Curve:
     if not tokens.shape == values.shape == (tokens.size,) or not tokens.size:
         raise ValueError(f"the line {trace['name']!r:.60} has no list of numbers in x and y")
 
-    is_shown = np.isfinite(values) & np.isfinite(tokens) & (tokens > 0)
+    is_finite = np.isfinite(values) & np.isfinite(tokens)
+    is_shown = is_finite & (tokens > 0)  # the axis is logarithmic
     tokens = tokens[is_shown]
     order = np.argsort(tokens, kind="stable")
     return Curve(tokens[order], values[is_shown][order])
@@ -233,7 +237,10 @@ def beside_published(
     nearest_size = _nearest_size(num_parameters_of, runs[0], default=1e9)
 
     # Plots show the models of the nearest size; those of several learning rates are a family.
-    families = {name: _RATE.sub("", name) for name, size in sizes.items() if size == nearest_size}
+    families = {}
+    for name, size in sizes.items():
+        if size == nearest_size:
+            families[name] = _RATE.sub("", name)
     run_curves = {}
     for run in runs:
         run_curves[run.label] = {key: _own_curve(run, key) for key in keys}
@@ -260,7 +267,8 @@ def beside_published(
     longest = max(run.clock.tokens[-1] for run in runs)
     for name, size in sizes.items():
         model_curves = {key: curves[key].get(name) for key in keys}
-        rows.append(_model(name, f"{size or '?'}B", model_curves, longest))
+        shown_size = f"{size or '?'}B"
+        rows.append(_model(name, shown_size, model_curves, longest))
 
     shown_size = f"{nearest_size}B parameters" if nearest_size else "unknown size"
     note = CLONE_NOTE.format(
@@ -284,7 +292,11 @@ def _nearest_size(sizes: Mapping[str, float], run: RunRecord, *, default: float)
     """Return the name of the size that is nearest to the run's, or to `default` if unknown."""
     args = run.model_args
     log_size = math.log(num_parameters(args) if args else default)
-    return min(sizes, key=lambda name: abs(math.log(sizes[name]) - log_size), default="")
+
+    def log_distance(name: str) -> float:
+        return abs(math.log(sizes[name]) - log_size)
+
+    return min(sizes, key=log_distance, default="")
 
 
 def _own_curve(run: RunRecord, key: Key) -> Curve:
@@ -297,19 +309,23 @@ def _own_curve(run: RunRecord, key: Key) -> Curve:
         ends = np.arange(1, len(cumulative))
         starts = np.maximum(ends - LOSS_WINDOW, 0)
         sums = cumulative[ends] - cumulative[starts]
-        return Curve(tokens[is_shown].astype(float), sums / (ends - starts))
+        means = sums / (ends - starts)
+        return Curve(tokens[is_shown].astype(float), means)
 
     task, metric = key
     points: dict[int, float] = {}
     for evaluation in run.evaluations:
         score = evaluation.results.scores.get(task, {}).get(metric)
-        if score is None or evaluation.limit is not None or not math.isfinite(score.number):
+        if evaluation.limit is not None:
+            continue
+        if score is None or not math.isfinite(score.number):
             continue
         tokens_seen = evaluations.tokens_at(run, evaluation.step)
         if tokens_seen:
             points[tokens_seen] = score.number
-    pairs_N2 = np.array(sorted(points.items()), np.float64).reshape(-1, 2)
-    return Curve(*pairs_N2.T)
+    token_counts = sorted(points)
+    scores = [points[num_tokens] for num_tokens in token_counts]
+    return Curve(np.array(token_counts, np.float64), np.array(scores, np.float64))
 
 
 def _points(curve: Curve) -> tuple[list[float], list[float]]:
@@ -337,7 +353,8 @@ def _model(
         until = max_tokens
         if key == LOSS and tokens_of_scores:
             until = tokens_of_scores
-        index = max(int(np.searchsorted(curve.tokens, until, side="right")) - 1, 0)
+        num_until = int(np.searchsorted(curve.tokens, until, side="right"))
+        index = max(num_until - 1, 0)
         tokens_of_scores = max(tokens_of_scores, float(curve.tokens[index]))
         values.append(curve.values[[index, -1]].tolist())
     return PublishedModel(name, size, tokens_of_scores, values)

@@ -192,7 +192,9 @@ class RunRecord:
     @property
     def recipe(self) -> str:
         """The identity without the seeds as JSON: equal for runs that differ in seeds only."""
-        rest = {name: value for name, value in self.identity.items() if name not in SEEDS}
+        rest = dict(self.identity)
+        for name in SEEDS:
+            rest.pop(name, None)
         return json.dumps(rest, sort_keys=True)
 
     @cached_property
@@ -243,7 +245,8 @@ class RunRecord:
 
     def curve(self, field: str) -> Curve | None:
         """Return one field of the `step` events; None if no event has it."""
-        return Curve.of((event.step, event.get(field)) for event in self.steps)
+        points = [(event.step, event.get(field)) for event in self.steps]
+        return Curve.of(points)
 
     @cached_property
     def own_validations(self) -> list[Event]:
@@ -331,7 +334,8 @@ class RunRecord:
                 steps.append(event.step)
                 tokens.append(event.tokens)
                 # Hours never decrease, even if the clock was set back.
-                training_hours.append(max(training_hours[-1], hours_before + hour - launch_hour))
+                training_hour = hours_before + hour - launch_hour
+                training_hours.append(max(training_hours[-1], training_hour))
                 wall_hours.append(max(wall_hours[-1], hour - first_hour))
 
         clock = Clock(
@@ -341,7 +345,8 @@ class RunRecord:
             np.array(wall_hours),
             launches,
         )
-        if all(map(math.isfinite, hours)) and wall_hours[-1] > 0:
+        has_times = all(map(math.isfinite, hours))
+        if has_times and wall_hours[-1] > 0:
             return clock
 
         # An event has no time, or all have the same.
@@ -375,7 +380,8 @@ class RunRecord:
     @cached_property
     def _results(self) -> StoredResults:
         stored = StoredResults([], [], [])
-        for path in sorted((self.folder.path / EVALS).glob(f"step-*/*/*/{RESULTS}")):
+        evals = self.folder.path / EVALS
+        for path in sorted(evals.glob(f"step-*/*/*/{RESULTS}")):
             try:
                 evaluation = Evaluation(self.label, read_results(path), path.parent)
                 if evaluation.step is None:
@@ -416,7 +422,8 @@ class RunRecord:
         run = read_run(self.folder)
         run_id = options.get("run_id")
         if run is not None and run_id not in (None, run.run_id):
-            return f"run {run_id} ({options['checkpoint']}), and {path} is run {run.run_id}"
+            checkpoint = options["checkpoint"]
+            return f"run {run_id} ({checkpoint}), and {path} is run {run.run_id}"
 
         # An id may be missing on either side: the training data must be the same, too.
         data = options["train_fingerprint"]

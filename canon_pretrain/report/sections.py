@@ -279,9 +279,16 @@ def make_table(
 
 def held_out(curves: HeldOutCurves) -> Table:
     """Return the last point of each architecture's held-out loss, with the range of its seeds."""
-    columns = [f"{curves.unit} of the held-out text", "last step", curves.source, "seeds"]
+    columns = [
+        f"{curves.unit} of the held-out text",
+        "last step",
+        curves.source,
+        "seeds",
+    ]
     # The loss on the whole text is shown unless it is unknown or says the same.
-    shows_whole = any(line.whole_text not in (None, line.values[-1]) for line in curves.lines)
+    shows_whole = any(
+        line.whole_text is not None and line.whole_text != line.values[-1] for line in curves.lines
+    )
     if shows_whole:
         columns.append(WHOLE_TEXT)
 
@@ -320,8 +327,11 @@ def tally(comparison: Comparison) -> Table:
         # Significant differences are listed, the others only counted.
         cells = [make_cell(label, f"against {comparison.baseline}")]
         for verdict, judged in by_verdict.items():
-            listed = judged if verdict in SIGNIFICANT else []
-            differences = [f"{x.task} {x.metric} {signed(x.difference)}" for x in listed]
+            differences = []
+            if verdict in SIGNIFICANT:
+                for row in judged:
+                    difference = signed(row.difference)
+                    differences.append(f"{row.task} {row.metric} {difference}")
             count = str(len(judged))
             cells.append(make_cell(count, *differences))
 
@@ -364,14 +374,16 @@ def _seed_cell(row: Verdict) -> Cell:
     noise = row.seed_noise
     if noise is None:
         return MISSING
-    return f"{rounded(noise.sigma)} ({noise.scale}), {noise.source}"
+    sigma = rounded(noise.sigma)
+    return f"{sigma} ({noise.scale}), {noise.source}"
 
 
 def _mcnemar_cell(row: Verdict) -> Cell:
     test = row.mcnemar
     if test is None:
         return MISSING
-    return f"{test.only_a} : {test.only_b}, p {p_value(test.p)}"
+    counts = f"{test.only_a} : {test.only_b}"
+    return f"{counts}, p {p_value(test.p)}"
 
 
 def pair_cells(row: Verdict, comparison: WithDecisions) -> dict[str, Cell]:
@@ -424,7 +436,10 @@ def pairs(comparison: Comparison) -> Table:
         names = short
         more = ""
 
-    columns = [name for name in names if any(row[name] != MISSING for row in rows)]
+    columns = []
+    for name in names:
+        if any(row[name] != MISSING for row in rows):
+            columns.append(name)
     if len({row["suite"] for row in rows}) == 1:
         columns.remove("suite")
 
@@ -503,7 +518,8 @@ def _score_table(
         cells = [make_cell(*score), *row.cells]
         if comparison.decision:
             cells.append(percent(accuracies.get(score)))
-        cells += map(rounded, published.get(score, [None] * len(models)))
+        published_row = published.get(score, [None] * len(models))
+        cells += map(rounded, published_row)
         table_rows.append(cells)
     name = title.split()[0].lower()
     return make_table(columns, table_rows, name, shown=num_shown, more=more)
@@ -611,7 +627,14 @@ def architectures(comparison: Comparison) -> Table:
                     make_cell(number(recipe.loss), _step_note(architecture.step)),
                 ]
             )
-    columns = ["architecture", "settings", "chosen", "learning rate", "runs", "validation loss"]
+    columns = [
+        "architecture",
+        "settings",
+        "chosen",
+        "learning rate",
+        "runs",
+        "validation loss",
+    ]
     return make_table(columns, rows, "architectures", text=3)
 
 
@@ -673,7 +696,8 @@ def curve(content: TrainingCurve) -> Table:
             rows.append([line.run, MISSING, MISSING, MISSING])
             continue
         cells: list[Cell] = [line.run]
-        for value, step in (finite[-1], min(finite), max(finite)):
+        last = finite[-1]
+        for value, step in (last, min(finite), max(finite)):
             text = format(value, content.form)
             cells.append(make_cell(text, _step_note(step)))
         rows.append(cells)
@@ -682,7 +706,10 @@ def curve(content: TrainingCurve) -> Table:
 
 def samples(content: Samples, runs: Sequence[str]) -> Table:
     columns = ["step", *runs]
-    rows = [[number(row.step, 0), *map(_text_cell, row.cells)] for row in content.rows]
+    rows: list[list[Cell]] = []
+    for row in content.rows:
+        texts = map(_text_cell, row.cells)
+        rows.append([number(row.step, 0), *texts])
     return make_table(columns, rows, text=len(columns))
 
 

@@ -249,9 +249,10 @@ class _RunReader:
     def _has_exited(self, status: Status) -> bool:
         """Return whether the process that wrote the status is known to have ended."""
         holder = self.holder
-        if holder is None or holder.pid != status.pid or holder.host != status.host:
+        if holder is None:
             return False
-        return process_lives(holder) is False
+        is_writer = holder.pid == status.pid and holder.host == status.host
+        return is_writer and process_lives(holder) is False
 
     def _newest_checkpoint(self) -> NewestCheckpoint | None:
         """Return the newest full checkpoint, verified as in CHECKED; damaged ones are problems."""
@@ -333,13 +334,27 @@ COLORS = {
 
 
 def _table(rows: Sequence[dict[str, str]], titles: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table = Table(
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        header_style="dim",
+    )
     for title in titles:
         justify: Any = "left" if title in ("run", "state", "job") else "right"
-        table.add_column(title, justify=justify, no_wrap=title != "run", overflow="fold")
+        table.add_column(
+            title,
+            justify=justify,
+            no_wrap=title != "run",
+            overflow="fold",
+        )
+
     for row in rows:
         styles = {"run": "bold", "state": COLORS[row["state"]]}
-        cells = [Text(row[title], styles.get(title, "")) for title in titles]
+        cells = []
+        for title in titles:
+            style = styles.get(title, "")
+            cells.append(Text(row[title], style))
         table.add_row(*cells)
     return table
 
@@ -352,7 +367,10 @@ def overview(runs: Sequence[RunSummary], console: Console) -> Group:
     """
     # Try the table with every column that a run has a text in.
     rows = [_cells(run) for run in runs]
-    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    titles = []
+    for title in rows[0]:
+        if any(row[title] for row in rows):
+            titles.append(title)
     titles_below: list[str] = []
     table = _table(rows, titles)
 
@@ -381,11 +399,13 @@ def overview(runs: Sequence[RunSummary], console: Console) -> Group:
 
         details += run.problems
         if details:
-            line = printable(f"{run.path}: {'; '.join(details)}")
+            text = "; ".join(details)
+            line = printable(f"{run.path}: {text}")
             lines.append(Text(line, overflow="fold"))
 
     count = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
-    heading = Text(f"{count}, {datetime.now(UTC):%F %T} UTC", "bold")
+    now = datetime.now(UTC)
+    heading = Text(f"{count}, {now:%F %T} UTC", "bold")
     return Group(heading, table, *lines)
 
 

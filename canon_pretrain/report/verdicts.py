@@ -165,7 +165,9 @@ class Comparator:
             is_side = any(run.label in compared_runs for run in recipe.runs)
             if not np.isfinite(means).all():
                 continue
-            at_bound = bounded and means and (max(means) <= 0 or min(means) >= 1)
+            at_bound = False
+            if bounded and means:
+                at_bound = max(means) <= 0 or min(means) >= 1
             if at_bound and not (is_side and both_have_seeds):
                 continue
             recipe_means.append(means)
@@ -190,7 +192,8 @@ class Comparator:
         suite = keys[0].suite
         runs_at_step: Counter[int] = Counter()
         for run in recipe.runs:
-            runs_at_step.update(evaluations.full_results(run, suite, self.options.step).keys())
+            results = evaluations.full_results(run, suite, self.options.step)
+            runs_at_step.update(results.keys())
         common_steps = [step for step, num_runs in runs_at_step.items() if num_runs > 1]
         last = max(common_steps, default=None)
 
@@ -385,8 +388,8 @@ def _with_common_clusters(tasks: Sequence[TaskPair]) -> tuple[list[TaskPair], in
 def _check_items(a: Items, b: Items, differing: Sequence[str]) -> None:
     """Raise NotComparable if the items differ."""
     if a.keys != b.keys:
-        common = set(a.keys) & set(b.keys)
-        counts = f"{len(a.keys)} and {len(b.keys)} items, {len(common)} in common"
+        num_common = len(set(a.keys) & set(b.keys))
+        counts = f"{len(a.keys)} and {len(b.keys)} items, {num_common} in common"
         options = ""
         if differing:
             options = f"; different options ({'; '.join(differing)})"
@@ -437,7 +440,8 @@ def _extreme(sides: Sequence[ItemScores], chance: float | None) -> str | None:
     if chance is not None:
         levels["chance"] = chance
     for name, level in levels.items():
-        if all(abs(mean - level) <= half_width for mean, half_width in intervals):
+        is_near = [abs(mean - level) <= half_width for mean, half_width in intervals]
+        if all(is_near):
             return name
     return None
 
@@ -463,7 +467,12 @@ def verdicts(comparator: Comparator, pairs: Sequence[Pair]) -> Verdicts:
             refuse = partial(Refusal, suite, architecture=side.label, baseline=baseline.label)
 
             # Both sides at one step.
-            evaluated = evaluations.pair_evaluations(side.runs, baseline.runs, suite, options.step)
+            evaluated = evaluations.pair_evaluations(
+                side.runs,
+                baseline.runs,
+                suite,
+                options.step,
+            )
             if not evaluated.side:
                 refused.append(refuse(None, None, why="no full results at a common step"))
                 continue
@@ -529,7 +538,10 @@ def _planned_tests(
         rows.append(PlannedTest(name, members))
 
     # Equal shares of as much weight as the rows have.
-    means = [members for members in ([*scored.values()], gold) if len(members) > 1]
+    means = []
+    for members in ([*scored.values()], gold):
+        if len(members) > 1:
+            means.append(members)
     for members in means:
         name = f"{suite}, mean of {len(members)} tasks"
         yield PlannedTest(name, members, weight=len(rows) / len(means))
@@ -554,7 +566,8 @@ def _corrections(paired: Sequence[Difference], weights: np.ndarray) -> list[Corr
     if not paired:
         return []
 
-    p = np.array([decide.two_sided_p(x.difference, x.noise) for x in paired])
+    p_values = [decide.two_sided_p(test.difference, test.noise) for test in paired]
+    p = np.array(p_values)
     p_holm = decide.holm(p, weights)
     levels = decide.holm_levels(p, weights)
     first_levels = ALPHA * weights / weights.sum()
@@ -638,7 +651,8 @@ def held_out_summary(rows: Sequence[Verdict], refused: Sequence[Refusal], pair: 
         metric = BITS
     ours = [evaluations.logged_losses(run, metric) for run in pair.side.runs]
     theirs = [evaluations.logged_losses(run, metric) for run in pair.baseline.runs]
-    common = set.intersection(*map(set, [*ours, *theirs]))
+    scored = [set(losses) for losses in (*ours, *theirs)]
+    common = set.intersection(*scored)
     if not common:
         return f"No verdict on held-out text, not scored at a common step: {way_out}"
 
@@ -691,7 +705,8 @@ def held_out_difference(row: Verdict, documents: str = "documents") -> str:
     details.append(f"{row.num_clusters:,} {documents}")
     if row.bits_per_nat is not None:
         details.append(f"{nats:.3g} {LOSS_UNITS[NATS]}")
-    return f"{scale * nats:.3g} {unit} {direction} on held-out text ({'; '.join(details)})"
+    size = f"{scale * nats:.3g} {unit}"
+    return f"{size} {direction} on held-out text ({'; '.join(details)})"
 
 
 def _interval_words(ends: Sequence[float], scale: float) -> str:

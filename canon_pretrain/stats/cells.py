@@ -233,8 +233,10 @@ def _interval(cell: Cell, *, lower_is_better: bool) -> tuple[float, float] | Non
 
     # Quantiles of the lower tail, so both are below 0.
     mean = cell.mean
-    half_width = float(stdtrit(cell.df, ALPHA / 2) * cell.stderr)
-    wider = float(stdtrit(cell.df, ALPHA / 2 / cell.choices) * cell.stderr)
+    stderr = cell.stderr
+    tail = ALPHA / 2
+    half_width = float(stdtrit(cell.df, tail) * stderr)
+    wider = float(stdtrit(cell.df, tail / cell.choices) * stderr)
     if lower_is_better:
         return mean + half_width, mean - wider
     return mean + wider, mean - half_width
@@ -301,19 +303,26 @@ def _shrink(
 
     # The grid of log s0^2 extends beyond the observed log s^2.
     log_s2_C = np.log(variances[has_noise])
-    log_s02_V = np.linspace(log_s2_C.min() - 4, log_s2_C.max() + 4, 96)
+    low = log_s2_C.min() - 4
+    high = log_s2_C.max() + 4
+    log_s02_V = np.linspace(low, high, 96)
 
     # The log density of log s^2 for each d0 and s0^2, with a = d / 2, b = d0 / 2 and
     # z = log(d s^2 / (d0 s0^2)), is a z - (a + b) log(1 + e^z) - log B(a, b).
-    a_C = dfs[has_noise] / 2
+    df_C = dfs[has_noise]
+    a_C = df_C / 2
     b_P11 = PRIOR_DF[:, None, None] / 2
     ab_P1C = a_C + b_P11
-    z_PVC = np.log(a_C / b_P11) + log_s2_C - log_s02_V[:, None]
+    log_df_ratio_P1C = np.log(a_C / b_P11)
+    z_PVC = log_df_ratio_P1C + log_s2_C - log_s02_V[:, None]
     minus_log_beta_P1C = gammaln(ab_P1C) - gammaln(a_C) - gammaln(b_P11)
-    log_f_PVC = minus_log_beta_P1C + a_C * z_PVC - ab_P1C * np.logaddexp(0, z_PVC)
+    softplus_z_PVC = np.logaddexp(0, z_PVC)
+    log_f_PVC = minus_log_beta_P1C + a_C * z_PVC - ab_P1C * softplus_z_PVC
 
     # The cells of a task are independent, given its s0^2.
-    is_in_task_CT = tasks[has_noise][:, None] == np.arange(tasks.max() + 1)
+    tasks_C = tasks[has_noise]
+    all_tasks_T = np.arange(tasks.max() + 1)
+    is_in_task_CT = tasks_C[:, None] == all_tasks_T
     log_f_PVT = log_f_PVC @ is_in_task_CT
 
     # The most probable d0, by a half-Cauchy prior with the median USUAL_DF (as a density of
@@ -333,7 +342,7 @@ def _shrink(
     d0 = _df_of_log_variance(log_variance_T)[tasks]
     total_dfs = d0 + dfs
     shrunk = (d0 * s02 + dfs * variances) / total_dfs
-    dfs_T = dfs[has_noise] @ is_in_task_CT
+    dfs_T = df_C @ is_in_task_CT
     return shrunk, np.minimum(total_dfs, dfs_T[tasks])
 
 
@@ -403,7 +412,8 @@ def chance_p(x: Cell, y: Cell) -> float:
     # (m / (n + m))^m (n / (n + m))^n.
     total = num_low + num_high
     both = (num_high / total) ** num_high * (num_low / total) ** num_low
-    return 2 * (high_prior * all_learn + low_prior * none_learns + high_prior * low_prior * both)
+    one_sided_p = high_prior * all_learn + low_prior * none_learns + high_prior * low_prior * both
+    return 2 * one_sided_p
 
 
 def student_p(size: float, stderr: float, df: float) -> float:
@@ -498,14 +508,16 @@ def ranking(by_name: Mapping[str, Cell], *, lower_is_better: bool = False) -> Ra
     true_means = np.empty((len(order), DRAWS))
     for k, name in enumerate(order):
         cell = by_name[name]
-        true_means[k] = cell.mean + cell.stderr * rng.standard_t(cell.df, DRAWS)
+        deviations = rng.standard_t(cell.df, DRAWS)
+        true_means[k] = cell.mean + cell.stderr * deviations
     if lower_is_better:
         true_means = -true_means
 
     # How often other seeds would have the same order, and each architecture as the best.
     keeps_order = (np.diff(true_means, axis=0) <= 0).all(axis=0)
     winners = np.argmax(true_means, axis=0)
-    best = {name: float((winners == k).mean()) for k, name in enumerate(order)}
+    shares = np.bincount(winners, minlength=len(order)) / DRAWS
+    best = dict(zip(order, shares.tolist(), strict=True))
     return Ranking(order, float(keeps_order.mean()), best)
 
 
@@ -527,7 +539,10 @@ def rate_optimum(
     None is the rate of a config, below all others.
     """
     rates = sorted(scores, key=lambda rate: -math.inf if rate is None else rate)
-    finite = {rate: scores[rate] for rate in rates if np.isfinite(scores[rate]).all()}
+    finite = {}
+    for rate in rates:
+        if np.isfinite(scores[rate]).all():
+            finite[rate] = scores[rate]
     if not finite:
         raise ValueError("no learning rate has finite scores only")
 

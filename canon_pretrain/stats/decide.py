@@ -50,13 +50,14 @@ def _variance_nodes(df: float, finer: int = 1) -> tuple[np.ndarray, np.ndarray]:
         num_nodes = 49
 
     # The nodes leave out 1e-15 of the probability at each end.
-    low = scipy.stats.chi2.ppf(1e-15, df)
-    high = scipy.stats.chi2.isf(1e-15, df)
-    log_chi2 = np.linspace(math.log(low), math.log(high), num_nodes * finer)
+    log_low = math.log(scipy.stats.chi2.ppf(1e-15, df))
+    log_high = math.log(scipy.stats.chi2.isf(1e-15, df))
+    log_chi2 = np.linspace(log_low, log_high, num_nodes * finer)
     chi2 = np.exp(log_chi2)
 
     # A density over log(x) is x times the density over x.
-    weights = np.exp(scipy.stats.chi2.logpdf(chi2, df) + log_chi2)
+    log_density = scipy.stats.chi2.logpdf(chi2, df)
+    weights = np.exp(log_density + log_chi2)
     return df / chi2, weights / weights.sum()
 
 
@@ -95,7 +96,8 @@ def critical_value(p: float, noise: Noise) -> float:
     high = 1.0
     while excess(high) > 0:
         high += 2.0
-    return stderr * math.exp(scipy.optimize.brentq(excess, -20.0, high, xtol=1e-7))
+    log_size = scipy.optimize.brentq(excess, -20.0, high, xtol=1e-7)
+    return stderr * math.exp(log_size)
 
 
 def holm(p: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -94,7 +94,9 @@ def mean_variance(*tasks: Clusters) -> float:
 def degrees_of_freedom(clusters: Clusters) -> float:
     """Return Kish's effective number of clusters less 1, (sum w)^2 / (sum w^2) - 1; at least 1."""
     weights_G = clusters.weights_G
-    return max(float(weights_G.sum() ** 2 / (weights_G**2).sum()) - 1, 1.0)
+    squares_G = weights_G**2
+    effective_clusters = float(weights_G.sum() ** 2 / squares_G.sum())
+    return max(effective_clusters - 1, 1.0)
 
 
 def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
@@ -112,7 +114,8 @@ def difference_variance(clusters: Clusters, *, bounded: bool) -> float:
 
 def are_shares(a: ItemScores, b: ItemScores, *, is_loss: bool) -> bool:
     """Return whether differences of these scores are between -1 and 1, and equally weighted."""
-    return is_bounded(a, b, is_loss=is_loss) and bool((a.weights_N == 1).all())
+    has_equal_weights = bool((a.weights_N == 1).all())
+    return has_equal_weights and is_bounded(a, b, is_loss=is_loss)
 
 
 def is_bounded(a: ItemScores, b: ItemScores, *, is_loss: bool) -> bool:
@@ -131,7 +134,12 @@ def interaction_variance(*tasks: ItemScores) -> float:
     total = 0.0
     for run in range(num_runs):
         clusters = [
-            Clusters.of(residuals[run], task.weights_N, task.clusters_N, num_clusters)
+            Clusters.of(
+                residuals[run],
+                task.weights_N,
+                task.clusters_N,
+                num_clusters,
+            )
             for residuals, task in zip(residuals_RN, tasks, strict=True)
         ]
         total += mean_variance(*clusters)
@@ -180,7 +188,8 @@ def mcnemar_test(a_N: np.ndarray, b_N: np.ndarray) -> McNemar:
     only_a = int((a_N > b_N).sum())
     only_b = int((b_N > a_N).sum())
     exact = only_a + only_b < EXACT_BELOW
-    test = mcnemar([[0, only_a], [only_b, 0]], exact=exact, correction=True)
+    discordant = [[0, only_a], [only_b, 0]]
+    test = mcnemar(discordant, exact=exact, correction=True)
     return McNemar(only_a, only_b, float(test.pvalue), exact)
 
 
@@ -224,7 +233,8 @@ def pooled_variance(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     for group in groups:
         if len(group) > 1:
             scores = np.asarray(group, dtype=np.float64)
-            squares += float(((scores - scores.mean()) ** 2).sum())
+            residuals = scores - scores.mean()
+            squares += float((residuals**2).sum())
             df += scores.size - 1
     return squares / max(df, 1), df
 
@@ -266,7 +276,8 @@ def seed_noise(
     # Own seeds alone, if there are enough or nothing else.
     own_variance, own_df = pooled_variance(groups)
     num_seeds = [len(group) for group in groups if len(group) > 1]
-    own_text = f"own: {sum(num_seeds)} runs, {len(num_seeds)} recipes, {own_df} degrees of freedom"
+    num_runs = sum(num_seeds)
+    own_text = f"own: {num_runs} runs, {len(num_seeds)} recipes, {own_df} degrees of freedom"
     if own_df and (spread is None or own_only or own_df >= RANGE_DF):
         return SeedNoise(
             variance=own_variance,
@@ -313,10 +324,12 @@ def expected_maximum(count: int) -> float:
 
     def integrand(x: float) -> float:
         """Return x times the density of the maximum, count Phi(x)^(count - 1) phi(x)."""
-        others_below = math.exp((count - 1) * scipy.stats.norm.logcdf(x))
+        log_below = scipy.stats.norm.logcdf(x)
+        others_below = math.exp((count - 1) * log_below)
         return x * count * others_below * scipy.stats.norm.pdf(x)
 
-    return float(scipy.integrate.quad(integrand, -12, 12, limit=200)[0])
+    integral, _ = scipy.integrate.quad(integrand, -12, 12, limit=200)
+    return float(integral)
 
 
 class Difference(NamedTuple):
@@ -336,7 +349,8 @@ class Difference(NamedTuple):
         """Return `noise` if both sides had `runs` seeds."""
         a, b = self.num_runs
         # Variances over runs are in proportion to 1 / a + 1 / b.
-        share = 2 / runs / (1 / a + 1 / b)
+        per_run = 1 / a + 1 / b
+        share = 2 / runs / per_run
         item_variance_over_runs = self.noise.item_variance - self.residual
         return Noise(
             item_variance=self.residual + item_variance_over_runs * share,
@@ -358,7 +372,10 @@ def paired_difference(
     """
     # The difference on each item, summed by cluster, and the variance of its mean over clusters.
     num_clusters = _num_clusters(a)
-    differences = [Clusters.of_difference(x, y, num_clusters) for x, y in zip(a, b, strict=True)]
+    differences = [
+        Clusters.of_difference(scores_a, scores_b, num_clusters)
+        for scores_a, scores_b in zip(a, b, strict=True)
+    ]
     if len(a) == 1:
         clusters = differences[0]
         bounded = are_shares(a[0], b[0], is_loss=is_loss)

@@ -55,7 +55,10 @@ def batch_tokens_for(lm: CanonLM, folder: Path, log: Callable[[str], None]) -> i
     ]
     return lm.ranks.on_rank_zero(
         lambda: load_or_find(
-            folder / FILE, json.dumps(key), lambda: find_largest(make_trial(lm)), log
+            folder / FILE,
+            json.dumps(key),
+            lambda: find_largest(make_trial(lm)),
+            log,
         )
     )
 

@@ -159,7 +159,8 @@ class CanonLM(TemplateLM):
 
         scores = self.score_pairs([*pairs.values()], [*costs.values()])
         answers = dict(zip(pairs, scores, strict=True))
-        return [answers.get(index, (math.nan, False)) for index in range(len(requests))]
+        no_answer = (math.nan, False)
+        return [answers.get(index, no_answer) for index in range(len(requests))]
 
     def _request_pair(self, request: Instance) -> Pair:
         """Return the tokens of a request; EOS precedes those of a context without any."""
@@ -268,10 +269,17 @@ class CanonLM(TemplateLM):
                 members.append(Member(len(pairs), end - 1))
                 pairs.append(Pair(list(row[:end]), size))
             groups.append([Row(list(row[:-1]), members)])
-        answers = score_batch(self.model, self._planner(self.batch_tokens), pairs, Batch(0, groups))
+        planner = self._planner(self.batch_tokens)
+        answers = score_batch(self.model, planner, pairs, Batch(0, groups))
 
-        log_likelihoods = iter([answers[index][0] for index in range(len(pairs))])
-        return [[next(log_likelihoods) for _ in part_sizes] for part_sizes in sizes]
+        # Back to one list per row, in the order of the pairs.
+        scores = []
+        first = 0
+        for part_sizes in sizes:
+            stop = first + len(part_sizes)
+            scores.append([answers[index][0] for index in range(first, stop)])
+            first = stop
+        return scores
 
     def _planner(self, budget: int) -> Planner:
         return Planner(budget, self.read_tokens or budget, self._pass_tokens)
@@ -313,7 +321,8 @@ class CanonLM(TemplateLM):
             smaller = plan(fitting_budget, items)
             if len(smaller) == 1:  # a sequence exceeds the budget: halve the items
                 half = len(items) // 2
-                smaller = plan(fitting_budget, items[:half]) + plan(fitting_budget, items[half:])
+                smaller = plan(fitting_budget, items[:half])
+                smaller += plan(fitting_budget, items[half:])
             return run_batches(smaller, fitting_budget)
 
         def run_batches(batches: Sequence[Work], budget: int) -> dict[int, Result]:
@@ -379,7 +388,10 @@ class CanonLM(TemplateLM):
             return dict(zip(batch, texts, strict=True))
 
         answers = self.map_batches(
-            plan=plan, members=lambda batch: batch, work=work, costs=list(costs.values())
+            plan=plan,
+            members=lambda batch: batch,
+            work=work,
+            costs=list(costs.values()),
         )
         answer_of = dict(zip(prompts, answers, strict=True))
         return [answer_of[prompt] for prompt in request_prompts]

@@ -162,7 +162,8 @@ class Ranks:
 
     def on_rank_zero(self, work: Callable[[], Result]) -> Result:
         """Return rank 0's `work()` on every rank; the others do not call it."""
-        return self.broadcast(self.rank_zero_first(lambda: work() if self.rank == 0 else None))
+        result = self.rank_zero_first(lambda: work() if self.rank == 0 else None)
+        return self.broadcast(result)
 
     def barrier(self) -> None:
         """Wait for all ranks; raises RankFailed if one died."""
@@ -178,7 +179,9 @@ class Ranks:
         for rank, message in enumerate(self._exchange(None)):
             if message is not None:
                 raise RankFailed(
-                    "ranks.failed", f"rank {rank} of {self.world_size} failed: {message}", rank=rank
+                    "ranks.failed",
+                    f"rank {rank} of {self.world_size} failed: {message}",
+                    rank=rank,
                 )
 
     def _exchange(self, value: Any) -> list[Any]:
@@ -192,6 +195,7 @@ class Ranks:
             # gloo: a connection was closed, or WORK_TIMEOUT is over
             reason = str(error).strip().splitlines()[0]
             raise RankFailed(
-                "ranks.lost", f"another rank died ({reason}): see its own output"
+                "ranks.lost",
+                f"another rank died ({reason}): see its own output",
             ) from None
         return values

@@ -129,7 +129,8 @@ class Planner:
         return self._runs(rows, lengths, max_rows=max(1, room // batch.width))
 
     def _single_row_batches(self, rows: Sequence[Row]) -> list[Batch]:
-        runs = self._runs(rows, [len(row.tokens) for row in rows], max_rows=len(rows))
+        lengths = [len(row.tokens) for row in rows]
+        runs = self._runs(rows, lengths, max_rows=len(rows))
         return [Batch(0, [[row] for row in run]) for run in runs]
 
     def _runs(self, rows: Sequence[T], lengths: Sequence[int], max_rows: int) -> list[list[T]]:
@@ -166,8 +167,16 @@ class Planner:
     def _shared_batches(self, groups: Sequence[PrefixGroup], step: int) -> list[Batch]:
         """Return batches of equal prefix length; the rest of a prefix is read with each row."""
         # down to a multiple of `step`
-        shortened = [PrefixGroup(max(1, n // step * step), rows) for n, rows in groups]
-        shortened.sort(key=lambda group: (-group.prefix, -max(len(r.tokens) for r in group.rows)))
+        shortened = []
+        for prefix, rows in groups:
+            shorter_prefix = prefix // step * step
+            shortened.append(PrefixGroup(max(1, shorter_prefix), rows))
+
+        def longest_first(group: PrefixGroup) -> tuple[int, int]:
+            longest_row = max(len(row.tokens) for row in group.rows)
+            return -group.prefix, -longest_row
+
+        shortened.sort(key=longest_first)
 
         # the other half of the cache is for the rows that continue
         room = min(self.batch_tokens // 2, self.read_tokens)
@@ -183,10 +192,12 @@ class Planner:
 def _distinct_rows(pairs: Sequence[Pair], chosen: Sequence[int]) -> list[Row]:
     """Return the sequences to read, sorted by their tokens; none is a prefix of another."""
     # the last token of a pair is only predicted
-    reads = sorted(((pairs[i].tokens[:-1], i) for i in chosen), reverse=True)
+    reads = [(pairs[index].tokens[:-1], index) for index in chosen]
+    reads.sort(reverse=True)
     rows: list[Row] = []
     for tokens, pair in reads:
-        if not rows or rows[-1].tokens[: len(tokens)] != tokens:
+        is_prefix = rows and rows[-1].tokens[: len(tokens)] == tokens
+        if not is_prefix:
             rows.append(Row(tokens))
         rows[-1].members.append(Member(pair, len(tokens)))
     return rows[::-1]
@@ -197,14 +208,19 @@ def _split(rows: list[Row]) -> tuple[list[PrefixGroup], list[Row]]:
     if not rows:
         return [], []
 
-    overlaps = [len(commonprefix([a.tokens, b.tokens])) for a, b in pairwise(rows)]
+    overlaps = []
+    for row, next_row in pairwise(rows):
+        shared_tokens = commonprefix([row.tokens, next_row.tokens])
+        overlaps.append(len(shared_tokens))
 
     groups: list[PrefixGroup] = []
     single_rows: list[Row] = []
     for start, stop, prefix in _best_partition(overlaps, 0, len(rows)).spans:
         group = rows[start:stop]
         # the prefix is read once instead of once per row
-        if (len(group) - 1) * prefix > MIN_SAVED * sum(len(row.tokens) for row in group):
+        num_tokens = sum(len(row.tokens) for row in group)
+        num_saved = (len(group) - 1) * prefix
+        if num_saved > MIN_SAVED * num_tokens:
             groups.append(PrefixGroup(prefix, group))
         else:
             single_rows += group
@@ -234,7 +250,8 @@ def _best_partition(overlaps: Sequence[int], start: int, stop: int, depth: int =
     if stop - start == 1:
         return Partition(0, [Span(start, stop, prefix=0)])
     prefix = min(overlaps[start : stop - 1])
-    whole = Partition((stop - start - 1) * prefix, [Span(start, stop, prefix)])
+    num_saved = (stop - start - 1) * prefix
+    whole = Partition(num_saved, [Span(start, stop, prefix)])
     if depth == MAX_DEPTH:
         return whole
 
@@ -276,7 +293,8 @@ def score_batch(
     if batch.prefix or step < stop:
         cache = Cache.of(model.args, capacity=batch.width)
     for start in range(0, stop, step):
-        scores.append(_read(model, pairs, first_rows, start, min(start + step, stop), cache))
+        end = min(start + step, stop)
+        scores.append(_read(model, pairs, first_rows, start, end, cache))
 
     # The rows after the prefixes: each continues a copy of the cache of its group.
     if cache is not None and batch.prefix:
@@ -287,8 +305,10 @@ def score_batch(
             branch = cache.branch(groups)
             scores.append(_read(model, pairs, rows, batch.prefix, longest, branch))
 
-    logs_N = torch.cat([part.logs_N for part in scores]).double().cpu().numpy()
-    hits_N = torch.cat([part.hits_N for part in scores]).cpu().numpy()
+    all_logs_N = torch.cat([part.logs_N for part in scores])
+    all_hits_N = torch.cat([part.hits_N for part in scores])
+    logs_N = all_logs_N.double().cpu().numpy()
+    hits_N = all_hits_N.cpu().numpy()
     if not np.isfinite(logs_N).all():
         raise UserError(
             "eval.not_finite",
@@ -303,7 +323,10 @@ def score_batch(
     return {
         pair: (log_likelihood, num_missed == 0)
         for pair, log_likelihood, num_missed in zip(
-            scored_pairs.tolist(), log_likelihoods, misses, strict=True
+            scored_pairs.tolist(),
+            log_likelihoods,
+            misses,
+            strict=True,
         )
     }
 
@@ -328,7 +351,8 @@ def _read(
     for b, row in enumerate(rows):
         for pair, end in row.members:
             # the token at t + 1 is scored if it is one of the last `count` of the pair
-            for t in range(max(start, end - pairs[pair].count), min(stop, end)):
+            first_scored = max(start, end - pairs[pair].count)
+            for t in range(first_scored, min(stop, end)):
                 position = b * width + t - start
                 indices_N.append(index_in_M.setdefault(position, len(index_in_M)))
                 targets_N.append(pairs[pair].tokens[t + 1])
@@ -336,15 +360,24 @@ def _read(
 
     # Read the rows, padded to one width; the padding comes last, so that no token depends on it.
     padding = [0] * width
-    tokens_BT = [(row.tokens[start:stop] + padding)[:width] for row in rows]
-    logits_MV = model(_ids(model, tokens_BT), cache=cache, logits_at_M=_ids(model, [*index_in_M]))
+    tokens_BT = []
+    for row in rows:
+        padded = row.tokens[start:stop] + padding
+        tokens_BT.append(padded[:width])
+    logits_MV = model(
+        _ids(model, tokens_BT),
+        cache=cache,
+        logits_at_M=_ids(model, [*index_in_M]),
+    )
 
     # log p = logit - log(sum(exp(logits))), in float32 for a few rows at a time.
     at_N = _ids(model, indices_N)
     target_ids_N = _ids(model, targets_N)
-    norms = [part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)]
-    logs_N = logits_MV[at_N, target_ids_N].float() - torch.cat(norms)[at_N]
-    return TokenScores(token_pairs, logs_N, logits_MV.argmax(-1)[at_N] == target_ids_N)
+    norms_M = torch.cat([part.float().logsumexp(-1) for part in logits_MV.split(SOFTMAX_ROWS)])
+    logits_N = logits_MV[at_N, target_ids_N].float()
+    logs_N = logits_N - norms_M[at_N]
+    greedy_N = logits_MV.argmax(-1)[at_N]
+    return TokenScores(token_pairs, logs_N, greedy_N == target_ids_N)
 
 
 def _ids(model: Transformer, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:

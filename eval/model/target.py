@@ -90,7 +90,8 @@ class EvalTarget:
             )
         if self.train is None:
             raise UserError(
-                "eval.no_data", f"{self.checkpoint} is an export, which names no data: pass --data"
+                "eval.no_data",
+                f"{self.checkpoint} is an export, which names no data: pass --data",
             )
         return self.train
 
@@ -296,11 +297,18 @@ def _open_checkpoint(
         identity = record["identity"]
         task = task_of_run(identity)
         if task is not None:
-            return EvalTarget(checkpoint.resolve(), run, step, task.seq_len, trained_on=identity)
+            return EvalTarget(
+                checkpoint.resolve(),
+                run,
+                step,
+                task.seq_len,
+                trained_on=identity,
+            )
         recorded = RecordedData.of(config, identity)
     except (KeyError, TypeError) as error:
         raise UserError(
-            "eval.run_damaged", f"{run.config_file} is damaged: it lacks {error}"
+            "eval.run_damaged",
+            f"{run.config_file} is damaged: it lacks {error}",
         ) from None
 
     # Its shards, which may have been moved to --data.

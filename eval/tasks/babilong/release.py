@@ -23,7 +23,8 @@ def read_release(source: str, task: str) -> tuple[dict[str, str], str | None]:
     """
     values = _assigned_values(ast.parse(source))
     # the first pair of names whose prompts the file has; without any, it lacks the first
-    prompts_name, template_name = next((pair for pair in NAMES if pair[0] in values), NAMES[0])
+    pairs = [pair for pair in NAMES if pair[0] in values]
+    prompts_name, template_name = pairs[0] if pairs else NAMES[0]
 
     section = {"post_prompt": "", **values[prompts_name][task]}
     parts = {name: section[name] for name in PARTS}
@@ -78,10 +79,12 @@ def _value(node: ast.expr, values: dict[str, Any]) -> Any:
             pairs = zip(keys, items, strict=True)
             return {_value(key, values): _value(item, values) for key, item in pairs if key}
         case _:
-            raise ValueError(f"line {node.lineno}: {ast.unparse(node)[:40]} is not a text")
+            source = ast.unparse(node)
+            raise ValueError(f"line {node.lineno}: {source[:40]} is not a text")
 
 
 def _join(texts: list[Any]) -> str:
-    if not all(isinstance(text, str) for text in texts) or sum(map(len, texts)) > MAX_TEXT:
+    are_texts = all(isinstance(text, str) for text in texts)
+    if not are_texts or sum(map(len, texts)) > MAX_TEXT:
         raise ValueError(f"expected texts of at most {MAX_TEXT} characters")
     return "".join(texts)

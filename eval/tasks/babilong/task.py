@@ -86,7 +86,8 @@ def load(
 def score(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
     """Return the metric `acc` of one document: lm_eval's `process_results`."""
     item = Document(**document)
-    return {"acc": float(is_right(item.task, item.question, item.target, answers[0]))}
+    right = is_right(item.task, item.question, item.target, answers[0])
+    return {"acc": float(right)}
 
 
 def is_right(task: str, question: str, target: str, answer: str) -> bool:
@@ -137,7 +138,9 @@ class Prompts:
 
     def of(self, context: str, question: str) -> str:
         """Return one prompt; contexts are stripped as in the paper, questions are not."""
-        return f"{self.before}{context.strip()}{self.between}{question}{self.after}".strip()
+        context = context.strip()
+        prompt = f"{self.before}{context}{self.between}{question}{self.after}"
+        return prompt.strip()
 
 
 def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
@@ -164,7 +167,8 @@ def read_prompts(task: str, source: str | Path | None = None) -> Prompts:
 
 def _of_sections(content: Mapping[str, Any], task: str) -> Prompts:
     """Return the prompts of a file like prompts.toml. Raises UserError and KeyError."""
-    section = parse_record(json.dumps(content, default=str), dict[TaskName, Section])[task]
+    sections = parse_record(json.dumps(content, default=str), dict[TaskName, Section])
+    section = sections[task]
     examples = [EXAMPLE.format(x.context, x.question, x.answer) for x in section.examples]
     return _fill_layout(
         LAYOUT,
@@ -180,8 +184,8 @@ def _lm_eval_section(task: str) -> dict[str, Any]:
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    path = Path(lm_eval.tasks.__file__).with_name("babilong") / f"babilong_{task}.yaml"
-    config = load_yaml(path, resolve_func=False, recursive=False)
+    folder = Path(lm_eval.tasks.__file__).with_name("babilong")
+    config = load_yaml(folder / f"babilong_{task}.yaml", resolve_func=False, recursive=False)
     examples = [
         {
             "context": sample["input"],

@@ -95,10 +95,11 @@ class Junk:
             return []
         start = draws.below(len(self.sentences))
         # a sentence has at least one token, so `length` sentences are enough
-        cyclic = self.sentences[start : start + length] + self.sentences[: min(start, length)]
+        to_end = self.sentences[start : start + length]
+        wrapped = self.sentences[: min(start, length)]
         taken: list[str] = []
         total = 0
-        for sentence, num_tokens in cyclic:
+        for sentence, num_tokens in to_end + wrapped:
             total += num_tokens
             if total >= length:
                 break
@@ -109,7 +110,11 @@ class Junk:
 def split_sentences(text: str) -> list[str]:
     """Return the sentences of a text: at least three words that end in . ! or ?, on one line."""
     pieces = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))
-    return [piece for piece in pieces if piece[-1:] in {".", "!", "?"} and piece.count(" ") >= 2]
+    sentences = []
+    for piece in pieces:
+        if piece.endswith((".", "!", "?")) and piece.count(" ") >= 2:
+            sentences.append(piece)
+    return sentences
 
 
 def ends_with_space(tokenizer: Encoder) -> bool:
@@ -137,7 +142,9 @@ def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> d
         )
         if name not in names:
             names.append(name)
-    groups = [names[i : i + kind.people] for i in range(0, len(names), kind.people)]
+    groups = []
+    for first in range(0, len(names), kind.people):
+        groups.append(names[first : first + kind.people])
 
     # The first group has years. Each person of a further group is equated with one of the last.
     years = [YEARS[index] for index in draws.sample(len(YEARS), kind.people)]
@@ -158,7 +165,9 @@ def make_probe(kind: Kind, length: int, item: int, junk: Junk, space: bool) -> d
     text = " ".join(sentences)
 
     # Ask for the year of a person of the last group, with the layout of the paper.
-    context = f"{text} " if kind.hops == 1 else f"{INSTRUCTION}<context>{text}</context>"
+    context = f"{text} "
+    if kind.hops > 1:
+        context = f"{INSTRUCTION}<context>{text}</context>"
     person = draws.below(kind.people) if kind.asks_anyone else 0
     name = groups[-1][person]
     question = f"\n\nAnswer me: {name} was born in the year of" + " " * space

@@ -51,7 +51,8 @@ class ProbeSet:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the probes; raises UserError if the file has changed."""
-        if not self.path.exists() or files.sha256_file(self.path) != self.entry.sha256:
+        is_unchanged = self.path.exists() and files.sha256_file(self.path) == self.entry.sha256
+        if not is_unchanged:
             raise UserError(
                 "probes.damaged",
                 f"{self.path} has changed since it was written: restore it, or delete "
@@ -83,7 +84,9 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
             text = Path(junk).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(
-                "probes.junk", f"junk {junk}: can't be read as UTF-8 text: {error}", path=junk
+                "probes.junk",
+                f"junk {junk}: can't be read as UTF-8 text: {error}",
+                path=junk,
             ) from None
         return Corpus(f"file {hashlib.sha256(text.encode()).hexdigest()}", text)
 
@@ -98,7 +101,8 @@ def find_corpus(junk: str | Path | None, staged: Path) -> Corpus | str:
     lines = (line for page in pages for line in wikitext_detokenizer(page).split("\n"))
     # without headings, which are "= Title ="
     text = "\n".join(line for line in lines if not line.lstrip().startswith("="))
-    return Corpus(f"{WIKITEXT} {hashlib.sha256(text.encode()).hexdigest()}", text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Corpus(f"{WIKITEXT} {digest}", text)
 
 
 class FrozenSets:
@@ -146,7 +150,8 @@ class FrozenSets:
                 given=max_length,
             )
         return FittingSets(
-            fitting, [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()]
+            fitting,
+            [f"{', '.join(names)} ({reason})" for reason, names in left_out.items()],
         )
 
     def get(self, name: str, advance: Callable[[str], None] = lambda name: None) -> ProbeSet | str:
@@ -169,7 +174,8 @@ class FrozenSets:
             made_of["junk"] = corpus.origin
 
         # Write the set unless it was written before.
-        key = f"{name}-{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]}"
+        digest = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+        key = f"{name}-{digest[:12]}"
         file = f"{key}.jsonl"
         if key not in entries:
             junk = self._junk if length else Junk((), self.tokenizer)
@@ -206,11 +212,12 @@ class FrozenSets:
             birth_year.make_probe(kind, length, item, junk, space)
             for item in range(self._num_items)
         ]
-        content = "".join(json.dumps(probe) + "\n" for probe in probes).encode()
+        lines = [json.dumps(probe) + "\n" for probe in probes]
+        content = "".join(lines).encode()
         files.write_atomic(self.folder / file, content)
 
-        max_tokens = max(len(self.tokenizer.encode(probe["prompt"])) for probe in probes)
-        return Entry(hashlib.sha256(content).hexdigest(), max_tokens, made_of)
+        lengths = [len(self.tokenizer.encode(probe["prompt"])) for probe in probes]
+        return Entry(hashlib.sha256(content).hexdigest(), max(lengths), made_of)
 
     @cached_property
     def _corpus(self) -> Corpus | str:
@@ -223,15 +230,16 @@ class FrozenSets:
 
     def _entries(self) -> dict[str, Entry]:
         """Return the content of sets.json, by the sets' file names without suffix."""
-        if not (self.folder / SETS_FILE).exists():
+        path = self.folder / SETS_FILE
+        if not path.exists():
             return {}
         try:
-            return files.read_record(self.folder / SETS_FILE, dict[str, dict[str, Entry]])["sets"]
+            return files.read_record(path, dict[str, dict[str, Entry]])["sets"]
         except files.UnreadableFile as error:
             raise UserError(
                 "probes.damaged",
                 f"{error}; delete {self.folder} to write it again",
-                path=self.folder / SETS_FILE,
+                path=path,
             ) from None
 
 
@@ -264,7 +272,8 @@ def _frozen_sets(folder: Path, tokenizer: Encoder, junk: str, staged: Path) -> F
 
 def exact(document: dict[str, Any], answers: list[str]) -> dict[str, float]:
     """Return the metric `exact`: whether the greedy answer begins with the year."""
-    return {"exact": float(answers[0].strip()[:4] == document["answer"])}
+    year = answers[0].strip()[:4]
+    return {"exact": float(year == document["answer"])}
 
 
 def without_space(document: dict[str, Any]) -> str:

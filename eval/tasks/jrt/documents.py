@@ -85,8 +85,9 @@ def without_trailing(text: str, copy: str) -> str:
     text = text.rstrip()
     copy = copy.strip()
     pattern = re.compile(re.escape(copy), re.IGNORECASE)
-    while copy and pattern.fullmatch(text, max(0, len(text) - len(copy))):
-        text = text[: -len(copy)].rstrip()
+    size = len(copy)
+    while copy and pattern.fullmatch(text, max(0, len(text) - size)):
+        text = text[:-size].rstrip()
     return text.strip()
 
 
@@ -96,7 +97,8 @@ def _keyed_prompt(row: Row, text: str, twice: bool) -> str:
     text = text.strip(".")
     if not twice:
         return f"{text}. {key}:"
-    return f"Information about {key}. {text.strip()}.\n{text.strip()}. {key}:"
+    text = text.strip()
+    return f"Information about {key}. {text}.\n{text}. {key}:"
 
 
 def _asked_prompt(row: Row, text: str, twice: bool, end: str = "") -> str:
@@ -104,7 +106,9 @@ def _asked_prompt(row: Row, text: str, twice: bool, end: str = "") -> str:
     text = text.strip(".")
     if not twice:
         return f"{text}. {question}"
-    return f"{row['orig_question'].strip(end)} {text.strip()}.\n{text.strip()}. {question}"
+    text = text.strip()
+    original_question = row["orig_question"].strip(end)
+    return f"{original_question} {text}.\n{text}. {question}"
 
 
 def _squad_prompt(row: Row, text: str, twice: bool) -> str:
@@ -131,7 +135,8 @@ _NQ_PROMPT = partial(_asked_prompt, end=":")
 STYLES: dict[str, Style] = {
     # SWDE's own summary contains the answers
     "jrt_swde": replace(
-        _PAGE, clean=lambda text: text.partition("Summary of information above")[0]
+        _PAGE,
+        clean=lambda text: text.partition("Summary of information above")[0],
     ),
     "jrt_fda": _PAGE,
     "jrt_squad": Style(
@@ -142,7 +147,8 @@ STYLES: dict[str, Style] = {
         prompt=_squad_prompt,
     ),
     "jrt_triviaqa": replace(
-        _ASKED, finish=lambda text: re.sub(r"\[PAR\]|\[DOC\]|\[TLE\]", "", text)
+        _ASKED,
+        finish=lambda text: re.sub(r"\[PAR\]|\[DOC\]|\[TLE\]", "", text),
     ),
     "jrt_nq": replace(_ASKED, answers=("answers",), prompt=_NQ_PROMPT),
     "jrt_drop": replace(_ASKED, prompt=_NQ_PROMPT),
@@ -216,7 +222,8 @@ def cut(
         position = len(tokens)
 
     # the text before a hit may have more tokens than the whole; `tok_pos` of another tokenizer too
-    start, end = window(len(tokens), min(position, len(tokens)), limit)
+    position = min(position, len(tokens))
+    start, end = window(len(tokens), position, limit)
     if start == 0 and end == len(tokens):
         return Cut(text, centre, whole=True)
     return Cut(_part(text, tokens, start, end, tokenizer), centre, whole=False)
@@ -277,7 +284,8 @@ def load(
             num_cut += not item.whole
     if not items:
         raise UserError(
-            "jrt.no_rows", f"{dataset}: no row has an answer of two characters in {options.answers}"
+            "jrt.no_rows",
+            f"{dataset}: no row has an answer of two characters in {options.answers}",
         )
 
     # harness.py adds these counts to the results
@@ -344,7 +352,8 @@ def _item(
 def score(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Return the metric `contains`: whether the answer's first line has a nonempty label."""
     line = results[0].split("\n", 1)[0]
-    return {"contains": float(any(first_hit(line, label) is not None for label in doc["labels"]))}
+    is_contained = any(first_hit(line, label) is not None for label in doc["labels"])
+    return {"contains": float(is_contained)}
 
 
 def _options(dataset: str, metadata: Mapping[str, Any]) -> Options:

@@ -80,7 +80,13 @@ class Playground(lm_eval.api.task.Task):
         for number, window in enumerate(self._windows):
             settings = [{"name": text.task.name, **text.task.settings} for text in window]
             answers = [_text(question.answer) for text in window for question in text.questions]
-            documents.append({"window": number, "settings": settings, "answers": answers})
+            documents.append(
+                {
+                    "window": number,
+                    "settings": settings,
+                    "answers": answers,
+                }
+            )
         return documents
 
     def has_training_docs(self) -> bool:
@@ -117,14 +123,17 @@ class Playground(lm_eval.api.task.Task):
         # a span is scored after all tokens before it; in texts of ids a space separates the two
         for text in window:
             for span in text.spans:
-                add("loglikelihood", _text(text.ids[: span.start]), " " + _text(span.tokens))
+                context = _text(text.ids[: span.start])
+                add("loglikelihood", context, " " + _text(span.tokens))
         return requests
 
     def process_results(self, doc: Mapping[str, Any], results: Sequence[Any]) -> dict[str, Any]:
         """Return the scores and verdicts of a window, pooled over its questions."""
         # The results are in the order of `construct_requests`.
         num_questions = len(doc["answers"])
-        answers = [list(map(_id, text.split())) for text in results[:num_questions]]
+        answers = []
+        for text in results[:num_questions]:
+            answers.append([_id(word) for word in text.split()])
         log_likelihoods = [log_likelihood for log_likelihood, _ in results[num_questions:]]
 
         window = self._windows[doc["window"]]
