@@ -66,8 +66,9 @@ def run_of_checkpoint(checkpoint: Path) -> RunFolder:
     # RUN/checkpoint may be a link to another disk
     for path in (checkpoint.absolute(), checkpoint.resolve()):
         for parent in path.parents[:_MAX_DEPTH]:
-            if RunFolder(parent).has_config():
-                return RunFolder(parent)
+            run = RunFolder(parent)
+            if run.has_config():
+                return run
     return RunFolder(checkpoint.resolve().parent.parent)
 
 

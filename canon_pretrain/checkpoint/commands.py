@@ -100,7 +100,8 @@ def _find(path: Path) -> tuple[Path, CheckpointFolder, str | None]:
 
     # without a run folder: the only run that the checkpoints name
     run_ids = {*folder.steps_of_other_runs(None).values()}
-    return run, folder, run_ids.pop() if len(run_ids) == 1 else None
+    run_id = run_ids.pop() if len(run_ids) == 1 else None
+    return run, folder, run_id
 
 
 def _find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
@@ -130,7 +131,8 @@ def run_list(arguments: Namespace) -> None:
     held = {folder.step_path(step) for step in held_steps(run)}
 
     # A launch may delete steps during this call: only those that still exist are listed.
-    checkpoints = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
+    paths = map(folder.step_path, folder.steps())
+    checkpoints = [_read(path, run_id, hashes=False) for path in paths]
     checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.path.exists()]
 
     # Entries of the folder that are not complete checkpoints, by kind.
@@ -151,7 +153,8 @@ def run_list(arguments: Namespace) -> None:
         print(checkpoint.line(", held" if checkpoint.path in held else ""))
     for kind, entries in other_rows.items():
         for entry in entries:
-            line = f"{kind}  {entry['path']}  {size(entry['bytes'])}  {entry.get('reason', '')}"
+            reason = entry.get("reason", "")
+            line = f"{kind}  {entry['path']}  {size(entry['bytes'])}  {reason}"
             print(line.rstrip())
 
 
@@ -175,7 +178,8 @@ def _read(path: Path, run_id: str | None, *, hashes: bool) -> Checkpoint:
             state = f"of another run, {manifest.run_id}"
     except DamagedCheckpoint as error:
         # the path is on the same line already
-        fault = str(error).removeprefix(f"{path} is damaged: ").removeprefix(f"{path} ")
+        fault = str(error).removeprefix(f"{path} is damaged: ")
+        fault = fault.removeprefix(f"{path} ")
         state = f"{DAMAGED}{fault}"
 
     num_bytes = tree_bytes(path) if manifest is None else manifest.total_bytes

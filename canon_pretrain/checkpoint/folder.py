@@ -56,6 +56,7 @@ class CheckpointFolder:
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
         self.path = path
         self.may_change = may_change
+        self._quarantine_path = path / QUARANTINE
         # a folder for a trial save, under a name that `recover` deletes
         self.trial_path = path / f"{_DELETING}step-0"
 
@@ -115,11 +116,14 @@ class CheckpointFolder:
 
     def leftovers(self) -> list[Path]:
         """Return what `recover` will restore or delete: replaced and half deleted steps."""
-        return [*self._named(_REPLACED).values(), *self._named(_DELETING).values()]
+        replaced = self._named(_REPLACED).values()
+        half_deleted = self._named(_DELETING).values()
+        return [*replaced, *half_deleted]
 
     def strays(self) -> list[str]:
         """Return the names of unknown files, which are never read, moved or deleted."""
-        expected = [*self.unfinished(), *self.leftovers(), *map(self.step_path, self.steps())]
+        expected = self.unfinished() + self.leftovers()
+        expected += map(self.step_path, self.steps())
         # the lock of a folder outside the run folder
         expected += self.path.glob(f"{RunFolder(self.path).lock_file.name}*")
         names = {path.name for path in expected} | {QUARANTINE, ARCHIVE}
@@ -130,16 +134,17 @@ class CheckpointFolder:
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move `path` to quarantine/NAME.K and write the reason. Raises OSError if not moved."""
         self._check_may_change()
-        _make_folder(self.path / QUARANTINE)
+        _make_folder(self._quarantine_path)
 
         # the first K without an entry, and without the reason of a deleted one
         for k in itertools.count(1):
-            target = self.path / QUARANTINE / f"{path.name}.{k}"
-            if not os.path.lexists(target) and not os.path.lexists(_reason_file(target)):
+            target = self._quarantine_path / f"{path.name}.{k}"
+            reason_file = _reason_file(target)
+            if not os.path.lexists(target) and not os.path.lexists(reason_file):
                 break
 
         _move(path, target)
-        _write_note(_reason_file(target), f"{utc_now()}\n{reason}\n")
+        _write_note(reason_file, f"{utc_now()}\n{reason}\n")
         return target
 
     def quarantined(self) -> list[Quarantined]:
@@ -148,8 +153,9 @@ class CheckpointFolder:
         for path in self._quarantine_entries():
             reason = "no reason was recorded"
             with contextlib.suppress(OSError):
+                note = _reason_file(path).read_text(errors="replace")
                 # the first line is the time
-                reason = _reason_file(path).read_text(errors="replace").partition("\n")[2].strip()
+                reason = note.partition("\n")[2].strip()
             quarantined.append(Quarantined(path, reason, tree_bytes(path)))
         return quarantined
 
@@ -172,13 +178,15 @@ class CheckpointFolder:
         return freed
 
     def _quarantine_entries(self) -> list[Path]:
-        return [p for p in entries(self.path / QUARANTINE) if not _IS_REASON.search(p.name)]
+        paths = entries(self._quarantine_path)
+        return [path for path in paths if not _IS_REASON.search(path.name)]
 
     def _quarantined_saves(self) -> list[Path]:
         """Return interrupted saves in quarantine, the oldest first, by mtime of their files."""
 
         def age_key(path: Path) -> tuple[int, Path]:
-            return max((f.lstat().st_mtime_ns for f in _files(path)), default=0), path
+            times = [file.lstat().st_mtime_ns for file in _files(path)]
+            return max(times, default=0), path
 
         saves = [path for path in self._quarantine_entries() if path.name.startswith(_SAVING)]
         return sorted(saves, key=age_key)
@@ -238,16 +246,18 @@ class CheckpointFolder:
                 verify(final)
                 return [self._try_delete(replaced, f"now the weights in {final.name}")]
             except DamagedCheckpoint as error:
-                lines.append(f"{error}; it was moved to {self.quarantine(final, str(error))}")
+                target = self.quarantine(final, str(error))
+                lines.append(f"{error}; it was moved to {target}")
         _move(replaced, final)
         lines.append(f"{final.name} was being replaced by its weights; the full one is restored")
         return lines
 
     def _try_delete(self, path: Path, description: str) -> str:
         try:
-            return f"{path.name}, {description}, was deleted ({self.discard(path):,} bytes)"
+            freed = self.discard(path)
         except OSError as error:
             return f"{path}, {description}, can't be deleted: {error.strerror or error}"
+        return f"{path.name}, {description}, was deleted ({freed:,} bytes)"
 
     # -- abandoned branches
 
@@ -259,12 +269,14 @@ class CheckpointFolder:
         """
         # folders step-N of results, and files step-N.NAME of holds
         later: list[Path] = []
-        for path in [*entries(run / EVALS), *entries(run / EVALS / HOLDS)]:
+        evals = run / EVALS
+        for path in entries(evals) + entries(evals / HOLDS):
             evaluated_step = step_number(path.name.split(".")[0])
             if evaluated_step is not None and evaluated_step > step:
                 later.append(path)
 
-        later += [self.step_path(n) for n in reversed(self.steps()) if n > step]
+        later_steps = [later_step for later_step in self.steps() if later_step > step]
+        later += map(self.step_path, reversed(later_steps))
         moves = [RunFolder(run).done_file, *later]
         return self._archive(run, f"back-to-step-{step}", reason, moves, later)
 
@@ -278,7 +290,7 @@ class CheckpointFolder:
         moves = [
             files.done_file,
             *map(self.step_path, reversed(self.steps())),
-            self.path / QUARANTINE,
+            self._quarantine_path,
             run / EVALS,
             *files.fresh_start,
         ]
@@ -288,8 +300,8 @@ class CheckpointFolder:
 
     def archives(self, run: Path) -> list[Path]:
         """Return the archives of `archive_after` and `archive_all`, the oldest first."""
-        paths = [*entries(run / ARCHIVE), *entries(self.path / ARCHIVE)]
-        return sorted((path for path in paths if _archive_number(path)), key=_archive_number)
+        paths = entries(run / ARCHIVE) + entries(self.path / ARCHIVE)
+        return sorted(filter(_archive_number, paths), key=_archive_number)
 
     def _archive(
         self, run: Path, label: str, reason: str, moves: list[Path], needed: list[Path]
@@ -298,7 +310,8 @@ class CheckpointFolder:
         if not any(map(os.path.lexists, needed)):
             return None
         self._check_may_change()
-        number = 1 + max(map(_archive_number, self.archives(run)), default=0)
+        numbers = map(_archive_number, self.archives(run))
+        number = 1 + max(numbers, default=0)
         archive = run / ARCHIVE / f"{number}-{label}"
         _make_folder(archive)
 
@@ -315,11 +328,14 @@ class CheckpointFolder:
                 targets[path] = archive / path.relative_to(run)
 
         # The note comes first, so that a user can undo moves that a kill interrupted.
-        listing = "\n".join(f"{source} -> {target}" for source, target in targets.items())
-        _write_note(
-            archive / "README.txt",
-            f"{archive.name}, {utc_now()}\n\nWhy: {reason}\n\n{_ARCHIVE_NOTE}\n\n{listing}\n",
-        )
+        listing = [f"{source} -> {target}" for source, target in targets.items()]
+        paragraphs = [
+            f"{archive.name}, {utc_now()}",
+            f"Why: {reason}",
+            _ARCHIVE_NOTE,
+            "\n".join(listing),
+        ]
+        _write_note(archive / "README.txt", "\n\n".join(paragraphs) + "\n")
         for source, target in targets.items():
             _make_folder(target.parent)
             _move(source, target)
@@ -343,7 +359,10 @@ def _files(path: Path) -> list[Path]:
     """Return the files below `path`, or `path` itself if it is a file or a link."""
     if path.is_symlink() or not path.is_dir():
         return [path]
-    return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+    files: list[Path] = []
+    for folder, _, names in os.walk(path):
+        files += [Path(folder, name) for name in names]
+    return files
 
 
 def tree_bytes(path: Path) -> int:

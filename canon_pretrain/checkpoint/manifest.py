@@ -80,8 +80,10 @@ class Manifest:
         if self.weights_of:
             return self.weights_of
         # torch's metadata contains a random id per save
-        hashes = {name: entry.sha256 for name, entry in self.files.items() if name != ".metadata"}
-        return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+        hashes = {name: entry.sha256 for name, entry in self.files.items()}
+        hashes.pop(".metadata", None)
+        text = json.dumps(hashes, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
         write_json(folder / MANIFEST, asdict(self))
@@ -104,8 +106,11 @@ class Manifest:
 
 def files_of(folder: Path) -> list[str]:
     """Return the relative paths of all files in `folder` that its manifest must name."""
-    files = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
-    return sorted({path.relative_to(folder).as_posix() for path in files} - {MANIFEST})
+    names: set[str] = set()
+    for path in folder.rglob("*"):
+        if path.is_file() or path.is_symlink():
+            names.add(path.relative_to(folder).as_posix())
+    return sorted(names - {MANIFEST})
 
 
 def find_faults(
@@ -122,8 +127,9 @@ def find_faults(
     with ThreadPoolExecutor(workers) as pool:
         faults = list(filter(None, pool.map(check, checked)))
     if names is None:
-        unknown = sorted({*files_of(folder)} - {*manifest.files})
-        faults += [f"{name} is not in the manifest" for name in unknown]
+        for name in files_of(folder):
+            if name not in manifest.files:
+                faults.append(f"{name} is not in the manifest")
     return faults
 
 

@@ -83,7 +83,8 @@ class Retention:
 
         # Of the older steps, the newest `max_held` that evaluations need stay, as weights.
         retained: list[int] = []
-        for step in sorted(self.holds().intersection(older + weights), reverse=True):
+        held = self.holds().intersection(older + weights)
+        for step in sorted(held, reverse=True):
             if len(retained) == self.max_held:
                 plan.over_bound.insert(0, step)
             elif step in older and (fault := self._fault(step)):
@@ -92,7 +93,8 @@ class Retention:
                 retained.append(step)
         plan.stripped = [step for step in older if step in retained]
         plan.weights_only = [step for step in weights if step in retained]
-        plan.deleted = sorted({*older, *weights} - {*retained} - plan.bad.keys())
+        staying = plan.bad.keys() | retained
+        plan.deleted = sorted(set(older + weights) - staying)
         return plan
 
     def _classify(self, plan: Outcome) -> tuple[list[int], list[int]]:
@@ -215,8 +217,13 @@ def _signature(folder: Path) -> _Signature:
     signature: _Signature = {}
     for path in folder.rglob("*"):
         if not path.is_dir():
-            s = path.lstat()
-            signature[str(path)] = (s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns)
+            status = path.lstat()
+            signature[str(path)] = (
+                status.st_size,
+                status.st_ino,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+            )
     return signature
 
 
@@ -233,7 +240,7 @@ def held_steps(run: Path, name: str | None = None) -> set[int]:
 
 def hold_step(run: Path, step: int, name: str) -> None:
     """Make retention keep the weights of `step` until `release_step` with the same `name`."""
-    path = run / EVALS / HOLDS / f"step-{step}.{name}"
+    path = _hold_file(run, step, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     fsync_folder(path.parent)
@@ -241,4 +248,8 @@ def hold_step(run: Path, step: int, name: str) -> None:
 
 def release_step(run: Path, step: int, name: str) -> None:
     """Undo `hold_step`, if it was called."""
-    (run / EVALS / HOLDS / f"step-{step}.{name}").unlink(missing_ok=True)
+    _hold_file(run, step, name).unlink(missing_ok=True)
+
+
+def _hold_file(run: Path, step: int, name: str) -> Path:
+    return run / EVALS / HOLDS / f"step-{step}.{name}"

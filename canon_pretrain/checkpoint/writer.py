@@ -95,7 +95,8 @@ class _HashingFileSystem(FileSystem):
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
-        self.written[os.path.basename(new_path)] = self.written.pop(os.path.basename(path))
+        entry = self.written.pop(os.path.basename(path))
+        self.written[os.path.basename(new_path)] = entry
 
 
 @dataclass(frozen=True)
