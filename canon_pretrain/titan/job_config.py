@@ -125,20 +125,21 @@ class CanonJobConfig(titan.JobConfig):
         section = self.data.task
         if not section.name:
             return None
-        return build_task(section.name, section.settings | {"seq_len": self.training.seq_len})
+        settings = section.settings | {"seq_len": self.training.seq_len}
+        return build_task(section.name, settings)
 
     @property
     def model_args(self) -> ModelArgs:
         """The flavor's arguments with this job's overrides, checked by ModelArgs."""
         base = model_flavor(self.model.flavor)
-        overrides = {
-            field.name: getattr(self.model, field.name)
-            for field in dataclasses.fields(ModelArgs)
-            if getattr(self.model, field.name, None) is not None
-        }
+        overrides: dict[str, Any] = {}
+        for argument in dataclasses.fields(ModelArgs):
+            value = getattr(self.model, argument.name, None)
+            if value is not None:
+                overrides[argument.name] = value
+        overrides["max_seq_len"] = self.training.seq_len
 
         # a mixer changes sizes that are not set
-        overrides |= {"max_seq_len": self.training.seq_len}
         return fill_model(base, overrides)
 
 
@@ -147,8 +148,9 @@ def shard_degree(job: CanonJobConfig, world_size: int) -> int:
     # Experts are split over ranks of one replica.
     replicas = job.parallelism.data_parallel_replicate_degree
     expert_degree = job.parallelism.expert_parallel_degree
-    if world_size % (replicas * expert_degree):
-        valid = valid_world_sizes(job.training.global_batch_size, replicas * expert_degree)
+    step = replicas * expert_degree
+    if world_size % step:
+        valid = valid_world_sizes(job.training.global_batch_size, step)
         experts = ""
         if expert_degree > 1:
             experts = f"times expert_parallel_degree = {expert_degree} "
@@ -198,8 +200,10 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
             valid=valid,
         )
 
-    limit = min(share, job.training.local_batch_size)
-    return next(size for size in range(limit, 0, -1) if share % size == 0)
+    size = min(share, job.training.local_batch_size)
+    while share % size:
+        size -= 1
+    return size
 
 
 UNSUPPORTED = """
@@ -290,7 +294,8 @@ def split_names(entries: list[str]) -> list[str]:
 def check_allowed_changes(allowed: list[str], identity: Iterable[str]) -> None:
     """Raise UserError unless `run.allow_changes` has names in a run's `identity` only, or CODE."""
     valid = {*identity, HELD_OUT, MIXER_CODE}
-    if unknown := [name for name in split_names(allowed) if name not in valid | {CODE}]:
+    unknown = [name for name in split_names(allowed) if name != CODE and name not in valid]
+    if unknown:
         raise UserError(
             "run.unknown_change",
             f"run.allow_changes: {', '.join(unknown)} is not part of a run's identity. Expected "

@@ -187,7 +187,8 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
     """Return all differences between the job in `folder` and this one."""
     if not folder.config_file.exists():
         return {}
-    old = _flatten(CanonJobConfig().to_dict()) | _flatten(_recorded(folder, "config"))
+    defaults = _flatten(CanonJobConfig().to_dict())
+    old = defaults | _flatten(_recorded(folder, "config"))
     changes = differences(old, _flatten(config))
     return {name: pair for name, pair in changes.items() if name not in PER_LAUNCH_KEYS}
 
@@ -217,7 +218,8 @@ def describe_changes(
 
 def _shortened(fingerprint: object) -> str:
     """Return the first digits of a fingerprint, which may join those of several folders."""
-    return "+".join(part[:8] for part in str(fingerprint).split("+"))
+    digests = str(fingerprint).split("+")
+    return "+".join(digest[:8] for digest in digests)
 
 
 def _data_of(name: str, config: Mapping[str, Any]) -> str:
@@ -297,7 +299,8 @@ def _check_folder(
     run_id = this_run.run_id if this_run is not None else None
     other_steps = checkpoints.steps_of_other_runs(run_id)
     if other_steps:
-        steps = ", ".join(f"step-{step} of run {other}" for step, other in other_steps.items())
+        checkpoint_names = [f"step-{step} of run {other}" for step, other in other_steps.items()]
+        steps = ", ".join(checkpoint_names)
         name = f"run {run_id}" if run_id else "new"
         raise UserError(
             "checkpoint.other_run",

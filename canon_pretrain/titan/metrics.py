@@ -220,10 +220,11 @@ def _tracing(config: Any, folder: Path, step: int) -> profile:
     """Return a profiler that traces the last steps of each cycle, from `step` on."""
 
     def write(profiler: profile) -> None:
-        path = folder / f"iteration_{profiler.step_num}" / f"rank{dist.get_rank()}_trace.json"
+        step_folder = folder / f"iteration_{profiler.step_num}"
+        path = step_folder / f"rank{dist.get_rank()}_trace.json"
         unfinished = path.with_name(f".{path.name}")  # renamed when complete
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            step_folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(unfinished))
             os.replace(unfinished, path)
         except (OSError, RuntimeError) as error:  # torch raises either if it cannot write

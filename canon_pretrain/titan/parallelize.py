@@ -180,17 +180,26 @@ def _check_backend(
     """
     shape = (job.training.local_batch_size, job.training.seq_len)
     dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
+    packages = {}
+    for name in PACKAGES:
+        for distribution in distributions(name=name):
+            packages[distribution.name] = distribution.version
     key = {
         "backend": backend,
         "device": _name(device),
         "torch": f"{torch.__version__} {torch.version.cuda} {torch.version.hip}",
-        "packages": {d.name: d.version for name in PACKAGES for d in distributions(name=name)},
-        "code": {p: h for p, h in code.items() if p.startswith(("kernels/", "model/"))},
+        "packages": packages,
+        "code": {
+            path: file_hash
+            for path, file_hash in code.items()
+            if path.startswith(("kernels/", "model/"))
+        },
         "shape": shape,
         "dtype": str(dtype),
         "model": asdict(job.model_args),
     }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    key_text = json.dumps(key, sort_keys=True)
+    digest = hashlib.sha256(key_text.encode()).hexdigest()[:32]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(cache) / "canon_pretrain" / "canon_check" / f"{digest}.json"
     with contextlib.suppress(UserError, OSError):  # missing or damaged: check
@@ -453,7 +462,9 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
             norm /= mesh.size(0)
         norms.append(norm)
 
-    total_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    total_norm = norms[0]
+    if len(norms) > 1:
+        total_norm = torch.stack(norms).norm()
     if max_norm:
         for group in groups.values():
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, total_norm, foreach=True)
@@ -473,7 +484,8 @@ def write_shard(parameter: Tensor, value: InitialValue) -> None:
     assert tuple(shape[1:]) == tuple(value.shape[1:]), "FSDP2 shards the first dimension"
     local = parameter.to_local()
     if local.numel():  # empty on a rank past the last row
-        local.copy_(value.rows(offset[0], offset[0] + shape[0]))
+        first_row = offset[0]
+        local.copy_(value.rows(first_row, first_row + shape[0]))
 
 
 def reshard(model: nn.Module) -> None:

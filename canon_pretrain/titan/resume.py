@@ -208,7 +208,11 @@ class Resume:
             "in quarantine": [name for name in quarantined if not name.startswith(".")],
             "saved according to the log": self._logged_saves()[-3:],
         }
-        if texts := [f"{title}: {', '.join(map(str, x))}" for title, x in traces.items() if x]:
+        texts = []
+        for title, names in traces.items():
+            if names:
+                texts.append(f"{title}: {', '.join(map(str, names))}")
+        if texts:
             raise UserError(
                 "checkpoint.none",
                 f"no complete checkpoint in {self.folder.path} ({'; '.join(texts)}): restore "
@@ -246,7 +250,8 @@ class Resume:
         unreadable: OSError | None = None
         try:
             # a rank without a share must see the folder, too
-            faults = manifests.find_faults(path, manifest, share or names[-1:], hashes=bool(share))
+            checked = share or names[-1:]
+            faults = manifests.find_faults(path, manifest, checked, hashes=bool(share))
             if self._rank_zero.rank == 0:
                 faults += _folder_faults(path, manifest, weights_suffice)
                 if METADATA in manifest.files:
@@ -257,7 +262,8 @@ class Resume:
             faults = [str(error)]
             unreadable = error
         host = socket.gethostname()
-        faults_by_rank = self._rank_zero.gather([f"{host}: {fault}" for fault in faults])
+        host_faults = [f"{host}: {fault}" for fault in faults]
+        faults_by_rank = self._rank_zero.gather(host_faults)
 
         def judge() -> Verified | list[str]:
             """Decide on rank 0: it moves files, so its view of them counts."""

@@ -169,13 +169,14 @@ def _head_work(args: ModelArgs, layout: Layout) -> Work:
     token_bytes = LOGIT_PASSES * itemsize * args.vocab_size + HEAD_CHANNEL_BYTES * args.dim
 
     # each chunk adds to the weight's float32 gradient: two reads and a write
-    gradient_bytes = 3 * 4 * num_chunks * args.vocab_size * args.dim
+    head_parameters = args.vocab_size * args.dim
+    gradient_bytes = 3 * FLOAT32_BYTES * num_chunks * head_parameters
     kind = str(layout.dtype).removeprefix("torch.")
     return Work(
         launches=HEAD_LAUNCHES * num_chunks,
         bytes_moved=tokens * token_bytes + gradient_bytes,
         product_bytes=3 * tokens * itemsize * (args.vocab_size + args.dim),
-        flops=Counter({kind: 6 * tokens * args.vocab_size * args.dim}),
+        flops=Counter({kind: 6 * tokens * head_parameters}),
     )
 
 
@@ -199,10 +200,11 @@ class GatheredParameters(NamedTuple):
 
 
 def _gathered_parameters(args: ModelArgs, layout: Layout) -> GatheredParameters:
+    total = num_parameters(args)
     if layout.expert_degree == 1:
-        return GatheredParameters(num_parameters(args), 0)
+        return GatheredParameters(total, 0)
     experts = routed_parameters(args)
-    return GatheredParameters(num_parameters(args) - experts, experts / layout.expert_degree)
+    return GatheredParameters(total - experts, experts / layout.expert_degree)
 
 
 def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
@@ -233,8 +235,9 @@ def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
     # Rows go to the experts and back, in each pass.
     num_passes = 3 if layout.recomputes else 2
     row_bytes = args.experts_per_token * args.dim * itemsize
-    num_layers = sum(layer.ffn == "moe" for layer in args.layer_args)
-    receive(2 * num_passes * row_bytes * layout.tokens * num_layers, layout.expert_degree)
+    num_moe_layers = sum(layer.ffn == "moe" for layer in args.layer_args)
+    pass_bytes = 2 * num_moe_layers * layout.tokens * row_bytes
+    receive(num_passes * pass_bytes, layout.expert_degree)
     return received[False], received[True]
 
 
@@ -244,7 +247,8 @@ def step_seconds(counts: StepCounts, gpu: Gpu, *, speedup: float = 1.0) -> Range
     The device runs its kernels one after the other while the host launches the next ones: the
     slower of the two counts. Exchanges overlap with them, but for the share EXPOSED.
     """
-    return Range(*(_step_seconds(counts, gpu, case, speedup) for case in range(len(Range._fields))))
+    cases = range(len(Range._fields))
+    return Range(*(_step_seconds(counts, gpu, case, speedup) for case in cases))
 
 
 def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> float:
@@ -260,9 +264,10 @@ def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> fl
         "grouped": speeds.grouped_flops[case],
         "attention": 2 * speeds.attention_flops[case],  # counted: the whole square
     }
+    memory_bytes_per_s = speeds.memory_bytes[case]
     products_s = sum(flops / flops_per_s[kind] for kind, flops in work.flops.items())
-    products_s = max(products_s, work.product_bytes / speeds.memory_bytes[case])
-    device_s = products_s + work.bytes_moved / speeds.memory_bytes[case]
+    products_s = max(products_s, work.product_bytes / memory_bytes_per_s)
+    device_s = products_s + work.bytes_moved / memory_bytes_per_s
     device_s += work.launches * LAUNCH_S[case]
 
     # On the host.

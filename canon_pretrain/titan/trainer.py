@@ -49,6 +49,8 @@ SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
 whether the run must end, norms seen."""
 NUM_LOSSES = 2
 """Cross-entropy and objective, the first values that ranks add up."""
+NUM_SUMS = NUM_LOSSES + len(REASONS)
+"""The losses, and the ranks that were asked to stop for each reason."""
 MAX_WINDOW = 1024
 """Norms that are always kept, because guards.outlier_window may change between launches."""
 
@@ -72,7 +74,8 @@ class StepGuards(Stateful):
 
         # Enough bad steps in a row halt the run; the host notices Readback.LAG steps later.
         was_halted = counters[HALTED] > 0
-        in_a_row = torch.where(was_halted, counters[IN_A_ROW], (counters[IN_A_ROW] + 1) * is_bad)
+        previous = counters[IN_A_ROW]
+        in_a_row = torch.where(was_halted, previous, (previous + 1) * is_bad)
         is_halted = was_halted | (in_a_row >= self.config.max_bad_steps)
         is_outlier = self._is_outlier(grad_norm, ~is_bad & ~is_halted)
 
@@ -94,19 +97,22 @@ class StepGuards(Stateful):
         # The window holds the newest norms: those of age 0, 1, ... in the ring buffer.
         window = self.config.outlier_window
         num_seen = self.counters[SEEN].clone()
-        ages = (num_seen - 1 - torch.arange(MAX_WINDOW, device=self.norms.device)) % MAX_WINDOW
+        slots = torch.arange(MAX_WINDOW, device=self.norms.device)
+        ages = (num_seen - 1 - slots) % MAX_WINDOW
         in_window = ages < num_seen.clamp(max=window)
 
         num_norms = in_window.sum().clamp(min=1)
         mean = (self.norms * in_window).sum() / num_norms
-        variance = (((self.norms - mean) * in_window) ** 2).sum() / num_norms
+        deviations = (self.norms - mean) * in_window
+        variance = (deviations**2).sum() / num_norms
         limit = mean + self.config.outlier_sigma * variance.sqrt()
         # a window that is less than half full says too little
         is_outlier = counts & (num_seen >= window / 2) & (grad_norm > limit)
 
         # Outliers enter as well: the window adapts to a lasting change of scale.
         index = (num_seen % MAX_WINDOW).long()[None]
-        self.norms.scatter_(0, index, torch.where(counts, grad_norm, self.norms[index][0])[None])
+        norm = torch.where(counts, grad_norm, self.norms[index])
+        self.norms.scatter_(0, index, norm)
         self.counters[SEEN] += counts
         return is_outlier
 
@@ -411,8 +417,11 @@ class CanonTrainer(torchtitan.train.Trainer):
         step = self.step
         num_steps = self.job_config.training.steps
         metrics = self.metrics_processor
-        # user and system time, of this process and of its children
-        fields = {"skipped_steps": self.skipped_steps, "cpu_seconds": sum(os.times()[:4])}
+        fields = {
+            "skipped_steps": self.skipped_steps,
+            # user and system time, of this process and of its children
+            "cpu_seconds": sum(os.times()[:4]),
+        }
 
         if step == num_steps:
             reason = f"step {num_steps} is reached"
@@ -522,7 +531,8 @@ class CanonTrainer(torchtitan.train.Trainer):
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
         """Train one step and save if due; return the reason to stop after it, if any."""
         stop = self._process_step_reports(self.readback.pop())
-        self._host_states.append((self.step, [part.state_dict() for part in self._host_parts]))
+        states = [part.state_dict() for part in self._host_parts]
+        self._host_states.append((self.step, states))
 
         self.step += 1
         self.tokens += self.tokens_per_step
@@ -573,7 +583,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         local_losses = torch.stack(losses).sum(dim=0)
 
         # Clip, then let all ranks decide whether this step is taken.
-        parameters = [p for part in self.model_parts for p in part.parameters()]
+        parameters = list(self.model_parts[0].parameters())
         grad_norm = clip_gradients(parameters, self.job_config.training.max_norm)
         totals = self._reduce_and_step(local_losses, grad_norm)
         self.lr_schedulers.step()
@@ -616,7 +626,7 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def _count_labels(self, labels: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the number of unmasked labels in a global batch, and its ratio to this rank's."""
-        num_local = torch.stack([(labels_BT != IGNORE_INDEX).sum() for labels_BT in labels]).sum()
+        num_local = (torch.cat(labels) != IGNORE_INDEX).sum()
         num_local = to_device(num_local.float(), self.device)
         num_global = num_local.clone()
         dist.all_reduce(num_global)
@@ -630,7 +640,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         local_load_LE = self._expert_load_LE.float()  # exact up to 2**24 tokens per expert
         sums = torch.cat([local_losses.float(), requests, local_load_LE.flatten()])
         dist.all_reduce(sums)
-        losses_and_requests, load = sums.tensor_split([NUM_LOSSES + len(REASONS)])
+        losses_and_requests, load = sums.tensor_split([NUM_SUMS])
         load_LE = load.view_as(local_load_LE)
         loss, objective = losses_and_requests[:NUM_LOSSES]
 
@@ -650,8 +660,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.model_parts[0].balance_experts(load_LE[:, :-1], 1 - skip)
 
         # The host reads the report when the device has finished: see _process_step_reports.
-        report = [losses_and_requests, torch.stack([grad_norm, skip]), self.guards.counters]
-        self.readback.push(self.step, torch.cat(report))
+        verdict = torch.stack([grad_norm, skip])
+        report = torch.cat([losses_and_requests, verdict, self.guards.counters])
+        self.readback.push(self.step, report)
         return StepTotals(loss, objective, load_LE)
 
     def _process_step_reports(self, reports: list[tuple[int, list[float]]]) -> str | None:
@@ -663,12 +674,12 @@ class CanonTrainer(torchtitan.train.Trainer):
         for step, values in reports:
             # Any rank may have been asked to stop.
             loss = values[0]
-            requests = values[NUM_LOSSES : NUM_LOSSES + len(REASONS)]
+            requests = values[NUM_LOSSES:NUM_SUMS]
             if any(requests):
                 stop = describe([num_ranks > 0 for num_ranks in requests])
 
             # The guards' verdict.
-            grad_norm, skip, *counters = values[NUM_LOSSES + len(REASONS) :]
+            grad_norm, skip, *counters = values[NUM_SUMS:]
             self.skipped_steps = int(counters[SKIPPED])
 
             if skip:
@@ -719,9 +730,10 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _hang_watchdog(self) -> Iterator[Callable[[], None]]:
         """Yield a function to call after each step; dump all stacks if the next call is late."""
         comm = self.job_config.comm
-        path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"
+        traces = self.folder.path / comm.save_traces_folder
+        path = traces / f"rank_{dist.get_rank()}.stacks.txt"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            traces.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # a replaced launch may still have it open
             file = open(path, "w")
         except OSError as error:

@@ -143,19 +143,21 @@ class CanonValidator(BaseValidator):
         self._sources = torch.zeros((self.num_passes, rows), dtype=torch.int64)
         for index, (source, offset, count) in enumerate(all_windows):
             pass_index, row = divmod(index, rows_of_all_ranks)
-            if row // rows != rank:
+            row_rank, row = divmod(row, rows)
+            if row_rank != rank:
                 continue
             if task is not None:
                 ids = TaskWindows(task).windows(EVALUATION_SEED, offset, 1, EVALUATION)[0]
             else:
                 ids = sources[source].read(offset, count)
-            self._windows[pass_index, row % rows, :count] = torch.from_numpy(ids).int()
-            self._sources[pass_index, row % rows] = source
+            self._windows[pass_index, row, :count] = torch.from_numpy(ids).int()
+            self._sources[pass_index, row] = source
         for part in sources:
             part.close()
 
     def should_validate(self, step: int) -> bool:
-        return step > 0 and (step % self.job_config.validation.freq == 0 or step == self._last_step)
+        is_multiple = step % self.job_config.validation.freq == 0
+        return step > 0 and (is_multiple or step == self._last_step)
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> list[SourceSums]:
@@ -168,14 +170,17 @@ class CanonValidator(BaseValidator):
         for windows_BT, source_B in zip(self._windows, self._sources, strict=True):
             windows_BT = to_device(windows_BT, device_type).long()
             is_ignored_BT = windows_BT < 0
-            inputs_BT = torch.where(is_ignored_BT, ~windows_BT, windows_BT)[:, :-1]
-            labels_BT = windows_BT.masked_fill(is_ignored_BT, IGNORE_INDEX)[:, 1:].contiguous()
-            nats_BT, _ = model(inputs_BT, labels_BT=labels_BT, loss=self._loss)
+            ids_BT = torch.where(is_ignored_BT, ~windows_BT, windows_BT)
+            targets_BT = windows_BT.masked_fill(is_ignored_BT, IGNORE_INDEX)
+            labels_BT = targets_BT[:, 1:].contiguous()
+            nats_BT, _ = model(ids_BT[:, :-1], labels_BT=labels_BT, loss=self._loss)
 
             # Nats and tokens of each row, added to its source; not by a product, in which a
             # source's NaN would spread to all.
             is_predicted_BT = labels_BT != IGNORE_INDEX
-            rows_2B = torch.stack([nats_BT.double().sum(1), is_predicted_BT.double().sum(1)])
+            nats_B = nats_BT.double().sum(1)
+            num_predicted_B = is_predicted_BT.double().sum(1)
+            rows_2B = torch.stack([nats_B, num_predicted_B])
             is_of_BS = to_device(F.one_hot(source_B, num_sources).bool(), device_type)
             sums_2S += torch.where(is_of_BS, rows_2B[:, :, None], 0.0).sum(1)
         reshard(model)
