@@ -82,7 +82,8 @@ def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Head
     shape = (micro_batch, args.max_seq_len)
     with FakeTensorMode():
         with default_dtype(dtype):
-            norm, output = make_norm(args), Head(args.dim, args.vocab_size)
+            norm = make_norm(args)
+            output = Head(args.dim, args.vocab_size)
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
         labels_BT = torch.zeros(shape, dtype=torch.int64)
         modules = nn.ModuleList([norm, output])

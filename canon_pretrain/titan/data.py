@@ -105,6 +105,7 @@ def _open_held_out(job: CanonJobConfig, training: Mixture) -> list[TokenShards |
         raise UserError("data.held_out", f"held-out split: {error}. {OFF_HINT}") from None
 
     # Losses are comparable only in the same tokens, and mean something only on other text.
+    training_fingerprints = {source.fingerprint for source in training.sources}
     for part in filter(None, parts):
         part.close()
         origin = f"{part.folder} (validation.path = {job.validation.path!r})"
@@ -114,7 +115,7 @@ def _open_held_out(job: CanonJobConfig, training: Mixture) -> list[TokenShards |
                 "data.tokenizers_differ",
                 f"{origin} has another tokenizer: rebuild it with the training data's. {OFF_HINT}",
             )
-        if part.fingerprint in {source.fingerprint for source in training.sources}:
+        if part.fingerprint in training_fingerprints:
             raise UserError(
                 "data.overlap",
                 f"{origin} is also training data: choose another text. {OFF_HINT}",

@@ -170,7 +170,8 @@ def count_memory(
     gathered_bytes = (end_parameters + sum(gathered_blocks)) * param_dtype.itemsize
 
     # The loss's peak: the logits of a chunk, their float32 copy and log-softmax. Chunks are equal.
-    num_chunks = -(-tokens // (job.loss.chunk_tokens or tokens))
+    max_chunk_tokens = job.loss.chunk_tokens or tokens
+    num_chunks = -(-tokens // max_chunk_tokens)
     chunk_tokens = -(-tokens // num_chunks)
     logit_bytes = 8 if param_dtype == torch.float32 else param_dtype.itemsize + 8
     chunk_bytes = chunk_tokens * args.vocab_size * logit_bytes
@@ -504,7 +505,8 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
     available = []
     for title, plan in plans.items():
         memory.add_column(title, justify="right")
-        columns.append(plan.memory | {"sum": sum(plan.memory.values())})
+        total = sum(plan.memory.values())
+        columns.append(plan.memory | {"sum": total})
         available.append(f"{plan.device.memory_gib:.1f}")
     for part in columns[0]:
         cells = [f"{column[part] / GIB:.2f}" for column in columns]
@@ -538,7 +540,8 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     parameters = f"{plan.parameters:,}"
     if plan.trained != plan.parameters:
         parameters = f"{parameters}, {plan.trained:,} trained"
-    if (num_active := active_parameters(args)) != num_parameters(args):
+    num_active = active_parameters(args)
+    if num_active != num_parameters(args):
         parameters = f"{parameters}, {num_active:,} active per token"
 
     lines = {
@@ -549,7 +552,8 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
         "steps": f"{steps:,} of {plan.tokens // steps:,} tokens: {_abbreviate(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, world_sizes(job))),
     }
-    lines |= {title: _pace(job, plan) for title, plan in plans.items()}
+    for title, device_plan in plans.items():
+        lines[title] = _pace(job, device_plan)
     lines |= _data_lines(job, plan)
 
     itemsize = dtype_for(args.vocab_size).itemsize
@@ -594,8 +598,8 @@ def _model_lines(job: CanonJobConfig) -> dict[str, str]:
 
 def _parameters_per_layer(args: ModelArgs) -> float:
     """Return the parameters of a layer over D^2, a mean over the layers."""
-    number = sum(count * layer_parameters(layer) for layer, count in args.layer_counts)
-    return number / args.num_layers / args.dim**2
+    total = sum(map(layer_parameters, args.layer_args))
+    return total / args.num_layers / args.dim**2
 
 
 def _feed_forward(args: ModelArgs) -> str:
@@ -676,7 +680,8 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
     replicas = job.parallelism.data_parallel_replicate_degree
     if replicas > 1:
         ranks = f"{ranks} ({replicas} replicas)"
-    ranks = f"{ranks}, {plan.micro_batch} x {job.training.seq_len} tokens per rank at once"
+    micro_batch = f"{plan.micro_batch} x {job.training.seq_len} tokens"
+    ranks = f"{ranks}, {micro_batch} per rank at once"
     if device.is_gpu and plan.gpu is None and plan.parameters < MIN_PARAMETERS_FOR_MFU:
         return f"{ranks}: no time estimate, the model is too small to fill a GPU"
 

@@ -68,9 +68,11 @@ class Comparison:
 def resolved(job: CanonJobConfig) -> dict[str, Any]:
     """Return the job with absolute data folders, independent of the working folder."""
     config = job.to_dict()
-    config["data"]["path"] = job.data.path and _absolute(job.data.path)
-    config["data"]["paths"] = list(map(_absolute, job.data.paths))
-    config["validation"]["path"] = job.validation.path and _absolute(job.validation.path)
+    data = config["data"]
+    data["paths"] = list(map(_absolute, data["paths"]))
+    for section in (data, config["validation"]):
+        if section["path"]:
+            section["path"] = _absolute(section["path"])
     return config
 
 

@@ -127,7 +127,8 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
         return None
     requested = job.model.mixer_backend
     # fla autotunes: another process may add in another order
-    tries_fla = requested == "auto" and device.type in DEVICE_TYPES and not job.debug.deterministic
+    may_autotune = not job.debug.deterministic
+    tries_fla = requested == "auto" and device.type in DEVICE_TYPES and may_autotune
     if requested != "fla" and not tries_fla:
         return BackendChoice("chunked")
 

@@ -90,12 +90,15 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
     """
     training = job.training
     tokens = micro_batch_size(job, world_size) * training.seq_len  # of a micro-batch
+    num_gathers = 2  # for each pass, unless the weights stay gathered
+    if job.parallelism.fsdp_reshard_after_forward == "never":
+        num_gathers = 1
     layout = Layout(
         world_size=world_size,
         num_shards=shard_degree(job, world_size),
         tokens=tokens,
         num_micro_batches=job.tokens_per_step // (tokens * world_size),
-        num_gathers=1 if job.parallelism.fsdp_reshard_after_forward == "never" else 2,
+        num_gathers=num_gathers,
         expert_degree=job.parallelism.expert_parallel_degree,
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         loss_chunk_tokens=job.loss.chunk_tokens or tokens,
@@ -127,7 +130,8 @@ def count_model(args: ModelArgs, layout: Layout, *blocks: Work) -> StepCounts:
     micro_batch = Work()
     for (layer, count), block in zip(args.layer_counts, blocks, strict=True):
         micro_batch.add(block.repeated(count))
-        micro_batch.add(_attention_work(layer, layout).repeated(count))
+        attention = _attention_work(layer, layout)
+        micro_batch.add(attention.repeated(count))
     micro_batch.add(_head_work(args, layout))
     micro_batch.add(_sharding_work(args, layout))
 
@@ -153,11 +157,12 @@ def _attention_work(args: ModelArgs, layout: Layout) -> Work:
     # of the whole square of tokens, without the half that causality leaves out
     num_keys = min(args.max_seq_len, args.window or args.max_seq_len)
     product_flops = 2 * args.qkv_dims[0] * num_keys * layout.tokens
+    num_products = 2 * num_forward + 5
     # fused kernels are for half precision
     kind = "float32" if layout.dtype == torch.float32 else "attention"
     return Work(
         launches=num_forward + 3,  # backward: the row sums, then the gradients in two kernels
-        flops=Counter({kind: (2 * num_forward + 5) * product_flops}),
+        flops=Counter({kind: num_products * product_flops}),
     )
 
 
@@ -166,7 +171,8 @@ def _head_work(args: ModelArgs, layout: Layout) -> Work:
     tokens = layout.tokens
     itemsize = layout.dtype.itemsize
     num_chunks = -(-tokens // layout.loss_chunk_tokens)
-    token_bytes = LOGIT_PASSES * itemsize * args.vocab_size + HEAD_CHANNEL_BYTES * args.dim
+    logit_bytes = LOGIT_PASSES * itemsize * args.vocab_size
+    channel_bytes = HEAD_CHANNEL_BYTES * args.dim
 
     # each chunk adds to the weight's float32 gradient: two reads and a write
     head_parameters = args.vocab_size * args.dim
@@ -174,7 +180,7 @@ def _head_work(args: ModelArgs, layout: Layout) -> Work:
     kind = str(layout.dtype).removeprefix("torch.")
     return Work(
         launches=HEAD_LAUNCHES * num_chunks,
-        bytes_moved=tokens * token_bytes + gradient_bytes,
+        bytes_moved=tokens * (logit_bytes + channel_bytes) + gradient_bytes,
         product_bytes=3 * tokens * itemsize * (args.vocab_size + args.dim),
         flops=Counter({kind: 6 * tokens * head_parameters}),
     )
@@ -185,9 +191,10 @@ def _sharding_work(args: ModelArgs, layout: Layout) -> Work:
     itemsize = layout.dtype.itemsize
     gather_bytes = 2 * itemsize * layout.num_gathers  # a read and a write
     gradient_bytes = itemsize + FLOAT32_BYTES
+    num_gathered = sum(_gathered_parameters(args, layout))
     return Work(
         launches=BLOCK_LAUNCHES * args.num_layers,
-        bytes_moved=(gather_bytes + gradient_bytes) * sum(_gathered_parameters(args, layout)),
+        bytes_moved=(gather_bytes + gradient_bytes) * num_gathered,
     )
 
 
@@ -230,7 +237,8 @@ def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
 
     # Replicas add up their float32 shards, in rings over all nodes.
     shard_bytes = FLOAT32_BYTES * num_parameters(args) / num_shards
-    receive(2 * shard_bytes, layout.world_size // num_shards, span=layout.world_size)
+    num_replicas = layout.world_size // num_shards
+    receive(2 * shard_bytes, num_replicas, span=layout.world_size)
 
     # Rows go to the experts and back, in each pass.
     num_passes = 3 if layout.recomputes else 2

@@ -80,11 +80,12 @@ class StepGuards(Stateful):
         is_outlier = self._is_outlier(grad_norm, ~is_bad & ~is_halted)
 
         # Once halted nothing is counted: the state stays that of the last bad step.
-        counters[SKIPPED] += (is_bad | is_outlier) & ~was_halted
+        is_skipped = is_bad | is_outlier
+        counters[SKIPPED] += is_skipped & ~was_halted
         counters[OUTLIERS] += is_outlier
         counters[IN_A_ROW] = in_a_row
         counters[HALTED] = is_halted
-        return (is_bad | is_outlier | is_halted).float()
+        return (is_skipped | is_halted).float()
 
     def _is_outlier(self, grad_norm: Tensor, counts: Tensor) -> Tensor:
         """Return whether a norm exceeds mean + sigma * std of the window of previous norms.
@@ -107,7 +108,8 @@ class StepGuards(Stateful):
         variance = (deviations**2).sum() / num_norms
         limit = mean + self.config.outlier_sigma * variance.sqrt()
         # a window that is less than half full says too little
-        is_outlier = counts & (num_seen >= window / 2) & (grad_norm > limit)
+        is_half_full = num_seen >= window / 2
+        is_outlier = counts & is_half_full & (grad_norm > limit)
 
         # Outliers enter as well: the window adapts to a lasting change of scale.
         index = (num_seen % MAX_WINDOW).long()[None]
@@ -151,7 +153,8 @@ class Readback:
     def pop(self, *, last: bool = False) -> list[tuple[int, list[float]]]:
         """Return (step, values) pushed at least LAG pushes ago (`last`: all), oldest first."""
         ready = []
-        while self._queue and (last or len(self._queue) >= self.LAG):
+        min_length = 1 if last else self.LAG
+        while len(self._queue) >= min_length:
             step, host, event = self._queue.popleft()
             if event is not None:
                 event.synchronize()
@@ -169,9 +172,10 @@ def expert_statistics(load_LE: Tensor) -> dict[str, list[float]]:
     dropped_L = load_LE[:, -1].double()
     load_LE = load_LE[:, :-1].double()
     largest_L = load_LE.amax(dim=1) / load_LE.mean(dim=1)
+    dropped_fraction_L = dropped_L / load_LE.sum(dim=1)
     return {
         "expert_load_max": largest_L.tolist(),
-        "expert_dropped": (dropped_L / load_LE.sum(dim=1)).tolist(),
+        "expert_dropped": dropped_fraction_L.tolist(),
     }
 
 
@@ -405,11 +409,13 @@ class CanonTrainer(torchtitan.train.Trainer):
             attend = self.model_parts[0].attends.get(name)
             backend = attend.describe(self.device.type) if attend else self.mixer
             mixers.append(f"{layer.mixer}: {backend}")
-        canon = f", Canon: {self.canon}" if self.canon else ""
+        backends = ", ".join(dict.fromkeys(mixers))
+        if self.canon is not None:
+            backends = f"{backends}, Canon: {self.canon}"
+        action = "resuming" if self.step else "starting"
         logger.info(
-            f"{'resuming' if self.step else 'starting'} at step {self.step + 1} of "
-            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; "
-            f"{', '.join(dict.fromkeys(mixers))}{canon}"
+            f"{action} at step {self.step + 1} of {job.training.steps}, "
+            f"to step {job.last_step}, in {self.folder.path}; {backends}"
         )
 
     def _finish(self, stop: str | None) -> None:
@@ -481,13 +487,15 @@ class CanonTrainer(torchtitan.train.Trainer):
         if self.samples is not None and self.samples.is_due(step):
             due.add("samples")
         if if_missed and due:
-            due -= self.checkpointer.rank_zero.run(lambda: logged_at(self.folder.log_file, step))
+            log_file = self.folder.log_file
+            due -= self.checkpointer.rank_zero.run(lambda: logged_at(log_file, step))
 
         # Write it to the log; training time does not include it.
         if "validation" in due:
             self.session.progress(step, "validating")
             fields = self.validator.validate(self.model_parts, step)
-            fields |= {"tokens": self.tokens, HELD_OUT: self.compared.identity.get(HELD_OUT)}
+            fields["tokens"] = self.tokens
+            fields[HELD_OUT] = self.compared.identity.get(HELD_OUT)
             self.metrics_processor.interlude("validation", step, fields)
         if self.samples is not None and "samples" in due:
             self.session.progress(step, "sampling")
@@ -524,7 +532,9 @@ class CanonTrainer(torchtitan.train.Trainer):
                 restart_watchdog()
                 if stop is None and self.step < job.last_step and self._validate():
                     restart_watchdog()
-                step_s = (time.monotonic() - begin) / num_timed if num_timed else None
+                step_s = None
+                if num_timed:
+                    step_s = (time.monotonic() - begin) / num_timed
                 self.session.progress(self.step, "training", step_s)
             return self._process_step_reports(self.readback.pop(last=True)) or stop
 
@@ -568,14 +578,16 @@ class CanonTrainer(torchtitan.train.Trainer):
         labels_ratio: Tensor | int = dist.get_world_size()
         if self.dataloader.is_masked:
             micro_batches = list(micro_batches)
-            num_labels, labels_ratio = self._count_labels([labels for _, labels in micro_batches])
+            all_labels = [labels for _, labels in micro_batches]
+            num_labels, labels_ratio = self._count_labels(all_labels)
 
         # Forward and backward of each micro-batch; gradients add up, and so do the shares of
         # the loss. One batch at a time is on the device.
         losses = []
         for inputs, labels in micro_batches:
+            inputs = {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
             loss = self.forward_backward_step(
-                input_dict={name: to_device(x, self.device) for name, x in inputs.items()},
+                input_dict=inputs,
                 labels=to_device(labels, self.device),
                 global_valid_tokens=num_labels,
             )
@@ -604,7 +616,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         }
         if self._has_objective:
             fields["objective"] = totals.objective.item()
-        self.metrics_processor.log(self.step, fields | expert_statistics(totals.load_LE))
+        fields |= expert_statistics(totals.load_LE)
+        self.metrics_processor.log(self.step, fields)
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
@@ -657,7 +670,8 @@ class CanonTrainer(torchtitan.train.Trainer):
             self.optimizers.step()
         elif not skip.item():
             self.optimizers.step()
-        self.model_parts[0].balance_experts(load_LE[:, :-1], 1 - skip)
+        is_taken = 1 - skip
+        self.model_parts[0].balance_experts(load_LE[:, :-1], is_taken)
 
         # The host reads the report when the device has finished: see _process_step_reports.
         verdict = torch.stack([grad_norm, skip])
@@ -699,7 +713,8 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _stop_on_bad_steps(self, step: int, in_a_row: int) -> None:
         """Save the state from before the `in_a_row` bad steps, then raise UserError."""
         # a launch that resumed between bad steps has no earlier state
-        good_step = max(step - in_a_row, self._host_states[0][0])
+        oldest_step, _ = self._host_states[0]
+        good_step = max(step - in_a_row, oldest_step)
         self.checkpointer.roll_back(good_step)
 
         # Skipped steps left model and optimizer as they were: restore the rest.

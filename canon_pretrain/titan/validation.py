@@ -60,7 +60,8 @@ def num_windows(job: CanonJobConfig) -> int | None:
     steps = min(job.validation.freq, job.training.steps)
     if steps < STEPS_PER_BATCH:
         return max(1, batch_size * steps // STEPS_PER_BATCH)
-    num_batches = min(steps // STEPS_PER_BATCH, max(1, limit // batch_size))
+    max_batches = max(1, limit // batch_size)
+    num_batches = min(steps // STEPS_PER_BATCH, max_batches)
     return min(batch_size * num_batches, limit)
 
 
@@ -78,7 +79,8 @@ def _window_counts(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -
     if total is None:
         return [None] * len(available)
     total_weight = sum(weights, Fraction(0))
-    return [*divide_windows(total, [weight / total_weight for weight in weights], available)]
+    fractions = [weight / total_weight for weight in weights]
+    return [*divide_windows(total, fractions, available)]
 
 
 class _Window(NamedTuple):
@@ -118,16 +120,17 @@ class CanonValidator(BaseValidator):
             self._scores = scores.TaskScores(task, job.validation.windows or SCORED_WINDOWS)
             self.names = [task.name]
             self._bytes_per_token = [math.nan]
-            all_windows = [_Window(0, index, length) for index in range(num_windows(job) or 0)]
+            num_task_windows = num_windows(job) or 0
+            all_windows = [_Window(0, index, length) for index in range(num_task_windows)]
         else:
             names = short_names(validation_folders(job))
             self.names = [name for name, part in zip(names, parts, strict=True) if part is not None]
             self._bytes_per_token = [source.num_bytes / source.num_tokens for source in sources]
-            all_windows = [
-                _Window(index, offset, count)
-                for index, limit in enumerate(_window_counts(job, parts))
-                for offset, count in windows(sources[index].num_tokens, length - 1, limit)
-            ]
+            all_windows = []
+            for index, limit in enumerate(_window_counts(job, parts)):
+                num_tokens = sources[index].num_tokens
+                for offset, count in windows(num_tokens, length - 1, limit):
+                    all_windows.append(_Window(index, offset, count))
 
         # Compiled blocks run in the shape of training; others may have fewer rows.
         self.num_windows = len(all_windows)
@@ -181,8 +184,10 @@ class CanonValidator(BaseValidator):
             nats_B = nats_BT.double().sum(1)
             num_predicted_B = is_predicted_BT.double().sum(1)
             rows_2B = torch.stack([nats_B, num_predicted_B])
-            is_of_BS = to_device(F.one_hot(source_B, num_sources).bool(), device_type)
-            sums_2S += torch.where(is_of_BS, rows_2B[:, :, None], 0.0).sum(1)
+            is_of_BS = F.one_hot(source_B, num_sources).bool()
+            is_of_BS = to_device(is_of_BS, device_type)
+            rows_2BS = torch.where(is_of_BS, rows_2B[:, :, None], 0.0)
+            sums_2S += rows_2BS.sum(1)
         reshard(model)
         dist.all_reduce(sums_2S)
         return [SourceSums(nats, round(count)) for nats, count in sums_2S.T.tolist()]
