@@ -96,7 +96,7 @@ def model_args(identity: Mapping[str, Any], file: Path) -> ModelArgs:
         if type(value) is not default_type and not is_int_for_float:
             raise UserError(
                 "run.other_version",
-                f"{file} of another version: model.{f.name} = {value!r}",
+                f"{file} of another version: {name} = {value!r}",
                 name=name,
                 given=value,
             )

@@ -143,14 +143,22 @@ def run_list(arguments: Namespace) -> None:
     }
 
     if arguments.json:
-        rows = [saved.to_row() | {"held": saved.path in held} for saved in checkpoints]
-        content = {"folder": folder.path, "checkpoints": rows, **other_rows}
+        rows = []
+        for checkpoint in checkpoints:
+            is_held = checkpoint.path in held
+            rows.append(checkpoint.to_row() | {"held": is_held})
+        content = {
+            "folder": folder.path,
+            "checkpoints": rows,
+            **other_rows,
+        }
         print(json.dumps(content, indent=2, ensure_ascii=False, default=str))
         return
 
     print(f"{len(checkpoints)} checkpoint(s) in {folder.path}")
     for checkpoint in checkpoints:
-        print(checkpoint.line(", held" if checkpoint.path in held else ""))
+        end = ", held" if checkpoint.path in held else ""
+        print(checkpoint.line(end))
     for kind, entries in other_rows.items():
         for entry in entries:
             reason = entry.get("reason", "")
@@ -243,7 +251,7 @@ def run_prune(arguments: Namespace) -> int:
 
     if arguments.dry_run:
         outcome = retention.plan()
-        deleted = extra + [folder.step_path(step) for step in outcome.deleted]
+        deleted = [*extra, *map(folder.step_path, outcome.deleted)]
         pruned = Pruned(outcome, deleted, sum(map(tree_bytes, deleted)), errors=[])
     else:
         _check_no_launch(run, folder)
@@ -292,7 +300,7 @@ def _prune(retention: Retention, extra: list[Path]) -> Pruned:
     outcome = retention.apply()
     return Pruned(
         outcome,
-        deleted + [folder.step_path(step) for step in outcome.deleted],
+        [*deleted, *map(folder.step_path, outcome.deleted)],
         bytes_freed + outcome.bytes_freed,
         errors + outcome.errors,
     )
@@ -314,7 +322,8 @@ def _print_pruned(pruned: Pruned, arguments: Namespace) -> None:
     for step, fault in sorted(outcome.bad.items()):
         print(f"step-{step} {would}moved to quarantine: {fault}")
 
-    kept = ", ".join(f"step-{step}" for step in outcome.kept) or "none"
+    kept_names = [f"step-{step}" for step in outcome.kept]
+    kept = ", ".join(kept_names) or "none"
     too_few = ""
     if len(outcome.kept) < arguments.keep:
         too_few = f", fewer than --keep {arguments.keep}: no checkpoint is deleted"

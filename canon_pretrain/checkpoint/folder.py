@@ -58,7 +58,7 @@ class CheckpointFolder:
         self.may_change = may_change
         self._quarantine_path = path / QUARANTINE
         # a folder for a trial save, under a name that `recover` deletes
-        self.trial_path = path / f"{_DELETING}step-0"
+        self.trial_path = self.step_path(0, _DELETING)
 
     def _check_may_change(self) -> None:
         if not self.may_change():
@@ -70,7 +70,8 @@ class CheckpointFolder:
     def of_run(cls, run: RunFolder) -> "CheckpointFolder":
         """Return the folder that the run's config.json names. Raises UserError without one."""
         with parsing(run.config_file):
-            section = run.read_config().get("config", {}).get("checkpoint", {})
+            config = run.read_config().get("config", {})
+            section = config.get("checkpoint", {})
             return cls(run.path / section.get("folder", CHECKPOINTS))
 
     def steps(self) -> list[int]:
@@ -86,12 +87,12 @@ class CheckpointFolder:
                 paths[step] = path
         return dict(sorted(paths.items()))
 
-    def step_path(self, step: int) -> Path:
-        return self.path / f"step-{step}"
+    def step_path(self, step: int, prefix: str = "") -> Path:
+        return self.path / f"{prefix}step-{step}"
 
     def saving_path(self, step: int) -> Path:
         """Return where step N is written before it is complete."""
-        return self.path / f"{_SAVING}step-{step}"
+        return self.step_path(step, _SAVING)
 
     def steps_of_other_runs(self, run_id: str | None) -> dict[int, str]:
         """Return the run_id by step of each checkpoint of another run than `run_id`."""
@@ -196,7 +197,7 @@ class CheckpointFolder:
     def delete_step(self, step: int) -> int:
         """Delete step N; return the bytes freed. A kill leaves a complete step-N, or none."""
         self._check_may_change()
-        deleting = self.path / f"{_DELETING}step-{step}"
+        deleting = self.step_path(step, _DELETING)
         remove_tree(deleting)  # of an earlier step N, whose deletion failed
         _move(self.step_path(step), deleting)
         return remove_tree(deleting)
@@ -205,7 +206,7 @@ class CheckpointFolder:
         """Replace step N by `saving_path`; return the bytes freed. A kill leaves either of them."""
         self._check_may_change()
         final = self.step_path(step)
-        replaced = self.path / f"{_REPLACED}step-{step}"
+        replaced = self.step_path(step, _REPLACED)
         _move(final, replaced)
         try:
             _move(self.saving_path(step), final)

@@ -123,14 +123,19 @@ def find_faults(
 ) -> list[str]:
     """Return how the files differ from the manifest, including unknown ones. Raises OSError."""
     checked = sorted(manifest.files if names is None else names)
-    check = partial(_fault, folder, manifest, sha256=sha256_file if hashes else None)
+    sha256 = sha256_file if hashes else None
+    check = partial(_fault, folder, manifest, sha256=sha256)
     with ThreadPoolExecutor(workers) as pool:
         faults = list(filter(None, pool.map(check, checked)))
     if names is None:
-        for name in files_of(folder):
-            if name not in manifest.files:
-                faults.append(f"{name} is not in the manifest")
+        faults += unknown_files(folder, manifest)
     return faults
+
+
+def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Return a fault for each file in `folder` that the manifest does not name."""
+    unknown = [name for name in files_of(folder) if name not in manifest.files]
+    return [f"{name} is not in the manifest" for name in unknown]
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:

@@ -160,7 +160,9 @@ class Retention:
             try:
                 action(step, plan, outcome)
             except Exception as error:  # torch raises RuntimeError and more on a full disk
-                fault = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
+                fault = "not needed"
+                if step in plan.bad:
+                    fault = f"damaged ({plan.bad[step]})"
                 outcome.errors.append(f"step {step}, {fault}, stays: {error}")
                 self._verified.pop(step, None)
 
@@ -168,8 +170,9 @@ class Retention:
         return outcome
 
     def _quarantine(self, step: int, plan: Outcome, outcome: Outcome) -> None:
-        self.folder.quarantine(self.folder.step_path(step), plan.bad[step])
-        outcome.bad[step] = plan.bad[step]
+        fault = plan.bad[step]
+        self.folder.quarantine(self.folder.step_path(step), fault)
+        outcome.bad[step] = fault
 
     def _delete(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         # an evaluation may have requested it during the plan, whose hashing takes minutes
@@ -194,7 +197,8 @@ class Retention:
             # the weights must be whole before they replace the full checkpoint
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
-            if faults or (manifest.kind, manifest.step) != ("weights", step):
+            is_of_step = manifest.kind == "weights" and manifest.step == step
+            if faults or not is_of_step:
                 raise DamagedCheckpoint(
                     "checkpoint.damaged",
                     f"{temporary} does not hold the weights of step {step}: {faults}",

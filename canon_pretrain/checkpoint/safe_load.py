@@ -96,7 +96,9 @@ def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
     except FileNotFoundError:
         raise DamagedCheckpoint("checkpoint.damaged", f"{path} is missing", path=path) from None
     except Exception as error:  # from damaged bytes an unpickler may raise anything
-        reason = str(error) if isinstance(error, pickle.UnpicklingError) else describe(error)
+        reason = describe(error)
+        if isinstance(error, pickle.UnpicklingError):
+            reason = str(error)
         raise DamagedCheckpoint(
             "checkpoint.damaged", f"{path} is damaged: {reason}", path=path
         ) from error

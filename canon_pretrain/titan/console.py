@@ -149,11 +149,14 @@ class Console:
         self._held_back = None
 
         step = fields["step"]
-        logger.info(
-            f"step {step}/{self.total_steps}  {100 * step / self.total_steps:.1f} %  "
-            f"{self._format_loss(fields['loss'])}  {_format_fields(fields, FIGURES)}  "
-            f"ETA {self._eta(fields)}"
-        )
+        texts = [
+            f"step {step}/{self.total_steps}",
+            f"{100 * step / self.total_steps:.1f} %",
+            self._format_loss(fields["loss"]),
+            _format_fields(fields, FIGURES),
+            f"ETA {self._eta(fields)}",
+        ]
+        logger.info("  ".join(texts))
         self._next_line_at = time.monotonic() + LINE_INTERVAL_S
 
     def _format_loss(self, loss: float) -> str:
@@ -195,12 +198,14 @@ class Console:
         """Yield the lines of the view."""
         # Progress
         step = self._latest.get("step", {})
-        eta = f"  ETA {self._eta(step)}" if step else ""
+        progress = f"{self._step / self.total_steps:.1%}"
+        if step:
+            progress = f"{progress}  ETA {self._eta(step)}"
         bar = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
         bar.add_row(
             f"step {self._step}/{self.total_steps}",
             ProgressBar(self.total_steps, self._step),
-            f"{self._step / self.total_steps:.1%}{eta}",
+            progress,
         )
         yield bar
 
@@ -208,8 +213,13 @@ class Console:
         if self._losses:
             loss = f"{self._format_loss(self._losses[-1])} "
             num_values = max(1, width - len(loss))
-            curve = sparkline(list(self._losses)[-num_values:])
-            yield Text.assemble((loss, "bold"), (curve, "cyan"), no_wrap=True, overflow="crop")
+            shown_losses = list(self._losses)[-num_values:]
+            yield Text.assemble(
+                (loss, "bold"),
+                (sparkline(shown_losses), "cyan"),
+                no_wrap=True,
+                overflow="crop",
+            )
         if step:
             yield Text(_format_fields(step, FIGURES + MORE))
 

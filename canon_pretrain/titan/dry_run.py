@@ -152,7 +152,10 @@ def count_memory(
     parameters = count_parameters(model)
     weight_bytes = -(-parameters.total // num_shards) * dtype.itemsize
     gradient_bytes = -(-parameters.trained // num_shards) * dtype.itemsize
-    states = {"weights": weight_bytes, "optimizer (two moments)": 2 * gradient_bytes}
+    states = {
+        "weights": weight_bytes,
+        "optimizer (two moments)": 2 * gradient_bytes,
+    }
 
     # FSDP2 gathers the embedding, the head and two blocks at a time, or keeps all blocks.
     # Experts stay split over `degree` ranks.
@@ -194,7 +197,10 @@ def count_memory(
         "activations": activations,
         "loss": max(saved_head, chunk_bytes),
     }
-    before_backward = in_loss | {"activations": activations + temporary, "loss": saved_head}
+    before_backward = in_loss | {
+        "activations": activations + temporary,
+        "loss": saved_head,
+    }
     after_backward = states | {
         "gradients": gradient_bytes,
         # the last block's gradient is float32 and of all ranks' rows
@@ -549,7 +555,7 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
         "parameters": f"{parameters}, {_parameters_per_layer(args):.3f} D^2 per layer",
         "FLOPs per token": f"{_abbreviate(plan.flops_per_token)} by {flops_formula(args)}",
         "decoding holds": _decoding_state(args),
-        "steps": f"{steps:,} of {plan.tokens // steps:,} tokens: {_abbreviate(plan.tokens)} tokens",
+        "steps": f"{steps:,} of {job.tokens_per_step:,} tokens: {_abbreviate(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, world_sizes(job))),
     }
     for title, device_plan in plans.items():
@@ -582,7 +588,8 @@ def _model_lines(job: CanonJobConfig) -> dict[str, str]:
         return {"model": f"{job.model.flavor}: {', '.join(texts)}"}
 
     counts = Counter(args.layer_names)
-    pattern = ", ".join(f"{count} {name}" for name, count in counts.items())
+    layer_counts = [f"{count} {name}" for name, count in counts.items()]
+    pattern = ", ".join(layer_counts)
     texts = [
         f"{job.model.flavor}: {args.num_layers} layers ({pattern})",
         f"hidden {args.dim}",

@@ -258,7 +258,9 @@ def check_job(job: CanonJobConfig) -> None:
         value = value_of(job, name)
         default = value_of(defaults, name)
         if value != default:
-            instead = f" ({INSTEAD[name]})" if name in INSTEAD else ""
+            instead = ""
+            if name in INSTEAD:
+                instead = f" ({INSTEAD[name]})"
             raise UserError(
                 "config.unsupported",
                 f"{name} = {value!r} is not supported by this trainer; expected {default!r}"
@@ -362,7 +364,8 @@ def _data_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     prompts = job.samples.prompts
     if job.samples.interval and not prompts:
         yield "samples.prompts", "samples.interval is set, but samples.prompts is empty: set both"
-    if repeated := [prompt for k, prompt in enumerate(prompts) if prompt in prompts[:k]]:
+    repeated = [prompt for k, prompt in enumerate(prompts) if prompt in prompts[:k]]
+    if repeated:
         yield "samples.prompts", f"samples.prompts has {repeated[0]!r} more than once: list it once"
     if len(data.weights) != len(data.paths):
         yield "data.weights", f"data.weights: expected {len(data.paths)} numbers, one per path"
@@ -419,8 +422,9 @@ def _computation_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
 def _is_path(name: str, value: str | list[str] | None) -> bool:
     """Return whether a path's value, which may be unset or a list, has the form of one."""
     paths = value if isinstance(value, list) else [value or ""]
-    if any("\0" in path or path.startswith("~") for path in paths):
-        return False
+    for path in paths:
+        if "\0" in path or path.startswith("~"):
+            return False
     if name in FOLDERS:
         return os.path.normpath(paths[0]) != os.curdir
     return name not in ("job.dump_folder", "job.save_config_file") or value != ""

@@ -158,7 +158,8 @@ def check_identity(
     allowed_names = split_names(allowed)
     refused = {name: pair for name, pair in changes.items() if name not in allowed_names}
     if refused:
-        lines = "; ".join(describe_changes(refused, _recorded(folder, "config"), config))
+        old_config = _recorded(folder, "config")
+        lines = "; ".join(describe_changes(refused, old_config, config))
         raise UserError(
             "run.changed",
             f"the run in {folder.path} differs: {lines}. Undo the change, choose another "
@@ -212,10 +213,12 @@ def describe_changes(
             return f"{_data_of(name, config)} (fingerprint {_shortened(value)})"
         return repr(value)
 
-    return [
-        f"{name}: {describe(name, old, old_config)} -> {describe(name, new, new_config)}"
-        for name, (old, new) in changes.items()
-    ]
+    lines = []
+    for name, (old, new) in changes.items():
+        old_text = describe(name, old, old_config)
+        new_text = describe(name, new, new_config)
+        lines.append(f"{name}: {old_text} -> {new_text}")
+    return lines
 
 
 def _shortened(fingerprint: object) -> str:
@@ -233,7 +236,8 @@ def _data_of(name: str, config: Mapping[str, Any]) -> str:
     if name == HELD_OUT and validation_path:
         return f"validation.path = {validation_path!r}"
     keys = ("paths", "weights") if data.get("paths") else ("path",)
-    return ", ".join(f"data.{key} = {data.get(key)!r}" for key in keys)
+    settings = [f"data.{key} = {data.get(key)!r}" for key in keys]
+    return ", ".join(settings)
 
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,7 +355,8 @@ def _recover_folder(
     # Saves and archives that a crash has interrupted.
     notes = checkpoints.recover()
     if strays := checkpoints.strays():
-        notes.append(f"ignored in {checkpoints.path}, not checkpoints: {', '.join(strays)}")
+        names = ", ".join(strays)
+        notes.append(f"ignored in {checkpoints.path}, not checkpoints: {names}")
     if fresh:
         if archive := checkpoints.archive_all(run.path, "--checkpoint.fresh"):
             notes.append(f"restarting at step 1: the run so far is in {archive}")
@@ -449,7 +454,7 @@ def _launch_fields(step: int, header: Mapping[str, Any]) -> dict[str, Any]:
         "devices": {
             "type": device_type,
             "count": num_gpus,
-            "names": [torch.cuda.get_device_name(k) for k in range(num_gpus)],
+            "names": list(map(torch.cuda.get_device_name, range(num_gpus))),
             "cuda": torch.version.cuda,
         },
         "versions": {name: header.get(name) for name in versions},

@@ -76,7 +76,9 @@ class BackendChoice:
     """Estimated time of a step over that of the refused backend."""
 
     def __str__(self) -> str:
-        return f"{self.backend} ({self.reason})" if self.reason else self.backend
+        if not self.reason:
+            return self.backend
+        return f"{self.backend} ({self.reason})"
 
 
 def choose_canon(
@@ -92,7 +94,8 @@ def choose_canon(
     is_auto = requested == "auto"
     backend = "triton" if is_auto else requested
     if device.type not in DEVICE_TYPES or backend not in OPTIONAL:
-        return BackendChoice(resolve_backend(requested), "auto" if is_auto else "")
+        reason = "auto" if is_auto else ""
+        return BackendChoice(resolve_backend(requested), reason)
 
     # A backend must pass its check. One that is requested by name must not be replaced silently.
     check = _from_rank_zero(lambda: _check_backend(job, backend, device, code))
@@ -107,7 +110,8 @@ def choose_canon(
             problem=check.problem,
         )
     if check.problem is None:
-        return BackendChoice(backend, f"auto; {check.source}" if is_auto else check.source)
+        reason = f"auto; {check.source}" if is_auto else check.source
+        return BackendChoice(backend, reason)
 
     if dist.get_rank() == 0:
         logger.warning(f"Canon uses compiled instead of triton, which is slower: {check.problem}")
@@ -270,10 +274,13 @@ def parallelize(
 
     # FSDP2 last: its hooks run around the compiled blocks.
     if parallel_dims is not None:
+        experts_mesh = None
+        if exchanges:
+            experts_mesh = fsdp_mesh(parallel_dims, of_experts=True)
         shard(
             model,
             fsdp_mesh(parallel_dims),
-            experts_mesh=fsdp_mesh(parallel_dims, of_experts=True) if exchanges else None,
+            experts_mesh=experts_mesh,
             param_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_reduce],
             cpu_offload=job.training.enable_cpu_offload,
@@ -375,7 +382,9 @@ class ExpertExchange(ExpertParallel):
         with torch.no_grad():
             received_RE = all_to_all_single(count_E, None, None, group).view(num_ranks, -1)
             sent_RE = count_E.view(num_ranks, -1)
-            splits_2R = torch.stack([sent_RE.sum(dim=1), received_RE.sum(dim=1)])
+            sent_R = sent_RE.sum(dim=1)
+            received_R = received_RE.sum(dim=1)
+            splits_2R = torch.stack([sent_R, received_R])
             self.input_splits, self.output_splits = splits_2R.tolist()
 
         x_SD = all_to_all_single_autograd(x_SD, self.output_splits, self.input_splits, group)
@@ -448,7 +457,8 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     # By mesh, because all tensors of a foreach operator must be of one.
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
-        if (grad := parameter.grad) is not None:
+        grad = parameter.grad
+        if grad is not None:
             mesh = grad.device_mesh if isinstance(grad, DTensor) else None
             groups.setdefault(mesh, []).append(parameter)
 

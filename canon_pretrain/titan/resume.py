@@ -94,7 +94,7 @@ class RankZero:
         """Return the texts of all ranks, by rank; without the ranks that have none."""
         by_rank: list[list[str]] = [[]] * self.world_size
         dist.all_gather_object(by_rank, texts, group=self.group)
-        return {rank: texts for rank, texts in enumerate(by_rank) if texts}
+        return {rank: rank_texts for rank, rank_texts in enumerate(by_rank) if rank_texts}
 
 
 class Verified(NamedTuple):
@@ -211,7 +211,8 @@ class Resume:
         texts = []
         for title, names in traces.items():
             if names:
-                texts.append(f"{title}: {', '.join(map(str, names))}")
+                listing = ", ".join(map(str, names))
+                texts.append(f"{title}: {listing}")
         if texts:
             raise UserError(
                 "checkpoint.none",
@@ -371,8 +372,7 @@ def _value_or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
 
 def _folder_faults(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
     """Return faults other than in the content of the manifest's files."""
-    extra = set(manifests.files_of(path)) - manifest.files.keys()
-    faults = [f"{name} is not in the manifest" for name in sorted(extra)]
+    faults = manifests.unknown_files(path, manifest)
     if manifest.kind != "full" and not weights_suffice:
         faults.append("it holds weights only and cannot be resumed")
     if path.name != f"step-{manifest.step}":

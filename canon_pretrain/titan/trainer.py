@@ -281,7 +281,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
         args = job.model_args
         has_experts = args.ffn == "moe"
-        shape = (args.num_layers, args.num_experts + 1) if has_experts else (0, 1)
+        shape = (0, 1)
+        if has_experts:
+            shape = (args.num_layers, args.num_experts + 1)
         self._expert_load_LE = torch.zeros(shape, dtype=torch.int64, device=self.device)
 
         # Whether the gradients are of more than the cross-entropy.
@@ -314,11 +316,14 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def _build_checkpointer(self, **parts: Any) -> CanonCheckpointManager:
         parts["states"]["guards"] = self.guards
+        launch = None
+        if self._record is not None:
+            launch = self._record.run
         return CanonCheckpointManager(
             **parts,
             session=self.session,
             metrics=self.metrics_processor,
-            launch=self._record.run if self._record is not None else None,
+            launch=launch,
         )
 
     def close(self) -> None:
@@ -536,11 +541,11 @@ class CanonTrainer(torchtitan.train.Trainer):
                 if num_timed:
                     step_s = (time.monotonic() - begin) / num_timed
                 self.session.progress(self.step, "training", step_s)
-            return self._process_step_reports(self.readback.pop(last=True)) or stop
+            return self._process_step_reports(last=True) or stop
 
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
         """Train one step and save if due; return the reason to stop after it, if any."""
-        stop = self._process_step_reports(self.readback.pop())
+        stop = self._process_step_reports()
         states = [part.state_dict() for part in self._host_parts]
         self._host_states.append((self.step, states))
 
@@ -679,13 +684,13 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.readback.push(self.step, report)
         return StepTotals(loss, objective, load_LE)
 
-    def _process_step_reports(self, reports: list[tuple[int, list[float]]]) -> str | None:
+    def _process_step_reports(self, *, last: bool = False) -> str | None:
         """Log skipped steps; return the reason to stop, if any. Raises UserError if guards halt.
 
-        `reports`: step and values, in the order in which `_reduce_and_step` pushes them.
+        Values come in the order in which `_reduce_and_step` pushes them; `last`: all that are left.
         """
         stop: str | None = None
-        for step, values in reports:
+        for step, values in self.readback.pop(last=last):
             # Any rank may have been asked to stop.
             loss = values[0]
             requests = values[NUM_LOSSES:NUM_SUMS]
@@ -763,5 +768,6 @@ class CanonTrainer(torchtitan.train.Trainer):
             faulthandler.cancel_dump_traceback_later()
             # an empty file would look like a hang
             with contextlib.suppress(OSError), file:
-                if not os.fstat(file.fileno()).st_size and self.session.is_owner():
+                num_bytes = os.fstat(file.fileno()).st_size
+                if not num_bytes and self.session.is_owner():
                     path.unlink()

@@ -142,7 +142,8 @@ class CanonValidator(BaseValidator):
 
         # Read this rank's rows: a pass takes the next `rows` windows for each rank in turn.
         # Token ids, ~id if the label is ignored, padded with ~0; int32 to halve the memory.
-        self._windows = torch.full((self.num_passes, rows, length), ~0, dtype=torch.int32)
+        shape = (self.num_passes, rows, length)
+        self._windows = torch.full(shape, ~0, dtype=torch.int32)
         self._sources = torch.zeros((self.num_passes, rows), dtype=torch.int64)
         for index, (source, offset, count) in enumerate(all_windows):
             pass_index, row = divmod(index, rows_of_all_ranks)
