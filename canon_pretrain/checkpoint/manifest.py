@@ -134,8 +134,9 @@ def find_faults(
 
 def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
     """Return a fault for each file in `folder` that the manifest does not name."""
-    unknown = [name for name in files_of(folder) if name not in manifest.files]
-    return [f"{name} is not in the manifest" for name in unknown]
+    return [
+        f"{name} is not in the manifest" for name in files_of(folder) if name not in manifest.files
+    ]
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:

@@ -73,12 +73,23 @@ def open_data(job: CanonJobConfig) -> OpenedData:
 
             prompts = read_prompts(job, training)
         if job.validation.enable is False:
-            return OpenedData(training, [], notices, {}, prompts)
+            return OpenedData(
+                training=training,
+                held_out=[],
+                notices=notices,
+                identity={},
+                prompts=prompts,
+            )
 
         held_out = _open_held_out(job, training)
         notices += _resolve_validation(job, held_out)
-        identity = {HELD_OUT: joined_fingerprint(held_out)}
-        return OpenedData(training, held_out, notices, identity, prompts)
+        return OpenedData(
+            training=training,
+            held_out=held_out,
+            notices=notices,
+            identity={HELD_OUT: joined_fingerprint(held_out)},
+            prompts=prompts,
+        )
 
 
 def _open_task_data(job: CanonJobConfig, windows: TaskWindows) -> OpenedData:

@@ -311,7 +311,11 @@ def count_draws(job: CanonJobConfig, data: Mixture) -> list[Draws]:
     """Return the draws of training.steps steps from each source of `data`."""
     tokens = job.training.steps * job.tokens_per_step
     return [
-        Draws(name, round(share * tokens), source.num_tokens)
+        Draws(
+            source=name,
+            drawn=round(share * tokens),
+            available=source.num_tokens,
+        )
         for name, share, source in zip(data.names, data.shares, data.sources, strict=True)
     ]
 

@@ -416,7 +416,12 @@ def record_launch(
     else:
         metrics.event("start", **header)
     if canon is not None and canon.refused:
-        metrics.event("canon_fallback", step=step, refused="triton", reason=canon.refused)
+        metrics.event(
+            "canon_fallback",
+            step=step,
+            refused="triton",
+            reason=canon.refused,
+        )
     if mixer is not None and mixer.refused:
         metrics.event(
             "mixer_fallback",
@@ -427,7 +432,11 @@ def record_launch(
         )
     if changes or compared.code_changes:
         metrics.event(
-            "changed", step=step, run=compared.changes, config=changes, code=compared.code_changes
+            "changed",
+            step=step,
+            run=compared.changes,
+            config=changes,
+            code=compared.code_changes,
         )
     metrics.flush()
     rank_zero.run(lambda: _write_config(folder, compared))

@@ -115,7 +115,11 @@ def choose_canon(
 
     if dist.get_rank() == 0:
         logger.warning(f"Canon uses compiled instead of triton, which is slower: {check.problem}")
-    return BackendChoice("compiled", "auto; triton failed its check", refused=check.problem)
+    return BackendChoice(
+        backend="compiled",
+        reason="auto; triton failed its check",
+        refused=check.problem,
+    )
 
 
 def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | None:
@@ -160,7 +164,12 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
             f"{' and '.join(recurrent)} uses chunked instead of fla: about {slowdown:.3g} times as "
             f"slow (computed for 1.3B on an H100). fla was refused: {problem}"
         )
-    return BackendChoice("chunked", "auto; fla was refused", refused=problem, slowdown=slowdown)
+    return BackendChoice(
+        backend="chunked",
+        reason="auto; fla was refused",
+        refused=problem,
+        slowdown=slowdown,
+    )
 
 
 def chunked_slowdown(args: ModelArgs) -> float:
@@ -225,7 +234,11 @@ def _check_backend(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"problem": problem, **key})
     seconds = time.monotonic() - start
-    return CheckResult(problem, f"equal to float64, checked in {seconds:.1f} s", is_lost)
+    return CheckResult(
+        problem=problem,
+        source=f"equal to float64, checked in {seconds:.1f} s",
+        is_lost=is_lost,
+    )
 
 
 def _is_lost(device: torch.device) -> bool:

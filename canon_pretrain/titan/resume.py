@@ -303,7 +303,12 @@ class Resume:
         """Move a checkpoint to quarantine and log it; rank 0 only."""
         new_path = self.folder.quarantine(path, reason)
         logger.warning(f"{title}: {path}: {reason}. Moved to {new_path}")
-        self._event("quarantine", checkpoint=path.name, reason=reason, moved_to=str(new_path))
+        self._event(
+            "quarantine",
+            checkpoint=path.name,
+            reason=reason,
+            moved_to=str(new_path),
+        )
 
     def _read(self, path: Path, checkpoint: Verified, *, model_only: bool = False) -> None:
         """Load into this rank's shards. Raises UserError if the model differs."""

@@ -124,6 +124,12 @@ class TextSamples:
             for (prompt, ids), answer in zip(prompts, answers, strict=True):
                 decoded_prompt = tokenizer.decode(ids)
                 text = tokenizer.decode(ids + answer)[len(decoded_prompt) :]
-                samples.append({"prompt": prompt, "text": text, "tokens": len(answer)})
+                samples.append(
+                    {
+                        "prompt": prompt,
+                        "text": text,
+                        "tokens": len(answer),
+                    }
+                )
             fields["samples"] = samples
         return fields | {"seconds": time.perf_counter() - begin}

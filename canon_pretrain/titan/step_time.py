@@ -211,7 +211,10 @@ def _gathered_parameters(args: ModelArgs, layout: Layout) -> GatheredParameters:
     if layout.expert_degree == 1:
         return GatheredParameters(total, 0)
     experts = routed_parameters(args)
-    return GatheredParameters(total - experts, experts / layout.expert_degree)
+    return GatheredParameters(
+        dense=total - experts,
+        experts=experts / layout.expert_degree,
+    )
 
 
 def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
