@@ -27,7 +27,8 @@ from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.launches import known_run
 
 EXIT_DAMAGED = 1
-WHOLE, DAMAGED = "whole", "damaged: "
+WHOLE = "whole"
+DAMAGED = "damaged: "
 _WORKERS = min(8, os.cpu_count() or 1)
 
 

@@ -157,7 +157,13 @@ class CheckpointFolder:
                 note = _reason_file(path).read_text(errors="replace")
                 # the first line is the time
                 reason = note.partition("\n")[2].strip()
-            quarantined.append(Quarantined(path, reason, tree_bytes(path)))
+            quarantined.append(
+                Quarantined(
+                    path=path,
+                    reason=reason,
+                    bytes=tree_bytes(path),
+                )
+            )
         return quarantined
 
     def make_room(self, num_bytes: int) -> str | None:
