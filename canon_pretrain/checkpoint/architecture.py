@@ -66,8 +66,9 @@ def run_of_checkpoint(checkpoint: Path) -> RunFolder:
     # RUN/checkpoint may be a link to another disk
     for path in (checkpoint.absolute(), checkpoint.resolve()):
         for parent in path.parents[:_MAX_DEPTH]:
-            if RunFolder(parent).has_config():
-                return RunFolder(parent)
+            run = RunFolder(parent)
+            if run.has_config():
+                return run
     return RunFolder(checkpoint.resolve().parent.parent)
 
 
@@ -95,7 +96,7 @@ def model_args(identity: Mapping[str, Any], file: Path) -> ModelArgs:
         if type(value) is not default_type and not is_int_for_float:
             raise UserError(
                 "run.other_version",
-                f"{file} of another version: model.{f.name} = {value!r}",
+                f"{file} of another version: {name} = {value!r}",
                 name=name,
                 given=value,
             )

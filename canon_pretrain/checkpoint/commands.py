@@ -27,7 +27,8 @@ from canon_pretrain.run.folder import CHECKPOINTS, RunFolder
 from canon_pretrain.run.launches import known_run
 
 EXIT_DAMAGED = 1
-WHOLE, DAMAGED = "whole", "damaged: "
+WHOLE = "whole"
+DAMAGED = "damaged: "
 _WORKERS = min(8, os.cpu_count() or 1)
 
 
@@ -100,7 +101,8 @@ def _find(path: Path) -> tuple[Path, CheckpointFolder, str | None]:
 
     # without a run folder: the only run that the checkpoints name
     run_ids = {*folder.steps_of_other_runs(None).values()}
-    return run, folder, run_ids.pop() if len(run_ids) == 1 else None
+    run_id = run_ids.pop() if len(run_ids) == 1 else None
+    return run, folder, run_id
 
 
 def _find_folder(path: Path) -> tuple[Path, CheckpointFolder]:
@@ -130,7 +132,8 @@ def run_list(arguments: Namespace) -> None:
     held = {folder.step_path(step) for step in held_steps(run)}
 
     # A launch may delete steps during this call: only those that still exist are listed.
-    checkpoints = [_read(folder.step_path(step), run_id, hashes=False) for step in folder.steps()]
+    paths = map(folder.step_path, folder.steps())
+    checkpoints = [_read(path, run_id, hashes=False) for path in paths]
     checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint.path.exists()]
 
     # Entries of the folder that are not complete checkpoints, by kind.
@@ -141,17 +144,26 @@ def run_list(arguments: Namespace) -> None:
     }
 
     if arguments.json:
-        rows = [saved.to_row() | {"held": saved.path in held} for saved in checkpoints]
-        content = {"folder": folder.path, "checkpoints": rows, **other_rows}
+        rows = []
+        for checkpoint in checkpoints:
+            is_held = checkpoint.path in held
+            rows.append(checkpoint.to_row() | {"held": is_held})
+        content = {
+            "folder": folder.path,
+            "checkpoints": rows,
+            **other_rows,
+        }
         print(json.dumps(content, indent=2, ensure_ascii=False, default=str))
         return
 
     print(f"{len(checkpoints)} checkpoint(s) in {folder.path}")
     for checkpoint in checkpoints:
-        print(checkpoint.line(", held" if checkpoint.path in held else ""))
+        end = ", held" if checkpoint.path in held else ""
+        print(checkpoint.line(end))
     for kind, entries in other_rows.items():
         for entry in entries:
-            line = f"{kind}  {entry['path']}  {size(entry['bytes'])}  {entry.get('reason', '')}"
+            reason = entry.get("reason", "")
+            line = f"{kind}  {entry['path']}  {size(entry['bytes'])}  {reason}"
             print(line.rstrip())
 
 
@@ -175,7 +187,8 @@ def _read(path: Path, run_id: str | None, *, hashes: bool) -> Checkpoint:
             state = f"of another run, {manifest.run_id}"
     except DamagedCheckpoint as error:
         # the path is on the same line already
-        fault = str(error).removeprefix(f"{path} is damaged: ").removeprefix(f"{path} ")
+        fault = str(error).removeprefix(f"{path} is damaged: ")
+        fault = fault.removeprefix(f"{path} ")
         state = f"{DAMAGED}{fault}"
 
     num_bytes = tree_bytes(path) if manifest is None else manifest.total_bytes
@@ -239,7 +252,7 @@ def run_prune(arguments: Namespace) -> int:
 
     if arguments.dry_run:
         outcome = retention.plan()
-        deleted = extra + [folder.step_path(step) for step in outcome.deleted]
+        deleted = [*extra, *map(folder.step_path, outcome.deleted)]
         pruned = Pruned(outcome, deleted, sum(map(tree_bytes, deleted)), errors=[])
     else:
         _check_no_launch(run, folder)
@@ -288,7 +301,7 @@ def _prune(retention: Retention, extra: list[Path]) -> Pruned:
     outcome = retention.apply()
     return Pruned(
         outcome,
-        deleted + [folder.step_path(step) for step in outcome.deleted],
+        [*deleted, *map(folder.step_path, outcome.deleted)],
         bytes_freed + outcome.bytes_freed,
         errors + outcome.errors,
     )
@@ -310,7 +323,8 @@ def _print_pruned(pruned: Pruned, arguments: Namespace) -> None:
     for step, fault in sorted(outcome.bad.items()):
         print(f"step-{step} {would}moved to quarantine: {fault}")
 
-    kept = ", ".join(f"step-{step}" for step in outcome.kept) or "none"
+    kept_names = [f"step-{step}" for step in outcome.kept]
+    kept = ", ".join(kept_names) or "none"
     too_few = ""
     if len(outcome.kept) < arguments.keep:
         too_few = f", fewer than --keep {arguments.keep}: no checkpoint is deleted"

@@ -56,8 +56,9 @@ class CheckpointFolder:
     def __init__(self, path: Path, *, may_change: Callable[[], bool] = lambda: True) -> None:
         self.path = path
         self.may_change = may_change
+        self._quarantine_path = path / QUARANTINE
         # a folder for a trial save, under a name that `recover` deletes
-        self.trial_path = path / f"{_DELETING}step-0"
+        self.trial_path = self.step_path(0, _DELETING)
 
     def _check_may_change(self) -> None:
         if not self.may_change():
@@ -69,7 +70,8 @@ class CheckpointFolder:
     def of_run(cls, run: RunFolder) -> "CheckpointFolder":
         """Return the folder that the run's config.json names. Raises UserError without one."""
         with parsing(run.config_file):
-            section = run.read_config().get("config", {}).get("checkpoint", {})
+            config = run.read_config().get("config", {})
+            section = config.get("checkpoint", {})
             return cls(run.path / section.get("folder", CHECKPOINTS))
 
     def steps(self) -> list[int]:
@@ -85,12 +87,12 @@ class CheckpointFolder:
                 paths[step] = path
         return dict(sorted(paths.items()))
 
-    def step_path(self, step: int) -> Path:
-        return self.path / f"step-{step}"
+    def step_path(self, step: int, prefix: str = "") -> Path:
+        return self.path / f"{prefix}step-{step}"
 
     def saving_path(self, step: int) -> Path:
         """Return where step N is written before it is complete."""
-        return self.path / f"{_SAVING}step-{step}"
+        return self.step_path(step, _SAVING)
 
     def steps_of_other_runs(self, run_id: str | None) -> dict[int, str]:
         """Return the run_id by step of each checkpoint of another run than `run_id`."""
@@ -115,11 +117,14 @@ class CheckpointFolder:
 
     def leftovers(self) -> list[Path]:
         """Return what `recover` will restore or delete: replaced and half deleted steps."""
-        return [*self._named(_REPLACED).values(), *self._named(_DELETING).values()]
+        replaced = self._named(_REPLACED).values()
+        half_deleted = self._named(_DELETING).values()
+        return [*replaced, *half_deleted]
 
     def strays(self) -> list[str]:
         """Return the names of unknown files, which are never read, moved or deleted."""
-        expected = [*self.unfinished(), *self.leftovers(), *map(self.step_path, self.steps())]
+        expected = self.unfinished() + self.leftovers()
+        expected += map(self.step_path, self.steps())
         # the lock of a folder outside the run folder
         expected += self.path.glob(f"{RunFolder(self.path).lock_file.name}*")
         names = {path.name for path in expected} | {QUARANTINE, ARCHIVE}
@@ -130,16 +135,17 @@ class CheckpointFolder:
     def quarantine(self, path: Path, reason: str) -> Path:
         """Move `path` to quarantine/NAME.K and write the reason. Raises OSError if not moved."""
         self._check_may_change()
-        _make_folder(self.path / QUARANTINE)
+        _make_folder(self._quarantine_path)
 
         # the first K without an entry, and without the reason of a deleted one
         for k in itertools.count(1):
-            target = self.path / QUARANTINE / f"{path.name}.{k}"
-            if not os.path.lexists(target) and not os.path.lexists(_reason_file(target)):
+            target = self._quarantine_path / f"{path.name}.{k}"
+            reason_file = _reason_file(target)
+            if not os.path.lexists(target) and not os.path.lexists(reason_file):
                 break
 
         _move(path, target)
-        _write_note(_reason_file(target), f"{utc_now()}\n{reason}\n")
+        _write_note(reason_file, f"{utc_now()}\n{reason}\n")
         return target
 
     def quarantined(self) -> list[Quarantined]:
@@ -148,9 +154,16 @@ class CheckpointFolder:
         for path in self._quarantine_entries():
             reason = "no reason was recorded"
             with contextlib.suppress(OSError):
+                note = _reason_file(path).read_text(errors="replace")
                 # the first line is the time
-                reason = _reason_file(path).read_text(errors="replace").partition("\n")[2].strip()
-            quarantined.append(Quarantined(path, reason, tree_bytes(path)))
+                reason = note.partition("\n")[2].strip()
+            quarantined.append(
+                Quarantined(
+                    path=path,
+                    reason=reason,
+                    bytes=tree_bytes(path),
+                )
+            )
         return quarantined
 
     def make_room(self, num_bytes: int) -> str | None:
@@ -172,13 +185,15 @@ class CheckpointFolder:
         return freed
 
     def _quarantine_entries(self) -> list[Path]:
-        return [p for p in entries(self.path / QUARANTINE) if not _IS_REASON.search(p.name)]
+        paths = entries(self._quarantine_path)
+        return [path for path in paths if not _IS_REASON.search(path.name)]
 
     def _quarantined_saves(self) -> list[Path]:
         """Return interrupted saves in quarantine, the oldest first, by mtime of their files."""
 
         def age_key(path: Path) -> tuple[int, Path]:
-            return max((f.lstat().st_mtime_ns for f in _files(path)), default=0), path
+            times = [file.lstat().st_mtime_ns for file in _files(path)]
+            return max(times, default=0), path
 
         saves = [path for path in self._quarantine_entries() if path.name.startswith(_SAVING)]
         return sorted(saves, key=age_key)
@@ -188,7 +203,7 @@ class CheckpointFolder:
     def delete_step(self, step: int) -> int:
         """Delete step N; return the bytes freed. A kill leaves a complete step-N, or none."""
         self._check_may_change()
-        deleting = self.path / f"{_DELETING}step-{step}"
+        deleting = self.step_path(step, _DELETING)
         remove_tree(deleting)  # of an earlier step N, whose deletion failed
         _move(self.step_path(step), deleting)
         return remove_tree(deleting)
@@ -197,7 +212,7 @@ class CheckpointFolder:
         """Replace step N by `saving_path`; return the bytes freed. A kill leaves either of them."""
         self._check_may_change()
         final = self.step_path(step)
-        replaced = self.path / f"{_REPLACED}step-{step}"
+        replaced = self.step_path(step, _REPLACED)
         _move(final, replaced)
         try:
             _move(self.saving_path(step), final)
@@ -238,16 +253,18 @@ class CheckpointFolder:
                 verify(final)
                 return [self._try_delete(replaced, f"now the weights in {final.name}")]
             except DamagedCheckpoint as error:
-                lines.append(f"{error}; it was moved to {self.quarantine(final, str(error))}")
+                target = self.quarantine(final, str(error))
+                lines.append(f"{error}; it was moved to {target}")
         _move(replaced, final)
         lines.append(f"{final.name} was being replaced by its weights; the full one is restored")
         return lines
 
     def _try_delete(self, path: Path, description: str) -> str:
         try:
-            return f"{path.name}, {description}, was deleted ({self.discard(path):,} bytes)"
+            freed = self.discard(path)
         except OSError as error:
             return f"{path}, {description}, can't be deleted: {error.strerror or error}"
+        return f"{path.name}, {description}, was deleted ({freed:,} bytes)"
 
     # -- abandoned branches
 
@@ -259,12 +276,14 @@ class CheckpointFolder:
         """
         # folders step-N of results, and files step-N.NAME of holds
         later: list[Path] = []
-        for path in [*entries(run / EVALS), *entries(run / EVALS / HOLDS)]:
+        evals = run / EVALS
+        for path in entries(evals) + entries(evals / HOLDS):
             evaluated_step = step_number(path.name.split(".")[0])
             if evaluated_step is not None and evaluated_step > step:
                 later.append(path)
 
-        later += [self.step_path(n) for n in reversed(self.steps()) if n > step]
+        later_steps = [later_step for later_step in self.steps() if later_step > step]
+        later += map(self.step_path, reversed(later_steps))
         moves = [RunFolder(run).done_file, *later]
         return self._archive(run, f"back-to-step-{step}", reason, moves, later)
 
@@ -278,7 +297,7 @@ class CheckpointFolder:
         moves = [
             files.done_file,
             *map(self.step_path, reversed(self.steps())),
-            self.path / QUARANTINE,
+            self._quarantine_path,
             run / EVALS,
             *files.fresh_start,
         ]
@@ -288,8 +307,8 @@ class CheckpointFolder:
 
     def archives(self, run: Path) -> list[Path]:
         """Return the archives of `archive_after` and `archive_all`, the oldest first."""
-        paths = [*entries(run / ARCHIVE), *entries(self.path / ARCHIVE)]
-        return sorted((path for path in paths if _archive_number(path)), key=_archive_number)
+        paths = entries(run / ARCHIVE) + entries(self.path / ARCHIVE)
+        return sorted(filter(_archive_number, paths), key=_archive_number)
 
     def _archive(
         self, run: Path, label: str, reason: str, moves: list[Path], needed: list[Path]
@@ -298,7 +317,8 @@ class CheckpointFolder:
         if not any(map(os.path.lexists, needed)):
             return None
         self._check_may_change()
-        number = 1 + max(map(_archive_number, self.archives(run)), default=0)
+        numbers = map(_archive_number, self.archives(run))
+        number = 1 + max(numbers, default=0)
         archive = run / ARCHIVE / f"{number}-{label}"
         _make_folder(archive)
 
@@ -315,11 +335,14 @@ class CheckpointFolder:
                 targets[path] = archive / path.relative_to(run)
 
         # The note comes first, so that a user can undo moves that a kill interrupted.
-        listing = "\n".join(f"{source} -> {target}" for source, target in targets.items())
-        _write_note(
-            archive / "README.txt",
-            f"{archive.name}, {utc_now()}\n\nWhy: {reason}\n\n{_ARCHIVE_NOTE}\n\n{listing}\n",
-        )
+        listing = [f"{source} -> {target}" for source, target in targets.items()]
+        paragraphs = [
+            f"{archive.name}, {utc_now()}",
+            f"Why: {reason}",
+            _ARCHIVE_NOTE,
+            "\n".join(listing),
+        ]
+        _write_note(archive / "README.txt", "\n\n".join(paragraphs) + "\n")
         for source, target in targets.items():
             _make_folder(target.parent)
             _move(source, target)
@@ -343,7 +366,10 @@ def _files(path: Path) -> list[Path]:
     """Return the files below `path`, or `path` itself if it is a file or a link."""
     if path.is_symlink() or not path.is_dir():
         return [path]
-    return [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+    files: list[Path] = []
+    for folder, _, names in os.walk(path):
+        files += [Path(folder, name) for name in names]
+    return files
 
 
 def tree_bytes(path: Path) -> int:

@@ -80,8 +80,10 @@ class Manifest:
         if self.weights_of:
             return self.weights_of
         # torch's metadata contains a random id per save
-        hashes = {name: entry.sha256 for name, entry in self.files.items() if name != ".metadata"}
-        return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+        hashes = {name: entry.sha256 for name, entry in self.files.items()}
+        hashes.pop(".metadata", None)
+        text = json.dumps(hashes, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def write(self, folder: Path) -> None:
         write_json(folder / MANIFEST, asdict(self))
@@ -104,8 +106,11 @@ class Manifest:
 
 def files_of(folder: Path) -> list[str]:
     """Return the relative paths of all files in `folder` that its manifest must name."""
-    files = (path for path in folder.rglob("*") if path.is_file() or path.is_symlink())
-    return sorted({path.relative_to(folder).as_posix() for path in files} - {MANIFEST})
+    names: set[str] = set()
+    for path in folder.rglob("*"):
+        if path.is_file() or path.is_symlink():
+            names.add(path.relative_to(folder).as_posix())
+    return sorted(names - {MANIFEST})
 
 
 def find_faults(
@@ -118,13 +123,20 @@ def find_faults(
 ) -> list[str]:
     """Return how the files differ from the manifest, including unknown ones. Raises OSError."""
     checked = sorted(manifest.files if names is None else names)
-    check = partial(_fault, folder, manifest, sha256=sha256_file if hashes else None)
+    sha256 = sha256_file if hashes else None
+    check = partial(_fault, folder, manifest, sha256=sha256)
     with ThreadPoolExecutor(workers) as pool:
         faults = list(filter(None, pool.map(check, checked)))
     if names is None:
-        unknown = sorted({*files_of(folder)} - {*manifest.files})
-        faults += [f"{name} is not in the manifest" for name in unknown]
+        faults += unknown_files(folder, manifest)
     return faults
+
+
+def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
+    """Return a fault for each file in `folder` that the manifest does not name."""
+    return [
+        f"{name} is not in the manifest" for name in files_of(folder) if name not in manifest.files
+    ]
 
 
 def read_file(folder: Path, manifest: Manifest, name: str) -> bytes:

@@ -83,7 +83,8 @@ class Retention:
 
         # Of the older steps, the newest `max_held` that evaluations need stay, as weights.
         retained: list[int] = []
-        for step in sorted(self.holds().intersection(older + weights), reverse=True):
+        held = self.holds().intersection(older + weights)
+        for step in sorted(held, reverse=True):
             if len(retained) == self.max_held:
                 plan.over_bound.insert(0, step)
             elif step in older and (fault := self._fault(step)):
@@ -92,7 +93,8 @@ class Retention:
                 retained.append(step)
         plan.stripped = [step for step in older if step in retained]
         plan.weights_only = [step for step in weights if step in retained]
-        plan.deleted = sorted({*older, *weights} - {*retained} - plan.bad.keys())
+        staying = plan.bad.keys() | retained
+        plan.deleted = sorted(set(older + weights) - staying)
         return plan
 
     def _classify(self, plan: Outcome) -> tuple[list[int], list[int]]:
@@ -158,7 +160,9 @@ class Retention:
             try:
                 action(step, plan, outcome)
             except Exception as error:  # torch raises RuntimeError and more on a full disk
-                fault = f"damaged ({plan.bad[step]})" if step in plan.bad else "not needed"
+                fault = "not needed"
+                if step in plan.bad:
+                    fault = f"damaged ({plan.bad[step]})"
                 outcome.errors.append(f"step {step}, {fault}, stays: {error}")
                 self._verified.pop(step, None)
 
@@ -166,8 +170,9 @@ class Retention:
         return outcome
 
     def _quarantine(self, step: int, plan: Outcome, outcome: Outcome) -> None:
-        self.folder.quarantine(self.folder.step_path(step), plan.bad[step])
-        outcome.bad[step] = plan.bad[step]
+        fault = plan.bad[step]
+        self.folder.quarantine(self.folder.step_path(step), fault)
+        outcome.bad[step] = fault
 
     def _delete(self, step: int, plan: Outcome, outcome: Outcome) -> None:
         # an evaluation may have requested it during the plan, whose hashing takes minutes
@@ -192,7 +197,8 @@ class Retention:
             # the weights must be whole before they replace the full checkpoint
             manifest = Manifest.read(temporary)
             faults = find_faults(temporary, manifest, hashes=False)
-            if faults or (manifest.kind, manifest.step) != ("weights", step):
+            is_of_step = manifest.kind == "weights" and manifest.step == step
+            if faults or not is_of_step:
                 raise DamagedCheckpoint(
                     "checkpoint.damaged",
                     f"{temporary} does not hold the weights of step {step}: {faults}",
@@ -215,8 +221,13 @@ def _signature(folder: Path) -> _Signature:
     signature: _Signature = {}
     for path in folder.rglob("*"):
         if not path.is_dir():
-            s = path.lstat()
-            signature[str(path)] = (s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns)
+            status = path.lstat()
+            signature[str(path)] = (
+                status.st_size,
+                status.st_ino,
+                status.st_mtime_ns,
+                status.st_ctime_ns,
+            )
     return signature
 
 
@@ -233,7 +244,7 @@ def held_steps(run: Path, name: str | None = None) -> set[int]:
 
 def hold_step(run: Path, step: int, name: str) -> None:
     """Make retention keep the weights of `step` until `release_step` with the same `name`."""
-    path = run / EVALS / HOLDS / f"step-{step}.{name}"
+    path = _hold_file(run, step, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     fsync_folder(path.parent)
@@ -241,4 +252,8 @@ def hold_step(run: Path, step: int, name: str) -> None:
 
 def release_step(run: Path, step: int, name: str) -> None:
     """Undo `hold_step`, if it was called."""
-    (run / EVALS / HOLDS / f"step-{step}.{name}").unlink(missing_ok=True)
+    _hold_file(run, step, name).unlink(missing_ok=True)
+
+
+def _hold_file(run: Path, step: int, name: str) -> Path:
+    return run / EVALS / HOLDS / f"step-{step}.{name}"

@@ -96,7 +96,9 @@ def read_metadata(checkpoint: Path, content: bytes | None = None) -> Metadata:
     except FileNotFoundError:
         raise DamagedCheckpoint("checkpoint.damaged", f"{path} is missing", path=path) from None
     except Exception as error:  # from damaged bytes an unpickler may raise anything
-        reason = str(error) if isinstance(error, pickle.UnpicklingError) else describe(error)
+        reason = describe(error)
+        if isinstance(error, pickle.UnpicklingError):
+            reason = str(error)
         raise DamagedCheckpoint(
             "checkpoint.damaged", f"{path} is damaged: {reason}", path=path
         ) from error
@@ -117,8 +119,9 @@ def _check_metadata(metadata: object) -> None:
         # a tensor has a location per chunk, any other entry one
         chunks = getattr(entry, "chunks", None)
         offsets = [None] if chunks is None else [chunk.offsets for chunk in chunks]
-        if not all(MetadataIndex(name, offset) in metadata.storage_data for offset in offsets):
-            raise pickle.UnpicklingError(f"it has no location of {name}")
+        for offset in offsets:
+            if MetadataIndex(name, offset) not in metadata.storage_data:
+                raise pickle.UnpicklingError(f"it has no location of {name}")
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -207,5 +210,9 @@ def describe(error: BaseException) -> str:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (failure, _) = min(error.failures.items())
         return f"rank {rank}: {describe(failure)}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    kind = type(error).__name__
+    message = str(error).strip()
+    if not message:
+        return kind
+    first_line = message.splitlines()[0].rstrip()
+    return f"{kind}: {first_line}"

@@ -47,8 +47,9 @@ def _describe_path(path: Path) -> str:
     # one run more than are named, to know whether there are more
     runs = [str(run) for run in itertools.islice(runs_below(path), MAX_NAMED + 1)]
     if runs:
+        run_names = ", ".join(runs[:MAX_NAMED])
         more = ", ..." if len(runs) > MAX_NAMED else ""
-        return f"{path} is a folder of runs ({', '.join(runs[:MAX_NAMED])}{more})"
+        return f"{path} is a folder of runs ({run_names}{more})"
     return f"{path} is not a checkpoint"
 
 
@@ -57,7 +58,8 @@ def check_checkpoint(checkpoint: Path) -> None:
     checkpoint_step(checkpoint)  # raises unless it is named step-N
     folder = CheckpointFolder(checkpoint.parent)
     steps = folder.steps()
-    others = f"steps in {folder.path}: {', '.join(map(str, steps)) or 'none'}"
+    step_list = ", ".join(map(str, steps)) or "none"
+    others = f"steps in {folder.path}: {step_list}"
     if not checkpoint.is_dir():
         raise UserError(
             "checkpoint.missing",
@@ -76,7 +78,7 @@ def check_checkpoint(checkpoint: Path) -> None:
 def read_weights(checkpoint: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a checkpoint's weights as CPU tensors with the names, shapes and dtypes of `like`."""
     check_weights(checkpoint, like)
-    weights = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in like.items()}
+    weights = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in like.items()}
     load_no_dist(weights, checkpoint)
     return weights
 

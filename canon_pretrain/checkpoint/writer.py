@@ -95,7 +95,8 @@ class _HashingFileSystem(FileSystem):
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
         super().rename(path, new_path)
-        self.written[os.path.basename(new_path)] = self.written.pop(os.path.basename(path))
+        entry = self.written.pop(os.path.basename(path))
+        self.written[os.path.basename(new_path)] = entry
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,13 @@ class VerifiedWriter(dcp.FileSystemWriter):
         files: dict[str, FileEntry] = {}
         items: list[list[WriteResult]] = []
         for rank_results in results:
-            items.append([r for r in rank_results if not isinstance(r, _WrittenFile)])
-            files |= {r.name: r.entry for r in rank_results if isinstance(r, _WrittenFile)}
+            rank_items: list[WriteResult] = []
+            for result in rank_results:
+                if isinstance(result, _WrittenFile):
+                    files[result.name] = result.entry
+                else:
+                    rank_items.append(result)
+            items.append(rank_items)
         super().finish(metadata, items)
 
         # The manifest of all files, which must be here if all ranks write to one file system.

@@ -44,7 +44,8 @@ def build() -> Path:
         )
 
     # One build per source and torch version.
-    digest = hashlib.sha256(SOURCE.read_bytes() + torch_version.encode()).hexdigest()[:16]
+    content = SOURCE.read_bytes() + torch_version.encode()
+    digest = hashlib.sha256(content).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     library = cache / "canon_pretrain" / "fake_gpu" / f"hooks-{digest}.so"
     if library.exists():

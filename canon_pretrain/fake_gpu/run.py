@@ -273,7 +273,8 @@ class EqualLoad:
         if question == "repeat_interleave":
             return self._num_rows
         # the numbers of tokens that this rank sends to each rank, or receives: int64 [.., ranks]
-        is_split = tensor.dtype == torch.int64 and tensor.shape[-1:] == (self._num_ranks,)
+        has_ranks = tensor.shape[-1:] == (self._num_ranks,)
+        is_split = tensor.dtype == torch.int64 and has_ranks
         if question == "tolist" and is_split and tensor.device.type == "cuda":
             return filled(tensor.shape, self._num_rows // self._num_ranks)
         return None

@@ -317,16 +317,18 @@ class CanonCheckpointManager:
 
     def check_room(self) -> None:
         """Raise UserError on all ranks if one could not save its file."""
-        self.rank_zero.run(lambda: check_room(self.folder, self.checkpoint_bytes()))
+        total_bytes = self.checkpoint_bytes()
+        self.rank_zero.run(lambda: check_room(self.folder, total_bytes))
 
         # Each rank reserves the size of its file, under the name that it will have.
         trial = self.folder.trial_path
-        num_bytes = self.checkpoint_bytes() // self.rank_zero.world_size
+        num_bytes = total_bytes // self.rank_zero.world_size
         faults = []
         try:
             reserve(trial / f"__{self._rank}_0.distcp", num_bytes)
         except OSError as error:
-            faults.append(f"{socket.gethostname()}, rank {self._rank}: {error.strerror}")
+            host = socket.gethostname()
+            faults.append(f"{host}, rank {self._rank}: {error.strerror}")
         faults_by_rank = self.rank_zero.gather(faults)
         self.rank_zero.run(lambda: remove_tree(trial))
         if faults_by_rank:

@@ -52,7 +52,8 @@ def _apply(overrides: Sequence[str], base: CanonJobConfig) -> CanonJobConfig:
     except SystemExit:
         # tyro prints a box: its first paragraph is the message
         paragraphs = re.split("[─-]{9,}", caught.getvalue())[:2]
-        text = " ".join(paragraphs[-1].strip("│╮. \n").split())
+        message = paragraphs[-1].strip("│╮. \n")
+        text = " ".join(message.split())
         raise UserError("config.invalid_value", f"{text}. See {PROG} --help-all") from None
 
 

@@ -80,7 +80,9 @@ class Console:
             return
 
         # ask the terminal for its size: the variables do not follow a change
-        environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
+        environ = dict(os.environ)
+        environ.pop("COLUMNS", None)
+        environ.pop("LINES", None)
         console = terminal.Console(
             highlight=False,
             no_color=None if self._color else True,  # None: as NO_COLOR says
@@ -147,11 +149,14 @@ class Console:
         self._held_back = None
 
         step = fields["step"]
-        logger.info(
-            f"step {step}/{self.total_steps}  {100 * step / self.total_steps:.1f} %  "
-            f"{self._format_loss(fields['loss'])}  {_format_fields(fields, FIGURES)}  "
-            f"ETA {self._eta(fields)}"
-        )
+        texts = [
+            f"step {step}/{self.total_steps}",
+            f"{100 * step / self.total_steps:.1f} %",
+            self._format_loss(fields["loss"]),
+            _format_fields(fields, FIGURES),
+            f"ETA {self._eta(fields)}",
+        ]
+        logger.info("  ".join(texts))
         self._next_line_at = time.monotonic() + LINE_INTERVAL_S
 
     def _format_loss(self, loss: float) -> str:
@@ -193,12 +198,14 @@ class Console:
         """Yield the lines of the view."""
         # Progress
         step = self._latest.get("step", {})
-        eta = f"  ETA {self._eta(step)}" if step else ""
+        progress = f"{self._step / self.total_steps:.1%}"
+        if step:
+            progress = f"{progress}  ETA {self._eta(step)}"
         bar = Table.grid("", Column(ratio=1), "", padding=(0, 1), expand=True)
         bar.add_row(
             f"step {self._step}/{self.total_steps}",
             ProgressBar(self.total_steps, self._step),
-            f"{self._step / self.total_steps:.1%}{eta}",
+            progress,
         )
         yield bar
 
@@ -206,8 +213,13 @@ class Console:
         if self._losses:
             loss = f"{self._format_loss(self._losses[-1])} "
             num_values = max(1, width - len(loss))
-            curve = sparkline(list(self._losses)[-num_values:])
-            yield Text.assemble((loss, "bold"), (curve, "cyan"), no_wrap=True, overflow="crop")
+            shown_losses = list(self._losses)[-num_values:]
+            yield Text.assemble(
+                (loss, "bold"),
+                (sparkline(shown_losses), "cyan"),
+                no_wrap=True,
+                overflow="crop",
+            )
         if step:
             yield Text(_format_fields(step, FIGURES + MORE))
 
@@ -215,10 +227,12 @@ class Console:
         text = "no checkpoint in this launch yet"
         if "checkpoint" in self._latest:
             age = duration(time.monotonic() - self._checkpoint_at)
-            text = f"checkpoint of step {self._latest['checkpoint']['step']}, {age} ago"
+            saved_step = self._latest["checkpoint"]["step"]
+            text = f"checkpoint of step {saved_step}, {age} ago"
         if "validation" in self._latest:
             fields = self._latest["validation"]
-            text = f"{text}  validation {_format_validation(fields)} at step {fields['step']}"
+            losses = _format_validation(fields)
+            text = f"{text}  validation {losses} at step {fields['step']}"
         yield Text(text)
         for event in list(self._events):
             yield Text(event, "dim", no_wrap=True, overflow="crop")
@@ -226,16 +240,24 @@ class Console:
 
 def is_terminal() -> bool:
     """Return whether stdout is a terminal that can redraw lines."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown", "")
+    terminal_type = os.environ.get("TERM", "")
+    return sys.stdout.isatty() and terminal_type not in ("dumb", "unknown", "")
 
 
 def sparkline(values: Collection[float]) -> str:
     """Return a character per value, low to high; x for a value that is not finite."""
     levels = "▁▂▃▄▅▆▇█"
     finite = [value for value in values if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    low = min(finite, default=0.0)
+    high = max(finite, default=0.0)
     step = (high - low) / (len(levels) - 1) or 1.0
-    return "".join(levels[round((v - low) / step)] if math.isfinite(v) else "x" for v in values)
+    characters = []
+    for value in values:
+        if math.isfinite(value):
+            characters.append(levels[round((value - low) / step)])
+        else:
+            characters.append("x")
+    return "".join(characters)
 
 
 def _format_fields(fields: Mapping[str, Any], formats: str, separator: str = "  ") -> str:
@@ -250,7 +272,8 @@ def _format_fields(fields: Mapping[str, Any], formats: str, separator: str = "  
 def _format_samples(fields: Mapping[str, Any]) -> str:
     """Return the texts, indented, or the reason why there are none."""
     texts = "".join(map("\n{prompt}|{text}".format_map, fields["samples"]))
-    content = fields.get("reason") or printable(texts, "\n").replace("\n", "\n    ")
+    indented = printable(texts, "\n").replace("\n", "\n    ")
+    content = fields.get("reason") or indented
     return "samples at step {step}, {seconds:.1f} s: {}".format(content, **fields)
 
 
@@ -261,15 +284,19 @@ def _format_event(name: str, fields: Mapping[str, Any]) -> str:
         return "checkpoint  of step {step}: {} in {seconds:.1f} s".format(num_bytes, **fields)
     texts = []
     for key, value in fields.items():
-        if key != "tokens":
-            texts.append(f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}")
+        if key == "tokens":
+            continue
+        if isinstance(value, float):
+            value = f"{value:.6g}"
+        texts.append(f"{key} {value}")
     return f"{name.replace('_', ' ')}  {'  '.join(texts)}"
 
 
 def _format_validation(fields: Mapping[str, Any]) -> str:
     text = _format_fields(fields, "loss {loss:.4f}|({bits_per_byte:.4f} bits/byte)", separator=" ")
-    scores = [f"{name} {value:.4g}" for name, value in fields.get("scores", {}).items()]
-    return ", ".join([text, *scores[:SHOWN_SCORES]])
+    scores = fields.get("scores", {})
+    texts = [f"{name} {score:.4g}" for name, score in scores.items()]
+    return ", ".join([text, *texts[:SHOWN_SCORES]])
 
 
 # torchtitan's lines that are not useful, wrong here (a CPU's peak FLOP/s, autocast), or redundant

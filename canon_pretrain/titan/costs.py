@@ -44,7 +44,8 @@ GPU = torch.device("cuda", 0)
 
 def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
     """Return the bytes of storages that `forward` saves for backward, without the modules' own."""
-    constants = {t.untyped_storage()._cdata for t in (*modules.parameters(), *modules.buffers())}
+    tensors = (*modules.parameters(), *modules.buffers())
+    constants = {tensor.untyped_storage()._cdata for tensor in tensors}
     saved: dict[int, Tensor] = {}  # hold the tensors, so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
@@ -81,7 +82,8 @@ def head_bytes(args: ModelArgs, micro_batch: int, dtype: torch.dtype, loss: Head
     shape = (micro_batch, args.max_seq_len)
     with FakeTensorMode():
         with default_dtype(dtype):
-            norm, output = make_norm(args), Head(args.dim, args.vocab_size)
+            norm = make_norm(args)
+            output = Head(args.dim, args.vocab_size)
         h_BTD = torch.empty(*shape, args.dim, dtype=dtype, requires_grad=True)
         labels_BT = torch.zeros(shape, dtype=torch.int64)
         modules = nn.ModuleList([norm, output])
@@ -220,7 +222,8 @@ def trace_block(
         warnings.simplefilter("ignore", DeprecationWarning)  # dynamo's own use of torch
         block.to_empty(device=device)
         if constant_shapes is not None:
-            constant_shapes |= {t.shape for t in (*block.parameters(), *block.buffers())}
+            tensors = (*block.parameters(), *block.buffers())
+            constant_shapes |= {tensor.shape for tensor in tensors}
 
         # Inputs of a block: activations, and the document of each token and of the Canon taps
         # before them.
@@ -239,8 +242,9 @@ def trace_block(
         compiled = torch.compile(block, backend=backend, fullgraph=True)
         results = compiled(h_BTD, Context(segments_BN=segments_BN))
         # blocks with experts also return their loads, and a loss
-        differentiable = [x for x in tree_leaves(results) if x.requires_grad]
-        torch.autograd.backward(differentiable, [torch.empty_like(x) for x in differentiable])
+        differentiable = [tensor for tensor in tree_leaves(results) if tensor.requires_grad]
+        gradients = [torch.empty_like(tensor) for tensor in differentiable]
+        torch.autograd.backward(differentiable, gradients)
     torch._dynamo.reset()
 
 
@@ -266,7 +270,9 @@ def kept_bytes(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -
 
 def empty_results(graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
     """Return a function with the signature of a compiled graph that allocates on the CPU."""
-    values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in results_of(graph)]
+    values = []
+    for result in results_of(graph):
+        values.append(result.meta["val"] if isinstance(result, fx.Node) else result)
 
     def allocate(value: Any) -> Any:
         if not isinstance(value, Tensor):

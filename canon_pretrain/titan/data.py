@@ -73,12 +73,23 @@ def open_data(job: CanonJobConfig) -> OpenedData:
 
             prompts = read_prompts(job, training)
         if job.validation.enable is False:
-            return OpenedData(training, [], notices, {}, prompts)
+            return OpenedData(
+                training=training,
+                held_out=[],
+                notices=notices,
+                identity={},
+                prompts=prompts,
+            )
 
         held_out = _open_held_out(job, training)
         notices += _resolve_validation(job, held_out)
-        identity = {HELD_OUT: joined_fingerprint(held_out)}
-        return OpenedData(training, held_out, notices, identity, prompts)
+        return OpenedData(
+            training=training,
+            held_out=held_out,
+            notices=notices,
+            identity={HELD_OUT: joined_fingerprint(held_out)},
+            prompts=prompts,
+        )
 
 
 def _open_task_data(job: CanonJobConfig, windows: TaskWindows) -> OpenedData:
@@ -86,7 +97,8 @@ def _open_task_data(job: CanonJobConfig, windows: TaskWindows) -> OpenedData:
     settings = windows.task.settings | {"name": windows.task.name}
     del settings["seq_len"]  # as training.seq_len
     # lists for tuples, as read from JSON
-    identity = json.loads(json.dumps({f"data.task.{k}": v for k, v in settings.items()}))
+    task_keys = {f"data.task.{name}": value for name, value in settings.items()}
+    identity = json.loads(json.dumps(task_keys))
     if job.validation.enable is None:
         job.validation.enable = True
     if job.validation.enable:
@@ -104,18 +116,17 @@ def _open_held_out(job: CanonJobConfig, training: Mixture) -> list[TokenShards |
         raise UserError("data.held_out", f"held-out split: {error}. {OFF_HINT}") from None
 
     # Losses are comparable only in the same tokens, and mean something only on other text.
+    training_fingerprints = {source.fingerprint for source in training.sources}
     for part in filter(None, parts):
         part.close()
         origin = f"{part.folder} (validation.path = {job.validation.path!r})"
-        if (part.vocab_size, part.tokenizer_sha256) != (
-            training.vocab_size,
-            training.tokenizer_sha256,
-        ):
+        has_same_size = part.vocab_size == training.vocab_size
+        if not has_same_size or part.tokenizer_sha256 != training.tokenizer_sha256:
             raise UserError(
                 "data.tokenizers_differ",
                 f"{origin} has another tokenizer: rebuild it with the training data's. {OFF_HINT}",
             )
-        if part.fingerprint in {source.fingerprint for source in training.sources}:
+        if part.fingerprint in training_fingerprints:
             raise UserError(
                 "data.overlap",
                 f"{origin} is also training data: choose another text. {OFF_HINT}",
@@ -311,7 +322,8 @@ class CanonDataLoader(BaseDataLoader):
                 # The digest of a step: the sum of those of its micro-batches, modulo 2**64.
                 if batch.begins_step:
                     self._digests.append(0)
-                self._digests[-1] = (self._digests[-1] + batch.digest) % (1 << 64)
+                step_digest = self._digests[-1] + batch.digest
+                self._digests[-1] = step_digest % (1 << 64)
                 self._state = batch.state
                 yield {"input": batch.inputs}, batch.labels
         finally:

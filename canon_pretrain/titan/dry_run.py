@@ -152,24 +152,29 @@ def count_memory(
     parameters = count_parameters(model)
     weight_bytes = -(-parameters.total // num_shards) * dtype.itemsize
     gradient_bytes = -(-parameters.trained // num_shards) * dtype.itemsize
-    states = {"weights": weight_bytes, "optimizer (two moments)": 2 * gradient_bytes}
+    states = {
+        "weights": weight_bytes,
+        "optimizer (two moments)": 2 * gradient_bytes,
+    }
 
     # FSDP2 gathers the embedding, the head and two blocks at a time, or keeps all blocks.
     # Experts stay split over `degree` ranks.
-    blocks = list(model.get_submodule("layers").children())
-    end_parameters = parameters.total - sum(count_parameters(block).total for block in blocks)
     degree = job.parallelism.expert_parallel_degree
+    end_parameters = parameters.total
     gathered_blocks = []
-    for block in blocks:
-        experts = sum(p.numel() for module in all_experts(block) for p in module.parameters())
-        gathered_blocks.append(count_parameters(block).total - (experts - experts // degree))
+    for block in model.get_submodule("layers").children():
+        block_parameters = count_parameters(block).total
+        end_parameters -= block_parameters
+        experts = sum(count_parameters(module).total for module in all_experts(block))
+        gathered_blocks.append(block_parameters - experts + experts // degree)
     largest_block = max(gathered_blocks)
     if job.parallelism.fsdp_reshard_after_forward != "never":
         gathered_blocks = sorted(gathered_blocks)[-2:]
     gathered_bytes = (end_parameters + sum(gathered_blocks)) * param_dtype.itemsize
 
     # The loss's peak: the logits of a chunk, their float32 copy and log-softmax. Chunks are equal.
-    num_chunks = -(-tokens // (job.loss.chunk_tokens or tokens))
+    max_chunk_tokens = job.loss.chunk_tokens or tokens
+    num_chunks = -(-tokens // max_chunk_tokens)
     chunk_tokens = -(-tokens // num_chunks)
     logit_bytes = 8 if param_dtype == torch.float32 else param_dtype.itemsize + 8
     chunk_bytes = chunk_tokens * args.vocab_size * logit_bytes
@@ -180,7 +185,8 @@ def count_memory(
     temporary = 0
     if is_gpu and job.compile.enable:
         for layer in args.kinds.values():
-            token_bytes = TEMPORARY_BYTES.get(layer.mixer, 0) * layer.num_heads * layer.value_dim
+            num_channels = layer.num_heads * layer.value_dim
+            token_bytes = TEMPORARY_BYTES.get(layer.mixer, 0) * num_channels
             temporary = max(temporary, tokens * token_bytes)
 
     # The three moments that may be the peak; earlier micro-batches have left gradients.
@@ -191,7 +197,10 @@ def count_memory(
         "activations": activations,
         "loss": max(saved_head, chunk_bytes),
     }
-    before_backward = in_loss | {"activations": activations + temporary, "loss": saved_head}
+    before_backward = in_loss | {
+        "activations": activations + temporary,
+        "loss": saved_head,
+    }
     after_backward = states | {
         "gradients": gradient_bytes,
         # the last block's gradient is float32 and of all ranks' rows
@@ -199,7 +208,8 @@ def count_memory(
         "activations": activations // args.num_layers,
         "loss": 0,
     }
-    return max(in_loss, before_backward, after_backward, key=lambda parts: sum(parts.values()))
+    moments = (in_loss, before_backward, after_backward)
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def _activation_bytes(
@@ -223,7 +233,8 @@ def _activation_bytes(
 
     # Full checkpointing keeps each block's input, and all of the block that is being recomputed.
     if job.activation_checkpoint.mode == "full":
-        return args.num_layers * tokens * args.dim * dtype.itemsize + max(kept)
+        input_bytes = tokens * args.dim * dtype.itemsize
+        return args.num_layers * input_bytes + max(kept)
     return sum(kept)
 
 
@@ -250,14 +261,17 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
 
     # Counting takes seconds: skip it if a bound several times too high fits, of float32 values.
     tokens = micro_batch_size(job, world_size) * job.training.seq_len
-    values_per_token = 64 * args.num_layers * (args.dim + args.ffn_dim) + 8 * args.vocab_size
-    if 4 * (6 * num_parameters(args) + tokens * values_per_token) < memory_bytes:
+    layer_values = 64 * (args.dim + args.ffn_dim)
+    token_values = args.num_layers * layer_values + 8 * args.vocab_size
+    num_values = 6 * num_parameters(args) + tokens * token_values
+    if 4 * num_values < memory_bytes:
         return
 
     parts = count_memory(job, on_meta(args), world_size, is_gpu=device.is_gpu)
     total = sum(parts.values())
     if total > memory_bytes:
-        parts_text = ", ".join(f"{name} {part / GIB:.1f}" for name, part in parts.items())
+        parts_gib = [f"{name} {part / GIB:.1f}" for name, part in parts.items()]
+        parts_text = ", ".join(parts_gib)
         raise UserError(
             "memory.too_small",
             f"each of {world_size} rank(s) needs at least {total / GIB:.1f} GiB ({parts_text}), "
@@ -288,15 +302,20 @@ class Draws:
         return self.drawn / self.available
 
     def text(self) -> str:
-        epochs = f"{self.epochs:,.1f}" if self.epochs >= 10 else f"{self.epochs:.2g}"
-        return f"{epochs} of {self.source} ({self.drawn:,} tokens drawn of {self.available:,})"
+        precision = ",.1f" if self.epochs >= 10 else ".2g"
+        tokens = f"{self.drawn:,} tokens drawn of {self.available:,}"
+        return f"{self.epochs:{precision}} of {self.source} ({tokens})"
 
 
 def count_draws(job: CanonJobConfig, data: Mixture) -> list[Draws]:
     """Return the draws of training.steps steps from each source of `data`."""
     tokens = job.training.steps * job.tokens_per_step
     return [
-        Draws(name, round(share * tokens), source.num_tokens)
+        Draws(
+            source=name,
+            drawn=round(share * tokens),
+            available=source.num_tokens,
+        )
         for name, share, source in zip(data.names, data.shares, data.sources, strict=True)
     ]
 
@@ -417,7 +436,9 @@ def make_plans(
     wants_reference = gpu is not None or world is not None
     gpu = (gpu or "h100").lower()
     check_choice("--gpu", gpu, GPUS)
-    if mfu is not None and not 0 < mfu <= 1 or world is not None and world < 1:
+    mfu_is_valid = mfu is None or 0 < mfu <= 1
+    world_is_valid = world is None or world >= 1
+    if not mfu_is_valid or not world_is_valid:
         raise UserError(
             "option.invalid",
             f"--mfu {mfu} --world {world}: expected a fraction up to 1, and at least 1 rank",
@@ -490,12 +511,17 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
 
     # A column per plan, a row per part.
     memory = Table("part", title="memory per rank, GiB", title_justify="left")
-    for title in plans:
+    columns = []
+    available = []
+    for title, plan in plans.items():
         memory.add_column(title, justify="right")
-    columns = [plan.memory | {"sum": sum(plan.memory.values())} for plan in plans.values()]
+        total = sum(plan.memory.values())
+        columns.append(plan.memory | {"sum": total})
+        available.append(f"{plan.device.memory_gib:.1f}")
     for part in columns[0]:
-        memory.add_row(part, *(f"{column[part] / GIB:.2f}" for column in columns))
-    memory.add_row("available", *(f"{plan.device.memory_gib:.1f}" for plan in plans.values()))
+        cells = [f"{column[part] / GIB:.2f}" for column in columns]
+        memory.add_row(part, *cells)
+    memory.add_row("available", *available)
     console.print(memory)
 
     # What the figures are worth.
@@ -507,9 +533,10 @@ def print_plans(job: CanonJobConfig, plans: dict[str, Plan], console: Console) -
             "time: computed from products, bytes, launches and exchanges with assumed speeds "
             "(machine/gpus.py); --mfu 0.4 assumes an MFU instead"
         )
-    if too_small := ", ".join(title for title, plan in plans.items() if not plan.fits):
+    too_small = [title for title, plan in plans.items() if not plan.fits]
+    if too_small:
         console.print(
-            f"[bold]exceeds the memory[/bold] ({too_small}): lower {ADVICE} GPUs, "
+            f"[bold]exceeds the memory[/bold] ({', '.join(too_small)}): lower {ADVICE} GPUs, "
             "or --activation_checkpoint.mode full"
         )
 
@@ -523,7 +550,8 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     parameters = f"{plan.parameters:,}"
     if plan.trained != plan.parameters:
         parameters = f"{parameters}, {plan.trained:,} trained"
-    if (num_active := active_parameters(args)) != num_parameters(args):
+    num_active = active_parameters(args)
+    if num_active != num_parameters(args):
         parameters = f"{parameters}, {num_active:,} active per token"
 
     lines = {
@@ -531,10 +559,11 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
         "parameters": f"{parameters}, {_parameters_per_layer(args):.3f} D^2 per layer",
         "FLOPs per token": f"{_abbreviate(plan.flops_per_token)} by {flops_formula(args)}",
         "decoding holds": _decoding_state(args),
-        "steps": f"{steps:,} of {plan.tokens // steps:,} tokens: {_abbreviate(plan.tokens)} tokens",
+        "steps": f"{steps:,} of {job.tokens_per_step:,} tokens: {_abbreviate(plan.tokens)} tokens",
         "valid world sizes": ", ".join(map(str, world_sizes(job))),
     }
-    lines |= {title: _pace(job, plan) for title, plan in plans.items()}
+    for title, device_plan in plans.items():
+        lines[title] = _pace(job, device_plan)
     lines |= _data_lines(job, plan)
 
     itemsize = dtype_for(args.vocab_size).itemsize
@@ -551,28 +580,37 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
 def _model_lines(job: CanonJobConfig) -> dict[str, str]:
     """Return the line of the model, and one of each kind of layer if layers differ."""
     args = job.model_args
-    settings = [
-        f"{name} = {json.dumps(value)}"
-        for name, value in vars(job.loss).items()
-        if value != vars(Loss())[name]
-    ]
+    settings = _changed_settings(job.loss)
     if not args.pattern:
-        return {"model": f"{job.model.flavor}: {', '.join([*_layer_texts(args, args), *settings])}"}
+        texts = [
+            f"{args.num_layers} layers",
+            f"{args.num_heads} heads",
+            f"hidden {args.dim}",
+            *_layer_texts(args),
+            *settings,
+        ]
+        return {"model": f"{job.model.flavor}: {', '.join(texts)}"}
 
     counts = Counter(args.layer_names)
-    pattern = ", ".join(f"{count} {name}" for name, count in counts.items())
-    model = f"{job.model.flavor}: {args.num_layers} layers ({pattern}), hidden {args.dim}"
-    lines = {"model": ", ".join([model, *settings])}
+    layer_counts = [f"{count} {name}" for name, count in counts.items()]
+    pattern = ", ".join(layer_counts)
+    texts = [
+        f"{job.model.flavor}: {args.num_layers} layers ({pattern})",
+        f"hidden {args.dim}",
+        *settings,
+    ]
+    lines = {"model": ", ".join(texts)}
     for name, layer in args.kinds.items():
-        parameters = f"{layer_parameters(layer) / args.dim**2:.3f} D^2"
-        lines[f"layer {name}"] = ", ".join([*_layer_texts(layer, args)[1:], parameters])
+        parameters = layer_parameters(layer) / args.dim**2
+        texts = [f"{layer.num_heads} heads", *_layer_texts(layer), f"{parameters:.3f} D^2"]
+        lines[f"layer {name}"] = ", ".join(texts)
     return lines
 
 
 def _parameters_per_layer(args: ModelArgs) -> float:
     """Return the parameters of a layer over D^2, a mean over the layers."""
-    number = sum(count * layer_parameters(layer) for layer, count in args.layer_counts)
-    return number / args.num_layers / args.dim**2
+    total = sum(map(layer_parameters, args.layer_args))
+    return total / args.num_layers / args.dim**2
 
 
 def _feed_forward(args: ModelArgs) -> str:
@@ -589,11 +627,8 @@ def _feed_forward(args: ModelArgs) -> str:
     return f"F {args.ffn_dim}"
 
 
-def _layer_texts(args: ModelArgs, model: ModelArgs) -> list[str]:
-    """Return the sizes of a layer, its mixer, position and Canon set, and what is no default."""
-    sizes = [f"{args.num_layers} layers", f"{args.num_heads} heads"]
-    if not model.pattern:
-        sizes.append(f"hidden {args.dim}")
+def _layer_texts(args: ModelArgs) -> list[str]:
+    """Return a layer's feed-forward, mixer, position and Canon set, and what is no default."""
     canon = f"Canon-{args.canon_set}" if args.canon_set else "no Canon"
     if args.mixer == "attention":
         variant = [args.position, canon, f"QK-norm {args.qk_norm}"]
@@ -601,13 +636,18 @@ def _layer_texts(args: ModelArgs, model: ModelArgs) -> list[str]:
         variant = [args.mixer, canon]
     else:
         states = f"states {args.key_dim} x {args.value_dim}"
-        variant = [args.mixer, states, "conv1d" if args.mixer_conv else "no conv1d", canon]
+        conv = "conv1d" if args.mixer_conv else "no conv1d"
+        variant = [args.mixer, states, conv, canon]
+    return [_feed_forward(args), *variant, *_changed_settings(args)]
 
-    # SUMMARIZED_KEYS are in other lines.
-    for name, value in vars(args).items():
-        if name not in SUMMARIZED_KEYS and value != getattr(ModelArgs, name):
-            variant.append(f"{name} = {json.dumps(value)}")
-    return [*sizes, _feed_forward(args), *variant]
+
+def _changed_settings(section: ModelArgs | Loss) -> list[str]:
+    """Return the fields that differ from their defaults, except those with texts of their own."""
+    texts = []
+    for name, value in vars(section).items():
+        if name not in SUMMARIZED_KEYS and value != getattr(type(section), name):
+            texts.append(f"{name} = {json.dumps(value)}")
+    return texts
 
 
 def _decoding_state(args: ModelArgs) -> str:
@@ -651,26 +691,31 @@ def _pace(job: CanonJobConfig, plan: Plan) -> str:
     replicas = job.parallelism.data_parallel_replicate_degree
     if replicas > 1:
         ranks = f"{ranks} ({replicas} replicas)"
-    ranks = f"{ranks}, {plan.micro_batch} x {job.training.seq_len} tokens per rank at once"
+    micro_batch = f"{plan.micro_batch} x {job.training.seq_len} tokens"
+    ranks = f"{ranks}, {micro_batch} per rank at once"
     if device.is_gpu and plan.gpu is None and plan.parameters < MIN_PARAMETERS_FOR_MFU:
         return f"{ranks}: no time estimate, the model is too small to fill a GPU"
 
     time = duration(plan.seconds)
     if device.is_gpu:
-        time = f"{time} ({plan.seconds / 3600 * plan.world_size:,.1f} GPU-hours)"
-    time = f"{time}, {plan.tokens / plan.seconds:,.0f} tokens/s"
+        gpu_hours = plan.seconds / 3600 * plan.world_size
+        time = f"{time} ({gpu_hours:,.1f} GPU-hours)"
+    tokens_per_s = plan.tokens / plan.seconds
+    time = f"{time}, {tokens_per_s:,.0f} tokens/s"
     if plan.gpu is None:
         return f"{ranks}: {time}, assuming {device.assumed}"
 
     slow, likely, fast = map(_milliseconds, plan.step_seconds)
-    text = f"{ranks}: {time}, {likely} per step ({fast} to {slow}), MFU {plan.mfu:.0%}, computed"
+    step_time = f"{likely} per step ({fast} to {slow})"
+    text = f"{ranks}: {time}, {step_time}, MFU {plan.mfu:.0%}, computed"
     if plan.fla_speedup > 1:
         text = f"{text} with fla; without it {duration(plan.chunked_seconds)}"
     return text
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:,.{0 if seconds >= 0.1 else 1}f} ms"
+    digits = 0 if seconds >= 0.1 else 1
+    return f"{1000 * seconds:,.{digits}f} ms"
 
 
 def _abbreviate(value: float) -> str:

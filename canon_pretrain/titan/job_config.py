@@ -125,20 +125,21 @@ class CanonJobConfig(titan.JobConfig):
         section = self.data.task
         if not section.name:
             return None
-        return build_task(section.name, section.settings | {"seq_len": self.training.seq_len})
+        settings = section.settings | {"seq_len": self.training.seq_len}
+        return build_task(section.name, settings)
 
     @property
     def model_args(self) -> ModelArgs:
         """The flavor's arguments with this job's overrides, checked by ModelArgs."""
         base = model_flavor(self.model.flavor)
-        overrides = {
-            field.name: getattr(self.model, field.name)
-            for field in dataclasses.fields(ModelArgs)
-            if getattr(self.model, field.name, None) is not None
-        }
+        overrides: dict[str, Any] = {}
+        for argument in dataclasses.fields(ModelArgs):
+            value = getattr(self.model, argument.name, None)
+            if value is not None:
+                overrides[argument.name] = value
+        overrides["max_seq_len"] = self.training.seq_len
 
         # a mixer changes sizes that are not set
-        overrides |= {"max_seq_len": self.training.seq_len}
         return fill_model(base, overrides)
 
 
@@ -147,8 +148,9 @@ def shard_degree(job: CanonJobConfig, world_size: int) -> int:
     # Experts are split over ranks of one replica.
     replicas = job.parallelism.data_parallel_replicate_degree
     expert_degree = job.parallelism.expert_parallel_degree
-    if world_size % (replicas * expert_degree):
-        valid = valid_world_sizes(job.training.global_batch_size, replicas * expert_degree)
+    step = replicas * expert_degree
+    if world_size % step:
+        valid = valid_world_sizes(job.training.global_batch_size, step)
         experts = ""
         if expert_degree > 1:
             experts = f"times expert_parallel_degree = {expert_degree} "
@@ -198,8 +200,10 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
             valid=valid,
         )
 
-    limit = min(share, job.training.local_batch_size)
-    return next(size for size in range(limit, 0, -1) if share % size == 0)
+    size = min(share, job.training.local_batch_size)
+    while share % size:
+        size -= 1
+    return size
 
 
 UNSUPPORTED = """
@@ -254,7 +258,9 @@ def check_job(job: CanonJobConfig) -> None:
         value = value_of(job, name)
         default = value_of(defaults, name)
         if value != default:
-            instead = f" ({INSTEAD[name]})" if name in INSTEAD else ""
+            instead = ""
+            if name in INSTEAD:
+                instead = f" ({INSTEAD[name]})"
             raise UserError(
                 "config.unsupported",
                 f"{name} = {value!r} is not supported by this trainer; expected {default!r}"
@@ -290,7 +296,8 @@ def split_names(entries: list[str]) -> list[str]:
 def check_allowed_changes(allowed: list[str], identity: Iterable[str]) -> None:
     """Raise UserError unless `run.allow_changes` has names in a run's `identity` only, or CODE."""
     valid = {*identity, HELD_OUT, MIXER_CODE}
-    if unknown := [name for name in split_names(allowed) if name not in valid | {CODE}]:
+    unknown = [name for name in split_names(allowed) if name != CODE and name not in valid]
+    if unknown:
         raise UserError(
             "run.unknown_change",
             f"run.allow_changes: {', '.join(unknown)} is not part of a run's identity. Expected "
@@ -357,7 +364,8 @@ def _data_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     prompts = job.samples.prompts
     if job.samples.interval and not prompts:
         yield "samples.prompts", "samples.interval is set, but samples.prompts is empty: set both"
-    if repeated := [prompt for k, prompt in enumerate(prompts) if prompt in prompts[:k]]:
+    repeated = [prompt for k, prompt in enumerate(prompts) if prompt in prompts[:k]]
+    if repeated:
         yield "samples.prompts", f"samples.prompts has {repeated[0]!r} more than once: list it once"
     if len(data.weights) != len(data.paths):
         yield "data.weights", f"data.weights: expected {len(data.paths)} numbers, one per path"
@@ -414,8 +422,9 @@ def _computation_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
 def _is_path(name: str, value: str | list[str] | None) -> bool:
     """Return whether a path's value, which may be unset or a list, has the form of one."""
     paths = value if isinstance(value, list) else [value or ""]
-    if any("\0" in path or path.startswith("~") for path in paths):
-        return False
+    for path in paths:
+        if "\0" in path or path.startswith("~"):
+            return False
     if name in FOLDERS:
         return os.path.normpath(paths[0]) != os.curdir
     return name not in ("job.dump_folder", "job.save_config_file") or value != ""

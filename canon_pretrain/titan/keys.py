@@ -123,12 +123,15 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def check_words(overrides: Iterable[str]) -> None:
     """Raise UserError if an option is no key of a job, with the nearest one."""
-    keys = set(dict(dotted(_sections())))
+    keys = {name for name, _ in dotted(_sections())}
     for word in overrides:
         # words are options and values; "--section.key=value" is also one word
-        key = word.removeprefix("--").partition("=")[0].replace("-", "_")
+        if not word.startswith("--"):
+            continue
+        option, _, _ = word.removeprefix("--").partition("=")
+        key = option.replace("-", "_")
         # the second form turns a boolean off
-        if not word.startswith("--") or keys & {key, key.replace(".no_", ".")}:
+        if key in keys or key.replace(".no_", ".") in keys:
             continue
 
         hint = (
@@ -150,7 +153,9 @@ def _suggest_synonyms(unknown_key: str, keys: Iterable[str]) -> str:
 
     suggested = [key for key, synonyms in SYNONYMS.items() if name in synonyms.split()]
     if "." not in unknown_key:  # a key without its section
-        suggested += sorted({key for key in keys if key.endswith(f".{name}")} - {*suggested})
+        same_name = {key for key in keys if key.endswith(f".{name}")}
+        suggested += sorted(same_name.difference(suggested))
     if not suggested:
         return ""
-    return f" Did you mean {' or '.join(f'--{key}' for key in suggested[:MAX_SUGGESTIONS])}?"
+    options = [f"--{key}" for key in suggested[:MAX_SUGGESTIONS]]
+    return f" Did you mean {' or '.join(options)}?"

@@ -68,9 +68,11 @@ class Comparison:
 def resolved(job: CanonJobConfig) -> dict[str, Any]:
     """Return the job with absolute data folders, independent of the working folder."""
     config = job.to_dict()
-    config["data"]["path"] = job.data.path and _absolute(job.data.path)
-    config["data"]["paths"] = list(map(_absolute, job.data.paths))
-    config["validation"]["path"] = job.validation.path and _absolute(job.validation.path)
+    data = config["data"]
+    data["paths"] = list(map(_absolute, data["paths"]))
+    for section in (data, config["validation"]):
+        if section["path"]:
+            section["path"] = _absolute(section["path"])
     return config
 
 
@@ -156,7 +158,8 @@ def check_identity(
     allowed_names = split_names(allowed)
     refused = {name: pair for name, pair in changes.items() if name not in allowed_names}
     if refused:
-        lines = "; ".join(describe_changes(refused, _recorded(folder, "config"), config))
+        old_config = _recorded(folder, "config")
+        lines = "; ".join(describe_changes(refused, old_config, config))
         raise UserError(
             "run.changed",
             f"the run in {folder.path} differs: {lines}. Undo the change, choose another "
@@ -187,7 +190,8 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
     """Return all differences between the job in `folder` and this one."""
     if not folder.config_file.exists():
         return {}
-    old = _flatten(CanonJobConfig().to_dict()) | _flatten(_recorded(folder, "config"))
+    defaults = _flatten(CanonJobConfig().to_dict())
+    old = defaults | _flatten(_recorded(folder, "config"))
     changes = differences(old, _flatten(config))
     return {name: pair for name, pair in changes.items() if name not in PER_LAUNCH_KEYS}
 
@@ -209,15 +213,18 @@ def describe_changes(
             return f"{_data_of(name, config)} (fingerprint {_shortened(value)})"
         return repr(value)
 
-    return [
-        f"{name}: {describe(name, old, old_config)} -> {describe(name, new, new_config)}"
-        for name, (old, new) in changes.items()
-    ]
+    lines = []
+    for name, (old, new) in changes.items():
+        old_text = describe(name, old, old_config)
+        new_text = describe(name, new, new_config)
+        lines.append(f"{name}: {old_text} -> {new_text}")
+    return lines
 
 
 def _shortened(fingerprint: object) -> str:
     """Return the first digits of a fingerprint, which may join those of several folders."""
-    return "+".join(part[:8] for part in str(fingerprint).split("+"))
+    digests = str(fingerprint).split("+")
+    return "+".join(digest[:8] for digest in digests)
 
 
 def _data_of(name: str, config: Mapping[str, Any]) -> str:
@@ -229,7 +236,8 @@ def _data_of(name: str, config: Mapping[str, Any]) -> str:
     if name == HELD_OUT and validation_path:
         return f"validation.path = {validation_path!r}"
     keys = ("paths", "weights") if data.get("paths") else ("path",)
-    return ", ".join(f"data.{key} = {data.get(key)!r}" for key in keys)
+    settings = [f"data.{key} = {data.get(key)!r}" for key in keys]
+    return ", ".join(settings)
 
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,7 +305,8 @@ def _check_folder(
     run_id = this_run.run_id if this_run is not None else None
     other_steps = checkpoints.steps_of_other_runs(run_id)
     if other_steps:
-        steps = ", ".join(f"step-{step} of run {other}" for step, other in other_steps.items())
+        checkpoint_names = [f"step-{step} of run {other}" for step, other in other_steps.items()]
+        steps = ", ".join(checkpoint_names)
         name = f"run {run_id}" if run_id else "new"
         raise UserError(
             "checkpoint.other_run",
@@ -346,7 +355,8 @@ def _recover_folder(
     # Saves and archives that a crash has interrupted.
     notes = checkpoints.recover()
     if strays := checkpoints.strays():
-        notes.append(f"ignored in {checkpoints.path}, not checkpoints: {', '.join(strays)}")
+        names = ", ".join(strays)
+        notes.append(f"ignored in {checkpoints.path}, not checkpoints: {names}")
     if fresh:
         if archive := checkpoints.archive_all(run.path, "--checkpoint.fresh"):
             notes.append(f"restarting at step 1: the run so far is in {archive}")
@@ -406,7 +416,12 @@ def record_launch(
     else:
         metrics.event("start", **header)
     if canon is not None and canon.refused:
-        metrics.event("canon_fallback", step=step, refused="triton", reason=canon.refused)
+        metrics.event(
+            "canon_fallback",
+            step=step,
+            refused="triton",
+            reason=canon.refused,
+        )
     if mixer is not None and mixer.refused:
         metrics.event(
             "mixer_fallback",
@@ -417,7 +432,11 @@ def record_launch(
         )
     if changes or compared.code_changes:
         metrics.event(
-            "changed", step=step, run=compared.changes, config=changes, code=compared.code_changes
+            "changed",
+            step=step,
+            run=compared.changes,
+            config=changes,
+            code=compared.code_changes,
         )
     metrics.flush()
     rank_zero.run(lambda: _write_config(folder, compared))
@@ -444,7 +463,7 @@ def _launch_fields(step: int, header: Mapping[str, Any]) -> dict[str, Any]:
         "devices": {
             "type": device_type,
             "count": num_gpus,
-            "names": [torch.cuda.get_device_name(k) for k in range(num_gpus)],
+            "names": list(map(torch.cuda.get_device_name, range(num_gpus))),
             "cuda": torch.version.cuda,
         },
         "versions": {name: header.get(name) for name in versions},

@@ -86,7 +86,8 @@ class CanonMetrics(MetricsProcessor):
         self.run_log: RunLog | None = None
         self._baselines: Baselines | None = None
         if dist.get_rank() == 0:
-            self.run_log = RunLog(RunFolder(Path(job.job.dump_folder)).log_file, may_write)
+            run = RunFolder(Path(job.job.dump_folder))
+            self.run_log = RunLog(run.log_file, may_write)
             if text is not None:
                 self._baselines = Baselines(text)
 
@@ -172,7 +173,9 @@ class CanonMetrics(MetricsProcessor):
         """Return a digest of each global batch since the last logged step; collective."""
         # int64 sums wrap modulo 2**64, as the digests do
         digests = self._dataloader.take_digests()
-        signed = [digest - (1 << 64) if digest >= 1 << 63 else digest for digest in digests]
+        signed = []
+        for digest in digests:
+            signed.append(digest - (1 << 64) if digest >= 1 << 63 else digest)
         sums = torch.tensor(signed, dtype=torch.int64, device=device_type)
         dist.all_reduce(sums)
         return [f"{digest % (1 << 64):016x}" for digest in sums.tolist()]
@@ -220,10 +223,11 @@ def _tracing(config: Any, folder: Path, step: int) -> profile:
     """Return a profiler that traces the last steps of each cycle, from `step` on."""
 
     def write(profiler: profile) -> None:
-        path = folder / f"iteration_{profiler.step_num}" / f"rank{dist.get_rank()}_trace.json"
+        step_folder = folder / f"iteration_{profiler.step_num}"
+        path = step_folder / f"rank{dist.get_rank()}_trace.json"
         unfinished = path.with_name(f".{path.name}")  # renamed when complete
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            step_folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(unfinished))
             os.replace(unfinished, path)
         except (OSError, RuntimeError) as error:  # torch raises either if it cannot write
@@ -233,7 +237,8 @@ def _tracing(config: Any, folder: Path, step: int) -> profile:
 
     warmup = config.profiler_warmup
     active = config.profiler_active
-    cycle = schedule(wait=config.profile_freq - warmup - active, warmup=warmup, active=active)
+    wait = config.profile_freq - warmup - active
+    cycle = schedule(wait=wait, warmup=warmup, active=active)
     logger.info(f"tracing {active} of every {config.profile_freq} steps: {folder}")
     # intended: each trace covers one cycle
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")

@@ -76,7 +76,9 @@ class BackendChoice:
     """Estimated time of a step over that of the refused backend."""
 
     def __str__(self) -> str:
-        return f"{self.backend} ({self.reason})" if self.reason else self.backend
+        if not self.reason:
+            return self.backend
+        return f"{self.backend} ({self.reason})"
 
 
 def choose_canon(
@@ -92,7 +94,8 @@ def choose_canon(
     is_auto = requested == "auto"
     backend = "triton" if is_auto else requested
     if device.type not in DEVICE_TYPES or backend not in OPTIONAL:
-        return BackendChoice(resolve_backend(requested), "auto" if is_auto else "")
+        reason = "auto" if is_auto else ""
+        return BackendChoice(resolve_backend(requested), reason)
 
     # A backend must pass its check. One that is requested by name must not be replaced silently.
     check = _from_rank_zero(lambda: _check_backend(job, backend, device, code))
@@ -107,11 +110,16 @@ def choose_canon(
             problem=check.problem,
         )
     if check.problem is None:
-        return BackendChoice(backend, f"auto; {check.source}" if is_auto else check.source)
+        reason = f"auto; {check.source}" if is_auto else check.source
+        return BackendChoice(backend, reason)
 
     if dist.get_rank() == 0:
         logger.warning(f"Canon uses compiled instead of triton, which is slower: {check.problem}")
-    return BackendChoice("compiled", "auto; triton failed its check", refused=check.problem)
+    return BackendChoice(
+        backend="compiled",
+        reason="auto; triton failed its check",
+        refused=check.problem,
+    )
 
 
 def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | None:
@@ -127,7 +135,8 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
         return None
     requested = job.model.mixer_backend
     # fla autotunes: another process may add in another order
-    tries_fla = requested == "auto" and device.type in DEVICE_TYPES and not job.debug.deterministic
+    may_autotune = not job.debug.deterministic
+    tries_fla = requested == "auto" and device.type in DEVICE_TYPES and may_autotune
     if requested != "fla" and not tries_fla:
         return BackendChoice("chunked")
 
@@ -155,7 +164,12 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
             f"{' and '.join(recurrent)} uses chunked instead of fla: about {slowdown:.3g} times as "
             f"slow (computed for 1.3B on an H100). fla was refused: {problem}"
         )
-    return BackendChoice("chunked", "auto; fla was refused", refused=problem, slowdown=slowdown)
+    return BackendChoice(
+        backend="chunked",
+        reason="auto; fla was refused",
+        refused=problem,
+        slowdown=slowdown,
+    )
 
 
 def chunked_slowdown(args: ModelArgs) -> float:
@@ -180,17 +194,26 @@ def _check_backend(
     """
     shape = (job.training.local_batch_size, job.training.seq_len)
     dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
+    packages = {}
+    for name in PACKAGES:
+        for distribution in distributions(name=name):
+            packages[distribution.name] = distribution.version
     key = {
         "backend": backend,
         "device": _name(device),
         "torch": f"{torch.__version__} {torch.version.cuda} {torch.version.hip}",
-        "packages": {d.name: d.version for name in PACKAGES for d in distributions(name=name)},
-        "code": {p: h for p, h in code.items() if p.startswith(("kernels/", "model/"))},
+        "packages": packages,
+        "code": {
+            path: file_hash
+            for path, file_hash in code.items()
+            if path.startswith(("kernels/", "model/"))
+        },
         "shape": shape,
         "dtype": str(dtype),
         "model": asdict(job.model_args),
     }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    key_text = json.dumps(key, sort_keys=True)
+    digest = hashlib.sha256(key_text.encode()).hexdigest()[:32]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     path = Path(cache) / "canon_pretrain" / "canon_check" / f"{digest}.json"
     with contextlib.suppress(UserError, OSError):  # missing or damaged: check
@@ -211,7 +234,11 @@ def _check_backend(
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, {"problem": problem, **key})
     seconds = time.monotonic() - start
-    return CheckResult(problem, f"equal to float64, checked in {seconds:.1f} s", is_lost)
+    return CheckResult(
+        problem=problem,
+        source=f"equal to float64, checked in {seconds:.1f} s",
+        is_lost=is_lost,
+    )
 
 
 def _is_lost(device: torch.device) -> bool:
@@ -260,10 +287,13 @@ def parallelize(
 
     # FSDP2 last: its hooks run around the compiled blocks.
     if parallel_dims is not None:
+        experts_mesh = None
+        if exchanges:
+            experts_mesh = fsdp_mesh(parallel_dims, of_experts=True)
         shard(
             model,
             fsdp_mesh(parallel_dims),
-            experts_mesh=fsdp_mesh(parallel_dims, of_experts=True) if exchanges else None,
+            experts_mesh=experts_mesh,
             param_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[job.training.mixed_precision_reduce],
             cpu_offload=job.training.enable_cpu_offload,
@@ -365,7 +395,9 @@ class ExpertExchange(ExpertParallel):
         with torch.no_grad():
             received_RE = all_to_all_single(count_E, None, None, group).view(num_ranks, -1)
             sent_RE = count_E.view(num_ranks, -1)
-            splits_2R = torch.stack([sent_RE.sum(dim=1), received_RE.sum(dim=1)])
+            sent_R = sent_RE.sum(dim=1)
+            received_R = received_RE.sum(dim=1)
+            splits_2R = torch.stack([sent_R, received_R])
             self.input_splits, self.output_splits = splits_2R.tolist()
 
         x_SD = all_to_all_single_autograd(x_SD, self.output_splits, self.input_splits, group)
@@ -438,7 +470,8 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
     # By mesh, because all tensors of a foreach operator must be of one.
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
-        if (grad := parameter.grad) is not None:
+        grad = parameter.grad
+        if grad is not None:
             mesh = grad.device_mesh if isinstance(grad, DTensor) else None
             groups.setdefault(mesh, []).append(parameter)
 
@@ -453,7 +486,9 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
             norm /= mesh.size(0)
         norms.append(norm)
 
-    total_norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    total_norm = norms[0]
+    if len(norms) > 1:
+        total_norm = torch.stack(norms).norm()
     if max_norm:
         for group in groups.values():
             torch.nn.utils.clip_grads_with_norm_(group, max_norm, total_norm, foreach=True)
@@ -473,7 +508,8 @@ def write_shard(parameter: Tensor, value: InitialValue) -> None:
     assert tuple(shape[1:]) == tuple(value.shape[1:]), "FSDP2 shards the first dimension"
     local = parameter.to_local()
     if local.numel():  # empty on a rank past the last row
-        local.copy_(value.rows(offset[0], offset[0] + shape[0]))
+        first_row = offset[0]
+        local.copy_(value.rows(first_row, first_row + shape[0]))
 
 
 def reshard(model: nn.Module) -> None:

@@ -94,7 +94,7 @@ class RankZero:
         """Return the texts of all ranks, by rank; without the ranks that have none."""
         by_rank: list[list[str]] = [[]] * self.world_size
         dist.all_gather_object(by_rank, texts, group=self.group)
-        return {rank: texts for rank, texts in enumerate(by_rank) if texts}
+        return {rank: rank_texts for rank, rank_texts in enumerate(by_rank) if rank_texts}
 
 
 class Verified(NamedTuple):
@@ -208,7 +208,12 @@ class Resume:
             "in quarantine": [name for name in quarantined if not name.startswith(".")],
             "saved according to the log": self._logged_saves()[-3:],
         }
-        if texts := [f"{title}: {', '.join(map(str, x))}" for title, x in traces.items() if x]:
+        texts = []
+        for title, names in traces.items():
+            if names:
+                listing = ", ".join(map(str, names))
+                texts.append(f"{title}: {listing}")
+        if texts:
             raise UserError(
                 "checkpoint.none",
                 f"no complete checkpoint in {self.folder.path} ({'; '.join(texts)}): restore "
@@ -246,7 +251,8 @@ class Resume:
         unreadable: OSError | None = None
         try:
             # a rank without a share must see the folder, too
-            faults = manifests.find_faults(path, manifest, share or names[-1:], hashes=bool(share))
+            checked = share or names[-1:]
+            faults = manifests.find_faults(path, manifest, checked, hashes=bool(share))
             if self._rank_zero.rank == 0:
                 faults += _folder_faults(path, manifest, weights_suffice)
                 if METADATA in manifest.files:
@@ -257,7 +263,8 @@ class Resume:
             faults = [str(error)]
             unreadable = error
         host = socket.gethostname()
-        faults_by_rank = self._rank_zero.gather([f"{host}: {fault}" for fault in faults])
+        host_faults = [f"{host}: {fault}" for fault in faults]
+        faults_by_rank = self._rank_zero.gather(host_faults)
 
         def judge() -> Verified | list[str]:
             """Decide on rank 0: it moves files, so its view of them counts."""
@@ -296,7 +303,12 @@ class Resume:
         """Move a checkpoint to quarantine and log it; rank 0 only."""
         new_path = self.folder.quarantine(path, reason)
         logger.warning(f"{title}: {path}: {reason}. Moved to {new_path}")
-        self._event("quarantine", checkpoint=path.name, reason=reason, moved_to=str(new_path))
+        self._event(
+            "quarantine",
+            checkpoint=path.name,
+            reason=reason,
+            moved_to=str(new_path),
+        )
 
     def _read(self, path: Path, checkpoint: Verified, *, model_only: bool = False) -> None:
         """Load into this rank's shards. Raises UserError if the model differs."""
@@ -365,8 +377,7 @@ def _value_or_fault(read: Callable[..., T], *arguments: Any) -> T | str:
 
 def _folder_faults(path: Path, manifest: Manifest, weights_suffice: bool) -> list[str]:
     """Return faults other than in the content of the manifest's files."""
-    extra = set(manifests.files_of(path)) - manifest.files.keys()
-    faults = [f"{name} is not in the manifest" for name in sorted(extra)]
+    faults = manifests.unknown_files(path, manifest)
     if manifest.kind != "full" and not weights_suffice:
         faults.append("it holds weights only and cannot be resumed")
     if path.name != f"step-{manifest.step}":

@@ -76,7 +76,8 @@ class TextSamples:
         self._tokenizer = find_tokenizer(data) if dist.get_rank() == 0 else None
 
     def is_due(self, step: int) -> bool:
-        return step > 0 and (step % self._config.interval == 0 or step == self._last_step)
+        is_multiple = step % self._config.interval == 0
+        return step > 0 and (is_multiple or step == self._last_step)
 
     def write(self, model: Transformer, step: int) -> dict[str, Any]:
         """Return the fields of the log event, on rank 0 with the samples; collective.
@@ -118,9 +119,17 @@ class TextSamples:
         # text's first word.
         tokenizer = self._tokenizer
         if tokenizer is not None:
-            fields["samples"] = []
+            samples = []
             prompts = zip(self._config.prompts, self._prompts, strict=True)
             for (prompt, ids), answer in zip(prompts, answers, strict=True):
-                text = tokenizer.decode(ids + answer)[len(tokenizer.decode(ids)) :]
-                fields["samples"].append({"prompt": prompt, "text": text, "tokens": len(answer)})
+                decoded_prompt = tokenizer.decode(ids)
+                text = tokenizer.decode(ids + answer)[len(decoded_prompt) :]
+                samples.append(
+                    {
+                        "prompt": prompt,
+                        "text": text,
+                        "tokens": len(answer),
+                    }
+                )
+            fields["samples"] = samples
         return fields | {"seconds": time.perf_counter() - begin}

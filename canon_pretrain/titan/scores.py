@@ -84,10 +84,12 @@ class TaskScores:
         for setting in chain.from_iterable(self._windows):
             if not setting.spans:
                 continue
-            logits_TV = model(to_device(torch.from_numpy(setting.ids)[None], device))[0]
+            ids_BT = torch.from_numpy(setting.ids)[None]
+            logits_TV = model(to_device(ids_BT, device))[0]
             logs_TV = logits_TV.float().log_softmax(-1).double().cpu().numpy()
             for start, tokens in setting.spans:
                 # the logits at t predict token t + 1
-                token_logs = (logs_TV[start - 1 + k, token] for k, token in enumerate(tokens))
+                tokens_at = enumerate(tokens, start)
+                token_logs = (logs_TV[position - 1, token] for position, token in tokens_at)
                 log_likelihoods.append(float(sum(token_logs)))
         return log_likelihoods

@@ -204,7 +204,8 @@ class BareStep:
         model_args.update_from_config(job)
         with torch.device("meta"):
             model = TitanTransformer(model_args)
-        parallelize(model, None if plain else ParallelDims(1, 1, 1, 1, 1, 1, 1, 1), job)
+        dims = None if plain else ParallelDims(1, 1, 1, 1, 1, 1, 1, 1)
+        parallelize(model, dims, job)
         model.to_empty(device=device)
         fill(model)
         self.model = model
@@ -234,7 +235,9 @@ class BareStep:
         """Add up the gradients of the mean loss over all micro-batches."""
         self.model.zero_grad()
         for batch in self.batches:
-            _, objective = self.model(batch[:, :-1], labels_BT=batch[:, 1:], loss=self.loss)
+            inputs_BT = batch[:, :-1]
+            labels_BT = batch[:, 1:]
+            _, objective = self.model(inputs_BT, labels_BT=labels_BT, loss=self.loss)
             (objective / self.num_tokens).backward()
 
     def update(self) -> None:

@@ -90,12 +90,15 @@ def count_step(job: CanonJobConfig, world_size: int) -> StepCounts:
     """
     training = job.training
     tokens = micro_batch_size(job, world_size) * training.seq_len  # of a micro-batch
+    num_gathers = 2  # for each pass, unless the weights stay gathered
+    if job.parallelism.fsdp_reshard_after_forward == "never":
+        num_gathers = 1
     layout = Layout(
         world_size=world_size,
         num_shards=shard_degree(job, world_size),
         tokens=tokens,
         num_micro_batches=job.tokens_per_step // (tokens * world_size),
-        num_gathers=1 if job.parallelism.fsdp_reshard_after_forward == "never" else 2,
+        num_gathers=num_gathers,
         expert_degree=job.parallelism.expert_parallel_degree,
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         loss_chunk_tokens=job.loss.chunk_tokens or tokens,
@@ -127,7 +130,8 @@ def count_model(args: ModelArgs, layout: Layout, *blocks: Work) -> StepCounts:
     micro_batch = Work()
     for (layer, count), block in zip(args.layer_counts, blocks, strict=True):
         micro_batch.add(block.repeated(count))
-        micro_batch.add(_attention_work(layer, layout).repeated(count))
+        attention = _attention_work(layer, layout)
+        micro_batch.add(attention.repeated(count))
     micro_batch.add(_head_work(args, layout))
     micro_batch.add(_sharding_work(args, layout))
 
@@ -153,11 +157,12 @@ def _attention_work(args: ModelArgs, layout: Layout) -> Work:
     # of the whole square of tokens, without the half that causality leaves out
     num_keys = min(args.max_seq_len, args.window or args.max_seq_len)
     product_flops = 2 * args.qkv_dims[0] * num_keys * layout.tokens
+    num_products = 2 * num_forward + 5
     # fused kernels are for half precision
     kind = "float32" if layout.dtype == torch.float32 else "attention"
     return Work(
         launches=num_forward + 3,  # backward: the row sums, then the gradients in two kernels
-        flops=Counter({kind: (2 * num_forward + 5) * product_flops}),
+        flops=Counter({kind: num_products * product_flops}),
     )
 
 
@@ -166,16 +171,18 @@ def _head_work(args: ModelArgs, layout: Layout) -> Work:
     tokens = layout.tokens
     itemsize = layout.dtype.itemsize
     num_chunks = -(-tokens // layout.loss_chunk_tokens)
-    token_bytes = LOGIT_PASSES * itemsize * args.vocab_size + HEAD_CHANNEL_BYTES * args.dim
+    logit_bytes = LOGIT_PASSES * itemsize * args.vocab_size
+    channel_bytes = HEAD_CHANNEL_BYTES * args.dim
 
     # each chunk adds to the weight's float32 gradient: two reads and a write
-    gradient_bytes = 3 * 4 * num_chunks * args.vocab_size * args.dim
+    head_parameters = args.vocab_size * args.dim
+    gradient_bytes = 3 * FLOAT32_BYTES * num_chunks * head_parameters
     kind = str(layout.dtype).removeprefix("torch.")
     return Work(
         launches=HEAD_LAUNCHES * num_chunks,
-        bytes_moved=tokens * token_bytes + gradient_bytes,
+        bytes_moved=tokens * (logit_bytes + channel_bytes) + gradient_bytes,
         product_bytes=3 * tokens * itemsize * (args.vocab_size + args.dim),
-        flops=Counter({kind: 6 * tokens * args.vocab_size * args.dim}),
+        flops=Counter({kind: 6 * tokens * head_parameters}),
     )
 
 
@@ -184,9 +191,10 @@ def _sharding_work(args: ModelArgs, layout: Layout) -> Work:
     itemsize = layout.dtype.itemsize
     gather_bytes = 2 * itemsize * layout.num_gathers  # a read and a write
     gradient_bytes = itemsize + FLOAT32_BYTES
+    num_gathered = sum(_gathered_parameters(args, layout))
     return Work(
         launches=BLOCK_LAUNCHES * args.num_layers,
-        bytes_moved=(gather_bytes + gradient_bytes) * sum(_gathered_parameters(args, layout)),
+        bytes_moved=(gather_bytes + gradient_bytes) * num_gathered,
     )
 
 
@@ -199,10 +207,14 @@ class GatheredParameters(NamedTuple):
 
 
 def _gathered_parameters(args: ModelArgs, layout: Layout) -> GatheredParameters:
+    total = num_parameters(args)
     if layout.expert_degree == 1:
-        return GatheredParameters(num_parameters(args), 0)
+        return GatheredParameters(total, 0)
     experts = routed_parameters(args)
-    return GatheredParameters(num_parameters(args) - experts, experts / layout.expert_degree)
+    return GatheredParameters(
+        dense=total - experts,
+        experts=experts / layout.expert_degree,
+    )
 
 
 def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
@@ -228,13 +240,15 @@ def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
 
     # Replicas add up their float32 shards, in rings over all nodes.
     shard_bytes = FLOAT32_BYTES * num_parameters(args) / num_shards
-    receive(2 * shard_bytes, layout.world_size // num_shards, span=layout.world_size)
+    num_replicas = layout.world_size // num_shards
+    receive(2 * shard_bytes, num_replicas, span=layout.world_size)
 
     # Rows go to the experts and back, in each pass.
     num_passes = 3 if layout.recomputes else 2
     row_bytes = args.experts_per_token * args.dim * itemsize
-    num_layers = sum(layer.ffn == "moe" for layer in args.layer_args)
-    receive(2 * num_passes * row_bytes * layout.tokens * num_layers, layout.expert_degree)
+    num_moe_layers = sum(layer.ffn == "moe" for layer in args.layer_args)
+    pass_bytes = 2 * num_moe_layers * layout.tokens * row_bytes
+    receive(num_passes * pass_bytes, layout.expert_degree)
     return received[False], received[True]
 
 
@@ -244,7 +258,8 @@ def step_seconds(counts: StepCounts, gpu: Gpu, *, speedup: float = 1.0) -> Range
     The device runs its kernels one after the other while the host launches the next ones: the
     slower of the two counts. Exchanges overlap with them, but for the share EXPOSED.
     """
-    return Range(*(_step_seconds(counts, gpu, case, speedup) for case in range(len(Range._fields))))
+    cases = range(len(Range._fields))
+    return Range(*(_step_seconds(counts, gpu, case, speedup) for case in cases))
 
 
 def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> float:
@@ -260,9 +275,10 @@ def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> fl
         "grouped": speeds.grouped_flops[case],
         "attention": 2 * speeds.attention_flops[case],  # counted: the whole square
     }
+    memory_bytes_per_s = speeds.memory_bytes[case]
     products_s = sum(flops / flops_per_s[kind] for kind, flops in work.flops.items())
-    products_s = max(products_s, work.product_bytes / speeds.memory_bytes[case])
-    device_s = products_s + work.bytes_moved / speeds.memory_bytes[case]
+    products_s = max(products_s, work.product_bytes / memory_bytes_per_s)
+    device_s = products_s + work.bytes_moved / memory_bytes_per_s
     device_s += work.launches * LAUNCH_S[case]
 
     # On the host.

@@ -49,6 +49,8 @@ SKIPPED, OUTLIERS, IN_A_ROW, HALTED, SEEN = range(5)
 whether the run must end, norms seen."""
 NUM_LOSSES = 2
 """Cross-entropy and objective, the first values that ranks add up."""
+NUM_SUMS = NUM_LOSSES + len(REASONS)
+"""The losses, and the ranks that were asked to stop for each reason."""
 MAX_WINDOW = 1024
 """Norms that are always kept, because guards.outlier_window may change between launches."""
 
@@ -72,16 +74,18 @@ class StepGuards(Stateful):
 
         # Enough bad steps in a row halt the run; the host notices Readback.LAG steps later.
         was_halted = counters[HALTED] > 0
-        in_a_row = torch.where(was_halted, counters[IN_A_ROW], (counters[IN_A_ROW] + 1) * is_bad)
+        previous = counters[IN_A_ROW]
+        in_a_row = torch.where(was_halted, previous, (previous + 1) * is_bad)
         is_halted = was_halted | (in_a_row >= self.config.max_bad_steps)
         is_outlier = self._is_outlier(grad_norm, ~is_bad & ~is_halted)
 
         # Once halted nothing is counted: the state stays that of the last bad step.
-        counters[SKIPPED] += (is_bad | is_outlier) & ~was_halted
+        is_skipped = is_bad | is_outlier
+        counters[SKIPPED] += is_skipped & ~was_halted
         counters[OUTLIERS] += is_outlier
         counters[IN_A_ROW] = in_a_row
         counters[HALTED] = is_halted
-        return (is_bad | is_outlier | is_halted).float()
+        return (is_skipped | is_halted).float()
 
     def _is_outlier(self, grad_norm: Tensor, counts: Tensor) -> Tensor:
         """Return whether a norm exceeds mean + sigma * std of the window of previous norms.
@@ -94,19 +98,23 @@ class StepGuards(Stateful):
         # The window holds the newest norms: those of age 0, 1, ... in the ring buffer.
         window = self.config.outlier_window
         num_seen = self.counters[SEEN].clone()
-        ages = (num_seen - 1 - torch.arange(MAX_WINDOW, device=self.norms.device)) % MAX_WINDOW
+        slots = torch.arange(MAX_WINDOW, device=self.norms.device)
+        ages = (num_seen - 1 - slots) % MAX_WINDOW
         in_window = ages < num_seen.clamp(max=window)
 
         num_norms = in_window.sum().clamp(min=1)
         mean = (self.norms * in_window).sum() / num_norms
-        variance = (((self.norms - mean) * in_window) ** 2).sum() / num_norms
+        deviations = (self.norms - mean) * in_window
+        variance = (deviations**2).sum() / num_norms
         limit = mean + self.config.outlier_sigma * variance.sqrt()
         # a window that is less than half full says too little
-        is_outlier = counts & (num_seen >= window / 2) & (grad_norm > limit)
+        is_half_full = num_seen >= window / 2
+        is_outlier = counts & is_half_full & (grad_norm > limit)
 
         # Outliers enter as well: the window adapts to a lasting change of scale.
         index = (num_seen % MAX_WINDOW).long()[None]
-        self.norms.scatter_(0, index, torch.where(counts, grad_norm, self.norms[index][0])[None])
+        norm = torch.where(counts, grad_norm, self.norms[index])
+        self.norms.scatter_(0, index, norm)
         self.counters[SEEN] += counts
         return is_outlier
 
@@ -145,7 +153,8 @@ class Readback:
     def pop(self, *, last: bool = False) -> list[tuple[int, list[float]]]:
         """Return (step, values) pushed at least LAG pushes ago (`last`: all), oldest first."""
         ready = []
-        while self._queue and (last or len(self._queue) >= self.LAG):
+        min_length = 1 if last else self.LAG
+        while len(self._queue) >= min_length:
             step, host, event = self._queue.popleft()
             if event is not None:
                 event.synchronize()
@@ -163,9 +172,10 @@ def expert_statistics(load_LE: Tensor) -> dict[str, list[float]]:
     dropped_L = load_LE[:, -1].double()
     load_LE = load_LE[:, :-1].double()
     largest_L = load_LE.amax(dim=1) / load_LE.mean(dim=1)
+    dropped_fraction_L = dropped_L / load_LE.sum(dim=1)
     return {
         "expert_load_max": largest_L.tolist(),
-        "expert_dropped": (dropped_L / load_LE.sum(dim=1)).tolist(),
+        "expert_dropped": dropped_fraction_L.tolist(),
     }
 
 
@@ -271,7 +281,9 @@ class CanonTrainer(torchtitan.train.Trainer):
         self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
         args = job.model_args
         has_experts = args.ffn == "moe"
-        shape = (args.num_layers, args.num_experts + 1) if has_experts else (0, 1)
+        shape = (0, 1)
+        if has_experts:
+            shape = (args.num_layers, args.num_experts + 1)
         self._expert_load_LE = torch.zeros(shape, dtype=torch.int64, device=self.device)
 
         # Whether the gradients are of more than the cross-entropy.
@@ -304,11 +316,14 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def _build_checkpointer(self, **parts: Any) -> CanonCheckpointManager:
         parts["states"]["guards"] = self.guards
+        launch = None
+        if self._record is not None:
+            launch = self._record.run
         return CanonCheckpointManager(
             **parts,
             session=self.session,
             metrics=self.metrics_processor,
-            launch=self._record.run if self._record is not None else None,
+            launch=launch,
         )
 
     def close(self) -> None:
@@ -399,11 +414,13 @@ class CanonTrainer(torchtitan.train.Trainer):
             attend = self.model_parts[0].attends.get(name)
             backend = attend.describe(self.device.type) if attend else self.mixer
             mixers.append(f"{layer.mixer}: {backend}")
-        canon = f", Canon: {self.canon}" if self.canon else ""
+        backends = ", ".join(dict.fromkeys(mixers))
+        if self.canon is not None:
+            backends = f"{backends}, Canon: {self.canon}"
+        action = "resuming" if self.step else "starting"
         logger.info(
-            f"{'resuming' if self.step else 'starting'} at step {self.step + 1} of "
-            f"{job.training.steps}, to step {job.last_step}, in {self.folder.path}; "
-            f"{', '.join(dict.fromkeys(mixers))}{canon}"
+            f"{action} at step {self.step + 1} of {job.training.steps}, "
+            f"to step {job.last_step}, in {self.folder.path}; {backends}"
         )
 
     def _finish(self, stop: str | None) -> None:
@@ -411,8 +428,11 @@ class CanonTrainer(torchtitan.train.Trainer):
         step = self.step
         num_steps = self.job_config.training.steps
         metrics = self.metrics_processor
-        # user and system time, of this process and of its children
-        fields = {"skipped_steps": self.skipped_steps, "cpu_seconds": sum(os.times()[:4])}
+        fields = {
+            "skipped_steps": self.skipped_steps,
+            # user and system time, of this process and of its children
+            "cpu_seconds": sum(os.times()[:4]),
+        }
 
         if step == num_steps:
             reason = f"step {num_steps} is reached"
@@ -472,13 +492,15 @@ class CanonTrainer(torchtitan.train.Trainer):
         if self.samples is not None and self.samples.is_due(step):
             due.add("samples")
         if if_missed and due:
-            due -= self.checkpointer.rank_zero.run(lambda: logged_at(self.folder.log_file, step))
+            log_file = self.folder.log_file
+            due -= self.checkpointer.rank_zero.run(lambda: logged_at(log_file, step))
 
         # Write it to the log; training time does not include it.
         if "validation" in due:
             self.session.progress(step, "validating")
             fields = self.validator.validate(self.model_parts, step)
-            fields |= {"tokens": self.tokens, HELD_OUT: self.compared.identity.get(HELD_OUT)}
+            fields["tokens"] = self.tokens
+            fields[HELD_OUT] = self.compared.identity.get(HELD_OUT)
             self.metrics_processor.interlude("validation", step, fields)
         if self.samples is not None and "samples" in due:
             self.session.progress(step, "sampling")
@@ -515,14 +537,17 @@ class CanonTrainer(torchtitan.train.Trainer):
                 restart_watchdog()
                 if stop is None and self.step < job.last_step and self._validate():
                     restart_watchdog()
-                step_s = (time.monotonic() - begin) / num_timed if num_timed else None
+                step_s = None
+                if num_timed:
+                    step_s = (time.monotonic() - begin) / num_timed
                 self.session.progress(self.step, "training", step_s)
-            return self._process_step_reports(self.readback.pop(last=True)) or stop
+            return self._process_step_reports(last=True) or stop
 
     def advance(self, data: Iterator[tuple[dict[str, Tensor], Tensor]]) -> str | None:
         """Train one step and save if due; return the reason to stop after it, if any."""
-        stop = self._process_step_reports(self.readback.pop())
-        self._host_states.append((self.step, [part.state_dict() for part in self._host_parts]))
+        stop = self._process_step_reports()
+        states = [part.state_dict() for part in self._host_parts]
+        self._host_states.append((self.step, states))
 
         self.step += 1
         self.tokens += self.tokens_per_step
@@ -558,14 +583,16 @@ class CanonTrainer(torchtitan.train.Trainer):
         labels_ratio: Tensor | int = dist.get_world_size()
         if self.dataloader.is_masked:
             micro_batches = list(micro_batches)
-            num_labels, labels_ratio = self._count_labels([labels for _, labels in micro_batches])
+            all_labels = [labels for _, labels in micro_batches]
+            num_labels, labels_ratio = self._count_labels(all_labels)
 
         # Forward and backward of each micro-batch; gradients add up, and so do the shares of
         # the loss. One batch at a time is on the device.
         losses = []
         for inputs, labels in micro_batches:
+            inputs = {name: to_device(tensor, self.device) for name, tensor in inputs.items()}
             loss = self.forward_backward_step(
-                input_dict={name: to_device(x, self.device) for name, x in inputs.items()},
+                input_dict=inputs,
                 labels=to_device(labels, self.device),
                 global_valid_tokens=num_labels,
             )
@@ -573,7 +600,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         local_losses = torch.stack(losses).sum(dim=0)
 
         # Clip, then let all ranks decide whether this step is taken.
-        parameters = [p for part in self.model_parts for p in part.parameters()]
+        parameters = list(self.model_parts[0].parameters())
         grad_norm = clip_gradients(parameters, self.job_config.training.max_norm)
         totals = self._reduce_and_step(local_losses, grad_norm)
         self.lr_schedulers.step()
@@ -594,7 +621,8 @@ class CanonTrainer(torchtitan.train.Trainer):
         }
         if self._has_objective:
             fields["objective"] = totals.objective.item()
-        self.metrics_processor.log(self.step, fields | expert_statistics(totals.load_LE))
+        fields |= expert_statistics(totals.load_LE)
+        self.metrics_processor.log(self.step, fields)
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
@@ -616,7 +644,7 @@ class CanonTrainer(torchtitan.train.Trainer):
 
     def _count_labels(self, labels: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the number of unmasked labels in a global batch, and its ratio to this rank's."""
-        num_local = torch.stack([(labels_BT != IGNORE_INDEX).sum() for labels_BT in labels]).sum()
+        num_local = (torch.cat(labels) != IGNORE_INDEX).sum()
         num_local = to_device(num_local.float(), self.device)
         num_global = num_local.clone()
         dist.all_reduce(num_global)
@@ -630,7 +658,7 @@ class CanonTrainer(torchtitan.train.Trainer):
         local_load_LE = self._expert_load_LE.float()  # exact up to 2**24 tokens per expert
         sums = torch.cat([local_losses.float(), requests, local_load_LE.flatten()])
         dist.all_reduce(sums)
-        losses_and_requests, load = sums.tensor_split([NUM_LOSSES + len(REASONS)])
+        losses_and_requests, load = sums.tensor_split([NUM_SUMS])
         load_LE = load.view_as(local_load_LE)
         loss, objective = losses_and_requests[:NUM_LOSSES]
 
@@ -647,28 +675,30 @@ class CanonTrainer(torchtitan.train.Trainer):
             self.optimizers.step()
         elif not skip.item():
             self.optimizers.step()
-        self.model_parts[0].balance_experts(load_LE[:, :-1], 1 - skip)
+        is_taken = 1 - skip
+        self.model_parts[0].balance_experts(load_LE[:, :-1], is_taken)
 
         # The host reads the report when the device has finished: see _process_step_reports.
-        report = [losses_and_requests, torch.stack([grad_norm, skip]), self.guards.counters]
-        self.readback.push(self.step, torch.cat(report))
+        verdict = torch.stack([grad_norm, skip])
+        report = torch.cat([losses_and_requests, verdict, self.guards.counters])
+        self.readback.push(self.step, report)
         return StepTotals(loss, objective, load_LE)
 
-    def _process_step_reports(self, reports: list[tuple[int, list[float]]]) -> str | None:
+    def _process_step_reports(self, *, last: bool = False) -> str | None:
         """Log skipped steps; return the reason to stop, if any. Raises UserError if guards halt.
 
-        `reports`: step and values, in the order in which `_reduce_and_step` pushes them.
+        Values come in the order in which `_reduce_and_step` pushes them; `last`: all that are left.
         """
         stop: str | None = None
-        for step, values in reports:
+        for step, values in self.readback.pop(last=last):
             # Any rank may have been asked to stop.
             loss = values[0]
-            requests = values[NUM_LOSSES : NUM_LOSSES + len(REASONS)]
+            requests = values[NUM_LOSSES:NUM_SUMS]
             if any(requests):
                 stop = describe([num_ranks > 0 for num_ranks in requests])
 
             # The guards' verdict.
-            grad_norm, skip, *counters = values[NUM_LOSSES + len(REASONS) :]
+            grad_norm, skip, *counters = values[NUM_SUMS:]
             self.skipped_steps = int(counters[SKIPPED])
 
             if skip:
@@ -688,7 +718,8 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _stop_on_bad_steps(self, step: int, in_a_row: int) -> None:
         """Save the state from before the `in_a_row` bad steps, then raise UserError."""
         # a launch that resumed between bad steps has no earlier state
-        good_step = max(step - in_a_row, self._host_states[0][0])
+        oldest_step, _ = self._host_states[0]
+        good_step = max(step - in_a_row, oldest_step)
         self.checkpointer.roll_back(good_step)
 
         # Skipped steps left model and optimizer as they were: restore the rest.
@@ -719,9 +750,10 @@ class CanonTrainer(torchtitan.train.Trainer):
     def _hang_watchdog(self) -> Iterator[Callable[[], None]]:
         """Yield a function to call after each step; dump all stacks if the next call is late."""
         comm = self.job_config.comm
-        path = self.folder.path / comm.save_traces_folder / f"rank_{dist.get_rank()}.stacks.txt"
+        traces = self.folder.path / comm.save_traces_folder
+        path = traces / f"rank_{dist.get_rank()}.stacks.txt"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            traces.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # a replaced launch may still have it open
             file = open(path, "w")
         except OSError as error:
@@ -736,5 +768,6 @@ class CanonTrainer(torchtitan.train.Trainer):
             faulthandler.cancel_dump_traceback_later()
             # an empty file would look like a hang
             with contextlib.suppress(OSError), file:
-                if not os.fstat(file.fileno()).st_size and self.session.is_owner():
+                num_bytes = os.fstat(file.fileno()).st_size
+                if not num_bytes and self.session.is_owner():
                     path.unlink()

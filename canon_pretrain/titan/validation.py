@@ -60,7 +60,8 @@ def num_windows(job: CanonJobConfig) -> int | None:
     steps = min(job.validation.freq, job.training.steps)
     if steps < STEPS_PER_BATCH:
         return max(1, batch_size * steps // STEPS_PER_BATCH)
-    num_batches = min(steps // STEPS_PER_BATCH, max(1, limit // batch_size))
+    max_batches = max(1, limit // batch_size)
+    num_batches = min(steps // STEPS_PER_BATCH, max_batches)
     return min(batch_size * num_batches, limit)
 
 
@@ -78,7 +79,8 @@ def _window_counts(job: CanonJobConfig, sources: Sequence[TokenShards | None]) -
     if total is None:
         return [None] * len(available)
     total_weight = sum(weights, Fraction(0))
-    return [*divide_windows(total, [weight / total_weight for weight in weights], available)]
+    fractions = [weight / total_weight for weight in weights]
+    return [*divide_windows(total, fractions, available)]
 
 
 class _Window(NamedTuple):
@@ -118,16 +120,17 @@ class CanonValidator(BaseValidator):
             self._scores = scores.TaskScores(task, job.validation.windows or SCORED_WINDOWS)
             self.names = [task.name]
             self._bytes_per_token = [math.nan]
-            all_windows = [_Window(0, index, length) for index in range(num_windows(job) or 0)]
+            num_task_windows = num_windows(job) or 0
+            all_windows = [_Window(0, index, length) for index in range(num_task_windows)]
         else:
             names = short_names(validation_folders(job))
             self.names = [name for name, part in zip(names, parts, strict=True) if part is not None]
             self._bytes_per_token = [source.num_bytes / source.num_tokens for source in sources]
-            all_windows = [
-                _Window(index, offset, count)
-                for index, limit in enumerate(_window_counts(job, parts))
-                for offset, count in windows(sources[index].num_tokens, length - 1, limit)
-            ]
+            all_windows = []
+            for index, limit in enumerate(_window_counts(job, parts)):
+                num_tokens = sources[index].num_tokens
+                for offset, count in windows(num_tokens, length - 1, limit):
+                    all_windows.append(_Window(index, offset, count))
 
         # Compiled blocks run in the shape of training; others may have fewer rows.
         self.num_windows = len(all_windows)
@@ -139,23 +142,26 @@ class CanonValidator(BaseValidator):
 
         # Read this rank's rows: a pass takes the next `rows` windows for each rank in turn.
         # Token ids, ~id if the label is ignored, padded with ~0; int32 to halve the memory.
-        self._windows = torch.full((self.num_passes, rows, length), ~0, dtype=torch.int32)
+        shape = (self.num_passes, rows, length)
+        self._windows = torch.full(shape, ~0, dtype=torch.int32)
         self._sources = torch.zeros((self.num_passes, rows), dtype=torch.int64)
         for index, (source, offset, count) in enumerate(all_windows):
             pass_index, row = divmod(index, rows_of_all_ranks)
-            if row // rows != rank:
+            row_rank, row = divmod(row, rows)
+            if row_rank != rank:
                 continue
             if task is not None:
                 ids = TaskWindows(task).windows(EVALUATION_SEED, offset, 1, EVALUATION)[0]
             else:
                 ids = sources[source].read(offset, count)
-            self._windows[pass_index, row % rows, :count] = torch.from_numpy(ids).int()
-            self._sources[pass_index, row % rows] = source
+            self._windows[pass_index, row, :count] = torch.from_numpy(ids).int()
+            self._sources[pass_index, row] = source
         for part in sources:
             part.close()
 
     def should_validate(self, step: int) -> bool:
-        return step > 0 and (step % self.job_config.validation.freq == 0 or step == self._last_step)
+        is_multiple = step % self.job_config.validation.freq == 0
+        return step > 0 and (is_multiple or step == self._last_step)
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> list[SourceSums]:
@@ -168,16 +174,21 @@ class CanonValidator(BaseValidator):
         for windows_BT, source_B in zip(self._windows, self._sources, strict=True):
             windows_BT = to_device(windows_BT, device_type).long()
             is_ignored_BT = windows_BT < 0
-            inputs_BT = torch.where(is_ignored_BT, ~windows_BT, windows_BT)[:, :-1]
-            labels_BT = windows_BT.masked_fill(is_ignored_BT, IGNORE_INDEX)[:, 1:].contiguous()
-            nats_BT, _ = model(inputs_BT, labels_BT=labels_BT, loss=self._loss)
+            ids_BT = torch.where(is_ignored_BT, ~windows_BT, windows_BT)
+            targets_BT = windows_BT.masked_fill(is_ignored_BT, IGNORE_INDEX)
+            labels_BT = targets_BT[:, 1:].contiguous()
+            nats_BT, _ = model(ids_BT[:, :-1], labels_BT=labels_BT, loss=self._loss)
 
             # Nats and tokens of each row, added to its source; not by a product, in which a
             # source's NaN would spread to all.
             is_predicted_BT = labels_BT != IGNORE_INDEX
-            rows_2B = torch.stack([nats_BT.double().sum(1), is_predicted_BT.double().sum(1)])
-            is_of_BS = to_device(F.one_hot(source_B, num_sources).bool(), device_type)
-            sums_2S += torch.where(is_of_BS, rows_2B[:, :, None], 0.0).sum(1)
+            nats_B = nats_BT.double().sum(1)
+            num_predicted_B = is_predicted_BT.double().sum(1)
+            rows_2B = torch.stack([nats_B, num_predicted_B])
+            is_of_BS = F.one_hot(source_B, num_sources).bool()
+            is_of_BS = to_device(is_of_BS, device_type)
+            rows_2BS = torch.where(is_of_BS, rows_2B[:, :, None], 0.0)
+            sums_2S += rows_2BS.sum(1)
         reshard(model)
         dist.all_reduce(sums_2S)
         return [SourceSums(nats, round(count)) for nats, count in sums_2S.T.tolist()]
