@@ -215,6 +215,11 @@ class ModelArgs:
         return [(args, counts[name]) for name, args in self.kinds.items()]
 
     @property
+    def num_expert_layers(self) -> int:
+        """Number of layers with a mixture of experts."""
+        return sum(layer.ffn == "moe" for layer in self.layer_args)
+
+    @property
     def is_own_mixer(self) -> bool:
         """Whether the mixer is a class of the user's: FILE.py:Name."""
         return is_own_mixer(self.mixer)

@@ -391,8 +391,7 @@ def _computation_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     # Each rank has equally many experts.
     args = job.model_args
     degree = job.parallelism.expert_parallel_degree
-    has_experts = any(layer.ffn == "moe" for layer in args.kinds.values())
-    num_experts = args.num_experts if has_experts else 0
+    num_experts = args.num_experts if args.num_expert_layers else 0
     if degree > 1 and (num_experts == 0 or num_experts % degree):
         name = "parallelism.expert_parallel_degree"
         yield name, f"{name} = {degree} does not divide the model's {num_experts or 'no'} experts"

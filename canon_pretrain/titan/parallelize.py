@@ -127,10 +127,8 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
 
     Raises UserError if fla is requested and fails its check.
     """
-    recurrent = {}
-    for layer in job.model_args.kinds.values():
-        if layer.mixer in CHUNKED_SLOWDOWN:
-            recurrent[layer.mixer] = layer
+    layers = job.model_args.kinds.values()
+    recurrent = [layer for layer in layers if layer.mixer in CHUNKED_SLOWDOWN]
     if not recurrent:
         return None
     requested = job.model.mixer_backend
@@ -143,10 +141,10 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
     # All recurrences of a model take the same form.
     dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
     problem = None
-    for mixer, args in recurrent.items():
-        problem = problem or _from_rank_zero(
-            partial(fla_mixers().check_mixer, mixer, args.key_dim, args.value_dim, dtype, device)
-        )
+    for layer in recurrent:
+        sizes = (layer.mixer, layer.key_dim, layer.value_dim)
+        check = partial(fla_mixers().check_mixer, *sizes, dtype, device)
+        problem = problem or _from_rank_zero(check)
     if problem is None:
         return BackendChoice("fla", "equal to chunked")
     if requested == "fla":
@@ -161,7 +159,7 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
     slowdown = chunked_slowdown(job.model_args)
     if dist.get_rank() == 0:
         logger.warning(
-            f"{' and '.join(recurrent)} uses chunked instead of fla: about {slowdown:.3g} times as "
+            f"{' and '.join(dict.fromkeys(layer.mixer for layer in recurrent))} uses chunked instead of fla: about {slowdown:.3g} times as "
             f"slow (computed for 1.3B on an H100). fla was refused: {problem}"
         )
     return BackendChoice(

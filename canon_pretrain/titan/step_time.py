@@ -246,7 +246,7 @@ def _received_bytes(args: ModelArgs, layout: Layout) -> tuple[float, float]:
     # Rows go to the experts and back, in each pass.
     num_passes = 3 if layout.recomputes else 2
     row_bytes = args.experts_per_token * args.dim * itemsize
-    num_moe_layers = sum(layer.ffn == "moe" for layer in args.layer_args)
+    num_moe_layers = args.num_expert_layers
     pass_bytes = 2 * num_moe_layers * layout.tokens * row_bytes
     receive(num_passes * pass_bytes, layout.expert_degree)
     return received[False], received[True]

@@ -280,10 +280,10 @@ class CanonTrainer(torchtitan.train.Trainer):
         self.readback = Readback(self.device)
         self._num_labels = torch.tensor(float(self.tokens_per_step), device=self.device)
         args = job.model_args
-        has_experts = args.ffn == "moe"
+        has_experts = args.num_expert_layers > 0
         shape = (0, 1)
         if has_experts:
-            shape = (args.num_layers, args.num_experts + 1)
+            shape = (args.num_expert_layers, args.num_experts + 1)
         self._expert_load_LE = torch.zeros(shape, dtype=torch.int64, device=self.device)
 
         # Whether the gradients are of more than the cross-entropy.
