@@ -49,14 +49,13 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
 
 def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Return x with pairs (2i, 2i + 1) turned by angle i; further dims stay."""
-    x = x.clone()
-    for i, angle in enumerate(angles.tolist()):
-        turn = torch.tensor(
-            [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]],
-            dtype=x.dtype,
-        )
-        x[2 * i : 2 * i + 2] = turn @ x[2 * i : 2 * i + 2]
-    return x
+    num_rotated = 2 * len(angles)
+    first = x[0:num_rotated:2]
+    second = x[1:num_rotated:2]
+    turned_first = first * angles.cos() - second * angles.sin()
+    turned_second = first * angles.sin() + second * angles.cos()
+    turned = torch.stack((turned_first, turned_second), dim=1).flatten()
+    return torch.cat((turned, x[num_rotated:]))
 
 
 def rope_angles(position: int, dim: int, theta: float) -> torch.Tensor:
@@ -75,26 +74,21 @@ def gated_attention(w: Weights, args: ModelArgs, x_TD: torch.Tensor, start: int)
     heads, width = args.num_heads, args.head_dim
     q, k, v = (x_TD @ w[f"attend.{name}.weight"].T for name in ("wq", "wk", "wv"))
     q, k, v = canon_b(w, q, k, v, prefix="attend.")
-    rows = []
-    for t in range(len(x_TD)):
+    angles = [rope_angles(start + t, args.rope_dim, args.rope_theta) for t in range(len(x_TD))]
+    columns = []
+    for h in range(heads):
+        own = slice(h * width, (h + 1) * width)
+        group = h * args.kv_heads // heads
+        shared = slice(group * width, (group + 1) * width)
+        keys = [rotated(k_s, angle) for k_s, angle in zip(k[:, shared], angles, strict=True)]
         outputs = []
-        for h in range(heads):
-            group = h * args.kv_heads // heads
-            own, shared = (
-                slice(h * width, (h + 1) * width),
-                slice(group * width, (group + 1) * width),
-            )
-            sees = range(max(0, t - args.window + 1) if args.window else 0, t + 1)
-            query = rotated(q[t, own], rope_angles(start + t, args.rope_dim, args.rope_theta))
-            keys = [
-                rotated(k[s, shared], rope_angles(start + s, args.rope_dim, args.rope_theta))
-                for s in sees
-            ]
-            shares = softmax_row(query, keys, width**-0.5)
-            head = sum(share * v[s, shared] for share, s in zip(shares, sees, strict=True))
-            outputs.append(head / (1 + (-(w["wg.weight"][own] @ x_TD[t])).exp()))
-        rows.append(w["attend.wo.weight"] @ torch.cat(outputs))
-    return torch.stack(rows)
+        for t in range(len(x_TD)):
+            first = max(0, t - args.window + 1) if args.window else 0
+            shares = softmax_row(rotated(q[t, own], angles[t]), keys[first : t + 1], width**-0.5)
+            gate = 1 / (1 + (-(w["wg.weight"][own] @ x_TD[t])).exp())
+            outputs.append(shares @ v[first : t + 1, shared] * gate)
+        columns.append(torch.stack(outputs))
+    return torch.cat(columns, dim=1) @ w["attend.wo.weight"].T
 
 
 def kimi_delta_attention(
@@ -134,23 +128,21 @@ def latent_attention(w: Weights, args: ModelArgs, x_TD: torch.Tensor, start: int
     turning = width // 2
     q, c, r = canon_b(w, *(x_TD @ w[f"{name}.weight"].T for name in ("wq", "w_latent", "w_rope")))
     c = rms_norm(c, w["latent_norm.weight"], args.norm_eps)
-    rows = []
-    for t in range(len(x_TD)):
+    angles = [rope_angles(start + t, turning, args.rope_theta) for t in range(len(x_TD))]
+    columns = []
+    for h in range(heads):
+        own = slice(h * width, (h + 1) * width)
+        keys = []
+        for s in range(len(x_TD)):
+            keys.append(torch.cat((w["wk.weight"][own] @ c[s], rotated(r[s], angles[s]))))
         outputs = []
-        for h in range(heads):
-            own = slice(h * width, (h + 1) * width)
+        for t in range(len(x_TD)):
             query = q[t, h * (width + turning) : (h + 1) * (width + turning)]
-            turned = rotated(query[width:], rope_angles(start + t, turning, args.rope_theta))
-            query = torch.cat((query[:width], turned))
-            keys = []
-            for s in range(t + 1):
-                turned = rotated(r[s], rope_angles(start + s, turning, args.rope_theta))
-                keys.append(torch.cat((w["wk.weight"][own] @ c[s], turned)))
-            shares = softmax_row(query, keys, (width + turning) ** -0.5)
-            values = [w["wv.weight"][own] @ c[s] for s in range(t + 1)]
-            outputs.append(sum(share * v for share, v in zip(shares, values, strict=True)))
-        rows.append(w["wo.weight"] @ torch.cat(outputs))
-    return torch.stack(rows)
+            query = torch.cat((query[:width], rotated(query[width:], angles[t])))
+            shares = softmax_row(query, keys[: t + 1], (width + turning) ** -0.5)
+            outputs.append(w["wv.weight"][own] @ (shares @ c[: t + 1]))
+        columns.append(torch.stack(outputs))
+    return torch.cat(columns, dim=1) @ w["wo.weight"].T
 
 
 def rwkv7(w: Weights, args: ModelArgs, x_TD: torch.Tensor, start: int) -> torch.Tensor:

@@ -157,7 +157,7 @@ def test_equals_the_formulas_token_by_token(example, canon):
         args = replace(args, canon_set=example.canon_set, document_mask=True)
     model = build_example(args)
     recorder = Recorder(model)
-    tokens = random_tokens(args, 2, 39)
+    tokens = random_tokens(args, 2 if canon else 1, 35)
     with torch.no_grad():
         model(tokens)
 
@@ -177,9 +177,9 @@ def test_random_parts_of_a_padded_text_equal_the_formulas(example):
     args = replace(example.args, canon_set=example.canon_set, document_mask=True)
     model = build_example(args, seed=1)
     random = np.random.default_rng(3)
-    for seed in range(3):
+    for seed in range(2):
         recorder = Recorder(model)
-        lengths = random.choice([1, 1, 2, 5, 16, 17, 23], size=4).tolist()
+        lengths = random.choice([1, 1, 2, 5, 16, 17, 23], size=3).tolist()
         num_tokens = sum(lengths)
         tokens = random_tokens(args, 3, num_tokens, seed=seed)
         pads = torch.tensor([0, 1, int(random.integers(lengths[0]))])
