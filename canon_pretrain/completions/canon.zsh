@@ -428,6 +428,7 @@ _shtab_canon_hf_import_options=(
   "--state-from[optimizer state etc.]:RUN/checkpoint/step-N:_files"
   "--step[step of the checkpoint (0)]:N:"
   "--ignore[unknown fields to ignore]:FIELD:"
+  "--trust-code[run and copy the export\'s own mixers]"
   ":HF_FOLDER:_files"
   ":a new folder:_files"
 )
