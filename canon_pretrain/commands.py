@@ -121,7 +121,7 @@ COMMANDS: dict[str, Command | Group] = {
     ),
     "check": Command(
         "canon_pretrain.check",
-        "prove a mixer of your own right before you train it",
+        "prove that a mixer of your own is correct",
         prints=True,
         takes_keys=True,
     ),
