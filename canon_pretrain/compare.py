@@ -621,9 +621,10 @@ def show_verdicts(rows: Sequence[VerdictRow], arguments: argparse.Namespace, fol
     waiting = [row.more_seeds for row in rows if row.more_seeds]
     if waiting:
         num_seeds = arguments.seeds + min(waiting)
+        canon = f" --canon {arguments.canon}" if arguments.canon else ""
         print(
             f"the next one: canon playground compare {arguments.mixer} --with "
-            f"{' '.join(arguments.baselines)} --seeds {num_seeds} --out {folder}"
+            f"{' '.join(arguments.baselines)}{canon} --seeds {num_seeds} --out {folder}"
         )
 
 

@@ -285,9 +285,10 @@ def test_no_number_of_seeds_decides_without_a_difference():
 def test_the_last_line_is_the_next_command(tmp_path, capsys, monkeypatch):
     _, rows = verdicts_of(tmp_path, {"mine": 0.5, "rope": 0.53, "nope": 0.1})
     monkeypatch.setenv("COLUMNS", "200")
-    request = argparse.Namespace(mixer="m.py:M", baselines=["rope", "nope"], seeds=3)
+    request = argparse.Namespace(mixer="m.py:M", baselines=["rope", "nope"], seeds=3, canon="ACD")
     compare.show_verdicts([*rows.values()], request, tmp_path)
     command = capsys.readouterr().out.splitlines()[-1].split()
     seeds = command[command.index("--seeds") + 1]
     assert int(seeds) == 3 + rows["rope"].more_seeds
+    assert command[command.index("--canon") + 1] == "ACD"
     assert command[-1] == str(tmp_path)

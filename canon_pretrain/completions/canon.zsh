@@ -80,6 +80,7 @@ _shtab_canon_hf_commands() {
 
 _shtab_canon_playground_commands() {
   local _commands=(
+    compare:'Is the mixer in FILE.py:Name better? check it, train a board of tiny tasks.'
     plan:'Write DIR/sweep.json and configs.'
     report:'Write DIR/report.html, .json, .md.'
     run:'Plan, and train what is not DONE.'
@@ -471,6 +472,22 @@ _shtab_canon_playground_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_playground_defaults_added=0
+
+_shtab_canon_playground_compare_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--with[one or more of rope, nope, rope_canon, nope_canon, gla, gla_canon, gated_deltanet, gated_deltanet_canon (default\: rope_canon gated_deltanet)]:ARCHITECTURE:(rope nope rope_canon nope_canon gla gla_canon gated_deltanet gated_deltanet_canon)"
+  "--canon[Canon sites around the mixer, such as \"ACD\"]:SITES:"
+  "--minutes[for all runs (default\: 15)]:minutes:"
+  "--seeds[default\: 3]:N:"
+  "--parallel[runs at once (default\: one per core)]:N:"
+  "--out[default\: outputs\/compare\/NAME]:DIR:_files"
+  "--no-compile[for a mixer that torch.compile takes long for, such as a loop over tokens]"
+  "--plan-only[write DIR\/board.toml and train only the pilot]"
+  ":contract\: train_configs\/mixers\/README.md:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_canon_playground_compare_defaults_added=0
 
 _shtab_canon_playground_plan_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -1075,6 +1092,7 @@ _shtab_canon_playground() {
       (( CURRENT += 1 ))
       curcontext="${curcontext%:*:*}:_shtab_canon_playground-$line[1]:"
       case $line[1] in
+        compare) _arguments -C -s $_shtab_canon_playground_compare_options ;;
         plan) _arguments -C -s $_shtab_canon_playground_plan_options ;;
         report) _arguments -C -s $_shtab_canon_playground_report_options ;;
         run) _arguments -C -s $_shtab_canon_playground_run_options ;;

@@ -158,9 +158,10 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
 
     slowdown = chunked_slowdown(job.model_args)
     if dist.get_rank() == 0:
+        mixers = " and ".join(dict.fromkeys(layer.mixer for layer in recurrent))
         logger.warning(
-            f"{' and '.join(dict.fromkeys(layer.mixer for layer in recurrent))} uses chunked instead of fla: about {slowdown:.3g} times as "
-            f"slow (computed for 1.3B on an H100). fla was refused: {problem}"
+            f"{mixers} uses chunked instead of fla: about {slowdown:.3g} times as slow (computed "
+            f"for 1.3B on an H100). fla was refused: {problem}"
         )
     return BackendChoice(
         backend="chunked",
