@@ -43,17 +43,40 @@ def _sequence_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> 
             if name.startswith(f"layers.{i}.")
         }
         x = _norm(cfg, layer, "attention_norm", h)
-        if "A" in cfg.canon_set:
-            x = canon_by_loops(x, layer["canon_a.weight"], cfg, taps(layer, "canon_a", x))
-        h = h + MIXERS[cfg.mixer](cfg, layer, x)
+        x = _canon_at(cfg, layer, "A", "canon_a", x)
+        h = h + _canon_at(cfg, layer, "O", "canon_o", MIXERS[cfg.mixer](cfg, layer, x))
         if cfg.ffn == "none":
             continue
         x = _norm(cfg, layer, "ffn_norm", h)
-        if "C" in cfg.canon_set:
-            x = canon_by_loops(x, layer["canon_c.weight"], cfg, taps(layer, "canon_c", x))
-        h = h + _feed_forward(cfg, layer, x)
+        x = _canon_at(cfg, layer, "C", "canon_c", x)
+        h = h + _canon_at(cfg, layer, "F", "canon_f", _feed_forward(cfg, layer, x))
     head = params["tok_embeddings.weight" if cfg.tie_embeddings else "output.weight"]
     return _norm(cfg, params, "norm", h) @ head.T
+
+
+def _canon_at(
+    cfg: Any,
+    layer: dict[str, Tensor],
+    site: str,
+    name: str,
+    x: Tensor,
+    source_BTD: Tensor | None = None,
+) -> Tensor:
+    """Canon of one tensor, if the site has it; dynamic taps depend on the source, or x itself."""
+    if site not in cfg.canon_set:
+        return x
+    source_BTD = x if source_BTD is None else source_BTD
+    return canon_by_loops(x, layer[f"{name}.weight"], cfg, taps(layer, name, source_BTD))
+
+
+def _canon_qkv(cfg: Any, layer: dict[str, Tensor], qkv: list[Tensor], x: Tensor) -> list[Tensor]:
+    """Canon-B, or Canon of q, k or v alone; all of them depend on x if dynamic."""
+    if "B" in cfg.canon_set:
+        return _canon_of_parts(cfg, layer, "attention.canon_b", qkv, x)
+    return [
+        _canon_at(cfg, layer, site, f"attention.canon_{site.lower()}", part, x)
+        for site, part in zip("QKV", qkv, strict=True)
+    ]
 
 
 def taps(
@@ -120,8 +143,7 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
     if cfg.qk_norm == "full":
         q = _rms(q, layer["attention.q_norm.weight"], cfg.norm_eps)
         k = _rms(k, layer["attention.k_norm.weight"], cfg.norm_eps)
-    if "B" in cfg.canon_set:
-        q, k, v = _canon_of_parts(cfg, layer, "attention.canon_b", [q, k, v], x)
+    q, k, v = _canon_qkv(cfg, layer, [q, k, v], x)
     head_dim = cfg.dim // cfg.num_heads
     kv_heads = cfg.num_kv_heads or cfg.num_heads
     outputs = []
@@ -272,12 +294,10 @@ def _short_conv(x: Tensor, weight_C1K: Tensor, bias: Tensor | float = 0.0) -> Te
 def _convolved_qkv(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> list[Tensor]:
     """Return q, k and v after Canon-B or the native conv1d, if there is one."""
     qkv = [_linear(layer, f"attention.{name}", x) for name in ("wq", "wk", "wv")]
-    if "B" in cfg.canon_set:
-        return _canon_of_parts(cfg, layer, "attention.canon_b", qkv, x)
     if cfg.mixer_conv:
         weights = layer["attention.conv1d.weight"].split([part.shape[-1] for part in qkv])
         return [_short_conv(part, w) for part, w in zip(qkv, weights, strict=True)]
-    return qkv
+    return _canon_qkv(cfg, layer, qkv, x)
 
 
 def _gated_heads(cfg: Any, layer: dict[str, Tensor], x: Tensor, outputs: list[Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Mamba2Config
 
-from canon_pretrain.model.args import CHOICES, ROTARY, ModelArgs
+from canon_pretrain.model.args import CHOICES, MIXERS, ROTARY, ModelArgs
 from canon_pretrain.model.counts import layer_parameters, num_parameters, state_size
 from canon_pretrain.model.init import initial_value
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
@@ -183,8 +183,10 @@ def test_the_readmes_tables_are_true():
         one = replace(args, num_layers=1)
         with torch.device("meta"):
             assert sum(p.numel() for p in Transformer(one).parameters()) == num_parameters(one)
-    for option in ("position", "mixer", "ffn", "canon_filter", "gla_feature_map"):
+    assert {args.mixer for args in seen} == set(MIXERS)
+    for option in ("position", "ffn", "canon_filter", "gla_feature_map"):
         assert {getattr(args, option) for args in seen} == set(CHOICES[option]), option
+    assert {site for args in seen for site in args.canon_set} >= set("ABCDFKOQV")
     assert {(args.ffn, args.ffn_activation) for args in seen} >= {
         (ffn, activation)
         for ffn in ("gated", "standard")
@@ -230,7 +232,8 @@ def test_counts_are_those_of_appendix_c():
             continue
         a, b, c = MATRICES[kind]
         qkv = {"attention": 3 * d, "gla": 2 * d, "mamba2": 4 * d + 144, "gated_deltanet": 3 * d}
-        channels = {"A": d, "B": qkv[args.mixer], "C": d, "D": 2 * args.ffn_dim}
+        channels = {"A": d, "B": qkv[args.mixer], "C": d, "D": 2 * args.ffn_dim, "O": d, "F": d}
+        channels |= {"Q": d, "K": d, "V": d}  # of attention
         conv = 5 * (2 * d + 128) if args.mixer == "mamba2" else 4 * qkv[args.mixer]
         layer = a * d**2 + b * d + c + conv * args.mixer_conv
         layer += args.canon_kernel * sum(channels[site] for site in args.canon_set)

@@ -57,6 +57,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "gated_moe": {"ffn": "moe", "num_experts": 3, "moe_gated": True, "num_shared_experts": 2},
     "capacity": {"moe_capacity": 0.5},  # drops half of the choices, in training
     **{canon_set: {"canon_set": canon_set} for canon_set in ("AB", "B", "ABC")},
+    **{canon_set: {"canon_set": canon_set} for canon_set in ("FKOV", "AKQ", "FO", "BF", "AO")},
 }
 NAMES = (
     """
@@ -95,7 +96,9 @@ mamba2_mlp k3 conv tied documents relu2, mamba2_mlp BD no_res act cst mimetic la
 mamba2_mlp ABCD k3 no_res act tied documents layernorm, gdn ABCD act standard,
 gdn AC k3 no_res cst conv tied documents gate_rank expand layernorm,
 gdn BD k2 cst tied gate_rank, gdn A k2 no_res act cst tied documents expand,
-gdn k2 conv tied
+gdn k2 conv tied, nope FKOV, rope FKOV k3 act qk_per_head gqa documents,
+partial_rope_b AKQ qk_full no_res cst, rope FKOV dynamic standard documents, alibi BF,
+gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")
     .split(", ")

@@ -178,6 +178,8 @@ _CHANGES_THE_MODEL = tuple(
     if field.name not in {*_SAME.values(), *_CHANGES_TRAINING, *_FROM_OTHER_FIELDS}
 )
 """Fields of ModelArgs that only the sub-dictionary can express."""
+_RELEASED_SITES = "ABCD"
+"""The Canon layers of the released class."""
 _RELEASED_VALUES = ("nope", "partial_rope_c", "full")
 """Values of `position` and `qk_norm` for which the released class has a field."""
 
@@ -274,6 +276,9 @@ LLAMA_NAMING = Naming(
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
         "attention.canon_b": "self_attn.canonB",
+        "attention.canon_q": "self_attn.canonQ",
+        "attention.canon_k": "self_attn.canonK",
+        "attention.canon_v": "self_attn.canonV",
         "attention.conv1d": "self_attn.conv1d",
         "attention.wg": "self_attn.g_proj",
         "attention.wg.down": "self_attn.g_proj.0",
@@ -286,6 +291,8 @@ LLAMA_NAMING = Naming(
         "attention.in_proj": "self_attn.in_proj",
         "attention.out_proj": "self_attn.out_proj",
         "attention.norm": "self_attn.norm",
+        "canon_o": "canonO",
+        "canon_f": "canonF",
         "ffn_norm": "post_attention_layernorm",
         "canon_c": "canonC",
         "feed_forward.w1": "mlp.gate_proj",
@@ -371,7 +378,8 @@ def _translate(name: str, layers: str, target: Naming) -> str:
 def to_fields(args: ModelArgs) -> dict[str, Any]:
     """Return the fields of LlamaCanon's config.json that describe `args`."""
     extension = _extension(args, _CHANGES_THE_MODEL + _CHANGES_TRAINING)
-    is_expressible = extension.keys().isdisjoint(_CHANGES_THE_MODEL)
+    has_released_sites = set(args.canon_set) <= set(_RELEASED_SITES)
+    is_expressible = has_released_sites and extension.keys().isdisjoint(_CHANGES_THE_MODEL)
     config: dict[str, Any] = {
         **DEFAULTS,
         **{theirs: getattr(args, ours) for theirs, ours in _SAME.items()},

@@ -1,15 +1,17 @@
 """The Canon layer as a module: the weight and its options; the arithmetic is in `kernels/`.
 
-Up to four sites of a block have one: A before attention, B on q, k and v, C before the
-feed-forward, D on its inner projections (paper, section 4).
+Sites of a block that may have one: A before attention, B on q, k and v, C before the feed-forward,
+D on its inner projections (paper, section 4); Q, K or V alone; O and F on the outputs of attention
+and feed-forward before they are added (K, V, O and F: `InklingShortConvolution` of transformers).
 
 Dynamic filters (`canon_filter`) are those of Sieberling et al., arXiv 2606.03825, in the low-rank
 form of its code (github.com/OliverSieberling/dynamic-conv1d): tap i of token t and channel c is
 W[c, i] + sum_r up[c, r, i] (down s_t)_r, R = 15, without nonlinearity; s is the input of the linear
 layer whose outputs are mixed, and every such layer (wq, wk, wv, ..) has its own filters. Initial
 values are the code's: W as Canon's, down U(-D^-1/2, D^-1/2), up 0. Assumed, since we had the code
-and not the paper's text: at A and C, which the code lacks, s is the site's own input; Mamba2's
-in_proj is one layer; residual and activation are Canon's options (the code: residual, none).
+and not the paper's text: at A, C, O and F, which the code lacks, s is the site's own input;
+Mamba2's in_proj is one layer; residual and activation are Canon's options (the code: residual,
+none).
 
 Shapes: B batch, T tokens, D hidden, C channels, K taps of the kernel, R rank, N = K - 1 + T.
 """
@@ -226,15 +228,25 @@ class ShortConv(CausalFilter):
 def make_canon(
     site: str, args: ModelArgs, backend: str = "auto", widths: tuple[int, ...] = ()
 ) -> Canon | None:
-    """Return the Canon layer of `site` ("A" to "D"); None if `args` have none.
+    """Return the Canon layer of `site`, a letter; None if `args` have none.
 
-    `widths`: of the projections that a mixer of the user's own lets Canon-B mix.
+    `widths`: of the projections that a mixer of the user's own lets Canon-B mix, or Q, K or V.
     """
     if site not in args.canon_set:
         return None
     if site == "D" and args.ffn == "gated":
         return CanonGate(args, site, backend)
     return Canon(args, site, backend, widths)
+
+
+def canon_or_same(
+    canon: nn.Module | None, x_BTC: Tensor, context: Context, source_BTD: Tensor | None = None
+) -> Tensor:
+    """Return Canon of a single tensor [B, T, C]; x itself if the model lacks that site."""
+    if canon is None:
+        return x_BTC
+    (x_BTC,) = canon((x_BTC,), context, source_BTD)
+    return x_BTC
 
 
 def add_norm_canon(
@@ -268,10 +280,7 @@ def add_norm_canon(
     # The same step by step.
     if added_BTD is not None:
         h_BTD = h_BTD + added_BTD
-    x_BTD = norm(h_BTD)
-    if canon is not None:
-        (x_BTD,) = canon((x_BTD,), context)
-    return h_BTD, x_BTD
+    return h_BTD, canon_or_same(canon, norm(h_BTD), context)
 
 
 def per_reader(x_BTD: Stream, readers: int) -> Parts:

@@ -63,6 +63,10 @@ def training_cases(args: ModelArgs) -> list[Case]:
         if args.mixer == "mamba2":
             widths = (sum(widths),)
         cases.append(canon_case("B", "B", widths, args))
+    # Alone: q, k or v, and the outputs of mixer and feed-forward.
+    for site in "QKVOF":
+        if site in args.canon_channels:
+            cases.append(canon_case(site, site, (args.canon_channels[site],), args))
     if "D" in args.canon_set and is_gated:
         cases.append(gate_case(args))
     elif "D" in args.canon_set:

@@ -56,6 +56,11 @@ _SITES = {
     "B": "inside the mixer",
     "C": "before the feed-forward",
     "D": "inside the feed-forward",
+    "F": "after the feed-forward",
+    "K": "on keys",
+    "O": "after the mixer",
+    "Q": "on queries",
+    "V": "on values",
 }
 
 Row = Sequence[str]

@@ -149,6 +149,9 @@ GPT2 |= {"bias": True}
         # the original GPT2: 9 D biases in the matrices of a layer, 2 D and one D in the norms
         ("1b3", GPT2, 1_339_131_904 + 24 * 11 * 2048 + 2048),
         ("1b3", {"num_kv_heads": 8, "canon_set": "B"}, 1_194_428_416 + 24 * 4 * 3072),
+        ("1b3", {"num_kv_heads": 8, "canon_set": "QKV"}, 1_194_428_416 + 24 * 4 * 3072),
+        ("1b3", {"num_kv_heads": 8, "canon_set": "KV"}, 1_194_428_416 + 24 * 4 * 1024),
+        ("1b3", {"canon_set": "KVOF"}, 1_345_423_360 + 24 * 4 * 4 * 2048),
     ],
 )
 def test_parameter_counts_equal_the_specification(name, changes, expected):
@@ -206,7 +209,13 @@ ONLY_SOME_MIXERS = [
         for name, value in {"state_dim": 32, "mimetic_init": True}.items()
         for given in ({}, MIXED["gla"], MIXED["gated_deltanet"])
     ),
-    *(("canon_set", MIXED["mamba2"], {"ffn": "none", "canon_set": c}) for c in ("AC", "BD")),
+    *(("canon_set", MIXED["mamba2"], {"ffn": "none", "canon_set": c}) for c in ("AC", "BD", "F")),
+    *(("canon_set", {}, {"canon_set": canon_set}) for canon_set in ("BK", "ABCDQ", "BV")),
+    *(("canon_set", MIXED["mamba2"], {"canon_set": canon_set}) for canon_set in "QKV"),
+    *(
+        ("mixer_conv", MIXED["gla"], {"mixer_conv": True, "canon_set": canon_set})
+        for canon_set in ("K", "QV")
+    ),
     ("canon_kernel", MIXED["gla"], {"canon_kernel": 3}),
     ("ffn_activation", MIXED["mamba2"], {"ffn": "none", "ffn_activation": "relu2"}),
 ]
@@ -227,7 +236,7 @@ NOT_DIVISIBLE = [
     ("num_kv_heads", 4, B | {"num_heads": 32, "num_kv_heads": 2}),
 ]
 REFUSED = [
-    *(("model.canon_set", {"given": given}, {"canon_set": given}) for given in ("ABX", "AAB")),
+    *(("model.canon_set", {"given": given}, {"canon_set": given}) for given in ("ABX", "KAK")),
     *(("model.out_of_range", {"name": list(changes)[-1]}, changes) for changes in OUT_OF_RANGE),
     *(("model.conflict", {"name": name}, {name: given}) for name, given in CONFLICTS.items()),
     *(("model.conflict", {"name": n}, given | more) for n, given, more in ONLY_SOME_MIXERS),
@@ -250,6 +259,16 @@ SIZES = [
     ({"mixer": "attention"}, {}),
     ({"mixer": "gla"}, {"num_heads": 4, "mixer_conv": False}),
     ({"mixer": "gla", "num_heads": 8, "mixer_conv": True}, {}),
+    (
+        {"mixer": "gated_deltanet", "canon_set": "kvof"},
+        {
+            "num_heads": 12,
+            "mixer_conv": False,
+            "expand_k": 0.75,
+            "expand_v": 1.5,
+            "ffn_dim": 1536,
+        },
+    ),
     ({"mixer": "mamba2"}, {"num_heads": 16, "mixer_conv": True, "ffn": "none", "num_layers": 24}),
     (
         {"mixer": "mamba2", "canon_set": "ab"},
