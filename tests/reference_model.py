@@ -66,7 +66,20 @@ def _canon_at(
     if site not in cfg.canon_set:
         return x
     source_BTD = x if source_BTD is None else source_BTD
-    return canon_by_loops(x, layer[f"{name}.weight"], cfg, taps(layer, name, source_BTD))
+    return _filtered(cfg, x, layer[f"{name}.weight"], taps(layer, name, source_BTD))
+
+
+def _filtered(cfg: Any, x: Tensor, weight: Tensor, moved_BTCK: Tensor | None = None) -> Tensor:
+    """Canon of any filter and scale; a scalar weight has one row, a shift's are shares."""
+    if cfg.canon_filter == "shift":
+        plain = SimpleNamespace(canon_residual=False, canon_activation=False)
+        y = canon_by_loops(x, torch.cat((weight, 1 - weight), dim=2), plain)
+    else:
+        y = canon_by_loops(x, weight, cfg, moved_BTCK)
+    if cfg.canon_scale == "sqrt":
+        num_taps = cfg.canon_kernel if moved_BTCK is None else 2 * cfg.canon_kernel
+        y = y / math.sqrt(num_taps + 1)
+    return y
 
 
 def _canon_qkv(cfg: Any, layer: dict[str, Tensor], qkv: list[Tensor], x: Tensor) -> list[Tensor]:
@@ -117,7 +130,10 @@ def _canon_of_parts(
     for i, part in enumerate(parts):
         rows = slice(start, start := start + part.shape[-1])
         moved = taps(layer, name, x_BTD, i, rows)
-        found.append(canon_by_loops(part, layer[f"{name}.weight"][rows], cfg, moved))
+        weight = layer[f"{name}.weight"]
+        if cfg.canon_filter != "scalar":
+            weight = weight[rows]
+        found.append(_filtered(cfg, part, weight, moved))
     return found
 
 

@@ -184,7 +184,7 @@ def test_the_readmes_tables_are_true():
         with torch.device("meta"):
             assert sum(p.numel() for p in Transformer(one).parameters()) == num_parameters(one)
     assert {args.mixer for args in seen} == set(MIXERS)
-    for option in ("position", "ffn", "canon_filter", "gla_feature_map"):
+    for option in ("position", "ffn", "canon_filter", "canon_scale", "gla_feature_map"):
         assert {getattr(args, option) for args in seen} == set(CHOICES[option]), option
     assert {site for args in seen for site in args.canon_set} >= set("ABCDFKOQV")
     assert {(args.ffn, args.ffn_activation) for args in seen} >= {

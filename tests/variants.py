@@ -33,6 +33,9 @@ WORDS: dict[str, dict[str, Any]] = {
     "act": {"canon_activation": True},
     "cst": {"canon_trainable": False},
     "dynamic": {"canon_filter": "dynamic"},
+    "scalar": {"canon_filter": "scalar"},
+    "shift": {"canon_filter": "shift", "canon_kernel": 2},
+    "sqrt": {"canon_scale": "sqrt"},
     "relu2": {"ffn_activation": "relu2"},
     "standard": {"ffn": "standard"},
     "standard_relu2": {"ffn": "standard", "ffn_activation": "relu2"},
@@ -98,6 +101,11 @@ gdn AC k3 no_res cst conv tied documents gate_rank expand layernorm,
 gdn BD k2 cst tied gate_rank, gdn A k2 no_res act cst tied documents expand,
 gdn k2 conv tied, nope FKOV, rope FKOV k3 act qk_per_head gqa documents,
 partial_rope_b AKQ qk_full no_res cst, rope FKOV dynamic standard documents, alibi BF,
+nope ABCD sqrt documents qk_per_head, rope ABCD sqrt k2 standard, rope FKOV sqrt cst gqa,
+nope BD dynamic sqrt, gla ABCD sqrt documents, gdn FKOV sqrt k3, mamba2 AB sqrt documents,
+rope ABCD scalar documents, nope ABCD scalar no_res act gqa, rope FKOV scalar sqrt k3 cst,
+gdn BD scalar k3, mamba2 AB scalar no_res, rope ABCD shift documents, nope AC shift sqrt,
+rope FKOV shift gqa cst, gla ABCD shift, mamba2_mlp ABCD shift documents,
 gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")

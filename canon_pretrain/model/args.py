@@ -150,8 +150,13 @@ class ModelArgs:
     canon_activation: bool = False
     canon_trainable: bool = True
     """false: cst-Canon, which keeps its initial values (the paper's Figure 20)."""
-    canon_filter: Annotated[str, ("static", "dynamic")] = "static"
-    """static, or dynamic: taps that depend on the token (arXiv 2606.03825)."""
+    canon_filter: Annotated[str, ("static", "dynamic", "scalar", "shift")] = "static"
+    """static; dynamic: taps that depend on the token (arXiv 2606.03825); scalar: the same taps for
+    all channels, at first 1, .4, .2, .1 (the paper's footnote 10); shift: a learned mix with the
+    token before (RWKV's token shift; needs canon_kernel = 2)."""
+    canon_scale: Annotated[str, ("none", "sqrt")] = "none"
+    """none, or sqrt: Canon's sum over K taps and the residual is divided by sqrt(K + 1), if dynamic
+    by sqrt(2 K + 1) (Inkling2's)."""
 
     # RMSNorm of q and k. full: over the whole vector (the released models); per_head: over the K
     # dims of each head, with one gain for all heads (Qwen3's).
@@ -307,6 +312,14 @@ class ModelArgs:
         return {site: parts[site] for site in self.canon_channels}
 
     @property
+    def canon_factor(self) -> float:
+        """What Canon's sum of convolution and residual is multiplied by."""
+        if self.canon_scale == "none":
+            return 1.0
+        taps_per_token = 2 if self.canon_filter == "dynamic" else 1  # those of the token itself
+        return (taps_per_token * self.canon_kernel + 1) ** -0.5
+
+    @property
     def canon_bound(self) -> float:
         """Canon weights start in U(-bound, bound): PyTorch's Conv1d default, 1/2 at kernel 4."""
         return self.canon_kernel**-0.5
@@ -442,7 +455,13 @@ _MOE_FIELDS = (
     "moe_balance",
     "moe_balance_rate",
 )
-_CANON_FIELDS = ("canon_residual", "canon_activation", "canon_trainable", "canon_filter")
+_CANON_FIELDS = (
+    "canon_residual",
+    "canon_activation",
+    "canon_trainable",
+    "canon_filter",
+    "canon_scale",
+)
 
 
 def _check(args: ModelArgs) -> None:
@@ -658,6 +677,20 @@ def _check_canon(args: ModelArgs) -> None:
         )
     if args.canon_filter == "dynamic":
         _refuse(args, "canon_trainable", 'canon_filter = "static"')
+    if args.canon_scale == "sqrt":
+        _refuse(
+            args, "canon_residual", 'canon_scale = "none": sqrt is of the sum with the residual'
+        )
+        _refuse(args, "canon_activation", 'canon_scale = "none"')
+    if args.canon_filter == "shift":
+        _refuse(args, "canon_residual", 'canon_filter = "static": a shift mixes with the token')
+        _refuse(args, "canon_activation", 'canon_filter = "static"')
+        if args.canon_kernel != 2:
+            raise _conflict(
+                "canon_kernel",
+                f'canon_filter = "shift" mixes two tokens: set canon_kernel = 2, not '
+                f"{args.canon_kernel}",
+            )
 
 
 def _refuse(args: ModelArgs, name: str, requirement: str) -> None:

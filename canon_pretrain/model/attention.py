@@ -205,7 +205,7 @@ class Attention(nn.Module):
             q,
             k,
             v,
-            self.canon_b.weight,
+            self.canon_b.taps(),
             head_dim=self.head_dim,
             qk_norm=self.qk_norm,
             eps=self.norm_eps,

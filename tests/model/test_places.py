@@ -1,14 +1,18 @@
-"""Places of a convolution besides the paper's: outputs, and parts of Canon-B.
+"""Places and filters of a convolution besides the paper's: outputs, parts of Canon-B, a scale.
 
 tests/variants.py has them in every mixer, against the reference model. Here: transformers' own
 classes, the startup check, mixers of the user's own.
 """
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers.models.inkling.modeling_inkling import InklingShortConvolution
+from transformers.models.inkling2.modeling_inkling2 import Inkling2ShortConvolution
 
 from canon_pretrain.model.args import CANON_SITES, ModelArgs
 from canon_pretrain.model.canon import Canon
@@ -17,6 +21,12 @@ from canon_pretrain.model.transformer import Transformer
 from tests.support import refused
 from tests.variants import BASE
 
+FILTERS = (
+    {"canon_scale": "sqrt"},
+    {"canon_filter": "scalar"},
+    {"canon_filter": "shift", "canon_kernel": 2},
+    {"canon_filter": "shift", "canon_kernel": 2, "canon_scale": "sqrt"},
+)
 PLACES = ("K", "V", "O", "F")
 """Where Inkling has a convolution."""
 
@@ -50,6 +60,86 @@ def compare_with(their_class, canon):
 def test_a_place_equals_inkling(site, taps):
     args = replace(BASE, canon_set="FKOV", canon_kernel=taps, num_kv_heads=2)
     compare_with(InklingShortConvolution, Canon(args, site))
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("site", PLACES)
+def test_a_scaled_place_equals_inkling2(site, taps):
+    args = replace(BASE, canon_set="FKOV", canon_kernel=taps, num_kv_heads=2, canon_scale="sqrt")
+    compare_with(Inkling2ShortConvolution, Canon(args, site))
+
+
+@pytest.mark.parametrize("site", "ABCD")
+@pytest.mark.parametrize("changes", FILTERS, ids=str)
+def test_a_filter_is_right_in_every_backend(site, changes):
+    """On a CPU: the formula, and plain torch; the Triton kernels interpreted are below."""
+    args = replace(BASE, canon_set=site, document_mask=True, **changes)
+    shape, device = (2, 9), torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        for backend in ("reference", "compiled"):
+            assert training_problem(args, backend, shape, dtype, device) is None
+
+
+@pytest.mark.parametrize("changes", FILTERS, ids=str)
+def test_a_filter_is_right_in_the_triton_kernels(changes):
+    pytest.importorskip("triton")
+    code = f"""
+import torch
+from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.canon_check import training_problem
+small = dict(dim=12, num_heads=2, ffn_dim=14, vocab_size=32, num_layers=1)
+for canon_set in ("ABCD", "KVOF"):
+    args = ModelArgs(**small, qk_norm="per_head", canon_set=canon_set, **{changes!r})
+    for dtype in (torch.float32, torch.bfloat16):
+        problem = training_problem(args, "triton", (2, 9), dtype, torch.device("cpu"))
+        assert problem is None, (canon_set, dtype, problem)
+"""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=300)
+
+
+def test_filters_begin_as_documented():
+    def first_block(**changes):
+        model = Transformer(replace(BASE, canon_set="A", **changes))
+        model.init_weights()
+        return model.layers["0"].canon_a
+
+    # scalar: x_t + .4 x_{t-1} + .2 x_{t-2} + .1 x_{t-3} in all channels, with and without residual
+    taps = torch.tensor([0.1, 0.2, 0.4])
+    for residual in (True, False):
+        canon = first_block(canon_filter="scalar", canon_residual=residual)
+        assert canon.weight.shape == (1, 1, 4)
+        one = torch.zeros(1, 5, BASE.dim)
+        one[:, 0] = 1.0  # an impulse, which shows the taps
+        (y,) = canon((one,))
+        expected = torch.cat((torch.ones(1), taps.flip(0), torch.zeros(1)))
+        torch.testing.assert_close(y, expected[None, :, None].expand_as(y))
+
+    # shift: shares in [0, 1] that differ between channels
+    shares = first_block(canon_filter="shift", canon_kernel=2).weight
+    assert shares.shape == (BASE.dim, 1, 1)
+    assert 0 <= shares.min() < 0.2 and 0.8 < shares.max() <= 1
+
+
+def test_a_shift_is_a_mix_of_two_tokens():
+    args = replace(BASE, canon_set="A", canon_filter="shift", canon_kernel=2)
+    canon = Canon(args, "A")
+    x = torch.randn(2, 7, args.dim)
+    (y,) = canon((x,))
+    mix = canon.weight.flatten()
+    torch.testing.assert_close(y[:, 1:], torch.lerp(x[:, 1:], x[:, :-1], mix))
+    torch.testing.assert_close(y[:, 0], x[:, 0] * (1 - mix))
+
+
+def test_taps_of_dynamic_filters_count_twice_in_the_scale():
+    args = replace(BASE, canon_set="V", canon_filter="dynamic")
+    plain = Canon(args, "V")
+    scaled = Canon(replace(args, canon_scale="sqrt"), "V")
+    for canon in (plain, scaled):
+        for parameter in canon.parameters():
+            torch.nn.init.uniform_(parameter, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 7, args.dim)
+    torch.testing.assert_close(scaled((x,))[0], plain((x,))[0] / 3)  # sqrt(2 * 4 + 1)
 
 
 @pytest.mark.parametrize("mixer", ["attention", "gla"])

@@ -133,6 +133,7 @@ def test_tokens_depend_on_earlier_ones_of_their_document(args):
 
 GPT2 = {"ffn": "standard", "ffn_dim": 8192, "ffn_activation": "gelu", "norm": "layernorm"}
 GPT2 |= {"bias": True}
+SHIFT = {"canon_set": "A", "canon_filter": "shift", "canon_kernel": 2}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,9 @@ GPT2 |= {"bias": True}
         ("1b3", {"num_kv_heads": 8, "canon_set": "QKV"}, 1_194_428_416 + 24 * 4 * 3072),
         ("1b3", {"num_kv_heads": 8, "canon_set": "KV"}, 1_194_428_416 + 24 * 4 * 1024),
         ("1b3", {"canon_set": "KVOF"}, 1_345_423_360 + 24 * 4 * 4 * 2048),
+        ("1b3", {"canon_set": "KVOF", "canon_scale": "sqrt"}, 1_345_423_360 + 24 * 16 * 2048),
+        ("1b3", {"canon_set": "ABCD", "canon_filter": "scalar"}, 1_345_423_360 + 24 * 4 * 4),
+        ("1b3", {**SHIFT, "canon_set": "AC"}, 1_345_423_360 + 24 * 2 * 2048),
     ],
 )
 def test_parameter_counts_equal_the_specification(name, changes, expected):
@@ -186,6 +190,15 @@ OUT_OF_RANGE = [
 ]
 CONFLICTS = {"partial_rope_dim": 32, "canon_kernel": 3, "canon_residual": False}
 CONFLICTS |= {"canon_trainable": False, "ffn_activation": "gelu"}
+CONFLICTS |= {"canon_scale": "sqrt", "canon_filter": "shift"}
+SQRT = {"canon_set": "A", "canon_scale": "sqrt"}
+OF_FILTERS = [
+    ("canon_residual", SQRT | {"canon_residual": False}),
+    ("canon_activation", SQRT | {"canon_activation": True}),
+    ("canon_residual", SHIFT | {"canon_residual": False}),
+    ("canon_activation", SHIFT | {"canon_activation": True}),
+    ("canon_kernel", SHIFT | {"canon_kernel": 3}),
+]
 MIXED = {name: {"mixer": name, "position": "nope", "num_heads": 4} for name in MIXERS[1:]}
 ONLY_SOME_MIXERS = [
     *(("position", given, {"position": "rope"}) for given in MIXED.values()),
@@ -240,6 +253,7 @@ REFUSED = [
     *(("model.out_of_range", {"name": list(changes)[-1]}, changes) for changes in OUT_OF_RANGE),
     *(("model.conflict", {"name": name}, {name: given}) for name, given in CONFLICTS.items()),
     *(("model.conflict", {"name": n}, given | more) for n, given, more in ONLY_SOME_MIXERS),
+    *(("model.conflict", {"name": name}, changes) for name, changes in OF_FILTERS),
     *(("model.not_divisible", {"name": n, "divisor": d}, c) for n, d, c in NOT_DIVISIBLE),
     ("config.unknown_choice", {"name": "position"}, {"position": "ropes"}),
     ("config.unknown_choice", {"name": "mixer"}, {"mixer": "gdn"}),
