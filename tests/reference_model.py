@@ -35,7 +35,7 @@ def documents_of(row: list[int], cfg: Any) -> list[list[int]]:
 
 
 def _sequence_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
-    h = params["tok_embeddings.weight"][tokens_BT]
+    h = _smeared(cfg, params, params["tok_embeddings.weight"][tokens_BT])
     for i in range(cfg.num_layers):
         layer = {
             name.removeprefix(f"layers.{i}."): p
@@ -52,6 +52,18 @@ def _sequence_logits(cfg: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> 
         h = h + _canon_at(cfg, layer, "F", "canon_f", _feed_forward(cfg, layer, x))
     head = params["tok_embeddings.weight" if cfg.tie_embeddings else "output.weight"]
     return _norm(cfg, params, "norm", h) @ head.T
+
+
+def _smeared(cfg: Any, params: dict[str, Tensor], embeddings: Tensor) -> Tensor:
+    """Each embedding plus a gate, of its first 12 channels, times the one before."""
+    if not cfg.smear:
+        return embeddings
+    rows = [embeddings[:, 0]]
+    for t in range(1, embeddings.shape[1]):
+        dot = (embeddings[:, t, :12] * params["smear.gate.weight"][0]).sum(dim=1, keepdim=True)
+        gate = params["smear.scale"] / (1 + torch.exp(-dot))
+        rows.append(embeddings[:, t] + gate * embeddings[:, t - 1])
+    return torch.stack(rows, dim=1)
 
 
 def _canon_at(

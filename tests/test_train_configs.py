@@ -193,7 +193,7 @@ def test_the_readmes_tables_are_true():
         for activation in CHOICES["ffn_activation"]
     } - {("gated", "gelu")}
     options = "canon_residual canon_activation canon_trainable canon_kernel qk_norm num_kv_heads "
-    options += "mixer_conv mimetic_init output_gate_rank "
+    options += "mixer_conv mimetic_init mimetic_rate output_gate_rank smear "
     for option in f"{options} tie_embeddings document_mask".split():
         assert len({getattr(args, option) for args in seen}) > 1, option
 
@@ -235,6 +235,8 @@ def test_counts_are_those_of_appendix_c():
         channels = {"A": d, "B": qkv[args.mixer], "C": d, "D": 2 * args.ffn_dim, "O": d, "F": d}
         channels |= {"Q": d, "K": d, "V": d}  # of attention
         conv = 5 * (2 * d + 128) if args.mixer == "mamba2" else 4 * qkv[args.mixer]
+        if args.smear or args.canon_filter != "static":
+            continue
         layer = a * d**2 + b * d + c + conv * args.mixer_conv
         layer += args.canon_kernel * sum(channels[site] for site in args.canon_set)
         ends = (1 if args.tie_embeddings else 2) * 32000 * d + d

@@ -36,6 +36,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "scalar": {"canon_filter": "scalar"},
     "shift": {"canon_filter": "shift", "canon_kernel": 2},
     "sqrt": {"canon_scale": "sqrt"},
+    "smear": {"smear": True},
     "relu2": {"ffn_activation": "relu2"},
     "standard": {"ffn": "standard"},
     "standard_relu2": {"ffn": "standard", "ffn_activation": "relu2"},
@@ -106,6 +107,8 @@ nope BD dynamic sqrt, gla ABCD sqrt documents, gdn FKOV sqrt k3, mamba2 AB sqrt 
 rope ABCD scalar documents, nope ABCD scalar no_res act gqa, rope FKOV scalar sqrt k3 cst,
 gdn BD scalar k3, mamba2 AB scalar no_res, rope ABCD shift documents, nope AC shift sqrt,
 rope FKOV shift gqa cst, gla ABCD shift, mamba2_mlp ABCD shift documents,
+nope smear documents, rope smear gqa tied, nope ABCD smear k3 documents,
+mamba2 smear conv documents,
 gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")
@@ -195,7 +198,7 @@ def build(args: ModelArgs, **options: Any) -> Transformer:
             if name.endswith((".bias", ".up")):  # large filters amplify rounding
                 bound = 0.5 if name.endswith(".bias") else 0.1
                 parameter.uniform_(-bound, bound, generator=generator)
-            if name.endswith((".D", ".A_log", ".dt_bias")):
+            if name.endswith((".D", ".A_log", ".dt_bias")) or name.startswith("smear."):
                 parameter.uniform_(-1.5, 1.5, generator=generator)
     return model
 

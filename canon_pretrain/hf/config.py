@@ -169,6 +169,7 @@ _CHANGES_TRAINING: tuple[str, ...] = (
     "init",
     "init_seed",
     "mimetic_init",
+    "mimetic_rate",
     "moe_balance_rate",
 )
 _FROM_OTHER_FIELDS = {"num_kv_heads", "partial_rope_dim"}
@@ -263,6 +264,7 @@ LLAMA_NAMING = Naming(
     layers="model.layers",
     ends={
         "tok_embeddings": "model.embed_tokens",
+        "smear.gate": "model.smear.gate",
         "norm": "model.norm",
         "output": "lm_head",
     },
@@ -305,6 +307,7 @@ LLAMA_NAMING = Naming(
         "feed_forward.shared_experts.w2": "mlp.shared_experts.down_proj",
     },
     bare={
+        "smear.scale": "model.smear.scale",
         "attention.A_log": "self_attn.A_log",
         "attention.dt_bias": "self_attn.dt_bias",
         "attention.D": "self_attn.D",
@@ -417,8 +420,8 @@ def _extension(args: ModelArgs, names: tuple[str, ...]) -> dict[str, Any]:
 
 def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     """Return a config.json for a standard class of transformers, None if none computes `args`."""
-    # The standard classes have RMSNorm, no Canon layers and no document mask.
-    if args.canon_set or args.document_mask or args.norm != "rmsnorm":
+    # The standard classes have RMSNorm, no Canon layers, no document mask and no smear.
+    if args.canon_set or args.document_mask or args.smear or args.norm != "rmsnorm":
         return None
     if args.mixer == MAMBA2 and args.mixer_conv and args.ffn == "none":
         return _mamba2_fields(args)

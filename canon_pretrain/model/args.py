@@ -19,6 +19,9 @@ POSITIONS = ("rope", "nope", "alibi", "h_alibi", *ROTARY[1:])
 CANON_SITES = "ABCDFKOQV"
 """The places of a convolution: those of the paper (A to D), Q, K and V, which are parts of B, and
 the outputs of mixer (O) and feed-forward (F), before they are added (Inkling's: K, V, O, F)."""
+SMEAR_REACH = 1
+SMEAR_DIM = 12
+"""The first channels of an embedding, which its gate depends on."""
 MIXER_SITES = "BQKV"
 """Those inside the mixer."""
 FFN_SITES = "CDF"
@@ -93,6 +96,8 @@ class ModelArgs:
     """Mamba2's state size."""
     mimetic_init: bool = False
     """Mamba2's mimetic initial values (the paper's Figures 14 and 29)."""
+    mimetic_rate: Positive = 8.0
+    """c of mimetic_init: a state decays by exp(-exp(-c)) per token (the paper tries 2, 4 and 8)."""
 
     # An expert is a feed-forward of width F, standard or gated. A loss of each sequence (Switch) or
     # a bias of the routing scores (DeepSeek-V3) evens their load. "gelu" is GPT-2's tanh form.
@@ -162,6 +167,8 @@ class ModelArgs:
     # dims of each head, with one gain for all heads (Qwen3's).
     qk_norm: Annotated[str, ("none", "full", "per_head")] = "none"
     """none; full: over all heads, before Canon-B; per_head: over each head, after Canon-B."""
+    smear: bool = False
+    """Add to each embedding that of the token before, times a learned gate (modded-nanogpt's)."""
     tie_embeddings: bool = False
     """The output matrix is the token embedding."""
     document_mask: bool = False
@@ -282,7 +289,7 @@ class ModelArgs:
         if self.pattern:
             return max(args.reach for args in self.kinds.values())
         if self.mixer == "attention" and not self.canon_set:
-            return 0
+            return SMEAR_REACH if self.smear else 0
         return self.canon_kernel - 1
 
     @property
@@ -310,6 +317,11 @@ class ModelArgs:
         if self.ffn == "gated":
             parts["D"] = 2  # of w1 and w3
         return {site: parts[site] for site in self.canon_channels}
+
+    @property
+    def smear_dim(self) -> int:
+        """Channels of an embedding that its smear gate depends on; 0 without one."""
+        return min(SMEAR_DIM, self.dim) if self.smear else 0
 
     @property
     def canon_factor(self) -> float:
@@ -416,6 +428,7 @@ NOT_OF_LAYERS = (
     "max_seq_len",
     "norm",
     "norm_eps",
+    "smear",
     "num_experts",
     "experts_per_token",
     "moe_balance",
@@ -444,6 +457,7 @@ _MIXERS_OF = {
     "gla_feature_map": ("gla",),
     "state_dim": ("mamba2",),
     "mimetic_init": ("mamba2",),
+    "mimetic_rate": ("mamba2",),
 }
 """The mixers of which a field is an option."""
 _MOE_FIELDS = (
@@ -509,6 +523,9 @@ def _unused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f'ffn = "moe", not "{ffn}"'
     if ffn == "none":
         yield "ffn_activation", 'a feed-forward, but ffn = "none"'
+
+    if not values["mimetic_init"]:
+        yield "mimetic_rate", "mimetic_init = true"
 
     # the native conv1d has canon_kernel taps too
     if not values["canon_set"]:

@@ -29,6 +29,8 @@ def num_parameters(args: ModelArgs) -> int:
         number += count * layer_parameters(layer)
     if not args.tie_embeddings:
         number += embedding  # the output matrix
+    if args.smear:
+        number += args.smear_dim + 1  # gate and scale
     return number
 
 
@@ -222,6 +224,8 @@ def state_bytes(args: ModelArgs, itemsize: int) -> StateBytes:
         layer_bytes = _layer_state_bytes(layer, itemsize)
         per_token += count * layer_bytes.per_token
         per_row += count * layer_bytes.per_row
+    if args.smear:
+        per_row += args.dim * itemsize  # the last embedding
     return StateBytes(per_token, per_row)
 
 

@@ -29,7 +29,6 @@ LARGEST_RATE = 16.0  # of GatedDeltaNet's decays
 FIRST_SCALAR_TAP = 0.4
 """Of the token before, with one tap for all channels (the Canon paper's footnote 10)."""
 MIMETIC_STEP = 0.54  # softplus(0.54) = 1
-MIMETIC_RATE = 8.0  # a state decays by exp(-exp(-8)) per token
 # name of a parameter -> kind and scale of its value
 VECTORS = {"bias": ("constant", 0.0), "D": ("constant", 1.0), "dt_bias": ("step", 0.0)}
 # inserted into a parameter's name by torch.compile and activation checkpointing
@@ -141,13 +140,13 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     Canon and Mamba2's conv1d: PyTorch's Conv1d default U(-K^-1/2, K^-1/2), +-1/2 at kernel 4
     (appendix C, "default initialisation"), for any `init`; dynamic filters begin as these
     (canon.py), scalar taps with 1, .4, .2, .1, and the shares of a shift with U(0, 1), for RWKV's
-    powers of channel / C. The conv1d of GLA and GatedDeltaNet: N(0, 0.02) for any `init`, as in
-    flash-linear-attention and PhysicsLM4. Biases: 0. Norm gains: 1. Recurrences: as in
-    flash-linear-attention and transformers. All others are matrices [.., out, in]: N(0, 0.02) with
-    `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2 for w2) cut at 3 sigma. Mamba2's with
-    `paper` are those of transformers 4.47, which the paper's code requires: U(-in^-1/2, in^-1/2),
-    and N(0, 0.1) for the embedding. With `output_gate_rank`, both low-rank products have the
-    deviation 0.02 of one matrix, as the release's. Raises ValueError for an unknown name.
+    powers of channel / C. The smear gate: 0. The conv1d of GLA and GatedDeltaNet: N(0, 0.02) for
+    any `init`, as in flash-linear-attention and PhysicsLM4. Biases: 0. Norm gains: 1. Recurrences:
+    as in flash-linear-attention and transformers. All others are matrices [.., out, in]: N(0, 0.02)
+    with `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2 for w2) cut at 3 sigma. Mamba2's
+    with `paper` are those of transformers 4.47, which the paper's code requires: U(-in^-1/2,
+    in^-1/2), and N(0, 0.1) for the embedding. With `output_gate_rank`, both low-rank products have
+    the deviation 0.02 of one matrix, as the release's. Raises ValueError for an unknown name.
     """
     name = plain_name(name)
     if in_layer := re.match(r"layers\.(\d+)\.", name):
@@ -156,6 +155,8 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
         args = args.layer_args[0]
     value = partial(InitialValue, name, torch.Size(shape), args.init_seed)
     *_, module, own_name = f".{name}".split(".")
+    if name.startswith("smear."):  # at first the model is the same as without
+        return value("constant", 0.0)
     if args.mimetic_init:
         mimetic = _mimetic_value(args, name, shape, value)
         if mimetic is not None:
@@ -217,11 +218,11 @@ def _mimetic_value(
     """Return Mamba2's mimetic initial value (Trockman et al., arXiv 2410.11135), if it has one.
 
     With it the recurrence begins as linear attention: decay and step about 1, W_C^T W_B about I
-    (both the same rows, of variance 1/S), a convolution that changes nothing. The paper's c = 8 is
-    read as A = -exp(-8).
+    (both the same rows, of variance 1/S), a convolution that changes nothing. The paper's c is
+    read as A = -exp(-c).
     """
     if name.endswith(".A_log"):
-        return value("constant", -MIMETIC_RATE)
+        return value("constant", -args.mimetic_rate)
     if name.endswith(".dt_bias"):
         return value("constant", MIMETIC_STEP)
     if name.endswith("conv1d.bias"):

@@ -84,6 +84,33 @@ class FeedForward(nn.Module):
         return self.w2(inner_BTF)
 
 
+class Smear(nn.Module):
+    """e_t + scale sigmoid(w . e_t[:12]) e_{t-1} of embeddings e, as modded-nanogpt's smear gate.
+
+    Nothing is added to the first token of a segment. w and scale start at 0.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.gate = nn.Linear(args.smear_dim, 1, bias=False)
+        self.scale = nn.Parameter(torch.empty(1))
+
+    def forward(self, e_BTD: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        """Return the smeared embeddings, [B, T, D]; `context` is of the first layer."""
+        # The embeddings of the tokens before, the first of which is in the cache or 0.
+        before_B1D = context.recall("smear")
+        if before_B1D is None:
+            before_B1D = torch.zeros_like(e_BTD[:, :1])
+        before_BTD = torch.cat((before_B1D, e_BTD), dim=1)[:, :-1]
+        context.keep("smear", e_BTD[:, -1:])
+        starts_BT = context.starts(e_BTD.shape[1])
+        if starts_BT is not None:
+            before_BTD = before_BTD.masked_fill(starts_BT[..., None], 0.0)
+
+        gate_BT1 = self.gate(e_BTD[..., : self.gate.in_features]).sigmoid()
+        return e_BTD + self.scale * gate_BT1 * before_BTD
+
+
 class TransformerBlock(nn.Module):
     """h += Mixer(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h))) if there is one.
 
@@ -270,6 +297,8 @@ class Transformer(nn.Module):
         weight_VD = torch.empty(args.vocab_size, args.dim)
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim, _weight=weight_VD)
 
+        self.smear = Smear(args) if args.smear else None
+
         # Layers of one kind share their attention and its masks; layers with equal rotations, the
         # tables. An own mixer makes its tables itself.
         self.attends: dict[str, Attend] = {}
@@ -324,6 +353,10 @@ class Transformer(nn.Module):
 
         # Each block has its own cache. In training, experts also return their load and balance.
         h_BTD = self.tok_embeddings(tokens_BT)
+        if self.smear is not None:
+            segments_BN = contexts[self.args.layer_names[0]].segments_BN
+            first_cache = None if cache is None else cache.layers[0]
+            h_BTD = self.smear(h_BTD, Context(None, segments_BN, first_cache))
         loads, balances = [], []
         for i, block in enumerate(self.layers.values()):
             layer_cache = None if cache is None else cache.layers[i]

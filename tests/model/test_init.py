@@ -150,6 +150,10 @@ def test_mimetic_values_begin_as_linear_attention():
     assert torch.equal(mixer.dt_bias, torch.full((8,), 0.54))
     decay = torch.exp(-torch.nn.functional.softplus(mixer.dt_bias) * mixer.A_log.exp())
     assert abs(torch.nn.functional.softplus(mixer.dt_bias[0]) - 1) < 1e-2 and (decay > 0.999).all()
+    assert torch.equal(mixer.A_log, torch.full((8,), -8.0))
+    slower = Transformer(replace(args, num_layers=1, mimetic_rate=2.0))
+    slower.init_weights()
+    assert torch.equal(slower.layers["0"].attention.A_log, torch.full((8,), -2.0))
     taps = torch.tensor([0.0, 0.0, 0.0, 1.0]).expand(640, 1, 4)
     assert torch.equal(mixer.conv1d.weight, taps) and not mixer.conv1d.bias.any()
     bound = 256**-0.5

@@ -155,6 +155,7 @@ SHIFT = {"canon_set": "A", "canon_filter": "shift", "canon_kernel": 2}
         ("1b3", {"canon_set": "KVOF"}, 1_345_423_360 + 24 * 4 * 4 * 2048),
         ("1b3", {"canon_set": "KVOF", "canon_scale": "sqrt"}, 1_345_423_360 + 24 * 16 * 2048),
         ("1b3", {"canon_set": "ABCD", "canon_filter": "scalar"}, 1_345_423_360 + 24 * 4 * 4),
+        ("1b3", {"smear": True}, 1_345_423_360 + 12 + 1),
         ("1b3", {**SHIFT, "canon_set": "AC"}, 1_345_423_360 + 24 * 2 * 2048),
     ],
 )
@@ -198,6 +199,7 @@ OF_FILTERS = [
     ("canon_residual", SHIFT | {"canon_residual": False}),
     ("canon_activation", SHIFT | {"canon_activation": True}),
     ("canon_kernel", SHIFT | {"canon_kernel": 3}),
+    ("mimetic_rate", {"mixer": "mamba2", "position": "nope", "mimetic_rate": 4.0}),
 ]
 MIXED = {name: {"mixer": name, "position": "nope", "num_heads": 4} for name in MIXERS[1:]}
 ONLY_SOME_MIXERS = [
@@ -219,7 +221,7 @@ ONLY_SOME_MIXERS = [
     ),
     *(
         (name, given, {name: value})
-        for name, value in {"state_dim": 32, "mimetic_init": True}.items()
+        for name, value in {"state_dim": 32, "mimetic_init": True, "mimetic_rate": 4.0}.items()
         for given in ({}, MIXED["gla"], MIXED["gated_deltanet"])
     ),
     *(("canon_set", MIXED["mamba2"], {"ffn": "none", "canon_set": c}) for c in ("AC", "BD", "F")),
