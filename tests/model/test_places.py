@@ -75,9 +75,8 @@ def test_a_filter_is_right_in_every_backend(site, changes):
     """On a CPU: the formula, and plain torch; the Triton kernels interpreted are below."""
     args = replace(BASE, canon_set=site, document_mask=True, **changes)
     shape, device = (2, 9), torch.device("cpu")
-    for dtype in (torch.float32, torch.bfloat16):
-        for backend in ("reference", "compiled"):
-            assert training_problem(args, backend, shape, dtype, device) is None
+    for backend in ("reference", "compiled"):
+        assert training_problem(args, backend, shape, torch.float32, device) is None
 
 
 @pytest.mark.parametrize("changes", FILTERS, ids=str)
