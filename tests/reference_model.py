@@ -44,7 +44,7 @@ def layer_config(model: Any, i: int) -> Any:
 
 
 def _sequence_logits(model: Any, params: dict[str, Tensor], tokens_BT: Tensor) -> Tensor:
-    h = params["tok_embeddings.weight"][tokens_BT]
+    h = _smeared(model, params, params["tok_embeddings.weight"][tokens_BT])
     for i in range(model.num_layers):
         cfg = layer_config(model, i)
         layer = {
@@ -53,17 +53,65 @@ def _sequence_logits(model: Any, params: dict[str, Tensor], tokens_BT: Tensor) -
             if name.startswith(f"layers.{i}.")
         }
         x = _norm(cfg, layer, "attention_norm", h)
-        if "A" in cfg.canon_set:
-            x = canon_by_loops(x, layer["canon_a.weight"], cfg, taps(layer, "canon_a", x))
-        h = h + MIXERS[cfg.mixer](cfg, layer, x)
+        x = _canon_at(cfg, layer, "A", "canon_a", x)
+        h = h + _canon_at(cfg, layer, "O", "canon_o", MIXERS[cfg.mixer](cfg, layer, x))
         if cfg.ffn == "none":
             continue
         x = _norm(cfg, layer, "ffn_norm", h)
-        if "C" in cfg.canon_set:
-            x = canon_by_loops(x, layer["canon_c.weight"], cfg, taps(layer, "canon_c", x))
-        h = h + _feed_forward(cfg, layer, x)
+        x = _canon_at(cfg, layer, "C", "canon_c", x)
+        h = h + _canon_at(cfg, layer, "F", "canon_f", _feed_forward(cfg, layer, x))
     head = params["tok_embeddings.weight" if model.tie_embeddings else "output.weight"]
     return _norm(model, params, "norm", h) @ head.T
+
+
+def _smeared(cfg: Any, params: dict[str, Tensor], embeddings: Tensor) -> Tensor:
+    """Each embedding plus a gate, of its first 12 channels, times the one before."""
+    if not cfg.smear:
+        return embeddings
+    rows = [embeddings[:, 0]]
+    for t in range(1, embeddings.shape[1]):
+        dot = (embeddings[:, t, :12] * params["smear.gate.weight"][0]).sum(dim=1, keepdim=True)
+        gate = params["smear.scale"] / (1 + torch.exp(-dot))
+        rows.append(embeddings[:, t] + gate * embeddings[:, t - 1])
+    return torch.stack(rows, dim=1)
+
+
+def _canon_at(
+    cfg: Any,
+    layer: dict[str, Tensor],
+    site: str,
+    name: str,
+    x: Tensor,
+    source_BTD: Tensor | None = None,
+) -> Tensor:
+    """Canon of one tensor, if the site has it; dynamic taps depend on the source, or x itself."""
+    if site not in cfg.canon_set:
+        return x
+    source_BTD = x if source_BTD is None else source_BTD
+    return _filtered(cfg, x, layer[f"{name}.weight"], taps(layer, name, source_BTD))
+
+
+def _filtered(cfg: Any, x: Tensor, weight: Tensor, moved_BTCK: Tensor | None = None) -> Tensor:
+    """Canon of any filter and scale; a scalar weight has one row, a shift's are shares."""
+    if cfg.canon_filter == "shift":
+        plain = SimpleNamespace(canon_residual=False, canon_activation=False)
+        y = canon_by_loops(x, torch.cat((weight, 1 - weight), dim=2), plain)
+    else:
+        y = canon_by_loops(x, weight, cfg, moved_BTCK)
+    if cfg.canon_scale == "sqrt":
+        num_taps = cfg.canon_kernel if moved_BTCK is None else 2 * cfg.canon_kernel
+        y = y / math.sqrt(num_taps + 1)
+    return y
+
+
+def _canon_qkv(cfg: Any, layer: dict[str, Tensor], qkv: list[Tensor], x: Tensor) -> list[Tensor]:
+    """Canon-B, or Canon of q, k or v alone; all of them depend on x if dynamic."""
+    if "B" in cfg.canon_set:
+        return _canon_of_parts(cfg, layer, "attention.canon_b", qkv, x)
+    return [
+        _canon_at(cfg, layer, site, f"attention.canon_{site.lower()}", part, x)
+        for site, part in zip("QKV", qkv, strict=True)
+    ]
 
 
 def taps(
@@ -104,7 +152,10 @@ def _canon_of_parts(
     for i, part in enumerate(parts):
         rows = slice(start, start := start + part.shape[-1])
         moved = taps(layer, name, x_BTD, i, rows)
-        found.append(canon_by_loops(part, layer[f"{name}.weight"][rows], cfg, moved))
+        weight = layer[f"{name}.weight"]
+        if cfg.canon_filter != "scalar":
+            weight = weight[rows]
+        found.append(_filtered(cfg, part, weight, moved))
     return found
 
 
@@ -130,8 +181,7 @@ def _attention(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> Tensor:
     if cfg.qk_norm == "full":
         q = _rms(q, layer["attention.q_norm.weight"], cfg.norm_eps)
         k = _rms(k, layer["attention.k_norm.weight"], cfg.norm_eps)
-    if "B" in cfg.canon_set:
-        q, k, v = _canon_of_parts(cfg, layer, "attention.canon_b", [q, k, v], x)
+    q, k, v = _canon_qkv(cfg, layer, [q, k, v], x)
     head_dim = cfg.dim // cfg.num_heads
     kv_heads = cfg.num_kv_heads or cfg.num_heads
     outputs = []
@@ -283,12 +333,10 @@ def _short_conv(x: Tensor, weight_C1K: Tensor, bias: Tensor | float = 0.0) -> Te
 def _convolved_qkv(cfg: Any, layer: dict[str, Tensor], x: Tensor) -> list[Tensor]:
     """Return q, k and v after Canon-B or the native conv1d, if there is one."""
     qkv = [_linear(layer, f"attention.{name}", x) for name in ("wq", "wk", "wv")]
-    if "B" in cfg.canon_set:
-        return _canon_of_parts(cfg, layer, "attention.canon_b", qkv, x)
     if cfg.mixer_conv:
         weights = layer["attention.conv1d.weight"].split([part.shape[-1] for part in qkv])
         return [_short_conv(part, w) for part, w in zip(qkv, weights, strict=True)]
-    return qkv
+    return _canon_qkv(cfg, layer, qkv, x)
 
 
 def _gated_heads(cfg: Any, layer: dict[str, Tensor], x: Tensor, outputs: list[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Mamba2Config
 
-from canon_pretrain.model.args import CHOICES, ROTARY, ModelArgs
+from canon_pretrain.model.args import CHOICES, MIXERS, ROTARY, ModelArgs
 from canon_pretrain.model.counts import layer_parameters, num_parameters, state_size
 from canon_pretrain.model.init import initial_value
 from canon_pretrain.model.transformer import Transformer, TransformerBlock
@@ -250,7 +250,9 @@ VARIED_OPTIONS = (
     "num_kv_heads",
     "mixer_conv",
     "mimetic_init",
+    "mimetic_rate",
     "output_gate_rank",
+    "smear",
     "tie_embeddings",
     "document_mask",
 )
@@ -261,7 +263,9 @@ def test_every_choice_has_a_row_in_the_readme():
     for one, other in itertools.combinations(rows, 2):
         assert one != other
 
-    for option in ("position", "mixer", "ffn", "canon_filter", "gla_feature_map"):
+    assert {args.mixer for args in rows} == set(MIXERS)
+    assert {site for args in rows for site in args.canon_set} >= set(CANON_SITES)
+    for option in ("position", "ffn", "canon_filter", "canon_scale", "gla_feature_map"):
         assert {getattr(args, option) for args in rows} == set(CHOICES[option]), option
     for option in VARIED_OPTIONS:
         assert len({getattr(args, option) for args in rows}) > 1, option
@@ -315,12 +319,15 @@ def test_counts_are_those_of_appendix_c():
     for name, args, _ in variants():
         if not is_in_appendix_c(name, args):
             continue
+        if args.smear or args.canon_filter != "static":
+            continue
         a, b, c = MATRICES[args.mixer, args.ffn]
         layer = a * d**2 + b * d + c
 
         if args.mixer_conv:
             layer += 5 * (2 * d + 128) if args.mixer == "mamba2" else 4 * qkv[args.mixer]
-        channels = {"A": d, "B": qkv[args.mixer], "C": d, "D": 2 * args.ffn_dim}
+        channels = {"A": d, "B": qkv[args.mixer], "C": d, "D": 2 * args.ffn_dim, "O": d, "F": d}
+        channels |= {"Q": d, "K": d, "V": d}  # of attention
         layer += args.canon_kernel * sum(channels[site] for site in args.canon_set)
 
         embeddings = (1 if args.tie_embeddings else 2) * 32000 * d

@@ -33,6 +33,10 @@ WORDS: dict[str, dict[str, Any]] = {
     "act": {"canon_activation": True},
     "cst": {"canon_trainable": False},
     "dynamic": {"canon_filter": "dynamic"},
+    "scalar": {"canon_filter": "scalar"},
+    "shift": {"canon_filter": "shift", "canon_kernel": 2},
+    "sqrt": {"canon_scale": "sqrt"},
+    "smear": {"smear": True},
     "relu2": {"ffn_activation": "relu2"},
     "standard": {"ffn": "standard"},
     "standard_relu2": {"ffn": "standard", "ffn_activation": "relu2"},
@@ -57,6 +61,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "gated_moe": {"ffn": "moe", "num_experts": 3, "moe_gated": True, "num_shared_experts": 2},
     "capacity": {"moe_capacity": 0.5},  # drops half of the choices, in training
     **{canon_set: {"canon_set": canon_set} for canon_set in ("AB", "B", "ABC")},
+    **{canon_set: {"canon_set": canon_set} for canon_set in ("FKOV", "AKQ", "FO", "BF", "AO")},
 }
 NAMES = (
     """
@@ -95,7 +100,16 @@ mamba2_mlp k3 conv tied documents relu2, mamba2_mlp BD no_res act cst mimetic la
 mamba2_mlp ABCD k3 no_res act tied documents layernorm, gdn ABCD act standard,
 gdn AC k3 no_res cst conv tied documents gate_rank expand layernorm,
 gdn BD k2 cst tied gate_rank, gdn A k2 no_res act cst tied documents expand,
-gdn k2 conv tied
+gdn k2 conv tied, nope FKOV, rope FKOV k3 act qk_per_head gqa documents,
+partial_rope_b AKQ qk_full no_res cst, rope FKOV dynamic standard documents, alibi BF,
+nope ABCD sqrt documents qk_per_head, rope ABCD sqrt k2 standard, rope FKOV sqrt cst gqa,
+nope BD dynamic sqrt, gla ABCD sqrt documents, gdn FKOV sqrt k3, mamba2 AB sqrt documents,
+rope ABCD scalar documents, nope ABCD scalar no_res act gqa, rope FKOV scalar sqrt k3 cst,
+gdn BD scalar k3, mamba2 AB scalar no_res, rope ABCD shift documents, nope AC shift sqrt,
+rope FKOV shift gqa cst, gla ABCD shift, mamba2_mlp ABCD shift documents,
+nope smear documents, rope smear gqa tied, nope ABCD smear k3 documents,
+mamba2 smear conv documents,
+gdn FKOV, gla AKQ documents dynamic, gdn FO conv k3, mamba2 AO conv documents, mamba2_mlp FO tied
 """.strip()
     .replace(",\n", ", ")
     .split(", ")
@@ -183,7 +197,7 @@ def build(args: ModelArgs, **options: Any) -> Transformer:
             if name.endswith((".bias", ".up")):  # large filters amplify rounding
                 bound = 0.5 if name.endswith(".bias") else 0.1
                 parameter.uniform_(-bound, bound, generator=generator)
-            if name.endswith((".D", ".A_log", ".dt_bias")):
+            if name.endswith((".D", ".A_log", ".dt_bias")) or name.startswith("smear."):
                 parameter.uniform_(-1.5, 1.5, generator=generator)
     return model
 

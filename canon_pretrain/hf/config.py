@@ -225,6 +225,7 @@ _CHANGES_TRAINING: tuple[str, ...] = (
     "init",
     "init_seed",
     "mimetic_init",
+    "mimetic_rate",
     "moe_balance_rate",
 )
 _FROM_OTHER_FIELDS = {"num_kv_heads", "partial_rope_dim"}
@@ -234,6 +235,8 @@ _CHANGES_THE_MODEL = tuple(
     if field.name not in {*_SAME.values(), *_CHANGES_TRAINING, *_FROM_OTHER_FIELDS}
 )
 """Fields of ModelArgs that only the sub-dictionary can express."""
+_RELEASED_SITES = "ABCD"
+"""The Canon layers of the released class."""
 _RELEASED_VALUES = ("nope", "partial_rope_c", "full")
 """Values of `position` and `qk_norm` for which the released class has a field."""
 
@@ -341,6 +344,7 @@ LLAMA_NAMING = Naming(
     layers="model.layers",
     ends={
         "tok_embeddings": "model.embed_tokens",
+        "smear.gate": "model.smear.gate",
         "norm": "model.norm",
         "output": "lm_head",
     },
@@ -354,6 +358,9 @@ LLAMA_NAMING = Naming(
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
         "attention.canon_b": "self_attn.canonB",
+        "attention.canon_q": "self_attn.canonQ",
+        "attention.canon_k": "self_attn.canonK",
+        "attention.canon_v": "self_attn.canonV",
         "attention.conv1d": "self_attn.conv1d",
         "attention.wg": "self_attn.g_proj",
         "attention.wg.down": "self_attn.g_proj.0",
@@ -366,6 +373,8 @@ LLAMA_NAMING = Naming(
         "attention.in_proj": "self_attn.in_proj",
         "attention.out_proj": "self_attn.out_proj",
         "attention.norm": "self_attn.norm",
+        "canon_o": "canonO",
+        "canon_f": "canonF",
         "ffn_norm": "post_attention_layernorm",
         "canon_c": "canonC",
         "feed_forward.w1": "mlp.gate_proj",
@@ -378,6 +387,7 @@ LLAMA_NAMING = Naming(
         "feed_forward.shared_experts.w2": "mlp.shared_experts.down_proj",
     },
     bare={
+        "smear.scale": "model.smear.scale",
         "attention.A_log": "self_attn.A_log",
         "attention.dt_bias": "self_attn.dt_bias",
         "attention.D": "self_attn.D",
@@ -491,7 +501,8 @@ def _translate(name: str, layers: str, target: Naming) -> str:
 def to_fields(args: ModelArgs) -> dict[str, Any]:
     """Return the fields of LlamaCanon's config.json that describe `args`."""
     extension = _extension(args, _CHANGES_THE_MODEL + _CHANGES_TRAINING)
-    is_expressible = extension.keys().isdisjoint(_CHANGES_THE_MODEL)
+    has_released_sites = set(args.canon_set) <= set(_RELEASED_SITES)
+    is_expressible = has_released_sites and extension.keys().isdisjoint(_CHANGES_THE_MODEL)
     config: dict[str, Any] = {
         **DEFAULTS,
         **{theirs: getattr(args, ours) for theirs, ours in _SAME.items()},
@@ -530,9 +541,15 @@ def _extension(args: ModelArgs, names: tuple[str, ...]) -> dict[str, Any]:
 
 def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     """Return a config.json for a standard class of transformers, None if none computes `args`."""
-    # The standard classes have RMSNorm, no Canon layers and no document mask.
+    # The standard classes have RMSNorm, no Canon layers, no document mask and no
+    # smear.
     kinds = list(args.kinds.values())
-    if args.document_mask or args.norm != "rmsnorm" or any(kind.canon_set for kind in kinds):
+    if (
+        args.document_mask
+        or args.smear
+        or args.norm != "rmsnorm"
+        or any(kind.canon_set for kind in kinds)
+    ):
         return None
     (first, *others) = kinds
     if not others and first.mixer == MAMBA2 and first.mixer_conv and first.ffn == "none":

@@ -16,7 +16,16 @@ from canon_pretrain.core.errors import UserError, check_choice, nearest, suggest
 MIXERS = ("attention", "gla", "mamba2", "gated_deltanet")
 ROTARY = ("rope", "partial_rope_a", "partial_rope_b", "partial_rope_c")
 POSITIONS = ("rope", "nope", "alibi", "h_alibi", *ROTARY[1:])
-CANON_SITES = "ABCD"
+CANON_SITES = "ABCDFKOQV"
+"""The places of a convolution: those of the paper (A to D), Q, K and V, which are parts of B, and
+the outputs of mixer (O) and feed-forward (F), before they are added (Inkling's: K, V, O, F)."""
+SMEAR_REACH = 1
+SMEAR_DIM = 12
+"""The first channels of an embedding, which its gate depends on."""
+MIXER_SITES = "BQKV"
+"""Those inside the mixer."""
+FFN_SITES = "CDF"
+"""Those that need a feed-forward."""
 # of the layouts that rotate a part of the heads, or of each rotating head's dims (Figure 22)
 _HEADS_PER_ROTATED = {"partial_rope_a": 2, "partial_rope_b": 4}
 _DIMS_PER_ROTATED = {"partial_rope_a": 2, "partial_rope_c": 4}
@@ -73,8 +82,8 @@ class ModelArgs:
     """attention, gla, mamba2 or gated_deltanet, with the paper's heads, layers and widths; or
     FILE.py:Name, a class of your own (train_configs/mixers/README.md)."""
     mixer_conv: bool = False
-    """The recurrent mixer's native conv1d. Unset: on for mamba2 and gated_deltanet without
-    Canon-B."""
+    """The recurrent mixer's native conv1d. Unset: on for mamba2 and gated_deltanet without Canon-B
+    or its parts."""
     expand_k: Positive = 0.5
     """Width of all keys over dim. Unset: gla 0.5, gated_deltanet 0.75."""
     expand_v: Positive = 1.0
@@ -87,6 +96,8 @@ class ModelArgs:
     """Mamba2's state size."""
     mimetic_init: bool = False
     """Mamba2's mimetic initial values (the paper's Figures 14 and 29)."""
+    mimetic_rate: Positive = 8.0
+    """c of mimetic_init: a state decays by exp(-exp(-c)) per token (the paper tries 2, 4 and 8)."""
 
     # An expert is a feed-forward of width F, standard or gated. A loss of each sequence (Switch) or
     # a bias of the routing scores (DeepSeek-V3) evens their load. "gelu" is GPT-2's tanh form.
@@ -134,22 +145,30 @@ class ModelArgs:
     window: Size = 0
     """Number of last tokens that attention sees, the token itself included; 0: all."""
 
-    # Canon layers at the sites of section 4, stored sorted and in upper case. A dynamic filter adds
-    # to each tap what the token itself asks for (model/canon.py).
+    # Canon layers at the sites of section 4 and others, stored sorted and in upper case. A dynamic
+    # filter adds to each tap what the token itself asks for (model/canon.py).
     canon_set: str = ""
-    """Any subset of ABCD; empty: no Canon layers."""
+    """Any subset of ABCD, or O and F (outputs of mixer and feed-forward), Q, K and V (parts of B);
+    empty: no Canon layers."""
     canon_kernel: Taps = 4
     canon_residual: bool = True
     canon_activation: bool = False
     canon_trainable: bool = True
     """false: cst-Canon, which keeps its initial values (the paper's Figure 20)."""
-    canon_filter: Annotated[str, ("static", "dynamic")] = "static"
-    """static, or dynamic: taps that depend on the token (arXiv 2606.03825)."""
+    canon_filter: Annotated[str, ("static", "dynamic", "scalar", "shift")] = "static"
+    """static; dynamic: taps that depend on the token (arXiv 2606.03825); scalar: the same taps for
+    all channels, at first 1, .4, .2, .1 (the paper's footnote 10); shift: a learned mix with the
+    token before (RWKV's token shift; needs canon_kernel = 2)."""
+    canon_scale: Annotated[str, ("none", "sqrt")] = "none"
+    """none, or sqrt: Canon's sum over K taps and the residual is divided by sqrt(K + 1), if dynamic
+    by sqrt(2 K + 1) (Inkling2's)."""
 
     # RMSNorm of q and k. full: over the whole vector (the released models); per_head: over the K
     # dims of each head, with one gain for all heads (Qwen3's).
     qk_norm: Annotated[str, ("none", "full", "per_head")] = "none"
     """none; full: over all heads, before Canon-B; per_head: over each head, after Canon-B."""
+    smear: bool = False
+    """Add to each embedding that of the token before, times a learned gate (modded-nanogpt's)."""
     tie_embeddings: bool = False
     """The output matrix is the token embedding."""
     document_mask: bool = False
@@ -175,8 +194,8 @@ class ModelArgs:
         if letters != sites:
             raise UserError(
                 "model.canon_set",
-                f'canon_set = "{self.canon_set}": expected each of the sites A, B, C and D at most '
-                'once, such as "AC", or "" for no Canon',
+                f'canon_set = "{self.canon_set}": expected each of the sites A, B, C, D, F, K, O, '
+                'Q and V at most once, such as "AC", or "" for no Canon',
                 given=self.canon_set,
             )
 
@@ -275,7 +294,7 @@ class ModelArgs:
         if self.pattern:
             return max(args.reach for args in self.kinds.values())
         if self.mixer == "attention" and not self.canon_set:
-            return 0
+            return SMEAR_REACH if self.smear else 0
         return self.canon_kernel - 1
 
     @property
@@ -286,20 +305,36 @@ class ModelArgs:
     @property
     def canon_channels(self) -> dict[str, int]:
         """The channels of each of this model's Canon sites."""
-        channels = {"A": self.dim, "C": self.dim, "D": self.ffn_in_dim}
-        if not self.is_own_mixer:  # whose Canon-B is part of the class
+        channels = dict.fromkeys("ACFO", self.dim)
+        channels["D"] = self.ffn_in_dim
+        if not self.is_own_mixer:  # whose Canon layers are part of the class
             channels["B"] = sum(self.mixer_parts)
+            channels |= zip("QKV", self.mixer_parts, strict=True)  # of Mamba2, which has no site Q
         return {site: channels[site] for site in self.canon_set if site in channels}
 
     @property
     def canon_parts(self) -> dict[str, int]:
         """Number of linear-layer outputs that each of this model's Canon sites mixes."""
-        parts = {"A": 1, "B": 3, "C": 1, "D": 1}  # B: of wq, wk and wv
+        parts = dict.fromkeys(CANON_SITES, 1)
+        parts["B"] = 3  # of wq, wk and wv
         if self.mixer == "mamba2":
             parts["B"] = 1  # of in_proj
         if self.ffn == "gated":
             parts["D"] = 2  # of w1 and w3
         return {site: parts[site] for site in self.canon_channels}
+
+    @property
+    def smear_dim(self) -> int:
+        """Channels of an embedding that its smear gate depends on; 0 without one."""
+        return min(SMEAR_DIM, self.dim) if self.smear else 0
+
+    @property
+    def canon_factor(self) -> float:
+        """What Canon's sum of convolution and residual is multiplied by."""
+        if self.canon_scale == "none":
+            return 1.0
+        taps_per_token = 2 if self.canon_filter == "dynamic" else 1  # those of the token itself
+        return (taps_per_token * self.canon_kernel + 1) ** -0.5
 
     @property
     def canon_bound(self) -> float:
@@ -415,6 +450,7 @@ NOT_OF_LAYERS = (
     "max_seq_len",
     "norm",
     "norm_eps",
+    "smear",
     "num_experts",
     "experts_per_token",
     "moe_balance",
@@ -443,6 +479,7 @@ _MIXERS_OF = {
     "gla_feature_map": ("gla",),
     "state_dim": ("mamba2",),
     "mimetic_init": ("mamba2",),
+    "mimetic_rate": ("mamba2",),
 }
 """The mixers of which a field is an option."""
 _MOE_FIELDS = (
@@ -454,7 +491,13 @@ _MOE_FIELDS = (
     "moe_balance",
     "moe_balance_rate",
 )
-_CANON_FIELDS = ("canon_residual", "canon_activation", "canon_trainable", "canon_filter")
+_CANON_FIELDS = (
+    "canon_residual",
+    "canon_activation",
+    "canon_trainable",
+    "canon_filter",
+    "canon_scale",
+)
 
 
 def _check(args: ModelArgs) -> None:
@@ -502,6 +545,9 @@ def _unused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, f'ffn = "moe", not "{ffn}"'
     if ffn == "none":
         yield "ffn_activation", 'a feed-forward, but ffn = "none"'
+
+    if not values["mimetic_init"]:
+        yield "mimetic_rate", "mimetic_init = true"
 
     # the native conv1d has canon_kernel taps too, and a convolution of the user's own may have them
     if not values["canon_set"]:
@@ -617,11 +663,11 @@ def _check_mixer(args: ModelArgs) -> None:
             f'mixer = "{args.mixer}" has no positions: set position = "nope", not '
             f'"{args.position}"',
         )
-    if args.mixer_conv and "B" in args.canon_set:
+    if args.mixer_conv and {*MIXER_SITES} & {*args.canon_set}:
         raise _conflict(
             "mixer_conv",
-            "mixer_conv = true with Canon-B, which replaces it: set mixer_conv = false, or "
-            "canon_set without B",
+            "mixer_conv = true with Canon-B, or Q, K and V, which replace it: set mixer_conv = "
+            "false, or canon_set without them",
         )
 
 
@@ -644,20 +690,47 @@ def _check_ffn(args: ModelArgs) -> None:
 
 
 def _check_canon(args: ModelArgs) -> None:
-    if args.ffn == "none" and {*"CD"} & {*args.canon_set}:
+    sites = {*args.canon_set}
+    if args.ffn == "none" and {*FFN_SITES} & sites:
         raise _conflict(
             "canon_set",
-            f'canon_set = "{args.canon_set}": ffn = "none" has no feed-forward for C and D: '
-            "choose from A and B",
+            f'canon_set = "{args.canon_set}": ffn = "none" has no feed-forward for C, D and F: '
+            "choose from the other sites",
         )
     if args.ffn == "moe" and "D" in args.canon_set:
         raise _conflict(
             "canon_set",
             f'canon_set = "{args.canon_set}": ffn = "moe" sends neighboring tokens to different '
-            "experts, whose inner channels D could not mix: choose from A, B and C",
+            "experts, whose inner channels D could not mix: choose from the other sites",
+        )
+    if "B" in sites and {*"QKV"} & sites:
+        raise _conflict(
+            "canon_set",
+            f'canon_set = "{args.canon_set}": B mixes all of q, k and v, of which Q, K and V are '
+            "the parts: choose B or some of Q, K and V",
+        )
+    if args.mixer == "mamba2" and {*"QKV"} & sites:
+        raise _conflict(
+            "canon_set",
+            f'canon_set = "{args.canon_set}": mixer = "mamba2" projects its input at once, without '
+            "q, k and v: choose B",
         )
     if args.canon_filter == "dynamic":
         _refuse(args, "canon_trainable", 'canon_filter = "static"')
+    if args.canon_scale == "sqrt":
+        _refuse(
+            args, "canon_residual", 'canon_scale = "none": sqrt is of the sum with the residual'
+        )
+        _refuse(args, "canon_activation", 'canon_scale = "none"')
+    if args.canon_filter == "shift":
+        _refuse(args, "canon_residual", 'canon_filter = "static": a shift mixes with the token')
+        _refuse(args, "canon_activation", 'canon_filter = "static"')
+        if args.canon_kernel != 2:
+            raise _conflict(
+                "canon_kernel",
+                f'canon_filter = "shift" mixes two tokens: set canon_kernel = 2, not '
+                f"{args.canon_kernel}",
+            )
 
 
 def _refuse(args: ModelArgs, name: str, requirement: str) -> None:
@@ -751,11 +824,12 @@ def fill_sizes(base: ModelArgs, overrides: Mapping[str, Any]) -> dict[str, Any]:
     mixer = sizes.get("mixer", base.mixer)
     is_new_mixer = mixer != base.mixer
     if is_new_mixer:
-        has_canon_b = "B" in str(sizes.get("canon_set", base.canon_set)).upper()
+        canon_set = str(sizes.get("canon_set", base.canon_set)).upper()
+        has_canon_inside = bool({*MIXER_SITES} & {*canon_set})
         defaults = {
             "position": "nope",
             "num_heads": base.num_heads,
-            "mixer_conv": mixer in _SMALL_MIXERS and not has_canon_b,
+            "mixer_conv": mixer in _SMALL_MIXERS and not has_canon_inside,
         }
         # ModelArgs refuses an unknown mixer
         sizes = defaults | _MIXER_SIZES.get(mixer, {}) | sizes

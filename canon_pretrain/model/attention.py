@@ -17,7 +17,7 @@ from canon_pretrain.kernels.backends import triton_kernels
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Attend
 from canon_pretrain.model.cache import NO_CONTEXT, Context
-from canon_pretrain.model.canon import Canon, Stream, make_canon, per_reader
+from canon_pretrain.model.canon import Canon, Stream, canon_or_same, make_canon, per_reader
 
 
 def rope_tables(num_tokens: int, rope_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,10 @@ class Rope(nn.Module):
 
 
 class Attention(nn.Module):
-    """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo."""
+    """q, k, v -> QK-norm -> Canon-B over [q|k|v] -> heads -> rotation -> causal softmax -> wo.
+
+    Q, K and V are the parts of Canon-B.
+    """
 
     readers = 3
 
@@ -126,6 +129,9 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(args.head_dim, eps=args.norm_eps)
 
         self.canon_b = make_canon("B", args, canon_backend)
+        self.canon_q = make_canon("Q", args, canon_backend)
+        self.canon_k = make_canon("K", args, canon_backend)
+        self.canon_v = make_canon("V", args, canon_backend)
         self.rope = rope
         self.attend = attend
 
@@ -161,6 +167,9 @@ class Attention(nn.Module):
             k = self.k_norm(k)
         if self.canon_b is not None:
             q, k, v = self.canon_b((q, k, v), context, source_BTD)
+        q = canon_or_same(self.canon_q, q, context, source_BTD)
+        k = canon_or_same(self.canon_k, k, context, source_BTD)
+        v = canon_or_same(self.canon_v, v, context, source_BTD)
         q_BTHK, k_BTGK, v_BTGK = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
         if self.qk_norm == "per_head":
             q_BTHK = self.q_norm(q_BTHK)
@@ -196,7 +205,7 @@ class Attention(nn.Module):
             q,
             k,
             v,
-            self.canon_b.weight,
+            self.canon_b.taps(),
             head_dim=self.head_dim,
             qk_norm=self.qk_norm,
             eps=self.norm_eps,

@@ -1,15 +1,24 @@
 """The Canon layer as a module: the weight and its options; the arithmetic is in `kernels/`.
 
-Up to four sites of a block have one: A before attention, B on q, k and v, C before the
-feed-forward, D on its inner projections (paper, section 4).
+Sites of a block that may have one: A before attention, B on q, k and v, C before the feed-forward,
+D on its inner projections (paper, section 4); Q, K or V alone; O and F on the outputs of attention
+and feed-forward before they are added (K, V, O and F: `InklingShortConvolution` of transformers).
 
 Dynamic filters (`canon_filter`) are those of Sieberling et al., arXiv 2606.03825, in the low-rank
 form of its code (github.com/OliverSieberling/dynamic-conv1d): tap i of token t and channel c is
 W[c, i] + sum_r up[c, r, i] (down s_t)_r, R = 15, without nonlinearity; s is the input of the linear
 layer whose outputs are mixed, and every such layer (wq, wk, wv, ..) has its own filters. Initial
 values are the code's: W as Canon's, down U(-D^-1/2, D^-1/2), up 0. Assumed, since we had the code
-and not the paper's text: at A and C, which the code lacks, s is the site's own input; Mamba2's
-in_proj is one layer; residual and activation are Canon's options (the code: residual, none).
+and not the paper's text: at A, C, O and F, which the code lacks, s is the site's own input;
+Mamba2's in_proj is one layer; residual and activation are Canon's options (the code: residual,
+none).
+
+Taps of other filters: `scalar` has one row of taps for all channels. `shift` has a share mu of each
+channel, and y_t = x_t + mu (x_{t-1} - x_t), RWKV's token shift (Peng et al., arXiv 2404.05892).
+
+`canon_scale = "sqrt"` divides the sum of convolution and residual by the root of the number of its
+terms, as transformers' `Inkling2ShortConvolution` and `Inkling2DynamicShortConvolution` do. Static
+taps take up the factor and the residual, so that no kernel needs to know of it.
 
 Shapes: B batch, T tokens, D hidden, C channels, K taps of the kernel, R rank, N = K - 1 + T.
 """
@@ -27,7 +36,7 @@ from canon_pretrain.kernels.backends import (
     resolve_backend,
     triton_kernels,
 )
-from canon_pretrain.kernels.compiled import Segments
+from canon_pretrain.kernels.compiled import Segments, sum_dtype
 from canon_pretrain.kernels.decode_step import CanonMemory, DynamicMemory, Parts
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import NO_CONTEXT, Context, LayerCache
@@ -71,13 +80,17 @@ class CausalFilter(nn.Module):
         segments_BN = context.segments_BN
         if context.cache is not None:
             memory = self._static_memory(context.cache, parts[0])
-            return memory.read(parts, self.weight, segments_BN, self.backend)
+            return memory.read(parts, self.taps(), segments_BN, self.backend)
 
-        weights = self._split_by_part(self.weight, parts)
+        weights = self._split_by_part(self.taps(), parts)
         return tuple(
             canon(x_BTC, weight_C1K, **self.options(segments_BN), backend=self.backend)
             for x_BTC, weight_C1K in zip(parts, weights, strict=True)
         )
+
+    def taps(self) -> Tensor:
+        """Return what the kernels multiply with, [C, 1, K]."""
+        return self.weight
 
     def options(self, segments_BN: Segments) -> dict[str, Any]:
         """Return the options of every kernel: residual, activation, segments."""
@@ -97,7 +110,7 @@ class CausalFilter(nn.Module):
         memory = cache.canon.get(self.site)
         if memory is None:
             memory = cache.canon[self.site] = CanonMemory(
-                x_BTC, self.weight, residual=self.residual, activation=self.activation
+                x_BTC, self.taps(), residual=self.residual, activation=self.activation
             )
         assert isinstance(memory, CanonMemory)
         return memory
@@ -120,15 +133,19 @@ class Canon(CausalFilter):
     def __init__(
         self, args: ModelArgs, site: str, backend: str = "auto", widths: tuple[int, ...] = ()
     ) -> None:
-        is_dynamic = args.canon_filter == "dynamic"
-        channels = sum(widths) or args.canon_channels[site]
+        self.filter = args.canon_filter
+        is_dynamic = self.filter == "dynamic"
+        self.num_channels = channels = sum(widths) or args.canon_channels[site]
         num_parts = len(widths) or args.canon_parts[site]
+        self.num_taps = args.canon_kernel
+        self.factor = args.canon_factor
+        has_residual_in_taps = self.factor != 1.0 and not is_dynamic
         super().__init__(
             site,
-            channels,
-            args.canon_kernel,
-            resolve_backend(backend, args.canon_kernel, dynamic=is_dynamic),
-            residual=args.canon_residual,
+            1 if self.filter == "scalar" else channels,
+            1 if self.filter == "shift" else self.num_taps,
+            resolve_backend(backend, self.num_taps, dynamic=is_dynamic),
+            residual=args.canon_residual and not has_residual_in_taps,
             activation=args.canon_activation,
         )
 
@@ -139,6 +156,21 @@ class Canon(CausalFilter):
         if is_dynamic:
             self.down = nn.Parameter(torch.empty(DYNAMIC_RANK * num_parts, args.dim))
             self.up = nn.Parameter(torch.empty(channels, DYNAMIC_RANK, args.canon_kernel))
+
+    def taps(self) -> Tensor:
+        """Return the static taps, [C, 1, K]; with `canon_scale` those of the whole sum."""
+        taps_C1K: Tensor = self.weight
+        if self.filter == "scalar":
+            taps_C1K = taps_C1K.expand(self.num_channels, -1, -1).contiguous()
+        if self.filter == "shift":  # to x_t, mu (x_{t-1} - x_t) is added
+            taps_C1K = torch.cat((taps_C1K, -taps_C1K), dim=2)
+        if self.factor == 1.0:
+            return taps_C1K
+
+        # The residual adds 1 to the current token's tap; in float32, as the kernels add it.
+        taps_C1K = taps_C1K.to(sum_dtype(taps_C1K))
+        one_K = F.pad(taps_C1K.new_ones(1), (self.num_taps - 1, 0))
+        return self.factor * (taps_C1K + one_K)
 
     def forward(
         self, parts: Parts, context: Context = NO_CONTEXT, source_BTD: Tensor | None = None
@@ -160,12 +192,19 @@ class Canon(CausalFilter):
         if context.cache is not None:
             memory = context.cache.canon.setdefault(self.site, DynamicMemory())
             assert isinstance(memory, DynamicMemory)
-            return memory.read(parts, weights, zs, **options)
+            return self._scaled(memory.read(parts, weights, zs, **options))
 
-        return tuple(
+        outputs = tuple(
             canon(x_BTC, weight_CRK, z_BTR=z_BTR, **options)
             for x_BTC, weight_CRK, z_BTR in zip(parts, weights(), zs, strict=True)
         )
+        return self._scaled(outputs)
+
+    def _scaled(self, outputs: Parts) -> Parts:
+        """Return the outputs of a dynamic filter times the factor."""
+        if self.factor == 1.0:
+            return outputs
+        return tuple(self.factor * y_BTC for y_BTC in outputs)
 
 
 class CanonGate(Canon):
@@ -188,7 +227,7 @@ class CanonGate(Canon):
         y_BTF = canon_gate(
             gate_BTF,
             up_BTF,
-            self.weight,
+            self.taps(),
             relu2=self.ffn_activation == "relu2",
             backend=self.backend,
             **self.options(context.segments_BN),
@@ -226,15 +265,25 @@ class ShortConv(CausalFilter):
 def make_canon(
     site: str, args: ModelArgs, backend: str = "auto", widths: tuple[int, ...] = ()
 ) -> Canon | None:
-    """Return the Canon layer of `site` ("A" to "D"); None if `args` have none.
+    """Return the Canon layer of `site`, a letter; None if `args` have none.
 
-    `widths`: of the projections that a mixer of the user's own lets Canon-B mix.
+    `widths`: of the projections that a mixer of the user's own lets Canon-B mix, or Q, K or V.
     """
     if site not in args.canon_set:
         return None
     if site == "D" and args.ffn == "gated":
         return CanonGate(args, site, backend)
     return Canon(args, site, backend, widths)
+
+
+def canon_or_same(
+    canon: nn.Module | None, x_BTC: Tensor, context: Context, source_BTD: Tensor | None = None
+) -> Tensor:
+    """Return Canon of a single tensor [B, T, C]; x itself if the model lacks that site."""
+    if canon is None:
+        return x_BTC
+    (x_BTC,) = canon((x_BTC,), context, source_BTD)
+    return x_BTC
 
 
 def add_norm_canon(
@@ -257,7 +306,7 @@ def add_norm_canon(
             h_BTD, *xs_BTD = kernels.norm_canon_stream_triton(
                 h_BTD,
                 norm.weight,
-                canon.weight,
+                canon.taps(),
                 eps=norm.eps,
                 added_BTD=added_BTD,
                 readers=readers,
@@ -268,10 +317,7 @@ def add_norm_canon(
     # The same step by step.
     if added_BTD is not None:
         h_BTD = h_BTD + added_BTD
-    x_BTD = norm(h_BTD)
-    if canon is not None:
-        (x_BTD,) = canon((x_BTD,), context)
-    return h_BTD, x_BTD
+    return h_BTD, canon_or_same(canon, norm(h_BTD), context)
 
 
 def per_reader(x_BTD: Stream, readers: int) -> Parts:

@@ -63,6 +63,10 @@ def training_cases(args: ModelArgs) -> list[Case]:
         if args.mixer == "mamba2":
             widths = (sum(widths),)
         cases.append(canon_case("B", "B", widths, args))
+    # Alone: q, k or v, and the outputs of mixer and feed-forward.
+    for site in "QKVOF":
+        if site in args.canon_channels:
+            cases.append(canon_case(site, site, (args.canon_channels[site],), args))
     if "D" in args.canon_set and is_gated:
         cases.append(gate_case(args))
     elif "D" in args.canon_set:
@@ -265,7 +269,9 @@ def compare(
 
     # The gradient of a weight is the sum over the rows.
     for name, grad, total in zip(weights, grads[len(inputs) :], exact_weight_grads, strict=True):
-        errors.append(_error(f"gradient of {name}", grad, total, [0], tolerance))
+        # of scalar taps, which have one row, the scale is that of all taps
+        dims = [0] if len(total) > 1 else list(range(total.ndim))
+        errors.append(_error(f"gradient of {name}", grad, total, dims, tolerance))
     return max(errors)
 
 

@@ -29,6 +29,8 @@ def num_parameters(args: ModelArgs) -> int:
         number += count * layer_parameters(layer)
     if not args.tie_embeddings:
         number += embedding  # the output matrix
+    if args.smear:
+        number += args.smear_dim + 1  # gate and scale
     return number
 
 
@@ -61,11 +63,7 @@ def layer_parameters(args: ModelArgs) -> int:
     }.get(args.mixer, _own_parameters)
     number = mixer_parameters(args) + _norm_parameters(args)
 
-    # Canon at all sites: taps, and with dynamic filters `up` (R per tap) and `down`
-    taps = sum(args.canon_channels.values()) * args.canon_kernel
-    number += taps
-    if args.canon_filter == "dynamic":
-        number += DYNAMIC_RANK * (taps + args.dim * sum(args.canon_parts.values()))
+    number += _canon_parameters(args)
 
     # The feed-forward, and the norm before it
     if args.ffn == "none":
@@ -78,6 +76,21 @@ def layer_parameters(args: ModelArgs) -> int:
     if args.bias:
         number += args.ffn_in_dim + args.dim
     return number + args.dim * (args.ffn_in_dim + args.ffn_dim)
+
+
+def _canon_parameters(args: ModelArgs) -> int:
+    """Return the parameters of a layer's Canon sites but those in a mixer of the user's own."""
+    num_channels = sum(args.canon_channels.values())
+    if args.canon_filter == "scalar":
+        return len(args.canon_channels) * args.canon_kernel
+    if args.canon_filter == "shift":
+        return num_channels
+
+    # taps, and with dynamic filters `up` (R per tap) and `down`
+    taps = num_channels * args.canon_kernel
+    if args.canon_filter == "dynamic":
+        return taps + DYNAMIC_RANK * (taps + args.dim * sum(args.canon_parts.values()))
+    return taps
 
 
 def _norm_parameters(args: ModelArgs) -> int:
@@ -211,6 +224,8 @@ def state_bytes(args: ModelArgs, itemsize: int) -> StateBytes:
         layer_bytes = _layer_state_bytes(layer, itemsize)
         per_token += count * layer_bytes.per_token
         per_row += count * layer_bytes.per_row
+    if args.smear:
+        per_row += args.dim * itemsize  # the last embedding
     return StateBytes(per_token, per_row)
 
 
@@ -223,7 +238,7 @@ def _layer_state_bytes(args: ModelArgs, itemsize: int) -> StateBytes:
         per_token = (k_dim + v_dim) * itemsize
 
     # for each of the K - 1 tokens in reach
-    canon_itemsize = STATE_BYTES if args.canon_filter == "static" else itemsize
+    canon_itemsize = itemsize if args.canon_filter == "dynamic" else STATE_BYTES
     per_reached_token = canon_itemsize * sum(args.canon_channels.values())
     if args.mixer_conv:
         per_reached_token += STATE_BYTES * args.conv_channels

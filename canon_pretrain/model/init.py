@@ -26,8 +26,9 @@ MAMBA_STD = 0.1
 STEP_RANGE = (1e-3, 1e-1)
 """Initial step sizes dt of Mamba2 and GatedDeltaNet for inputs of 0."""
 LARGEST_RATE = 16.0  # of GatedDeltaNet's decays
+FIRST_SCALAR_TAP = 0.4
+"""Of the token before, with one tap for all channels (the Canon paper's footnote 10)."""
 MIMETIC_STEP = 0.54  # softplus(0.54) = 1
-MIMETIC_RATE = 8.0  # a state decays by exp(-exp(-8)) per token
 # name of a parameter -> kind and scale of its value
 VECTORS = {"bias": ("constant", 0.0), "D": ("constant", 1.0), "dt_bias": ("step", 0.0)}
 OWN_KINDS = ("constant", "normal", "uniform", "log_uniform", "log_count", "step")
@@ -41,8 +42,9 @@ class InitialValue:
     """The initial value of one parameter, a function of these fields alone.
 
     `kind`: `constant` scale; `normal` N(0, scale); `truncated_normal` the same, cut at 3 sigma;
-    `uniform` U(-scale, scale); `log_uniform` log U(0, scale); `log_count` log(row + 1); `step`, of
-    which softplus is log-uniform in STEP_RANGE; `last_tap`, a convolution that changes nothing.
+    `uniform` U(-scale, scale); `share` U(0, scale); `log_uniform` log U(0, scale); `log_count`
+    log(row + 1); `step`, of which softplus is log-uniform in STEP_RANGE; `last_tap`, a convolution
+    that changes nothing; `halving`, taps .., .1, .2, .4 of the tokens before, and scale.
     `parts`: the values of consecutive rows, instead of `kind` and `scale`.
     """
 
@@ -69,6 +71,11 @@ class InitialValue:
             return values.fill_(self.scale)
         if self.kind == "log_count":
             return torch.arange(start + 1, stop + 1, device="cpu", dtype=torch.float32).log()
+        if self.kind == "halving":
+            values[..., -1] = self.scale
+            for j in range(1, values.shape[-1]):  # of x_{t-j}
+                values[..., -1 - j] = FIRST_SCALAR_TAP * 0.5 ** (j - 1)
+            return values
         if self.kind == "last_tap":
             values.zero_()
             values[..., -1] = 1.0
@@ -105,6 +112,8 @@ class InitialValue:
         block = torch.empty((num_rows, *self.shape[1:]), device="cpu", dtype=torch.float32)
         if self.kind == "uniform":
             return block.uniform_(-self.scale, self.scale, generator=generator)
+        if self.kind == "share":
+            return block.uniform_(0.0, self.scale, generator=generator)
         if self.kind == "normal":
             return block.normal_(0.0, self.scale, generator=generator)
         if self.kind == "log_uniform":
@@ -132,13 +141,14 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
 
     Canon and Mamba2's conv1d: PyTorch's Conv1d default U(-K^-1/2, K^-1/2), +-1/2 at kernel 4
     (appendix C, "default initialisation"), for any `init`; dynamic filters begin as these
-    (canon.py). The conv1d of GLA and GatedDeltaNet: N(0, 0.02) for any `init`, as in
-    flash-linear-attention and PhysicsLM4. Biases: 0. Norm gains: 1. Recurrences: as in
-    flash-linear-attention and transformers. All others are matrices [.., out, in]: N(0, 0.02) with
-    `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2 for w2) cut at 3 sigma. Mamba2's with
-    `paper` are those of transformers 4.47, which the paper's code requires: U(-in^-1/2, in^-1/2),
-    and N(0, 0.1) for the embedding. With `output_gate_rank`, both low-rank products have the
-    deviation 0.02 of one matrix, as the release's. Raises ValueError for an unknown name.
+    (canon.py), scalar taps with 1, .4, .2, .1, and the shares of a shift with U(0, 1), for RWKV's
+    powers of channel / C. The smear gate: 0. The conv1d of GLA and GatedDeltaNet: N(0, 0.02) for
+    any `init`, as in flash-linear-attention and PhysicsLM4. Biases: 0. Norm gains: 1. Recurrences:
+    as in flash-linear-attention and transformers. All others are matrices [.., out, in]: N(0, 0.02)
+    with `paper`; with `lingua` std in^-1/2 (D^-1/2, and F^-1/2 for w2) cut at 3 sigma. Mamba2's
+    with `paper` are those of transformers 4.47, which the paper's code requires: U(-in^-1/2,
+    in^-1/2), and N(0, 0.1) for the embedding. With `output_gate_rank`, both low-rank products have
+    the deviation 0.02 of one matrix, as the release's. Raises ValueError for an unknown name.
     """
     name = plain_name(name)
     if in_layer := re.match(r"layers\.(\d+)\.", name):
@@ -147,6 +157,8 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
         args = args.layer_args[0]
     value = partial(InitialValue, name, torch.Size(shape), args.init_seed)
     *_, module, own_name = f".{name}".split(".")
+    if name.startswith("smear."):  # at first the model is the same as without
+        return value("constant", 0.0)
     if args.mimetic_init:
         mimetic = _mimetic_value(args, name, shape, value)
         if mimetic is not None:
@@ -164,6 +176,10 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
             return value("constant", 0.0)
         if own_name == "down":
             return value("uniform", shape[-1] ** -0.5)
+        if args.canon_filter == "scalar":  # the 1 of the current token is the residual
+            return value("halving", 0.0 if args.canon_residual else 1.0)
+        if args.canon_filter == "shift":
+            return value("share", 1.0)
         return value("uniform", args.canon_bound)
     if module == "conv1d":
         if args.mixer == "mamba2":
@@ -206,11 +222,11 @@ def _mimetic_value(
     """Return Mamba2's mimetic initial value (Trockman et al., arXiv 2410.11135), if it has one.
 
     With it the recurrence begins as linear attention: decay and step about 1, W_C^T W_B about I
-    (both the same rows, of variance 1/S), a convolution that changes nothing. The paper's c = 8 is
-    read as A = -exp(-8).
+    (both the same rows, of variance 1/S), a convolution that changes nothing. The paper's c is
+    read as A = -exp(-c).
     """
     if name.endswith(".A_log"):
-        return value("constant", -MIMETIC_RATE)
+        return value("constant", -args.mimetic_rate)
     if name.endswith(".dt_bias"):
         return value("constant", MIMETIC_STEP)
     if name.endswith("conv1d.bias"):

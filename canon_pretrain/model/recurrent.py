@@ -15,7 +15,13 @@ from canon_pretrain.kernels.compiled import sum_dtype
 from canon_pretrain.kernels.decode_step import Parts
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import NO_CONTEXT, Context, run_recurrence
-from canon_pretrain.model.canon import ShortConv, Stream, make_canon, per_reader
+from canon_pretrain.model.canon import (
+    ShortConv,
+    Stream,
+    canon_or_same,
+    make_canon,
+    per_reader,
+)
 from canon_pretrain.model.counts import DECAY_RANK
 
 DECAY_NORMALIZER = 16
@@ -62,11 +68,14 @@ class GatedRecurrence(nn.Module):
         self.o_norm = nn.RMSNorm(args.value_dim, eps=args.norm_eps)
         self.wo = nn.Linear(v_dim, args.dim, bias=False)
 
-        # q, k and v are mixed by one of these, or by neither
+        # q, k and v are mixed by one of these, or some of them by Canon-Q, K and V, or none
         self.conv1d: ShortConv | None = None
         if args.mixer_conv:
             self.conv1d = ShortConv(args, canon_backend)
         self.canon_b = make_canon("B", args, canon_backend)
+        self.canon_q = make_canon("Q", args, canon_backend)
+        self.canon_k = make_canon("K", args, canon_backend)
+        self.canon_v = make_canon("V", args, canon_backend)
 
     def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor:
         """Return what is added to the residual stream, [B, T, D]."""
@@ -75,7 +84,11 @@ class GatedRecurrence(nn.Module):
         for mix in (self.canon_b, self.conv1d):
             if mix is not None:
                 qkv = mix(qkv, context, x_q)
-        q_BTHK, k_BTHK, v_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in qkv)
+        q, k, v = qkv
+        q = canon_or_same(self.canon_q, q, context, x_q)
+        k = canon_or_same(self.canon_k, k, context, x_k)
+        v = canon_or_same(self.canon_v, v, context, x_v)
+        q_BTHK, k_BTHK, v_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in (q, k, v))
 
         inputs = self.inputs(q_BTHK, k_BTHK, v_BTHV, x_decays)
         o_BTHV = run_recurrence(self.recurrence, *inputs, context=context, **self.options)

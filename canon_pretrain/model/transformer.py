@@ -17,7 +17,7 @@ from canon_pretrain.kernels.backends import (
     check_mixer_backend,
     ffn_activation,
 )
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import MIXER_SITES, ModelArgs
 from canon_pretrain.model.attend import Attend, Mask
 from canon_pretrain.model.attention import Attention, Rope
 from canon_pretrain.model.cache import (
@@ -28,7 +28,14 @@ from canon_pretrain.model.cache import (
     document_numbers,
     window_segments,
 )
-from canon_pretrain.model.canon import Canon, Stream, add_norm_canon, make_canon, per_reader
+from canon_pretrain.model.canon import (
+    Canon,
+    Stream,
+    add_norm_canon,
+    canon_or_same,
+    make_canon,
+    per_reader,
+)
 from canon_pretrain.model.init import InitialValue, initial_value
 from canon_pretrain.model.mamba2 import Mamba2
 from canon_pretrain.model.mixers import Mixer, mixer_class
@@ -77,8 +84,37 @@ class FeedForward(nn.Module):
         return self.w2(inner_BTF)
 
 
+class Smear(nn.Module):
+    """e_t + scale sigmoid(w . e_t[:12]) e_{t-1} of embeddings e, as modded-nanogpt's smear gate.
+
+    Nothing is added to the first token of a segment. w and scale start at 0.
+    """
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.gate = nn.Linear(args.smear_dim, 1, bias=False)
+        self.scale = nn.Parameter(torch.empty(1))
+
+    def forward(self, e_BTD: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        """Return the smeared embeddings, [B, T, D]; `context` is of the first layer."""
+        # The embeddings of the tokens before, the first of which is in the cache or 0.
+        before_B1D = context.recall("smear")
+        if before_B1D is None:
+            before_B1D = torch.zeros_like(e_BTD[:, :1])
+        before_BTD = torch.cat((before_B1D, e_BTD), dim=1)[:, :-1]
+        context.keep("smear", e_BTD[:, -1:])
+        starts_BT = context.starts(e_BTD.shape[1])
+        if starts_BT is not None:
+            before_BTD = before_BTD.masked_fill(starts_BT[..., None], 0.0)
+
+        gate_BT1 = self.gate(e_BTD[..., : self.gate.in_features]).sigmoid()
+        return e_BTD + self.scale * gate_BT1 * before_BTD
+
+
 class TransformerBlock(nn.Module):
     """h += Mixer(Canon-A(norm(h))), then h += FeedForward(Canon-C(norm(h))) if there is one.
+
+    What is added may be mixed before, by Canon-O and Canon-F.
 
     `args`: of this layer (`ModelArgs.layer_args`).
     """
@@ -96,29 +132,32 @@ class TransformerBlock(nn.Module):
         self.canon_a = make_canon("A", args, canon_backend)
         # of any mixer; its name is part of checkpoints
         self.attention = make_mixer(args, rope, attend, canon_backend, mixer_backend)
+        self.canon_o = make_canon("O", args, canon_backend)
         has_ffn = args.ffn != "none"
         self.ffn_norm = make_norm(args) if has_ffn else None
         self.canon_c = make_canon("C", args, canon_backend)
         self.feed_forward = make_feed_forward(args, canon_backend) if has_ffn else None
+        self.canon_f = make_canon("F", args, canon_backend)
 
     def forward(self, h_BTD: Tensor, context: Context = NO_CONTEXT) -> Tensor | Routed:
         """Return the residual stream after this block, [B, T, D]; with experts in training, Routed.
 
         `context`: what the tokens may depend on, and the cache to which they are added.
         """
-        # h += Mixer(Canon-A(norm(h)))
+        # h += Canon-O(Mixer(Canon-A(norm(h))))
         h_BTD, x_BTD = self._mixer_input(h_BTD, context)
-        y_BTD = self.attention(x_BTD, context)
+        y_BTD = canon_or_same(self.canon_o, self.attention(x_BTD, context), context)
         if self.feed_forward is None:
             return h_BTD + y_BTD
 
-        # h += FeedForward(Canon-C(norm(h))); the sum before this norm is part of its kernel
+        # h += Canon-F(FeedForward(Canon-C(norm(h)))); the norm's kernel adds up h before
         h_BTD, x_BTD = self._ffn_input(h_BTD, y_BTD, context)
         y_BTD = self.feed_forward(x_BTD, context)
         if isinstance(y_BTD, Routed):
             y_BTD, load_E, balance_B = y_BTD
-            return Routed(h_BTD + y_BTD, load_E, balance_B)
-        return h_BTD + y_BTD
+            h_BTD = h_BTD + canon_or_same(self.canon_f, y_BTD, context)
+            return Routed(h_BTD, load_E, balance_B)
+        return h_BTD + canon_or_same(self.canon_f, y_BTD, context)
 
     def _mixer_input(self, h_BTD: Tensor, context: Context) -> tuple[Tensor, Stream]:
         """Return h and Canon-A(norm(h))."""
@@ -171,7 +210,7 @@ def make_mixer(
 
     `readers` linear layers read its x. LayerCache holds its keys and values or its state; counts.py
     has its parameters and FLOPs, init.py its initial values. Raises UserError for a mixer of the
-    user's own without the Canon-B that `args` have.
+    user's own without a Canon layer that `args` have.
     """
     if args.mixer == "attention":
         assert attend is not None
@@ -181,13 +220,15 @@ def make_mixer(
 
     mixer = mixer_class(args.mixer)(args)
     sites = {module.site for module in mixer.modules() if isinstance(module, Canon)}
-    if "B" in args.canon_set and "B" not in sites:
-        raise UserError(
-            "mixer.no_canon_b",
-            f'canon_set = "{args.canon_set}", but {args.mixer} has no Canon-B: choose from A, C '
-            'and D, or let it mix its projections by make_canon("B", args, widths=...)',
-            given=args.canon_set,
-        )
+    for site in MIXER_SITES:
+        if site in args.canon_set and site not in sites:
+            raise UserError(
+                "mixer.no_canon_b",
+                f'canon_set = "{args.canon_set}", but {args.mixer} has no Canon-{site}: choose '
+                f'other sites, or let it mix its projections by make_canon("{site}", args, '
+                "widths=...)",
+                given=args.canon_set,
+            )
     return mixer
 
 
@@ -256,6 +297,8 @@ class Transformer(nn.Module):
         weight_VD = torch.empty(args.vocab_size, args.dim)
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim, _weight=weight_VD)
 
+        self.smear = Smear(args) if args.smear else None
+
         # Layers of one kind share their attention and its masks; layers with equal rotations, the
         # tables. An own mixer makes its tables itself.
         self.attends: dict[str, Attend] = {}
@@ -310,6 +353,10 @@ class Transformer(nn.Module):
 
         # Each block has its own cache. In training, experts also return their load and balance.
         h_BTD = self.tok_embeddings(tokens_BT)
+        if self.smear is not None:
+            segments_BN = contexts[self.args.layer_names[0]].segments_BN
+            first_cache = None if cache is None else cache.layers[0]
+            h_BTD = self.smear(h_BTD, Context(None, segments_BN, first_cache))
         loads, balances = [], []
         for i, block in enumerate(self.layers.values()):
             layer_cache = None if cache is None else cache.layers[i]

@@ -56,6 +56,11 @@ _SITES = {
     "B": "inside the mixer",
     "C": "before the feed-forward",
     "D": "inside the feed-forward",
+    "F": "after the feed-forward",
+    "K": "on keys",
+    "O": "after the mixer",
+    "Q": "on queries",
+    "V": "on values",
 }
 
 Row = Sequence[str]
@@ -199,6 +204,9 @@ def _canon(args: ModelArgs) -> str:
         "with SiLU": args.canon_activation,
         "fixed at their initial values": not args.canon_trainable,
         "with filters that depend on the token": args.canon_filter == "dynamic",
+        "with the same taps for all channels": args.canon_filter == "scalar",
+        "that mix a token with the one before": args.canon_filter == "shift",
+        "divided by the root of the number of terms": args.canon_scale == "sqrt",
     }
     properties = " ".join(text for text, holds in has_property.items() if holds)
     sites = ", ".join(f"{site} {_SITES[site]}" for site in args.canon_set)

@@ -234,6 +234,10 @@ def test_mimetic_values_begin_as_linear_attention():
     decay = torch.exp(-steps * mixer.A_log.exp())
     assert abs(steps[0] - 1) < 1e-2
     assert (decay > 0.999).all()
+    assert torch.equal(mixer.A_log, torch.full((8,), -8.0))
+    slower = Transformer(replace(args, num_layers=1, mimetic_rate=2.0))
+    slower.init_weights()
+    assert torch.equal(slower.layers["0"].attention.A_log, torch.full((8,), -2.0))
 
     # the convolution is the identity
     taps = torch.tensor([0.0, 0.0, 0.0, 1.0]).expand(640, 1, 4)

@@ -165,6 +165,7 @@ GPT2 = {
     "norm": "layernorm",
     "bias": True,
 }
+SHIFT = {"canon_set": "A", "canon_filter": "shift", "canon_kernel": 2}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,13 @@ GPT2 = {
         # the original GPT2: 9 D biases in the matrices of a layer, 2 D and one D in the norms
         ("1b3", GPT2, 1_339_131_904 + 24 * 11 * 2048 + 2048),
         ("1b3", {"num_kv_heads": 8, "canon_set": "B"}, 1_194_428_416 + 24 * 4 * 3072),
+        ("1b3", {"num_kv_heads": 8, "canon_set": "QKV"}, 1_194_428_416 + 24 * 4 * 3072),
+        ("1b3", {"num_kv_heads": 8, "canon_set": "KV"}, 1_194_428_416 + 24 * 4 * 1024),
+        ("1b3", {"canon_set": "KVOF"}, 1_345_423_360 + 24 * 4 * 4 * 2048),
+        ("1b3", {"canon_set": "KVOF", "canon_scale": "sqrt"}, 1_345_423_360 + 24 * 16 * 2048),
+        ("1b3", {"canon_set": "ABCD", "canon_filter": "scalar"}, 1_345_423_360 + 24 * 4 * 4),
+        ("1b3", {"smear": True}, 1_345_423_360 + 12 + 1),
+        ("1b3", {**SHIFT, "canon_set": "AC"}, 1_345_423_360 + 24 * 2 * 2048),
     ],
 )
 def test_parameter_counts_equal_the_specification(name, changes, expected):
@@ -237,7 +245,19 @@ CONFLICTS = {
     "canon_residual": False,
     "canon_trainable": False,
     "ffn_activation": "gelu",
+    "canon_scale": "sqrt",
+    "canon_filter": "shift",
 }
+SQRT = {"canon_set": "A", "canon_scale": "sqrt"}
+# the refused key, and the settings
+OF_FILTERS = [
+    ("canon_residual", SQRT | {"canon_residual": False}),
+    ("canon_activation", SQRT | {"canon_activation": True}),
+    ("canon_residual", SHIFT | {"canon_residual": False}),
+    ("canon_activation", SHIFT | {"canon_activation": True}),
+    ("canon_kernel", SHIFT | {"canon_kernel": 3}),
+    ("mimetic_rate", {"mixer": "mamba2", "position": "nope", "mimetic_rate": 4.0}),
+]
 ATTENTION = {}
 GLA = {"mixer": "gla", "position": "nope", "num_heads": 4}
 MAMBA2 = {"mixer": "mamba2", "position": "nope", "num_heads": 4}
@@ -258,8 +278,18 @@ ONLY_SOME_MIXERS = [
     ("gla_feature_map", [ATTENTION, MAMBA2, DELTANET], {"gla_feature_map": "elu"}),
     ("state_dim", [ATTENTION, GLA, DELTANET], {"state_dim": 32}),
     ("mimetic_init", [ATTENTION, GLA, DELTANET], {"mimetic_init": True}),
+    ("mimetic_rate", [ATTENTION, GLA, DELTANET], {"mimetic_rate": 4.0}),
     ("canon_set", [MAMBA2], {"ffn": "none", "canon_set": "AC"}),
     ("canon_set", [MAMBA2], {"ffn": "none", "canon_set": "BD"}),
+    ("canon_set", [MAMBA2], {"ffn": "none", "canon_set": "F"}),
+    ("canon_set", [ATTENTION], {"canon_set": "BK"}),
+    ("canon_set", [ATTENTION], {"canon_set": "ABCDQ"}),
+    ("canon_set", [ATTENTION], {"canon_set": "BV"}),
+    ("canon_set", [MAMBA2], {"canon_set": "Q"}),
+    ("canon_set", [MAMBA2], {"canon_set": "K"}),
+    ("canon_set", [MAMBA2], {"canon_set": "V"}),
+    ("mixer_conv", [GLA], {"mixer_conv": True, "canon_set": "K"}),
+    ("mixer_conv", [GLA], {"mixer_conv": True, "canon_set": "QV"}),
     ("canon_kernel", [GLA], {"canon_kernel": 3}),
     ("ffn_activation", [MAMBA2], {"ffn": "none", "ffn_activation": "relu2"}),
 ]
@@ -288,7 +318,7 @@ UNKNOWN_CHOICES = {
 }
 
 
-@pytest.mark.parametrize("canon_set", ["ABX", "AAB"])
+@pytest.mark.parametrize("canon_set", ["ABX", "AAB", "KAK"])
 def test_bad_canon_sets_are_refused(canon_set):
     with refused("model.canon_set", given=canon_set):
         ModelArgs(canon_set=canon_set)
@@ -304,6 +334,12 @@ def test_values_out_of_range_are_refused(changes):
 def test_options_without_those_that_they_need_are_refused(name):
     with refused("model.conflict", name=name):
         ModelArgs(**{name: CONFLICTS[name]})
+
+
+@pytest.mark.parametrize(("name", "changes"), OF_FILTERS)
+def test_options_of_other_filters_are_refused(name, changes):
+    with refused("model.conflict", name=name):
+        ModelArgs(**changes)
 
 
 @pytest.mark.parametrize(("name", "mixers", "changes"), ONLY_SOME_MIXERS)
@@ -331,6 +367,16 @@ SIZES = [
     ({"mixer": "attention"}, {}),
     ({"mixer": "gla"}, {"num_heads": 4, "mixer_conv": False}),
     ({"mixer": "gla", "num_heads": 8, "mixer_conv": True}, {}),
+    (
+        {"mixer": "gated_deltanet", "canon_set": "kvof"},
+        {
+            "num_heads": 12,
+            "mixer_conv": False,
+            "expand_k": 0.75,
+            "expand_v": 1.5,
+            "ffn_dim": 1536,
+        },
+    ),
     ({"mixer": "mamba2"}, {"num_heads": 16, "mixer_conv": True, "ffn": "none", "num_layers": 24}),
     (
         {"mixer": "mamba2", "canon_set": "ab"},
