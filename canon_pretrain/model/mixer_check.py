@@ -841,10 +841,10 @@ def check_gradients(subject: Subject) -> str:
         for (name, tensor), grad in zip(inputs.items(), grads, strict=True):
             grad = torch.zeros_like(tensor) if grad is None else grad
             if name == "x":
-                for token in range(x_BTD.shape[1]):
+                for t in range(x_BTD.shape[1]):
                     direction = torch.zeros_like(tensor)
-                    direction[:, token] = directions(tensor[:, token])
-                    probes.append((name, grad, direction, token))
+                    direction[:, t] = directions(tensor[:, t])
+                    probes.append((name, grad, direction, t))
             else:
                 probes += [(name, grad, directions(tensor), None) for _ in range(2)]
 
@@ -994,12 +994,12 @@ def check_compile(subject: Subject) -> str:
 
     expected = _all_gradients(mixer, mixer, x_BTD, context)
     for name, value in expected.items():
-        error = (results[name] - value).abs().max().item()
-        if not error <= COMPILED_TOLERANCE * max(1.0, value.abs().max().item()):
+        difference = (results[name] - value).abs().max().item()
+        if not difference <= COMPILED_TOLERANCE * max(1.0, value.abs().max().item()):
             raise Violation(
-                f"compiled, the {name} differs from eager by {error:.2g}",
+                f"compiled, the {name} differs from eager by {difference:.2g}",
                 parameter=name,
-                amount=error,
+                amount=difference,
             )
     return "one graph, forward and backward, equal to eager"
 
