@@ -173,11 +173,6 @@ MISTAKES = {
         {VALUES: f"{VALUES} * self.wv(x_BTD).exp()"},
         {"row": 0},
     ),
-    "a sum in bfloat16": Mistake(
-        "bfloat16",
-        {VALUES: f"{VALUES} + 1000.0", RESULT: f"{RESULT} - self.wo(1000.0 + 0.0 * v_BTD)"},
-        {},
-    ),
     "a result in float32": Mistake("dtype", {RESULT: f"{RESULT}.float()"}, {}),
     "a state that grows": Mistake(
         "state", {KEEP: GROWING}, {"parameter": "history", "amount": 128.0}, ("cache",)

@@ -848,7 +848,7 @@ def check_gradients(subject: Subject) -> str:
             else:
                 probes += [(name, grad, directions(tensor), None) for _ in range(2)]
 
-        for name, grad, direction, token in probes:
+        for name, grad, direction, probed_token in probes:
             tensor = inputs[name].detach()  # shares the memory that the mixer reads
             slope = _slope(call, x_BTD.detach(), tensor, direction, weights_BTD)
             expected = (grad * direction).sum().item()
@@ -856,12 +856,12 @@ def check_gradients(subject: Subject) -> str:
             scale = max(abs(slope), abs(expected), 1e-3)
             worst = max(worst, error / scale)
             if not error <= SLOPE_TOLERANCE * scale:
-                place = name if token is None else f"{name} at token {token}"
+                place = name if probed_token is None else f"{name} at token {probed_token}"
                 raise Violation(
                     f"{place}: the gradient says {expected:.4g} along a direction, finite "
                     f"differences {slope:.4g}",
                     parameter=name,
-                    token=token,
+                    token=probed_token,
                     amount=error,
                 )
     return f"{len(parameters)} parameters and x, relative error at most {worst:.0e}"
@@ -987,8 +987,8 @@ def check_compile(subject: Subject) -> str:
         try:
             compiled: Any = torch.compile(mixer, backend="aot_eager", fullgraph=True)
             results = _all_gradients(compiled, mixer, x_BTD, context)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise Violation(f"no single graph: {_failure(error, subject.args.mixer)}") from error
+        except torch._dynamo.exc.TorchDynamoException as fault:
+            raise Violation(f"no single graph: {_failure(fault, subject.args.mixer)}") from fault
         finally:
             torch._dynamo.reset()
 
