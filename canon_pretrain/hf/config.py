@@ -541,15 +541,10 @@ def _extension(args: ModelArgs, names: tuple[str, ...]) -> dict[str, Any]:
 
 def plain_fields(args: ModelArgs) -> dict[str, Any] | None:
     """Return a config.json for a standard class of transformers, None if none computes `args`."""
-    # The standard classes have RMSNorm, no Canon layers, no document mask and no
-    # smear.
+    # The standard classes have RMSNorm, no Canon layers, no document mask and no smear.
     kinds = list(args.kinds.values())
-    if (
-        args.document_mask
-        or args.smear
-        or args.norm != "rmsnorm"
-        or any(kind.canon_set for kind in kinds)
-    ):
+    has_canon = any(kind.canon_set for kind in kinds)
+    if has_canon or args.document_mask or args.smear or args.norm != "rmsnorm":
         return None
     (first, *others) = kinds
     if not others and first.mixer == MAMBA2 and first.mixer_conv and first.ffn == "none":
