@@ -129,7 +129,7 @@ VARIANTS: dict[str, ModelArgs] = {name: variant(name) for name in NAMES}
 PATTERNS: dict[str, ModelArgs] = {
     "window": replace(BASE, window=5, canon_set="ABCD", num_kv_heads=2),
     "window_alibi_docs": replace(BASE, window=3, position="alibi", document_mask=True),
-    "window_h_alibi": replace(BASE, window=1, position="h_alibi", document_mask=True),
+    "window_h_alibi": replace(BASE, window=4, position="h_alibi", document_mask=True),
     "last_attention": replace(
         BASE,
         num_layers=4,

@@ -4,7 +4,6 @@ Letters: L layers, D hidden, H heads, G key-value heads, K head dim, F ffn dim, 
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -230,13 +229,18 @@ class ModelArgs:
     @property
     def layer_counts(self) -> list[tuple["ModelArgs", int]]:
         """The arguments of each kind, and its number of layers."""
-        counts = Counter(self.layer_names)
-        return [(args, counts[name]) for name, args in self.kinds.items()]
+        names = self.pattern or ("layer",)
+        num_rounds, num_more = divmod(self.num_layers, len(names))
+        counts = []
+        for name, args in self.kinds.items():
+            count = num_rounds * names.count(name) + names[:num_more].count(name)
+            counts.append((args, count))
+        return counts
 
     @property
     def num_expert_layers(self) -> int:
         """Number of layers with a mixture of experts."""
-        return sum(layer.ffn == "moe" for layer in self.layer_args)
+        return sum(count for layer, count in self.layer_counts if layer.ffn == "moe")
 
     @property
     def is_own_mixer(self) -> bool:

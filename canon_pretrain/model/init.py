@@ -237,7 +237,8 @@ def _mimetic_value(
         return None
 
     # the rows of in_proj are those of z and x, B, C and dt
-    usual = initial_value(replace(args, mimetic_init=False), name, shape)
+    without = replace(args, mimetic_init=False, mimetic_rate=ModelArgs.mimetic_rate)
+    usual = initial_value(without, name, shape)
 
     def part(suffix: str, num_rows: int) -> InitialValue:
         part_shape = torch.Size((num_rows, args.dim))

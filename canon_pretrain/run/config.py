@@ -156,14 +156,11 @@ def split_arguments(argv: Sequence[str] | None) -> tuple[Sequence[str], Sequence
 def check_keys(
     values: Mapping[str, Any], valid: Mapping[str, Any], source: str, prefix: str = ""
 ) -> None:
-    """Raise UserError for a key of TOML `values`, also in tables, that `valid` does not have.
-
-    An empty table of `valid` may have any keys.
-    """
+    """Raise UserError for a key of TOML `values`, also in tables, that `valid` does not have."""
     for key, value in values.items():
         if key not in valid:
             raise unknown_key(key, valid, source, prefix)
-        if isinstance(value, dict) and isinstance(valid[key], dict) and valid[key]:
+        if isinstance(value, dict) and isinstance(valid[key], dict):
             check_keys(value, valid[key], source, f"{prefix}{key}.")
 
 

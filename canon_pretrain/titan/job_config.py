@@ -28,9 +28,11 @@ from canon_pretrain.synthetic.tasks import TaskSection, build_task
 
 def _model_overrides() -> Any:
     """Return a dataclass of ModelArgs' fields as optional keys, but for training.seq_len."""
-    kinds = get_type_hints(ModelArgs)
-    for name in ("max_seq_len", "pattern", "layers"):
-        del kinds[name]
+    kinds: dict[str, Any] = get_type_hints(ModelArgs)
+    del kinds["max_seq_len"]
+    # as TOML has them; sections of layers are not on the command line
+    kinds["pattern"] = list[str]
+    kinds["layers"] = tyro.conf.Suppress[dict[str, dict[str, Any]]]
     return optional_fields(kinds, help_of(ModelArgs))
 
 
@@ -40,10 +42,6 @@ class Model(_model_overrides(), titan.Model):  # type: ignore[misc]  # a class i
 
     name: str = "canon"
     flavor: str = "debug"
-    pattern: list[str] = field(default_factory=list)
-    """Names of layers that differ, repeated over num_layers: a mixer, or [model.layers.NAME]."""
-    layers: tyro.conf.Suppress[dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """[model.layers.NAME]: the keys of [model] that differ in the layers NAME of the pattern."""
     attention_backend: str = "auto"
     """auto, sdpa, flex, flash_attn; SDPA with cudnn or flash first; or the packages fa3, fa4."""
     canon_backend: str = "auto"

@@ -4,7 +4,7 @@ import json
 import math
 import operator
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from canon_pretrain.checkpoint.writer import save_no_dist
 from canon_pretrain.data.id_tokenizer import id_tokenizer
 from canon_pretrain.hf.export import export
 from canon_pretrain.hf.loading import load_model
-from canon_pretrain.model.args import ModelArgs
+from canon_pretrain.model.args import ModelArgs, to_json
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.run.folder import RunFolder
 from canon_pretrain.run.results import read_results, read_samples
@@ -63,7 +63,7 @@ def identity_of(task):
     settings = {
         f"data.task.{key}": value for key, value in task.settings.items() if key != "seq_len"
     }
-    model = {f"model.{name}": value for name, value in asdict(model_args(task)).items()}
+    model = {f"model.{name}": value for name, value in to_json(model_args(task)).items()}
     return {
         **settings,
         "data.task.name": task.name,

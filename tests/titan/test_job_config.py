@@ -81,6 +81,8 @@ ATTENTION_KEYS: dict[str, Any] = {
     "canon_residual": False,
     "canon_activation": True,
     "canon_trainable": False,
+    "window": 100,
+    "smear": True,
     "init": "lingua",
     "init_seed": 9,
     "tie_embeddings": True,
@@ -96,6 +98,7 @@ GLA_KEYS: dict[str, Any] = {
     "gla_feature_map": "elu",
     "canon_set": "A",
     "canon_filter": "dynamic",
+    "canon_scale": "sqrt",
 }
 MAMBA2_AND_EXPERT_KEYS: dict[str, Any] = {
     "mixer": "mamba2",
@@ -104,6 +107,7 @@ MAMBA2_AND_EXPERT_KEYS: dict[str, Any] = {
     "mixer_conv": False,
     "state_dim": 32,
     "mimetic_init": True,
+    "mimetic_rate": 4.0,
     "canon_set": "AB",
     "ffn": "moe",
     "ffn_dim": 96,
@@ -132,8 +136,25 @@ def test_a_model_key_reaches_the_model(keys):
     assert job.model_args == dataclasses.replace(flavor, **keys)
 
 
+def test_a_pattern_and_its_sections_reach_the_model(tmp_path):
+    config = tmp_path / "pattern.toml"
+    config.write_text(
+        f'extends = "{DEBUG}"\n[model]\npattern = ["gla", "local"]\n'
+        "[model.layers.local]\nwindow = 8\n[model.layers.gla]\nnum_heads = 2\n"
+    )
+
+    args = parse_job(["--config", str(config)]).model_args
+
+    assert args.pattern == ("gla", "local")
+    assert args.kinds["gla"].num_heads == 2
+    assert args.kinds["local"].window == 8
+    other = parse_job(["--config", str(config), "--model.pattern", "local,gla,gla"]).model_args
+    assert other.pattern == ("local", "gla", "gla")
+
+
 def test_every_model_key_is_among_them():
     tried = ATTENTION_KEYS.keys() | GLA_KEYS.keys() | MAMBA2_AND_EXPERT_KEYS.keys()
+    tried |= {"pattern", "layers"}  # test_a_pattern_and_its_sections_reach_the_model
     assert tried == vars(CanonJobConfig().model).keys() & vars(FLAVORS["162M"]).keys()
 
 
