@@ -11,6 +11,7 @@
 _shtab_canon_commands() {
   local _commands=(
     bench:'speed of Canon, and of generation'
+    check:'prove that a mixer of your own is correct'
     checkpoint:'a run'"'"'s checkpoints'
     completion:'print what a shell completes: bash, zsh'
     data:'text to token shards'
@@ -159,6 +160,15 @@ _shtab_canon_bench_step_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_canon_bench_step_defaults_added=0
+
+_shtab_canon_check_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[also write the rows here]:FILE:_files"
+  ":a class of your own (train_configs\/mixers\/README.md), or attention, gla, mamba2, gated_deltanet. --model.KEY VALUE sets keys of \[model\], such as --model.dim 512:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_canon_check_defaults_added=0
 
 _shtab_canon_checkpoint_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -743,6 +753,7 @@ _shtab_canon_train_options=(
   "--model.gla_feature_map[model.gla_feature_map]:model.gla_feature_map:(identity elu)"
   "--model.state_dim[model.state_dim]:model.state_dim:"
   "--model.mimetic_init[model.mimetic_init]:model.mimetic_init:(true false)"
+  "--model.mimetic_rate[model.mimetic_rate]:model.mimetic_rate:"
   "--model.ffn_dim[model.ffn_dim]:model.ffn_dim:"
   "--model.ffn[gated, standard, moe or none\; also .num_experts, ...]:model.ffn:(gated standard moe none)"
   "--model.ffn_activation[model.ffn_activation]:model.ffn_activation:(silu relu2 gelu)"
@@ -760,13 +771,15 @@ _shtab_canon_train_options=(
   "--model.partial_rope_dim[model.partial_rope_dim]:model.partial_rope_dim:"
   "--model.rope_theta[model.rope_theta]:model.rope_theta:"
   "--model.window[model.window]:model.window:"
-  "--model.canon_set[any subset of ABCD\; empty for no Canon layers]:model.canon_set:"
+  "--model.canon_set[any subset of ABCDOF, or of QKV for B\; empty\: no Canon layers]:model.canon_set:"
   "--model.canon_kernel[model.canon_kernel]:model.canon_kernel:"
   "--model.canon_residual[model.canon_residual]:model.canon_residual:(true false)"
   "--model.canon_activation[model.canon_activation]:model.canon_activation:(true false)"
   "--model.canon_trainable[model.canon_trainable]:model.canon_trainable:(true false)"
-  "--model.canon_filter[model.canon_filter]:model.canon_filter:(static dynamic)"
+  "--model.canon_filter[model.canon_filter]:model.canon_filter:(static dynamic scalar shift)"
+  "--model.canon_scale[model.canon_scale]:model.canon_scale:(none sqrt)"
   "--model.qk_norm[none, full or per_head]:model.qk_norm:(none full per_head)"
+  "--model.smear[model.smear]:model.smear:(true false)"
   "--model.tie_embeddings[model.tie_embeddings]:model.tie_embeddings:(true false)"
   "--model.document_mask[stop attention and Canon at document boundaries]:model.document_mask:(true false)"
   "--model.eos_id[model.eos_id]:model.eos_id:"
@@ -927,6 +940,7 @@ _shtab_canon() {
       curcontext="${curcontext%:*:*}:_shtab_canon-$line[1]:"
       case $line[1] in
         bench) _shtab_canon_bench ;;
+        check) _arguments -C -s $_shtab_canon_check_options ;;
         checkpoint) _shtab_canon_checkpoint ;;
         completion) _arguments -C -s $_shtab_canon_completion_options ;;
         data) _shtab_canon_data ;;

@@ -142,8 +142,14 @@ def choose_mixer(job: CanonJobConfig, device: torch.device) -> BackendChoice | N
     dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
     problem = None
     for layer in recurrent:
-        sizes = (layer.mixer, layer.key_dim, layer.value_dim)
-        check = partial(fla_mixers().check_mixer, *sizes, dtype, device)
+        check = partial(
+            fla_mixers().check_mixer,
+            layer.mixer,
+            layer.key_dim,
+            layer.value_dim,
+            dtype,
+            device,
+        )
         problem = problem or _from_rank_zero(check)
     if problem is None:
         return BackendChoice("fla", "equal to chunked")

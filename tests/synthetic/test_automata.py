@@ -140,7 +140,7 @@ def test_distribution_is_that_of_a_walk():
             np.testing.assert_allclose(row, expected)
 
 
-def test_distribution_is_zero_after_a_symbol_that_was_not_possible():
+def test_distribution_is_zero_after_an_impossible_symbol():
     task = build_task("automata", SETTINGS)
     ids = task.windows(0, 0, 1).ids[0]
     _, next_bos, *_ = np.flatnonzero(ids == task.symbols + 1)
