@@ -18,6 +18,7 @@ POSITIONS = ("rope", "nope", "alibi", "h_alibi", *ROTARY[1:])
 CANON_SITES = "ABCDFKOQV"
 """The places of a convolution: those of the paper (A to D), Q, K and V, which are parts of B, and
 the outputs of mixer (O) and feed-forward (F), before they are added (Inkling's: K, V, O, F)."""
+# the smear gate adds the embedding of one token before
 SMEAR_REACH = 1
 SMEAR_DIM = 12
 """The first channels of an embedding, which its gate depends on."""
@@ -25,7 +26,8 @@ MIXER_SITES = "BQKV"
 """Those inside the mixer."""
 FFN_SITES = "CDF"
 """Those that need a feed-forward."""
-# of the layouts that rotate a part of the heads, or of each rotating head's dims (Figure 22)
+# of the layouts that rotate a part of the heads, or of each rotating head's dims (Figure 22):
+# one head in so many rotates, and one dim in so many of a rotating head; 1 if not listed
 _HEADS_PER_ROTATED = {"partial_rope_a": 2, "partial_rope_b": 4}
 _DIMS_PER_ROTATED = {"partial_rope_a": 2, "partial_rope_c": 4}
 
@@ -51,6 +53,8 @@ class Table(dict[str, Any]):
     """A dict that is not changed after it was made, so that it has a hash."""
 
     def __hash__(self) -> int:  # type: ignore[override]
+        # ModelArgs is a key of caches (`_kinds`, `measure`), so each of its fields needs a hash.
+        # Values may be lists or tables, which repr covers.
         return hash(tuple(sorted((key, repr(value)) for key, value in self.items())))
 
 
@@ -199,6 +203,7 @@ class ModelArgs:
             )
 
         # Normalize, so that "ca" and "AC", or a default and its value, are equal args.
+        # `object.__setattr__`, because the dataclass is frozen.
         object.__setattr__(self, "canon_set", sites)
         object.__setattr__(self, "pattern", tuple(self.pattern))
         layers = {name: Table(overrides) for name, overrides in self.layers.items()}
@@ -206,6 +211,7 @@ class ModelArgs:
         if self.num_kv_heads == self.num_heads:
             object.__setattr__(self, "num_kv_heads", 0)
         _check(self)
+
         # only once head_dim is checked
         if 4 * self.partial_rope_dim == self.head_dim:
             object.__setattr__(self, "partial_rope_dim", 0)
@@ -297,8 +303,12 @@ class ModelArgs:
         """How many tokens before a token its block's convolutions and state depend on directly."""
         if self.pattern:
             return max(args.reach for args in self.kinds.values())
+
         if self.mixer == "attention" and not self.canon_set:
             return SMEAR_REACH if self.smear else 0
+
+        # Convolutions reach K - 1 tokens back. A recurrence alone needs one, to see where its
+        # segment starts; K - 1 is never less.
         return self.canon_kernel - 1
 
     @property
@@ -337,6 +347,8 @@ class ModelArgs:
         """What Canon's sum of convolution and residual is multiplied by."""
         if self.canon_scale == "none":
             return 1.0
+        # 1 over the root of the number of terms, which are the taps and the residual. A dynamic
+        # filter has the static taps and as many of the token's own.
         taps_per_token = 2 if self.canon_filter == "dynamic" else 1  # those of the token itself
         return (taps_per_token * self.canon_kernel + 1) ** -0.5
 
@@ -377,11 +389,14 @@ def _layer_args(args: ModelArgs, name: str) -> ModelArgs:
     if name in MIXERS or is_own_mixer(name):
         overrides.setdefault("mixer", name)
     values = {f.name: getattr(args, f.name) for f in fields(args)} | overrides
+    # a layer is a model without a pattern
     values |= {"pattern": (), "layers": Table()}
 
     # What the model sets for its other layers, and this one has no use for.
     if values["mixer"] in MIXERS[1:]:
         values["position"] = overrides.get("position", "nope")
+    # `_unused` reads `values` while the loop changes them: once mimetic_init is reset, mimetic_rate
+    # has no use either.
     for unused, _ in _unused(values):
         if unused not in overrides:
             values[unused] = getattr(ModelArgs, unused)
@@ -409,9 +424,13 @@ def map_mixers(args: ModelArgs, moved: Callable[[str], str]) -> ModelArgs:
 
     A layer that is called by its mixer has its section, and a name without the folder.
     """
+    # A layer that is called by its mixer's path would lose that path with the folder: write it into
+    # the layer's section first.
     layers = {_without_folder(name): dict(section) for name, section in args.layers.items()}
     for name in filter(is_own_mixer, args.pattern):
         layers.setdefault(_without_folder(name), {}).setdefault("mixer", name)
+
+    # Move the mixers of the sections, then that of the model.
     for section in layers.values():
         if is_own_mixer(section.get("mixer", "")):
             section["mixer"] = moved(section["mixer"])
@@ -438,6 +457,7 @@ def _annotated_fields(kind: type) -> Mapping[str, Any]:
     """Return the annotation of type `kind` of each field of ModelArgs that has one."""
     annotations = {}
     for name, hint in get_type_hints(ModelArgs, include_extras=True).items():
+        # what follows the type in Annotated[type, ...]
         for annotation in getattr(hint, "__metadata__", ()):
             if isinstance(annotation, kind):
                 annotations[name] = annotation
@@ -519,14 +539,17 @@ def _check(args: ModelArgs) -> None:
     if args.pattern or args.layers:
         _check_pattern(args)
         return
+
     if args.document_mask and args.eos_id >= args.vocab_size:
         raise _out_of_range(
             "eos_id",
             args.eos_id,
             f"a token id below vocab_size = {args.vocab_size}, for document_mask",
         )
+
     if args.ffn_activation == "gelu" and args.ffn not in ("standard", "moe"):
         raise _conflict("ffn_activation", 'ffn_activation = "gelu" needs ffn = "standard"')
+
     for name, requirement in _unused(vars(args)):
         _refuse(args, name, requirement)
     _check_divisible(args)
@@ -563,6 +586,7 @@ def _unused(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _check_pattern(args: ModelArgs) -> None:
     """Raise UserError unless each name has its layer, whose fields fit together."""
+    # Each name in the pattern must have a meaning, and each section a layer.
     names = set(args.pattern)
     for name in names - args.layers.keys():
         if name not in MIXERS and not is_own_mixer(name):
@@ -572,6 +596,7 @@ def _check_pattern(args: ModelArgs) -> None:
                 f"[model.layers.{name}]",
                 given=name,
             )
+
     for name, overrides in args.layers.items():
         if name not in args.pattern[: args.num_layers]:
             raise UserError(
@@ -695,6 +720,7 @@ def _check_ffn(args: ModelArgs) -> None:
 
 def _check_canon(args: ModelArgs) -> None:
     sites = {*args.canon_set}
+    # Sites that the block does not have.
     if args.ffn == "none" and {*FFN_SITES} & sites:
         raise _conflict(
             "canon_set",
@@ -707,6 +733,7 @@ def _check_canon(args: ModelArgs) -> None:
             f'canon_set = "{args.canon_set}": ffn = "moe" sends neighboring tokens to different '
             "experts, whose inner channels D could not mix: choose from the other sites",
         )
+
     if "B" in sites and {*"QKV"} & sites:
         raise _conflict(
             "canon_set",
@@ -719,13 +746,19 @@ def _check_canon(args: ModelArgs) -> None:
             f'canon_set = "{args.canon_set}": mixer = "mamba2" projects its input at once, without '
             "q, k and v: choose B",
         )
+
+    # Options that contradict the filter or the scale. Dynamic taps are trained by definition: a
+    # constant filter has none.
     if args.canon_filter == "dynamic":
         _refuse(args, "canon_trainable", 'canon_filter = "static"')
+
+    # The factor is folded into static taps with the residual's 1, before which no activation fits.
     if args.canon_scale == "sqrt":
         _refuse(
             args, "canon_residual", 'canon_scale = "none": sqrt is of the sum with the residual'
         )
         _refuse(args, "canon_activation", 'canon_scale = "none"')
+
     if args.canon_filter == "shift":
         _refuse(args, "canon_residual", 'canon_filter = "static": a shift mixes with the token')
         _refuse(args, "canon_activation", 'canon_filter = "static"')
@@ -866,8 +899,12 @@ def fill_model(base: ModelArgs, overrides: Mapping[str, Any]) -> ModelArgs:
     # A model whose layers differ: its keys are of all layers that have a use for them. Unlike a
     # model of Mamba2 alone, a layer has the feed-forward that the others have.
     values = fill_sizes(base, values)
+    # Not ModelArgs: the layers' sizes are not filled in yet, so its checks could refuse the values.
     shared: Any = SimpleNamespace(**vars(base) | values)
+    # A layer takes the feed-forward of [model], and its width only if [model] sets one: the
+    # flavor's width may not be the paper's for that layer.
     inherited = {name: overrides[name] for name in ("ffn_dim",) if name in overrides}
+
     layers = {}
     for name in dict.fromkeys((*names, *sections)):
         section = dict(sections.get(name, {}))

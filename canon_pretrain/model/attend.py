@@ -25,6 +25,7 @@ from canon_pretrain.model.args import ModelArgs
 
 BACKENDS = ("auto", "sdpa", "cudnn", "flash", "flex", "flash_attn", "fa3", "fa4")
 Mask = Tensor | BlockMask | None
+# the largest head dim of FlashAttention 2's kernels
 MAX_FLASH_HEAD_DIM = 256
 FLASH_TEST_TOKENS = 128
 FLASH_TOLERANCE = 3e-2  # of the largest value; bfloat16's rounding is a tenth of it
@@ -177,9 +178,12 @@ class Attend(nn.Module):
         """
         window = self.args.window
         if window:
+            # The latest position up to this one that each slot can hold; below 0, the slot is not
+            # written yet.
             slots_S = torch.arange(window, device=position_1.device)
             keys_S = position_1 - (position_1 - slots_S) % window
             is_read_S = keys_S >= 0
+            # clamped, because positions are indices into the segments; `is_read_S` hides these keys
             is_visible = self._visible_keys(position_1, keys_S.clamp(min=0), segments_BS)
             is_visible = is_visible & is_read_S
         else:
@@ -226,6 +230,7 @@ class Attend(nn.Module):
                 options["window_size"] = (self.args.window - 1, 0)
             return _flash_attn_func()(q_BTHK, k_BSGK, v_BSGK, **options)
 
+        # SDPA and flex attention expect the heads before the tokens.
         attend = self._flex if isinstance(mask, BlockMask) else self._sdpa
         q_BHTK = q_BTHK.transpose(1, 2)
         k_BGSK = k_BSGK.transpose(1, 2)
@@ -247,6 +252,7 @@ class Attend(nn.Module):
             # the mask of a step already is a bias
             if mask is None or mask.dtype == torch.bool:
                 keys_S = torch.arange(num_keys, device=q_BHTK.device)
+                # the queries are the last of the keys' tokens
                 distance_TS = keys_S[num_keys - num_queries :, None] - keys_S
                 is_visible = distance_TS >= 0 if mask is None else mask
                 mask = self._alibi_bias(distance_TS, is_visible, score_dtype)
@@ -278,6 +284,7 @@ class Attend(nn.Module):
         num_heads = self.args.num_heads
 
         def add_alibi(score: Tensor, b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+            # as in `alibi_slopes`, with heads from 0 on; s - t is the negative distance
             slope = torch.exp2(-8.0 * (h + 1) / num_heads)
             return score + slope * (s - t)
 
@@ -310,6 +317,7 @@ def _is_visible(
     `num_windowed` heads have their own window: head h sees the token itself and the h before it.
     """
     distance = query - key
+    # Conditions without effect are left out: each one would be a launch, or code in flex's kernel.
     is_visible = distance >= 0
     if window:
         is_visible = is_visible & (distance < window)
@@ -330,6 +338,7 @@ def ring_positions(
     if num_tokens > 1:
         return torch.arange(max(0, start - window + 1), start + num_tokens, device=device)
     slots = torch.arange(min(start + 1, window), device=device)
+    # the latest position in each slot; before the ring is full, the slots are the positions
     return start - (start - slots) % window
 
 
@@ -363,9 +372,11 @@ def check_backend_fits(args: ModelArgs, backend: str) -> None:
         return
     if args.mixer != "attention":
         return
+
     # FlashAttention 2 computes ALiBi and windows itself
     if args.window and (backend in FLASH_IMPLS or args.position == "alibi"):
         raise _unsupported(backend, "window")
+
     if args.position == "h_alibi" or (args.position == "alibi" and backend in FLASH_IMPLS):
         raise _unsupported(backend, args.position)
     if args.document_mask:
@@ -438,6 +449,7 @@ def flash_problem(args: ModelArgs, device: torch.device) -> str | None:
     """Return how SDPA's flash kernel fails for this model's heads, or None."""
     # drawn on the CPU: the random state of the device stays as it is
     generator = torch.Generator().manual_seed(0)
+
     is_grouped = args.kv_heads != args.num_heads
     qkv = []
     for num_heads in (args.num_heads, args.kv_heads, args.kv_heads):
@@ -446,6 +458,7 @@ def flash_problem(args: ModelArgs, device: torch.device) -> str | None:
 
     def values_and_gradients(kernel: SDPBackend, dtype: torch.dtype) -> list[Tensor]:
         q, k, v = (part.to(device, dtype).requires_grad_() for part in qkv)
+        # the gradient of sum(y^2): one that depends on all outputs
         with torch.enable_grad(), sdpa_kernel(kernel):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
             return [y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))]

@@ -24,7 +24,9 @@ from canon_pretrain.kernels.recurrences import Recurrence
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.attend import Mask, ring_positions
 
+# in tokens; buffers double when they are full
 FIRST_CAPACITY = 64
+# segments that no document has: those are numbered from 0
 PADDING = -1
 BEFORE_START = -2
 """The segment of positions before the first token, which no token has."""
@@ -55,6 +57,7 @@ class Context(NamedTuple):
         """
         if self.segments_BN is None:
             return None
+        # the T tokens and the one before them, X = T + 1
         last_BX = self.segments_BN[:, -num_tokens - 1 :]
         return last_BX[:, 1:] != last_BX[:, :-1]
 
@@ -71,6 +74,8 @@ class Context(NamedTuple):
         """Return `name` of all tokens so far, [B, S, ..]: those before, and `x_BTX` of these."""
         if self.cache is None:
             return x_BTX
+
+        # The buffers are [B, G, S, K]: a single "head" of all channels.
         x_B1TC = x_BTX.flatten(2).unsqueeze(1)
         return self.cache.append_tokens(name, x_B1TC).squeeze(1).unflatten(-1, x_BTX.shape[2:])
 
@@ -80,6 +85,8 @@ NO_CONTEXT = Context()
 
 def document_numbers(tokens_BT: Tensor, eos_id: int, first_B: Tensor | None = None) -> Tensor:
     """Return each token's document, int32 [B, T], from `first_B` (or 0) on; EOS ends its own."""
+    # the number of EOS before each token: one does not count for itself, since it ends its own
+    # document
     ends_BT = (tokens_BT == eos_id).to(torch.int32)
     numbers_BT = ends_BT.cumsum(dim=1, dtype=torch.int32) - ends_BT
     return numbers_BT if first_B is None else numbers_BT + first_B[:, None]
@@ -87,6 +94,7 @@ def document_numbers(tokens_BT: Tensor, eos_id: int, first_B: Tensor | None = No
 
 def window_segments(segments_BS: Tensor, num_tokens: int, reach: int) -> Tensor:
     """Return the last `num_tokens` segments and `reach` before them, int32 [B, N]."""
+    # `start` is negative by the number of positions before the first token, which are padded
     start = segments_BS.shape[1] - num_tokens - reach
     window_BN = segments_BS[:, max(0, start) :]
     return F.pad(window_BN, (max(0, -start), 0), value=BEFORE_START)
@@ -143,11 +151,14 @@ class LayerCache:
         """
         if self._window:
             return self._append_to_ring(name, new_BGTK)
+
+        # Once fixed: in place, at the position on the device.
         buffer = self._buffers.get(name)
         if self._position is not None:
             assert buffer is not None
             return buffer.index_copy_(2, self._position, new_BGTK)
 
+        # Before: into a buffer that grows. Slots past `stop` are not written yet.
         num_rows, num_heads, num_tokens, head_dim = new_BGTK.shape
         stop = self.start + num_tokens
         if buffer is None:
@@ -158,6 +169,7 @@ class LayerCache:
             capacity = max(stop, 2 * old.shape[2])
             buffer = new_BGTK.new_empty(num_rows, num_heads, capacity, head_dim)
             buffer[:, :, : old.shape[2]] = old
+
         buffer[:, :, self.start : stop] = new_BGTK
         self._buffers[name] = buffer
         return buffer[:, :, :stop]
@@ -175,13 +187,18 @@ class LayerCache:
             return ring.index_copy_(2, self._position % window, new_BGTK)
         if num_tokens == 1:
             ring[:, :, self.start % window] = new_BGTK[:, :, 0]
+            # until the ring is full, only its first slots are written; then the slice is the whole
+            # ring
             return ring[:, :, : self.start + 1]
 
         # Several tokens: those before that the first one sees, and these; the last ones stay.
         stop = self.start + num_tokens
+        # the last `num_tokens` of these positions are the new tokens, which are not in the ring yet
         positions_S = ring_positions(self.start, num_tokens, window, ring.device)
         earlier = ring[:, :, positions_S[:-num_tokens] % window]
         seen_BGSK = torch.cat((earlier, new_BGTK), dim=2)
+
+        # More new tokens than slots: only the last ones are written, or slots would repeat.
         last = new_BGTK[:, :, -window:]
         slots = torch.arange(stop - last.shape[2], stop, device=ring.device) % window
         ring[:, :, slots] = last
@@ -259,6 +276,7 @@ class Cache:
         if segments_BT is None:
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
         if self._segments is None:
+            # the tokens so far came without segments: all of them are in segment 0
             self._segments = segments_BT.new_zeros((tokens_BT.shape[0], self.length))
 
         # in place, once the cache is fixed
@@ -295,7 +313,8 @@ class Cache:
         for layer in self.layers:
             layer.start = self.length
 
-        # All static Canon sites read a single token in one launch.
+        # All static Canon sites read a single token in one launch. Not with gradients or in a
+        # compiled graph: the step's buffers are shared and written in place.
         is_traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if num_tokens != 1 or is_traced:
             self._steps = []
@@ -328,6 +347,7 @@ class Cache:
             layer.start = self.length
             layer.fix(self.position)
         if self._segments is not None:
+            # room up to `capacity`, so that later segments are written in place
             room = self.capacity - self.length
             self._segments = F.pad(self._segments, (0, room), value=BEFORE_START)
 
@@ -362,6 +382,8 @@ class Cache:
 
     def branch(self, rows_N: Tensor) -> "Cache":
         """Return a new cache of these rows (int64; repeats allowed)."""
+        # Shallow copies share tensors and dicts. `select_rows` replaces these by new ones, so
+        # nothing of the original changes.
         other = copy.copy(self)
         other.layers = [copy.copy(layer) for layer in self.layers]
         other.select_rows(rows_N)

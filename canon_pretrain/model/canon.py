@@ -82,6 +82,7 @@ class CausalFilter(nn.Module):
             memory = self._static_memory(context.cache, parts[0])
             return memory.read(parts, self.taps(), segments_BN, self.backend)
 
+        # A kernel per part, such as q, k and v, with the rows of its channels.
         weights = self._split_by_part(self.taps(), parts)
         return tuple(
             canon(x_BTC, weight_C1K, **self.options(segments_BN), backend=self.backend)
@@ -134,11 +135,15 @@ class Canon(CausalFilter):
         self, args: ModelArgs, site: str, backend: str = "auto", widths: tuple[int, ...] = ()
     ) -> None:
         self.filter = args.canon_filter
+        # The sizes. `scalar` has one row of taps for all channels, `shift` one share per channel.
         is_dynamic = self.filter == "dynamic"
         self.num_channels = channels = sum(widths) or args.canon_channels[site]
         num_parts = len(widths) or args.canon_parts[site]
         self.num_taps = args.canon_kernel
         self.factor = args.canon_factor
+
+        # With a factor, `taps` adds the residual to static taps, so the kernel must not add it
+        # again. The outputs of dynamic filters are multiplied instead (`_scaled`).
         has_residual_in_taps = self.factor != 1.0 and not is_dynamic
         super().__init__(
             site,
@@ -151,6 +156,8 @@ class Canon(CausalFilter):
 
         self.weight.requires_grad_(args.canon_trainable)
         nn.init.uniform_(self.weight, -args.canon_bound, args.canon_bound)
+
+        # Written by `Transformer.init_weights`.
         self.down: nn.Parameter | None = None
         self.up: nn.Parameter | None = None
         if is_dynamic:
@@ -182,9 +189,11 @@ class Canon(CausalFilter):
         # Taps are sum_r z_r weight[:, r]: the static taps are one more rank, with z = 1.
         up = self.up
         source_BTD = parts[0] if source_BTD is None else source_BTD
+        # down s, [B, T, R] for each part
         z_parts = F.linear(source_BTD, self.down).split(DYNAMIC_RANK, dim=-1)
         zs = tuple(F.pad(z_BTR, (0, 1), value=1.0) for z_BTR in z_parts)
 
+        # [C, R + 1, K], split by part; a function, since a cached step keeps copies of its own
         def weights() -> Parts:
             return self._split_by_part(torch.cat((up, self.weight), dim=1), parts)
 

@@ -55,6 +55,7 @@ def routed_parameters(args: ModelArgs) -> int:
 
 def layer_parameters(args: ModelArgs) -> int:
     """Return the parameters of one block."""
+    # The mixer, and the norm before it
     mixer_parameters = {
         "attention": _attention_parameters,
         "mamba2": _mamba2_parameters,
@@ -129,6 +130,8 @@ def _gated_recurrence_parameters(args: ModelArgs) -> int:
     dim = args.dim
     k_dim, _, v_dim = args.mixer_parts
     number = dim * (2 * k_dim + 2 * v_dim) + args.value_dim  # wq, wk, wv, wo; the norm
+
+    # The output gate
     rank = args.output_gate_rank
     if rank:
         number += rank * (dim + v_dim) + v_dim  # down and up, with its bias
@@ -136,6 +139,8 @@ def _gated_recurrence_parameters(args: ModelArgs) -> int:
         number += dim * v_dim
     if args.mixer_conv:
         number += args.conv_channels * args.canon_kernel
+
+    # The decay: GLA's from a low-rank product with a bias, GatedDeltaNet's and its step per head
     if args.mixer == "gla":
         return number + DECAY_RANK * (dim + k_dim) + k_dim
     return number + 2 * dim * args.num_heads + 2 * args.num_heads  # wa, wb; A_log, dt_bias
@@ -162,6 +167,7 @@ def flops_per_token(args: ModelArgs, seq_len: int) -> int:
     if not args.tie_embeddings:  # a tied embedding is also the output matrix
         number -= args.vocab_size * args.dim
     mixing = sum(count * _mixing_flops(layer, seq_len) for layer, count in args.layer_counts)
+    # 6 FLOPs per parameter: a multiply-add forward, and two backward
     return 6 * number + mixing
 
 
@@ -172,6 +178,7 @@ def _mixing_flops(layer: ModelArgs, seq_len: int) -> int:
         return round(measures.flops_per_token(seq_len) - 6 * measures.num_parameters)
     if layer.mixer == "attention":
         num_keys = min(seq_len, layer.window or seq_len)
+        # q k^T and the sum of values are 2 FLOPs each per key and dim, 3 times with backward
         return 12 * layer.num_heads * layer.head_dim * num_keys
     return _flops_per_state_element(layer) * state_size(layer)
 
@@ -191,6 +198,7 @@ def flops_formula(args: ModelArgs) -> str:
 
 
 def _flops_per_state_element(args: ModelArgs) -> int:
+    # products with the state times 2 FLOPs, times 3 with backward: 2 products, 3 for the delta rule
     return 18 if args.mixer == "gated_deltanet" else 12
 
 

@@ -67,6 +67,7 @@ def generate(
     `read_tokens` the prompt tokens per forward pass. On a sharded model all ranks must pass the
     same prompts. Raises UserError for bad arguments before computing anything.
     """
+    # Check all arguments, and draw all numbers, before anything is computed.
     limits = max_new_tokens
     if isinstance(limits, int):
         limits = [limits] * len(prompts)
@@ -76,6 +77,7 @@ def generate(
     draws_NT: Tensor | None = None
     if generator is not None:
         draws_NT = _draw_numbers(generator, len(prompts), max(limits, default=0))
+
     answers: list[list[int]] = [[] for _ in prompts]
 
     def append(i: int, token: int, logp: float) -> bool:
@@ -107,6 +109,7 @@ def generate(
         live_rows = list(range(len(batch)))  # whose answers continue
         num_steps = 1  # for a short time to the first token
         while live_rows:
+            # Decode a block of steps, no further than the longest answer may get.
             remaining = max(limits[batch[row]] for row in live_rows) - decoder.num_tokens
             steps = decoder.decode(min(num_steps, remaining))
             num_steps = TOKENS_PER_READ.get(device.type, 1)
@@ -167,9 +170,11 @@ class _BatchDecoder:
         draws_BT: Tensor | None,
         has_logps: bool,
     ) -> None:
+        # the longest prompt and the longest answer: the cache never grows
         cache = Cache.of(model.args, capacity=len(prompts[0]) + limit)
         chunk = max(1, tokens_per_pass // len(prompts))
         self._logits_BV = _prefill(model, prompts, cache, chunk)
+
         self.step = DecodeStep(model, cache, limit)
         self._tokens_B = torch.empty(0)
         self._vocab_size = vocab_size
@@ -249,6 +254,7 @@ class DecodeStep:
     def __call__(self, tokens_B: Tensor) -> Tensor:
         if not self._is_fixed:
             return self._model(tokens_B[:, None], cache=self._cache)[:, -1]
+
         if self._cache.position is None:
             self._cache.fix(self._device)
 
@@ -263,6 +269,8 @@ class DecodeStep:
             self._capture(self._tokens_B1)
         if self._graph is None:
             return self._pass(self._tokens_B1)
+
+        # A replay runs no Python: the cache's own count is updated here.
         self._graph.replay()
         self._cache.length += 1
         return self._logits_BV
@@ -286,6 +294,7 @@ class DecodeStep:
         except RuntimeError as error:  # such as an operator that waits for the device
             self._can_capture = False
             warnings.warn(f"decoding without a CUDA graph: {error}", stacklevel=2)
+
         # nothing was computed
         self._cache.undo_pass(tensors, length)
 
@@ -300,8 +309,10 @@ class DecodeStep:
 
 def sample_generator(item: int, number: int) -> torch.Generator:
     """Return the generator of sample `number` of an item, or of a seed."""
+    # up to 2^20 samples of an item have seeds of their own
     seed = (item << 20) + number
     # torch keeps 32 bits of a seed: mix the others in
+    # (0x9E3779B1 is 2^32 over the golden ratio, as in multiplicative hashing)
     return torch.Generator().manual_seed((seed ^ (seed >> 32) * 0x9E3779B1) & 0xFFFFFFFF)
 
 
@@ -340,6 +351,7 @@ def _prefill(model: Transformer, rows: Sequence[Sequence[int]], cache: Cache, ch
     tokens_BT = to_device(tokens_BT, device)
     is_real_BT = to_device(is_real_BT, device)
 
+    # In chunks. Only those at the start have padding, which is on the left.
     logits_B1V = torch.empty(0)
     longest = tokens_BT.shape[1]
     padding = longest - min(map(len, rows))
@@ -359,6 +371,8 @@ def batches(
     longest = 0
     limit = 0
     for i in sorted(range(len(prompts)), key=lambda i: -len(prompts[i])):
+        # Per row of the batch with this prompt: rows are padded to the longest prompt, which came
+        # first.
         num_tokens = longest + max(limit, limits[i])
         is_full = (len(batch) + 1) * num_tokens > batch_tokens
         # the last token of an answer is not read

@@ -18,6 +18,7 @@ from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.mixers import mixer_class
 
+# drawn by one generator; part of what defines the weights, as a change of it would change them
 BLOCK_ELEMENTS = 2**16
 TRUNCATE_SIGMAS = 3.0
 PAPER_STD = 0.02
@@ -65,6 +66,7 @@ class InitialValue:
         if self.parts:
             return self._rows_of_parts(start, stop)
 
+        # Values that are no random numbers.
         size = (stop - start, *self.shape[1:])
         values = torch.empty(size, device="cpu", dtype=torch.float32)
         if self.kind == "constant":
@@ -92,6 +94,8 @@ class InitialValue:
 
     def _rows_of_parts(self, start: int, stop: int) -> Tensor:
         rows = []
+        # The rows that [start, stop) and each part have in common, numbered from the part's first
+        # row.
         first = 0  # of the part
         for part in self.parts:
             last = first + part.shape[0]
@@ -121,8 +125,11 @@ class InitialValue:
         if self.kind == "step":
             smallest, largest = STEP_RANGE
             logs = block.uniform_(math.log(smallest), math.log(largest), generator=generator)
+            # softplus inverted is log(e^s - 1) = s + log(1 - e^-s), exact for small s
             steps = logs.exp()
             return steps + (-torch.expm1(-steps)).log()  # softplus inverted
+
+        # What is left is truncated_normal.
         bound = TRUNCATE_SIGMAS * self.scale
         return torch.nn.init.trunc_normal_(
             block, 0.0, self.scale, -bound, bound, generator=generator
@@ -151,12 +158,16 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     the deviation 0.02 of one matrix, as the release's. Raises ValueError for an unknown name.
     """
     name = plain_name(name)
+    # The arguments are those of the parameter's layer.
     if in_layer := re.match(r"layers\.(\d+)\.", name):
         args = args.layer_args[int(in_layer[1])]
     elif args.pattern:  # the embedding, the last norm and the head, by the first layer
         args = args.layer_args[0]
     value = partial(InitialValue, name, torch.Size(shape), args.init_seed)
+    # the leading dot: a parameter of the model itself has the module ""
     *_, module, own_name = f".{name}".split(".")
+
+    # Special values, before those that follow from the kind of parameter.
     if name.startswith("smear."):  # at first the model is the same as without
         return value("constant", 0.0)
     if args.mimetic_init:
@@ -198,6 +209,7 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
     if module.endswith("norm"):
         return value("constant", 1.0)
     if own_name == "A_log":
+        # `log_count` has no scale
         kind = "log_count" if args.mixer == "mamba2" else "log_uniform"
         return value(kind, LARGEST_RATE)
 
@@ -210,6 +222,7 @@ def initial_value(args: ModelArgs, name: str, shape: torch.Size) -> InitialValue
         if module == "tok_embeddings":
             return value("normal", MAMBA_STD)
         return value("uniform", shape[-1] ** -0.5)
+
     if args.output_gate_rank and module in ("down", "up"):
         # the product of rank r has the deviation sqrt(r) std^2 = PAPER_STD
         return value("normal", (PAPER_STD * min(shape) ** -0.5) ** 0.5)
@@ -244,5 +257,6 @@ def _mimetic_value(
         part_shape = torch.Size((num_rows, args.dim))
         return replace(usual, name=f"{name}/{suffix}", shape=part_shape)
 
+    # `bc` twice: values follow from the name, so the rows of B and C are equal
     bc = replace(part("bc", args.state_dim), kind="normal", scale=args.state_dim**-0.5)
     return value("parts", 0.0, (part("zx", 4 * args.dim), bc, bc, part("dt", args.num_heads)))

@@ -36,7 +36,10 @@ def mixer_file(mixer: str) -> MixerFile:
 
 def mixer_files(args: ModelArgs) -> list[MixerFile]:
     """Return the files of the model's own mixers. Raises UserError for two of one name."""
+    # a file once, even if it holds several mixers
     paths = dict.fromkeys(mixer_file(mixer).path.resolve() for mixer in own_mixers(args))
+
+    # A run copies the files into one folder, by their names.
     names = Counter(path.name for path in paths)
     for path in paths:
         if names[path.name] > 1:
@@ -46,4 +49,6 @@ def mixer_files(args: ModelArgs) -> list[MixerFile]:
                 "file by its name. Rename one",
                 given=path,
             )
+
+    # without a class: the files count here, not what they define
     return [MixerFile(path, "") for path in paths]

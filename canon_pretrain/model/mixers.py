@@ -22,7 +22,9 @@ from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import NO_CONTEXT, Context, LayerCache
 from canon_pretrain.model.mixer_files import MixerFile, mixer_file
 
+# three equally spaced lengths in tokens, which determine a quadratic
 COUNTED_LENGTHS = (256, 512, 768)
+# read into an empty cache; the size per row and per token is the same for any number
 CACHED_TOKENS = 8
 
 
@@ -58,6 +60,7 @@ def fresh_class(mixer: str) -> type[Mixer]:
     module = sys.modules[module_name]
     file = mixer_file(mixer)
     try:
+        # past the cache, which would return the class that is loaded already
         return _load.__wrapped__(file, mixer, file.sha256)
     finally:
         sys.modules[module_name] = module
@@ -102,6 +105,7 @@ def _import(path: Path, sha256: str) -> ModuleType:
     # in sys.modules, so that dataclasses, pickle and torch.compile find it
     module_name = f"canon_mixer_{sha256[:16]}_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
+    # spec_from_file_location may return None; for an existing .py file it does not
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
@@ -156,6 +160,9 @@ def measure(args: ModelArgs) -> Measures:
         totals.append(counter.get_total_flops())
 
     # total = constant + base * length + quadratic * length^2, at equally spaced lengths
+
+    # The second difference of a quadratic is 2 quadratic step^2, the first one step * (base +
+    # quadratic * (short + middle)).
     short, middle, long = COUNTED_LENGTHS
     step = long - middle
     quadratic = (totals[2] - 2 * totals[1] + totals[0]) / (2 * step**2)

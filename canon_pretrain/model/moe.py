@@ -59,6 +59,7 @@ class Router(nn.Module):
         biased_NE = score_NE
         if self.expert_bias is not None:
             biased_NE = score_NE + self.expert_bias
+
         expert_NK = biased_NE.topk(self.top_k, dim=1).indices
         gate_NK = score_NE.gather(1, expert_NK)
         if self.top_k > 1:
@@ -89,6 +90,7 @@ class GroupedExperts(nn.Module):
 
 def _local(weight: Tensor) -> Tensor:
     """Return this rank's experts of a weight that is sharded by expert."""
+    # a DTensor after ExpertParallel has sharded it
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
@@ -117,6 +119,7 @@ class MoE(nn.Module):
         score_NE, gate_NK, expert_NK = self.router(x_ND)
 
         # In training, measure the balance, and drop what exceeds the capacity.
+        # (a cache means decoding, which drops nothing)
         is_training = self.training and context.cache is None
         if is_training:
             chosen_BCE = F.one_hot(expert_NK.view(len(x_BTD), -1), self.num_experts)
@@ -144,6 +147,7 @@ class MoE(nn.Module):
         is 1 if all are equal.
         """
         num_rows, num_choices, _ = chosen_BCE.shape
+        # per row, as each row's load is evened by itself
         fraction_BE = chosen_BCE.sum(dim=1) / num_choices  # f
         mean_BE = score_NE.view(num_rows, -1, self.num_experts).mean(dim=1)  # P
         return self.num_experts * (fraction_BE * mean_BE).sum(dim=1)
@@ -152,14 +156,17 @@ class MoE(nn.Module):
         """Return which choices are within their expert's capacity, bool [B, C]."""
         top_k = self.router.top_k
         num_tokens = chosen_BCE.shape[1] // top_k
+
         max_choices = math.ceil(self.capacity * top_k * num_tokens / self.num_experts)
         # the rank of each choice among those of its row for the same expert, from 1 on
+        # `chosen` is one-hot: the sum over E leaves the count of the chosen expert
         rank_BC = (chosen_BCE.cumsum(dim=1) * chosen_BCE).sum(dim=2)
         return rank_BC <= max_choices
 
     def _apply_experts(self, x_ND: Tensor, expert_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens of each expert, int64 [E], and the experts' outputs, [N, K, D]."""
         top_k = self.router.top_k
+        # Sort the choices by expert; `inverse` undoes it.
         expert_S = expert_NK.flatten()
         order_S = expert_S.argsort(stable=True)
         inverse_S = order_S.argsort()
@@ -170,6 +177,7 @@ class MoE(nn.Module):
 
         # a copy of each token per choice, sorted by expert; back in the order of the choices
         x_SD = x_ND[:, None].expand(-1, top_k, -1).flatten(0, 1)
+        # (with expert parallelism, hooks of `experts` exchange rows between ranks)
         y_SD = self.experts(_Permuted.apply(x_SD, order_S, inverse_S), count_E)
         return count_E, _Permuted.apply(y_SD, inverse_S, order_S).unflatten(0, (-1, top_k))
 

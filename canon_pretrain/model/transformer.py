@@ -68,12 +68,14 @@ class FeedForward(nn.Module):
     def forward(self, x_BTD: Stream, context: Context = NO_CONTEXT) -> Tensor:
         """Return what is added to the residual stream, [B, T, D]."""
         if self.w3 is None:
+            # Standard: w1 reads x alone.
             (x_BTD,) = per_reader(x_BTD, self.readers)
             inner_BTF = self.w1(x_BTD)
             if self.canon_d is not None:
                 (inner_BTF,) = self.canon_d((inner_BTF,), context, x_BTD)
             return self.w2(ffn_activation(inner_BTF, self.activation))
 
+        # Gated: w1 and w3 read x, each its own copy if the norm's kernel made two.
         x_gate_BTD, x_up_BTD = per_reader(x_BTD, self.readers)
         gate_BTF = self.w1(x_gate_BTD)
         up_BTF = self.w3(x_up_BTD)
@@ -103,6 +105,8 @@ class Smear(nn.Module):
             before_B1D = torch.zeros_like(e_BTD[:, :1])
         before_BTD = torch.cat((before_B1D, e_BTD), dim=1)[:, :-1]
         context.keep("smear", e_BTD[:, -1:])
+
+        # A segment's first token has nothing before it.
         starts_BT = context.starts(e_BTD.shape[1])
         if starts_BT is not None:
             before_BTD = before_BTD.masked_fill(starts_BT[..., None], 0.0)
@@ -132,7 +136,10 @@ class TransformerBlock(nn.Module):
         self.canon_a = make_canon("A", args, canon_backend)
         # of any mixer; its name is part of checkpoints
         self.attention = make_mixer(args, rope, attend, canon_backend, mixer_backend)
+
         self.canon_o = make_canon("O", args, canon_backend)
+
+        # The feed-forward and its Canon layers, if the block has one.
         has_ffn = args.ffn != "none"
         self.ffn_norm = make_norm(args) if has_ffn else None
         self.canon_c = make_canon("C", args, canon_backend)
@@ -218,6 +225,7 @@ def make_mixer(
     if not args.is_own_mixer:
         return RECURRENT_MIXERS[args.mixer](args, canon_backend, mixer_backend)
 
+    # A mixer of the user's own must make the Canon layers inside it itself: check that it has.
     mixer = mixer_class(args.mixer)(args)
     sites = {module.site for module in mixer.modules() if isinstance(module, Canon)}
     for site in MIXER_SITES:
@@ -293,6 +301,7 @@ class Transformer(nn.Module):
             check_mixer_backend(kind.mixer, kind.key_dim, mixer_backend)
         self.args = args
         self.canon_backend = canon_backend
+
         # else the embedding draws one, which on the meta device imports torch._dynamo first
         weight_VD = torch.empty(args.vocab_size, args.dim)
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim, _weight=weight_VD)
@@ -309,6 +318,7 @@ class Transformer(nn.Module):
             if attend is not None:
                 self.attends[name] = attend
             if kind.mixer == "attention" and kind.rope_dim:
+                # all that a table depends on besides max_seq_len, which the layers share
                 rotation = (kind.position, kind.rope_dim, kind.rope_theta)
                 ropes[name] = tables.setdefault(rotation, Rope(kind))
 
@@ -357,6 +367,7 @@ class Transformer(nn.Module):
             segments_BN = contexts[self.args.layer_names[0]].segments_BN
             first_cache = None if cache is None else cache.layers[0]
             h_BTD = self.smear(h_BTD, Context(None, segments_BN, first_cache))
+
         loads, balances = [], []
         for i, block in enumerate(self.layers.values()):
             layer_cache = None if cache is None else cache.layers[i]
@@ -431,6 +442,7 @@ class Transformer(nn.Module):
         for name, kind in self.args.kinds.items():
             kind_segments_BN = None
             if segments_BN is not None and kind.reach:
+                # without those that only other kinds of layers reach
                 kind_segments_BN = segments_BN[:, reach - kind.reach :]
             contexts[name] = Context(masks.get(name), kind_segments_BN)
         return contexts
@@ -459,6 +471,7 @@ class Transformer(nn.Module):
         if not biases:
             return
 
+        # The sign of what an expert lacks. Without its mean, the sum of the biases does not move.
         sign_LE = (load_LE.mean(dim=1, keepdim=True) - load_LE).sign()
         sign_LE -= sign_LE.mean(dim=1, keepdim=True)
         change_LE = self.args.moe_balance_rate * scale * sign_LE
@@ -469,10 +482,12 @@ class Transformer(nn.Module):
     ) -> Tensor | None:
         """Return the segments of all tokens so far, int32 [B, S]; None if there is one."""
         segments_BT = None
+        # Numbers of documents, or 0 for the whole row; padding is a segment of its own.
         if self.args.document_mask:
             segments_BT = self._documents(tokens_BT, is_real_BT, cache)
         elif is_real_BT is not None:
             segments_BT = torch.zeros_like(tokens_BT, dtype=torch.int32)
+
         if segments_BT is not None and is_real_BT is not None:
             segments_BT = segments_BT.masked_fill(~is_real_BT, PADDING)
 
@@ -509,6 +524,7 @@ class Transformer(nn.Module):
             else:
                 parameter.copy_(value.rows(0, value.shape[0]))
 
+        # Buffers: the experts' biases, and the rotary tables.
         for bias in self.expert_biases():
             bias.zero_()
         self.reset_ropes(buffer_device or self.tok_embeddings.weight.device)

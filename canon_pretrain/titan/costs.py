@@ -49,6 +49,7 @@ def count_saved(forward: Callable[[], Tensor], modules: nn.Module) -> int:
     saved: dict[int, Tensor] = {}  # hold the tensors, so that no address is reused
 
     def pack(tensor: Tensor) -> Tensor:
+        # views of one storage count once
         address = tensor.untyped_storage()._cdata
         if address not in constants:
             saved.setdefault(address, tensor)
@@ -171,6 +172,7 @@ def _traced_costs(args: ModelArgs, dtype: torch.dtype, canon_backend: str) -> Bl
 
     def count(graph: fx.GraphModule, _: Any, *, is_backward: bool = False, **options: Any) -> Any:
         """Take the place of Inductor's code generator: count, and return empty results."""
+        # of the whole sequence, so per token
         work = estimate_work(graph, constant_shapes).for_tokens(1 / num_tokens)
         if is_backward:
             backward.add(work)
@@ -207,6 +209,7 @@ def trace_block(
     def backend(graph: fx.GraphModule, inputs: list[Tensor]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
+        # the options of a GPU, although the tensors are on a CPU
         options = compile_options("cuda", canon_backend)
         return compile_fx(graph, inputs, inner_compile=compile_graph, config_patches=options)
 
@@ -270,6 +273,7 @@ def kept_bytes(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]) -
 
 def empty_results(graph: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
     """Return a function with the signature of a compiled graph that allocates on the CPU."""
+    # the shapes are known from tracing: with fake tensors, nothing is computed
     values = []
     for result in results_of(graph):
         values.append(result.meta["val"] if isinstance(result, fx.Node) else result)

@@ -176,6 +176,7 @@ def count_memory(
     max_chunk_tokens = job.loss.chunk_tokens or tokens
     num_chunks = -(-tokens // max_chunk_tokens)
     chunk_tokens = -(-tokens // num_chunks)
+    # float32 logits are their own copy
     logit_bytes = 8 if param_dtype == torch.float32 else param_dtype.itemsize + 8
     chunk_bytes = chunk_tokens * args.vocab_size * logit_bytes
     saved_head = head_bytes(args, micro_batch, param_dtype, head_loss(job.loss))
@@ -185,6 +186,7 @@ def count_memory(
     temporary = 0
     if is_gpu and job.compile.enable:
         for layer in args.kinds.values():
+            # per token, the values of all heads
             num_channels = layer.num_heads * layer.value_dim
             token_bytes = TEMPORARY_BYTES.get(layer.mixer, 0) * num_channels
             temporary = max(temporary, tokens * token_bytes)
@@ -261,9 +263,11 @@ def check_memory(job: CanonJobConfig, device: Device, world_size: int) -> None:
 
     # Counting takes seconds: skip it if a bound several times too high fits, of float32 values.
     tokens = micro_batch_size(job, world_size) * job.training.seq_len
+    # bounds, not counts: 64 values per channel in a block, 8 per logit, 6 per parameter
     layer_values = 64 * (args.dim + args.ffn_dim)
     token_values = args.num_layers * layer_values + 8 * args.vocab_size
     num_values = 6 * num_parameters(args) + tokens * token_values
+    # float32 values have 4 bytes
     if 4 * num_values < memory_bytes:
         return
 
@@ -465,6 +469,7 @@ def _largest_size(sizes: list[int], limit: int) -> int:
 
 def world_sizes(job: CanonJobConfig) -> list[int]:
     """Return the valid world sizes of `job`. Raises UserError if there are none."""
+    # ranks come in whole replicas, each of whole groups that share the experts
     layout = job.parallelism
     step = layout.data_parallel_replicate_degree * layout.expert_parallel_degree
     sizes = valid_world_sizes(job.training.global_batch_size, step)
@@ -569,6 +574,7 @@ def _summary(job: CanonJobConfig, plans: dict[str, Plan]) -> dict[str, str]:
     itemsize = dtype_for(args.vocab_size).itemsize
     no_data = f"no data yet; {itemsize} bytes per token drawn"
     lines["data fingerprint"] = plan.data_fingerprint or no_data
+    # an old checkpoint is deleted only once the new one is complete
     total_bytes = (plan.checkpoints_kept + 1) * plan.checkpoint_bytes
     lines["disk for checkpoints"] = (
         f"{plan.checkpoints_kept} + 1 being written, "
@@ -667,6 +673,7 @@ def _data_lines(job: CanonJobConfig, plan: Plan) -> dict[str, str]:
         settings = [f"{key} = {json.dumps(value)}" for key, value in task.settings.items()]
         # ignored labels are negative
         sample = plan.windows.windows(job.data.data_seed, 0, SHOWN_WINDOWS)
+        # the first column has no token before it to predict it
         label_share = np.mean(sample[:, 1:] >= 0)
         return {
             "task": f"{task.name}: {', '.join(settings)}",

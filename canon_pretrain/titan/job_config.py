@@ -123,6 +123,7 @@ class CanonJobConfig(titan.JobConfig):
         section = self.data.task
         if not section.name:
             return None
+        # the length of a task's sequences is the job's
         settings = section.settings | {"seq_len": self.training.seq_len}
         return build_task(section.name, settings)
 
@@ -132,6 +133,7 @@ class CanonJobConfig(titan.JobConfig):
         base = model_flavor(self.model.flavor)
         overrides: dict[str, Any] = {}
         for argument in dataclasses.fields(ModelArgs):
+            # unset keys are None
             value = getattr(self.model, argument.name, None)
             if value is not None:
                 overrides[argument.name] = value
@@ -198,6 +200,7 @@ def micro_batch_size(job: CanonJobConfig, world_size: int) -> int:
             valid=valid,
         )
 
+    # The largest divisor up to local_batch_size; 1 at the latest.
     size = min(share, job.training.local_batch_size)
     while share % size:
         size -= 1
@@ -352,6 +355,7 @@ def _data_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
             "samples.interval": job.samples.interval,
             "model.document_mask": job.model_args.document_mask,
         }
+        # the names whose value is true
         for name in filter(is_set.get, is_set):
             yield name, f"{name} = {value_of(job, name)!r} and a task: unset it, or data.task.name"
         if job.validation.windows == -1:
@@ -365,6 +369,7 @@ def _data_conflicts(job: CanonJobConfig) -> Iterator[tuple[str, str]]:
     repeated = [prompt for k, prompt in enumerate(prompts) if prompt in prompts[:k]]
     if repeated:
         yield "samples.prompts", f"samples.prompts has {repeated[0]!r} more than once: list it once"
+
     if len(data.weights) != len(data.paths):
         yield "data.weights", f"data.weights: expected {len(data.paths)} numbers, one per path"
 

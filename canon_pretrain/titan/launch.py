@@ -82,6 +82,7 @@ def _absolute(folder: str) -> str:
 
 def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Comparison:
     """Compare a launch with the run in `folder`; checkpoint.fresh starts a new run."""
+    # What this launch is. A new run has nothing to compare it with.
     comparison = Comparison(
         is_new=not folder.config_file.exists(),
         identity=run_identity(job, data.training.fingerprint, data.identity),
@@ -92,8 +93,10 @@ def compare(job: CanonJobConfig, folder: RunFolder, data: OpenedData) -> Compari
     if is_fresh(job, folder):
         return comparison
 
+    # Compare with the last launch, which config.json records.
     allowed = job.run.allow_changes
     refuses_code = job.run.code == "refuse" and CODE not in split_names(allowed)
+
     # a launch that does not validate keeps the run's held-out text
     old_identity = _recorded(folder, "identity")
     held_out = {name: value for name, value in old_identity.items() if name == HELD_OUT}
@@ -151,10 +154,12 @@ def check_identity(
     old = {name: value for name, value in defaults.items() if name.startswith(("model.", "loss."))}
     old |= _recorded(folder, "identity")
     changes = differences(old, identity)
+
     # a held-out text may appear and disappear, but not change
     if HELD_OUT not in old.keys() & identity.keys():
         changes.pop(HELD_OUT, None)
 
+    # The message lists all changes, the allowed ones too: the option replaces the earlier list.
     allowed_names = split_names(allowed)
     refused = {name: pair for name, pair in changes.items() if name not in allowed_names}
     if refused:
@@ -191,6 +196,7 @@ def config_changes(folder: RunFolder, config: dict[str, Any]) -> Changes:
     if not folder.config_file.exists():
         return {}
     defaults = _flatten(CanonJobConfig().to_dict())
+    # keys that the run is older than had their default
     old = defaults | _flatten(_recorded(folder, "config"))
     changes = differences(old, _flatten(config))
     return {name: pair for name, pair in changes.items() if name not in PER_LAUNCH_KEYS}
@@ -301,6 +307,7 @@ def _check_folder(
             f"checkpoint.folder = {path} is in another run's folder: choose another",
             path=path,
         )
+
     this_run = launches.known_run(run)
     run_id = this_run.run_id if this_run is not None else None
     other_steps = checkpoints.steps_of_other_runs(run_id)
@@ -386,6 +393,7 @@ def record_launch(
         folder.done_file.unlink(missing_ok=True)
 
     # What computes this launch.
+    # one host name per rank, repeated where ranks share a host
     hosts = [""] * rank_zero.world_size
     dist.all_gather_object(hosts, host_name())
     header: dict[str, Any] = {
@@ -438,12 +446,14 @@ def record_launch(
             config=changes,
             code=compared.code_changes,
         )
+
     metrics.flush()
     rank_zero.run(lambda: _write_config(folder, compared))
     if record is not None:
         for problem in record.write(folder, _launch_fields(step, header)):
             logger.warning(f"{problem}. The run continues")
 
+    # Tell the user on the console what has changed.
     lines = describe_changes(changes, compared.old_config, compared.config)
     for name, line in zip(changes, lines, strict=True):
         note = " (allowed by run.allow_changes)" if name in compared.changes else ""

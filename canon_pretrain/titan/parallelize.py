@@ -199,6 +199,8 @@ def _check_backend(
     """
     shape = (job.training.local_batch_size, job.training.seq_len)
     dtype = TORCH_DTYPE_MAP[job.training.mixed_precision_param]
+
+    # All that a result depends on: machine, packages, code, shape and model.
     packages = {}
     for name in PACKAGES:
         for distribution in distributions(name=name):
@@ -217,6 +219,8 @@ def _check_backend(
         "dtype": str(dtype),
         "model": asdict(job.model_args),
     }
+
+    # An earlier launch may have recorded a result.
     key_text = json.dumps(key, sort_keys=True)
     digest = hashlib.sha256(key_text.encode()).hexdigest()[:32]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -480,6 +484,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
             mesh = grad.device_mesh if isinstance(grad, DTensor) else None
             groups.setdefault(mesh, []).append(parameter)
 
+    # A norm per group. Ranks hold shards, of which full_tensor() adds up the squares.
     norms = []
     for mesh, group in groups.items():
         grads = [p.grad for p in group if p.grad is not None]
@@ -491,6 +496,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float) -> Tensor:
             norm /= mesh.size(0)
         norms.append(norm)
 
+    # The norm of the norms is that of all gradients.
     total_norm = norms[0]
     if len(norms) > 1:
         total_norm = torch.stack(norms).norm()

@@ -26,6 +26,8 @@ models on fake GPUs; Inductor fuses less than `estimate_work` assumes."""
 APART_FACTOR = 2.7
 """Traffic and launches of a block with experts on other ranks, which is compiled in part, over
 those of a whole one: counted for one model on fake GPUs."""
+# float32: the norm reads the gradient (4), clipping reads and writes it (8), AdamW reads weight,
+# gradient and moments (16) and writes weight and moments (12)
 OPTIMIZER_BYTES = 40
 """Per parameter and step: norm and clipping of the gradient, AdamW with float32 moments."""
 LOGIT_PASSES = 4.5
@@ -38,6 +40,7 @@ STEP_LAUNCHES = 70
 """Launches of a step that are not compiled, without those of blocks."""
 BLOCK_LAUNCHES = 8
 """Launches of FSDP2 for a block and micro-batch."""
+# Range: slow, likely, fast
 LAUNCH_S = Range(3e-6, 2e-6, 1e-6)
 """On the device, between two kernels."""
 HOST_LAUNCH_S = Range(10e-6, 6e-6, 4e-6)
@@ -156,6 +159,8 @@ def _attention_work(args: ModelArgs, layout: Layout) -> Work:
     num_forward = 2 if layout.recomputes else 1
     # of the whole square of tokens, without the half that causality leaves out
     num_keys = min(args.max_seq_len, args.window or args.max_seq_len)
+
+    # Backward computes the scores again, then the gradients of values, weights, q and k.
     product_flops = 2 * args.qkv_dims[0] * num_keys * layout.tokens
     num_products = 2 * num_forward + 5
     # fused kernels are for half precision
@@ -177,6 +182,9 @@ def _head_work(args: ModelArgs, layout: Layout) -> Work:
     # each chunk adds to the weight's float32 gradient: two reads and a write
     head_parameters = args.vocab_size * args.dim
     gradient_bytes = 3 * FLOAT32_BYTES * num_chunks * head_parameters
+
+    # Three products, of which each has 2 FLOPs per token and parameter: logits, and the gradients
+    # of h and of the weight. Each reads or writes logits and h.
     kind = str(layout.dtype).removeprefix("torch.")
     return Work(
         launches=HEAD_LAUNCHES * num_chunks,
@@ -190,6 +198,7 @@ def _sharding_work(args: ModelArgs, layout: Layout) -> Work:
     """Return what FSDP2 copies in a micro-batch: gathered weights out, gradients in."""
     itemsize = layout.dtype.itemsize
     gather_bytes = 2 * itemsize * layout.num_gathers  # a read and a write
+    # read in the dtype of the products, written in float32
     gradient_bytes = itemsize + FLOAT32_BYTES
     num_gathered = sum(_gathered_parameters(args, layout))
     return Work(
@@ -276,6 +285,7 @@ def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> fl
         "attention": 2 * speeds.attention_flops[case],  # counted: the whole square
     }
     memory_bytes_per_s = speeds.memory_bytes[case]
+
     products_s = sum(flops / flops_per_s[kind] for kind, flops in work.flops.items())
     products_s = max(products_s, work.product_bytes / memory_bytes_per_s)
     device_s = products_s + work.bytes_moved / memory_bytes_per_s
@@ -288,5 +298,7 @@ def _step_seconds(counts: StepCounts, gpu: Gpu, case: int, speedup: float) -> fl
     # Between GPUs.
     exchange_s = counts.node_bytes / speeds.node_bytes[case]
     exchange_s += counts.network_bytes / speeds.network_bytes[case]
+
+    # The slower of host and device, plus what does not overlap; no faster than the exchanges alone.
     busy_s = max(device_s / speedup, host_s)
     return max(busy_s + EXPOSED[case] * exchange_s, exchange_s)
