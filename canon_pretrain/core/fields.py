@@ -32,10 +32,16 @@ def help_of(cls: type) -> dict[str, str]:
 def optional_fields(
     kinds: Mapping[str, Any], texts: Mapping[str, str], *, frozen: bool = False
 ) -> Any:
-    """Return a dataclass with a field of each type, None if unset; `texts`: their help."""
+    """Return a dataclass with a field of each type, None if unset; `texts`: their help.
+
+    The annotations of a type are those of its field.
+    """
     fields: list[tuple[str, Any, None]] = []
     for name, kind in kinds.items():
-        optional = kind | None
+        annotations = getattr(kind, "__metadata__", ())
+        optional = getattr(kind, "__origin__", kind) | None if annotations else kind | None
+        for annotation in annotations:
+            optional = Annotated[optional, annotation]
         if name in texts:
             optional = Annotated[optional, Doc(texts[name])]
         fields.append((name, optional, None))

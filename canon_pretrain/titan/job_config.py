@@ -32,7 +32,7 @@ def _model_overrides() -> Any:
     del kinds["max_seq_len"]
     # as TOML has them; sections of layers are not on the command line
     kinds["pattern"] = list[str]
-    kinds["layers"] = tyro.conf.Suppress[dict[str, dict[str, Any]]]
+    kinds["layers"] = tyro.conf.Fixed[tyro.conf.Suppress[dict[str, dict[str, Any]]]]
     return optional_fields(kinds, help_of(ModelArgs))
 
 
