@@ -29,9 +29,11 @@ if TYPE_CHECKING:  # imports torch
 
 SECONDS = 60.0
 """After which the speed at longer texts is left out."""
+# Options of this form set keys of [model]; argparse does not know them.
 PREFIX = "--model."
+# Color of a row by its state.
 STYLES = {"ok": "green", "skipped": "yellow", "failed": "bold red"}
-STEP = 1
+STEP = 1  # of the checkpoint that `check_export` writes; any number does
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a row for each check; return 1 if one fails. Raises UserError."""
+    # Find mistakes on the command line before the checks, which take half a minute.
     overrides = parse_overrides(arguments.overrides)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise UserError(
@@ -55,21 +58,25 @@ def run(arguments: argparse.Namespace) -> int:
             path=arguments.json,
         )
 
+    # not above: imports torch, which `canon --help` must not wait for
     from canon_pretrain.model.mixer_check import run_checks, tiny_args
 
-    # Rows are shown as they come.
+    # The model that is checked: the first size that the class accepts.
     args = tiny_args(arguments.mixer, overrides)
     console = Console(highlight=False, soft_wrap=True)
     console.print(
         f"{args.mixer}: {args.num_layers} layers, dim {args.dim}, {args.num_heads} heads",
         markup=False,
     )
+
+    # Rows are shown as they come. Measurements may have brackets, such as shapes: no markup.
     rows = []
     for row in run_checks(args, all_checks(), seconds=SECONDS):
         console.print(f"{row.state:8}", style=STYLES[row.state], end="")
         console.print(f"{row.name:16}{row.seconds:5.1f} s  {row.measured}", markup=False)
         rows.append(row)
 
+    # A skipped check is no failure.
     failed = [row.name for row in rows if row.state == "failed"]
     verdict = f"failed: {', '.join(failed)}" if failed else "no check fails"
     console.print(f"{verdict}, in {sum(row.seconds for row in rows):.0f} s", markup=False)
@@ -80,20 +87,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """Return the keys of `--model.KEY VALUE ...` with values of their types. Raises UserError."""
-    # --model.KEY=VALUE is KEY and VALUE too
+    # --model.KEY=VALUE becomes two words, as in --model.KEY VALUE.
     split_words = []
     for word in words:
         key, equals, value = word.partition("=")
         split_words += [key, value] if word.startswith(PREFIX) and equals else [word]
 
+    # Words are options and values in turn. An odd number of words leaves the last option without a
+    # value: it gets None. In an even number, zip drops that None.
     hints = get_type_hints(ModelArgs, include_extras=True)
     overrides = {}
     for option, text in zip(split_words[::2], [*split_words[1::2], None], strict=False):
         if not option.startswith(PREFIX) or text is None:
             raise usage_error("canon check", f"unrecognized arguments: {' '.join(words)}")
+
         key = option.removeprefix(PREFIX)
         if key not in hints:
             raise unknown_key(key, hints, "canon check", "model.")
+
+        # A value is written as in TOML, also True and False; a file name keeps its case.
         try:
             value = tomllib.loads(f"value = {text.lower() if key != 'mixer' else text}")["value"]
         except tomllib.TOMLDecodeError:  # a string without quotes
@@ -105,6 +117,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 def all_checks() -> list["Check"]:
     """Return the checks of model/mixer_check.py, and that of the export before the speed."""
+    # The export's is added here, since canon_pretrain.model may not import checkpoints and exports.
+    # The speed comes last: it takes what time is left.
     from canon_pretrain.model.mixer_check import CHECKS, Check
 
     *others, speed = CHECKS
@@ -125,23 +139,28 @@ def check_export(subject: "Subject") -> str:
 
     model = checks.make_model(subject.args)
     with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
-        # A run of this model, with its copy of the class.
+        # Write a run of this model, as far as `export` reads it: its config, its copy of the user's
+        # files, and a checkpoint. The config names no data, and the identity is the model's part.
         run_folder = RunFolder(Path(folder) / "run")
         identity = {f"model.{name}": value for name, value in to_json(model.args).items()}
         run_folder.write_config({"data": {"path": "", "paths": []}}, identity)
         for file in mixer_files(model.args):
             run_folder.mixers.mkdir(exist_ok=True)
             (run_folder.mixers / file.path.name).write_bytes(file.path.read_bytes())
+
         checkpoint = run_folder.path / "checkpoint" / f"step-{STEP}"
         save_no_dist(dict(model.state_dict()), checkpoint, step=STEP, kind="full")
 
-        # Written, and read with nothing but the export, which has the class.
+        # Export it, delete the run, and read the export: it must have all that the model needs,
+        # the class too. An import without other state is step 0.
         out = Path(folder) / "export"
         imported = Path(folder) / "imported"
         export(checkpoint, out, with_tokenizer=False)
         shutil.rmtree(run_folder.path)
         import_folder(out, imported, trust_code=True)
         loaded = load_model(imported / "step-0", torch.device("cpu"))
+
+        # The same logits [B, T, V] in float64, from the same tokens.
         num_files = len([*out.iterdir()])
         with torch.no_grad(), checks.exact():
             tokens_BT = checks.random_tokens(2, checks.TOKENS)

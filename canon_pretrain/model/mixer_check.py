@@ -37,32 +37,40 @@ from canon_pretrain.model.transformer import Transformer
 
 SIZES = ((32, 4), (64, 4), (128, 8), (256, 8))
 """Widths and heads, tried in this order until the class accepts one."""
+
+# The vocabulary: 64 ids, of which ids from FIRST_TOKEN on are drawn, so that no text has an EOS
+# by chance.
 VOCAB_SIZE = 64
 EOS_ID = 2
 FIRST_TOKEN = 3
 MAX_TOKENS = 512
 
+# The length of the texts whose every pair of tokens is checked.
 TOKENS = 24
 LONG = 144
 """Longer than two chunks of 64 tokens."""
 CUTS = (0, 15, 16, 31, 63, 64, 127)
 """Last tokens before a change: around the borders of usual chunks."""
-LENGTHS = (1, 17, 64, 65)
+LENGTHS = (1, 17, 64, 65)  # a single token, and the borders of usual chunks
 EXACT = 1e-8
 """Largest error in float64, over the largest value (at least 1)."""
-NO_GRADIENT = 1e-12
+NO_GRADIENT = 1e-12  # largest norm of a gradient that counts as none, in float64
 
+# A central difference in float64 is wrong by about STEP^2 (truncation) and 1e-16 / STEP
+# (rounding): 1e-10 and 1e-11, far below the tolerance.
 STEP = 1e-5
 SLOPE_TOLERANCE = 1e-4
 """Of a slope by finite differences, relative."""
 NOISE = 0.1
 """Added to initial values, so that no parameter is 0 and hides what follows it."""
 
+# Tolerances of the checks that do not run in float64.
 ROUNDING = 0.1
 """Largest error in bfloat16, in the Euclidean norm, relative; the product's mixers have 0.01."""
 LARGE = 30.0
 """Factor of large inputs: a normed channel is at most sqrt(D), 45 at D = 2048."""
-COMPILED_TOLERANCE = 1e-4
+COMPILED_TOLERANCE = 1e-4  # in float32, over the largest value (at least 1)
+# A frame as torch.compile quotes it in its message: file, line, function.
 USER_FRAME = re.compile(r'File "(.*)", line (\d+), in (\w+)')
 
 SPEED_LENGTHS = (1024, 4096, 16384)
@@ -123,6 +131,8 @@ def tiny_args(mixer: str, overrides: Mapping[str, Any] | None = None) -> ModelAr
     else:
         mixer_class(mixer)  # its own error, if there is no such class
 
+    # The smallest size that the class accepts. The rest of the model is small and has no positions,
+    # so that what a check finds comes from the mixer. `overrides` come last and may fix any size.
     error: Exception | None = None
     for dim, num_heads in SIZES:
         sizes = {
@@ -138,6 +148,9 @@ def tiny_args(mixer: str, overrides: Mapping[str, Any] | None = None) -> ModelAr
         }
         try:
             args = fill_model(flavor("debug"), {**sizes, "mixer": mixer, **(overrides or {})})
+
+            # Build it without data, and ask for a row of each initial value: a parameter without
+            # a known one raises UserError.
             with torch.device("meta"):
                 model = Transformer(args)
             for name, parameter in model.named_parameters():
@@ -147,6 +160,7 @@ def tiny_args(mixer: str, overrides: Mapping[str, Any] | None = None) -> ModelAr
         else:
             return args
 
+    # The error of the last, largest size is shown. A UserError says by itself what is wrong.
     assert error is not None
     if isinstance(error, UserError):
         raise error
@@ -187,13 +201,16 @@ def make_model(args: ModelArgs) -> Transformer:
     """
     model = Transformer(args, attention_backend="sdpa")
     model.init_weights()
+
+    # The initial values of training would hide mistakes: at a deviation of 0.02 what passes several
+    # products is tiny, and a parameter that starts at 0 cuts off what it multiplies.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             kind = initial_value(args, name, parameter.shape).kind
             if parameter.ndim == 2 and kind in ("normal", "truncated_normal"):
-                parameter.copy_(noise * parameter.shape[1] ** -0.5)
+                parameter.copy_(noise * parameter.shape[1] ** -0.5)  # [out, in]
             else:
                 parameter.add_(NOISE * noise)
     return model
@@ -218,6 +235,8 @@ class Call(NamedTuple):
 
 def mixer_call(model: Transformer, tokens_BT: Tensor, **options: Any) -> Call:
     """Return how the last layer's mixer is called when the model reads these tokens."""
+    # A pre-hook sees what the block passes to its mixer, `attention` whatever its class: here x of
+    # the last layer, which has passed a whole block, and the context with masks and segments.
     calls: list[Any] = []
     (*_, block) = model.layers.values()
     mixer = block.get_submodule("attention")
@@ -240,6 +259,8 @@ class _Wide(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # At this level x.float(), x.to(dtype), sum(dtype=..) and torch.zeros(dtype=..) all have
+        # their dtype as the keyword `dtype`.
         options = dict(kwargs or {})
         if options.get("dtype") in _NARROW:
             options["dtype"] = torch.float64
@@ -249,6 +270,7 @@ class _Wide(TorchDispatchMode):
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
     """Compute in float64, also what a mixer computes in float32 on purpose (`x.float()`)."""
+    # torch.zeros(3) passes no dtype that _Wide could replace: it takes the default.
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -269,10 +291,14 @@ class Difference(NamedTuple):
 def difference(y_BTX: Tensor, expected_BTX: Tensor) -> Difference | None:
     """Return the first token that differs by more than EXACT, if there is one; NaN differs."""
     errors_BT = token_errors(y_BTX, expected_BTX)
+
+    # "not <=" rather than ">": a comparison with NaN is false.
     scale = max(1.0, expected_BTX.abs().max().item())
     wrong = (~(errors_BT <= EXACT * scale)).nonzero()
     if not len(wrong):
         return None
+
+    # nonzero() sorts by row, then by token
     row, token = wrong[0].tolist()
     return Difference(row, token, errors_BT[row, token].item())
 
@@ -286,10 +312,13 @@ def token_errors(y_BTX: Tensor, expected_BTX: Tensor) -> Tensor:
 
 def input_gradients(y_BTD: Tensor, x_BTD: Tensor, row: int, token: int) -> Tensor:
     """Return how much y of a token depends on x of each token: norms of the gradient, [B, T]."""
+    # Random weights: in a plain sum the gradients of channels could cancel, as after a norm.
     generator = torch.Generator().manual_seed(3)
     weights_D = torch.randn(y_BTD.shape[-1], generator=generator, dtype=torch.float64)
     if not y_BTD.requires_grad:
         raise Violation("the result has no gradient")
+
+    # The graph is kept: callers ask for one token after the other. No gradient at all is 0.
     (grad_BTD,) = torch.autograd.grad(
         (y_BTD[row, token] * weights_D).sum(), x_BTD, retain_graph=True, allow_unused=True
     )
@@ -301,6 +330,7 @@ def input_gradients(y_BTD: Tensor, x_BTD: Tensor, row: int, token: int) -> Tenso
 
 def check_forward(subject: Subject) -> str:
     """The result is [B, T, D] at any number of rows and tokens, and finite."""
+    # A single token, few tokens, and lengths below, at and above usual chunks of 16 and 64.
     model = make_model(subject.args)
     shapes = ((1, 1), (2, 3), (3, 17), (1, 64), (2, 130))
     for num_rows, num_tokens in shapes:
@@ -337,6 +367,8 @@ def check_causality(subject: Subject) -> str:
         y_BTD = call(x_BTD)
         for token in range(TOKENS):
             size_T = input_gradients(y_BTD, x_BTD, 0, token)[0]
+
+            # the later token that it depends on most; the last token has none, and is its own
             source = token + 1 + int(size_T[token + 1 :].argmax()) if token + 1 < TOKENS else token
             if source > token and not size_T[source] <= NO_GRADIENT:
                 raise Violation(
@@ -346,7 +378,8 @@ def check_causality(subject: Subject) -> str:
                     amount=size_T[source].item(),
                 )
 
-        # By changes of all later tokens: what has no gradient, and longer texts.
+        # By changes of all later tokens: what has no gradient, such as an argmax or a length that
+        # sets a scale, and texts of several chunks. The changed inputs are those of other tokens.
         call = mixer_call(subject.plain, random_tokens(1, LONG))
         other_BTD = call.x_BTD.flip(1)
         with torch.no_grad():
@@ -363,7 +396,8 @@ def check_causality(subject: Subject) -> str:
                         amount=wrong.amount,
                     )
 
-            # By lengths: a token does not know how many follow.
+            # By lengths: a token does not know how many follow. The shorter call is for its mask
+            # and segments only: x is that of the long text, so that layer 1 plays no part.
             for length in LENGTHS:
                 shorter = mixer_call(subject.plain, random_tokens(1, LONG)[:, :length])
                 wrong = difference(shorter(call.x_BTD[:, :length]), y_BTD[:, :length])
@@ -385,6 +419,7 @@ def check_rows(subject: Subject) -> str:
         x_BTD = call.x_BTD.requires_grad_()
         y_BTD = call(x_BTD)
         for row in range(3):
+            # of the last token, which may see all tokens of its row
             size_BT = input_gradients(y_BTD, x_BTD, row, TOKENS - 1)
             size_BT[row] = 0.0
             other, source = divmod(int(size_BT.argmax()), TOKENS)
@@ -398,7 +433,7 @@ def check_rows(subject: Subject) -> str:
                     amount=size_BT[other, source].item(),
                 )
 
-        # what has no gradient
+        # By comparison: what has no gradient, such as the number of rows.
         for row in range(3):
             alone = mixer_call(subject.plain, tokens_BT[row : row + 1])
             wrong = difference(y_BTD[row : row + 1], alone(x_BTD[row : row + 1]))
@@ -416,6 +451,8 @@ def check_rows(subject: Subject) -> str:
 # -- checks of the cache
 
 
+# Lengths of the parts in which a text is read: TOKENS tokens, or LONG in the last row, with borders
+# that are not those of chunks of 64.
 PARTS = {
     "one token at a time": (1,) * TOKENS,
     "a prompt in parts": (5, 1, 1, 9, 8),
@@ -423,7 +460,7 @@ PARTS = {
     "a token and a prompt": (1, TOKENS - 1),
     "long parts": (70, 1, 64, 9),
 }
-FIRST_PART = 8
+FIRST_PART = 8  # tokens of the prompt, before single tokens in a cache of fixed size
 
 
 @torch.no_grad()
@@ -443,6 +480,8 @@ def read_in_parts(
     start = 0
     for length in parts:
         stop = start + length
+
+        # None once all tokens are real, as generation calls the model after the prompts
         is_real = None
         if is_real_BT is not None and start < is_real_BT.shape[1]:
             is_real = is_real_BT[:, start:stop]
@@ -454,10 +493,12 @@ def read_in_parts(
 @torch.no_grad()
 def read_fixed(model: Transformer, tokens_BT: Tensor) -> Tensor:
     """Return logits_BTV of a prompt and then single tokens in place, as a CUDA graph reads them."""
+    # The prompt is read as usual; from then on no tensor may change its shape or address.
     cache = Cache.of(model.args, capacity=tokens_BT.shape[1])
     logits = [model(tokens_BT[:, :FIRST_PART], cache=cache)]
     cache.fix(tokens_BT.device)
     for token in range(FIRST_PART, tokens_BT.shape[1]):
+        # A mixer's `keep` puts a new tensor in place of the old one.
         earlier = cache.replaced()
         logits.append(model(tokens_BT[:, token : token + 1], cache=cache))
         for old, new in zip(earlier, cache.replaced(), strict=True):
@@ -466,6 +507,8 @@ def read_fixed(model: Transformer, tokens_BT: Tensor) -> Tensor:
                     f"a state of shape {[*old.shape]} is {[*new.shape]} after a token: `keep` "
                     "holds what has one size"
                 )
+
+        # Copy the new values into the old tensors, whose addresses a captured graph reads.
         cache.keep(earlier, copies=True)
     return torch.cat(logits, dim=1)
 
@@ -479,6 +522,8 @@ def check_cache(subject: Subject) -> str:
             wrong = difference(read_in_parts(model, tokens_BT, parts), model(tokens_BT))
             if wrong is not None:
                 raise _cache_violation(way, wrong)
+
+        # And in a cache whose tensors stay where they are.
         tokens_BT = random_tokens(3, TOKENS)
         wrong = difference(read_fixed(model, tokens_BT), model(tokens_BT))
         if wrong is not None:
@@ -496,6 +541,8 @@ def _cache_violation(way: str, wrong: Difference) -> Violation:
 
 def check_padding(subject: Subject) -> str:
     """A row that is padded on the left equals the row alone, also in the cache."""
+    # Rows of these lengths end at the same place and are padded before it. Then each row gets
+    # `num_new` tokens, which need no marks.
     model = subject.plain
     lengths = (TOKENS, 17, 9, 1)
     num_new = 3
@@ -503,6 +550,7 @@ def check_padding(subject: Subject) -> str:
     starts_B1 = torch.tensor([TOKENS - length for length in lengths])[:, None]
     is_real_BT = torch.arange(TOKENS) >= starts_B1
 
+    # In parts of 10, 9 and 5 tokens: a part is all padding in one row, and some of it in another.
     with exact(), torch.no_grad():
         ways = {
             "in one pass": model(tokens_BT[:, :TOKENS], is_real_BT=is_real_BT),
@@ -511,6 +559,8 @@ def check_padding(subject: Subject) -> str:
             ),
             "prompts in parts": read_in_parts(model, tokens_BT, (10, 9, 5, num_new), is_real_BT),
         }
+
+        # Logits of padding are not compared; `token` counts from the row's first real one.
         for way, logits_BTV in ways.items():
             for row, length in enumerate(lengths):
                 start = TOKENS - length
@@ -530,6 +580,8 @@ def check_padding(subject: Subject) -> str:
 
 def check_beams(subject: Subject) -> str:
     """Rows of the cache can be reordered, repeated, dropped and branched."""
+    # Other orders of 3 rows, with repeats and with more or fewer rows than before. The rows are
+    # selected after `num_prompt` tokens.
     model = subject.plain
     orders = ([2, 0, 1], [1, 1, 0, 2], [2])
     num_prompt = 12
@@ -537,11 +589,14 @@ def check_beams(subject: Subject) -> str:
         for order in orders:
             tokens_BT = random_tokens(3, num_prompt)
             new_BT = random_tokens(len(order), TOKENS)[:, num_prompt:]
+
+            # What is expected: the selected prompts, each with its new tokens, in one pass.
             both_BT = torch.cat((tokens_BT[order], new_BT), dim=1)
             expected = model(both_BT)[:, num_prompt:]
             single = (1,) * new_BT.shape[1]
 
-            # The rows of the cache itself, then those of a branch, after which it goes on.
+            # The same rows of the cache itself and of a branch. The branch is made first and read
+            # last: it must not share a tensor that reading the cache writes.
             cache = Cache.of(model.args)
             model(tokens_BT, cache=cache)
             branch = cache.branch(torch.tensor(order))
@@ -566,7 +621,9 @@ def check_beams(subject: Subject) -> str:
 
 DOCUMENT_ENDS = ((4, 5, 22), (), (0, 11, 23))
 """Last tokens of documents by row: one of a single token, a start at the last token, an end."""
+# in LONG tokens of one row: around the borders of chunks of 16 and 64
 LONG_ENDS = ((15, 62, 63, 64, 127),)
+# Parts of TOKENS + 3 tokens. "At the borders": each document of the first row starts a part.
 DOCUMENT_PARTS = {
     "one token at a time": (1,) * (TOKENS + 3),
     "cut at the borders": (5, 1, 17, 1, 3),
@@ -587,7 +644,7 @@ def check_documents(subject: Subject) -> str:
     model = subject.masked
     tokens_BT = document_tokens(DOCUMENT_ENDS, TOKENS)
     with exact():
-        # By gradient.
+        # By gradient. The EOS at `end` belongs to its document: the next one starts after it.
         call = mixer_call(model, tokens_BT)
         x_BTD = call.x_BTD.requires_grad_()
         y_BTD = call(x_BTD)
@@ -608,11 +665,14 @@ def check_documents(subject: Subject) -> str:
 
         # By comparison: in one pass, and in the cache beyond the last token.
         passes = {"in one pass": (tokens_BT, model(tokens_BT))}
+
         long_BT = document_tokens(LONG_ENDS, LONG)
         passes["a longer text"] = (long_BT, model(long_BT))
+
         cached_BT = document_tokens(DOCUMENT_ENDS, TOKENS + 3)
         for way, parts in DOCUMENT_PARTS.items():
             passes[way] = (cached_BT, read_in_parts(model, cached_BT, parts))
+
         for way, (read_BT, logits_BTV) in passes.items():
             _compare_documents(model, way, read_BT, logits_BTV)
     return "equal to separate documents: " + ", ".join(passes)
@@ -624,10 +684,13 @@ def _compare_documents(model: Transformer, way: str, tokens_BT: Tensor, logits_B
     num_tokens = tokens_BT.shape[1]
     for row, tokens_T in enumerate(tokens_BT):
         ends = (tokens_T == EOS_ID).nonzero().flatten().tolist()
+
+        # [first, end] is a document; the last one may lack its EOS
         first = 0
         for end in [*ends, num_tokens - 1]:
             if first > end:  # the last token was the end of one
                 continue
+
             alone = model(tokens_BT[row : row + 1, first : end + 1])
             wrong = difference(logits_BTV[row : row + 1, first : end + 1], alone)
             if wrong is not None:
@@ -647,6 +710,7 @@ def _compare_documents(model: Transformer, way: str, tokens_BT: Tensor, logits_B
 
 def check_initial_values(subject: Subject) -> str:
     """Initial weights depend on the model's arguments only: the same bits on any rank."""
+    # The whole parameter, as init_weights wrote it, and the same rows drawn as two shards.
     args = subject.args
     model = _new_model(args)
     num_values = 0
@@ -676,11 +740,13 @@ def check_initial_values(subject: Subject) -> str:
     problem = "differs when the model is built again, with another random state, RANK, WORLD_SIZE"
     _check_equal_tensors(again, _all_tensors(model), problem)
 
-    # Nothing is drawn: by the constructor on the meta device (elsewhere nn.Linear draws), forward.
+    # The constructor draws nothing: on the meta device, since elsewhere nn.Linear itself draws.
     with torch.device("meta"):
         Transformer(args)
     if generator := _changed_states(states):
         raise Violation(f"the constructor draws from the global state of {generator}")
+
+    # forward draws nothing, and writes to no parameter and no buffer.
     drawn = make_model(args)
     states = _random_states()
     before = {name: value.clone() for name, value in drawn.state_dict().items()}
@@ -694,12 +760,15 @@ def check_initial_values(subject: Subject) -> str:
 
 def check_meta_device(subject: Subject) -> str:
     """A model that is built on the meta device, as in training, equals one built on the CPU."""
+    # In training the model is built on the meta device, gets memory by to_empty, and then only its
+    # parameters get values. A table that the constructor computes is lost on the way.
     model = _new_model(subject.args)
     with torch.device("meta"):
         meta_model = Transformer(subject.args, attention_backend="sdpa")
     meta_model.to_empty(device="cpu")
 
-    # Memory may hold anything.
+    # That memory may hold anything: fill it with NaN, so that what nobody writes is noticed.
+    # to_empty moves parameters and buffers only: a tensor that is a plain attribute stays on meta.
     tensors = _all_tensors(meta_model)
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -712,11 +781,13 @@ def check_meta_device(subject: Subject) -> str:
             tensor.fill_(math.nan if tensor.is_floating_point() or tensor.is_complex() else 1)
     meta_model.init_weights()
 
+    # All tensors have the bits of the model on the CPU, and so has the result.
     problem = (
         "has no value after the meta device: only parameters are initialized. Compute it in "
         "forward, or make it a parameter with a value in `init`"
     )
     _check_equal_tensors(_all_tensors(meta_model), _all_tensors(model), problem)
+
     tokens_BT = random_tokens(2, TOKENS)
     with torch.no_grad():
         wrong = difference(meta_model(tokens_BT), model(tokens_BT))
@@ -738,6 +809,8 @@ def _all_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters, buffers, and tensors that are plain attributes of modules, by name."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     tensors |= dict(model.named_buffers())
+
+    # nn.Module keeps parameters and buffers in dicts of their own: a tensor in vars() is neither
     for module_name, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
@@ -775,6 +848,7 @@ def _changed_init(mixer: str) -> str | None:
 @contextlib.contextmanager
 def _other_process() -> Iterator[None]:
     """Be the last of four ranks, with other random states, in the block."""
+    # Both sources of a rank: the variables that torchrun sets, and torch.distributed.
     states = _random_states()
     ranks = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
     with (
@@ -783,6 +857,7 @@ def _other_process() -> Iterator[None]:
         mock.patch("torch.distributed.get_rank", lambda *group: 3),
         mock.patch("torch.distributed.get_world_size", lambda *group: 4),
     ):
+        # any states but those of the caller
         torch.manual_seed(4)
         random.seed(4)
         try:
@@ -798,6 +873,7 @@ def _random_states() -> dict[str, Any]:
 
 def _changed_states(states: Mapping[str, Any]) -> str | None:
     """Return the name of a generator that has drawn since `states`, and put all back."""
+    # torch's generator of the CPU, and Python's.
     changed = None
     if not torch.equal(states["torch"], torch.get_rng_state()):
         changed = "torch"
@@ -836,7 +912,9 @@ def check_gradients(subject: Subject) -> str:
             (y_BTD * weights_BTD).sum(), [*inputs.values()], allow_unused=True
         )
 
-        # The slope of that scalar along random directions: x by token, parameters twice.
+        # The slope of that scalar along random directions: x by token, parameters twice. A
+        # direction moves all elements at once, or those of one token, which the message then names.
+        # A probe: name, gradient, direction, token.
         probes: list[tuple[str, Tensor, Tensor, int | None]] = []
         for (name, tensor), grad in zip(inputs.items(), grads, strict=True):
             grad = torch.zeros_like(tensor) if grad is None else grad
@@ -848,12 +926,13 @@ def check_gradients(subject: Subject) -> str:
             else:
                 probes += [(name, grad, directions(tensor), None) for _ in range(2)]
 
+        # Each slope equals the product of gradient and direction.
         for name, grad, direction, probed_token in probes:
             tensor = inputs[name].detach()  # shares the memory that the mixer reads
             slope = _slope(call, x_BTD.detach(), tensor, direction, weights_BTD)
             expected = (grad * direction).sum().item()
             error = abs(slope - expected)
-            scale = max(abs(slope), abs(expected), 1e-3)
+            scale = max(abs(slope), abs(expected), 1e-3)  # both may be nearly 0
             worst = max(worst, error / scale)
             if not error <= SLOPE_TOLERANCE * scale:
                 place = name if probed_token is None else f"{name} at token {probed_token}"
@@ -887,11 +966,15 @@ def check_every_gradient(subject: Subject) -> str:
         call = _gradient_call(subject)
         parameters = {n: p for n, p in call.mixer.named_parameters() if p.requires_grad}
         y_BTD = call(call.x_BTD)
+
+        # Of a random sum of the result: in a plain one, gradients can cancel to exactly 0.
         generator = torch.Generator().manual_seed(6)
         weights_BTD = torch.randn(y_BTD.shape, generator=generator, dtype=torch.float64)
         grads = torch.autograd.grad(
             (y_BTD * weights_BTD).sum(), [*parameters.values()], allow_unused=True
         )
+
+    # None: not in the graph. 0: in the graph, but without effect, as by a product with 0.
     for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
         size = f"{name} {[*parameter.shape]}"
         if grad is None:
@@ -908,6 +991,7 @@ def check_every_gradient(subject: Subject) -> str:
 
 def _cast(context: Context, dtype: torch.dtype) -> Context:
     """Return the context with a mask of numbers, if it has one, in `dtype`."""
+    # SDPA wants a bias in the dtype of q. A bool mask, a BlockMask or None has no dtype to adapt.
     mask = context.mask
     if isinstance(mask, Tensor) and mask.is_floating_point():
         mask = mask.to(dtype)
@@ -920,6 +1004,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def check_bfloat16(subject: Subject) -> str:
     """Results and gradients in bfloat16 are close to float32, and finite for large inputs and 0."""
+    # Two copies of the mixer with the same weights and the same x, in bfloat16 and in float32.
     call = mixer_call(make_model(subject.args), random_tokens(2, LONG))
     low = copy.deepcopy(call.mixer).bfloat16()
     high = copy.deepcopy(low).float()  # the same rounded weights
@@ -932,6 +1017,8 @@ def check_bfloat16(subject: Subject) -> str:
     for what, x_low, x_high in (("result", y_low, y_high), ("gradient of x", grad_low, grad_high)):
         error = ((x_low.float() - x_high).norm() / x_high.norm().clamp(min=1e-30)).item()
         errors[what] = error
+
+        # Name the token with the largest error, over rows and channels; NaN is the largest.
         if not error <= ROUNDING:
             error_T = (x_low.float() - x_high).norm(dim=(0, 2)).nan_to_num(math.inf)
             token = int(error_T.argmax())
@@ -947,7 +1034,7 @@ def check_bfloat16(subject: Subject) -> str:
         for module, x in ((low, x_BTD), (high, x_BTD.float())):
             y, grad = _result_and_gradient(module, factor * x, _cast(call.context, x.dtype))
             for what, values in (("result", y), ("gradient of x", grad)):
-                bad = (~values.isfinite()).nonzero()
+                bad = (~values.isfinite()).nonzero()  # places [.., 3]: row, token, channel
                 if len(bad):
                     row, token, _ = bad[0].tolist()
                     raise Violation(
@@ -956,6 +1043,7 @@ def check_bfloat16(subject: Subject) -> str:
                         row=row,
                         token=token,
                     )
+
     texts = [f"{what} {error:.2%}" for what, error in errors.items()]
     return f"{', '.join(texts)} away from float32; finite at inputs times {LARGE:g} and 0"
 
@@ -966,6 +1054,8 @@ def _result_and_gradient(
     """Return y, detached, and the gradient of x for a random gradient of y, both [B, T, D]."""
     x_BTD = x_BTD.detach().requires_grad_()
     y_BTD = mixer(x_BTD, context)
+
+    # the same in each dtype: drawn in float32, then rounded
     generator = torch.Generator().manual_seed(7)
     grad_BTD = torch.randn(y_BTD.shape, generator=generator, dtype=torch.float32)
     (x_grad_BTD,) = torch.autograd.grad(y_BTD, x_BTD, grad_BTD.to(y_BTD.dtype))
@@ -977,10 +1067,13 @@ def _result_and_gradient(
 
 def check_compile(subject: Subject) -> str:
     """torch.compile makes one graph, forward and backward, that equals eager."""
+    # With documents, as training calls it: the context then holds tensors that are traced too.
     model = make_model(replace(subject.args, document_mask=True))
     mixer, x_BTD, context = mixer_call(model, document_tokens(((3, 8), ()), TOKENS // 2))
 
-    # aot_eager: the graphs of the trainer, without the time of its code generator
+    # aot_eager: the graphs of the trainer, without the time of its code generator. fullgraph raises
+    # where the trainer would break the graph. The resets keep other compilations out of this one,
+    # such as a limit of recompilations that they have used up, and the other way round.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # dynamo's own use of torch
         torch._dynamo.reset()
@@ -992,6 +1085,7 @@ def check_compile(subject: Subject) -> str:
         finally:
             torch._dynamo.reset()
 
+    # The same results and gradients without compilation.
     expected = _all_gradients(mixer, mixer, x_BTD, context)
     for name, value in expected.items():
         difference = (results[name] - value).abs().max().item()
@@ -1011,6 +1105,8 @@ def _all_gradients(
     x_BTD = x_BTD.detach().requires_grad_()
     parameters = {f"gradient of {n}": p for n, p in mixer.named_parameters() if p.requires_grad}
     y_BTD = run(x_BTD, context)
+
+    # Gradients of a random sum of the result; those of unused parameters are left out.
     generator = torch.Generator().manual_seed(8)
     weights_BTD = torch.randn(y_BTD.shape, generator=generator, dtype=torch.float32)
     grads = torch.autograd.grad(
@@ -1025,7 +1121,7 @@ def check_saving(subject: Subject) -> str:
     """The state dict has all that training changes: after loading, the model is the same."""
     tokens_BT = random_tokens(2, TOKENS)
     with exact():
-        # Two steps of training.
+        # Two steps of training. Any loss and any rate do: the model only has to change.
         model = make_model(subject.args).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(2):
@@ -1034,12 +1130,14 @@ def check_saving(subject: Subject) -> str:
             loss.backward()
             optimizer.step()
 
+        # Load the state dict into a new model: what is not in it has its value before training.
         state = {name: value.clone() for name, value in model.state_dict().items()}
         loaded = make_model(subject.args).double()
         loaded.load_state_dict(state)
         with torch.no_grad():
             wrong = difference(loaded(tokens_BT), model(tokens_BT))
     if wrong is not None:
+        # suspects: buffers that are not persistent, and tensors that are plain attributes
         others = [name for name in _all_tensors(model) if name not in state]
         raise Violation(
             f"after saving and loading, the result differs by {wrong.amount:.2g}: something that "
@@ -1051,6 +1149,7 @@ def check_saving(subject: Subject) -> str:
 
 def check_state(subject: Subject) -> str:
     """What `keep` holds has a row for each row, and does not grow with the text."""
+    # Read 64 tokens, then 192 more, and note the size of each state after both.
     num_rows = 3
     lengths = (64, 256)
     model = make_model(subject.args)
@@ -1063,12 +1162,15 @@ def check_state(subject: Subject) -> str:
             model(tokens_BT[:, start:stop], cache=cache)
             state_bytes_at.append({name: x.nbytes / num_rows for name, x in layer.states.items()})
 
+    # Beams select rows of dim 0.
     for name, state in layer.states.items():
         if state.shape[:1] != (num_rows,):
             raise Violation(
                 f'state "{name}" is {[*state.shape]} for {num_rows} rows: rows must be first',
                 parameter=name,
             )
+
+    # In bytes per row and token; a state that is kept only later counts as grown from 0.
     short, long = state_bytes_at
     for name, num_bytes in long.items():
         growth = (num_bytes - short.get(name, 0.0)) / (lengths[1] - lengths[0])
@@ -1081,6 +1183,7 @@ def check_state(subject: Subject) -> str:
                 amount=growth,
             )
 
+    # What `append` holds grows by design: a number is 4 bytes in float32.
     text = f"{sum(long.values()):,.0f} bytes of a row after {lengths[0]} and {lengths[1]} tokens"
     if layer.numbers_per_token:
         text += f"; keeps {4 * layer.numbers_per_token:,} bytes per token besides"
@@ -1092,15 +1195,21 @@ def check_state(subject: Subject) -> str:
 
 def check_counts(subject: Subject) -> str:
     """Parameters, FLOPs and bytes of state can be counted; they are those of one layer's mixer."""
+    # Parameters: of the mixer alone, without the block's norms and feed-forward.
     args = subject.args
     with torch.device("meta"):
         model = Transformer(args)
     (*_, block) = model.layers.values()
     num_parameters = sum(p.numel() for p in block.get_submodule("attention").parameters())
+
+    # FLOPs: those of a user's mixer are counted by running it. Those of a built-in one are the part
+    # of the model's closed form that is not the rest of the block.
     if args.is_own_mixer:
         flops = measure(args).flops_per_token(SPEED_LENGTHS[0])
     else:
         flops = _flops_of_mixer(args, num_parameters)
+
+    # Bytes of the state in float32, of one layer.
     state = state_bytes(replace(args, num_layers=1), itemsize=4)
     return (
         f"dim {args.dim}: {num_parameters:,} parameters, {flops:,.0f} FLOPs per token of "
@@ -1110,9 +1219,13 @@ def check_counts(subject: Subject) -> str:
 
 def _flops_of_mixer(args: ModelArgs, num_parameters: int) -> float:
     """Return the FLOPs of a token in a mixer of MIXERS: its products, and its mixing."""
+    # A second layer adds what a layer costs: the embedding and the output cancel.
     one = replace(args, num_layers=1)
     two = replace(args, num_layers=2)
     of_layer = flops_per_token(two, SPEED_LENGTHS[0]) - flops_per_token(one, SPEED_LENGTHS[0])
+
+    # `flops_per_token` counts 6 per parameter: 2 forward and 4 backward. Without those of the rest
+    # of the block (norms, feed-forward, Canon layers outside the mixer), the mixer is left.
     with torch.device("meta"):
         (block,) = Transformer(one).layers.values()
     others = sum(p.numel() for p in block.parameters()) - num_parameters
@@ -1121,6 +1234,7 @@ def _flops_of_mixer(args: ModelArgs, num_parameters: int) -> float:
 
 def check_speed(subject: Subject) -> str:
     """Forward and backward of the mixer next to attention, float32, on this machine."""
+    # One layer each. The reference is the product's attention, with as many heads at this width.
     own = replace(subject.args, num_layers=1, max_seq_len=SPEED_LENGTHS[-1])
     attention = fill_model(
         flavor("debug"),
@@ -1132,8 +1246,10 @@ def check_speed(subject: Subject) -> str:
             "max_seq_len": own.max_seq_len,
         },
     )
+
+    # Longer and longer texts, until time or memory would run out.
     texts = []
-    took_s = 0.0
+    took_s = 0.0  # of the length before, both mixers and the passes that prepare them
     for length in SPEED_LENGTHS:
         if took_s * GROWTH > subject.deadline - time.monotonic():
             texts.append(f"{length:,}: no time left")
@@ -1142,6 +1258,7 @@ def check_speed(subject: Subject) -> str:
             texts.append(f"{length:,}: not with a mask of T x T")
             break
 
+        # One right after the other: the ratio depends less on what else the machine does.
         start = time.monotonic()
         attention_s = _step_seconds(attention, length)
         mixer_s = _step_seconds(own, length)
@@ -1152,6 +1269,7 @@ def check_speed(subject: Subject) -> str:
 
 def _step_seconds(args: ModelArgs, num_tokens: int) -> float:
     """Return the seconds of a forward and backward of the mixer of one row, after a forward."""
+    # mixer_call runs a forward of the model, which warms up; only the mixer alone is timed.
     call = mixer_call(make_model(args), random_tokens(1, num_tokens))
     x_BTD = call.x_BTD.requires_grad_()
     start = time.perf_counter()
@@ -1189,12 +1307,15 @@ def run_checks(
     args: ModelArgs, checks: Sequence[Check] = CHECKS, *, seconds: float = math.inf
 ) -> Iterator[Row]:
     """Yield the result of each check; `seconds` limits the lengths of the speed, no proof."""
+    # One subject for all: the models that it builds are shared by the checks.
     begin = time.monotonic()
     subject = Subject(args, begin + seconds)
     has_failed_forward = False
     for check in checks:
         start = time.monotonic()
         row = _run(check, subject, has_failed_forward)
+
+        # a mixer that cannot run fails everywhere: one row says so, the others are skipped
         has_failed_forward |= row.name == "forward" and row.state == "failed"
         yield replace(row, seconds=time.monotonic() - start)
 
@@ -1215,12 +1336,14 @@ def _run(check: Check, subject: Subject, has_failed_forward: bool) -> Row:
 
 def _failure(error: Exception, mixer: str) -> str:
     """Return an exception in one line, with the line of the user's file where it was raised."""
+    # The first line of the message. A built-in mixer has no line that the user could mend.
     text = str(error).strip()
     message = next(iter(text.splitlines()), "")
     if not is_own_mixer(mixer):
         return f"{type(error).__name__}: {message}"
 
-    # torch.compile has the user's lines in its message, others in their traceback.
+    # Of the frames in the user's file the innermost, which is the last. torch.compile has them in
+    # its message only, other errors have them in their traceback.
     path = str(mixer_file(mixer).path)
     frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
     frames += USER_FRAME.findall(text)

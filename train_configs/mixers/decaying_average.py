@@ -24,20 +24,25 @@ class DecayingAverage(Mixer):
         self.decay = nn.Parameter(torch.empty(args.dim))
 
     def forward(self, x_BTD: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        # What does not depend on earlier tokens, for all tokens at once.
         a_D = self.decay.sigmoid()
         v_BTD = (1 - a_D) * self.wv(x_BTD)
         starts_BT = context.starts(x_BTD.shape[1])
 
-        # the average so far: after the tokens before these, or empty
+        # The average so far: after the tokens before these, or empty.
         h_BD = context.recall("average")
         if h_BD is None:
             h_BD = torch.zeros_like(v_BTD[:, 0])
 
+        # Token by token: plain, but slow on long texts. The mixers of papers next to this one loop
+        # over chunks.
         averages = []
         for t in range(x_BTD.shape[1]):
             if starts_BT is not None:  # a document, or a row after its padding, starts here
                 h_BD = h_BD.masked_fill(starts_BT[:, t, None], 0.0)
             h_BD = a_D * h_BD + v_BTD[:, t]
             averages.append(h_BD)
+
+        # For the next tokens of these rows, in generation.
         context.keep("average", h_BD)
         return self.wo(torch.stack(averages, dim=1))

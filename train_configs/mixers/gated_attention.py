@@ -31,17 +31,24 @@ class GatedAttention(Mixer):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
+
+        # The product's attention, with its projections; "sdpa" fits the masks of reads_mask.
         args = replace(args, mixer="attention")  # which checks its options
         rope = Rope(args) if args.rope_dim else None
         self.attend = Attention(args, rope, Attend(args, "sdpa"))
         self.wg = nn.Linear(args.dim, args.num_heads * args.head_dim, bias=args.bias)
 
     def forward(self, x_BTD: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        # Queries, keys and values of these tokens: projected, normalized, mixed and rotated.
         heads = self.attend
         q_BTHK, k_BTGK, v_BTGK = heads.heads(
             heads.wq(x_BTD), heads.wk(x_BTD), heads.wv(x_BTD), context, source_BTD=x_BTD
         )
+
+        # Attention to the keys and values of all tokens so far.
         k_BSGK = context.append("keys", k_BTGK)
         v_BSGK = context.append("values", v_BTGK)
         y_BTHK = heads.attend(q_BTHK, k_BSGK, v_BSGK, context.mask)
+
+        # G1: the gate of each head and channel, [B, T, H K], comes before the output projection.
         return heads.wo(y_BTHK.flatten(-2) * self.wg(x_BTD).sigmoid())

@@ -50,6 +50,9 @@ class Mamba3(Mixer):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.num_heads = args.num_heads
+
+        # Widths of in_proj's outputs: z; x, B and C, which Canon-B mixes; and dt, a, lambda by
+        # head, with theta for one of every 4 states: half of the N dims, in pairs.
         inner = args.num_heads * args.value_dim
         num_states = args.state_dim
         self.ssm_widths = (inner, num_states, num_states)
@@ -57,6 +60,8 @@ class Mamba3(Mixer):
         widths = (inner, *self.ssm_widths, *self.head_widths)
         self.in_proj = nn.Linear(args.dim, sum(widths), bias=False)
         self.canon_b = make_canon("B", args, widths=self.ssm_widths)
+
+        # Biases and D are by head; the norms of B and C are not.
         self.dt_bias = nn.Parameter(torch.empty(args.num_heads))
         self.B_norm = nn.RMSNorm(num_states, eps=args.norm_eps)
         self.C_norm = nn.RMSNorm(num_states, eps=args.norm_eps)
@@ -66,12 +71,15 @@ class Mamba3(Mixer):
         self.out_proj = nn.Linear(inner, args.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        # The projections; z is the gate, `heads` is [dt|a|lambda|theta].
         inner = self.ssm_widths[0]
         z_BTI, *parts, heads = self.in_proj(x_BTD).split(
             (inner, *self.ssm_widths, sum(self.head_widths)), dim=-1
         )
         if self.canon_b is not None:
             parts = self.canon_b(tuple(parts), context, x_BTD)
+
+        # B and C are normalized before their biases and rotations.
         x_BTI, b_BTN, c_BTN = parts
         b_BTN = self.B_norm(b_BTN)
         c_BTN = self.C_norm(c_BTN)
@@ -83,12 +91,16 @@ class Mamba3(Mixer):
         dt_BTH = F.softplus(dt + self.dt_bias.to(dtype))
         log_alpha_BTH = -F.softplus(rate).clamp(min=SMALLEST_RATE) * dt_BTH
         lambda_BTH = lambda_.sigmoid()
+
+        # B and C of each head: with its bias, rotated by the sum of angles so far. theta is shared
+        # by the heads, [B, T, R]; dt makes the angles different.
         angle_BTHR = dt_BTH[..., None] * math.pi * theta.tanh()[:, :, None]
         angle_BTHR = self.total_angle(angle_BTHR, context)
         b_BTHN = rotate(b_BTN.to(dtype)[:, :, None] + self.B_bias.to(dtype), angle_BTHR)
         c_BTHN = rotate(c_BTN.to(dtype)[:, :, None] + self.C_bias.to(dtype), angle_BTHR)
 
-        # h of the tokens' own inputs and of those of the tokens before them
+        # The factors of a token's own input and of the one before it. At a document's start there
+        # is none before: beta = 0.
         starts_BT = context.starts(x_BTD.shape[1])
         gamma_BTH = lambda_BTH * dt_BTH
         beta_BTH = (1 - lambda_BTH) * dt_BTH * log_alpha_BTH.exp()
@@ -96,6 +108,10 @@ class Mamba3(Mixer):
             beta_BTH = beta_BTH.masked_fill(starts_BT[..., None], 0.0)
         x_before = before(x_BTHP, "x", context)
         b_before = before(b_BTHN, "B", context)
+
+        # h is a sum of two states, one per term of the rule: gated linear attentions with the same
+        # queries C and decays, by head and therefore the same for all N. The rule is linear in h:
+        # the first continues from the whole earlier h, the second from 0, and the sum is kept.
         log_decay = log_alpha_BTH[..., None].expand_as(b_BTHN)
         own = (c_BTHN, b_BTHN, gamma_BTH[..., None] * x_BTHP, log_decay, 1.0)
         earlier = (c_BTHN, b_before, beta_BTH[..., None] * x_before, log_decay, 1.0)
@@ -104,12 +120,15 @@ class Mamba3(Mixer):
         y_earlier, state_earlier = chunked_gla(*earlier, starts_BT=starts_BT)
         context.keep("state", state + state_earlier)
 
+        # y = h^T C + D x, gated by silu(z).
         y_BTHP = y_BTHP + y_earlier + self.D.to(dtype)[:, None] * x_BTHP
         y_BTI = y_BTHP.flatten(2) * F.silu(z_BTI.to(dtype))
         return self.out_proj(y_BTI.to(x_BTD.dtype))
 
     def total_angle(self, change_BTHR: Tensor, context: Context) -> Tensor:
         """Return the sums of changes up to each token, below 2 pi; keep the last one."""
+        # Sums in float64, reduced to one turn before they are rounded: an angle of thousands of
+        # turns would have few correct digits in float32.
         angle_BTHR = change_BTHR.double().cumsum(1)
         before_BHR = context.recall("angle")
         if before_BHR is not None:
@@ -130,6 +149,7 @@ def before(x_BTHX: Tensor, name: str, context: Context) -> Tensor:
 
 def rotate(x_BTHN: Tensor, angle_BTHR: Tensor) -> Tensor:
     """Return x with its first R pairs of dims (0, 1), (2, 3), .. rotated."""
+    # (p, q) -> (p cos - q sin, p sin + q cos) for each pair; the other dims stay as they are.
     num_rotated = 2 * angle_BTHR.shape[-1]
     p_BTHR, q_BTHR = x_BTHN[..., :num_rotated].unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = angle_BTHR.cos(), angle_BTHR.sin()

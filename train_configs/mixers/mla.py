@@ -36,11 +36,16 @@ class LatentAttention(Mixer):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
+
+        # The paper's sizes: C = 4 K and R = K / 2.
         self.num_heads = args.num_heads
         self.head_dim = args.head_dim
         self.rope_dim = args.head_dim // 2
         self.rope_theta = args.rope_theta
         latent_dim = 4 * args.head_dim
+
+        # W_Q and W_QR are one matrix, wq: [K; R] for each head. W_DKV is w_latent, W_KR is w_rope,
+        # W_UK is wk, W_UV is wv.
         q_dim = args.num_heads * (self.head_dim + self.rope_dim)
         self.wq = nn.Linear(args.dim, q_dim, bias=False)
         self.w_latent = nn.Linear(args.dim, latent_dim, bias=False)
@@ -52,6 +57,8 @@ class LatentAttention(Mixer):
         self.canon_b = make_canon("B", args, widths=(q_dim, latent_dim, self.rope_dim))
 
     def forward(self, x_BTD: Tensor, context: Context = NO_CONTEXT) -> Tensor:
+        # q [B, T, H (K + R)], the latent c and the rotating key r; then q by head, in its two
+        # parts.
         parts = (self.wq(x_BTD), self.w_latent(x_BTD), self.w_rope(x_BTD))
         if self.canon_b is not None:
             parts = self.canon_b(parts, context, x_BTD)
@@ -59,12 +66,17 @@ class LatentAttention(Mixer):
         q_BTHK, q_BTHR = q.unflatten(-1, (self.num_heads, -1)).split(
             (self.head_dim, self.rope_dim), dim=-1
         )
+
+        # Rotate to the tokens' positions in their row; r is one key for all heads.
         q_BTHR = self.rotate(q_BTHR, context.position)
         r_BT1R = self.rotate(r_BTR[:, :, None], context.position)
 
-        # of all tokens so far
+        # The latents and rotating keys of all tokens so far: all that the cache holds.
         c_BSC = context.append("latent", self.latent_norm(c_BTC))
         r_BS1R = context.append("rope", r_BT1R)
+
+        # A whole text: keys and values of each head, of width K, are cheaper than scores of width
+        # C.
         if context.cache is None:
             k_BSHK = self.wk(c_BSC).unflatten(-1, (self.num_heads, -1))
             v_BSHV = self.wv(c_BSC).unflatten(-1, (self.num_heads, -1))
@@ -72,7 +84,8 @@ class LatentAttention(Mixer):
             o_BTHV = self.attend((q_BTHK, q_BTHR), (k_BSHK, r_BSHR), v_BSHV, context)
             return self.wo(o_BTHV.flatten(-2))
 
-        # Queries of the latent, which is the one key and the one value of all heads.
+        # With a cache, the absorbed form: W_UK^T q is a query of the latent, which is the one key
+        # and the one value of all heads. The mean of latents, o_BTHC, then goes through W_UV.
         wk_HKC = self.wk.weight.unflatten(0, (self.num_heads, -1))
         wv_HVC = self.wv.weight.unflatten(0, (self.num_heads, -1))
         q_BTHC = torch.einsum("bthk,hkc->bthc", q_BTHK, wk_HKC)
@@ -85,8 +98,12 @@ class LatentAttention(Mixer):
         self, q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], v: Tensor, context: Context
     ) -> Tensor:
         """Return softmax(q k^T / sqrt(K + R)) v, [B, T, H, ..], of heads [B, .., H or 1, ..]."""
+        # X is K + R, or C + R with a cache; the scale is that of K + R in both, since both compute
+        # the same scores.
         q_BHTX = torch.cat(q, dim=-1).transpose(1, 2)
         k_BHSX = torch.cat(k, dim=-1).transpose(1, 2)
+
+        # Without a mask, either a whole text is causal, or a single token sees all tokens so far.
         o_BHTX = F.scaled_dot_product_attention(
             q_BHTX,
             k_BHSX,
@@ -100,6 +117,7 @@ class LatentAttention(Mixer):
 
     def rotate(self, x_BTHR: Tensor, start: int | Tensor) -> Tensor:
         """Return x rotated to the positions start, start + 1, ..; pairs are (0, 1), (2, 3), .."""
+        # The angle of pair i at position t is t theta^(-2 i / R), [T, R / 2]. All heads rotate.
         exponents = torch.arange(0, self.rope_dim, 2, device=x_BTHR.device) / self.rope_dim
         positions_T = start + torch.arange(x_BTHR.shape[1], device=x_BTHR.device)
         angles = positions_T[:, None] * self.rope_theta**-exponents
