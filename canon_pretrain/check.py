@@ -107,7 +107,9 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
         # A value is written as in TOML, also True and False; a file name keeps its case.
         try:
-            value = tomllib.loads(f"value = {text.lower() if key != 'mixer' else text}")["value"]
+            value = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")[
+                "value"
+            ]
         except tomllib.TOMLDecodeError:  # a string without quotes
             value = text
         check_type(value, hints[key], "canon check", f"model.{key}")

@@ -148,7 +148,9 @@ def test_a_pattern_and_its_sections_reach_the_model(tmp_path):
     assert args.pattern == ("gla", "local")
     assert args.kinds["gla"].num_heads == 2
     assert args.kinds["local"].window == 8
-    other = parse_job(["--config", str(config), "--model.pattern", "local", "gla", "gla"]).model_args
+    other = parse_job(
+        ["--config", str(config), "--model.pattern", "local", "gla", "gla"]
+    ).model_args
     assert other.pattern == ("local", "gla", "gla")
 
 
