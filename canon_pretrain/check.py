@@ -105,11 +105,10 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
         if key not in hints:
             raise unknown_key(key, hints, "canon check", "model.")
 
-        # A value is written as in TOML, also True and False; a file name keeps its case.
+        # A value is written as in TOML, also True and False; other words keep their case.
+        written = text.lower() if text in ("True", "False") else text
         try:
-            value = tomllib.loads(f"value = {text.lower() if text in ('True', 'False') else text}")[
-                "value"
-            ]
+            value = tomllib.loads(f"value = {written}")["value"]
         except tomllib.TOMLDecodeError:  # a string without quotes
             value = text
         check_type(value, hints[key], "canon check", f"model.{key}")
