@@ -169,7 +169,13 @@ def run_compare(arguments: argparse.Namespace) -> None:
         costs = pilot_costs(architectures, folder / PILOT, parallel, compiles=arguments.compile)
         left_s = 60 * arguments.minutes - OVERHEAD_S - (time.monotonic() - began_s)
         steps = plan_steps(costs, arguments.seeds, parallel * left_s)
-        board = board_values(architectures, steps, range(arguments.seeds), arguments.compile)
+        board = board_values(
+            architectures,
+            steps,
+            range(arguments.seeds),
+            arguments.compile,
+            LEARNING_RATES,
+        )
     write_board(board_file, board)
     print(f"board: {board_file}")
     if arguments.plan_only:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from canon_pretrain.kernels.backends import BACKENDS, MIXER_BACKENDS
-from canon_pretrain.model.args import CHOICES, FLAVORS
+from canon_pretrain.model.args import CHOICES, FLAVORS, MIXERS
 from canon_pretrain.model.attend import BACKENDS as ATTENTION_BACKENDS
 from canon_pretrain.synthetic.tasks import TASKS
 from canon_pretrain.titan.job_config import OPTIMIZERS, UNSUPPORTED, CanonJobConfig
@@ -21,6 +21,7 @@ from canon_pretrain.titan.keys import SHORT_HELP
 def add_keys(parser: argparse.ArgumentParser) -> None:
     """Add an option per supported key, for a shell to complete; `parse_job` reads them by tyro."""
     choices: dict[str, Iterable[str]] = {f"model.{name}": own for name, own in CHOICES.items()}
+    choices["model.mixer"] = MIXERS  # or FILE.py:Name
     choices |= {"model.flavor": FLAVORS, "model.attention_backend": ATTENTION_BACKENDS}
     choices |= {"model.canon_backend": BACKENDS, "model.mixer_backend": MIXER_BACKENDS}
     choices |= {"data.task.name": TASKS, "optimizer.name": OPTIMIZERS}

@@ -142,7 +142,7 @@ def bash(tmp_path_factory):
 @pytest.mark.system
 def test_bash_completes_stages_and_commands(bash):
     assert bash("") == [*COMMANDS]
-    assert bash("che") == ["checkpoint"]
+    assert bash("che") == ["check", "checkpoint"]
     for name, group in GROUPS.items():
         shown = {word for word, command in group.commands.items() if not command.is_hidden}
         assert {*bash(name, "")} == shown, name
@@ -161,7 +161,7 @@ def test_bash_completes_stages_and_commands(bash):
         ("checkpoint prune outputs --dry", ["--dry-run"]),
         ("train --config train_configs/nope_c", ["train_configs/nope_canon.toml"]),
         ("train --dry", ["--dry-run"]),
-        ("train --model.canon_s", ["--model.canon_set"]),
+        ("train --model.canon_se", ["--model.canon_set"]),
         ("train --model.mixer g", ["gla", "gated_deltanet"]),
         ("train --lr_scheduler.decay_type ", ["linear", "sqrt", "cosine"]),
         ("train --compile.no_e", ["--compile.no_enable"]),

@@ -745,7 +745,7 @@ _shtab_canon_train_options=(
   "--model.dim[model.dim]:model.dim:"
   "--model.num_heads[model.num_heads]:model.num_heads:"
   "--model.num_kv_heads[model.num_kv_heads]:model.num_kv_heads:"
-  "--model.mixer[attention, gla, mamba2 or gated_deltanet\; also .mixer_conv]:model.mixer:"
+  "--model.mixer[attention, gla, mamba2 or gated_deltanet\; also .mixer_conv]:model.mixer:(attention gla mamba2 gated_deltanet)"
   "--model.mixer_conv[model.mixer_conv]:model.mixer_conv:(true false)"
   "--model.expand_k[model.expand_k]:model.expand_k:"
   "--model.expand_v[model.expand_v]:model.expand_v:"

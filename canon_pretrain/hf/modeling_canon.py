@@ -273,6 +273,7 @@ class LlamaCanonForCausalLM(PreTrainedModel, GenerationMixin):
         for number, layer in enumerate(self.model.layers):
             core.layers[str(number)] = layer
         self._registrations += _register(core, self, norm_and_output)
+        self._registrations += _register(core, self, LLAMA_NAMING.bare.items())  # of smear
         if config.tie_word_embeddings:  # `Transformer` then has no output layer
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self._registrations.append(_Registration(core, "output", self, "lm_head"))
