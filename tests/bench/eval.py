@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import sentencepiece
 import torch
@@ -165,16 +165,16 @@ def make_requests(
 def parse_model(text: str) -> ModelArgs:
     """Return the args of FLAVOR[,FIELD=VALUE...]; Canon ABCD and NoPE by default."""
     name, *settings = text.split(",")
-    fields = asdict(flavor(name)) | {"position": "nope", "canon_set": "ABCD"}
-    changes = {}
+    changes: dict[str, Any] = {"position": "nope", "canon_set": "ABCD"}
+    types = get_type_hints(ModelArgs, include_extras=True)
     for setting in settings:
         field, _, value = setting.partition("=")
-        check_choice("--model: field", field, fields)
-        changes[field] = value
-    try:
-        args = TypeAdapter(ModelArgs).validate_python(fields | changes)
-    except ValidationError as error:
-        raise UserError("eval.bench_model", f"--model {text}: {error}") from None
+        check_choice("--model: field", field, types)
+        try:
+            changes[field] = TypeAdapter(types[field]).validate_python(value)
+        except ValidationError as error:
+            raise UserError("eval.bench_model", f"--model {text}: {error}") from None
+    args = replace(flavor(name), **changes)
     return replace(args, max_seq_len=max(args.max_seq_len, MAX_LENGTH))
 
 
