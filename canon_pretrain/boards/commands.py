@@ -245,7 +245,8 @@ def read_board_plan(folder: Path, title: str) -> "BoardPlan":
 
     board, sweep = read_plan(folder)
 
-    # The runs that have started must have started under the claims that the page will show.
+    # The runs that have started must have started under the claims that the page will show: those
+    # of the plan as it is now, on both sides, unless a run's planned.json says otherwise.
     promises = {}
     for run in sweep.runs:
         setting, _ = board.place_of(run.config)

@@ -169,7 +169,8 @@ def _configs(board: Board, folder: Path) -> list[Config]:
 def _config(board: Board, folder: Path, stem: str, windows: int | None) -> Config:
     """Return the config of the arm and the task/difficulty that `stem`, a file's name, is of.
 
-    `windows`: of a synthetic task, unless the board or the config sets them.
+    `windows`: that a synthetic task is validated on, unless the board or the config sets their
+    number; held-out text has as many as it has.
     """
     setting, arm = board.places[stem]
     dotted = dict(board.settings[setting])

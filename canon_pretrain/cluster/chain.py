@@ -102,6 +102,7 @@ class Launch(NamedTuple):
 
 def parse_launch(arguments: Sequence[str]) -> Launch:
     """Return the settings of a launch. Raises UserError if its config cannot be read."""
+    # An option without its value is an error too, which the check of the job reports: nargs.
     parser = Parser(add_help=False)
     add = parser.add_argument
     add("--config", "--job.config_file", type=Path, nargs="?")

@@ -482,7 +482,8 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweep", type=Path, metavar="SWEEP", help="folder of the sweep")
 
 
-def _refuse_keys(overrides: Sequence[str]) -> None:
+def _refuse_all_keys(overrides: Sequence[str]) -> None:
+    """Refuse --section.key, which the parser of all subcommands takes, after any but `plan`."""
     if overrides:
         raise UserError(
             "sweep.misplaced_option", f"{overrides[0]}: pass options of the runs to `plan`"
@@ -527,7 +528,7 @@ def show_prices(sweep: Sweep, gpu: str, world_size: int = 1) -> None:
 
 def run_table(options: argparse.Namespace) -> None:
     """Print the state of the runs, and which architectures differ in held-out loss."""
-    _refuse_keys(options.overrides)
+    _refuse_all_keys(options.overrides)
     sweep = read_sweep(options.sweep)
     rows = sweep_rows(sweep, options.sweep, datetime.now(UTC))
     if options.json:
@@ -538,7 +539,7 @@ def run_table(options: argparse.Namespace) -> None:
 
 def run_run(options: argparse.Namespace) -> None:
     """Replace this process by the trainer; with --print0 print the trainer's arguments."""
-    _refuse_keys(options.overrides)
+    _refuse_all_keys(options.overrides)
     folder: Path = options.sweep
     sweep = read_sweep(folder)
     number: int = options.number

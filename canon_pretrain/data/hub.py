@@ -107,7 +107,7 @@ def list_files(repo: str, commit: str, folder: str, hints: HubHints) -> list[Hub
             if isinstance(entry, RepoFile)
         )
         repo_cache.mkdir(parents=True, exist_ok=True)
-        write_json(saved_listing, asdict(_Listing(1, listing)))
+        write_json(saved_listing, asdict(_Listing(version=1, files=listing)))
     return list(listing)
 
 

@@ -135,7 +135,10 @@ def _install_queries(gpu: Gpu, queries: dict[str, Any]) -> None:
 
 
 def _install_memory(gpu: Gpu, tracker: Tracker) -> None:
-    """Memory statistics are the tracker's, which sees what is allocated, resized and freed."""
+    """Memory statistics are the tracker's, which sees what is allocated, resized and freed.
+
+    Its phases begin with a new peak, so that a reset of the peak does nothing.
+    """
 
     def memory_stats(device: Any = None) -> dict[str, int]:
         stats = dict.fromkeys(CURRENT_STATS, tracker.current)

@@ -944,7 +944,8 @@ def _position(llama: SimpleNamespace) -> dict[str, Any]:
     if is_nope:
         return theta | {"position": "nope"}
 
-    # RoPE of all dims of a head
+    # RoPE of all dims of a head. A factor alone is that of another class, which may rotate others
+    # than the first dims; our exports and the released models write rope_dim.
     rope_dim = llama.rope_dim
     rotary_factor = llama.partial_rotary_factor or rope.get("partial_rotary_factor") or 1.0
     if rope_dim is None and rotary_factor != 1.0:
@@ -952,7 +953,7 @@ def _position(llama: SimpleNamespace) -> dict[str, Any]:
     if rope_dim in (None, llama.head_dim):
         return theta | {"position": "rope"}
 
-    # RoPE of the first `rope_dim` dims
+    # RoPE of the first `rope_dim` dims: layout c of the paper's Figure 22
     if rope_dim > llama.head_dim:
         raise_unsupported("rope_dim", rope_dim, f"expected at most the head dim, {llama.head_dim}")
     ratio = rope_dim / llama.head_dim

@@ -102,7 +102,8 @@ def _import_folder(
     ignore: Iterable[str],
     mixers: Path | None,
 ) -> Imported:
-    """See `import_folder`; `mixers`: an empty folder for the files of own mixers."""
+    """See `import_folder`; `mixers`: a temporary folder that `folder_args` fills with the files of
+    own mixers, or None if the user does not trust them."""
     args = folder_args(source, ignore=ignore, mixers=mixers)
     state: dict[str, Any] = {}
     if state_from is not None:

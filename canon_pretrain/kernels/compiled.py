@@ -345,7 +345,8 @@ def _convolve_in_pieces(
 ) -> list[Tensor]:
     """Mix the P tokens at the border, which need padding, apart from the others.
 
-    The border is the first P tokens; of the transposed sum, the last P.
+    The border is the first P tokens; of the transposed sum, the last P. Only it is padded: a padded
+    copy of all tokens would be written and read once more. Return the pieces in order.
     """
     x_BTC = x_BTC.to(taps_KC.dtype)
     num_tokens = x_BTC.shape[1]
@@ -359,7 +360,7 @@ def _convolve_in_pieces(
 
     def piece(tokens_BMC: Tensor, first: int, length: int) -> Tensor:
         """Mix `length` tokens from `first` on; `tokens` begin with the earliest that they read."""
-        position = reach + first  # in segments
+        position = reach + first  # in segments, which begin `reach` tokens before x
         masks = [same_segment(segments_BN, position, position + k, length) for k in offsets]
         terms = [tokens_BMC.narrow(1, k - earliest, length) for k in offsets]
         return _mix(terms, taps_KC, masks)

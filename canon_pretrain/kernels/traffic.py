@@ -275,7 +275,8 @@ def estimate_work(graph: fx.GraphModule, constant_shapes: Collection[torch.Size]
 
     work = Work(launches=len(kernels), bytes_moved=num_bytes, flops=count_products(graph))
 
-    # Calls: products, and operators that are one kernel each.
+    # Calls: products, whose bytes count apart since compute hides them, and operators that are one
+    # kernel each. Attention and recurrences have closed forms.
     for call in schedule.calls:
         if _is_product(call):
             work.launches += 1

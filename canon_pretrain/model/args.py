@@ -598,11 +598,11 @@ def _check_pattern(args: ModelArgs) -> None:
             )
 
     for name, overrides in args.layers.items():
-        if name not in args.pattern[: args.num_layers]:
+        # A smaller num_layers may leave out the last names, as when a config is tried out.
+        if name not in args.pattern:
             raise UserError(
                 "model.pattern",
-                f"[model.layers.{name}] is the section of no layer: pattern = "
-                f"{list(args.pattern)}, num_layers = {args.num_layers}",
+                f"[model.layers.{name}] is the section of no layer: pattern = {list(args.pattern)}",
                 given=name,
             )
         for field in overrides:

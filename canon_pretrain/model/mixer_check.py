@@ -397,7 +397,7 @@ def check_causality(subject: Subject) -> str:
                     )
 
             # By lengths: a token does not know how many follow. The shorter call is for its mask
-            # and segments only: x is that of the long text, so that layer 1 plays no part.
+            # and segments only: x is that of the long text, so that no earlier layer plays a part.
             for length in LENGTHS:
                 shorter = mixer_call(subject.plain, random_tokens(1, LONG)[:, :length])
                 wrong = difference(shorter(call.x_BTD[:, :length]), y_BTD[:, :length])

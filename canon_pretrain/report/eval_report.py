@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LABEL",
         help="the architecture, or one of its runs, to compare with (default: the first run's)",
     )
-    comparisons.add_noise_arguments(parser)
+    comparisons.add_noise_arguments(parser)  # of a task's items and of seeds: the error bars
     parser.add_argument(
         "--published",
         type=Path,

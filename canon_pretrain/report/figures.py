@@ -516,7 +516,10 @@ def _panels(points: Sequence[_Point], labels: Sequence[str]) -> list[LengthPanel
 def _trace(
     of: str, labels: Sequence[str], label: str, y: Any, *, form: str = "", **attributes: Any
 ) -> Json:
-    """Return a trace of the run or architecture `label`; y is rounded as `form` shows it."""
+    """Return a trace of a run or an architecture (`of`); y is rounded as `form` shows it.
+
+    The page takes the color and name of trace number n from entry n of its legend, `labels`.
+    """
     needs_markers = len(y) <= FEW_POINTS or None in y  # a value between two gaps has no line
     numbers = rounded(np.array(y, float))
     if form:

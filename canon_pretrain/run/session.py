@@ -216,6 +216,8 @@ class Session:
         if self.status is not None:
             step = self.status.status.step
 
+        # A request that the main thread ignores ends in a stop. Ctrl-C twice is the user's word not
+        # to wait for a checkpoint: the run ends as Python's own KeyboardInterrupt would end it.
         state: States = "stopped"
         exit_code = 1
         if reason == TWICE:

@@ -139,8 +139,9 @@ def measure(
 ) -> Cells:
     """Estimate each cell's mean, its variance over seeds and its 95 % interval.
 
-    `items`: number of items behind each score between 0 and 1, by task; `choices`: of the learning
-    rate, by architecture and task; `lower_is_better`: the tasks with such scores.
+    `items`: number of items behind each score between 0 and 1, by task; `choices`: how many equally
+    good learning rates the shown one was chosen from, by architecture and task; `lower_is_better`:
+    the tasks with such scores.
 
     A score between 0 and 1 varies at least as its items do, with two more right and two more wrong
     ones (Agresti and Coull 1998): three seeds that all score 1 have a variance.

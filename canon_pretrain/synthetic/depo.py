@@ -115,7 +115,8 @@ class Depo1(GraphTask):
         hops = draw_size(bits_hops, self.k, self.exact_k)
         answer_nodes = (query_nodes + hops) % n[:, None]
 
-        # Symbols [count, N, 2] of edges and [count, queries, 4] of queries; 0 where n is lower
+        # Symbols [count, N, 2] of edges and [count, queries, 4] of queries; 0 where n is lower. The
+        # symbol of k hops is that of ANS plus k.
         row = row[:, None]
         ans = np.full_like(hops, self.names.symbol(self._ans))
         edges = np.stack([cycle[row, edge_order], successor[row, edge_order]], axis=2)

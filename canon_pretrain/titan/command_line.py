@@ -33,7 +33,8 @@ def parse_job(arguments: Sequence[str], *, quiet: bool = False) -> CanonJobConfi
         raise SystemExit(0)
 
     job = _apply(overrides, base) if overrides else base  # building tyro's parser is slow
-    job.job.config_file = str(options.path)
+    if options.path is not None:
+        job.job.config_file = str(options.path)
     check_job(job)
     return job
 

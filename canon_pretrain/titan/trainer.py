@@ -226,7 +226,8 @@ class CanonTrainer(torchtitan.train.Trainer):
 
         self.tokens = 0
         self.tokens_per_step = job.tokens_per_step
-        self.skipped_steps = 0  # in the run, without the last Readback.LAG steps
+        # Whether a step was skipped is known on the host Readback.LAG steps later: not counted yet.
+        self.skipped_steps = 0
         self._is_last = False
         # host states of the last steps, restored when consecutive bad steps end the run
         self._host_states: deque[tuple[int, list[dict[str, Any]]]] = deque(
@@ -251,7 +252,7 @@ class CanonTrainer(torchtitan.train.Trainer):
             from canon_pretrain.titan import samples  # only runs with samples need a tokenizer
 
             self.samples = samples.TextSamples(job, self.data.training, self.data.prompts)
-        session.handle_sigterm()
+        session.handle_sigterm()  # now that there is a state to save
         # FSDP2 casts at every world size; torchtitan's autocast on one rank would change numerics
         self.maybe_enable_amp = contextlib.nullcontext()
 

@@ -21,6 +21,7 @@ CASES = {
     "gla": ("gla_canon", 8, SHORT),
     "gated_deltanet": ("gated_deltanet_canon", 8, SHORT),
     "mamba2": ("mamba2_canon", 8, SHORT),
+    "hybrid": ("gated_deltanet_hybrid_canon", 8, SHORT),
     "experts": ("nope_canon", 8, (*EXPERTS, "--parallelism.expert_parallel_degree", "8")),
     "replicas": (
         "nope_canon",

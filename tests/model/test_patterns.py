@@ -214,7 +214,7 @@ def test_json_and_back():
     [
         ({"pattern": ("gdn",)}, "model.pattern"),
         ({"layers": {"gdn": {}}}, "model.pattern"),
-        ({"pattern": ("gla", "gla", "x"), "layers": {"x": {}}}, "model.pattern"),
+        ({"pattern": ("gla", "gla", "x"), "layers": {"y": {}}}, "model.pattern"),
         ({"pattern": ("gla",), "layers": {"gla": {"dim": 8}}}, "config.unknown_choice"),
         ({"pattern": ("gla",), "layers": {"gla": {"qk_norm": "full"}}}, "model.conflict"),
         ({"pattern": ("gla",), "qk_norm": "full"}, "model.conflict"),

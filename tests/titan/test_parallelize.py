@@ -453,6 +453,7 @@ ARGS = [
     replace(UNEVEN, init="lingua", init_seed=5, tie_embeddings=True, canon_trainable=False),
     variant("mamba2 conv mimetic"),
     variant("gdn ABCD gate_rank"),
+    VARIANTS["last_attention"],
 ]
 TIED = replace(
     UNEVEN, init="lingua", tie_embeddings=True, document_mask=True, num_kv_heads=2, position="alibi"
