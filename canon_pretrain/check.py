@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print a row for each check; return 1 if one fails. Raises UserError."""
     # Find mistakes on the command line before the checks, which take half a minute.
     overrides = parse_overrides(arguments.overrides)
+    if "mixer" in overrides:
+        raise usage_error("canon check", "--model.mixer: the mixer is the first argument")
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise UserError(
             "check.no_folder",

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich import box
 from rich.table import Table
 
@@ -37,8 +36,8 @@ from canon_pretrain.core.terminal import Console, duration
 from canon_pretrain.machine.hardware import visible_gpus
 from canon_pretrain.model.args import ModelArgs, fill_model, flavor
 from canon_pretrain.model.counts import flops_per_token, num_parameters, state_bytes
+from canon_pretrain.model.mixer_check import CHECKS, run_checks, tiny_args
 from canon_pretrain.model.mixer_files import mixer_file
-from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.report.record import RunRecord
 from canon_pretrain.run.config import read_experiment, to_toml
 from canon_pretrain.run.folder import PLAN
@@ -99,6 +98,12 @@ TASKS = (
     CompareTask("copy", "copy.toml", steps=400, set={"data.task.n": 23}),
     CompareTask("state", "state.toml", steps=500, set={}),
 )
+TRAINING_CHECKS = (
+    *("forward", "dtype", "causality", "rows"),
+    *("initial values", "gradients", "every gradient"),
+)
+"""Of `canon check`: without the cache, documents and exports, which no task of a board needs."""
+
 SEQ_LEN = 48
 BATCH = 32
 WINDOWS = 64
@@ -212,52 +217,16 @@ def own_name(name: str, baselines: Collection[str]) -> str:
 
 
 def check_mixer(mixer: str) -> None:
-    """Run a forward and a backward pass of a small model. Raises UserError.
-
-    The output must be finite, and no token may change the output of an earlier one.
-    """
-    args = model_args({"mixer": mixer, "position": "nope", "canon_set": ""} | SHAPE, 2, 32, 16)
-    try:
-        model = Transformer(args)
-        model.init_weights()
-        tokens_BT = torch.arange(2 * args.max_seq_len).view(2, -1) % args.vocab_size
-        logits_BTV = model(tokens_BT)
-        logits_BTV.square().mean().backward()
-
-        # All tokens from the middle on are others.
-        middle = args.max_seq_len // 2
-        other_BT = tokens_BT.clone()
-        other_BT[:, middle:] = (other_BT[:, middle:] + 1) % args.vocab_size
-        with torch.no_grad():
-            change_BTV = (model(other_BT) - logits_BTV).abs()
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            "compare.mixer_fails",
-            f"{mixer}: a forward and backward pass of a model of width {args.dim} ends with "
-            f"{type(error).__name__}: {error}",
-            given=mixer,
-        ) from error
-
-    gradients = [parameter.grad for parameter in model.parameters()]
-    is_finite = all(x.isfinite().all() for x in (logits_BTV, *gradients) if x is not None)
-    if not is_finite:
-        raise UserError(
-            "compare.not_finite",
-            f"{mixer}: the logits or gradients of a model of width {args.dim} are not finite at "
-            "its initial values",
-            given=mixer,
-        )
-    leak = float(change_BTV[:, :middle].max())
-    if leak > 1e-4 * float(logits_BTV.detach().abs().max()):
-        raise UserError(
-            "compare.not_causal",
-            f"{mixer}: tokens from {middle} on change logits of earlier ones by {leak:.2g}: "
-            "forward must depend on earlier tokens only",
-            given=mixer,
-            leak=leak,
-        )
+    """Run those of `canon check` that training relies on. Raises UserError if one fails."""
+    checks = [check for check in CHECKS if check.name in TRAINING_CHECKS]
+    for row in run_checks(tiny_args(mixer), checks):
+        if row.state == "failed":
+            raise UserError(
+                "compare.check_failed",
+                f"{mixer}: {row.name}: {row.measured}. `canon check {mixer}` has all checks",
+                given=mixer,
+                check=row.name,
+            )
 
 
 def model_args(

@@ -54,8 +54,8 @@ class Table(dict[str, Any]):
 
     def __hash__(self) -> int:  # type: ignore[override]
         # ModelArgs is a key of caches (`_kinds`, `measure`), so each of its fields needs a hash.
-        # Values may be lists or tables, which repr covers.
-        return hash(tuple(sorted((key, repr(value)) for key, value in self.items())))
+        # Values may be lists, which have none, and 1 equals 1.0: the keys are enough.
+        return hash(frozenset(self))
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,8 @@ class Canon(CausalFilter):
     ) -> None:
         self.filter = args.canon_filter
         # The sizes: `widths` of the parts, the outputs of linear layers that one Canon layer mixes,
-        # if not those of the args. `scalar` has one row of taps for all channels, `shift` one share per channel.
+        # if not those of the args. `scalar` has one row of taps for all channels, `shift` one share
+        # per channel.
         is_dynamic = self.filter == "dynamic"
         self.num_channels = channels = sum(widths) or args.canon_channels[site]
         num_parts = len(widths) or args.canon_parts[site]

@@ -644,8 +644,8 @@ def held_out_summary(rows: Sequence[Verdict], refused: Sequence[Refusal], pair: 
             summary = SUMMARIES[row.verdict].format(side=side, baseline=baseline, why=row.why)
             return f"{summary}: {held_out_difference(row)}"
 
-    # Training may have logged losses: take the last step and text that all runs have in common. Bits
-    # per byte are comparable over tokenizers; a task without text has nats only.
+    # Training may have logged losses: take the last step and text that all runs have in common.
+    # Bits per byte are comparable over tokenizers; a task without text has nats only.
     way_out = "`canon eval run --suite validation` scores it"
     metric = NATS
     if any(evaluations.logged_losses(run, BITS) for run in pair.side.runs):
