@@ -60,7 +60,7 @@ BASELINES: Mapping[str, Settings] = {
 """What a mixer is compared with: keys of `[model]` by the architecture's name."""
 DEFAULT_BASELINES = ("rope_canon", "gated_deltanet")
 
-SHAPE = {"dim": 64, "num_heads": 4, "init": "lingua"}
+SHAPE = {"num_layers": 2, "dim": 64, "num_heads": 4, "ffn": "gated", "init": "lingua"}
 """Of all architectures; their feed-forwards differ, so that their parameters are equal."""
 FFN_DIM = 176
 """Width of the feed-forward of the architecture with the most parameters: the least one."""
@@ -71,11 +71,15 @@ SEEDS = 3
 
 @dataclass(frozen=True)
 class CompareTask:
-    """A task of the comparison: a tiny config with other values, and its steps if time allows."""
+    """A task of the comparison: a tiny config with other values, and its steps if time allows.
+
+    `chance`: the score of a guess among the answers that a context leaves.
+    """
 
     name: str
     config: str
     steps: int
+    chance: float
     set: Settings
 
 
@@ -85,19 +89,27 @@ TASKS = (
         name="mqar",
         config="mqar.toml",
         steps=400,
+        chance=1 / 11,
         set={
-            "model.num_layers": 2,
             "data.task.vocab": 64,
             "data.task.pairs": 11,
             "data.task.queries": 11,
             "data.task.slots": 11,
         },
     ),
-    CompareTask("depo", "depo.toml", steps=500, set={"data.task.n": 6, "data.task.vocab": 6}),
-    CompareTask("mano", "mano.toml", steps=500, set={}),
-    CompareTask("copy", "copy.toml", steps=400, set={"data.task.n": 23}),
-    CompareTask("state", "state.toml", steps=500, set={}),
+    CompareTask(
+        name="depo",
+        config="depo.toml",
+        steps=500,
+        chance=1 / 6,
+        set={"data.task.n": 6, "data.task.vocab": 6},
+    ),
+    CompareTask(name="mano", config="mano.toml", steps=500, chance=1 / 5, set={}),
+    CompareTask(name="copy", config="copy.toml", steps=400, chance=0.0, set={"data.task.n": 23}),
+    CompareTask(name="state", config="state.toml", steps=500, chance=1 / 2, set={}),
 )
+LEARNED = 0.05
+"""Above chance: what the better of two must score before one of them is called better."""
 TRAINING_CHECKS = (
     *("forward", "dtype", "causality", "rows"),
     *("initial values", "gradients", "every gradient"),
@@ -269,8 +281,8 @@ def show_sizes(architectures: Mapping[str, Settings]) -> None:
         pad_edge=False,
     )
     for name, model in architectures.items():
-        args = model_args(model, 2, 64, SEQ_LEN)
-        state = state_bytes(args, itemsize=4)
+        args = model_args(model, SHAPE["num_layers"], 64, SEQ_LEN)
+        state = state_bytes(args, itemsize=2)  # of keys and values, as on the board's page
         table.add_row(
             name,
             str(model["ffn_dim"]),
@@ -473,6 +485,7 @@ def board_text(board: Mapping[str, Any]) -> str:
 # -- the verdicts
 
 UNDECIDED = "not decided yet"
+NOT_LEARNED = "neither learns it"
 
 
 @dataclass(frozen=True)
@@ -480,9 +493,10 @@ class VerdictRow:
     """The own architecture against `baseline` on a task.
 
     `difference` and its 95 % `interval`: above 0 if the own one is better. `verdict`: "better",
-    "worse", "not decided yet", or "no score". `more_seeds`: how many more would decide, if the
-    difference and its noise stay as they are, and `more_s` what they take on this machine; None if
-    it is decided, or if MAX_SEEDS would not.
+    "worse", "not decided yet", "neither learns it" (both are near chance, so that an order says
+    nothing about what they can learn), or "no score". `more_seeds`: how many more would decide, if
+    the difference and its noise stay as they are, and `more_s` what they take on this machine; None
+    if it is decided, or if MAX_SEEDS would not.
     """
 
     task: str
@@ -506,6 +520,7 @@ def verdicts(content: BoardContent, own: str, parallel: int) -> list[VerdictRow]
 
     rows = []
     baselines = [arm.arm for arm in content.arms if arm.arm != own]
+    chances = {task.name: task.chance for task in TASKS}
     scores = {(cell.task, cell.arm): cell.mean for cell in content.cells}
     for task in content.tasks:
         for baseline in baselines:
@@ -518,10 +533,19 @@ def verdicts(content: BoardContent, own: str, parallel: int) -> list[VerdictRow]
             )
             if pair in differences:
                 row = _with_difference(row, differences[pair], own, lower=task.lower_is_better)
+            if not _has_learned(row, chances.get(task.task, 0.0)):
+                row = replace(row, verdict=NOT_LEARNED)
             if row.verdict == UNDECIDED and pair in levels:
                 row = _with_more_seeds(row, differences[pair], levels[pair], content, own, parallel)
             rows.append(row)
     return rows
+
+
+def _has_learned(row: VerdictRow, chance: float) -> bool:
+    """Return whether one of the two is above chance, or has no score yet."""
+    if row.own_score is None or row.baseline_score is None:
+        return True
+    return max(row.own_score, row.baseline_score) > chance + LEARNED
 
 
 def _pair(row: DifferenceRow) -> tuple[str, frozenset[str]]:
@@ -608,6 +632,8 @@ def _number(score: float | None) -> str:
 
 
 def _more(row: VerdictRow) -> str:
+    if row.verdict == NOT_LEARNED:
+        return "more steps: more --minutes, a new --out"
     if row.verdict != UNDECIDED:
         return ""
     if row.more_seeds is None or row.more_s is None:

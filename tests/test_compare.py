@@ -5,6 +5,7 @@ import json
 import shutil
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from canon_pretrain.boards.plan import plan_board
 from canon_pretrain.cluster.sweep import read_sweep
 from canon_pretrain.compare import BASELINES, PilotCost, TaskCost, fit_steps
 from canon_pretrain.core.errors import UserError
+from canon_pretrain.model.counts import num_parameters
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.stats.decide import MAX_SEEDS, seeds_for_level
 from canon_pretrain.titan.command_line import parse_job
@@ -130,30 +132,42 @@ def test_the_steps_of_all_runs_are_counted():
     assert len(compare.plan_steps(costs, 6, total)) < len(full)
 
 
-def board_of(folder, seeds=(0, 1, 2), steps=None):
-    architectures = compare.equal_sizes({"DecayingAverage": OWN, "rope": BASELINES["rope"]})
+def write_board(folder, architectures, seeds=(0, 1, 2), steps=None):
     values = compare.board_values(architectures, steps or {"mqar": 40, "state": 80}, seeds, False)
     path = folder / "board.toml"
     path.write_text(compare.board_text(values))
-    return path, architectures
+    return path
 
 
-def test_the_board_is_an_ordinary_one(tmp_path):
-    path, architectures = board_of(tmp_path, steps={task.name: 80 for task in compare.TASKS})
+@pytest.mark.parametrize("canon", ["", "ABCD"])
+def test_each_task_trains_the_sizes_that_are_shown(canon, tmp_path):
+    own = OWN | {"canon_set": canon}
+    architectures = compare.equal_sizes({"DecayingAverage": own} | dict(BASELINES))
+    steps = {task.name: 80 for task in compare.TASKS}
+    path = write_board(tmp_path, architectures, steps=steps)
+
     board = read_board(path)
     assert board.architectures == architectures
     sweep, _ = plan_board(board, tmp_path)
-    assert len(sweep.runs) == 3 * len(compare.LEARNING_RATES) * 2 * len(compare.TASKS)
+    num_runs = len(architectures) * len(compare.TASKS) * len(compare.LEARNING_RATES) * 3
+    assert len(sweep.runs) == num_runs
+
     for config in sweep.configs:
         job = parse_job(["--config", config])
         assert job.training.steps % job.validation.freq == 0
         assert job.training.seq_len >= (job.task.longest or 0)
         assert (job.training.seq_len, job.training.local_batch_size) == (48, 32)
-        assert job.model_args.dim == 64
+
+        # with the vocabulary of the title, the model has as many parameters as its row says
+        _, _, arm = Path(config).stem.partition("-")
+        trained = replace(job.model_args, vocab_size=64)
+        shown = compare.model_args(architectures[arm], 2, 64, 48)
+        assert num_parameters(trained) == num_parameters(shown)
 
 
 def test_more_seeds_continue_the_board_of_a_folder(tmp_path):
-    path, architectures = board_of(tmp_path)
+    architectures = compare.equal_sizes({"DecayingAverage": OWN, "rope": BASELINES["rope"]})
+    path = write_board(tmp_path, architectures)
     old = read_board(path)
     more = compare.continued_board(path, architectures, 5)
     path.write_text(compare.board_text(more))
@@ -240,6 +254,12 @@ def test_verdicts_are_those_of_the_page(tmp_path):
         assert low < row.difference < high and low * high > 0
         assert row.more_seeds is None
     assert (rows["rope"].own_score, rows["rope"].baseline_score) == pytest.approx((0.5, 0.9))
+
+
+def test_an_order_near_chance_is_no_verdict(tmp_path):
+    _, rows = verdicts_of(tmp_path, {"mine": 0.045, "rope": 0.02, "nope": 0.9})
+    assert (rows["rope"].verdict, rows["rope"].more_seeds) == ("neither learns it", None)
+    assert rows["nope"].verdict == "worse"
 
 
 def test_an_open_verdict_says_how_many_seeds_would_decide(tmp_path):
