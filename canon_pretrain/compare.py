@@ -60,7 +60,8 @@ BASELINES: Mapping[str, Settings] = {
 """What a mixer is compared with: keys of `[model]` by the architecture's name."""
 DEFAULT_BASELINES = ("rope_canon", "gated_deltanet")
 
-SHAPE = {"num_layers": 2, "dim": 64, "num_heads": 4, "ffn": "gated", "init": "lingua"}
+NUM_LAYERS = 2
+SHAPE = {"num_layers": NUM_LAYERS, "dim": 64, "num_heads": 4, "ffn": "gated", "init": "lingua"}
 """Of all architectures; their feed-forwards differ, so that their parameters are equal."""
 FFN_DIM = 176
 """Width of the feed-forward of the architecture with the most parameters: the least one."""
@@ -281,7 +282,7 @@ def show_sizes(architectures: Mapping[str, Settings]) -> None:
         pad_edge=False,
     )
     for name, model in architectures.items():
-        args = model_args(model, SHAPE["num_layers"], 64, SEQ_LEN)
+        args = model_args(model, NUM_LAYERS, 64, SEQ_LEN)
         state = state_bytes(args, itemsize=2)  # of keys and values, as on the board's page
         table.add_row(
             name,
