@@ -71,6 +71,10 @@ class RecurrentMixer(NamedTuple):
     embedding_std: float = 0.02
     """Of the embedding then."""
 
+    has_llama_names: bool = False
+    """Whether hf/config.py has names for its modules, those of the first exports; a new mixer keeps
+    its own."""
+
 
 # -- q, k and v, an output gate, and a decay
 
@@ -163,6 +167,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             state_products=2,
             temporary_bytes=66,  # 63 to 69
             chunked_slowdown=1.8,
+            has_llama_names=True,
         ),
         "mamba2": RecurrentMixer(
             module="mamba2",
@@ -182,6 +187,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             # transformers 4.47, which the paper's code requires
             has_linear_init=True,
             embedding_std=0.1,  # `initializer_range` of its config
+            has_llama_names=True,
         ),
         "gated_deltanet": RecurrentMixer(
             module="gated_deltanet",
@@ -197,6 +203,7 @@ RECURRENT: Mapping[str, RecurrentMixer] = MappingProxyType(
             state_products=3,  # the delta rule reads it once more
             temporary_bytes=37,  # 36 to 38
             chunked_slowdown=2.0,
+            has_llama_names=True,
         ),
     }
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from canon_pretrain.hf.config import OWN_MIXER, to_hf
 from canon_pretrain.hf.writing import bundled_code
 from canon_pretrain.kernels import fla_mixers
 from canon_pretrain.kernels.recurrences import CHUNKED
@@ -111,6 +112,17 @@ def test_every_parameter_has_an_initial_value(mixer, init):
         value = initial_value(args, f"layers.0.attention.{name}", parameter.shape)
         assert value.kind != UNKNOWN
         assert value.rows(0, len(parameter)).shape == parameter.shape
+
+
+@each_mixer
+def test_an_export_has_a_name_for_every_parameter(mixer):
+    args = args_of(mixer, mixer_conv=True)
+    names = [name for name, _ in make_mixer(args, None, None).named_parameters()]
+    exported = [to_hf(f"layers.0.attention.{name}", args=args) for name in names]
+    assert len({*exported}) == len(names)
+
+    module = "self_attn" if RECURRENT[mixer].has_llama_names else OWN_MIXER
+    assert all(name.startswith(f"model.layers.0.{module}.") for name in exported)
 
 
 @each_mixer
