@@ -18,7 +18,7 @@ from canon_pretrain.kernels.compiled import sum_dtype
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import NO_CONTEXT, Context, run_recurrence
 from canon_pretrain.model.canon import ShortConv, Stream, make_canon, per_reader
-from canon_pretrain.model.init import InitialValue
+from canon_pretrain.model.initial_value import InitialValue
 from canon_pretrain.model.mixers import Mixer
 
 MIMETIC_STEP = 0.54  # softplus(0.54) = 1

@@ -8,13 +8,31 @@ Letters: D hidden, H heads, K key width and V value width of a head.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from canon_pretrain.model.args import ModelArgs
+from typing import Any, NamedTuple, Protocol
 
 DECAY_RANK = 16
 """Rank of GLA's gate of the decay."""
+
+
+class Args(Protocol):
+    """What the rows read of a layer's ModelArgs, which import this file."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def expand_k(self) -> float: ...
+    @property
+    def expand_v(self) -> float: ...
+    @property
+    def output_gate_rank(self) -> int: ...
+    @property
+    def state_dim(self) -> int: ...
+    @property
+    def mixer_conv(self) -> bool: ...
+    @property
+    def canon_kernel(self) -> int: ...
 
 
 class Widths(NamedTuple):
@@ -50,10 +68,10 @@ class RecurrentMixer(NamedTuple):
     """F / D of a gated feed-forward that is unset; None: as the flavor's."""
 
     # sizes
-    widths: "Callable[[ModelArgs], Widths]"
-    per_head: "Callable[[ModelArgs], Mapping[str, float]]"
+    widths: Callable[[Args], Widths]
+    per_head: Callable[[Args], Mapping[str, float]]
     """Numbers that must be multiples of num_heads, by their names in messages."""
-    num_parameters: "Callable[[ModelArgs], int]"
+    num_parameters: Callable[[Args], int]
     state_products: int
     """Products with the state per token: 2 if it is written and read once."""
 
@@ -79,7 +97,7 @@ class RecurrentMixer(NamedTuple):
 # -- q, k and v, an output gate, and a decay
 
 
-def gated_widths(args: "ModelArgs") -> Widths:
+def gated_widths(args: Args) -> Widths:
     """Return H K = expand_k D and H V = expand_v D, also for a mixer of the user's own."""
     key_dim = round(args.expand_k * args.dim) // args.num_heads
     value_dim = round(args.expand_v * args.dim) // args.num_heads
@@ -88,22 +106,22 @@ def gated_widths(args: "ModelArgs") -> Widths:
     return Widths(key_dim, value_dim, (q_dim, q_dim, v_dim), conv_channels=2 * q_dim + v_dim)
 
 
-def _gated_per_head(args: "ModelArgs") -> dict[str, float]:
+def _gated_per_head(args: Args) -> dict[str, float]:
     return {"expand_k dim": args.expand_k * args.dim, "expand_v dim": args.expand_v * args.dim}
 
 
-def _gla_parameters(args: "ModelArgs") -> int:
+def _gla_parameters(args: Args) -> int:
     # the decay, of a low-rank product with a bias
     k_dim, _, _ = gated_widths(args).parts
     return _gated_parameters(args) + DECAY_RANK * (args.dim + k_dim) + k_dim
 
 
-def _gated_deltanet_parameters(args: "ModelArgs") -> int:
+def _gated_deltanet_parameters(args: Args) -> int:
     # the decay and the step of each head: wa, wb; A_log, dt_bias
     return _gated_parameters(args) + 2 * args.dim * args.num_heads + 2 * args.num_heads
 
 
-def _gated_parameters(args: "ModelArgs") -> int:
+def _gated_parameters(args: Args) -> int:
     """Return the parameters of `GatedRecurrence`."""
     dim = args.dim
     widths = gated_widths(args)
@@ -124,7 +142,7 @@ def _gated_parameters(args: "ModelArgs") -> int:
 # -- Mamba2
 
 
-def _mamba2_widths(args: "ModelArgs") -> Widths:
+def _mamba2_widths(args: Args) -> Widths:
     """Return K = state_dim and H V = 2 D; in_proj makes [z|x|B|C|dt] at once."""
     inner_dim = 2 * args.dim
     conv_channels = inner_dim + 2 * args.state_dim  # of x, B and C
@@ -136,11 +154,11 @@ def _mamba2_widths(args: "ModelArgs") -> Widths:
     )
 
 
-def _mamba2_per_head(args: "ModelArgs") -> dict[str, float]:
+def _mamba2_per_head(args: Args) -> dict[str, float]:
     return {"2 dim": 2 * args.dim}
 
 
-def _mamba2_parameters(args: "ModelArgs") -> int:
+def _mamba2_parameters(args: Args) -> int:
     widths = _mamba2_widths(args)
     inner_dim = args.num_heads * widths.value_dim
     projections = args.dim * (sum(widths.parts) + inner_dim)

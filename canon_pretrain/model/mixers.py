@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from canon_pretrain.core.errors import UserError, check_choice
 from canon_pretrain.model.args import ModelArgs
 from canon_pretrain.model.cache import NO_CONTEXT, Context, LayerCache
+from canon_pretrain.model.initial_value import InitialValue
 from canon_pretrain.model.mixer_files import MixerFile, mixer_file
 from canon_pretrain.model.mixer_table import RECURRENT
-
-if TYPE_CHECKING:
-    from canon_pretrain.model.init import InitialValue
 
 KINDS = ("constant", "normal", "uniform", "log_uniform", "log_count", "step")
 """Of the values in `Mixer.init`."""
@@ -49,7 +47,7 @@ class Mixer(nn.Module):
     """Whether `forward` needs `context.mask`, the tokens that each token sees: for attention.
     None there means causal attention."""
     init: Mapping[str, tuple[str, float]] = {}
-    """Initial value of a parameter by its name: (kind, scale) of model/init.py, such as
+    """Initial value of a parameter by its name: (kind, scale) of InitialValue, such as
     ("uniform", 0.1). Others: matrices as the model's, norm gains 1, biases 0."""
 
     readers = 1
@@ -64,7 +62,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def initial_value(cls, args: ModelArgs, name: str, usual: "InitialValue") -> "InitialValue":
+    def initial_value(cls, args: ModelArgs, name: str, usual: InitialValue) -> InitialValue:
         """Return the initial value of the parameter `name` of the class: by default that of `init`.
 
         Override it where a value depends on `args`. `usual` is that of other modules: of a matrix

@@ -36,7 +36,8 @@ from canon_pretrain.model.canon import (
     make_canon,
     per_reader,
 )
-from canon_pretrain.model.init import InitialValue, initial_value
+from canon_pretrain.model.init import initial_value
+from canon_pretrain.model.initial_value import InitialValue
 from canon_pretrain.model.mixers import Mixer, mixer_class
 from canon_pretrain.model.moe import MoE, Routed
 

@@ -38,7 +38,7 @@ from canon_pretrain.kernels.backends import (
     resolve_backend,
 )
 from canon_pretrain.model.args import ModelArgs
-from canon_pretrain.model.init import InitialValue
+from canon_pretrain.model.initial_value import InitialValue
 from canon_pretrain.model.moe import GroupedExperts
 from canon_pretrain.model.transformer import Transformer
 from canon_pretrain.titan.job_config import CanonJobConfig

@@ -15,7 +15,8 @@ from canon_pretrain.model.args import LAYER_FIELDS, ModelArgs, fill_model, flavo
 from canon_pretrain.model.cache import Cache
 from canon_pretrain.model.canon import Canon, ShortConv
 from canon_pretrain.model.counts import state_size
-from canon_pretrain.model.init import UNKNOWN, initial_value
+from canon_pretrain.model.init import initial_value
+from canon_pretrain.model.initial_value import UNKNOWN
 from canon_pretrain.model.mixer_table import RECURRENT
 from canon_pretrain.model.mixers import Mixer, mixer_class
 from canon_pretrain.model.transformer import make_mixer
@@ -42,7 +43,7 @@ def size_of(module):
 
 
 @each_mixer
-def test_a_row_names_a_class_under_the_contract_that_an_export_has(mixer):
+def test_a_row_names_a_class_that_an_export_has(mixer):
     row = RECURRENT[mixer]
     kind = mixer_class(mixer)
     assert issubclass(kind, Mixer)
@@ -97,7 +98,7 @@ def test_a_layer_keeps_one_state_of_the_rows_widths(mixer):
 
 
 @each_mixer
-def test_heads_that_do_not_divide_the_widths_are_refused_by_the_row(mixer):
+def test_heads_that_do_not_divide_the_widths_are_refused(mixer):
     numbers = RECURRENT[mixer].per_head(args_of(mixer)).values()
     assert all(number % BASE.num_heads == 0 for number in numbers)
     with refused("model.not_divisible", divisor=7):
